@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from gammaray.errors import InvalidArgumentError
 from services.engine.core.batch import Batch, SequenceInput, plan_batch
 from services.engine.core.drafter import DraftFormat
 from services.engine.core.errors import CacheGapError
@@ -46,6 +47,8 @@ class Engine:
         dtype: Type of its weights, keys and values.
         kernel: Implementation of its forwards: the instruction set of the compiled CPU kernel, "CUDA graphs",
             or "none: " and the reason why transformers' layers are used.
+        taps: The hidden states recorded in the last step: for each feed [tokens, taps, hidden_size]; empty
+            while nothing is tapped.
         mask_token: Of a parallel draft model: the id, in [0, vocab_size], after which it predicts the token
             that follows in its place; else None.
     """
@@ -69,6 +72,8 @@ class Engine:
         self.dtype = store.shape.dtype
         self.runner = runner
         self.mask_token: int | None = None
+        self.taps: list[Tensor] = []
+        self._is_tapped = False
         self._draft: DraftFormat | None = None
         self._chain_ids: Tensor | None = None
         self._has_all_tokens = True
@@ -111,9 +116,33 @@ class Engine:
         batch = self._plan(feeds)
         logits = self._run(batch, within or nullcontext())
         self._commit(feeds, batch)
+        if self._is_tapped:
+            self.taps = self._tapped([len(feed.token_ids) for feed in feeds])
         if len(feeds) == 1:
             return [logits]
         return list(logits.split_with_sizes([feed.num_logits for feed in feeds]))
+
+    def tap(self, layers: Sequence[int]) -> None:
+        """Record hidden states in every step from now on; `chain` records none.
+
+        Args:
+            layers: j for the residual stream that enters layer j, `num_layers` for the last state after the
+                model's final norm. None of them: record nothing.
+
+        Raises:
+            InvalidArgumentError: There is no such layer, or the runner records no states.
+        """
+        if any(not 0 <= layer <= self.num_layers for layer in layers):
+            raise InvalidArgumentError("layers", list(layers), f"[0, {self.num_layers}]")
+        if not isinstance(self.runner, NativeRunner):
+            raise InvalidArgumentError("layers", list(layers), "none: this runner records no hidden states")
+        self.runner.tap(layers)
+        self._is_tapped, self.taps = len(layers) > 0, []
+
+    def _tapped(self, counts: Sequence[int]) -> list[Tensor]:
+        assert isinstance(self.runner, NativeRunner)
+        assert self.runner.tapped is not None
+        return list(self.runner.tapped.split_with_sizes(list(counts)))
 
     @property
     def can_chain(self) -> bool:

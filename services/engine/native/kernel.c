@@ -94,6 +94,9 @@ typedef struct {
     const float *cos, *sin;     /* [positions, head_dim / 2] */
     float *scratch;             /* gr_scratch_size() numbers */
     float *logits;              /* [wanted, vocab] */
+    int32_t taps;               /* hidden states to record of each row */
+    const int32_t *tap;         /* [taps]: the layer that the state enters; `layers` for the normed last one */
+    float *tapped;              /* [rows, taps, hidden] */
 } gr_batch;
 
 INLINE vf splat(float value) { return value - (vf){}; }
@@ -338,7 +341,15 @@ EXPORT int64_t gr_scratch_size(const gr_model *m, int32_t rows, int32_t position
     return rows * per_row + attention_scratch(position);
 }
 
-/* Fills the rows' slots of the caches, and the logits of the wanted rows. */
+/* Records the rows of `x` for the taps at `layer`. */
+static void record(const gr_batch *b, int layer, const float *x, int hidden) {
+    for (int t = 0; t < b->taps; t++)
+        if (b->tap[t] == layer)
+            for (int r = 0; r < b->rows; r++)
+                memcpy(b->tapped + ((int64_t)r * b->taps + t) * hidden, x + (int64_t)r * hidden, hidden * sizeof(float));
+}
+
+/* Fills the rows' slots of the caches, the logits of the wanted rows and the tapped states. */
 EXPORT void gr_forward(const gr_model *m, const gr_batch *b) {
     int hidden = m->hidden, inner = m->intermediate, rows = b->rows;
     int width = (m->heads + 2 * m->kv_heads) * m->head_dim, mixed_width = m->heads * m->head_dim;
@@ -348,6 +359,7 @@ EXPORT void gr_forward(const gr_model *m, const gr_batch *b) {
     for (int r = 0; r < rows; r++) embed(m, b->token[r], x + (int64_t)r * hidden);
     for (int i = 0; i < m->layers; i++) {
         const gr_layer *layer = m->layer + i;
+        record(b, i, x, hidden);
         for (int r = 0; r < rows; r++)
             rms_norm(x + (int64_t)r * hidden, layer->attention_norm, h + (int64_t)r * hidden, hidden, m->norm_eps);
         product(&layer->qkv, rows, h, hidden, qkv, width, 0);
@@ -359,6 +371,11 @@ EXPORT void gr_forward(const gr_model *m, const gr_batch *b) {
         product(&layer->gate_up, rows, h, hidden, gate_up, 2 * inner, 0);
         for (int r = 0; r < rows; r++) gate(gate_up + (int64_t)r * 2 * inner, inner);
         product(&layer->down, rows, gate_up, 2 * inner, x, hidden, 1);
+    }
+    if (b->taps) {
+        for (int r = 0; r < rows; r++)
+            rms_norm(x + (int64_t)r * hidden, m->last_norm, h + (int64_t)r * hidden, hidden, m->norm_eps);
+        record(b, m->layers, h, hidden);
     }
     for (int w = 0; w < b->wanted; w++)
         rms_norm(x + (int64_t)b->logit_row[w] * hidden, m->last_norm, h + (int64_t)w * hidden, hidden, m->norm_eps);
@@ -375,7 +392,7 @@ EXPORT int32_t gr_chain(const gr_model *m, const gr_batch *b, int32_t *token, co
     gr_segment segment = *b->segment;
     gr_batch one = *b;
     segment.count = 1;
-    one.rows = one.segments = one.wanted = 1;
+    one.rows = one.segments = one.wanted = 1, one.taps = 0;
     one.segment = &segment, one.logit_row = &first;
     while (row < b->rows) {
         one.token = token + row, one.position = b->position + row, one.num_chain = b->num_chain + row;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from ctypes import addressof, byref, c_int32
 from itertools import chain
 
@@ -22,10 +23,13 @@ class NativeRunner:
 
     Attributes:
         model: The packed weights and the kernel.
+        tapped: Hidden states of the last forward's rows, [rows, taps, hidden_size]; None without taps.
     """
 
     def __init__(self, model: NativeModel) -> None:
         self.model = model
+        self._taps = np.empty(0, dtype=np.int32)
+        self.tapped: Tensor | None = None
         self._scratch = torch.empty(0)
         self._cos, self._sin = model.rotation(1)
 
@@ -33,8 +37,17 @@ class NativeRunner:
         """Return the logits [wanted rows, vocab_size] in float32; writes the new keys and values."""
         self._make_room(len(batch.token_ids), max(batch.positions))
         logits, _, arguments, _pointed_to = self._laid_out(batch)
+        if len(self._taps):
+            tapped = torch.empty(len(batch.token_ids), len(self._taps), self.model.weights.hidden)
+            arguments.taps, arguments.tap = len(self._taps), self._taps.ctypes.data
+            arguments.tapped = tapped.data_ptr()
+            self.tapped = tapped
         self.model.kernel.gr_forward(byref(self.model.weights), byref(arguments))
         return logits
+
+    def tap(self, layers: Sequence[int]) -> None:
+        """Record these hidden states in every forward, see `Engine.tap`."""
+        self._taps = np.array(layers, dtype=np.int32)
 
     def chain(
         self,
