@@ -57,6 +57,13 @@ class _Features:
     lowest: int = 0
     speculation: Speculation | None = None
 
+    def truncate(self, end: int) -> None:
+        """Drop the features of the positions from `end` on."""
+        if end < self.end:
+            self.rows = self.rows[: max(0, end - self.start)]
+            self.start = min(self.start, end)
+            self.lowest = min(self.lowest, end)
+
     @property
     def end(self) -> int:
         """Position after the last feature."""
@@ -120,28 +127,36 @@ class HeadDrafter:
         self._sessions.pop(session_id, None)
         self.engine.release(session_id)
 
-    def draft(self, asked: Sequence[tuple[SessionCopy, Shape]]) -> list[Proposal]:
-        """Return a proposal for each session, empty where features are missing or the head fails."""
+    def draft(self, asked: Sequence[tuple[SessionCopy, Shape, int]]) -> list[Proposal]:
+        """Return a proposal for each session, empty where features are missing or the head fails.
+
+        Args:
+            asked: Each session with the shape of its proposal and the number of its tokens that the target
+                has cached: the features of later positions are of other tokens.
+        """
         try:
             with torch.inference_mode():
                 return self._draft(asked)
         except Exception:  # the target goes on without proposals
             _log.exception("drafting for %d sessions failed", len(asked))
-            for session, _ in asked:
+            for session, _, _ in asked:
                 self.drop(session.session_id)
             return [Proposal()] * len(asked)
 
-    def _draft(self, asked: Sequence[tuple[SessionCopy, Shape]]) -> list[Proposal]:
-        drafting = [self._begin(session, shape) for session, shape in asked]
+    def _draft(self, asked: Sequence[tuple[SessionCopy, Shape, int]]) -> list[Proposal]:
+        drafting = [self._begin(*one) for one in asked]
         self._feed_committed([one for one in drafting if one is not None])
         while open_ones := [one for one in drafting if one is not None and self._reads_on(one)]:
             self._feed_nodes(open_ones)
         return [Proposal() if one is None else one.reading.proposal() for one in drafting]
 
-    def _begin(self, session: SessionCopy, shape: Shape) -> _Drafting | None:
+    def _begin(self, session: SessionCopy, shape: Shape, num_valid: int) -> _Drafting | None:
         """Make the head's cache end before the tokens whose features are at hand."""
-        held, tokens = self._sessions.get(session.session_id), session.tokens
-        if held is None or held.end != len(tokens) - 1 or not self._has_start(held, session):
+        held = self._sessions.get(session.session_id)
+        if held is None:
+            return None
+        held.truncate(min(num_valid, len(session.tokens) - 1))
+        if held.end != len(session.tokens) - 1 or not self._has_start(held, session):
             return None
         if shape.is_tree and session.spec.method is not VerificationMethod.COUPLED:
             shape = replace(shape, max_nodes=0)  # only coupled verification supports trees

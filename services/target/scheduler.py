@@ -95,7 +95,8 @@ class TargetScheduler(Scheduler[VerifyTask]):
         asked = []
         for running in drafting:
             assert running.task.head is not None
-            asked.append((running.session, running.task.head))
+            num_cached = self.engine.length(running.session.session_id)
+            asked.append((running.session, running.task.head, num_cached))
             running.must_draft = False
         for running, proposal in zip(drafting, self._head.draft(asked), strict=True):
             if len(proposal) < self.limits.max_batch_tokens:

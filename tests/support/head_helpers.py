@@ -7,8 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 DATA = Path(__file__).parents[1] / "data" / "heads"
 VARIANTS = ("llama", "llama-residual", "qwen3")
@@ -50,3 +52,50 @@ def as_official(folder: Path) -> Path:
         return {key.replace("layers.0.", "midlayer."): tensor for key, tensor in tensors.items()}
 
     return changed("llama", folder, config, weights)
+
+
+def bigram_target(folder: Path, vocab_size: int = 97, scale: float = 3.0) -> Path:
+    """Write a target whose next token depends on its last token only: its layers add nothing."""
+    torch.manual_seed(11)
+    config = AutoConfig.for_model(
+        "llama",
+        vocab_size=vocab_size,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=256,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=False,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.data.zero_()
+        layer.mlp.down_proj.weight.data.zero_()
+    rows = torch.randn(vocab_size, 32)
+    model.model.embed_tokens.weight.data = rows / rows.square().mean(-1, keepdim=True).sqrt()
+    model.lm_head.weight.data = torch.randn(vocab_size, 32) * scale / 32**0.5
+    model.save_pretrained(folder)
+    return folder
+
+
+def bigram_head(folder: Path, target: Path) -> Path:
+    """Write an EAGLE-1 head that predicts a bigram target exactly, as both share embedding and output."""
+    stored = json.loads((target / "config.json").read_text())
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**stored, "num_hidden_layers": 1}))
+    weights = {
+        "fc.weight": torch.cat([torch.eye(32), torch.zeros(32, 32)], dim=1),
+        "layers.0.self_attn.q_proj.weight": torch.randn(32, 32),
+        "layers.0.self_attn.k_proj.weight": torch.randn(16, 32),
+        "layers.0.self_attn.v_proj.weight": torch.randn(16, 32),
+        "layers.0.self_attn.o_proj.weight": torch.zeros(32, 32),
+        "layers.0.post_attention_layernorm.weight": torch.ones(32),
+        "layers.0.mlp.gate_proj.weight": torch.randn(48, 32),
+        "layers.0.mlp.up_proj.weight": torch.randn(48, 32),
+        "layers.0.mlp.down_proj.weight": torch.zeros(32, 48),
+    }
+    save_file(weights, folder / "model.safetensors")
+    return folder

@@ -1,0 +1,215 @@
+"""A head in the target worker: the tokens of gamma 0, drafted and verified in one call."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from engine_helpers import random_tokens, tiny_model
+from head_helpers import DATA, bigram_head, bigram_target, changed
+from workers_helpers import Driver, running, verify_block
+
+from gammaray.errors import InvalidArgumentError
+from gammaray.types import Proposal, SamplingParams, VerificationMethod
+from gammaray.v1 import target_service_pb2 as pb
+from gammaray.wire.blocks import proposal_from_proto, proposal_to_proto
+from services.engine.core.errors import UnsupportedModelError
+
+pytestmark = pytest.mark.integration
+
+COUPLED, REJECTION, NAIVE = VerificationMethod
+PROMPT = random_tokens(20, seed=3)
+COUNT = 60
+_numbers = itertools.count()
+
+
+@dataclass
+class Headed(Driver):
+    """Lets the head draft in every cycle in which it may; `others` proposes in the rest."""
+
+    max_nodes: int = 0
+    every: int = 1
+    drafted: int = 0
+    cycles: int = 0
+
+    async def generate(self, count: int) -> list[int]:
+        self.tokens = list(self.prompt)
+        while len(self.tokens) < len(self.prompt) + count:
+            await self.run_cycle()
+        return self.tokens[len(self.prompt) :][:count]
+
+    async def run_cycle(self) -> None:
+        self.cycles += 1
+        if self.cycles % self.every:
+            await self.verify(Proposal((5, 6)))
+            return
+        head = pb.HeadDraft(gamma=self.gamma, max_nodes=self.max_nodes)
+        result = await self._feed(self.target, pb.VerifyBlock, head=head)
+        assert result.WhichOneof("outcome") == "verdict", result
+        proposal = proposal_from_proto(result.drafted, 2**31)
+        assert len(proposal) <= max(self.gamma, self.max_nodes)
+        self.drafted += len(proposal)
+        self.accepted += len(result.verdict.accepted_path)
+        self.tokens += [proposal.token_ids[node] for node in result.verdict.accepted_path]
+        self.tokens.append(result.verdict.next_token_id)
+
+    async def verify(self, proposal: Proposal) -> Any:
+        """Verify another drafter's proposal; the worker keeps the hidden states."""
+        message = proposal_to_proto(proposal)
+        result = await self._feed(self.target, pb.VerifyBlock, proposal=message, head=pb.HeadDraft())
+        assert not result.HasField("drafted")
+        self.tokens += [proposal.token_ids[node] for node in result.verdict.accepted_path]
+        self.tokens.append(result.verdict.next_token_id)
+
+
+@pytest.fixture(scope="module")
+def random_target(tmp_path_factory):
+    return tiny_model("llama", tmp_path_factory.mktemp("target"), seed=3)
+
+
+@pytest.fixture(scope="module")
+def bigrams(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bigrams")
+    target = bigram_target(folder / "target")
+    return target, bigram_head(folder / "head", target)
+
+
+def params(temperature, **others):
+    return SamplingParams(temperature=temperature, seed=4, **others)
+
+
+def headed(link, made, **options):
+    return Headed(link, None, PROMPT, made, session_id=f"h{next(_numbers)}", **{"gamma": 4, **options})
+
+
+async def plain(link, made, count=COUNT, method=COUPLED):
+    return await Driver(link, None, PROMPT, made, method, session_id=f"p{next(_numbers)}").generate(count)
+
+
+@pytest.mark.parametrize("variant", ["llama", "llama-residual", "qwen3"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_tokens_are_those_of_gamma_0(random_target, variant, temperature):
+    made = params(temperature)
+    async with running("target", random_target, head=str(DATA / variant), deterministic=True) as (link, _):
+        expected = await plain(link, made)
+        for options in ({}, {"gamma": 1}, {"max_nodes": 12}, {"gamma": 2, "max_nodes": 30}, {"every": 3}):
+            one = headed(link, made, **options)
+            assert await one.generate(COUNT) == expected, options
+            assert one.drafted > one.cycles / 4
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("shape", [{}, {"max_nodes": 10}])
+async def test_exact_head_is_accepted_in_every_cycle_but_the_first(bigrams, temperature, shape):
+    target, head = bigrams
+    made = params(temperature)
+    async with running("target", target, head=str(head)) as (link, _):
+        one = headed(link, made, **shape)
+        assert await one.generate(COUNT) == await plain(link, made)
+        fewest = 1 + -(-(COUNT - 1) // 5)
+        # At a temperature a tree prefers a likely second choice to an unlikely deep one.
+        assert one.cycles == fewest if not shape or temperature == 0 else fewest <= one.cycles < 1.3 * fewest
+
+
+@pytest.mark.parametrize("method", [REJECTION, NAIVE])
+async def test_other_methods_accept_an_exact_head(bigrams, method):
+    target, head = bigrams
+    async with running("target", target, head=str(head)) as (link, _):
+        one = headed(link, params(0.8), method=method)
+        await one.generate(COUNT)
+        accepted = one.accepted / one.drafted
+        assert accepted == 1.0 if method is REJECTION else accepted < 1.0
+
+
+async def test_penalties_and_masks_apply_to_the_head(bigrams):
+    target, head = bigrams
+    made = params(0.8, repetition_penalty=1.4, frequency_penalty=0.5, banned_token_ids=(1, 2, 3))
+    async with running("target", target, head=str(head)) as (link, _):
+        one = headed(link, made)
+        assert await one.generate(COUNT) == await plain(link, made)
+        assert one.cycles == 1 + -(-(COUNT - 1) // 5)
+
+
+async def test_many_sessions_draft_in_one_batch(bigrams):
+    target, head = bigrams
+
+    async with running("target", target, head=str(head)) as (link, _):
+        many = [headed(link, params(1.0), gamma=1 + number % 5) for number in range(12)]
+        expected = await plain(link, params(1.0))
+        for made in await asyncio.gather(*(one.generate(COUNT) for one in many)):
+            assert made == expected
+
+
+@pytest.mark.parametrize("salted", [False, True])
+async def test_released_and_resumed_sessions_draft_again(bigrams, salted):
+    target, head = bigrams
+    async with running("target", target, head=str(head)) as (link, _):
+        one = headed(link, params(0.0))
+        await one.generate(20)
+        await link.release(one.session_id)
+        one.held.clear()  # a new owner sends everything
+        cycles = one.cycles
+        for _ in range(5):
+            await one.run_cycle()
+        assert one.tokens[len(PROMPT) :][:40] == (await plain(link, params(0.0)))[:40]
+        assert one.cycles - cycles == 5
+        assert len(one.tokens) - len(PROMPT) >= 20 + 1 + 4 * 5
+
+
+async def test_repeated_and_changed_blocks_are_answered_alike(bigrams):
+    target, head = bigrams
+    async with running("target", target, head=str(head)) as (link, _):
+        one = headed(link, params(0.0))
+        await one.generate(12)
+        block = one.block(pb.VerifyBlock, 0, with_spec=True, head=pb.HeadDraft(gamma=3))
+        first, again = await link.ask(block), await link.ask(block)
+        assert first.drafted == again.drafted
+        assert len(first.drafted.token_ids) == 3
+        assert first.verdict == again.verdict
+        one.tokens[-3:] = [7, 8, 9]  # another continuation, as after a takeover
+        changed_block = one.block(pb.VerifyBlock, 0, with_spec=True, head=pb.HeadDraft(gamma=3))
+        other = await link.ask(changed_block)
+        one.tokens += [other.drafted.token_ids[node] for node in other.verdict.accepted_path]
+        one.tokens.append(other.verdict.next_token_id)
+        follow = await link.ask(one.block(pb.VerifyBlock, 0, with_spec=True, head=pb.HeadDraft(gamma=3)))
+        assert list(follow.verdict.accepted_path) == [0, 1, 2]
+
+
+async def test_long_prompts_are_read_in_chunks(bigrams):
+    target, head = bigrams
+    async with running("target", target, head=str(head), prefill_chunk=16) as (link, _):
+        one = Headed(link, None, random_tokens(180, seed=9), params(0.0), gamma=4, session_id="long")
+        await one.generate(30)
+        assert one.cycles == 1 + -(-29 // 5)
+
+
+async def test_proposal_beside_a_draft_of_the_head_is_refused(bigrams):
+    target, head = bigrams
+    async with running("target", target, head=str(head)) as (link, _):
+        result = await link.ask(verify_block(PROMPT, [1, 2], head=pb.HeadDraft(gamma=2)))
+        assert "none where the head drafts" in result.error.message
+        result = await link.ask(verify_block(PROMPT, head=pb.HeadDraft(gamma=65)))
+        assert result.error.message == "gamma: got 65, allowed: 0 to 64"
+
+
+async def test_worker_without_a_head_verifies_nothing(bigrams):
+    target, _ = bigrams
+    async with running("target", target) as (link, _):
+        one = headed(link, params(0.0))
+        assert await one.generate(10) == await plain(link, params(0.0), 10)
+        assert (one.cycles, one.drafted) == (10, 0)
+        assert (await link.info()).head == ""
+
+
+async def test_head_that_does_not_fit_stops_the_start(bigrams, tmp_path):
+    target, _ = bigrams
+    folder = changed("llama", tmp_path, config=lambda stored: {**stored, "norm_after": True})
+    with pytest.raises(UnsupportedModelError, match="'norm_after' is not known"):
+        async with running("target", target, head=str(folder)):
+            pass
+    with pytest.raises((UnsupportedModelError, InvalidArgumentError)):
+        async with running("target", target, head=str(tmp_path / "absent")):
+            pass
