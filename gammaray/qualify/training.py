@@ -18,11 +18,14 @@ class TrainTask(BaseModel):
         work: Folder of answers and state, from which an interrupted run continues.
         prompts: Texts; None: the target writes its own user turns.
         chat: Whether prompts are user turns, instead of texts to continue.
-        kind: "parallel" (PARD) or "plain".
-        layers: Layers of the target to start from, counted from 0, in this order.
+        kind: "parallel" (PARD), "plain", or "eagle3", a head that reads the target's hidden states.
+        layers: Layers of the target to start from, counted from 0, in this order; of a head the layers whose
+            entering states it reads, the last one the number of layers. Empty: the first two, or for a head
+            2, the middle, the last but two, and the end.
         init: A directory of this command's drafter to start from; same shape.
         draft_vocab: Rows of the head; at most the target's.
         depth: Tokens per block of a parallel draft, and of the proposals that are measured.
+        unroll: Steps in which a head is trained in the second half of the time.
         tokens: Answer tokens to generate.
         max_tokens: Longest answer.
         temperatures: Of the answers, in turn.
@@ -45,11 +48,12 @@ class TrainTask(BaseModel):
     work: str
     prompts: tuple[str, ...] | None = None
     chat: bool = True
-    kind: Literal["parallel", "plain"] = "parallel"
-    layers: tuple[int, ...] = (0, 1)
+    kind: Literal["parallel", "plain", "eagle3"] = "parallel"
+    layers: tuple[int, ...] = ()
     init: str | None = None
     draft_vocab: int = Field(8192, ge=1)
     depth: int = Field(5, ge=1, le=16)
+    unroll: int = Field(3, ge=1, le=8)
     tokens: int = Field(300_000, ge=1)
     max_tokens: int = Field(256, ge=8)
     temperatures: tuple[float, ...] = (0.0, 1.0)

@@ -126,7 +126,7 @@ class Engine:
         """Record hidden states in every step from now on; `chain` records none.
 
         Args:
-            layers: j for the residual stream that enters layer j, `num_layers` for the last state after the
+            layers: j for the residual stream that enters layer j, `num_layers` for that which enters the
                 model's final norm. None of them: record nothing.
 
         Raises:

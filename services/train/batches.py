@@ -15,10 +15,10 @@ from torch import Tensor
 
 from services.train.store import Sequence
 
-__all__ = ["MASK", "Batch", "build_batch"]
+__all__ = ["KEEP", "MASK", "Batch", "build_batch"]
 
 MASK = -1
-_KEEP, _KEEP_LEAST = 0.7, 0.2
+KEEP, _KEEP_LEAST = 0.7, 0.2
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Batch:
 
 
 def build_batch(
-    sequences: Items[Sequence], depth: int, *, keep: float = _KEEP, generator: torch.Generator | None = None
+    sequences: Items[Sequence], depth: int, *, keep: float = KEEP, generator: torch.Generator | None = None
 ) -> Batch:
     """Return one batch.
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from gammaray.errors import FailedPreconditionError
-from services.train.batches import MASK, Batch
+from services.train.batches import KEEP, MASK, Batch, build_batch
 from services.train.store import Sequence, disk, write_json
 
 __all__ = ["Drafter", "choose_vocabulary", "save_drafter"]
@@ -100,6 +100,17 @@ class Drafter(nn.Module):
         ).last_hidden_state
         chosen = hidden[batch.rows[:, 0], batch.rows[:, 1]]
         return F.linear(chosen, self.head.to(chosen.dtype)).float().log_softmax(-1)
+
+    @property
+    def num_weights(self) -> int:
+        """Number of weights that one pass reads; the lookup of embeddings is not among them."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def batch(
+        self, sequences: Items[Sequence], *, keep: float = KEEP, generator: torch.Generator | None = None
+    ) -> Batch:
+        """Return a batch, see `build_batch`."""
+        return build_batch(sequences, self.depth, keep=keep, generator=generator)
 
     def common(self, batch: Batch, logs: Tensor) -> tuple[Tensor, Tensor]:
         """Return the target's probabilities and the drafter's log-probabilities of the target's top ids.

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from services.train.batches import build_batch
-from services.train.drafter import Drafter
+from services.train.head import AnyDrafter
 from services.train.store import Sequence
 
 __all__ = ["evaluate"]
@@ -22,7 +21,7 @@ _WAYS = ("tokens_per_cycle", "lookup", "lookup_first", "merged")
 
 
 @torch.no_grad()
-def evaluate(drafter: Drafter, held: Items[Sequence], gamma: int) -> dict[str, Any]:
+def evaluate(drafter: AnyDrafter, held: Items[Sequence], gamma: int) -> dict[str, Any]:
     """Return what the drafter reaches.
 
     Args:
@@ -72,9 +71,9 @@ def evaluate(drafter: Drafter, held: Items[Sequence], gamma: int) -> dict[str, A
     }
 
 
-def _predictions(drafter: Drafter, sequence: Sequence) -> Iterator[tuple[int, int, float, bool]]:
+def _predictions(drafter: AnyDrafter, sequence: Sequence) -> Iterator[tuple[int, int, float, bool]]:
     """Yield anchor, depth, 1 - TV, and whether the likeliest token is that of the text."""
-    batch = build_batch([sequence], drafter.depth, keep=1.0)
+    batch: Any = drafter.batch([sequence], keep=1.0)
     batch = type(batch)(*(part.to(drafter.head.device) for part in vars(batch).values()))
     logs = drafter(batch)
     wanted, found = drafter.common(batch, logs)

@@ -6,6 +6,7 @@ import fcntl
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,11 @@ from gammaray.qualify.training import TrainTask
 from services.engine.core.model import load_model
 from services.engine.loader import load_engine
 from services.process.fingerprints import model_identity, vocab_sha256
-from services.train.batches import Batch, build_batch
 from services.train.drafter import Drafter, choose_vocabulary, save_drafter
 from services.train.evaluate import evaluate
+from services.train.head import AnyDrafter, HeadDrafter, save_head
 from services.train.prompts import Passages, Turns, chat_jobs, file_jobs, own_jobs
+from services.train.states import StateStore
 from services.train.store import AnswerStore, Sequence, disk, write_json
 from services.train.writing import Writer
 
@@ -35,6 +37,9 @@ _MAX_LENGTH = 640
 _WARM_UP_STEPS = 40
 _CACHE_BYTES = 4 << 30
 _REPORT_S = 15.0
+UNROLL_FROM = 0.5
+"""Share of the time after which a head is trained in several steps; one step learns faster at first."""
+
 _SHAPE = ("kind", "layers", "draft_vocab", "depth", "seed")
 """Options that a saved state depends on."""
 
@@ -81,8 +86,14 @@ class _Run:
             raise FailedPreconditionError(f"{task.target}: its weights or its tokenizer have no fingerprint")
         self.vocab_size = int(self.target.config.vocab_size)
         count = self.target.config.num_hidden_layers
-        if not task.layers or not set(task.layers) <= set(range(count)):
-            raise InvalidArgumentError("layers", task.layers, f"numbers from 0 to {count - 1}")
+        self.is_head = task.kind == "eagle3"
+        default = (2, count // 2, count - 3, count) if self.is_head else (0, 1)
+        self.layers = task.layers or tuple(layer for layer in default if 0 <= layer <= count)
+        most = count if self.is_head else count - 1
+        if not set(self.layers) <= set(range(most + 1)):
+            raise InvalidArgumentError("layers", self.layers, f"numbers from 0 to {most}")
+        if self.is_head and self.layers[-1] != count:
+            raise InvalidArgumentError("layers", self.layers, f"{count} as the last one: the last state")
         top_k = min(_TOP_K, self.vocab_size)
         self.store = AnswerStore(work / "answers", self.identity, top_k, self.vocab_size)
         self.mixed = torch.autocast(
@@ -191,23 +202,29 @@ class _Run:
             progress = self.elapsed() / budget
             rate = min(1.0, (step + 1) / _WARM_UP_STEPS) * min(1.0, max(0.05, 2 * (1 - progress)))
             optimizer.param_groups[0]["lr"] = task.learning_rate * rate
+            if isinstance(drafter, HeadDrafter):
+                drafter.num_steps = task.unroll if progress >= UNROLL_FROM else 1
             with self.mixed:
-                loss = drafter.loss(self._batch(taught, step), task.loss)
+                loss = drafter.loss(self._batch(drafter, taught, step), task.loss)
             optimizer.zero_grad()
             torch.autograd.backward(loss)
             torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
             optimizer.step()
             step, total = step + 1, total + loss.item()
 
-    def _drafter(self, taught: list[Sequence]) -> Drafter:
+    def _drafter(self, taught: list[Sequence]) -> AnyDrafter:
         task = self.task
         rows = choose_vocabulary(taught, min(task.draft_vocab, self.vocab_size), self.vocab_size)
         state = self.work / "state.pt"
         if state.exists():
             rows = torch.load(state, weights_only=True)["drafter"]["target_ids"]
-        depth = task.depth if task.kind == "parallel" else 1
         torch.manual_seed(task.seed)
-        drafter = Drafter(self.target.module, task.layers, rows, depth)
+        if self.is_head:
+            return HeadDrafter(self.target.module, self.layers, rows, task.depth, self._state_store()).to(
+                task.device
+            )
+        depth = task.depth if task.kind == "parallel" else 1
+        drafter = Drafter(self.target.module, self.layers, rows, depth)
         if task.init is not None and not state.exists():
             try:
                 stored = load_file(Path(task.init) / "model.safetensors")
@@ -218,20 +235,30 @@ class _Run:
                 ) from error
         return drafter.to(task.device)
 
-    def _batch(self, taught: list[Sequence], step: int) -> Batch:
+    def _state_store(self) -> StateStore:
+        module = load_model(self.path, device=self.task.device, dtype="bfloat16").module
+        return StateStore(
+            self.store.folder,
+            self.identity,
+            module,
+            self.layers,
+            self.store.num_tokens,
+            len(self.store),
+        )
+
+    def _batch(self, drafter: AnyDrafter, taught: list[Sequence], step: int) -> Any:
         generator = torch.Generator().manual_seed(self.task.seed * 1_000_003 + step)
         chosen: list[Sequence] = []
         count = 0
         while count < self.task.train_tokens:
             chosen.append(taught[int(torch.randint(len(taught), (), generator=generator))])
             count += len(chosen[-1].logs)
-        depth = self.task.depth if self.task.kind == "parallel" else 1
-        batch = build_batch(chosen, depth, generator=generator)
-        return Batch(*(part.to(self.task.device) for part in vars(batch).values()))
+        batch: Any = drafter.batch(chosen, generator=generator)
+        return type(batch)(*(part.to(self.task.device) for part in vars(batch).values()))
 
     def _report(
         self,
-        drafter: Drafter,
+        drafter: AnyDrafter,
         held: list[Sequence],
         step: int,
         total: float,
@@ -241,8 +268,8 @@ class _Run:
     ) -> tuple[float, int]:
         with self.mixed:
             found = evaluate(drafter, held, self.task.depth)
-        cost = _weight_bytes(drafter) / sum(p.numel() for p in self.target.module.parameters())
-        passes = 1 if drafter.depth > 1 else self.task.depth
+        cost = drafter.num_weights / sum(p.numel() for p in self.target.module.parameters())
+        passes = 1 if self.task.kind == "parallel" else self.task.depth
         found["predicted_speedup"] = round(found["tokens_per_cycle"] / (1 + passes * cost), 3)
         found |= {
             "steps": step,
@@ -255,16 +282,25 @@ class _Run:
         score = found["tokens_per_cycle"] + sum(found["overlap"])
         if score <= best:
             return best, worse + 1
-        size = save_drafter(drafter, Path(self.task.out), self.identity, Path(self.path).name, found)
+        name, out = Path(self.path).name, Path(self.task.out)
+        if isinstance(drafter, HeadDrafter):
+            size = save_head(drafter, out, self.identity, name, found)
+        else:
+            size = save_drafter(drafter, out, self.identity, name, found)
         self.tell(f"saved {self.task.out}, {size / 1e6:.1f} MB")
         return score, 0
 
     def _state(self) -> dict[str, Any]:
-        shape = {key: getattr(self.task, key) for key in _SHAPE}
+        shape = {key: getattr(self.task, key) for key in _SHAPE} | {"layers": self.layers}
         return {"shape": shape, "identity": self.identity}
 
     def _save(
-        self, drafter: Drafter, optimizer: torch.optim.Optimizer, step: int, best: float, worse: int
+        self,
+        drafter: AnyDrafter,
+        optimizer: torch.optim.Optimizer,
+        step: int,
+        best: float,
+        worse: int,
     ) -> None:
         state = self._state() | {"step": step, "best": best, "worse": worse}
         state |= {"drafter": drafter.state_dict(), "optimizer": optimizer.state_dict()}
@@ -278,7 +314,7 @@ class _Run:
             temporary.replace(self.work / "state.pt")
             write_json(self.clock, self.elapsed())
 
-    def _restore(self, drafter: Drafter, optimizer: torch.optim.Optimizer) -> tuple[int, float, int]:
+    def _restore(self, drafter: AnyDrafter, optimizer: torch.optim.Optimizer) -> tuple[int, float, int]:
         path = self.work / "state.pt"
         if not path.exists():
             return 0, float("-inf"), 0
@@ -297,8 +333,13 @@ class _Run:
 def _clipped(sequence: Sequence) -> Sequence:
     count = min(_MAX_LENGTH, len(sequence.token_ids))
     answer = count - sequence.num_prompt
-    parts = (part[:answer] for part in (sequence.top_ids, sequence.top_logs, sequence.logs))
-    return Sequence(sequence.token_ids[:count], sequence.num_prompt, sequence.temperature, *parts)
+    return replace(
+        sequence,
+        token_ids=sequence.token_ids[:count],
+        top_ids=sequence.top_ids[:answer],
+        top_logs=sequence.top_logs[:answer],
+        logs=sequence.logs[:answer],
+    )
 
 
 def _computes_bfloat16(device: str) -> bool:
@@ -308,8 +349,3 @@ def _computes_bfloat16(device: str) -> bool:
     # A CPU without these instructions converts; steps take 0.4 of the time with them.
     capabilities: Any = getattr(torch.cpu, "get_capabilities", dict)()
     return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
-
-
-def _weight_bytes(drafter: Drafter) -> int:
-    """Return the number of weights that one pass reads; the lookup of embeddings is not among them."""
-    return sum(parameter.numel() for parameter in drafter.parameters())

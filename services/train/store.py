@@ -46,6 +46,8 @@ class Sequence:
         top_ids: Per answer token, the most likely ids at its place [answer tokens, top_k].
         top_logs: Their log-probabilities at temperature 1, float16 [answer tokens, top_k].
         logs: Log-probability of each answer token at temperature 1, float32 [answer tokens].
+        number: Place among the stored sequences.
+        offset: Tokens of all sequences before it.
     """
 
     token_ids: _Array
@@ -54,6 +56,8 @@ class Sequence:
     top_ids: _Array
     top_logs: _Array
     logs: _Array
+    number: int = 0
+    offset: int = 0
 
 
 class AnswerStore:
@@ -97,6 +101,11 @@ class AnswerStore:
         return int((self._index[:, 1] - self._index[:, 2]).sum())
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens stored, of prompts and answers."""
+        return int(self._index[:, 1].sum())
+
+    @property
     def jobs(self) -> set[int]:
         """Numbers of the stored sequences' jobs."""
         return set(self._index[:, 0].tolist())
@@ -135,7 +144,7 @@ class AnswerStore:
             for name, (kind, shape) in self._files.items()
         }
         token = row = 0
-        for _, length, num_prompt, temperature, _ in self._index.tolist():
+        for number, (_, length, num_prompt, temperature, _) in enumerate(self._index.tolist()):
             rows = slice(row, row + length - num_prompt)
             yield Sequence(
                 maps["tokens"][token : token + length],
@@ -144,6 +153,8 @@ class AnswerStore:
                 maps["top_ids"][rows],
                 maps["top_logs"][rows],
                 maps["logs"][rows],
+                number,
+                token,
             )
             token, row = token + length, rows.stop
 

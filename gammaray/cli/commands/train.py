@@ -20,6 +20,10 @@ _COMMAND = (sys.executable, "-m", "services.train")
 _STOP_TIMEOUT_S = 300.0  # a step and the state of a large drafter
 
 
+def _layers(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...]:
+    return () if value is None else list_of(int, "numbers of layers")(context, parameter, value)
+
+
 @click.command()
 @click.option("--target", required=True, help="Directory or hub name; 'demo' is the demo pair's.")
 @click.option("--out", required=True, type=click.Path(file_okay=False), help="Directory of the drafter.")
@@ -30,19 +34,23 @@ _STOP_TIMEOUT_S = 300.0  # a step and the state of a large drafter
     help="One per line, or a JSON list of strings; default: the target writes its own.",
 )
 @click.option("--chat/--text", default=True, help="Prompts are user turns, or texts to continue.")
-@click.option("--kind", type=click.Choice(["parallel", "plain"]), default="parallel", show_default=True)
+@click.option(
+    "--kind", type=click.Choice(["parallel", "plain", "eagle3"]), default="parallel", show_default=True
+)
 @click.option(
     "--layers",
-    default="0,1",
-    show_default=True,
-    callback=list_of(int, "numbers of layers"),
-    help="Layers of the target to start from, counted from 0.",
+    callback=_layers,
+    help="Layers of the target to start from, counted from 0, or of which a head reads the states; "
+    "default: 0,1, or for a head low, middle, high and last.",
 )
 @click.option("--init", type=click.Path(exists=True, file_okay=False), help="A drafter to start from.")
 @click.option(
     "--draft-vocab", type=IntRange(1), default=8192, show_default=True, help="Tokens it can propose."
 )
 @click.option("--depth", type=IntRange(1, 16), default=5, show_default=True, help="Tokens per proposal.")
+@click.option(
+    "--unroll", type=IntRange(1, 8), default=3, show_default=True, help="Steps in which a head is trained."
+)
 @click.option(
     "--tokens", type=IntRange(1), default=300_000, show_default=True, help="Answer tokens to generate."
 )

@@ -95,7 +95,7 @@ typedef struct {
     float *scratch;             /* gr_scratch_size() numbers */
     float *logits;              /* [wanted, vocab] */
     int32_t taps;               /* hidden states to record of each row */
-    const int32_t *tap;         /* [taps]: the layer that the state enters; `layers` for the normed last one */
+    const int32_t *tap;         /* [taps]: the layer that the state enters; `layers` for the last state */
     float *tapped;              /* [rows, taps, hidden] */
 } gr_batch;
 
@@ -372,11 +372,7 @@ EXPORT void gr_forward(const gr_model *m, const gr_batch *b) {
         for (int r = 0; r < rows; r++) gate(gate_up + (int64_t)r * 2 * inner, inner);
         product(&layer->down, rows, gate_up, 2 * inner, x, hidden, 1);
     }
-    if (b->taps) {
-        for (int r = 0; r < rows; r++)
-            rms_norm(x + (int64_t)r * hidden, m->last_norm, h + (int64_t)r * hidden, hidden, m->norm_eps);
-        record(b, m->layers, h, hidden);
-    }
+    record(b, m->layers, x, hidden);
     for (int w = 0; w < b->wanted; w++)
         rms_norm(x + (int64_t)b->logit_row[w] * hidden, m->last_norm, h + (int64_t)w * hidden, hidden, m->norm_eps);
     product(&m->head, b->wanted, h, hidden, b->logits, m->head.outputs, 0);
