@@ -37,7 +37,8 @@ class EagleConfig:
         head_dim: Width of a head of the attention.
         vocab_size: Number of the target's token ids.
         num_outputs: Rows of the head's output matrix; below `vocab_size` for a reduced vocabulary.
-        norm_eps: Of all norms.
+        norm_eps: Of all norms of the head.
+        feature_eps: Of the target's last norm, through which EAGLE-1 reads the last state.
         rope: Configuration from which the rotary embedding is made.
         is_fused: EAGLE-3; False: EAGLE-1.
         attention_bias: Whether the attention's projections have biases.
@@ -62,6 +63,7 @@ class EagleConfig:
     norm_eps: float
     rope: LlamaConfig
     is_fused: bool = True
+    feature_eps: float = 1e-6
     attention_bias: bool = False
     mlp_bias: bool = False
     fc_bias: bool = False
@@ -170,6 +172,8 @@ class EagleHead(nn.Module):
         self.layers = nn.ModuleList([_Layer(config)])
         if config.is_fused:
             self.norm = _Norm(size, eps)
+        else:
+            self.feature_norm = _Norm(config.target_hidden_size, config.feature_eps)
         self.lm_head = nn.Linear(size, config.num_outputs, bias=False)
         self.rotary = LlamaRotaryEmbedding(config.rope)
 
@@ -182,7 +186,8 @@ class EagleHead(nn.Module):
         """Return features [..., hidden_size] from the target's states [..., taps, target_hidden_size]."""
         config = self.config
         if not config.is_fused:
-            return states[..., 0, :]
+            normed: Tensor = self.feature_norm(states[..., 0, :])
+            return normed
         if config.fc_norm:
             states = torch.stack([norm(states[..., at, :]) for at, norm in enumerate(self.fc_norm)], dim=-2)
         flat = states.flatten(-2)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ LAYER, OFFICIAL_LAYER = "layers.0.", "midlayer."
 """Where the layer's tensors are: in the `speculators` format and EAGLE-1, and in the official EAGLE-3."""
 
 _OFFICIAL = frozenset({"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"})
+# Targets whose last norm is the root mean square norm times its weights, and no more.
+_RMS_NORMED = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 _LAYER_TYPES = frozenset({"llama", "qwen3"})
 _SPECULATORS_KEYS = frozenset(
     {
@@ -176,7 +179,10 @@ def _official(name: str, stored: Mapping[str, Any], target: PretrainedConfig) ->
 def _first_version(
     name: str, stored: Mapping[str, Any], tensors: Sequence[str], target: PretrainedConfig
 ) -> EagleConfig:
-    return _config(
+    if target.model_type not in _RMS_NORMED:
+        served = ", ".join(sorted(_RMS_NORMED))
+        raise UnsupportedModelError(name, f"EAGLE-1 is served for targets of types {served}")
+    config = _config(
         name,
         stored,
         target,
@@ -186,6 +192,7 @@ def _first_version(
         is_fused=False,
         fc_bias="fc.bias" in tensors,
     )
+    return replace(config, feature_eps=target.rms_norm_eps)
 
 
 def _config(

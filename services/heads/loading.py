@@ -58,6 +58,8 @@ def load_head(name: str, target: str) -> tuple[EagleHead, Tensor | None]:
         if target_ids is not None:
             raise UnsupportedModelError(name, f"it lacks {_HEAD}")
         weights[_HEAD] = target_tensor(name, target, [_HEAD, _EMBEDDING], "output matrix")
+    if not config.is_fused:
+        weights["feature_norm.weight"] = target_tensor(name, target, ["model.norm.weight"], "last norm")
     return _filled(name, folder, head, weights), target_ids
 
 

@@ -55,7 +55,7 @@ async def run(session, drafting, verifier):
 class Repeats:
     """A target that emits 1, 2, 3, 1, 2, 3 ... for any context."""
 
-    async def verify(self, session, proposal):
+    async def verify(self, session, proposal, drafts=None):
         base, path = session.num_committed, []
         for node, token_id in enumerate(proposal.token_ids):
             if token_id != (base + node) % 3:

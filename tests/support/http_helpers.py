@@ -24,6 +24,7 @@ GAMMARAY = {
     "speedup_estimate": None,
     "cycles_by_drafter": {
         "model": 1,
+        "head": 0,
         "server": 0,
         "ngram": 1,
         "suffix": 0,

@@ -44,13 +44,12 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
 def main() -> None:
     """Write the heads of all variants."""
     for number, (variant, (layer, flags)) in enumerate(VARIANTS.items()):
-        _write(HERE / variant, number, layer(**LAYER), flags)
+        _write(HERE / variant, number, layer(**LAYER, attn_implementation="eager"), flags)
 
 
 def _write(folder: Path, seed: int, layer: Any, flags: dict[str, Any]) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     torch.manual_seed(seed)
-    layer._attn_implementation = "eager"
     config = Eagle3SpeculatorConfig(
         transformer_layer_config=layer,
         draft_vocab_size=DRAFT_VOCAB,

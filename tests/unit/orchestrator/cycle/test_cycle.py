@@ -225,7 +225,7 @@ async def test_cycle_target_refuses_an_empty_proposal_fails_the_request():
 @pytest.mark.parametrize("path", [(1,), (0, 2), (2,), (-1,), (0, 0), (0, 1, 2)])
 async def test_cycle_verdict_that_is_no_path_is_an_internal_error(path):
     class Liar:
-        async def verify(self, session, proposal):
+        async def verify(self, session, proposal, drafts=None):
             return Verdict(path, 7, BONUS, 1)
 
     with pytest.raises(InternalError, match="no path"):
@@ -243,7 +243,7 @@ async def test_cycle_logprobs_are_cut_with_their_tokens(index):
 
 async def test_cycle_missing_logprobs_are_an_internal_error():
     class Forgetful(ScriptedTarget):
-        async def verify(self, session, proposal):
+        async def verify(self, session, proposal, drafts=None):
             return Verdict((), 3, BONUS, 0)
 
     with pytest.raises(InternalError, match="log-probabilities"):

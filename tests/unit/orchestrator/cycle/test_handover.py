@@ -78,7 +78,7 @@ class Releasing:
     def __init__(self, times: int = 1) -> None:
         self.calls, self.times = 0, times
 
-    async def verify(self, session, proposal):
+    async def verify(self, session, proposal, drafts=None):
         self.calls += 1
         if self.calls <= self.times:
             raise CancelledError("session s was released")

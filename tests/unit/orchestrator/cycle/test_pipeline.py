@@ -47,7 +47,7 @@ class GatedTarget(ScriptedTarget):
         self.permits = asyncio.Semaphore(permits)
         self.was_cancelled = False
 
-    async def verify(self, session, proposal):
+    async def verify(self, session, proposal, drafts=None):
         try:
             await self.permits.acquire()
         except asyncio.CancelledError:
@@ -117,7 +117,7 @@ async def test_pipeline_yields_nothing_when_the_first_write_fails():
 
 async def test_pipeline_failed_cycle_comes_after_those_before_it():
     class Dying(ScriptedTarget):
-        async def verify(self, session, proposal):
+        async def verify(self, session, proposal, drafts=None):
             if len(self.proposals) == 2:
                 raise InternalError("broken")
             return await super().verify(session, proposal)

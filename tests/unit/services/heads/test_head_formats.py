@@ -89,12 +89,12 @@ def test_official_format_is_the_same_head(tmp_path, target):
     assert torch.equal(*rows)
 
 
-def eagle1(folder, seed=5):
+def eagle1(folder, target, seed=5):
     """Write an EAGLE-1 head, and return the logits of transformers' own layer on some input."""
     torch.manual_seed(seed)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(**sizes, vocab_size=VOCAB_SIZE, num_hidden_layers=1, head_dim=8)
-    config._attn_implementation = "eager"
+    shape = {"vocab_size": VOCAB_SIZE, "num_hidden_layers": 1, "head_dim": 8}
+    config = LlamaConfig(**sizes, **shape, attn_implementation="eager")
     layer = LlamaDecoderLayer(config, 0)
     layer.input_layernorm = torch.nn.Identity()
     weights = {"fc.weight": torch.randn(32, 64) * 0.3, "fc.bias": torch.randn(32) * 0.3}
@@ -104,7 +104,9 @@ def eagle1(folder, seed=5):
     save_file(weights, folder / "model.safetensors")
     stored = {**sizes, "architectures": ["LlamaForCausalLM"], "vocab_size": VOCAB_SIZE, "head_dim": 8}
     (folder / "config.json").write_text(json.dumps({**stored, "num_hidden_layers": 1, "bias": True}))
-    token_ids, features = torch.randint(VOCAB_SIZE, (1, 9)), torch.randn(1, 9, 32)
+    token_ids, states = torch.randint(VOCAB_SIZE, (1, 9)), torch.randn(1, 9, 32)
+    norm = load_file(f"{target}/model.safetensors")["model.norm.weight"]
+    features = torch.nn.functional.rms_norm(states, (32,), norm, eps=1e-6)
     positions = torch.arange(1, 10)[None]
     joined = torch.cat([weights["embed_tokens.weight"][token_ids], features], -1)
     entering = torch.nn.functional.linear(joined, weights["fc.weight"], weights["fc.bias"])
@@ -112,16 +114,16 @@ def eagle1(folder, seed=5):
     rotation = LlamaRotaryEmbedding(config)(entering, positions)
     with torch.no_grad():
         hidden = layer(entering, attention_mask=mask, position_embeddings=rotation)
-    return token_ids[0].tolist(), features[0], hidden[0] if hidden.dim() == 3 else hidden
+    return token_ids[0].tolist(), states[0], hidden[0] if hidden.dim() == 3 else hidden
 
 
 def test_eagle_1_is_a_layer_after_a_matrix(tmp_path, target):
-    token_ids, features, hidden = eagle1(tmp_path)
+    token_ids, states, hidden = eagle1(tmp_path, target)
     engine, head, target_ids = engine_of(tmp_path, target)
     assert target_ids is None
     assert head.config.taps == (3,)  # the target's last state
     engine.skip("s", [0])
-    (made,) = engine.step([feed(engine, "s", 1, token_ids, head.fuse(features[:, None]))])
+    (made,) = engine.step([feed(engine, "s", 1, token_ids, head.fuse(states[:, None]))])
     output = load_file(f"{target}/model.safetensors")["lm_head.weight"]
     torch.testing.assert_close(made, hidden @ output.T, rtol=1e-4, atol=1e-4)
 

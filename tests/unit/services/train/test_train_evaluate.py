@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from services.train.batches import build_batch
 from services.train.evaluate import evaluate
 from services.train.store import Sequence
 
@@ -25,6 +26,9 @@ class Scripted:
         for row, (place, label) in enumerate(zip(batch.place.tolist(), batch.labels.tolist(), strict=True)):
             logs[row, label if place[1] in self.right else 15] = 0.0
         return logs
+
+    def batch(self, sequences, *, keep):
+        return build_batch(sequences, self.depth, keep=keep)
 
     def common(self, batch, logs):
         wanted = torch.zeros(len(logs), 16)

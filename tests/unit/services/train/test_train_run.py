@@ -107,7 +107,7 @@ def test_target_without_chat_template_is_refused(tmp_path, prompts):
         run(make_task(tmp_path, target=str(target), prompts=prompts, chat=True), print, lambda: False)
 
 
-@pytest.mark.parametrize("layers", [(), (16,), (-1, 2)])
+@pytest.mark.parametrize("layers", [(16,), (-1, 2)])
 def test_layers_that_the_target_lacks_are_refused(tmp_path, layers):
     with pytest.raises(InvalidArgumentError, match=r"layers: .* from 0 to 15"):
         run(make_task(tmp_path, layers=layers), print, lambda: False)
