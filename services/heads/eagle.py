@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-__all__ = ["Attend", "EagleConfig", "EagleHead"]
+__all__ = ["Attend", "EagleConfig", "EagleHead", "EagleLayer"]
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """From query, key and value [1, heads, rows, head_dim] to the mixed values [1, rows, heads, head_dim]."""
@@ -128,7 +128,9 @@ class _Mlp(nn.Module):
         return down
 
 
-class _Layer(nn.Module):
+class EagleLayer(nn.Module):
+    """The one layer of a head."""
+
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.norm_eps
@@ -169,7 +171,7 @@ class EagleHead(nn.Module):
             self.input_norm = _Norm(width, eps)
         if config.fc_norm:
             self.fc_norm = nn.ModuleList(_Norm(config.target_hidden_size, eps) for _ in range(num_taps))
-        self.layers = nn.ModuleList([_Layer(config)])
+        self.layers = nn.ModuleList([EagleLayer(config)])
         if config.is_fused:
             self.norm = _Norm(size, eps)
         else:
@@ -212,7 +214,7 @@ class EagleHead(nn.Module):
         """
         embedded = self.embed_tokens(token_ids)
         layer = self.layers[0]
-        assert isinstance(layer, _Layer)
+        assert isinstance(layer, EagleLayer)
         if self.config.is_fused:
             x, residual = layer.enter(embedded, features)
         else:

@@ -209,8 +209,8 @@ static void attention(const gr_model *m, const gr_batch *b, const gr_layer *laye
         int count = s->count - r < rows ? s->count - r : rows, most = 0;
         for (int i = 0; i < count; i++) {
             int row = first_row + r + i, position = b->position[row];
-            seen[i] = (view){0, position, b->num_chain[row], b->path + b->path_offset[row]};
-            if (layer->window && position >= layer->window) seen[i].first = position - layer->window + 1;
+            seen[i] = (view){s->first, position, b->num_chain[row], b->path + b->path_offset[row]};
+            if (layer->window && position - layer->window >= s->first) seen[i].first = position - layer->window + 1;
             if (position > most) most = position;
         }
         for (int h = 0, part; h < m->heads; h += part) {

@@ -61,13 +61,24 @@ class ModelWeights(Structure):
         ("last_norm", c_void_p),
         ("head", MatrixWeights),
         ("layer", POINTER(LayerWeights)),
+        ("entry_kind", c_int32),
+        ("residual_is_normed", c_int32),
+        ("state_is_normed", c_int32),
+        ("feature_norm", c_void_p),
+        ("entry", MatrixWeights),
     )
 
 
 class SegmentArguments(Structure):
     """`gr_segment`."""
 
-    _fields_ = (("cache", c_void_p), ("capacity", c_int64), ("slot", c_int64), ("count", c_int32))
+    _fields_ = (
+        ("cache", c_void_p),
+        ("capacity", c_int64),
+        ("slot", c_int64),
+        ("count", c_int32),
+        ("first", c_int32),
+    )
 
 
 class BatchArguments(Structure):
@@ -91,6 +102,7 @@ class BatchArguments(Structure):
         ("taps", c_int32),
         ("tap", c_void_p),
         ("tapped", c_void_p),
+        ("feature", c_void_p),
     )
 
 

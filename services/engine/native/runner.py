@@ -37,11 +37,7 @@ class NativeRunner:
         """Return the logits [wanted rows, vocab_size] in float32; writes the new keys and values."""
         self._make_room(len(batch.token_ids), max(batch.positions))
         logits, _, arguments, _pointed_to = self._laid_out(batch)
-        if len(self._taps):
-            tapped = torch.empty(len(batch.token_ids), len(self._taps), self.model.weights.hidden)
-            arguments.taps, arguments.tap = len(self._taps), self._taps.ctypes.data
-            arguments.tapped = tapped.data_ptr()
-            self.tapped = tapped
+        self._begin(batch, arguments)
         self.model.kernel.gr_forward(byref(self.model.weights), byref(arguments))
         return logits
 
@@ -71,6 +67,7 @@ class NativeRunner:
         self._make_room(1, max(batch.positions))
         noise = None if noise is None else noise.contiguous()  # for some vocabulary sizes the rows are padded
         logits, numbers, arguments, _pointed_to = self._laid_out(batch)
+        self._begin(batch, arguments)
         count = self.model.kernel.gr_chain(
             byref(self.model.weights),
             byref(arguments),
@@ -83,6 +80,14 @@ class NativeRunner:
         )
         return numbers[:count].tolist(), logits[:count]
 
+    def _begin(self, batch: Batch, arguments: BatchArguments) -> None:
+        """Set where hidden states are recorded."""
+        if len(self._taps):
+            tapped = torch.empty(len(batch.token_ids), len(self._taps), self.model.weights.hidden)
+            arguments.taps, arguments.tap = len(self._taps), self._taps.ctypes.data
+            arguments.tapped = tapped.data_ptr()
+            self.tapped = tapped
+
     def _laid_out(self, batch: Batch) -> tuple[Tensor, NDArray[np.int32], BatchArguments, object]:
         """Return the logits to be filled, all integers, the arguments, and other memory these point to."""
         rows = len(batch.token_ids)
@@ -91,7 +96,7 @@ class NativeRunner:
         num_chain, offsets, path = _paths(batch)
         segments = (SegmentArguments * len(batch.segments))(
             *(
-                SegmentArguments(s.cache.data.data_ptr(), s.cache.capacity, s.slot, s.count)
+                SegmentArguments(s.cache.data.data_ptr(), s.cache.capacity, s.slot, s.count, s.cache.first)
                 for s in batch.segments
             )
         )

@@ -19,7 +19,7 @@ from services.engine.core.quantised import GROUP, QuantisedMatrix, concatenate
 from services.engine.native.bindings import LayerWeights, MatrixWeights, ModelWeights
 from services.engine.native.library import load_kernel
 
-__all__ = ["NativeModel", "build_native", "native_obstacle", "pack_panels", "pack_quantised"]
+__all__ = ["NativeModel", "Packer", "build_native", "native_obstacle", "pack_panels", "pack_quantised"]
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.uint8: 3}
 
@@ -106,7 +106,7 @@ def build_native(
     model = NativeModel(
         library, ModelWeights(), vocab_size, attention.head_dim, body.rotary_emb, loaded.max_context
     )
-    packer = _Packer(library.gr_panel(), library.gr_lanes(), model.kept, quantised or {})
+    packer = Packer(library.gr_panel(), library.gr_lanes(), model.kept, quantised or {})
     layers = (LayerWeights * len(windows))(
         *(_layer(packer, layer, window) for layer, window in zip(body.layers, windows, strict=True))
     )
@@ -169,7 +169,16 @@ def pack_quantised(matrix: QuantisedMatrix, panel: int, lanes: int) -> Tensor:
 
 
 @dataclass
-class _Packer:
+class Packer:
+    """Lays out tensors for the kernel.
+
+    Attributes:
+        panel: Outputs per panel.
+        lanes: Lanes of a vector.
+        kept: Receives the owners of the memory.
+        quantised: Quantised matrices by the address of the weight, see `quantise_model`; empty: none.
+    """
+
     panel: int
     lanes: int
     kept: list[object]
@@ -212,7 +221,7 @@ class _Packer:
         )
 
 
-def _layer(packer: _Packer, layer: LlamaLayer, window: int | None) -> LayerWeights:
+def _layer(packer: Packer, layer: LlamaLayer, window: int | None) -> LayerWeights:
     attention, mlp = layer.self_attn, layer.mlp
 
     def fused(*maps: nn.Linear) -> MatrixWeights:

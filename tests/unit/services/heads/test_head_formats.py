@@ -25,9 +25,9 @@ def target(tmp_path_factory):
     return str(tiny_model("llama", tmp_path_factory.mktemp("target"), seed=3))
 
 
-def engine_of(folder, target):
+def engine_of(folder, target, **options):
     head, target_ids = load_head(str(folder), target)
-    engine = head_engine(head, target_ids, name="head", max_context=128, budget_bytes=1 << 24)
+    engine = head_engine(head, target_ids, name="head", max_context=128, budget_bytes=1 << 24, **options)
     return engine, head, target_ids
 
 
@@ -40,9 +40,11 @@ def expected_of(folder):
     return stored["states"].unflatten(1, (3, -1)), stored["token_ids"].tolist(), stored["logits"]
 
 
+@pytest.mark.parametrize("fast_kernels", [True, False])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_are_those_of_the_library(variant, target):
-    engine, head, target_ids = engine_of(DATA / variant, target)
+def test_logits_are_those_of_the_library(variant, fast_kernels, target):
+    engine, head, target_ids = engine_of(DATA / variant, target, fast_kernels=fast_kernels)
+    assert engine.kernel.startswith("none") is not fast_kernels
     states, token_ids, logits = expected_of(DATA / variant)
     features = head.fuse(states)
     engine.skip("s", [0])
@@ -76,14 +78,14 @@ def test_comparison_with_the_library_catches_faults(fault, target):
 
 
 def test_official_format_is_the_same_head(tmp_path, target):
-    official, _, official_ids = engine_of(as_official(tmp_path), target)
-    ours, _, target_ids = engine_of(DATA / "llama", target)
+    official, theirs, official_ids = engine_of(as_official(tmp_path), target)
+    ours, own, target_ids = engine_of(DATA / "llama", target)
     assert torch.equal(official_ids, target_ids)
     states, token_ids, _ = expected_of(DATA / "llama")
     rows = []
-    for engine in (official, ours):
-        features = engine.runner.head.fuse(states)
-        assert engine.runner.head.config.taps == (1, 2, 3)
+    for engine, head in ((official, theirs), (ours, own)):
+        features = head.fuse(states)
+        assert head.config.taps == (1, 2, 3)
         engine.skip("s", [0])
         rows += engine.step([feed(engine, "s", 1, token_ids, features)])
     assert torch.equal(*rows)
@@ -117,9 +119,10 @@ def eagle1(folder, target, seed=5):
     return token_ids[0].tolist(), states[0], hidden[0] if hidden.dim() == 3 else hidden
 
 
-def test_eagle_1_is_a_layer_after_a_matrix(tmp_path, target):
+@pytest.mark.parametrize("fast_kernels", [True, False])
+def test_eagle_1_is_a_layer_after_a_matrix(tmp_path, target, fast_kernels):
     token_ids, states, hidden = eagle1(tmp_path, target)
-    engine, head, target_ids = engine_of(tmp_path, target)
+    engine, head, target_ids = engine_of(tmp_path, target, fast_kernels=fast_kernels)
     assert target_ids is None
     assert head.config.taps == (3,)  # the target's last state
     engine.skip("s", [0])

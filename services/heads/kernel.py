@@ -1,0 +1,164 @@
+"""Runs heads with the compiled CPU kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from ctypes import c_int32
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from services.engine.core.batch import Batch
+from services.engine.core.kv_cache import CacheShape
+from services.engine.core.quantised import QuantisedMatrix, quantise_int4, quantise_int8
+from services.engine.native.bindings import BatchArguments, LayerWeights, MatrixWeights, ModelWeights
+from services.engine.native.library import load_kernel
+from services.engine.native.runner import NativeRunner
+from services.engine.native.weights import NativeModel, Packer
+from services.heads.eagle import EagleHead, EagleLayer
+from services.heads.states import HeadStates
+
+__all__ = ["HeadKernelRunner", "kernel_obstacle"]
+
+_MAX_HEAD_DIM = 256
+_EAGLE_1, _EAGLE_3 = 1, 2
+
+
+def kernel_obstacle(head: EagleHead, kernel_cache: str = "") -> str:
+    """Return why the compiled kernel cannot run a head; empty if it can.
+
+    Args:
+        head: The head.
+        kernel_cache: Folder of compiled kernels; empty: the default of `load_kernel`.
+    """
+    config, weight = head.config, head.fc.weight
+    if weight.device.type != "cpu" or weight.dtype != torch.float32:
+        return f"the head is on {weight.device.type} in {str(weight.dtype).removeprefix('torch.')}"
+    if config.head_dim % 2 or config.head_dim > _MAX_HEAD_DIM:
+        return f"a head of {config.head_dim} is not covered"
+    return load_kernel(kernel_cache).reason
+
+
+class HeadKernelRunner(NativeRunner):
+    """Runs steps of an EAGLE head with the compiled kernel.
+
+    Args:
+        head: A head for which `kernel_obstacle` is empty.
+        max_context: Positions lie below it.
+        weights: "auto" (as stored), "int8" or "int4".
+    """
+
+    def __init__(self, head: EagleHead, max_context: int, weights: str = "auto") -> None:
+        super().__init__(_packed(head, max_context, weights))
+        config = head.config
+        self._states = HeadStates(1, 2 * config.num_kv_heads, config.head_dim, config.hidden_size)
+        self._hidden_size = config.hidden_size
+        self.tap([1])
+
+    @property
+    def cache_shape(self) -> CacheShape:
+        """The entry of a token: its keys, its values, then its state."""
+        return self._states.cache_shape(torch.float32, torch.device("cpu"))
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Return the logits [wanted rows, outputs] in float32; writes the new keys, values and states.
+
+        Raises:
+            ValueError: A row has no feature, and its predecessor is fed in the same step.
+        """
+        features = self._states.features(batch)
+        self._features = features  # the kernel reads them
+        logits = super().forward(batch)
+        self._keep(batch)
+        return logits
+
+    def chain(
+        self,
+        batch: Batch,
+        noise: Tensor | None,
+        scale: float,
+        stop: c_int32,
+        target_ids: Tensor | None = None,
+    ) -> tuple[list[int], Tensor]:
+        """Feed a chain row by row on the head's own states, see `Engine.chain`."""
+        self._features = self._states.before(batch.segments[0], [0])
+        result = super().chain(batch, noise, scale, stop, target_ids)
+        self._keep(batch)
+        return result
+
+    def _begin(self, batch: Batch, arguments: BatchArguments) -> None:
+        super()._begin(batch, arguments)
+        arguments.feature = self._features.data_ptr()
+
+    def _keep(self, batch: Batch) -> None:
+        assert self.tapped is not None
+        self._states.keep(batch, self.tapped[:, 0])
+
+
+def _packed(head: EagleHead, max_context: int, weights: str) -> NativeModel:
+    """Lay out a head for `kernel.c`."""
+    library = load_kernel().library
+    assert library is not None
+    config = head.config
+    model = NativeModel(
+        library, ModelWeights(), config.num_outputs, config.head_dim, head.rotary, max_context
+    )
+    packer = Packer(library.gr_panel(), library.gr_lanes(), model.kept, _quantised(head, weights))
+    layer = cast(EagleLayer, head.layers[0])
+    attention, mlp = layer.self_attn, layer.mlp
+    entry_norm = packer.vector(layer.input_layernorm.weight) if config.is_fused else None
+    layers = (LayerWeights * 1)(
+        LayerWeights(
+            _joined(packer, attention.q_proj, attention.k_proj, attention.v_proj),
+            _joined(packer, attention.o_proj),
+            _joined(packer, mlp.gate_proj, mlp.up_proj),
+            _joined(packer, mlp.down_proj),
+            entry_norm,
+            packer.vector(layer.post_attention_layernorm.weight),
+            packer.vector(attention.q_norm.weight) if config.has_head_norms else None,
+            packer.vector(attention.k_norm.weight) if config.has_head_norms else None,
+            0,
+        )
+    )
+    model.kept.append(layers)
+    made = model.weights
+    made.hidden, made.intermediate = config.hidden_size, config.intermediate_size
+    made.heads, made.kv_heads, made.head_dim, made.layers = (
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_dim,
+        1,
+    )
+    made.scaling, made.norm_eps = config.head_dim**-0.5, config.norm_eps
+    made.embedding, made.embedding_scale = packer.embedding(head.embed_tokens.weight)
+    made.head = _joined(packer, head.lm_head)
+    made.layer = layers
+    made.entry_kind = _EAGLE_3 if config.is_fused else _EAGLE_1
+    if config.is_fused:
+        made.last_norm, made.feature_norm = (
+            packer.vector(head.norm.weight),
+            packer.vector(layer.hidden_norm.weight),
+        )
+        made.residual_is_normed, made.state_is_normed = config.norm_before_residual, config.norm_output
+    else:
+        made.entry = _joined(packer, head.fc)
+    return model
+
+
+def _joined(packer: Packer, *maps: nn.Linear) -> MatrixWeights:
+    return packer.matrix([(one.weight, one.bias) for one in maps])
+
+
+def _quantised(head: EagleHead, weights: str) -> Mapping[int, QuantisedMatrix]:
+    """Return the quantised matrices by the address of their weights; none for "auto"."""
+    if weights == "auto":
+        return {}
+    found = {}
+    for module in head.modules():
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            # The kernel reads up to four inputs of int4 at once.
+            is_inner = module not in (head.embed_tokens, head.lm_head) and module.weight.shape[1] % 4 == 0
+            quantise = quantise_int4 if weights == "int4" and is_inner else quantise_int8
+            found[module.weight.data_ptr()] = quantise(module.weight)
+    return found

@@ -1,0 +1,84 @@
+"""The states of a head's tokens in their sessions' caches, where they stand in for the next feature."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from services.engine.core.batch import Batch, Segment, node_path
+from services.engine.core.kv_cache import CacheShape
+
+__all__ = ["HeadStates"]
+
+
+class HeadStates:
+    """Lays out states like keys of further layers, so that rollback and tree paths move them, too.
+
+    Args:
+        num_layers: Layers with keys and values.
+        rows: Vectors of a layer per token.
+        dim: Length of a vector.
+        size: Length of a state.
+    """
+
+    def __init__(self, num_layers: int, rows: int, dim: int, size: int) -> None:
+        self._num_layers, self._rows, self._dim, self._size = num_layers, rows, dim, size
+        self._state_layers = -(-size // (rows * dim))
+
+    def cache_shape(self, dtype: torch.dtype, device: torch.device) -> CacheShape:
+        """The entry of a token: its keys and values, then its state."""
+        return CacheShape(self._num_layers + self._state_layers, self._rows, self._dim, dtype, device)
+
+    def features(self, batch: Batch) -> Tensor:
+        """Return the feature of the position before each row: the given one, else the head's state.
+
+        Returns:
+            [rows, size], contiguous.
+
+        Raises:
+            ValueError: A row has no feature, and the state before it is not in the cache.
+        """
+        parts = [self._of_segment(segment) for segment in batch.segments]
+        return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
+
+    def before(self, segment: Segment, rows: Sequence[int]) -> Tensor:
+        """Return the states of the tokens before rows of a segment, [rows, size], contiguous.
+
+        Raises:
+            ValueError: One is not in the cache.
+        """
+        slots = [_slot_before(segment, row) for row in rows]
+        if any(not segment.cache.first <= slot < segment.slot for slot in slots):
+            raise ValueError("features: a token has none, and the state before it was not computed")
+        kept = segment.cache.data[self._num_layers :, :, slots]  # [layers, rows, slots, dim]
+        return kept.permute(2, 0, 1, 3).flatten(1)[:, : self._size].contiguous()
+
+    def keep(self, batch: Batch, states: Tensor) -> None:
+        """Write the states of a batch's rows, [rows, size], to their slots."""
+        width = self._state_layers * self._rows * self._dim
+        padded = torch.nn.functional.pad(states, (0, width - self._size)) if width > self._size else states
+        shaped = padded.reshape(-1, self._state_layers, self._rows, self._dim).permute(1, 2, 0, 3)
+        for segment in batch.segments:
+            end, row = segment.slot + segment.count, segment.row
+            kept = shaped[:, :, row : row + segment.count]
+            segment.cache.data[self._num_layers :, :, segment.slot : end] = kept
+
+    def _of_segment(self, segment: Segment) -> Tensor:
+        given = segment.features
+        num_given = 0 if given is None else len(given)
+        like = segment.cache.data
+        parts = [] if given is None else [given.to(like.device, like.dtype)]
+        if num_given < segment.count:
+            parts.append(self.before(segment, range(num_given, segment.count)))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _slot_before(segment: Segment, row: int) -> int:
+    """Return the slot of the token before a row's."""
+    num_nodes = len(segment.parents or ())
+    if row < segment.count - num_nodes:
+        return segment.slot + row - 1
+    seen, nodes = node_path(segment, segment.num_kept + row - (segment.count - num_nodes))
+    return nodes[-2] if len(nodes) > 1 else seen - 1
