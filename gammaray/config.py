@@ -151,6 +151,10 @@ _HEAD = (
     "Head that drafts in the target workers from the target's hidden states: directory or hub name of an "
     "EAGLE head; empty: none. Draft workers are then not used."
 )
+_HEAD_WEIGHTS = (
+    "Weights of that head: int8 and int4 are quantised at load, for the compiled CPU kernel; the text does "
+    "not change."
+)
 _DRAFT_KEY_FILE = "File with the API key of the server that drafts; empty: it needs none."
 _DRAFT_CA_FILE = (
     "PEM file of the CA that signed the certificate of the server that drafts; empty: the system's."
@@ -314,6 +318,7 @@ class TargetSettings(WorkerSettings):
         description="Timeout of those devices' waits for each other, loading included, in seconds.",
     )
     head: str = Field("", description=_HEAD)
+    head_weights: Literal["auto", "int8", "int4"] = Field("auto", description=_HEAD_WEIGHTS)
 
 
 class DraftSettings(WorkerSettings):
@@ -573,6 +578,7 @@ class ClusterSettings(_ModelSettings):
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Device of the models.")
     head: str = Field("", description=_HEAD)
+    head_weights: Literal["auto", "int8", "int4"] = Field("auto", description=_HEAD_WEIGHTS)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Arithmetic of the models; auto is float32 on CPU and bfloat16 on CUDA."
     )

@@ -176,6 +176,7 @@ def role_settings(cluster: ClusterSettings) -> dict[str, dict[str, Any]]:
             "deterministic": cluster.deterministic,
             "tensor_parallel": cluster.tensor_parallel,
             "head": cluster.head,
+            "head_weights": cluster.head_weights,
             **worker,
         },
         "draft": worker if is_server else draft,
@@ -202,7 +203,7 @@ def serve_document(cluster: ClusterSettings) -> dict[str, Any]:
     if early_exit_layers(cluster.draft) is None and not (Path(cluster.draft) / DRAFTER_FILE).is_file():
         own["draft"].pop("target_model", None)
     for settings in own.values():
-        for field in ("dtype", "draft_weights"):
+        for field in ("dtype", "draft_weights", "head_weights"):
             # auto is not included: the workers read it from their environment, which may differ by role.
             if settings.get(field) == "auto":
                 del settings[field]

@@ -184,8 +184,13 @@ class EagleHead(nn.Module):
         """Width of a feature: what the head reads of one position."""
         return self.config.hidden_size
 
-    def fuse(self, states: Tensor) -> Tensor:
-        """Return features [..., hidden_size] from the target's states [..., taps, target_hidden_size]."""
+    def fuse(self, states: Tensor, fc: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """Return features [..., hidden_size] from the target's states [..., taps, target_hidden_size].
+
+        Args:
+            states: The states.
+            fc: Computes `fc` of a fused head in another way.
+        """
         config = self.config
         if not config.is_fused:
             normed: Tensor = self.feature_norm(states[..., 0, :])
@@ -195,8 +200,7 @@ class EagleHead(nn.Module):
         flat = states.flatten(-2)
         if config.norm_before_fc:
             flat = self.input_norm(flat)
-        fused: Tensor = self.fc(flat)
-        return fused
+        return (fc or self.fc)(flat)
 
     def forward(
         self, token_ids: Tensor, features: Tensor, positions: Tensor, attend: Attend

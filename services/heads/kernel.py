@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from ctypes import c_int32
+from ctypes import byref, c_int32
 from typing import cast
 
 import torch
@@ -52,6 +52,10 @@ class HeadKernelRunner(NativeRunner):
     def __init__(self, head: EagleHead, max_context: int, weights: str = "auto") -> None:
         super().__init__(_packed(head, max_context, weights))
         config = head.config
+        self._head, self._fc = head, cast(MatrixWeights | None, None)
+        if config.is_fused:
+            library, kept = self.model.kernel, self.model.kept
+            self._fc = _joined(Packer(library.gr_panel(), library.gr_lanes(), kept, {}), head.fc)
         self._states = HeadStates(1, 2 * config.num_kv_heads, config.head_dim, config.hidden_size)
         self._hidden_size = config.hidden_size
         self.tap([1])
@@ -60,6 +64,17 @@ class HeadKernelRunner(NativeRunner):
     def cache_shape(self) -> CacheShape:
         """The entry of a token: its keys, its values, then its state."""
         return self._states.cache_shape(torch.float32, torch.device("cpu"))
+
+    def fuse(self, states: Tensor) -> Tensor:
+        """Return the features of the target's states, see `EagleHead.fuse`."""
+        return self._head.fuse(states, None if self._fc is None else self._map)
+
+    def _map(self, flat: Tensor) -> Tensor:
+        assert self._fc is not None
+        flat = flat.contiguous()
+        made = torch.empty(len(flat), self._hidden_size)
+        self.model.kernel.gr_map(byref(self._fc), len(flat), flat.data_ptr(), made.data_ptr())
+        return made
 
     def forward(self, batch: Batch) -> Tensor:
         """Return the logits [wanted rows, outputs] in float32; writes the new keys, values and states.

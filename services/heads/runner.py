@@ -16,7 +16,7 @@ from services.heads.eagle import EagleHead
 from services.heads.kernel import HeadKernelRunner, kernel_obstacle
 from services.heads.states import HeadStates
 
-__all__ = ["HEAD_CACHE_BYTES", "HeadRunner", "head_engine"]
+__all__ = ["HEAD_CACHE_BYTES", "HeadEngine", "HeadRunner", "head_engine"]
 
 HEAD_CACHE_BYTES = 1 << 30
 """Budget of the caches of a head's sessions."""
@@ -40,6 +40,11 @@ class HeadRunner:
         weight = self._head.fc.weight
         return self._states.cache_shape(weight.dtype, weight.device)
 
+    def fuse(self, states: Tensor) -> Tensor:
+        """Return the features of the target's states, see `EagleHead.fuse`."""
+        weight = self._head.fc.weight
+        return self._head.fuse(states.to(weight.device, weight.dtype))
+
     def forward(self, batch: Batch) -> Tensor:
         """Return the logits [wanted rows, outputs] in float32; writes the new keys, values and states.
 
@@ -62,6 +67,16 @@ class HeadRunner:
         return self._head.logits(wanted).float()
 
 
+class HeadEngine(Engine):
+    """An engine that runs a head; built by `head_engine`."""
+
+    def fuse(self, states: Tensor) -> Tensor:
+        """Return features [positions, width] from the target's states [positions, taps, hidden_size]."""
+        assert isinstance(self.runner, HeadRunner | HeadKernelRunner)
+        with torch.inference_mode():
+            return self.runner.fuse(states)
+
+
 def head_engine(
     head: EagleHead,
     target_ids: Tensor | None,
@@ -72,7 +87,7 @@ def head_engine(
     weights: str = "auto",
     fast_kernels: bool = True,
     kernel_cache: str = "",
-) -> Engine:
+) -> HeadEngine:
     """Return an engine that runs a head.
 
     Args:
@@ -91,9 +106,9 @@ def head_engine(
     obstacle = kernel_obstacle(head, kernel_cache) if fast_kernels else "fast_kernels is off"
     if obstacle and weights != "auto":
         allowed = f"auto: {weights} needs the compiled CPU kernel ({obstacle})"
-        raise InvalidArgumentError("draft_weights", weights, allowed)
+        raise InvalidArgumentError("head_weights", weights, allowed)
     runner = HeadRunner(head) if obstacle else HeadKernelRunner(head, max_context, weights)
-    engine = Engine(
+    engine = HeadEngine(
         runner,
         CacheStore(runner.cache_shape, budget_bytes),
         model_name=name,

@@ -17,8 +17,8 @@ from torch import Tensor
 from gammaray.blocks import Shape
 from gammaray.types import Proposal, VerificationMethod
 from services.engine.core.errors import CacheFullError
-from services.engine.engine import Engine, SequenceInput
-from services.heads.eagle import EagleHead
+from services.engine.engine import SequenceInput
+from services.heads.runner import HeadEngine
 from services.scheduling.sessions import SessionCopy
 from services.speculation.calibration import Calibration
 from services.speculation.proposals import ProposalBuilder
@@ -85,19 +85,14 @@ class HeadDrafter:
 
     Args:
         engine: Runs the head.
-        head: The head.
+        taps: The hidden states that `take` expects, by the ids of `Engine.tap`.
     """
 
-    def __init__(self, engine: Engine, head: EagleHead) -> None:
-        self.engine, self._head = engine, head
+    def __init__(self, engine: HeadEngine, taps: Sequence[int]) -> None:
+        self.engine, self.taps = engine, taps
         self._reduced = engine.keep_reduced()
         self._calibration = Calibration()
         self._sessions: dict[str, _Features] = {}
-
-    @property
-    def taps(self) -> Sequence[int]:
-        """The hidden states that `take` expects, by the ids of `Engine.tap`."""
-        return self._head.config.taps
 
     def take(self, session_id: str, start: int, states: Tensor) -> None:
         """Keep the features of committed positions.
@@ -107,9 +102,7 @@ class HeadDrafter:
             start: Position of the first.
             states: The target's states [positions, taps, target_hidden_size].
         """
-        with torch.inference_mode():
-            weight = self._head.fc.weight
-            rows = self._head.fuse(states.to(weight.device, weight.dtype))
+        rows = self.engine.fuse(states)
         held = self._sessions.get(session_id)
         if held is None:
             self._sessions[session_id] = _Features(start, rows[-MAX_FEATURES:])
@@ -235,6 +228,11 @@ class HeadDrafter:
         return bool(one.nodes)
 
     def _feed_nodes(self, drafting: Sequence[_Drafting]) -> None:
+        one, count = drafting[0], drafting[0].reading.run_length
+        if len(drafting) == 1 and count > 1 and one.speculation.can_run(self.engine, one.nodes):
+            token_ids, logits = one.speculation.run(self.engine, one.nodes[0], count)
+            one.speculation.open_run(self.engine, one.nodes[0], token_ids, logits)
+            return
         feeds = [one.speculation.feed(one.nodes) for one in drafting]
         for one, logits in zip(drafting, self.engine.step(feeds), strict=True):
             one.speculation.open(self.engine, one.nodes, logits)

@@ -22,7 +22,7 @@ from services.engine.engine import Engine
 from services.engine.loader import limit_cache
 from services.engine.tensor_parallel.engine import ParallelEngine
 from services.heads.loading import load_head
-from services.heads.runner import HEAD_CACHE_BYTES, head_engine
+from services.heads.runner import head_engine
 from services.process.fingerprints import check_drafter, model_identity
 from services.process.server import guarded
 from services.process.worker import Worker
@@ -175,16 +175,16 @@ class TargetWorker(Worker[TargetSettings]):
         check_drafter(name, target)
         head, target_ids = load_head(name, target)
         head.to(engine.device, torch.float32 if engine.device.type == "cpu" else engine.dtype)
-        return HeadDrafter(
-            head_engine(
-                head,
-                target_ids,
-                name=name,
-                max_context=engine.max_context,
-                budget_bytes=HEAD_CACHE_BYTES,
-            ),
+        drafting = head_engine(
             head,
+            target_ids,
+            name=name,
+            max_context=engine.max_context,
+            weights=self.settings.head_weights,
+            fast_kernels=self.settings.fast_kernels,
+            kernel_cache=self.settings.kernel_cache,
         )
+        return HeadDrafter(drafting, head.config.taps)
 
     def _add_servicer(self, server: Any, streams: Streams, model: Model) -> None:
         servicer = TargetServicer(streams, model, self.settings.head)

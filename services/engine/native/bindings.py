@@ -119,6 +119,8 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
         guesses.argtypes = (c_void_p, c_int64, c_int32, c_float, c_void_p, c_void_p)
     library.gr_forward.restype = None
     library.gr_forward.argtypes = (POINTER(ModelWeights), POINTER(BatchArguments))
+    library.gr_map.restype = None
+    library.gr_map.argtypes = (POINTER(MatrixWeights), c_int32, c_void_p, c_void_p)
     library.gr_chain.restype = c_int32
     library.gr_chain.argtypes = (
         POINTER(ModelWeights),

@@ -454,6 +454,11 @@ EXPORT int32_t gr_chain(const gr_model *m, const gr_batch *b, int32_t *token, co
     return row;
 }
 
+/* The products of rows [rows, inputs] with a matrix, [rows, outputs]. */
+EXPORT void gr_map(const gr_matrix *m, int32_t rows, const float *x, float *y) {
+    product(m, rows, x, m->inputs, y, m->outputs, 0);
+}
+
 /* ---- noise ---- */
 
 #define PHILOX_GROUPS 64
