@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from ctypes import c_int32
 from dataclasses import replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -32,6 +32,20 @@ class Runner(Protocol):
     def forward(self, batch: Batch) -> Tensor:
         """Return the requested rows' logits [rows, vocab_size] in float32 and fill the new slots."""
         ...
+
+
+@runtime_checkable
+class TappedRunner(Protocol):
+    """A runner that can record hidden states.
+
+    Attributes:
+        tapped: Those of the last forward's rows, [rows, taps, hidden_size]; None without taps.
+    """
+
+    tapped: Tensor | None
+
+    def tap(self, layers: Sequence[int]) -> None:
+        """Record these hidden states in every forward, see `Engine.tap`."""
 
 
 class Engine:
@@ -134,13 +148,14 @@ class Engine:
         """
         if any(not 0 <= layer <= self.num_layers for layer in layers):
             raise InvalidArgumentError("layers", list(layers), f"[0, {self.num_layers}]")
-        if not isinstance(self.runner, NativeRunner):
-            raise InvalidArgumentError("layers", list(layers), "none: this runner records no hidden states")
+        if not isinstance(self.runner, TappedRunner):
+            allowed = f"none: {type(self.runner).__name__} records no hidden states"
+            raise InvalidArgumentError("layers", list(layers), allowed)
         self.runner.tap(layers)
         self._is_tapped, self.taps = len(layers) > 0, []
 
     def _tapped(self, counts: Sequence[int]) -> list[Tensor]:
-        assert isinstance(self.runner, NativeRunner)
+        assert isinstance(self.runner, TappedRunner)
         assert self.runner.tapped is not None
         return list(self.runner.tapped.split_with_sizes(list(counts)))
 
