@@ -39,6 +39,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--target", default=DEMO_PAIR, help="model directory, or demo (default)")
     parser.add_argument("--draft", help="directory of a draft model, or demo")
+    parser.add_argument("--head", help="directory of a head in the target worker")
     parser.add_argument("--categories", default=",".join(CATEGORIES), help="comma-separated; default: all")
     parser.add_argument("--prompts", type=int, default=3, help="prompts per category, up to 10; default 3")
     parser.add_argument("--tokens", type=int, default=96, help="tokens per completion; default 96")
@@ -81,6 +82,7 @@ def main() -> None:
             llama_convert=os.environ.get("LLAMA_CONVERT"),
             gguf=options.gguf,
             draft_gguf=options.draft_gguf,
+            head=options.head,
         )
     except ValueError as error:
         parser.error(str(error))

@@ -70,6 +70,7 @@ class Settings:
     Attributes:
         target: Directory or hub name, or "demo".
         draft: Likewise; None: no drafts of a model.
+        head: A head in the target worker; None: none.
         categories: Of `benchmarks.prompts`.
         num_prompts: Prompts per category.
         max_tokens: Tokens per completion; end-of-sequence tokens are ignored.
@@ -103,6 +104,7 @@ class Settings:
     llama_convert: str | None = None
     gguf: Path | None = None
     draft_gguf: Path | None = None
+    head: str | None = None
 
     def __post_init__(self) -> None:
         load_tasks(self.categories, self.num_prompts)
@@ -259,7 +261,9 @@ async def _start(settings: Settings, context: int, stack: AsyncExitStack) -> _St
     started.peers = [Peer(name, baselines) for name in names]
     engine = await stack.enter_async_context(running_engine(settings.target, threads))
     started.batching = [Peer(name, engine) for name in (ENGINE, f"{ENGINE}-lookup-{_LOOKUP}")]
-    started.client = await stack.enter_async_context(running_stack(settings.target, settings.draft))
+    started.client = await stack.enter_async_context(
+        running_stack(settings.target, settings.draft, settings.head)
+    )
     if settings.llama_server:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gammaray-peers-")))
         model = settings.gguf or _converted(settings, settings.target, "target", folder)

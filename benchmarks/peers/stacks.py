@@ -80,14 +80,23 @@ def with_server_times(sample: Sample, cycles: Sequence[CycleRecord], called: flo
 
 
 @asynccontextmanager
-async def running_stack(target: str, draft: str | None) -> AsyncIterator[AsyncClient]:
+async def running_stack(
+    target: str, draft: str | None, head: str | None = None
+) -> AsyncIterator[AsyncClient]:
     """Run `gammaray up` until the block ends, without draft workers if `draft` is None; yield its client.
+
+    Args:
+        target: Directory or hub name, or "demo".
+        draft: Likewise.
+        head: A head in the target worker.
 
     Raises:
         ClusterError: It did not start, or did not end all of its processes.
         DeadlineExceededError: A worker did not come up within two minutes.
     """
     pair = ("--draft", draft) if draft else ("--draft-workers", "0")
+    if head:
+        pair = (*pair, "--head", head)
     roles = ("target", "draft") if draft else ("target",)
     async with (
         running_cluster("--target", target, *pair) as cluster,
