@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from chaos_drafters import DRAFTER, PAIR, SERVER, VOCABULARY, Way
+from chaos_drafters import DRAFTER, HEAD, PAIR, SERVER, VOCABULARY, Way
 from chaos_redis import ChaosRedis, chaos_redis
 from cluster_helpers import Cluster, running_cluster
 from other_vocabulary import with_fewer_merges
@@ -16,6 +16,7 @@ from victims import ROLES
 
 from gammaray.demo_pair import resolve_model
 from tests.support.drafter_helpers import make_drafter
+from tests.support.head_helpers import bigram_head
 
 __all__ = ["KINDS", "Kind", "Scene", "started"]
 
@@ -42,6 +43,7 @@ KINDS = {
     "parallel": Kind(DRAFTER),
     "early-exit": Kind(DRAFTER),
     "server": Kind(SERVER, ("server", *ROLES[1:])),
+    "head": Kind(HEAD, tuple(role for role in ROLES if role != "draft")),
 }
 
 
@@ -96,6 +98,10 @@ def started(name: str, stderr: int | None = None, other_target: str | None = Non
             )
             # Neither its int8 weights nor a token that it lacks may change a token of the text.
             options += [*WITH_DRAFTS, "--target", "demo", "--draft", str(drafter), "--draft-weights", "int8"]
+        elif name == "head":
+            target = Path(resolve_model("demo", "target"))
+            head = bigram_head(Path(stack.enter_context(TemporaryDirectory()), "head"), target)
+            options += [*PLAIN, "--draft-workers", "0", "--target", "demo", "--head", str(head)]
         elif name == "early-exit":
             options += [*WITH_DRAFTS, "--target", "demo", "--draft", "early-exit:13"]
         else:

@@ -77,9 +77,17 @@ SERVER = (Way("server, chains", ("server",), {"drafter": "server", "gamma": 4}),
 """With a server that drafts."""
 
 
+HEAD = (
+    Way("head, chains", ("head",), {"drafter": "head", "gamma": 4}),
+    Way("head, trees", ("head",), {"drafter": "head", "gamma": GammaPolicy(fixed=4, max_nodes=12)}),
+    *_mixtures("head"),
+)
+"""With a head in the target workers."""
+
+
 def cycles_by_drafter(summary: SpeculationSummary) -> Counter[str]:
     """Return how many cycles of a completion each drafter proposed in."""
-    kinds = ("model", "server", "ngram", "suffix", "prediction", "grammar", "plain", "fallback")
+    kinds = ("model", "head", "server", "ngram", "suffix", "prediction", "grammar", "plain", "fallback")
     return Counter({kind: getattr(summary, f"{kind}_cycles") for kind in kinds})
 
 

@@ -82,20 +82,26 @@ def bigram_target(folder: Path, vocab_size: int = 97, scale: float = 3.0) -> Pat
 
 
 def bigram_head(folder: Path, target: Path) -> Path:
-    """Write an EAGLE-1 head that predicts a bigram target exactly, as both share embedding and output."""
+    """Write an EAGLE-1 head whose layer adds nothing: its next token depends on the last one only.
+
+    It predicts a bigram target exactly, as both share embedding and output.
+    """
     stored = json.loads((target / "config.json").read_text())
+    size, inner = stored["hidden_size"], stored["intermediate_size"]
+    dim = stored.get("head_dim") or size // stored["num_attention_heads"]
+    width, narrow = stored["num_attention_heads"] * dim, stored["num_key_value_heads"] * dim
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**stored, "num_hidden_layers": 1}))
     weights = {
-        "fc.weight": torch.cat([torch.eye(32), torch.zeros(32, 32)], dim=1),
-        "layers.0.self_attn.q_proj.weight": torch.randn(32, 32),
-        "layers.0.self_attn.k_proj.weight": torch.randn(16, 32),
-        "layers.0.self_attn.v_proj.weight": torch.randn(16, 32),
-        "layers.0.self_attn.o_proj.weight": torch.zeros(32, 32),
-        "layers.0.post_attention_layernorm.weight": torch.ones(32),
-        "layers.0.mlp.gate_proj.weight": torch.randn(48, 32),
-        "layers.0.mlp.up_proj.weight": torch.randn(48, 32),
-        "layers.0.mlp.down_proj.weight": torch.zeros(32, 48),
+        "fc.weight": torch.cat([torch.eye(size), torch.zeros(size, size)], dim=1),
+        "layers.0.self_attn.q_proj.weight": torch.randn(width, size),
+        "layers.0.self_attn.k_proj.weight": torch.randn(narrow, size),
+        "layers.0.self_attn.v_proj.weight": torch.randn(narrow, size),
+        "layers.0.self_attn.o_proj.weight": torch.zeros(size, width),
+        "layers.0.post_attention_layernorm.weight": torch.ones(size),
+        "layers.0.mlp.gate_proj.weight": torch.randn(inner, size),
+        "layers.0.mlp.up_proj.weight": torch.randn(inner, size),
+        "layers.0.mlp.down_proj.weight": torch.zeros(size, inner),
     }
     save_file(weights, folder / "model.safetensors")
     return folder

@@ -1,0 +1,59 @@
+"""`gammaray up --head`: a head in the target worker, through the whole stack."""
+
+import signal
+from pathlib import Path
+
+import pytest
+from cluster_helpers import running_cluster
+from head_helpers import bigram_head
+
+from gammaray import Client
+from gammaray.errors import InvalidArgumentError
+from gammaray.types import DrafterKind, GammaPolicy
+from services.demo_pair import TARGET_DIR
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+PROMPT = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n"
+
+
+def ids(completion):
+    return [token.token_id for token in completion.tokens]
+
+
+def test_text_is_that_of_plain_decoding(tmp_path):
+    head = bigram_head(tmp_path / "head", Path(TARGET_DIR))
+    with running_cluster("--target", str(TARGET_DIR), "--head", str(head)) as cluster:
+        with Client(cluster.grpc) as client:
+            roles = {process.role for process in client.status()}
+            assert roles >= {"orchestrator", "target"}
+            assert "draft" not in roles
+            for temperature in (0.0, 1.0):
+
+                def run(drafter, gamma, temperature=temperature, **options):
+                    options |= {"seed": 7, "max_tokens": 64, "ignore_eos": True, "temperature": temperature}
+                    return client.complete(PROMPT, drafter=drafter, gamma=gamma, **options)
+
+                plain = run("none", 0)
+                assert plain.summary.head_cycles == 0
+                for gamma in (4, GammaPolicy(fixed=4, max_nodes=16)):
+                    drafted = run("head", gamma)
+                    assert ids(drafted) == ids(plain)
+                    # Before the first cycle no hidden states are known, in the last one nothing is left.
+                    assert drafted.summary.head_cycles >= drafted.summary.cycles - 2
+                    assert drafted.summary.fallback_cycles == 0
+                mixed = run("model", "adaptive")
+                assert ids(mixed) == ids(plain)
+                kinds = {token.drafter for token in mixed.tokens}
+                assert kinds <= {None, DrafterKind.HEAD, DrafterKind.NGRAM, DrafterKind.SUFFIX}
+            for method in ("rejection", "naive"):
+                made = client.complete(PROMPT, drafter="head", gamma=3, verification=method, max_tokens=32)
+                assert made.summary.head_cycles > 0
+            cycles = client.session_trace(made.session_id)
+            assert {cycle.drafter for cycle in cycles} >= {DrafterKind.HEAD}
+        cluster.check_stop(signal.SIGINT)
+
+
+def test_head_is_refused_where_there_is_none(cluster):
+    with Client(cluster.grpc) as client, pytest.raises(InvalidArgumentError, match="no target worker"):
+        client.complete(PROMPT, drafter="head")
