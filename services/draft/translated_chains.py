@@ -180,7 +180,7 @@ class _Mapped:
 class TextChain:
     """The draft's likeliest text, tokenised by the target's tokenizer (SLEM).
 
-    Sampling parameters are ignored: they apply to the target's tokens. Not for rejection verification above
+    Sampling parameters are ignored: they apply to the target's tokens. Not for rejection or block verification above
     temperature 0: the text has no distribution over the target's tokens.
 
     Args:

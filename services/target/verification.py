@@ -17,18 +17,22 @@ Methods, all exact for the processed distribution p:
 * naive: the same walk with noise the draft does not know.
 * rejection (arXiv 2211.17192, 2302.01318): a token y drawn from the shipped distribution q is accepted with
   probability min(1, p(y) / q(y)); else the correction is drawn from (p - q)+ with the full p. Chains only.
+* block (arXiv 2403.10444): the tokens are tested as a whole. The carried probability c_i = min(1, c_{i-1} p / q)
+  of the first i tokens bounds what may be emitted of them, and the chain is cut after the last token whose test
+  passes; the correction is drawn from (c p - q)+. Never fewer tokens on average than rejection. Chains only.
 * greedy: at temperature 0 all methods accept y while y = argmax p.
 
 Trust. With coupled, naive and greedy verification the target draws its tokens independently of the proposal:
-they are exact whatever a drafter sends, even if it is broken or hostile. Rejection is exact only when each
+they are exact whatever a drafter sends, even if it is broken or hostile. Rejection and block are exact only when each
 token was drawn from the distribution shipped with it, and when neither the drafter nor a deadline selects
 proposals by the drawn tokens. A drafter that draws from a different distribution than it ships changes the
-distribution of the text, and the target cannot detect this from single draws. Use rejection only with
+distribution of the text, and the target cannot detect this from single draws. Use these methods only with
 drafters you run yourself.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -74,6 +78,8 @@ def verify(
     assert noise is not None, "sampling needs noise"
     if method is VerificationMethod.REJECTION:
         return _verify_rejection(log_probs, proposal, noise, base_position)
+    if method is VerificationMethod.BLOCK:
+        return _verify_block(log_probs, proposal, noise, base_position)
     draw = noise.gumbel if method is VerificationMethod.COUPLED else noise.independent_gumbel
     depths = row_depths(proposal)
     rows = draw(base_position, max(depths) + 1)
@@ -113,6 +119,78 @@ def _verify_rejection(log_probs: Tensor, proposal: Proposal, noise: Noise, base_
     return make_verdict(list(range(num_rows - 1)), bonus, failed=False)
 
 
+def _verify_block(log_probs: Tensor, proposal: Proposal, noise: Noise, base_position: int) -> Verdict:
+    drafts = _believable(proposal)
+    probs = _support_probs(log_probs, drafts)
+    carried, kept, scale = 1.0, 0, 1.0
+    for node, draft in enumerate(drafts):
+        token = draft.token_ids.index(proposal.token_ids[node])
+        ratio = math.ldexp(probs[node][token], draft.weight_bits) / draft.weights[token]
+        carried = min(1.0, carried * ratio)
+        if carried == 0:
+            break  # neither this token nor any after it can be emitted
+        follows = node + 1 < len(drafts)
+        excess = block_excess(carried, probs[node + 1], drafts[node + 1]) if follows else 0.0
+        uniform = noise.accept_uniform(base_position + node, base_position)
+        if uniform < block_threshold(carried, excess, is_last=not follows):
+            kept, scale = node + 1, carried
+    row = log_probs[kept]
+    if kept < len(drafts):
+        distribution = residual_distribution(row, drafts[kept], scale)
+    else:
+        distribution = row.double().exp()
+    token_id = _draw(distribution, noise, base_position + kept)
+    return make_verdict(list(range(kept)), token_id, failed=kept < len(proposal))
+
+
+def _believable(proposal: Proposal) -> list[SparseDistribution]:
+    """Return the draft distributions up to the first token outside its own, which was not drawn from it.
+
+    The chain is verified as if it ended there: p alone is exact.
+    """
+    drafts = list[SparseDistribution]()
+    for node, token_id in enumerate(proposal.token_ids):
+        draft = _draft_distribution(proposal, node)
+        if weight_of(draft, token_id) == 0:
+            break
+        drafts.append(draft)
+    return drafts
+
+
+def _support_probs(log_probs: Tensor, drafts: Sequence[SparseDistribution]) -> list[list[float]]:
+    """Return the target's probabilities of the tokens of each draft distribution, in their order."""
+    rows = [row for row, draft in enumerate(drafts) for _ in draft.token_ids]
+    token_ids = [token_id for draft in drafts for token_id in draft.token_ids]
+    index = torch.tensor([rows, token_ids], dtype=torch.int64, device=log_probs.device)
+    probs = iter(log_probs[index[0], index[1]].double().exp().tolist())
+    return [list(itertools.islice(probs, len(draft.token_ids))) for draft in drafts]
+
+
+def block_excess(carried: float, probs: Sequence[float], draft: SparseDistribution) -> float:
+    """Return the mass of (c p - q)+ over the whole vocabulary, from p on the support of q.
+
+    Args:
+        carried: The carried probability c of the tokens so far.
+        probs: The target's probabilities of the draft distribution's tokens.
+        draft: The distribution q of the next token.
+    """
+    scale = 2.0**-draft.weight_bits
+    inside = math.fsum(probs)
+    if math.isnan(inside):
+        raise InternalError("the target model's logits are not finite numbers")
+    excess = [max(0.0, carried * p - w * scale) for p, w in zip(probs, draft.weights, strict=True)]
+    return math.fsum(excess) + carried * max(0.0, 1.0 - inside)
+
+
+def block_threshold(carried: float, excess: float, *, is_last: bool) -> float:
+    """Return the probability that the test of a token passes; `excess` is of the token after it."""
+    if is_last:
+        return carried
+    failing = 1.0 - carried
+    # 0 / 0: p = q from here on, and the last token's test decides alike.
+    return excess / (excess + failing) if excess + failing > 0 else 1.0
+
+
 def _draft_distribution(proposal: Proposal, node: int) -> SparseDistribution:
     """Return the distribution that a node's token was drawn from; without one, all mass is on that token."""
     if proposal.draft_distributions is None:
@@ -130,9 +208,9 @@ def is_accepted(uniform: float, target_prob: float, weight: int, weight_bits: in
     return weight > 0 and int(uniform * 2**33) * weight < math.ldexp(target_prob, 33 + weight_bits)
 
 
-def residual_distribution(log_probs_row: Tensor, draft: SparseDistribution) -> Tensor:
-    """Return the unnormalised (p - q)+ over the whole vocabulary, [vocab_size] float64."""
-    probs = log_probs_row.double().exp()
+def residual_distribution(log_probs_row: Tensor, draft: SparseDistribution, scale: float = 1.0) -> Tensor:
+    """Return the unnormalised (scale * p - q)+ over the whole vocabulary, [vocab_size] float64."""
+    probs = scale * log_probs_row.double().exp()
     support = torch.tensor(draft.token_ids, dtype=torch.int64, device=probs.device)
     weights = torch.tensor(draft.weights, dtype=torch.float64, device=probs.device)
     residual = probs.clone()

@@ -19,7 +19,7 @@ from services.demo_pair import DRAFT_DIR
 
 pytestmark = pytest.mark.integration
 
-COUPLED, REJECTION, NAIVE = VerificationMethod
+COUPLED, REJECTION, NAIVE, BLOCK = VerificationMethod
 NAMES = (f"by-text-{number}" for number in itertools.count())
 GAMMA = 4
 

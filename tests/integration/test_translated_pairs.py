@@ -19,7 +19,7 @@ from services.vocabulary.translation import load_translation
 
 pytestmark = pytest.mark.integration
 
-COUPLED, REJECTION, NAIVE = VerificationMethod
+COUPLED, REJECTION, NAIVE, BLOCK = VerificationMethod
 CONTEXT = 256
 PROMPTS = ["def fib(n):\n    return", "class Stack:\n    def push(self, item):", "é <|end|> 🙂 x"]
 GAMMAS = (1, 4)

@@ -25,7 +25,7 @@ from services.engine.sampling.edits import row_paths
 
 pytestmark = pytest.mark.integration
 
-COUPLED, REJECTION, NAIVE = VerificationMethod
+COUPLED, REJECTION, NAIVE, BLOCK = VerificationMethod
 INVALID_ARGUMENT, FAILED_PRECONDITION = 3, 9
 SPECIALS = ("<|end|>", "<|user|>", "<|tool|>")
 END, USER, TOOL = range(3)

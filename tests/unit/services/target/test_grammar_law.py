@@ -30,7 +30,7 @@ from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from orchestrator.drafting.grammar import GrammarDrafter
 from services.engine.sampling.edits import LogitEdits
 
-COUPLED, REJECTION, NAIVE = VerificationMethod
+COUPLED, REJECTION, NAIVE, BLOCK = VerificationMethod
 EXACT = 1e-12
 EOS = 0
 TOKENS = ("<eos>", "a", "b", "ab", "ba", "c")

@@ -14,7 +14,7 @@ from gammaray.types import Proposal, SparseDistribution, TokenOrigin, Verificati
 from services.engine.sampling.noise import Noise
 from services.target.verification import is_accepted, verify
 
-COUPLED, REJECTION, NAIVE = VerificationMethod
+COUPLED, REJECTION, NAIVE, BLOCK = VerificationMethod
 METHODS = list(VerificationMethod)
 CORRECTION, BONUS = TokenOrigin.CORRECTION, TokenOrigin.BONUS
 VOCAB = 7

@@ -26,7 +26,7 @@ from gammaray.types import Proposal, VerificationMethod
 from services.draft.predictions import ENTROPY_FACTOR, quantise
 from services.engine.sampling.noise import Noise
 
-COUPLED, REJECTION, NAIVE = VerificationMethod
+COUPLED, REJECTION, NAIVE, BLOCK = VerificationMethod
 START = (0,)
 EXACT = 1e-12
 

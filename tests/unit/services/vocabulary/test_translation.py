@@ -10,7 +10,7 @@ from services.demo_pair import DRAFT_DIR, TARGET_DIR
 from services.vocabulary.intersection import Intersection
 from services.vocabulary.translation import Translation, load_translation, load_vocabulary, target_size
 
-COUPLED, REJECTION, NAIVE = VerificationMethod
+COUPLED, REJECTION, NAIVE, BLOCK = VerificationMethod
 TARGET = Vocabulary(byte_level(CODE + PROSE, 400, specials=("<|im_end|>", "<|end|>")))
 DRAFT = Vocabulary(byte_level(CODE, 300, specials=("<|end|>", "<|pad|>"), specials_last=True))
 PIECES = Vocabulary(byte_fallback(["▁the", "▁def", "return", "▁self"]))
