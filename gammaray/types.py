@@ -174,8 +174,8 @@ class Proposal:
     Args:
         token_ids: Tokens of the nodes, each after its parent.
         parents: Index of each node's parent, -1 for children of the committed prefix; None for a chain.
-        draft_distributions: The distribution each token was drawn from; only for rejection and block verification
-            above temperature 0.
+        draft_distributions: The distribution each token was drawn from; only for rejection and block
+            verification above temperature 0.
         drafter: Kind of the drafter. This and the following fields are not on the wire.
         worker: host:port of the draft worker, "" for none.
         is_fallback: Whether the drafter that the request allows was absent, failed or late.

@@ -106,12 +106,12 @@ class Drafting:
             allowed = "another drafter: this cluster has no server that drafts (draft_server)"
             raise InvalidArgumentError("drafter", request.drafter.value, allowed)
         if self._server is not None and request.drafter.is_remote and _tests_distributions(request):
+            method = request.verification.value
             allowed = (
                 "coupled or naive: a server drafts for this cluster and sends no draft distribution, without "
-                f"which {request.verification.value} is not exact; or {request.verification.value} with drafter "
-                "ngram, suffix, prediction or none"
+                f"which {method} is not exact; or {method} with drafter ngram, suffix, prediction or none"
             )
-            raise InvalidArgumentError("verification", request.verification.value, allowed)
+            raise InvalidArgumentError("verification", method, allowed)
 
     def _remote(
         self, session: Session, request: GenerationRequest, spec: pb.SessionSpec

@@ -17,22 +17,22 @@ Methods, all exact for the processed distribution p:
 * naive: the same walk with noise the draft does not know.
 * rejection (arXiv 2211.17192, 2302.01318): a token y drawn from the shipped distribution q is accepted with
   probability min(1, p(y) / q(y)); else the correction is drawn from (p - q)+ with the full p. Chains only.
-* block (arXiv 2403.10444): the tokens are tested as a whole. The carried probability c_i = min(1, c_{i-1} p / q)
-  of the first i tokens bounds what may be emitted of them, and the chain is cut after the last token whose test
-  passes; the correction is drawn from (c p - q)+. Never fewer tokens on average than rejection. Chains only.
+* block (arXiv 2403.10444): the tokens are tested together. The first i of them are all accepted with the
+  carried probability c_i = min(1, c_{i-1} p(y_i) / q(y_i)), at least the product of their tests under
+  rejection: a token that q underrates makes up for one that it overrates. The chain ends after the last token
+  whose test passes, and the correction is drawn from (c p - q)+. Chains only.
 * greedy: at temperature 0 all methods accept y while y = argmax p.
 
 Trust. With coupled, naive and greedy verification the target draws its tokens independently of the proposal:
-they are exact whatever a drafter sends, even if it is broken or hostile. Rejection and block are exact only when each
-token was drawn from the distribution shipped with it, and when neither the drafter nor a deadline selects
-proposals by the drawn tokens. A drafter that draws from a different distribution than it ships changes the
-distribution of the text, and the target cannot detect this from single draws. Use these methods only with
-drafters you run yourself.
+they are exact whatever a drafter sends, even if it is broken or hostile. Rejection and block are exact only
+when each token was drawn from the distribution shipped with it, and when neither the drafter nor a deadline
+selects proposals by the drawn tokens. A drafter that draws from a different distribution than it ships
+changes the distribution of the text, and the target cannot detect this from single draws. Use these methods
+only with drafters you run yourself.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 
@@ -121,24 +121,25 @@ def _verify_rejection(log_probs: Tensor, proposal: Proposal, noise: Noise, base_
 
 def _verify_block(log_probs: Tensor, proposal: Proposal, noise: Noise, base_position: int) -> Verdict:
     drafts = _believable(proposal)
-    probs = _support_probs(log_probs, drafts)
-    carried, kept, scale = 1.0, 0, 1.0
+    tokens = torch.tensor(proposal.token_ids[: len(drafts)], dtype=torch.int64, device=log_probs.device)
+    token_log_probs = log_probs[: len(drafts)].gather(1, tokens[:, None]).flatten().tolist()
+    carried = [1.0]
     for node, draft in enumerate(drafts):
-        token = draft.token_ids.index(proposal.token_ids[node])
-        ratio = math.ldexp(probs[node][token], draft.weight_bits) / draft.weights[token]
-        carried = min(1.0, carried * ratio)
-        if carried == 0:
-            break  # neither this token nor any after it can be emitted
-        follows = node + 1 < len(drafts)
-        excess = block_excess(carried, probs[node + 1], drafts[node + 1]) if follows else 0.0
-        uniform = noise.accept_uniform(base_position + node, base_position)
-        if uniform < block_threshold(carried, excess, is_last=not follows):
-            kept, scale = node + 1, carried
-    row = log_probs[kept]
+        weight = weight_of(draft, proposal.token_ids[node])
+        carried.append(carry(carried[-1], math.exp(token_log_probs[node]), weight, draft.weight_bits))
+        if carried[-1] == 0:
+            break  # this token cannot be emitted, nor anything after it
+    rows = range(1, min(len(carried), len(drafts)))
+    excesses = [excess_distribution(log_probs[row], drafts[row], carried[row]).sum() for row in rows]
+    masses = torch.stack(excesses).tolist() if excesses else []
+    thresholds = [block_threshold(c, _finite(mass)) for c, mass in zip(carried[1:], masses, strict=False)]
+    thresholds += carried[1 + len(thresholds) :]
+    tested = range(base_position, base_position + len(thresholds))
+    kept = last_passed([noise.accept_uniform(position, base_position) for position in tested], thresholds)
     if kept < len(drafts):
-        distribution = residual_distribution(row, drafts[kept], scale)
+        distribution = residual_distribution(log_probs[kept], drafts[kept], carried[kept])
     else:
-        distribution = row.double().exp()
+        distribution = log_probs[kept].double().exp()
     token_id = _draw(distribution, noise, base_position + kept)
     return make_verdict(list(range(kept)), token_id, failed=kept < len(proposal))
 
@@ -157,35 +158,24 @@ def _believable(proposal: Proposal) -> list[SparseDistribution]:
     return drafts
 
 
-def _support_probs(log_probs: Tensor, drafts: Sequence[SparseDistribution]) -> list[list[float]]:
-    """Return the target's probabilities of the tokens of each draft distribution, in their order."""
-    rows = [row for row, draft in enumerate(drafts) for _ in draft.token_ids]
-    token_ids = [token_id for draft in drafts for token_id in draft.token_ids]
-    index = torch.tensor([rows, token_ids], dtype=torch.int64, device=log_probs.device)
-    probs = iter(log_probs[index[0], index[1]].double().exp().tolist())
-    return [list(itertools.islice(probs, len(draft.token_ids))) for draft in drafts]
+def carry(carried: float, target_prob: float, weight: int, weight_bits: int) -> float:
+    """Return min(1, c p / q), q = weight / 2^bits: the carried probability with one more token."""
+    return min(1.0, carried * math.ldexp(_finite(target_prob), weight_bits) / weight)
 
 
-def block_excess(carried: float, probs: Sequence[float], draft: SparseDistribution) -> float:
-    """Return the mass of (c p - q)+ over the whole vocabulary, from p on the support of q.
+def last_passed(uniforms: Sequence[float], thresholds: Sequence[float]) -> int:
+    """Return the number of tokens up to the last one whose test passes; one may fail before it."""
+    passed = [node for node, (u, h) in enumerate(zip(uniforms, thresholds, strict=True), 1) if u < h]
+    return passed[-1] if passed else 0
+
+
+def block_threshold(carried: float, excess: float) -> float:
+    """Return the probability that the test of a token before the last one passes.
 
     Args:
-        carried: The carried probability c of the tokens so far.
-        probs: The target's probabilities of the draft distribution's tokens.
-        draft: The distribution q of the next token.
+        carried: The carried probability c of the tokens up to this one.
+        excess: The mass of (c p - q)+ at the next token.
     """
-    scale = 2.0**-draft.weight_bits
-    inside = math.fsum(probs)
-    if math.isnan(inside):
-        raise InternalError("the target model's logits are not finite numbers")
-    excess = [max(0.0, carried * p - w * scale) for p, w in zip(probs, draft.weights, strict=True)]
-    return math.fsum(excess) + carried * max(0.0, 1.0 - inside)
-
-
-def block_threshold(carried: float, excess: float, *, is_last: bool) -> float:
-    """Return the probability that the test of a token passes; `excess` is of the token after it."""
-    if is_last:
-        return carried
     failing = 1.0 - carried
     # 0 / 0: p = q from here on, and the last token's test decides alike.
     return excess / (excess + failing) if excess + failing > 0 else 1.0
@@ -208,15 +198,23 @@ def is_accepted(uniform: float, target_prob: float, weight: int, weight_bits: in
     return weight > 0 and int(uniform * 2**33) * weight < math.ldexp(target_prob, 33 + weight_bits)
 
 
-def residual_distribution(log_probs_row: Tensor, draft: SparseDistribution, scale: float = 1.0) -> Tensor:
+def excess_distribution(log_probs_row: Tensor, draft: SparseDistribution, scale: float = 1.0) -> Tensor:
     """Return the unnormalised (scale * p - q)+ over the whole vocabulary, [vocab_size] float64."""
-    probs = scale * log_probs_row.double().exp()
-    support = torch.tensor(draft.token_ids, dtype=torch.int64, device=probs.device)
-    weights = torch.tensor(draft.weights, dtype=torch.float64, device=probs.device)
-    residual = probs.clone()
-    residual[support] = (probs[support] - weights * 2.0**-draft.weight_bits).clamp(min=0)
-    # p = q up to rounding: the test fails with probability 0, so any distribution is exact; p is used.
-    return residual if bool(residual.any()) else probs
+    excess = scale * log_probs_row.double().exp()
+    support = torch.tensor(draft.token_ids, dtype=torch.int64, device=excess.device)
+    weights = torch.tensor(draft.weights, dtype=torch.float64, device=excess.device)
+    excess[support] = (excess[support] - weights * 2.0**-draft.weight_bits).clamp(min=0)
+    return excess
+
+
+def residual_distribution(log_probs_row: Tensor, draft: SparseDistribution, scale: float = 1.0) -> Tensor:
+    """Return what a correction is drawn from, unnormalised: `excess_distribution`, or p where that is empty.
+
+    It is empty where scale * p = q up to rounding. The test then fails with probability 0, so that any
+    distribution is exact.
+    """
+    excess = excess_distribution(log_probs_row, draft, scale)
+    return excess if bool(excess.any()) else log_probs_row.double().exp()
 
 
 def _draw(weights: Tensor, noise: Noise, position: int) -> int:
@@ -236,6 +234,12 @@ def best_tokens(scores: Tensor) -> list[int | None]:
         best, token_ids = scores.max(dim=-1)
         pairs = zip(best.tolist(), token_ids.tolist(), strict=True)
     return [token_id if math.isfinite(score) else None for score, token_id in pairs]
+
+
+def _finite(prob: float) -> float:
+    if not math.isfinite(prob):
+        raise InternalError("the target model's logits are not finite numbers")
+    return prob
 
 
 def _checked(token_id: int | None) -> int:
