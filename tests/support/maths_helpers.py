@@ -1,9 +1,9 @@
 """Small language models with exact distributions, and exact integration of draft and verify over their noise.
 
-`rejection_distribution`, `block_distribution` and `matched_distribution` compute the exact distribution of a cycle
-by probing the real functions as black boxes: acceptance thresholds are checked on both sides of the claimed
-value, draws are checked by the noise at which the winner changes. So a total variation of 1e-12 is a statement
-about the code, not about the formulas of the test.
+`rejection_distribution`, `block_distribution`, `matched_distribution` compute the exact distribution of one
+cycle by probing the real functions as black boxes: acceptance thresholds are checked on both sides of the
+claimed value, draws are checked by the noise at which the winner changes. So a total variation of 1e-12 is a
+statement about the code, not about the formulas of the test.
 """
 
 from __future__ import annotations
