@@ -3,8 +3,8 @@
     python -m benchmarks.verifiers
 
 Texts of the target are recorded with both models' distributions at each position. As verification emits
-tokens of the target's law, the acceptance of a method follows from these (`gammaray.maths.verifiers`): exactly
-for chains and for children drawn with replacement, else as a mean over draws at each position. Rejection,
+tokens of the target's law, the acceptance of a method follows from these (`gammaray.maths.verifiers`): for
+chains and for children drawn with replacement exactly, else as a mean over draws at each position. Rejection,
 block, SpecInfer and SpecTr draw from what a draft worker ships, `--top-k` tokens with quantised weights;
 coupled and naive verification ship nothing and draw from the draft's whole distribution.
 
@@ -23,8 +23,9 @@ import functools
 import heapq
 import itertools
 import math
+import operator
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -54,13 +55,12 @@ from services.engine.core.batch import SequenceInput
 from services.engine.engine import Engine
 from services.engine.loader import load_engine
 from services.engine.sampling.logits import processed_log_probs
-from services.qualify.loop import Ask, Pair, draft_scheduler, target_scheduler
+from services.qualify.loop import Ask, MeasuredCycle, Pair, draft_scheduler, target_scheduler
 
-__all__ = ["Position", "Tree", "best_tree", "record", "tokens_per_cycle"]
+__all__ = ["CHAINS", "Position", "Tree", "accepted_depths", "best_tree", "record", "tokens_per_cycle"]
 
 NODES = (4, 8, 16)
 MAX_CHILDREN = 8
-_DEPTH_OF_SERVED_TREES = {4: 3, 8: 5, 16: 8}
 _MODELS = {"demo": ("demo", "demo"), "smollm2": ("build/models/smollm2", "benchmarks/drafters/smollm2")}
 _PAIRS = ("synthetic", *_MODELS)
 _SYNTHETIC_SIZE = 512
@@ -69,6 +69,9 @@ _TOKEN_BYTES = 3
 
 Tree: TypeAlias = tuple["Tree", ...]
 """The subtrees of a node's children, in the order in which these are offered."""
+
+Survival: TypeAlias = Callable[[Sequence["Position"]], Sequence[float]]
+"""From a text to the probabilities that 1, 2, ... of its tokens are accepted."""
 
 
 @dataclass(frozen=True)
@@ -196,52 +199,65 @@ def best_tree(ranks: Sequence[float], num_nodes: int) -> Tree:
     return subtree(())
 
 
-def tokens_per_cycle(method: str, tree: Tree, *, text: Sequence[Position], starts: int) -> float:
-    """Return the mean tokens of cycles that begin at the first `starts` positions of a text."""
-
-    def accepted(node: Tree, at: int) -> float:
-        if not node or at == len(text):
-            return 0.0
-        ranks = text[at].ranks[method][len(node) - 1]
-        return math.fsum(
-            share * (1.0 + accepted(child, at + 1))
-            for share, child in zip(ranks, node, strict=False)
-            if share
-        )
-
-    return 1.0 + fmean(accepted(tree, start) for start in range(starts))
-
-
-def _chain(of: Callable[[Sequence[Position]], Sequence[float]]) -> Callable[..., float]:
-    def mean(*, text: Sequence[Position], gamma: int, starts: int) -> float:
-        return 1.0 + fmean(math.fsum(of(text[start : start + gamma])) for start in range(starts))
-
-    return mean
-
-
-def _products(tests: Iterator[float]) -> list[float]:
+def accepted_depths(tree: Tree, method: str, text: Sequence[Position]) -> list[float]:
+    """Return the probability that 1, 2, ... tokens are accepted in a cycle that begins before a text."""
     survival: list[float] = []
-    for test in tests:
-        survival.append(test * (survival[-1] if survival else 1.0))
+
+    def walk(node: Tree, depth: int, reached: float) -> None:
+        if not node or depth == len(text) or reached == 0:
+            return
+        if depth == len(survival):
+            survival.append(0.0)
+        for share, child in zip(text[depth].ranks[method][len(node) - 1], node, strict=False):
+            survival[depth] += reached * share
+            walk(child, depth + 1, reached * share)
+
+    walk(tree, 0, 1.0)
     return survival
 
 
-CHAINS: Mapping[str, Callable[..., float]] = {
-    "naive chain": _chain(lambda text: _products(position.naive for position in text)),
-    "coupled chain": _chain(lambda text: _products(position.coupled for position in text)),
-    "rejection chain": _chain(lambda text: _floats(rejection_survival([(at.p, at.draft) for at in text]))),
-    "block chain": _chain(lambda text: _floats(block_survival([(at.p, at.draft) for at in text]))),
+def tokens_per_cycle(texts: Sequence[Sequence[Position]], survival_of: Survival) -> float:
+    """Return tokens per cycle, where each cycle begins after the last one.
+
+    Cycles of all methods are counted up to the same position, from which the largest chain has room.
+
+    Args:
+        texts: Texts of the target.
+        survival_of: Returns the probability that 1, 2, ... tokens are accepted in a cycle before a text.
+    """
+    tokens = cycles = 0.0
+    for text in texts:
+        starts = max(1, len(text) - max(NODES))
+        begun = [1.0] + [0.0] * starts
+        for start in range(starts):
+            survival = [1.0, *survival_of(text[start : start + max(NODES)])]
+            tokens += begun[start] * math.fsum(survival)
+            cycles += begun[start]
+            for length, (now, after) in enumerate(zip(survival, [*survival[1:], 0.0], strict=True), 1):
+                begun[min(start + length, starts)] += begun[start] * (now - after)
+    return tokens / cycles
+
+
+def _products(tests: Iterable[float]) -> list[float]:
+    return list(itertools.accumulate(tests, operator.mul))
+
+
+def _pairs(text: Sequence[Position]) -> list[tuple[float, float]]:
+    return [(at.p, at.draft) for at in text]
+
+
+CHAINS: Mapping[str, Survival] = {
+    "naive chain": lambda text: _products(at.naive for at in text),
+    "coupled chain": lambda text: _products(at.coupled for at in text),
+    "rejection chain": lambda text: [float(left) for left in rejection_survival(_pairs(text))],
+    "block chain": lambda text: [float(left) for left in block_survival(_pairs(text))],
 }
 TREES = {
     "coupled tree": "coupled",
     "SpecInfer": "specinfer",
-    "SpecInfer, without replacement": "specinfer-without",
+    "SpecInfer without": "specinfer-without",
     "SpecTr": "spectr",
 }
-
-
-def _floats(numbers: Sequence[Any]) -> list[float]:
-    return [float(number) for number in numbers]
 
 
 def _depth(tree: Tree) -> int:
@@ -260,14 +276,15 @@ def compare(texts: Sequence[Sequence[Position]]) -> list[dict[str, Any]]:
     rows = []
     for nodes in NODES:
         for name, chain in CHAINS.items():
-            tokens = _mean(texts, functools.partial(chain, gamma=nodes))
+            tokens = tokens_per_cycle(texts, lambda text, of=chain, most=nodes: of(text[:most]))  # type: ignore[misc]
             ships = name in ("rejection chain", "block chain")
             sent = nodes * (_TOKEN_BYTES + ships * q_bytes)
             rows.append({"nodes": nodes, "method": name, "tokens": tokens, "depth": nodes, "bytes": sent})
         shapes = _shapes(everything, nodes)
         for name, method in TREES.items():
             found = [
-                (_mean(texts, functools.partial(tokens_per_cycle, method, tree)), tree) for tree in shapes
+                (tokens_per_cycle(texts, functools.partial(accepted_depths, tree, method)), tree)
+                for tree in shapes
             ]
             tokens, tree = max(found)
             ships = method != "coupled"
@@ -276,13 +293,6 @@ def compare(texts: Sequence[Sequence[Position]]) -> list[dict[str, Any]]:
                 {"nodes": nodes, "method": name, "tokens": tokens, "depth": _depth(tree), "bytes": sent}
             )
     return rows
-
-
-def _mean(texts: Sequence[Sequence[Position]], of: Callable[..., float]) -> float:
-    """Return the mean over all cycles that have room for a chain of the most nodes."""
-    starts = [max(0, len(text) - max(NODES)) for text in texts]
-    sums = [count * of(text=text, starts=count) for text, count in zip(texts, starts, strict=True) if count]
-    return math.fsum(sums) / sum(starts)
 
 
 def _shapes(positions: Sequence[Position], nodes: int) -> list[Tree]:
@@ -328,10 +338,11 @@ class Models:
         path = resolve_model(target, "target")
         self._tokenizer = Tokenizer(path)
         self._target, self._top_k = load_engine(path), top_k
-        self._draft = load_engine(resolve_model(draft, "draft"), draft_for=path)
+        # Two engines: a scheduler may reduce its own to the logits of the draft's tokens.
+        self._draft, served = (load_engine(resolve_model(draft, "draft"), draft_for=path) for _ in range(2))
         self._pair = Pair(
             target_scheduler(self._target, TargetSettings(model=target)),
-            draft_scheduler(self._draft, DraftSettings(model=draft, draft_top_k=top_k)),
+            draft_scheduler(served, DraftSettings(model=draft, draft_top_k=top_k)),
         )
 
     def texts(
@@ -359,16 +370,16 @@ class Models:
         """Return tokens per cycle of the workers' own cycles."""
         rows = []
         for nodes in NODES:
-            depth = _DEPTH_OF_SERVED_TREES[nodes]
             for name, method, gamma, max_nodes in (
-                ("coupled tree", VerificationMethod.COUPLED, depth, nodes),
+                ("deep coupled tree", VerificationMethod.COUPLED, nodes - 1, nodes),
+                ("flat coupled tree", VerificationMethod.COUPLED, nodes // 2, nodes),
                 ("rejection chain", VerificationMethod.REJECTION, nodes, 0),
                 ("block chain", VerificationMethod.BLOCK, nodes, 0),
             ):
                 cycles = [
                     cycle
                     for ask in self._asks(prompts, temperature, num_tokens, method, max_nodes)
-                    for cycle in self._pair.complete(ask, gamma).cycles
+                    for cycle in _with_room(self._pair.complete(ask, gamma).cycles, num_tokens)
                 ]
                 rows.append(
                     {
@@ -392,6 +403,15 @@ class Models:
         for seed, prompt in enumerate(prompts):
             token_ids = tuple(self._tokenizer.encode(prompt))
             yield Ask(token_ids, num_tokens, temperature, seed, (), method, max_nodes)
+
+
+def _with_room(cycles: Sequence[MeasuredCycle], num_tokens: int) -> Iterator[MeasuredCycle]:
+    """Yield the cycles that begin where the largest chain has room."""
+    done = 0
+    for cycle in cycles:
+        if done < num_tokens - max(NODES):
+            yield cycle
+        done += cycle.num_emitted
 
 
 def _logits(engine: Engine, tokens: Sequence[int], count: int) -> Tensor:
@@ -419,7 +439,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--prompts", type=int, default=1, help="chat tasks per category, seven times as much code"
     )
-    parser.add_argument("--tokens", type=int, default=96, help="of each text")
+    parser.add_argument("--tokens", type=int, default=160, help="of each text")
     parser.add_argument("--pairs", nargs="+", choices=_PAIRS, default=_PAIRS)
     parser.add_argument("--positions", type=int, default=4000, help="of each synthetic pair")
     parser.add_argument("--draws", type=int, default=32, help="at each position")

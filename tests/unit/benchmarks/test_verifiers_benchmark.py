@@ -1,5 +1,6 @@
 """The benchmark of verification methods: its figures against exact ones, tree shapes, a whole small run."""
 
+import functools
 import itertools
 import json
 import math
@@ -7,7 +8,15 @@ import math
 import pytest
 import torch
 
-from benchmarks.verifiers import CHAINS, Position, best_tree, main, record, tokens_per_cycle
+from benchmarks.verifiers import (
+    CHAINS,
+    Position,
+    accepted_depths,
+    best_tree,
+    main,
+    record,
+    tokens_per_cycle,
+)
 from gammaray.maths.verifiers import coupled_acceptance, specinfer_ranks, spectr_ranks
 
 P, Q = (0.5, 0.2, 0.1, 0.2), (0.4, 0.3, 0.2, 0.1)
@@ -61,45 +70,49 @@ def test_token_that_is_not_shipped_is_accepted_by_coupled_alone():
         assert sum(map(sum, found.ranks[method])) == 0
 
 
-def over_all_texts(of, length):
-    """Return the mean over the target's texts of this length."""
+def over_all_texts(survival_of, length):
+    """Return the mean tokens of a cycle over the target's texts of this length."""
     positions = [position(token, draws=1) for token in range(4)]
-    texts = itertools.product(range(4), repeat=length)
     return sum(
-        math.prod(P[token] for token in text) * of([positions[token] for token in text]) for text in texts
+        math.prod(P[token] for token in text) * (1 + sum(survival_of([positions[token] for token in text])))
+        for text in itertools.product(range(4), repeat=length)
     )
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("naive chain", 1 + 0.3 + 0.3**2),
-        ("coupled chain", 1 + 0.770906877662812 + 0.770906877662812**2),
-        ("rejection chain", 1 + 0.8 + 0.8**2),
-    ],
+    ("name", "alpha"), [("naive chain", 0.3), ("coupled chain", 0.770906877662812), ("rejection chain", 0.8)]
 )
-def test_chains_emit_what_theory_expects(name, expected):
-    chain = CHAINS[name]
-    assert over_all_texts(lambda text: chain(text=text, gamma=2, starts=1), 2) == pytest.approx(
-        expected, abs=2e-3
-    )
+def test_chains_emit_what_theory_expects(name, alpha):
+    assert over_all_texts(CHAINS[name], 2) == pytest.approx(1 + alpha + alpha**2, abs=2e-3)
 
 
 def test_block_chain_emits_more_than_a_rejection_chain_from_two_tokens_on():
     def gain(gamma):
-        block, rejection = CHAINS["block chain"], CHAINS["rejection chain"]
-        of = {"gamma": gamma, "starts": 1}
-        return over_all_texts(lambda text: block(text=text, **of) - rejection(text=text, **of), gamma)
+        return over_all_texts(CHAINS["block chain"], gamma) - over_all_texts(CHAINS["rejection chain"], gamma)
 
     assert gain(1) == pytest.approx(0, abs=1e-12)
     assert gain(2) > 0.01
 
 
 def test_trees_emit_what_their_nodes_accept():
-    tree = ((LEAF,), LEAF)
-    found = over_all_texts(lambda text: tokens_per_cycle("spectr", tree, text=text, starts=1), 2)
+    found = over_all_texts(functools.partial(accepted_depths, ((LEAF,), LEAF), "spectr"), 2)
     first, second = (sum(spectr_ranks(P, Q, token, 2)[rank] for token in range(4)) for rank in (0, 1))
     assert found == pytest.approx(1 + first * 1.8 + second, abs=4e-3)
+
+
+def test_cycles_follow_each_other():
+    """Even positions are always accepted and odd ones never: cycles of one kind would be 1 or 2 tokens."""
+    text = list(range(60))
+
+    def survival_of(rest):
+        return [1.0, 0.0] if rest[0] % 2 == 0 else [0.0, 0.0]
+
+    assert tokens_per_cycle([text], survival_of) == 2
+    assert tokens_per_cycle([text[1:]], survival_of) == pytest.approx((1 + 2 * 21) / 22)
+
+
+def test_cycles_that_may_end_anywhere_have_their_mean_length():
+    assert tokens_per_cycle([[None] * 400], lambda rest: [0.8, 0.64]) == pytest.approx(2.44, abs=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -128,4 +141,8 @@ def test_small_run_writes_every_method(tmp_path):
             assert 1 <= tokens["naive chain", nodes] <= nodes + 1
             assert tokens["block chain", nodes] >= tokens["rejection chain", nodes]
             assert tokens["SpecInfer", nodes] >= tokens["rejection chain", nodes] - 1e-9
-    assert {row["method"] for row in cases[3]["rows"]} > {"coupled tree, as served", "block chain, as served"}
+            assert tokens["SpecTr", nodes] >= tokens["rejection chain", nodes] - 1e-9
+    assert {row["method"] for row in cases[3]["rows"]} > {
+        "deep coupled tree, as served",
+        "block chain, as served",
+    }

@@ -83,10 +83,13 @@ def test_tokens_past_the_models_sizes_are_not_shared():
         ("auto", REJECTION, 0.0, True),
         ("auto", REJECTION, 1.0, False),
         ("auto", NAIVE, 1.0, True),
+        ("auto", BLOCK, 0.0, True),
+        ("auto", BLOCK, 1.0, False),
         ("text", COUPLED, 1.0, True),
         ("text", NAIVE, 1.0, True),
         ("text", REJECTION, 0.0, True),
         ("text", REJECTION, 1.0, False),
+        ("text", BLOCK, 1.0, False),
         ("tokens", COUPLED, 0.0, False),
     ],
 )
