@@ -67,7 +67,7 @@ class Sums:
         ratios = [plain / own for plain, own in zip(self.plain_seconds, self.seconds, strict=True)]
         return {
             "completions": len(self.seconds),
-            "equal": self.num_equal if self.method is not VerificationMethod.REJECTION else None,
+            "equal": None if self.method.uses_draft_distributions else self.num_equal,
             "alpha": sum(cycle.num_accepted for cycle in drafted) / max(1, tested),
             "tested": tested,
             "drafted_per_cycle": statistics.fmean(cycle.num_drafted for cycle in self.cycles),
@@ -104,7 +104,7 @@ def measure(
             if temperature == 0:
                 plain_texts.append(plain.token_ids)
             for mapping in MAPPINGS:
-                if mapping == "text" and method is VerificationMethod.REJECTION:
+                if mapping == "text" and method.uses_draft_distributions:
                     continue  # by tokens there
                 for gamma in gammas:
                     text, seconds = _timed(pairs[mapping], ask, gamma)

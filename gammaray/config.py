@@ -326,7 +326,10 @@ class DraftSettings(WorkerSettings):
 
     draft_weights: Literal["auto", "int8", "int4"] = Field("auto", description=_DRAFT_WEIGHTS)
     draft_top_k: int = Field(
-        64, ge=1, le=4096, description="Support of the sparse draft distribution (rejection verification)."
+        64,
+        ge=1,
+        le=4096,
+        description="Support of the sparse draft distribution (rejection and block verification).",
     )
     weight_bits: int = Field(12, ge=1, le=24, description="Bits of its quantised weights' sum.")
     draft_ahead: bool = Field(

@@ -44,6 +44,16 @@ class VerificationMethod(str, Enum):
     COUPLED = "coupled"
     REJECTION = "rejection"
     NAIVE = "naive"
+    BLOCK = "block"
+
+    @property
+    def uses_draft_distributions(self) -> bool:
+        """Whether tokens are tested by the distributions that they were drawn from, above temperature 0.
+
+        These travel with the proposal. The method is exact only if they are the true ones, and if nothing
+        selects proposals by the drawn tokens.
+        """
+        return self in (VerificationMethod.REJECTION, VerificationMethod.BLOCK)
 
 
 class TokenOrigin(str, Enum):
@@ -165,8 +175,8 @@ class Proposal:
     Args:
         token_ids: Tokens of the nodes, each after its parent.
         parents: Index of each node's parent, -1 for children of the committed prefix; None for a chain.
-        draft_distributions: The distribution each token was drawn from; only for rejection verification above
-            temperature 0.
+        draft_distributions: The distribution each token was drawn from; only for rejection and block
+            verification above temperature 0.
         drafter: Kind of the drafter. This and the following fields are not on the wire.
         worker: host:port of the draft worker, "" for none.
         is_fallback: Whether the drafter that the request allows was absent, failed or late.

@@ -54,7 +54,7 @@ class GenerateOptions(SamplingOptions, total=False):
     ignore_eos: bool
     logprobs: int | None
     prompt_logprobs: int | None
-    verification: VerificationMethod | Literal["coupled", "rejection", "naive"]
+    verification: VerificationMethod | Literal["coupled", "rejection", "naive", "block"]
     gamma: GammaPolicy | Literal["adaptive"] | int
     drafter: (
         DrafterKind | Literal["model", "head", "server", "ngram", "suffix", "prediction", "grammar", "none"]

@@ -99,7 +99,7 @@ RESUMED_FROM: Final = Attribute(
     "Emitted tokens that the client had if it resumed; the span links to the former owner's.",
 )
 VERIFICATION: Final = Attribute(
-    "gammaray.verification", "string", "", "Verification method: coupled, rejection or naive."
+    "gammaray.verification", "string", "", "Verification method: coupled, rejection, naive or block."
 )
 
 COMPILE_MS: Final = Attribute(

@@ -39,6 +39,10 @@ class _VerificationMethodEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Ve
     """Token rejection sampling (arXiv 2211.17192, 2302.01318). Needs the draft distributions; chains only."""
     VERIFICATION_METHOD_NAIVE: _VerificationMethod.ValueType  # 3
     """Draft and target sample independently; equal tokens are accepted. The baseline; lossless but slow."""
+    VERIFICATION_METHOD_BLOCK: _VerificationMethod.ValueType  # 4
+    """Block verification (arXiv 2403.10444): rejection sampling of the whole chain at once, which accepts at least as many
+    tokens. Needs the draft distributions; chains only.
+    """
 
 class VerificationMethod(_VerificationMethod, metaclass=_VerificationMethodEnumTypeWrapper):
     """How the target worker decides which proposed tokens are accepted. At temperature 0 all methods are the same."""
@@ -51,6 +55,10 @@ VERIFICATION_METHOD_REJECTION: VerificationMethod.ValueType  # 2
 """Token rejection sampling (arXiv 2211.17192, 2302.01318). Needs the draft distributions; chains only."""
 VERIFICATION_METHOD_NAIVE: VerificationMethod.ValueType  # 3
 """Draft and target sample independently; equal tokens are accepted. The baseline; lossless but slow."""
+VERIFICATION_METHOD_BLOCK: VerificationMethod.ValueType  # 4
+"""Block verification (arXiv 2403.10444): rejection sampling of the whole chain at once, which accepts at least as many
+tokens. Needs the draft distributions; chains only.
+"""
 Global___VerificationMethod: _TypeAlias = VerificationMethod  # noqa: Y015
 
 class _TokenOrigin:
@@ -348,7 +356,7 @@ class Proposal(_message.Message):
     @_builtins.property
     def draft_distributions(self) -> _containers.RepeatedCompositeFieldContainer[Global___SparseDistribution]:
         """The distribution that each node's token was sampled from; one per node. Only for
-        VERIFICATION_METHOD_REJECTION at a temperature above 0.
+        VERIFICATION_METHOD_REJECTION and VERIFICATION_METHOD_BLOCK at a temperature above 0.
         """
 
     def __init__(

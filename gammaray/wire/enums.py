@@ -25,6 +25,7 @@ METHODS: Final = {
     VerificationMethod.COUPLED: pb.VERIFICATION_METHOD_COUPLED,
     VerificationMethod.REJECTION: pb.VERIFICATION_METHOD_REJECTION,
     VerificationMethod.NAIVE: pb.VERIFICATION_METHOD_NAIVE,
+    VerificationMethod.BLOCK: pb.VERIFICATION_METHOD_BLOCK,
 }
 ORIGINS: Final = {
     TokenOrigin.ACCEPTED: pb.TOKEN_ORIGIN_ACCEPTED,

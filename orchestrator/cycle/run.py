@@ -92,7 +92,9 @@ def _checked(session: Session, proposal: Proposal, shape: Shape) -> Proposal:
     _within(proposal, shape)
     if session.needs_draft_distributions:
         if len(proposal) > 0 and proposal.draft_distributions is None:
-            raise InternalError("the drafter sent no draft distributions, which rejection verification needs")
+            raise InternalError(
+                f"the drafter sent no draft distributions, which {session.method.value} verification needs"
+            )
         return proposal
     return proposal if proposal.draft_distributions is None else replace(proposal, draft_distributions=None)
 

@@ -117,7 +117,7 @@ class Session:
     @property
     def needs_draft_distributions(self) -> bool:
         """Whether verification needs the distribution that each proposed token was drawn from."""
-        return self.method is VerificationMethod.REJECTION and self.params.temperature > 0
+        return self.method.uses_draft_distributions and self.params.temperature > 0
 
     @property
     def is_overdue(self) -> bool:

@@ -108,7 +108,7 @@ class Drafting:
         """Check that a new request can use the drafter that it allows.
 
         Raises:
-            InvalidArgumentError: It allows a server and there is none, or rejection verification would need
+            InvalidArgumentError: It allows a server and there is none, or the verification method would need
                 the distributions from which a server draws, which no server sends.
         """
         if self._server is None and request.drafter is DrafterKind.SERVER:
@@ -121,12 +121,13 @@ class Drafting:
         ):
             allowed = "another drafter: no target worker of this cluster has a head (head)"
             raise InvalidArgumentError("drafter", request.drafter.value, allowed)
-        if self._server is not None and request.drafter.is_model and _draws_by_rejection(request):
+        if self._server is not None and request.drafter.is_model and _tests_distributions(request):
+            method = request.verification.value
             allowed = (
                 "coupled or naive: a server drafts for this cluster and sends no draft distribution, without "
-                "which rejection is not exact; or rejection with drafter ngram, suffix, prediction or none"
+                f"which {method} is not exact; or {method} with drafter ngram, suffix, prediction or none"
             )
-            raise InvalidArgumentError("verification", request.verification.value, allowed)
+            raise InvalidArgumentError("verification", method, allowed)
 
     def _remote(
         self, session: Session, request: GenerationRequest, spec: pb.SessionSpec
@@ -135,7 +136,7 @@ class Drafting:
         settings = self._settings
         bounds = {"timeout_s": settings.propose_timeout_s, "prefill_timeout_s": settings.verify_timeout_s}
         if self._server is not None:
-            if not request.drafter.is_model or _draws_by_rejection(request):
+            if not request.drafter.is_model or _tests_distributions(request):
                 return None
             # Names of tenants and of sessions are not for the server: it only compares the salts.
             salt = spec.cache_salt if spec.HasField("cache_salt") else session.session_id
@@ -155,12 +156,13 @@ class Drafting:
     def _texts(self, request: GenerationRequest, prediction: Sequence[int]) -> list[TextDrafter]:
         """Return the text drafters that a request may use; a draft model may be replaced by any of them.
 
-        Rejection sampling is exact only if a proposal does not depend on the noise that tests it. A past
-        output of a request with the same seed does, so that method does not use past outputs.
+        Rejection sampling, of tokens or blocks, is exact only if a proposal does not depend on the noise that
+        tests it. A past output of a request with the same seed does, so these methods do not use past
+        outputs.
         """
         allowed = request.drafter
         is_any = allowed is DrafterKind.MODEL
-        corpus = None if _draws_by_rejection(request) else self.corpus
+        corpus = None if _tests_distributions(request) else self.corpus
         texts: list[TextDrafter] = []
         if prediction and (is_any or allowed is DrafterKind.PREDICTION):
             texts.append(PredictionDrafter(prediction))
@@ -182,5 +184,5 @@ class Drafting:
         return AdaptiveGamma(max_gamma, self.costs, max_nodes, drafter=kind)
 
 
-def _draws_by_rejection(request: GenerationRequest) -> bool:
-    return request.verification is VerificationMethod.REJECTION and request.sampling.temperature > 0
+def _tests_distributions(request: GenerationRequest) -> bool:
+    return request.verification.uses_draft_distributions and request.sampling.temperature > 0

@@ -180,8 +180,8 @@ class _Mapped:
 class TextChain:
     """The draft's likeliest text, tokenised by the target's tokenizer (SLEM).
 
-    Sampling parameters are ignored: they apply to the target's tokens. Not for rejection verification above
-    temperature 0: the text has no distribution over the target's tokens.
+    Sampling parameters are ignored: they apply to the target's tokens. Not for rejection and block
+    verification above temperature 0: the text has no distribution over the target's tokens.
 
     Args:
         session: The session, in the target's tokens.

@@ -34,6 +34,7 @@ class Ask:
         seed: Seed of the session's noise.
         eos_token_ids: Tokens that end it.
         method: Verification method.
+        max_nodes: Nodes of a proposal at most; above gamma proposals are trees.
     """
 
     prompt: tuple[int, ...]
@@ -42,6 +43,7 @@ class Ask:
     seed: int
     eos_token_ids: tuple[int, ...]
     method: VerificationMethod = VerificationMethod.COUPLED
+    max_nodes: int = 0
 
     @property
     def params(self) -> SamplingParams:
@@ -199,7 +201,7 @@ class Completion:
 
     def propose_task(self, gamma: int) -> ProposeTask:
         """Return the task of the next proposal."""
-        return ProposeTask(**self._block("draft"), shape=Shape(gamma))
+        return ProposeTask(**self._block("draft"), shape=Shape(gamma, self._ask.max_nodes))
 
     def verify_task(self, proposal: Proposal) -> VerifyTask:
         """Return the task of its verification."""

@@ -9,8 +9,8 @@ Why this is exact for every method: a prediction is a pure function of the path,
 path and the cycle's base position, and an outcome fixes the base. Prepared tokens and distributions are
 therefore identical to those that would be drafted after the context arrived: drafting ahead is memoisation,
 and a proposal's content does not depend on whether it was in the memo. With coupled and greedy verification
-this holds for any memo; with rejection it requires that the draft's draws are keyed by base and position
-(`Noise.draft_bits`), so that a position drafted again after a rejection is drawn independently.
+this holds for any memo; with rejection and block it requires that the draft's draws are keyed by base and
+position (`Noise.draft_bits`), so that a position drafted again after a rejection is drawn independently.
 
 The bonus token does not need the precaution of ALGORITHMS 7.1 either. There, tokens in flight are *proposals*
 for the position of the bonus: keeping them when the target's bonus equals them would test them by equality,

@@ -142,13 +142,13 @@ def predictions(
         noise: The session's noise; None at temperature 0.
         positions: Absolute positions of the tokens that follow the nodes.
         temperature: The session's.
-        top_k: Rejection: largest support of the shipped distribution.
-        bits: Rejection: the weights' sum is 2^bits.
+        top_k: Rejection, block: largest support of the shipped distribution.
+        bits: Rejection, block: the weights' sum is 2^bits.
         token_ids: Coupled and greedy: the tokens of the columns, int64, ascending; None: all tokens.
     """
     if noise is None:
         rows = _GumbelBatch(log_probs, draw_temperature(0.0), token_ids)
-    elif method is VerificationMethod.REJECTION:
+    elif method.uses_draft_distributions:
         probs = log_probs.double().exp()
         return [
             _RejectionPrediction(quantise(row, top_k, bits), noise, position)
@@ -220,7 +220,7 @@ class _CoupledPrediction:
 
 
 class _RejectionPrediction:
-    """Rejection: a draw from the shipped distribution, independent for each base."""
+    """Rejection and block: a draw from the shipped distribution, independent for each base."""
 
     __slots__ = ("_choice", "_noise", "_position", "distribution")
 

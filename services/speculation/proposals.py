@@ -7,8 +7,8 @@ A parallel draft model (PARD, arXiv 2504.18583) predicts all tokens of a proposa
 tokens after the root: the tokens at one depth have the same prediction, whatever precedes them. Then only the
 root can be open, and its `block` has the predictions of the depths after the first.
 
-A chain with shipped distributions (rejection verification above temperature 0) takes the same number of
-forwards wherever it ends. If it were answered sooner once an end of sequence is drawn, proposals with one
+A chain with shipped distributions (rejection, block verification above temperature 0) takes the same number
+of forwards wherever it ends. If it were answered sooner once an end of sequence is drawn, proposals with one
 would meet a deadline more often than others. Since late proposals are not tested, the tested tokens would no
 longer follow the distribution shipped with them.
 """

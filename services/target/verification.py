@@ -17,14 +17,18 @@ Methods, all exact for the processed distribution p:
 * naive: the same walk with noise the draft does not know.
 * rejection (arXiv 2211.17192, 2302.01318): a token y drawn from the shipped distribution q is accepted with
   probability min(1, p(y) / q(y)); else the correction is drawn from (p - q)+ with the full p. Chains only.
+* block (arXiv 2403.10444): the tokens are tested together. The first i of them are all accepted with the
+  carried probability c_i = min(1, c_{i-1} p(y_i) / q(y_i)), at least the product of their tests under
+  rejection: a token that q underrates makes up for one that it overrates. The chain ends after the last token
+  whose test passes, and the correction is drawn from (c p - q)+. Chains only.
 * greedy: at temperature 0 all methods accept y while y = argmax p.
 
 Trust. With coupled, naive and greedy verification the target draws its tokens independently of the proposal:
-they are exact whatever a drafter sends, even if it is broken or hostile. Rejection is exact only when each
-token was drawn from the distribution shipped with it, and when neither the drafter nor a deadline selects
-proposals by the drawn tokens. A drafter that draws from a different distribution than it ships changes the
-distribution of the text, and the target cannot detect this from single draws. Use rejection only with
-drafters you run yourself.
+they are exact whatever a drafter sends, even if it is broken or hostile. Rejection and block are exact only
+when each token was drawn from the distribution shipped with it, and when neither the drafter nor a deadline
+selects proposals by the drawn tokens. A drafter that draws from a different distribution than it ships
+changes the distribution of the text, and the target cannot detect this from single draws. Use these methods
+only with drafters you run yourself.
 """
 
 from __future__ import annotations
@@ -74,6 +78,8 @@ def verify(
     assert noise is not None, "sampling needs noise"
     if method is VerificationMethod.REJECTION:
         return _verify_rejection(log_probs, proposal, noise, base_position)
+    if method is VerificationMethod.BLOCK:
+        return _verify_block(log_probs, proposal, noise, base_position)
     draw = noise.gumbel if method is VerificationMethod.COUPLED else noise.independent_gumbel
     depths = row_depths(proposal)
     rows = draw(base_position, max(depths) + 1)
@@ -113,6 +119,68 @@ def _verify_rejection(log_probs: Tensor, proposal: Proposal, noise: Noise, base_
     return make_verdict(list(range(num_rows - 1)), bonus, failed=False)
 
 
+def _verify_block(log_probs: Tensor, proposal: Proposal, noise: Noise, base_position: int) -> Verdict:
+    drafts = _believable(proposal)
+    tokens = torch.tensor(proposal.token_ids[: len(drafts)], dtype=torch.int64, device=log_probs.device)
+    token_log_probs = log_probs[: len(drafts)].gather(1, tokens[:, None]).flatten().tolist()
+    carried = [1.0]
+    for node, draft in enumerate(drafts):
+        weight = weight_of(draft, proposal.token_ids[node])
+        carried.append(carry(carried[-1], math.exp(token_log_probs[node]), weight, draft.weight_bits))
+        if carried[-1] == 0:
+            break  # this token cannot be emitted, nor anything after it
+    rows = range(1, min(len(carried), len(drafts)))
+    excesses = [excess_distribution(log_probs[row], drafts[row], carried[row]).sum() for row in rows]
+    masses = torch.stack(excesses).tolist() if excesses else []
+    thresholds = [block_threshold(c, _finite(mass)) for c, mass in zip(carried[1:], masses, strict=False)]
+    thresholds += carried[1 + len(thresholds) :]
+    tested = range(base_position, base_position + len(thresholds))
+    kept = last_passed([noise.accept_uniform(position, base_position) for position in tested], thresholds)
+    if kept < len(drafts):
+        distribution = residual_distribution(log_probs[kept], drafts[kept], carried[kept])
+    else:
+        distribution = log_probs[kept].double().exp()
+    token_id = _draw(distribution, noise, base_position + kept)
+    return make_verdict(list(range(kept)), token_id, failed=kept < len(proposal))
+
+
+def _believable(proposal: Proposal) -> list[SparseDistribution]:
+    """Return the draft distributions up to the first token outside its own, which was not drawn from it.
+
+    The chain is verified as if it ended there: p alone is exact.
+    """
+    drafts = list[SparseDistribution]()
+    for node, token_id in enumerate(proposal.token_ids):
+        draft = _draft_distribution(proposal, node)
+        if weight_of(draft, token_id) == 0:
+            break
+        drafts.append(draft)
+    return drafts
+
+
+def carry(carried: float, target_prob: float, weight: int, weight_bits: int) -> float:
+    """Return min(1, c p / q), q = weight / 2^bits: the carried probability with one more token."""
+    return min(1.0, carried * math.ldexp(_finite(target_prob), weight_bits) / weight)
+
+
+def last_passed(uniforms: Sequence[float], thresholds: Sequence[float]) -> int:
+    """Return the number of tokens up to the last one whose test passes; one may fail before it."""
+    passed = [node for node, (u, h) in enumerate(zip(uniforms, thresholds, strict=True), 1) if u < h]
+    return passed[-1] if passed else 0
+
+
+def block_threshold(carried: float, excess: float) -> float:
+    """Return the probability that the test of a token before the last one passes.
+
+    Args:
+        carried: The carried probability c of the tokens up to this one.
+        excess: The mass of (c p - q)+ at the next token.
+    """
+    failing = 1.0 - carried
+    # 0 / 0: p = q from here on, and the last token's test decides alike.
+    return excess / (excess + failing) if excess + failing > 0 else 1.0
+
+
 def _draft_distribution(proposal: Proposal, node: int) -> SparseDistribution:
     """Return the distribution that a node's token was drawn from; without one, all mass is on that token."""
     if proposal.draft_distributions is None:
@@ -130,15 +198,23 @@ def is_accepted(uniform: float, target_prob: float, weight: int, weight_bits: in
     return weight > 0 and int(uniform * 2**33) * weight < math.ldexp(target_prob, 33 + weight_bits)
 
 
-def residual_distribution(log_probs_row: Tensor, draft: SparseDistribution) -> Tensor:
-    """Return the unnormalised (p - q)+ over the whole vocabulary, [vocab_size] float64."""
-    probs = log_probs_row.double().exp()
-    support = torch.tensor(draft.token_ids, dtype=torch.int64, device=probs.device)
-    weights = torch.tensor(draft.weights, dtype=torch.float64, device=probs.device)
-    residual = probs.clone()
-    residual[support] = (probs[support] - weights * 2.0**-draft.weight_bits).clamp(min=0)
-    # p = q up to rounding: the test fails with probability 0, so any distribution is exact; p is used.
-    return residual if bool(residual.any()) else probs
+def excess_distribution(log_probs_row: Tensor, draft: SparseDistribution, scale: float = 1.0) -> Tensor:
+    """Return the unnormalised (scale * p - q)+ over the whole vocabulary, [vocab_size] float64."""
+    excess = scale * log_probs_row.double().exp()
+    support = torch.tensor(draft.token_ids, dtype=torch.int64, device=excess.device)
+    weights = torch.tensor(draft.weights, dtype=torch.float64, device=excess.device)
+    excess[support] = (excess[support] - weights * 2.0**-draft.weight_bits).clamp(min=0)
+    return excess
+
+
+def residual_distribution(log_probs_row: Tensor, draft: SparseDistribution, scale: float = 1.0) -> Tensor:
+    """Return what a correction is drawn from, unnormalised: `excess_distribution`, or p where that is empty.
+
+    It is empty where scale * p = q up to rounding. The test then fails with probability 0, so that any
+    distribution is exact.
+    """
+    excess = excess_distribution(log_probs_row, draft, scale)
+    return excess if bool(excess.any()) else log_probs_row.double().exp()
 
 
 def _draw(weights: Tensor, noise: Noise, position: int) -> int:
@@ -158,6 +234,12 @@ def best_tokens(scores: Tensor) -> list[int | None]:
         best, token_ids = scores.max(dim=-1)
         pairs = zip(best.tolist(), token_ids.tolist(), strict=True)
     return [token_id if math.isfinite(score) else None for score, token_id in pairs]
+
+
+def _finite(prob: float) -> float:
+    if not math.isfinite(prob):
+        raise InternalError("the target model's logits are not finite numbers")
+    return prob
 
 
 def _checked(token_id: int | None) -> int:

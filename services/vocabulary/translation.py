@@ -60,12 +60,12 @@ class Translation:
     def by_text(self, method: VerificationMethod, temperature: float) -> bool:
         """Return whether proposals are made by text for a session.
 
-        Rejection verification above temperature 0 tests tokens by the distribution that they were drawn from,
-        which a text does not have. Above temperature 0, coupled verification accepts a token if both models
-        draw it with the same noise; text has no noise of the target's tokens. Naive verification shares none
-        either, and its target draws the likeliest text more often than a draw of the draft's.
+        Rejection and block verification above temperature 0 test tokens by the distribution that they were
+        drawn from, which a text does not have. Above temperature 0, coupled verification accepts a token if
+        both models draw it with the same noise; text has no noise of the target's tokens. Naive verification
+        shares none either, and its target draws the likeliest text more often than a draw of the draft's.
         """
-        if temperature > 0 and method is VerificationMethod.REJECTION:
+        if temperature > 0 and method.uses_draft_distributions:
             return False
         is_shared = temperature > 0 and method is VerificationMethod.COUPLED
         return self.method == "text" or (self.method == "auto" and not is_shared)

@@ -30,7 +30,7 @@ async def test_every_drafter_gives_the_same_text_and_the_summary_names_it(cluste
         assert model.text == ngram.text == plain.text
 
 
-@pytest.mark.parametrize("verification", ["rejection", "naive"])
+@pytest.mark.parametrize("verification", ["rejection", "naive", "block"])
 async def test_prompt_lookup_serves_every_verification_method(cluster, verification):
     async with AsyncClient(cluster.grpc) as client:
         options = {"drafter": "ngram", "gamma": 4, "seed": 7, "max_tokens": 96, "verification": verification}

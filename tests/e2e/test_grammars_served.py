@@ -62,7 +62,7 @@ async def test_forced_tokens_are_drafts_without_a_model(cluster):
     }
 
 
-@pytest.mark.parametrize("verification", ["rejection", "naive"])
+@pytest.mark.parametrize("verification", ["rejection", "naive", "block"])
 async def test_other_methods_follow_the_grammar(cluster, verification):
     async with AsyncClient(cluster.grpc) as client:
         made = await client.complete(

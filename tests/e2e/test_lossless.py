@@ -76,7 +76,7 @@ async def test_same_seed_gives_the_same_tokens_however_they_are_drafted(cluster,
         assert at_once == [plain] * 8
 
 
-@pytest.mark.parametrize("verification", ["rejection", "naive"])
+@pytest.mark.parametrize("verification", ["rejection", "naive", "block"])
 async def test_other_methods_emit_and_repeat_with_their_seed(cluster, verification):
     async with AsyncClient(cluster.grpc) as client:
         options = {"seed": 9, "max_tokens": 32, "ignore_eos": True, "gamma": 4, "verification": verification}

@@ -26,6 +26,7 @@ VOCAB = 2048
 CONTEXT = 1024
 PROMPTS = ["def read_lines(path):\n", "import os\n\nclass Stack:\n    def ", "for i in range("]
 METHODS = [VerificationMethod.COUPLED, VerificationMethod.NAIVE]
+REJECTING = [VerificationMethod.REJECTION, VerificationMethod.BLOCK]
 NUMBERS = [0, 1, 2, VOCAB - 1, VOCAB, 2**31, 2**32 - 1]
 Answer = Callable[[ScriptedWorker, Any, random.Random], Any]
 
@@ -130,11 +131,11 @@ async def fuzz_with_hostile_drafter(redis: Any, target: str, campaign: Campaign)
                 if repr(base) not in plain:
                     plain[repr(base)] = await _tokens(orchestrator, base)
                 rejecting = rng.random() < 0.2
-                method = VerificationMethod.REJECTION if rejecting else base.verification
+                method = rng.choice(REJECTING) if rejecting else base.verification
                 policy = GammaPolicy(rng.choice([1, 4, 8]), max_nodes=8)
                 request = replace(base, gamma=policy, verification=method)
                 got = await _tokens(orchestrator, request)
-                # Rejection depends on the drafter's distribution, which is wrong here: only counts match.
+                # These depend on the drafter's distribution, which is wrong here: only counts match.
                 is_fine = len(got) == NUM_TOKENS if rejecting else got == plain[repr(base)]
                 wrong = None if is_fine else f"{answer.__name__} changed the tokens of {request}: {got}"
                 campaign.count("hostile drafter", answer.__name__.lstrip("_"), wrong=wrong)

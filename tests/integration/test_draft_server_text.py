@@ -19,7 +19,7 @@ from services.demo_pair import DRAFT_DIR
 
 pytestmark = pytest.mark.integration
 
-COUPLED, REJECTION, NAIVE = VerificationMethod
+COUPLED, REJECTION, NAIVE, BLOCK = VerificationMethod
 NAMES = (f"by-text-{number}" for number in itertools.count())
 GAMMA = 4
 
@@ -62,7 +62,7 @@ async def drafting(redis_server, target, other, **settings):
 
 
 @pytest.mark.parametrize(
-    ("method", "temperature"), [(COUPLED, 0.0), (COUPLED, 1.0), (NAIVE, 1.0), (REJECTION, 0.0)]
+    ("method", "temperature"), [(COUPLED, 0.0), (COUPLED, 1.0), (NAIVE, 1.0), (REJECTION, 0.0), (BLOCK, 0.0)]
 )
 async def test_tokens_equal_those_of_gamma_0(redis_server, target, other, method, temperature):
     async with drafting(redis_server, target, other) as orchestrator:

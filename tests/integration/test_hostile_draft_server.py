@@ -316,9 +316,10 @@ async def test_proposals_end_with_the_context_of_the_server(redis_server, target
     assert max(len(call.json["prompt"]) + call.json["max_tokens"] for call in server.calls[1:]) == 21
 
 
+@pytest.mark.parametrize("method", [VerificationMethod.REJECTION, VerificationMethod.BLOCK])
 @pytest.mark.parametrize("drafter", [DrafterKind.MODEL, SERVER])
-async def test_rejection_is_refused_with_the_reason(redis_server, target, server, drafter):
-    rejection = {"verification": VerificationMethod.REJECTION}
+async def test_rejection_is_refused_with_the_reason(redis_server, target, server, drafter, method):
+    rejection = {"verification": method}
     async with drafting(redis_server, target, server) as orchestrator:
         with pytest.raises(InvalidArgumentError, match="sends no draft distribution") as caught:
             await complete(orchestrator, of_gamma(GAMMA, drafter, **rejection))

@@ -52,12 +52,13 @@ async def test_past_output_of_the_tenant_is_proposed_and_changes_no_token(orches
     assert (usage.accepted_prediction_tokens, usage.rejected_prediction_tokens) == (0, 0)
 
 
+@pytest.mark.parametrize("method", [VerificationMethod.REJECTION, VerificationMethod.BLOCK])
 @pytest.mark.parametrize(("temperature", "is_proposed"), [(1.0, False), (0.0, True)])
-async def test_rejection_does_not_test_a_past_output_by_the_noise_that_made_it(
-    orchestrator, temperature, is_proposed
+async def test_past_output_is_not_tested_by_the_noise_that_made_it(
+    orchestrator, method, temperature, is_proposed
 ):
     sampling = dataclasses.replace(SEEDED, temperature=temperature)
-    request = request_of(verification=VerificationMethod.REJECTION, sampling=sampling)
+    request = request_of(verification=method, sampling=sampling)
     await complete(orchestrator, request)
     _, summary, _ = await complete(orchestrator, request)
     assert (summary.suffix_cycles > 0) is is_proposed

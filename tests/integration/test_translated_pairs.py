@@ -19,7 +19,7 @@ from services.vocabulary.translation import load_translation
 
 pytestmark = pytest.mark.integration
 
-COUPLED, REJECTION, NAIVE = VerificationMethod
+COUPLED, REJECTION, NAIVE, BLOCK = VerificationMethod
 CONTEXT = 256
 PROMPTS = ["def fib(n):\n    return", "class Stack:\n    def push(self, item):", "é <|end|> 🙂 x"]
 GAMMAS = (1, 4)
@@ -58,7 +58,7 @@ def pair_of(target, draft, mapping):
 @pytest.mark.parametrize("mapping", ["tokens", "text"])
 @pytest.mark.parametrize(
     ("method", "temperature"),
-    [(COUPLED, 0.0), (COUPLED, 1.0), (NAIVE, 0.0), (NAIVE, 1.0), (REJECTION, 0.0)],
+    [(COUPLED, 0.0), (COUPLED, 1.0), (NAIVE, 0.0), (NAIVE, 1.0), (REJECTION, 0.0), (BLOCK, 0.0)],
 )
 def test_tokens_are_those_of_plain_decoding(target, draft, mapping, method, temperature):
     (target_folder, tokenizer), (draft_folder, _) = target, draft
@@ -76,11 +76,12 @@ def test_tokens_are_those_of_plain_decoding(target, draft, mapping, method, temp
 
 
 @pytest.mark.parametrize("mapping", ["tokens", "text"])
-def test_rejection_maps_tokens_whatever_the_setting(target, draft, mapping):
+@pytest.mark.parametrize("method", [REJECTION, BLOCK])
+def test_rejection_maps_tokens_whatever_the_setting(target, draft, mapping, method):
     """Its text may differ from plain decoding's; each test needs the distribution that was shipped."""
     (target_folder, tokenizer), (draft_folder, _) = target, draft
     pair = pair_of(target_folder, draft_folder, mapping)
-    ask = Ask(tuple(tokenizer(PROMPTS[0])["input_ids"]), 60, 1.0, 3, (), REJECTION)
+    ask = Ask(tuple(tokenizer(PROMPTS[0])["input_ids"]), 60, 1.0, 3, (), method)
     text = pair.complete(ask, 3)
     assert len(text.token_ids) == 60
     assert sum(cycle.num_accepted for cycle in text.cycles) > 0

@@ -159,7 +159,9 @@ async def test_sessions_at_once_get_what_each_gets_alone(target, tmp_path):
     assert max(draft.frame_sizes) > 1
 
 
-@pytest.mark.parametrize("method", [VerificationMethod.REJECTION, VerificationMethod.NAIVE])
+@pytest.mark.parametrize(
+    "method", [VerificationMethod.REJECTION, VerificationMethod.NAIVE, VerificationMethod.BLOCK]
+)
 async def test_other_methods_emit_the_same_with_and_without_draft_ahead(target, tmp_path, method):
     drafter = make_drafter(target, tmp_path / "drafter", pard_token=4)
     settings = {"deterministic": True}

@@ -25,7 +25,7 @@ from services.engine.sampling.edits import row_paths
 
 pytestmark = pytest.mark.integration
 
-COUPLED, REJECTION, NAIVE = VerificationMethod
+COUPLED, REJECTION, NAIVE, BLOCK = VerificationMethod
 INVALID_ARGUMENT, FAILED_PRECONDITION = 3, 9
 SPECIALS = ("<|end|>", "<|user|>", "<|tool|>")
 END, USER, TOOL = range(3)
@@ -181,7 +181,7 @@ async def test_hostile_proposals_change_no_token(target, tokenizer, size, temper
 
 
 @pytest.mark.parametrize("name", HOSTILE_CHAINS)
-@pytest.mark.parametrize("method", [REJECTION, NAIVE])
+@pytest.mark.parametrize("method", [REJECTION, NAIVE, BLOCK])
 async def test_other_methods_follow_the_grammar_against_hostile_proposals(target, tokenizer, method, name):
     for seed in range(3):
         warm = await decode(target, params(1.0, seed), drafter=HOSTILE_CHAINS[name], method=method)
@@ -251,7 +251,9 @@ def possible(compiler, output: Sequence[int]) -> set[int]:
     return set(np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")).tolist())
 
 
-@pytest.mark.parametrize(("method", "nodes"), [(COUPLED, 0), (COUPLED, 12), (REJECTION, 0), (NAIVE, 0)])
+@pytest.mark.parametrize(
+    ("method", "nodes"), [(COUPLED, 0), (COUPLED, 12), (REJECTION, 0), (NAIVE, 0), (BLOCK, 0)]
+)
 async def test_draft_proposes_possible_tokens_only(models, compiler, size, method, nodes):
     """Rejection relies on it: a sampled token that is dropped as impossible would bias what follows."""
     checked = 0
@@ -286,7 +288,7 @@ DRAFTERS = {
 }
 
 
-@pytest.mark.parametrize("method", [COUPLED, REJECTION])
+@pytest.mark.parametrize("method", [COUPLED, REJECTION, BLOCK])
 @pytest.mark.parametrize("kind", DRAFTERS)
 async def test_drafters_without_the_grammars_tokens_go_on(target, models, tokenizer, tmp_path, kind, method):
     drafter = make_drafter(models[0], tmp_path / "drafter", **DRAFTERS[kind])

@@ -34,10 +34,10 @@ def tree(*parents, method=VerificationMethod.COUPLED):
     return verify_block(PROMPT, proposal, spec=spec_message(params, method))
 
 
-def with_distributions(*distributions):
+def with_distributions(*distributions, method=VerificationMethod.REJECTION):
     params = SamplingParams(temperature=1.0, seed=1)
     proposal = types.Proposal(token_ids=[1] * len(distributions), draft_distributions=distributions)
-    return verify_block(PROMPT, proposal, spec=spec_message(params, VerificationMethod.REJECTION))
+    return verify_block(PROMPT, proposal, spec=spec_message(params, method))
 
 
 def without_seed():
@@ -54,6 +54,11 @@ BAD_VERIFIES = {
     "parents of another length": verify_block(PROMPT, types.Proposal(token_ids=[1, 2], parents=[-1])),
     "tree with rejection": tree(-1, -1, method=VerificationMethod.REJECTION),
     "tree with naive": tree(-1, -1, method=VerificationMethod.NAIVE),
+    "tree with block": tree(-1, -1, method=VerificationMethod.BLOCK),
+    "weights of a wrong sum with block": with_distributions(
+        types.SparseDistribution(token_ids=[1, 2], weights=[1, 2], weight_bits=2),
+        method=VerificationMethod.BLOCK,
+    ),
     "weights of a wrong sum": with_distributions(
         types.SparseDistribution(token_ids=[1, 2], weights=[1, 2], weight_bits=2)
     ),

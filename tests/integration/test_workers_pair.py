@@ -62,7 +62,9 @@ async def test_eight_sessions_at_once_decode_what_each_decodes_alone(pair):
     assert max(pair[0].frame_sizes) > 1
 
 
-@pytest.mark.parametrize("method", [VerificationMethod.REJECTION, VerificationMethod.NAIVE])
+@pytest.mark.parametrize(
+    "method", [VerificationMethod.REJECTION, VerificationMethod.NAIVE, VerificationMethod.BLOCK]
+)
 @pytest.mark.parametrize("name", ["greedy", "warm", "top_p"])
 async def test_other_methods_run_and_repeat(pair, method, name):
     first, tokens = await decode(*pair, PARAMS[name], 4, "first", method=method)

@@ -132,7 +132,7 @@ async def test_same_block_again_gives_the_same_answer(target, method):
     params = SamplingParams(temperature=1.0, seed=11)
     distribution = types.SparseDistribution(token_ids=[4, 9], weights=[1, 3], weight_bits=2)
     proposal = types.Proposal(token_ids=[9, 4, 9])
-    if method is VerificationMethod.REJECTION:
+    if method.uses_draft_distributions:
         proposal.draft_distributions.extend([distribution] * 3)
     block = verify_block(PROMPT, proposal, spec=spec_message(params, method))
     first = await target.ask(block)

@@ -52,7 +52,7 @@ async def complete(client: AsyncClient, expected: Expected, rng: random.Random) 
 async def complete_unseeded(client: AsyncClient, expected: Expected, rng: random.Random) -> None:
     """A completion whose seed the server chooses: only the length is compared."""
     ask = draw(rng, expected)
-    verification = rng.choice(("coupled", "rejection", "naive"))
+    verification = rng.choice(("coupled", "rejection", "naive", "block"))
     said = await client.complete(
         ask.prompt, temperature=1.0, max_tokens=ask.max_tokens, ignore_eos=True, verification=verification
     )

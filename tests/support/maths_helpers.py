@@ -1,9 +1,9 @@
 """Small language models with exact distributions, and exact integration of draft and verify over their noise.
 
-`rejection_distribution` and `matched_distribution` compute the exact distribution of one cycle by probing the
-real functions as black boxes: acceptance thresholds are checked on both sides of the claimed value, draws are
-checked by the noise at which the winner changes. So a total variation of 1e-12 is a statement about the code,
-not about the formulas of the test.
+`rejection_distribution`, `block_distribution`, `matched_distribution` compute the exact distribution of one
+cycle by probing the real functions as black boxes: acceptance thresholds are checked on both sides of the
+claimed value, draws are checked by the noise at which the winner changes. So a total variation of 1e-12 is a
+statement about the code, not about the formulas of the test.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class ScriptedNoise:
     shared: Tensor | None = None
     independent: Tensor | None = None
 
-    def accept_uniform(self, position: int) -> float:
+    def accept_uniform(self, position: int, base: int = 0) -> float:
         return self.accept[position]
 
     def residual_gumbel(self, position: int) -> Tensor:
@@ -175,6 +175,47 @@ def rejection_distribution(target: TinyModel, context: Context, proposal: Propos
     return distribution
 
 
+def block_distribution(target: TinyModel, context: Context, proposal: Proposal) -> Distribution:
+    """Return the exact distribution of the tokens that block verification emits for a proposal."""
+    rows = rows_of(target, context, proposal)
+    targets = [target.distribution(context + proposal.token_ids[:node]) for node in range(len(proposal) + 1)]
+    drafts = []
+    for node, token_id in enumerate(proposal.token_ids):
+        draft = _draft_of(proposal, node, target.vocab_size)
+        if draft[token_id] == 0:
+            break  # not drawn from its distribution: the chain ends before it
+        drafts.append(draft)
+    carried, passing = [1.0], [1.0]
+    for node, draft in enumerate(drafts):
+        token_id = proposal.token_ids[node]
+        carried.append(min(1.0, carried[-1] * targets[node][token_id] / draft[token_id]))
+        excess = carried[-1]
+        if node + 1 < len(drafts):
+            mass = math.fsum(_residual(targets[node + 1], drafts[node + 1], carried[-1]))
+            rest = mass + 1 - carried[-1]
+            excess = mass / rest if rest > 0 else 1.0
+        passing.append(excess)
+        if carried[-1] == 0:
+            break
+    distribution: dict[tuple[int, ...], float] = defaultdict(float)
+    alive = 1.0
+    for kept in reversed(range(len(passing))):
+        after = _residual(targets[kept], drafts[kept], carried[kept]) if kept < len(drafts) else targets[kept]
+        mass = alive * passing[kept]
+        if mass > 1e-15:  # else perhaps nothing but rounding
+            failing = {node: _grid(passing[node + 1], above=True) for node in range(len(passing) - 1)}
+            if kept > 0:
+                failing[kept - 1] = _grid(passing[kept], above=False)
+            _assert_stops_at(kept, after, rows, proposal, failing, VerificationMethod.BLOCK)
+            for token_id, weight in enumerate(after):
+                tokens = (*proposal.token_ids[:kept], token_id)
+                distribution[tokens] += mass * weight / math.fsum(after)
+        alive *= 1 - passing[kept]
+        if alive <= 0:
+            break
+    return distribution
+
+
 def matched_distribution(
     method: VerificationMethod, target: TinyModel, context: Context, proposal: Proposal
 ) -> Distribution:
@@ -215,18 +256,28 @@ def matched_distribution(
 
 def _test(target_distribution: Sequence[float], proposal: Proposal, node: int) -> tuple[float, list[float]]:
     """Return the textbook acceptance probability of a node and the distribution of the correction."""
-    draft = [0.0] * len(target_distribution)
-    if proposal.draft_distributions is None:
-        draft[proposal.token_ids[node]] = 1.0
-    else:
-        shipped = proposal.draft_distributions[node]
-        for token_id, weight in zip(shipped.token_ids, shipped.weights, strict=True):
-            draft[token_id] = weight / 2**shipped.weight_bits
+    draft = _draft_of(proposal, node, len(target_distribution))
     token_id = proposal.token_ids[node]
     if draft[token_id] == 0:
         return 0.0, list(target_distribution)
     accept = min(1.0, target_distribution[token_id] / draft[token_id])
-    return accept, [max(0.0, p - q) for p, q in zip(target_distribution, draft, strict=True)]
+    return accept, _residual(target_distribution, draft)
+
+
+def _draft_of(proposal: Proposal, node: int, vocab_size: int) -> list[float]:
+    """Return the distribution that a node's token was drawn from, over the whole vocabulary."""
+    draft = [0.0] * vocab_size
+    if proposal.draft_distributions is None:
+        draft[proposal.token_ids[node]] = 1.0
+        return draft
+    shipped = proposal.draft_distributions[node]
+    for token_id, weight in zip(shipped.token_ids, shipped.weights, strict=True):
+        draft[token_id] = weight / 2**shipped.weight_bits
+    return draft
+
+
+def _residual(target: Sequence[float], draft: Sequence[float], scale: float = 1.0) -> list[float]:
+    return [max(0.0, scale * p - q) for p, q in zip(target, draft, strict=True)]
 
 
 def _grid(accept: float, *, above: bool) -> float:
@@ -243,12 +294,13 @@ def _assert_stops_at(
     rows: Tensor,
     proposal: Proposal,
     uniforms: Mapping[int, float],
+    method: VerificationMethod = VerificationMethod.REJECTION,
 ) -> None:
     def draw(noise: Tensor) -> int:
         scripted = ScriptedNoise(uniforms, noise)
-        verdict = verify(VerificationMethod.REJECTION, rows, proposal, SAMPLED, scripted, 0)
+        verdict = verify(method, rows, proposal, SAMPLED, scripted, 0)
         is_bonus = node == len(proposal)
-        assert verdict.accepted_path == tuple(range(node))
+        assert verdict.accepted_path == tuple(range(node)), (verdict, node, uniforms)
         assert verdict.next_origin is (TokenOrigin.BONUS if is_bonus else TokenOrigin.CORRECTION)
         assert verdict.num_tested == node + (not is_bonus)
         return verdict.next_token_id

@@ -140,7 +140,7 @@ class GammarayOptions(StrictModel):
 
     model_config = ConfigDict(json_schema_extra=null_is_absent)
 
-    verification: Literal["coupled", "rejection", "naive"] = Field(
+    verification: Literal["coupled", "rejection", "naive", "block"] = Field(
         "coupled", description="How proposed tokens are tested."
     )
     gamma: int | Literal["adaptive"] = Field("adaptive", description="Proposed tokens per cycle.")

@@ -9,12 +9,14 @@ Streams, disjoint because the low byte of c3 differs:
 | stream | c2 | c3 | used for |
 |---|---|---|---|
 | 0 | sample index | 0 | the Gumbel-max draw that draft and target share (coupled verification) |
-| 1 | base position of the cycle | sample index * 256 + 1 | the draft's own draws (rejection, naive) |
-| 2 | 0 | sample index * 256 + 2 | acceptance tests (rejection) |
-| 3 | sample index | 3 | corrections and bonus tokens (rejection), the target's own draws (naive) |
+| 1 | base position of the cycle | sample index * 256 + 1 | the draft's own draws (rejection, block, naive) |
+| 2 | 0; block: base position | sample index * 256 + 2 | acceptance tests (rejection, block) |
+| 3 | sample index | 3 | corrections and bonus tokens (rejection, block), the target's own draws (naive) |
 
 The draft's draws depend on the base position because the same position is drafted again after a rejection,
-and must then be drawn independently.
+and must then be drawn independently. Block verification looks at the whole chain before it decides where to
+stop, so both the draws and the tests of a position that is drafted again must be independent of the earlier
+ones.
 
 Cost: one row takes about 5 ns per token id of the vocabulary on one CPU core with the compiled kernel (250 us
 for 49,152 ids), 15 ns without it. Rows are computed ahead in blocks of positions and cached, so that a cycle
@@ -181,9 +183,14 @@ class Noise:
         """Return the noise of the correction or bonus at a position (stream 3); [vocab_size], read only."""
         return self._residual.rows(position, 1)[0]
 
-    def accept_uniform(self, position: int) -> float:
-        """Return the uniform of the acceptance test at a position: a multiple of 2^-33 in (0, 1), exact."""
-        word = philox_word((0, position, 0, self.sample_index << 8 | _ACCEPT), self.seed)
+    def accept_uniform(self, position: int, base: int = 0) -> float:
+        """Return the uniform of the acceptance test at a position: a multiple of 2^-33 in (0, 1), exact.
+
+        Args:
+            position: Position of the tested token.
+            base: Base position of the cycle, where later cycles may test the position again; else 0.
+        """
+        word = philox_word((0, position, base, self.sample_index << 8 | _ACCEPT), self.seed)
         return (word + 0.5) * 2.0**-32
 
     def draft_bits(self, base: int, position: int, bits: int) -> int:

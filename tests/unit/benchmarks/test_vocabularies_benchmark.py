@@ -9,7 +9,7 @@ from gammaray.vocabulary import Vocabulary
 from services.qualify.loop import MeasuredCycle
 from services.vocabulary.translation import Translation
 
-COUPLED, REJECTION, _ = VerificationMethod
+COUPLED, REJECTION, *_ = VerificationMethod
 
 
 def cycle(drafted, accepted):

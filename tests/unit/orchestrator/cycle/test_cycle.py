@@ -184,8 +184,9 @@ async def test_cycle_drafter_that_recovers_is_used_again():
     assert [(c.draft_failed, len(c.token_ids)) for c in cycles] == [(True, 1), (False, 4), (False, 3)]
 
 
-async def test_cycle_rejection_without_distributions_is_not_verified():
-    session = make_session(method=VerificationMethod.REJECTION)
+@pytest.mark.parametrize("method", [VerificationMethod.REJECTION, VerificationMethod.BLOCK])
+async def test_cycle_without_the_distributions_that_are_tested_is_not_verified(method):
+    session = make_session(method=method)
     cycle = await one_cycle(Proposal((3, 4)), session=session)
     assert cycle.draft_failed
     assert cycle.token_ids == (3,)
@@ -196,6 +197,8 @@ async def test_cycle_distributions_travel_only_where_they_are_needed():
     for method, temperature, wanted in [
         (VerificationMethod.REJECTION, 1.0, True),
         (VerificationMethod.REJECTION, 0.0, False),
+        (VerificationMethod.BLOCK, 1.0, True),
+        (VerificationMethod.BLOCK, 0.0, False),
         (VerificationMethod.COUPLED, 1.0, False),
     ]:
         target = ScriptedTarget(TOKENS)

@@ -76,7 +76,7 @@ def test_ngram_proposals_leave_the_targets_distribution(method):
     session = session_with([2, 1, 0, 3, 2, 1], method=method)
     proposal = proposed(PromptLookup(), session, 2)
     assert proposal.token_ids == (0, 3)
-    assert (proposal.draft_distributions is not None) is (method is VerificationMethod.REJECTION)
+    assert (proposal.draft_distributions is not None) is method.uses_draft_distributions
     counts, samples = [0] * len(distribution), 1500
     for seed in range(samples):
         params = SamplingParams(seed=seed)

@@ -116,7 +116,7 @@ def test_match_becomes_a_proposal_with_the_distributions_that_verification_needs
         None,
         DrafterKind.PREDICTION,
     )
-    if method is VerificationMethod.REJECTION:
+    if method.uses_draft_distributions:
         found = [(d.token_ids, d.weights, 2**d.weight_bits) for d in proposal.draft_distributions]
         assert found == [((10,), (2,), 2), ((11,), (2,), 2)]
     else:

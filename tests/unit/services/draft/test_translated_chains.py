@@ -19,7 +19,7 @@ from services.target.verification import verify
 from services.vocabulary.intersection import Intersection
 from services.vocabulary.translation import Translation
 
-COUPLED, REJECTION, NAIVE = VerificationMethod
+COUPLED, REJECTION, NAIVE, BLOCK = VerificationMethod
 TARGET = Vocabulary(byte_fallback(["abcd"], num_bytes=0x65))
 """Has the characters a to d, and <0x61> to <0x64> for them; the draft has x and no d."""
 DRAFT = Vocabulary(byte_fallback(["abcx"], num_bytes=0x62))

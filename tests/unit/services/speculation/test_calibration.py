@@ -135,7 +135,9 @@ def test_session_whose_tokens_are_rejected_gets_less_confident():
     assert compared(lambda tokens, chain: [*tokens, (chain[0] + 1) % VOCAB]) < 0.8
 
 
-@pytest.mark.parametrize("method", [VerificationMethod.REJECTION, VerificationMethod.NAIVE])
+@pytest.mark.parametrize(
+    "method", [VerificationMethod.REJECTION, VerificationMethod.NAIVE, VerificationMethod.BLOCK]
+)
 def test_sampled_draft_tokens_do_not_change_the_calibration(method: VerificationMethod):
     assert compared(lambda tokens, chain: [*tokens, *chain, (chain[-1] + 1) % VOCAB], method) == 1.0
 

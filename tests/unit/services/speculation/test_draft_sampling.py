@@ -13,7 +13,7 @@ from gammaray.types import SparseDistribution, VerificationMethod
 from services.engine.sampling.noise import Noise
 from services.speculation.predictions import draw_temperature, quantise, sample_sparse
 
-COUPLED, REJECTION, NAIVE = VerificationMethod
+COUPLED, REJECTION, NAIVE, BLOCK = VerificationMethod
 VOCAB = 50
 
 

@@ -14,6 +14,7 @@ import torch
 from cycle_helpers import make_session
 from maths_helpers import (
     TinyModel,
+    block_distribution,
     chain_proposals,
     completed,
     distance,
@@ -30,7 +31,7 @@ from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from orchestrator.drafting.grammar import GrammarDrafter
 from services.engine.sampling.edits import LogitEdits
 
-COUPLED, REJECTION, NAIVE = VerificationMethod
+COUPLED, REJECTION, NAIVE, BLOCK = VerificationMethod
 EXACT = 1e-12
 EOS = 0
 TOKENS = ("<eos>", "a", "b", "ab", "ba", "c")
@@ -104,6 +105,8 @@ class Masked(TinyModel):
 def cycle_of(method: VerificationMethod, target: Masked, proposal: Proposal):
     if method is REJECTION:
         return rejection_distribution(target, target.committed, proposal)
+    if method is BLOCK:
+        return block_distribution(target, target.committed, proposal)
     return matched_distribution(method, target, target.committed, proposal)
 
 
@@ -129,7 +132,7 @@ def drafts(gamma: int, seed: int) -> list[tuple[int, ...]]:
     return [*rng.sample(possible, min(len(possible), 12)), *rng.sample(every, min(len(every), 12))]
 
 
-@pytest.mark.parametrize("method", [COUPLED, REJECTION, NAIVE], ids=["coupled", "rejection", "naive"])
+@pytest.mark.parametrize("method", VerificationMethod, ids=lambda method: method.value)
 @pytest.mark.parametrize("gamma", range(5))
 def test_chains_under_a_grammar_are_lossless(method, gamma):
     for number, tokens in enumerate(drafts(gamma, gamma)):
@@ -138,7 +141,7 @@ def test_chains_under_a_grammar_are_lossless(method, gamma):
 
 
 @pytest.mark.parametrize("num_committed", range(1, 4))
-@pytest.mark.parametrize("method", [COUPLED, REJECTION, NAIVE], ids=["coupled", "rejection", "naive"])
+@pytest.mark.parametrize("method", VerificationMethod, ids=lambda method: method.value)
 def test_later_cycles_are_lossless(method, num_committed):
     every = list(itertools.product(range(len(TOKENS)), repeat=2))
     for tokens in random.Random(num_committed).sample(every, 18):
@@ -148,17 +151,19 @@ def test_later_cycles_are_lossless(method, num_committed):
 
 @pytest.mark.parametrize("gamma", range(1, 4))
 @pytest.mark.parametrize("drafter", ["masked", "free"])
-def test_rejection_of_sampled_drafts_is_lossless(gamma, drafter):
+@pytest.mark.parametrize("method", [REJECTION, BLOCK], ids=["rejection", "block"])
+def test_sampled_drafts_are_lossless(method, gamma, drafter):
     for seed in range(2):
         target = Masked(seed)
         model = Masked(seed + 50) if drafter == "masked" else TinyModel(len(TOKENS), seed + 50)
         proposals = chain_proposals(quantised_drafter(model, 4, 4), START, gamma)
-        parts = ((prob, rejection_distribution(target, START, proposal)) for prob, proposal in proposals)
+        parts = ((prob, cycle_of(method, target, proposal)) for prob, proposal in proposals)
         assert_lossless(target, mixed(parts))
 
 
 @pytest.mark.parametrize("drafter", ["masked", "free"])
-def test_rejection_of_sampled_drafts_that_were_cut_is_lossless(drafter):
+@pytest.mark.parametrize("method", [REJECTION, BLOCK], ids=["rejection", "block"])
+def test_sampled_drafts_that_were_cut_are_lossless(method, drafter):
     """To drop a sampled token because of its value would bias the one in its place."""
     for seed in range(3):
         target = Masked(seed)
@@ -168,7 +173,7 @@ def test_rejection_of_sampled_drafts_that_were_cut_is_lossless(drafter):
         for prob, proposal in chain_proposals(quantised_drafter(model, 6, 4), START, 3):
             left = cut(make_session(), proposal)
             lengths.add(len(left))
-            parts.append((prob, rejection_distribution(target, START, left)))
+            parts.append((prob, cycle_of(method, target, left)))
         assert_lossless(target, mixed(iter(parts)))
         assert min(lengths) < 3 or drafter == "masked"
 
@@ -222,7 +227,7 @@ class EarlyEnd(LogitEdits):
 
 
 @pytest.mark.parametrize("mutant", [OfParent, WithoutBonus, Stuck, EarlyEnd])
-@pytest.mark.parametrize("method", [COUPLED, REJECTION, NAIVE], ids=["coupled", "rejection", "naive"])
+@pytest.mark.parametrize("method", VerificationMethod, ids=lambda method: method.value)
 def test_wrong_masks_are_caught(method, mutant):
     class Wrong(Masked):
         def edits(self):

@@ -14,7 +14,7 @@ from gammaray.types import Proposal, SparseDistribution, TokenOrigin, Verificati
 from services.engine.sampling.noise import Noise
 from services.target.verification import is_accepted, verify
 
-COUPLED, REJECTION, NAIVE = VerificationMethod
+COUPLED, REJECTION, NAIVE, BLOCK = VerificationMethod
 METHODS = list(VerificationMethod)
 CORRECTION, BONUS = TokenOrigin.CORRECTION, TokenOrigin.BONUS
 VOCAB = 7
@@ -87,7 +87,7 @@ def test_verify_chain_written_as_parents_equals_chain():
         assert len(verdicts) == 1
 
 
-@pytest.mark.parametrize("method", [REJECTION, NAIVE])
+@pytest.mark.parametrize("method", [REJECTION, NAIVE, BLOCK])
 @pytest.mark.parametrize("params", [SAMPLED, GREEDY], ids=["sampled", "greedy"])
 def test_verify_tree_without_coupling_is_refused(method, params):
     with pytest.raises(InvalidArgumentError, match=r"proposal\.parents"):
@@ -129,12 +129,13 @@ def test_is_accepted_zero_probability_fails_even_at_uniform_zero():
     assert not is_accepted(0.0, 0.0, 1, 12)
 
 
-def test_verify_rejection_equal_distributions_accepts_everything():
+@pytest.mark.parametrize("method", [REJECTION, BLOCK])
+def test_verify_equal_distributions_accepts_everything(method):
     distribution = SparseDistribution((0, 2, 3), (4, 8, 4), 4)
     rows = torch.tensor([[0.25, 0.0, 0.5, 0.25]] * 3, dtype=torch.float64).log()
     for seed in range(200):
         verdict = verify(
-            REJECTION,
+            method,
             rows,
             Proposal((0, 2), None, (distribution, distribution)),
             SAMPLED,
@@ -144,23 +145,25 @@ def test_verify_rejection_equal_distributions_accepts_everything():
         assert verdict.accepted_path == (0, 1)
 
 
-def test_verify_rejection_empty_residual_uses_the_target_distribution():
+@pytest.mark.parametrize("method", [REJECTION, BLOCK])
+def test_verify_empty_residual_uses_the_target_distribution(method):
     # p is a rounding error below q at y and nowhere above it: the test can fail, and then (p - q)+ is zero.
     distribution = SparseDistribution((1,), (1 << 12,), 12)
     rows = torch.tensor([[-math.inf, -1e-9, -math.inf]], dtype=torch.float64).repeat(2, 1)
     noise = ScriptedNoise({5: 1 - 2**-33}, torch.zeros(3, dtype=torch.float64))
-    verdict = verify(REJECTION, rows, Proposal((1,), None, (distribution,)), SAMPLED, noise, 5)
+    verdict = verify(method, rows, Proposal((1,), None, (distribution,)), SAMPLED, noise, 5)
     assert verdict == Verdict((), 1, CORRECTION, 1)
 
 
-def test_verify_rejection_token_outside_its_distribution_is_resampled_from_the_target():
+@pytest.mark.parametrize("method", [REJECTION, BLOCK])
+def test_verify_token_outside_its_distribution_is_resampled_from_the_target(method):
     """A draft that lies about where its token came from must not choose the output."""
     distribution = SparseDistribution((0,), (16,), 4)
     rows = torch.tensor([[0.4, 0.3, 0.2, 0.1]] * 3, dtype=torch.float64).log()
     noise = Noise(1, 0, 4)
     for base in range(100):
         verdict = verify(
-            REJECTION, rows, Proposal((2, 1), None, (distribution, distribution)), SAMPLED, noise, base
+            method, rows, Proposal((2, 1), None, (distribution, distribution)), SAMPLED, noise, base
         )
         expected = int((rows[0] + noise.residual_gumbel(base)).argmax())
         assert verdict == Verdict((), expected, CORRECTION, 1)
@@ -215,6 +218,17 @@ def test_verify_ignores_a_bad_row_that_is_not_reached(method):
     rows[2] = math.nan
     verdict = verify(method, rows, Proposal((4, 5)), SAMPLED, Noise(0, 0, VOCAB), 0)
     assert verdict == Verdict((), 3, CORRECTION, 1)
+
+
+@pytest.mark.parametrize("method", [REJECTION, BLOCK])
+@pytest.mark.parametrize("row", [0, 1, 2])
+def test_verify_nan_in_a_reached_row_is_an_internal_error(method, row):
+    distribution = SparseDistribution((0, 1), (8, 8), 4)
+    rows = torch.tensor([[0.5, 0.5, 0.0]] * 3, dtype=torch.float64).log()
+    rows[row] = math.nan
+    proposal = Proposal((0, 1), None, (distribution, distribution))
+    with pytest.raises(InternalError, match="finite"):
+        verify(method, rows, proposal, SAMPLED, Noise(0, 0, 3), 0)
 
 
 def test_verify_float32_ties_take_the_lowest_id():

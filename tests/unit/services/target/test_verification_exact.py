@@ -26,7 +26,7 @@ from gammaray.types import Proposal, VerificationMethod
 from services.engine.sampling.noise import Noise
 from services.speculation.predictions import ENTROPY_FACTOR, quantise
 
-COUPLED, REJECTION, NAIVE = VerificationMethod
+COUPLED, REJECTION, NAIVE, BLOCK = VerificationMethod
 START = (0,)
 EXACT = 1e-12
 

@@ -10,7 +10,7 @@ from services.demo_pair import DRAFT_DIR, TARGET_DIR
 from services.vocabulary.intersection import Intersection
 from services.vocabulary.translation import Translation, load_translation, load_vocabulary, target_size
 
-COUPLED, REJECTION, NAIVE = VerificationMethod
+COUPLED, REJECTION, NAIVE, BLOCK = VerificationMethod
 TARGET = Vocabulary(byte_level(CODE + PROSE, 400, specials=("<|im_end|>", "<|end|>")))
 DRAFT = Vocabulary(byte_level(CODE, 300, specials=("<|end|>", "<|pad|>"), specials_last=True))
 PIECES = Vocabulary(byte_fallback(["▁the", "▁def", "return", "▁self"]))
@@ -83,10 +83,13 @@ def test_tokens_past_the_models_sizes_are_not_shared():
         ("auto", REJECTION, 0.0, True),
         ("auto", REJECTION, 1.0, False),
         ("auto", NAIVE, 1.0, True),
+        ("auto", BLOCK, 0.0, True),
+        ("auto", BLOCK, 1.0, False),
         ("text", COUPLED, 1.0, True),
         ("text", NAIVE, 1.0, True),
         ("text", REJECTION, 0.0, True),
         ("text", REJECTION, 1.0, False),
+        ("text", BLOCK, 1.0, False),
         ("tokens", COUPLED, 0.0, False),
     ],
 )

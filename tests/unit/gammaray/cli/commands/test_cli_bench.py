@@ -104,7 +104,7 @@ def test_bench_prompt_file_gives_the_prompts(
         (("--gammas", "fast"), "got 'fast', allowed: 0 to 64"),
         (("--gammas", "65"), "got '65', allowed: 0 to 64"),
         (("--temperatures", "warm"), "got 'warm', allowed: numbers"),
-        (("--verification", "hope"), "allowed: coupled, rejection, naive"),
+        (("--verification", "hope"), "allowed: coupled, rejection, naive, block"),
         (("--concurrency", "0"), "got '0', allowed: positive numbers"),
         (("--prompts", 10**6), "allowed: 1 to"),
     ],

@@ -15,7 +15,7 @@ from services.engine.sampling.noise import Noise, exponential
 
 pytestmark = pytest.mark.statistical
 
-COUPLED, REJECTION, NAIVE = VerificationMethod
+COUPLED, REJECTION, NAIVE, BLOCK = VerificationMethod
 VOCAB, SAMPLES, STRIDE = 5, 4000, 8
 FAIR, BIASED = 1e-3, 1e-6
 SETTINGS = {

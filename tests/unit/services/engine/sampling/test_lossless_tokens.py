@@ -14,7 +14,7 @@ from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from services.engine.sampling.noise import Noise
 from services.target import verification
 
-COUPLED, REJECTION, NAIVE = VerificationMethod
+COUPLED, REJECTION, NAIVE, BLOCK = VerificationMethod
 VOCAB, LENGTH, EOS = 12, 40, (3,)
 SETTINGS = {
     "plain": {},

@@ -1,0 +1,345 @@
+"""Verification rules in exact arithmetic: whole outputs by enumeration, closed forms, planted bugs."""
+
+import itertools
+import math
+import random
+from collections import defaultdict
+from fractions import Fraction
+
+import pytest
+
+from gammaray.maths import verifiers
+from gammaray.maths.verifiers import (
+    NodeOutcome,
+    block_survival,
+    coupled_acceptance,
+    rejection_survival,
+    specinfer,
+    specinfer_ranks,
+    spectr,
+    spectr_ranks,
+    spectr_rho,
+)
+
+P4 = [Fraction(n, 10) for n in (5, 2, 1, 2)]
+Q4 = [Fraction(n, 10) for n in (4, 3, 2, 1)]
+
+
+class Model:
+    """Random rational distributions by context, some of them with zeros."""
+
+    def __init__(self, vocab_size, seed, zeros=0.2):
+        self.vocab_size, self._seed, self._zeros = vocab_size, seed, zeros
+
+    def __call__(self, context):
+        rng = random.Random(f"{self._seed} {context}")
+        keep = rng.randrange(self.vocab_size)
+        weights = [
+            0 if token != keep and rng.random() < self._zeros else rng.randint(1, 9)
+            for token in range(self.vocab_size)
+        ]
+        return [Fraction(weight, sum(weights)) for weight in weights]
+
+
+def with_replacement(q, count):
+    for children in itertools.product([token for token, prob in enumerate(q) if prob], repeat=count):
+        yield math.prod(q[child] for child in children), children
+
+
+def without_replacement(q, count):
+    for children in itertools.permutations([token for token, prob in enumerate(q) if prob], count):
+        prob, left = Fraction(1), Fraction(1)
+        for child in children:
+            prob, left = prob * q[child] / left, left - q[child]
+        yield prob, children
+
+
+def specinfer_without(p, q, children):
+    return specinfer(p, q, children, with_replacement=False)
+
+
+RULES = {
+    "specinfer": (specinfer, with_replacement),
+    "specinfer_without_replacement": (specinfer_without, without_replacement),
+    "spectr": (spectr, with_replacement),
+}
+LEAF = ()
+SHAPES = {
+    "chain": (((LEAF,),),),
+    "two": (LEAF, LEAF),
+    "three": (LEAF, LEAF, LEAF),
+    "first_grows": ((LEAF, LEAF), LEAF),
+    "second_grows": (LEAF, ((LEAF,),)),
+    "binary": ((LEAF, LEAF), (LEAF, LEAF)),
+}
+
+
+def outputs(target, draft, rule, draws, shape, context=()):
+    """Return the exact distribution of what a cycle with a tree of this shape emits."""
+    p, q = target(context), draft(context)
+    emitted = defaultdict(Fraction)
+    if not shape:
+        return {(token,): prob for token, prob in enumerate(p) if prob}
+    width = min(len(shape), sum(prob > 0 for prob in q))
+    for prob, children in draws(q, width):
+        outcome = rule(p, q, children)
+        assert min(outcome.accepted) >= 0
+        for child, subtree, accepted in zip(children, shape, outcome.accepted, strict=False):
+            if accepted:
+                after = outputs(target, draft, rule, draws, subtree, (*context, child))
+                for tokens, share in after.items():
+                    emitted[(child, *tokens)] += prob * accepted * share
+        for token, share in enumerate(outcome.correction):
+            emitted[token,] += prob * (1 - sum(outcome.accepted)) * share
+    return emitted
+
+
+def completed(distribution, target, length):
+    done, todo = defaultdict(Fraction), list(distribution.items())
+    while todo:
+        tokens, prob = todo.pop()
+        if len(tokens) >= length:
+            done[tokens[:length]] += prob
+        elif prob:
+            todo += [((*tokens, token), prob * p) for token, p in enumerate(target(tokens)) if p]
+    return {tokens: prob for tokens, prob in done.items() if prob}
+
+
+def depth_of(shape):
+    return max((1 + depth_of(child) for child in shape), default=0)
+
+
+def is_lossless(rule, draws, shape, seeds=range(4), vocab_size=3):
+    for seed in seeds:
+        target, draft = Model(vocab_size, seed), Model(vocab_size, seed + 100)
+        length = depth_of(shape) + 1
+        emitted = outputs(target, draft, rule, draws, shape)
+        if completed(emitted, target, length) != completed({(): Fraction(1)}, target, length):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize(("rule", "draws"), RULES.values(), ids=RULES)
+def test_trees_are_lossless_in_exact_arithmetic(rule, draws, shape):
+    assert is_lossless(rule, draws, shape)
+
+
+@pytest.mark.parametrize(("rule", "draws"), RULES.values(), ids=RULES)
+def test_nodes_with_equal_and_disjoint_distributions_are_lossless(rule, draws):
+    halves = [Fraction(1, 2), Fraction(1, 2), Fraction(0)]
+    for p, q in ((halves, halves), (halves, [Fraction(0), Fraction(0), Fraction(1)])):
+        emitted = outputs(lambda _, p=p: p, lambda _, q=q: q, rule, draws, SHAPES["two"])
+        assert completed(emitted, lambda _, p=p: p, 1) == {(0,): Fraction(1, 2), (1,): Fraction(1, 2)}
+
+
+def acceptance(rule, draws, p, q, count):
+    return sum(prob * sum(rule(p, q, children).accepted) for prob, children in draws(q, count))
+
+
+def test_acceptance_of_several_children_is_golden():
+    """p = (.5, .2, .1, .2), q = (.4, .3, .2, .1)."""
+    for rule, draws in RULES.values():
+        assert acceptance(rule, draws, P4, Q4, 1) == pytest.approx(0.8, abs=1e-9)
+    assert acceptance(specinfer_without, without_replacement, P4, Q4, 2) == pytest.approx(0.926786, abs=5e-7)
+    assert acceptance(specinfer_without, without_replacement, P4, Q4, 3) == pytest.approx(0.942381, abs=5e-7)
+    assert spectr_rho(P4, Q4, 2) == pytest.approx(1.270156, abs=5e-7)
+    assert acceptance(spectr, with_replacement, P4, Q4, 2) == pytest.approx(0.927016, abs=5e-7)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_spectr_accepts_at_least_the_bound_of_its_article(count):
+    """Of the best verification of k draws, k-SEQ reaches at least 1 - (1 - 1/k)^k."""
+    for seed in range(8):
+        p, q = Model(4, seed)(()), Model(4, seed + 9)(())
+        best = best_transport(p, q, count)
+        assert (
+            acceptance(spectr, with_replacement, p, q, count)
+            >= (1 - (1 - Fraction(1, count)) ** count) * best
+        )
+        assert acceptance(spectr, with_replacement, p, q, count) <= best
+        assert acceptance(specinfer, with_replacement, p, q, count) <= best
+
+
+def best_transport(p, q, count):
+    """Return the most that any verification of independent draws accepts: a minimum over sets of tokens."""
+    sets = itertools.chain.from_iterable(itertools.combinations(range(len(p)), n) for n in range(len(p) + 1))
+    return min(1 + sum(p[i] for i in one) - sum(q[i] for i in one) ** count for one in sets)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_ranks_are_means_of_outcomes(count):
+    for seed in range(4):
+        p, q = Model(4, seed, 0)(()), Model(4, seed + 9, 0)(())
+        for token in range(4):
+            for rule, draws, ranks in (
+                (specinfer, with_replacement, specinfer_ranks(p, q, token, count)),
+                (spectr, with_replacement, spectr_ranks(p, q, token, count)),
+                (specinfer_without, without_replacement, mean_ranks(p, q, token, count)),
+            ):
+                expected = [Fraction(0)] * count
+                for prob, children in draws(q, count):
+                    for rank, accepted in enumerate(rule(p, q, children).accepted):
+                        if children[rank] == token:
+                            expected[rank] += prob * accepted
+                assert list(ranks) == expected
+
+
+def mean_ranks(p, q, token, count):
+    means = [Fraction(0)] * count
+    for prob, drawn in without_replacement(q, count - 1):
+        for rank, share in enumerate(specinfer_ranks(p, q, token, count, drawn)):
+            means[rank] += prob * share
+    return means
+
+
+def accepted_of_texts(survival, target, draft, gamma):
+    """Return the mean number of accepted tokens, over the texts of the target."""
+    total = Fraction(0)
+    for tokens, prob in completed({(): Fraction(1)}, target, gamma).items():
+        probs = [(target(tokens[:i])[token], draft(tokens[:i])[token]) for i, token in enumerate(tokens)]
+        total += prob * sum(survival(probs))
+    return total
+
+
+def of_p(_):
+    return [Fraction(1, 3), Fraction(2, 3)]
+
+
+def of_q(_):
+    return [Fraction(2, 3), Fraction(1, 3)]
+
+
+@pytest.mark.parametrize(
+    ("gamma", "rejection", "block"),
+    [(1, "2/3", "2/3"), (2, "10/9", "11/9"), (3, "38/27", "5/3"), (4, "130/81", "166/81")],
+)
+def test_accepted_tokens_of_chains_are_those_of_the_article(gamma, rejection, block):
+    assert accepted_of_texts(rejection_survival, of_p, of_q, gamma) == Fraction(rejection)
+    assert accepted_of_texts(block_survival, of_p, of_q, gamma) == Fraction(block)
+
+
+def test_block_accepts_at_least_as_many_tokens_as_rejection():
+    gains = set()
+    for seed, gamma in itertools.product(range(40), range(1, 5)):
+        target, draft = Model(2, seed), Model(2, seed + 100)
+        gain = accepted_of_texts(block_survival, target, draft, gamma) - accepted_of_texts(
+            rejection_survival, target, draft, gamma
+        )
+        assert gain >= 0
+        assert gamma > 1 or gain == 0
+        gains.add(gain)
+    assert max(gains) > Fraction(1, 20)
+
+
+def test_block_gains_nothing_from_a_certain_draft():
+    for seed in range(20):
+        target = Model(3, seed)
+
+        def certain(context, seed=seed):
+            chosen = random.Random(f"{seed} {context}").randrange(3)
+            return [Fraction(token == chosen) for token in range(3)]
+
+        assert accepted_of_texts(block_survival, target, certain, 3) == accepted_of_texts(
+            rejection_survival, target, certain, 3
+        )
+
+
+def test_rejection_survival_is_that_of_a_chain_of_single_children():
+    target, draft = Model(3, 3), Model(3, 103)
+    emitted = outputs(target, draft, specinfer, with_replacement, SHAPES["chain"])
+    mean = sum(prob * len(tokens) for tokens, prob in emitted.items()) - 1
+    assert accepted_of_texts(rejection_survival, target, draft, 3) == mean
+
+
+@pytest.mark.parametrize(
+    ("p", "q", "alpha"),
+    [(P4, Q4, 0.770906877662812), (of_p(()), of_q(()), 2 / 3), (P4, P4, 1.0)],
+    ids=["four", "two", "equal"],
+)
+def test_coupled_acceptance_is_golden(p, q, alpha):
+    found = sum(p[token] * coupled_acceptance(p, q, token) for token in range(len(p)) if p[token])
+    assert float(found) == pytest.approx(alpha, abs=1e-14)
+
+
+def test_coupled_acceptance_is_within_its_bounds():
+    for seed in range(200):
+        p, q = Model(4, seed)(()), Model(4, seed + 500)(())
+        overlap = sum(map(min, p, q))
+        found = sum(p[token] * coupled_acceptance(p, q, token) for token in range(4) if p[token])
+        assert overlap / (2 - overlap) <= found <= overlap
+
+
+def best_of(draws):
+    """Mutant: one more child is drawn than kept; the least likely of them is pruned."""
+
+    def pruned(q, count):
+        for prob, children in draws(q, min(count + 1, sum(map(bool, q)))):
+            yield prob, tuple(sorted(children, key=lambda child: -q[child])[:count])
+
+    return pruned
+
+
+def likeliest(q, count):
+    """Mutant: the children are the most likely tokens, not draws."""
+    yield Fraction(1), tuple(sorted(range(len(q)), key=lambda token: -q[token])[:count])
+
+
+def without_normalisation(p, q, children):
+    """Mutant: what is left of p is tested as it is, although its mass is below 1."""
+    rest, left, accepted = list(p), Fraction(1), []
+    for child in children:
+        test = min(Fraction(1), rest[child] / q[child])
+        accepted.append(left * test)
+        left -= accepted[-1]
+        rest = [max(Fraction(0), a - b) for a, b in zip(rest, q, strict=True)]
+    total = sum(rest)
+    return NodeOutcome(tuple(accepted), tuple(a / total for a in rest) if total else tuple(p))
+
+
+def correction_from_p(p, q, children):
+    return NodeOutcome(specinfer(p, q, children).accepted, tuple(p))
+
+
+def every_child_against_p(p, q, children):
+    """Mutant: each child is tested as if it were the only one."""
+    left, accepted = Fraction(1), []
+    for child in children:
+        accepted.append(left * min(Fraction(1), p[child] / q[child]))
+        left -= accepted[-1]
+    return NodeOutcome(tuple(accepted), specinfer(p, q, children[:1]).correction)
+
+
+MUTANTS = {
+    "pruned_child": (specinfer, best_of(with_replacement)),
+    "pruned_child_without_replacement": (specinfer_without, best_of(without_replacement)),
+    "pruned_child_of_spectr": (spectr, best_of(with_replacement)),
+    "ratio_test_on_certain_children": (specinfer_without, likeliest),
+    "spectr_on_certain_children": (spectr, likeliest),
+    "drawn_without_tested_with_replacement": (specinfer, without_replacement),
+    "drawn_with_tested_without_replacement": (specinfer_without, with_replacement),
+    "spectr_drawn_without_replacement": (spectr, without_replacement),
+    "rest_is_not_normalised": (without_normalisation, with_replacement),
+    "correction_from_p": (correction_from_p, with_replacement),
+    "every_child_against_p": (every_child_against_p, with_replacement),
+}
+
+
+@pytest.mark.parametrize(("rule", "draws"), MUTANTS.values(), ids=MUTANTS)
+def test_mutant_is_caught(rule, draws):
+    try:
+        assert not is_lossless(rule, draws, SHAPES["two"])
+    except ZeroDivisionError:  # a child was drawn that the rule excludes
+        return
+
+
+@pytest.mark.parametrize("rho", [Fraction(1), Fraction(11, 10)], ids=str)
+def test_mutant_rho_is_caught(monkeypatch, rho):
+    monkeypatch.setattr(verifiers, "spectr_rho", lambda *_: rho)
+    assert not is_lossless(spectr, with_replacement, SHAPES["two"])
+
+
+def test_certain_children_tested_by_ratios_have_the_published_bias():
+    """The two likeliest tokens of q proposed as if drawn: the target's text becomes token 0 alone."""
+    emitted = outputs(lambda _: P4, lambda _: Q4, specinfer_without, likeliest, SHAPES["two"])
+    assert completed(emitted, lambda _: P4, 1) == {(0,): 1}
