@@ -612,6 +612,10 @@ class ClusterSettings(_ModelSettings):
             raise InvalidArgumentError(field, str(self.draft_workers), f"0 with draft {self.draft}")
         if is_draft_server(self.draft) and self.draft_weights != "auto":
             raise InvalidArgumentError("draft_weights", self.draft_weights, f"auto with draft {self.draft}")
+        if self.head and (self.draft_workers.maximum or is_draft_server(self.draft)):
+            raise InvalidArgumentError("head", self.head, "none with draft workers or a server that drafts")
+        if self.head and self.tensor_parallel > 1:
+            raise InvalidArgumentError("head", self.head, "none with tensor_parallel above 1")
         return self
 
 

@@ -32,6 +32,7 @@ from gammaray.errors import DeadlineExceededError, GammarayError, InvalidArgumen
 from orchestrator.launcher.notes import model_notes
 from orchestrator.launcher.options import LauncherOptions, announcer, parse_options
 from orchestrator.launcher.preflight import (
+    check_drafting_head,
     check_models,
     check_port,
     check_workers,
@@ -161,6 +162,7 @@ def serve_cluster(
     if settings.http_port == settings.grpc_port:
         raise InvalidArgumentError("grpc_port", settings.grpc_port, "another port than http_port")
     draft = settings.draft if settings.draft_workers.maximum else settings.target
+    check_drafting_head(settings.head)
     for note in [*check_models(settings.target, draft), *model_notes(settings, num_gpus)]:
         print(f"gammaray: {note}", file=sys.stderr, flush=True)
     # These imports are slow, so they come after the cheap checks.

@@ -39,6 +39,8 @@ def model_notes(settings: ClusterSettings, num_gpus: int) -> list[str]:
     ]
     if is_draft_server(settings.draft):
         notes.append(asyncio.run(_server_note(settings)))
+    elif settings.head:
+        notes.append(f"the head {settings.head} drafts in the target workers")
     elif "draft" not in used:
         notes.append("no draft workers: speculates by look-ups in the text; --draft names a draft model")
     return notes

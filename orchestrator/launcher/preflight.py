@@ -27,6 +27,7 @@ from gammaray.security.tls import tls_files
 
 __all__ = [
     "MANY_GPUS",
+    "check_drafting_head",
     "check_heads",
     "check_models",
     "check_port",
@@ -278,6 +279,16 @@ def check_models(target: str, draft: str) -> list[str]:
         f"the draft has {draft_size} token ids and the target {target_size}: the draft's tokens are mapped "
         "to the target's; `gammaray qualify` measures what that costs"
     ]
+
+
+def check_drafting_head(head: str) -> None:
+    """Check that a head in a local directory exists; its format is checked by the worker that loads it.
+
+    Raises:
+        InvalidArgumentError: It does not.
+    """
+    if head and (head.startswith((".", "/", "~")) or Path(head).is_dir()):
+        _config("head", head)
 
 
 def vocab_size(role: str, model: str) -> int:

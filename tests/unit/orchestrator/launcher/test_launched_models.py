@@ -16,7 +16,12 @@ from gammaray.config import ClusterSettings, PoolSize
 from gammaray.errors import InvalidArgumentError
 from orchestrator.launcher.notes import model_notes
 from orchestrator.launcher.options import parse_options
-from orchestrator.launcher.preflight import check_heads, check_models, vocab_size
+from orchestrator.launcher.preflight import (
+    check_drafting_head,
+    check_heads,
+    check_models,
+    vocab_size,
+)
 
 ROOT = Path(gammaray.__file__).parents[1]
 
@@ -127,3 +132,25 @@ def test_launcher_refuses_a_key_file_that_cannot_be_read(tmp_path):
     settings = ClusterSettings(draft="openai:http://127.0.0.1:1", draft_key_file=str(tmp_path / "absent"))
     with pytest.raises(InvalidArgumentError, match="draft_key_file"):
         model_notes(settings, 0)
+
+
+def test_head_replaces_draft_workers():
+    settings = ClusterSettings(head="some/head")
+    assert settings.draft_workers.maximum == 0
+    assert model_notes(settings, 0) == ["the head some/head drafts in the target workers"]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"draft": "demo", "draft_workers": "1"}, {"draft": "openai:http://127.0.0.1:1"}, {"tensor_parallel": 2}],
+)
+def test_head_beside_what_it_cannot_be_used_with_is_refused(other):
+    with pytest.raises(InvalidArgumentError, match="head: got some/head, allowed: none with"):
+        ClusterSettings(head="some/head", **other)
+
+
+def test_head_that_does_not_exist_is_refused(tmp_path):
+    check_drafting_head("")
+    check_drafting_head("a/name-on-the-hub")
+    with pytest.raises(InvalidArgumentError, match=r"head: got .*absent"):
+        check_drafting_head(str(tmp_path / "absent"))

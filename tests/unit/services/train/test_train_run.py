@@ -8,48 +8,13 @@ import torch
 from safetensors.torch import load_file
 
 from gammaray.errors import FailedPreconditionError, InvalidArgumentError, ResourceExhaustedError
-from gammaray.qualify.training import TrainTask
 from services.demo_pair import TARGET_DIR
 from services.process.fingerprints import vocab_sha256
 from services.train.batches import MASK, build_batch
 from services.train.run import run
 from services.train.store import AnswerStore, Sequence, disk
 from tests.support.engine_helpers import tiny_model
-
-PROMPTS = ("def ", "import os", "for i in range(", "class Point:", "return self.", "The list is ")
-
-
-def make_task(folder, **changes):
-    given = {
-        "target": str(TARGET_DIR),
-        "out": str(folder / "drafter"),
-        "work": str(folder / "work"),
-        "prompts": PROMPTS * 6,
-        "chat": False,
-        "draft_vocab": 512,
-        "depth": 3,
-        "tokens": 2500,
-        "max_tokens": 48,
-        "train_tokens": 256,
-        "steps_per_report": 15,
-        "threads": 1,
-    }
-    return TrainTask(**given | changes)
-
-
-def run_until(task, pattern, count=1):
-    """Run until `count` lines match; return the lines and whether the task was done."""
-    lines = []
-    done = run(task, lines.append, lambda: sum(bool(re.search(pattern, line)) for line in lines) >= count)
-    return lines, done
-
-
-def overlaps(lines):
-    return [json.loads(found[1]) for line in lines if (found := re.search(r"overlap (\[.*?\])", line))]
-
-
-def losses(lines):
-    return [float(found[1]) for line in lines if (found := re.search(r"loss ([\d.]+)", line))]
+from tests.support.train_helpers import PROMPTS, losses, make_task, overlaps, run_until
 
 
 @pytest.mark.parametrize("kind", ["parallel", "plain"])

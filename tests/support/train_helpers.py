@@ -1,0 +1,50 @@
+"""Small runs of `gammaray train` on the demo target."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from gammaray.qualify.training import TrainTask
+from services.demo_pair import TARGET_DIR
+from services.train.run import run
+
+PROMPTS = ("def ", "import os", "for i in range(", "class Point:", "return self.", "The list is ")
+
+
+def make_task(folder: Path, **changes: Any) -> TrainTask:
+    """Return a task with few tokens."""
+    given = {
+        "target": str(TARGET_DIR),
+        "out": str(folder / "drafter"),
+        "work": str(folder / "work"),
+        "prompts": PROMPTS * 6,
+        "chat": False,
+        "draft_vocab": 512,
+        "depth": 3,
+        "tokens": 2500,
+        "max_tokens": 48,
+        "train_tokens": 256,
+        "steps_per_report": 15,
+        "threads": 1,
+    }
+    return TrainTask(**given | changes)
+
+
+def run_until(task: TrainTask, pattern: str, count: int = 1) -> tuple[list[str], bool]:
+    """Run until `count` lines match; return the lines and whether the task was done."""
+    lines: list[str] = []
+    done = run(task, lines.append, lambda: sum(bool(re.search(pattern, line)) for line in lines) >= count)
+    return lines, done
+
+
+def overlaps(lines: list[str]) -> list[list[float]]:
+    """Return the overlaps by depth of each measurement."""
+    return [json.loads(found[1]) for line in lines if (found := re.search(r"overlap (\[.*?\])", line))]
+
+
+def losses(lines: list[str]) -> list[float]:
+    """Return the losses of the measurements."""
+    return [float(found[1]) for line in lines if (found := re.search(r"loss ([\d.]+)", line))]

@@ -1,0 +1,124 @@
+"""`gammaray train --kind eagle3` on the demo target: learns, resumes, and serves what it predicted."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+
+from gammaray.errors import FailedPreconditionError, InvalidArgumentError
+from services.demo_pair import TARGET_DIR
+from services.engine.core.model import load_model
+from services.engine.engine import SequenceInput
+from services.engine.loader import load_engine
+from services.heads.loading import load_head
+from services.heads.runner import head_engine
+from services.train.head import HeadDrafter
+from services.train.run import run
+from services.train.states import StateStore
+from services.train.store import AnswerStore
+from tests.support.train_helpers import losses, make_task, overlaps, run_until
+
+NUM_LAYERS = 16
+TAPS = (2, 8, 13, NUM_LAYERS)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A head after some steps: its folder, and what was told before and after an interruption."""
+    folder = tmp_path_factory.mktemp("head")
+    task = make_task(folder, kind="eagle3", minutes=0.8, unroll=2)
+    first, done = run_until(task, "steps 15 ")
+    assert not done
+    second = []
+    assert run(task, second.append, lambda: False)
+    return folder, first, second
+
+
+def test_training_learns_and_resumes(trained):
+    folder, first, second = trained
+    assert re.match("continues at step 1[56]", second[0])
+    assert losses(second)[-1] < losses(first)[0]
+    assert overlaps(second)[-1][0] > overlaps(first)[0][0] + 0.05
+    config = json.loads((folder / "drafter" / "config.json").read_text())
+    assert config["eagle_aux_hidden_state_layer_ids"] == list(TAPS)
+    assert config["draft_vocab_size"] == 512
+
+
+def test_head_serves_what_was_trained(trained):
+    """Its logits in the engine, on the target's tapped states, are those of the unrolled training."""
+    folder, _, _ = trained
+    head, target_ids = load_head(str(folder / "drafter"), str(TARGET_DIR))
+    identity = json.loads((folder / "work" / "answers" / "meta.json").read_text())
+    identity = {key: identity[key] for key in ("target", "tokenizer")}
+    store = AnswerStore(folder / "work" / "answers", identity, 32, 2048)
+    sequence = next(one for one in store.sequences() if len(one.token_ids) - one.num_prompt > 12)
+    target = load_model(str(TARGET_DIR), device="cpu", dtype="float32").module
+    states = StateStore(folder, identity, target, TAPS, store.num_tokens, len(store))
+    drafter = HeadDrafter(target, TAPS, target_ids, 3, states)
+    drafter.module.load_state_dict(
+        {key: value for key, value in head.state_dict().items() if "embed_tokens" not in key}
+    )
+    drafter.eval()
+    batch = drafter.batch([sequence], keep=1.0)
+    with torch.no_grad():
+        expected = drafter(batch)
+
+    engine = load_engine(str(TARGET_DIR))
+    engine.tap(TAPS)
+    token_ids = sequence.token_ids.tolist()
+    engine.step([SequenceInput("t", 0, token_ids, 1)])
+    serving = head_engine(head, target_ids, name="head", max_context=512)
+    serving.keep_reduced()
+    features = serving.fuse(engine.taps[0])
+
+    def served(anchor, depth, features):
+        serving.release("s")
+        serving.skip("s", token_ids[:1])
+        feed = SequenceInput("s", 1, token_ids[1 : anchor + 1], 1, features=features[:anchor])
+        made = serving.step([feed])[0]
+        for position in range(anchor + 1, anchor + depth):
+            made = serving.step([SequenceInput("s", position, [token_ids[position]], 1)])[0]
+        return made[0].log_softmax(-1)
+
+    chosen = list(zip(batch.place.tolist(), expected, strict=True))[::7]
+    assert {depth for (_, _, depth), _ in chosen} == {1, 2, 3}
+    # Stored states have half the precision of the engine's.
+    assert all(
+        (served(anchor, depth, features) - rows).abs().max() < 0.05 for (_, anchor, depth), rows in chosen
+    )
+    for shift in (1, -1):  # features of the position before or after
+        assert any(
+            (served(anchor, depth, features.roll(shift, 0)) - rows).abs().max() > 0.2
+            for (_, anchor, depth), rows in chosen
+        )
+
+
+def test_states_are_computed_once(trained):
+    folder, _, _ = trained
+    meta = json.loads((folder / "work" / "answers" / "meta.json").read_text())
+    identity = {key: meta[key] for key in ("target", "tokenizer")}
+    store = AnswerStore(folder / "work" / "answers", identity, 32, 2048)
+    sequences = list(store.sequences())[:3]
+    target = load_model(str(TARGET_DIR), device="cpu", dtype="bfloat16").module
+    answers = folder / "work" / "answers"
+    states = StateStore(answers, identity, target, TAPS, store.num_tokens, len(store))
+    found = states.of(sequences)
+    assert [one.shape for one in found] == [(len(one.token_ids), 4, 256) for one in sequences]
+    target.model.layers[0].self_attn.q_proj.weight.data.zero_()
+    again = StateStore(answers, identity, target, TAPS, store.num_tokens, len(store)).of(sequences)
+    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"), [({"layers": (2, 8, NUM_LAYERS)}, "taps"), ({"layers": (2, 8, 13)}, "last state")]
+)
+def test_other_states_are_refused(trained, tmp_path, changes, reason):
+    folder, _, _ = trained
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "answers").symlink_to(folder / "work" / "answers")
+    task = make_task(tmp_path, kind="eagle3", **changes)
+    with pytest.raises((FailedPreconditionError, InvalidArgumentError), match=reason):
+        run(task, print, lambda: False)
