@@ -25,13 +25,13 @@ class TrainTask(BaseModel):
         init: A directory of this command's drafter to start from; same shape.
         draft_vocab: Rows of the head; at most the target's.
         depth: Tokens per block of a parallel draft, and of the proposals that are measured.
-        unroll: Steps in which a head is trained in the second half of the time.
+        unroll: Steps in which a head is trained in the second half of the time, or from `init` on.
         tokens: Answer tokens to generate.
         max_tokens: Longest answer.
         temperatures: Of the answers, in turn.
         batch: Answers generated at once.
         train_tokens: Least answer tokens per training step.
-        learning_rate: Peak of AdamW's rate.
+        learning_rate: Peak of AdamW's rate; None: 0.002, for a head 0.001.
         loss: "kl" or "tv".
         minutes: Limit of generation and training together, over all runs; half of it at most is generation.
         patience: Measurements without improvement after which training stops.
@@ -59,7 +59,7 @@ class TrainTask(BaseModel):
     temperatures: tuple[float, ...] = (0.0, 1.0)
     batch: int = Field(64, ge=1)
     train_tokens: int = Field(512, ge=1)
-    learning_rate: float = Field(2e-3, gt=0)
+    learning_rate: float | None = Field(None, gt=0)
     loss: Literal["kl", "tv"] = "kl"
     minutes: float = Field(60.0, gt=0)
     patience: int = Field(6, ge=1)

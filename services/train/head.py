@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
 
-from gammaray.errors import FailedPreconditionError
+from gammaray.errors import FailedPreconditionError, InvalidArgumentError
 from services.heads.eagle import Attend, EagleConfig, EagleHead
+from services.heads.loading import load_head
 from services.train.drafter import Drafter
 from services.train.states import StateStore
 from services.train.store import Sequence, disk, write_json
@@ -35,6 +36,9 @@ _SMALL = 0.1
 """Factor on what the layer adds at first: the head then begins near the target's own last state."""
 
 _SPREAD = 0.02
+_WINDOWS = 0.5
+"""Share of the answers of which a head sees no states before a random place, as after a lost cache."""
+
 _LAYER_TYPES = ("llama", "mistral", "qwen2", "smollm3")
 _CONFIG_KEYS = (
     "vocab_size",
@@ -56,15 +60,17 @@ class HeadBatch:
 
     Attributes:
         token_ids: int64 [sequences, tokens], padded behind.
+        starts: Position of each sequence's first token here, int64 [sequences]; 0 but for windows.
         states: bfloat16 [sequences, tokens, taps, hidden_size].
         place: Sequence, anchor and depth (from 1) of each prediction, by depth, int64 [predictions, 3]: row
-            anchor - 1 in step `depth` predicts the token at anchor + depth.
+            of the token at anchor - 1 in step `depth` predicts the token at anchor + depth.
         labels: Token of the answer at the predicted place, int64 [predictions].
         top_ids: The target's most likely ids there, int64 [predictions, top_k].
         top_logs: Their log-probabilities at temperature 1, float32 [predictions, top_k].
     """
 
     token_ids: Tensor
+    starts: Tensor
     states: Tensor
     place: Tensor
     labels: Tensor
@@ -150,6 +156,32 @@ class HeadDrafter(nn.Module):
         del module.embed_tokens
         module.embed_tokens = _Rows(embedding)  # type: ignore[assignment]
 
+    def start_from(self, init: str, target: str) -> None:
+        """Take the weights and the output's ids of another head.
+
+        Args:
+            init: Its directory.
+            target: The target's directory or hub name.
+
+        Raises:
+            InvalidArgumentError: It has another shape, or reads other states.
+            UnsupportedModelError: It is no head of the target.
+        """
+        head, ids = load_head(init, target)
+        own = self.config
+        same = replace(head.config, rope=own.rope, feature_eps=own.feature_eps)
+        if same != own or ids is None:
+            raise InvalidArgumentError(
+                "init", init, f"a head of {own.num_outputs} output tokens on layers {list(own.taps)}"
+            )
+        own_keys = self.module.state_dict().keys()
+        self.module.load_state_dict(
+            {key: value for key, value in head.state_dict().items() if key in own_keys}
+        )
+        self.target_ids.copy_(ids)
+        self.row_of.fill_(-1)
+        self.row_of[ids] = torch.arange(len(ids))
+
     @property
     def head(self) -> Tensor:
         """The output matrix, [rows, hidden_size]."""
@@ -164,20 +196,28 @@ class HeadDrafter(nn.Module):
     def batch(
         self, sequences: Items[Sequence], *, keep: float = 0.0, generator: torch.Generator | None = None
     ) -> HeadBatch:
-        """Return a batch for `num_steps` steps; `keep` 1 for all `depth` steps that are evaluated."""
-        del generator  # nothing is drawn
+        """Return a batch for `num_steps` steps; `keep` 1 for all `depth` steps that are evaluated.
+
+        Args:
+            sequences: Answers with their prompts.
+            keep: 1: all of each sequence.
+            generator: Chooses windows; None: there are none.
+        """
         count = self.depth if keep == 1.0 else self.num_steps
-        width = max(len(one.token_ids) for one in sequences)
+        starts = [0 if generator is None else _start(one, generator) for one in sequences]
+        width = max(len(one.token_ids) - start for one, start in zip(sequences, starts, strict=True))
         token_ids = torch.zeros(len(sequences), width, dtype=torch.long)
         size = (len(sequences), width, len(self.config.taps), self.config.hidden_size)
         states = torch.zeros(size, dtype=torch.bfloat16)
         for number, (one, found) in enumerate(zip(sequences, self._states.of(sequences), strict=True)):
-            token_ids[number, : len(one.token_ids)] = torch.from_numpy(one.token_ids.astype("int64"))
-            states[number, : len(found)] = found
+            start, length = starts[number], len(found) - starts[number]
+            token_ids[number, :length] = torch.from_numpy(one.token_ids[start:].astype("int64"))
+            states[number, :length] = found[start:]
         place, labels, ids, logs = [], [], [], []
         for depth in range(1, count + 1):
             for number, one in enumerate(sequences):
-                label = torch.arange(max(one.num_prompt, depth + 1), len(one.token_ids))
+                end = len(one.token_ids)
+                label = torch.arange(min(end, max(one.num_prompt, starts[number] + depth + 1)), end)
                 anchor = label - depth
                 place.append(
                     torch.stack((torch.full_like(anchor, number), anchor, torch.full_like(anchor, depth)), 1)
@@ -186,22 +226,24 @@ class HeadDrafter(nn.Module):
                 labels.append(torch.from_numpy(one.token_ids[label.numpy()].astype("int64")))
                 ids.append(torch.from_numpy(one.top_ids[answer].astype("int64")))
                 logs.append(torch.from_numpy(one.top_logs[answer].astype("float32")))
-        return HeadBatch(token_ids, states, *(torch.cat(part) for part in (place, labels, ids, logs)))
+        joined = (torch.cat(part) for part in (place, labels, ids, logs))
+        return HeadBatch(token_ids, torch.tensor(starts), states, *joined)
 
     def forward(self, batch: HeadBatch) -> Tensor:
         """Return log-probabilities of each prediction, float32 [predictions, rows of the output]."""
         module, rows = self.module, batch.token_ids.shape[1] - 1
         feature = module.fuse(batch.states[:, :-1].float())
-        positions = torch.arange(rows, device=feature.device)[None]
-        tokens = F.pad(batch.token_ids, (0, self.depth))
+        positions = torch.arange(rows, device=feature.device) + batch.starts[:, None]
+        deepest = int(batch.place[:, 2].max())
+        tokens = F.pad(batch.token_ids, (0, deepest))
         attention = _Unrolled()
         found = []
-        for depth in range(1, int(batch.place[:, 2].max()) + 1):
+        for depth in range(1, deepest + 1):
             hidden, feature = module(
                 tokens[:, depth : depth + rows], feature, positions + depth, attention.step()
             )
             chosen = batch.place[batch.place[:, 2] == depth]
-            logits = module.logits(hidden[chosen[:, 0], chosen[:, 1] - 1])
+            logits = module.logits(hidden[chosen[:, 0], chosen[:, 1] - 1 - batch.starts[chosen[:, 0]]])
             found.append(logits.float().log_softmax(-1))
         return torch.cat(found)
 
@@ -222,6 +264,13 @@ class HeadDrafter(nn.Module):
             each = -(wanted * found).sum(-1)
         weight = STEP_WEIGHT ** (batch.place[:, 2] - 1).float()
         return (each * weight).sum() / weight.sum()
+
+
+def _start(one: Sequence, generator: torch.Generator) -> int:
+    """Return the first position of which the head sees the states; at least half of the answer follows."""
+    most = one.num_prompt + (len(one.token_ids) - one.num_prompt) // 2
+    is_window, place = torch.rand(2, generator=generator).tolist()
+    return int(place * most) if is_window < _WINDOWS else 0
 
 
 class _Rows(nn.Module):

@@ -38,7 +38,10 @@ _WARM_UP_STEPS = 40
 _CACHE_BYTES = 4 << 30
 _REPORT_S = 15.0
 UNROLL_FROM = 0.5
-"""Share of the time after which a head is trained in several steps; one step learns faster at first."""
+"""Share of the time after which a new head is trained in several steps; one step learns faster at first."""
+
+_RATE, _HEAD_RATE = 2e-3, 1e-3
+"""Peaks of the learning rate; a head begins near what it should be."""
 
 _SHAPE = ("kind", "layers", "draft_vocab", "depth", "seed")
 """Options that a saved state depends on."""
@@ -174,9 +177,10 @@ class _Run:
                 f"{len(sequences)} answers are too few: allow more minutes or tokens"
             )
         drafter = self._drafter(taught)
+        peak = task.learning_rate or (_HEAD_RATE if self.is_head else _RATE)
         optimizer = torch.optim.AdamW(
             [parameter for parameter in drafter.parameters() if parameter.requires_grad],
-            lr=task.learning_rate,
+            lr=peak,
             betas=(0.9, 0.95),
             weight_decay=0.01,
             fused=True,
@@ -201,9 +205,10 @@ class _Run:
             is_first = False
             progress = self.elapsed() / budget
             rate = min(1.0, (step + 1) / _WARM_UP_STEPS) * min(1.0, max(0.05, 2 * (1 - progress)))
-            optimizer.param_groups[0]["lr"] = task.learning_rate * rate
+            optimizer.param_groups[0]["lr"] = peak * rate
             if isinstance(drafter, HeadDrafter):
-                drafter.num_steps = task.unroll if progress >= UNROLL_FROM else 1
+                is_late = progress >= UNROLL_FROM or task.init is not None
+                drafter.num_steps = task.unroll if is_late else 1
             with self.mixed:
                 loss = drafter.loss(self._batch(drafter, taught, step), task.loss)
             optimizer.zero_grad()
@@ -219,13 +224,18 @@ class _Run:
         if state.exists():
             rows = torch.load(state, weights_only=True)["drafter"]["target_ids"]
         torch.manual_seed(task.seed)
+        drafter: AnyDrafter
         if self.is_head:
-            return HeadDrafter(self.target.module, self.layers, rows, task.depth, self._state_store()).to(
-                task.device
-            )
-        depth = task.depth if task.kind == "parallel" else 1
-        drafter = Drafter(self.target.module, self.layers, rows, depth)
-        if task.init is not None and not state.exists():
+            states = self._state_store()
+            drafter = HeadDrafter(self.target.module, self.layers, rows, task.depth, states)
+        else:
+            depth = task.depth if task.kind == "parallel" else 1
+            drafter = Drafter(self.target.module, self.layers, rows, depth)
+        if task.init is None or state.exists():
+            return drafter.to(task.device)
+        if isinstance(drafter, HeadDrafter):
+            drafter.start_from(task.init, self.path)
+        else:
             try:
                 stored = load_file(Path(task.init) / "model.safetensors")
                 drafter.load_weights(stored)

@@ -1,0 +1,188 @@
+"""A head in training computes what it computes when it drafts, token after token, whatever it sees first."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn import functional as F
+
+from gammaray.errors import InvalidArgumentError
+from services.engine.core.model import load_model
+from services.train.head import HeadDrafter, save_head
+from services.train.store import Sequence
+from tests.support.engine_helpers import tiny_model
+
+IDENTITY = {"target": "t", "tokenizer": "t"}
+
+
+class States:
+    """Made-up states, a function of the sequence's number."""
+
+    def __init__(self, taps, size):
+        self._shape = (taps, size)
+
+    def of(self, sequences):
+        return [
+            torch.randn(
+                len(one.token_ids), *self._shape, generator=torch.Generator().manual_seed(one.number)
+            ).bfloat16()
+            for one in sequences
+        ]
+
+
+def make_sequence(number, prompt, answer, vocab=64):
+    random = torch.Generator().manual_seed(100 + number)
+    ids = torch.randint(vocab, (prompt + answer,), generator=random)
+    top = torch.stack((ids[prompt:], (ids[prompt:] + 1) % vocab), 1)
+    logs = torch.tensor([0.7, 0.3]).log().expand(answer, 2)
+    return Sequence(
+        ids.int().numpy(),
+        prompt,
+        0.0,
+        top.numpy(),
+        logs.half().numpy(),
+        logs[:, 0].numpy(),
+        number=number,
+        offset=0,
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_model("llama", tmp_path_factory.mktemp("target"))
+
+
+def make_drafter(folder, depth=3, taps=(1, 2)):
+    target = load_model(str(folder), device="cpu", dtype="float32").module
+    torch.manual_seed(0)
+    states = States(len(taps), target.config.hidden_size)
+    drafter = HeadDrafter(target, taps, torch.arange(0, 64, 2), depth, states)
+    for name in ("o_proj", "down_proj"):  # nearly silent at first
+        part = drafter.module.layers[0]
+        (part.self_attn if name == "o_proj" else part.mlp).get_submodule(name).weight.data.mul_(10)
+    return drafter
+
+
+def states_of(drafter, sequence):
+    return States(len(drafter.config.taps), drafter.config.hidden_size).of([sequence])[0]
+
+
+class Cache:
+    """Attention over all that was fed before, one row at a time."""
+
+    def __init__(self):
+        self.keys, self.values = [], []
+
+    def __call__(self, query, key, value):
+        self.keys.append(key)
+        self.values.append(value)
+        keys, values = torch.cat(self.keys, 2), torch.cat(self.values, 2)
+        return F.scaled_dot_product_attention(query, keys, values, enable_gqa=True).transpose(1, 2)
+
+
+def drafted(drafter, sequence, start, anchor, depth, shift=0):
+    """Return the log-probabilities of the token at anchor + depth, computed row by row from `start` on."""
+    module, attend = drafter.module, Cache()
+    states = states_of(drafter, sequence).roll(shift, 0)
+    features = module.fuse(states.float())
+    token_ids = torch.from_numpy(sequence.token_ids.astype("int64"))
+    feature = None
+    for position in range(start + 1, anchor + depth):
+        given = features[None, position - 1 : position] if position <= anchor else feature
+        hidden, feature = module(
+            token_ids[None, position : position + 1], given, torch.tensor([[position]]), attend
+        )
+    return module.logits(hidden)[0, 0].log_softmax(-1)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("is_windowed", [False, True])
+def test_steps_of_training_are_those_of_drafting(folder, is_windowed):
+    drafter = make_drafter(folder)
+    drafter.num_steps = 3
+    sequences = [make_sequence(0, 4, 9), make_sequence(1, 2, 12), make_sequence(2, 6, 8)]
+    generator = torch.Generator().manual_seed(1) if is_windowed else None
+    batch = drafter.batch(sequences, generator=generator)
+    assert bool(batch.starts.any()) == is_windowed
+    places = batch.place.tolist()
+    assert {depth for _, _, depth in places} == {1, 2, 3}
+    found, wrong = drafter(batch), {1: 0, -1: 0}
+    for (number, anchor, depth), rows, label in zip(places, found, batch.labels.tolist(), strict=True):
+        sequence, start = sequences[number], int(batch.starts[number])
+        assert label == sequence.token_ids[anchor + depth]
+        assert torch.allclose(rows, drafted(drafter, sequence, start, anchor, depth), atol=1e-5)
+        for shift in wrong:
+            wrong[shift] += not torch.allclose(
+                rows, drafted(drafter, sequence, start, anchor, depth, shift), atol=1e-2
+            )
+    assert all(count > 0.9 * len(places) for count in wrong.values())
+
+
+@torch.no_grad()
+def test_weights_of_the_target_begin_near_its_last_state(folder):
+    drafter = make_drafter(folder)
+    states = states_of(drafter, make_sequence(0, 4, 9)).float()
+    last = states[:, -1] / states[:, -1].square().mean(-1, keepdim=True).sqrt()
+    assert (drafter.module.fuse(states) - last).abs().mean() < 0.2 * last.abs().mean()
+
+
+def test_loss_falls(folder):
+    drafter = make_drafter(folder)
+    drafter.num_steps = 2
+    batch = drafter.batch([make_sequence(0, 4, 9), make_sequence(1, 2, 12)])
+    optimizer = torch.optim.AdamW([p for p in drafter.parameters() if p.requires_grad], lr=3e-3)
+    losses = []
+    for _ in range(40):
+        loss = drafter.loss(batch, "tv")
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.2
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("depth", "steps"), [(1, 3), (16, 1)])
+def test_short_answers_have_fewer_steps(folder, depth, steps):
+    drafter = make_drafter(folder, depth=depth)
+    drafter.num_steps = steps
+    sequences = [make_sequence(0, 1, 8), make_sequence(1, 2, 12)]
+    assert int(drafter.batch(sequences).place[:, 2].max()) == steps
+    whole = drafter.batch(sequences, keep=1.0)
+    assert len(drafter(whole)) == len(whole.labels)
+    assert drafter(drafter.batch(sequences)).isfinite().all()
+
+
+def test_training_starts_from_a_head(folder, tmp_path):
+    first, then = make_drafter(folder), make_drafter(folder)
+    first.target_ids.copy_(torch.arange(1, 64, 2))
+    for parameter in first.module.parameters():
+        parameter.data.copy_(torch.randn_like(parameter).bfloat16())
+    save_head(first, tmp_path, IDENTITY, "tiny", {})
+    then.start_from(str(tmp_path), str(folder))
+    assert torch.equal(then.target_ids, first.target_ids)
+    assert then.row_of[1] == 0
+    assert then.row_of[0] == -1
+    named = dict(then.module.named_parameters())
+    assert all(torch.equal(value, named[key]) for key, value in first.module.named_parameters())
+
+
+@pytest.mark.parametrize("change", ["taps", "flag", "rows"])
+def test_head_of_another_shape_is_no_start(folder, tmp_path, change):
+    first, then = make_drafter(folder), make_drafter(folder)
+    if change == "taps":
+        first = make_drafter(folder, taps=(0, 2))
+    if change == "flag":
+        first.config = replace(first.config, norm_before_residual=True)
+    save_head(first, tmp_path, IDENTITY, "tiny", {})
+    if change == "rows":
+        stored = load_file(tmp_path / "model.safetensors")
+        stored |= {key: stored[key][:-1].contiguous() for key in ("lm_head.weight", "d2t")}
+        save_file(stored, tmp_path / "model.safetensors")
+        config = tmp_path / "config.json"
+        config.write_text(config.read_text().replace('"draft_vocab_size": 32', '"draft_vocab_size": 31'))
+    with pytest.raises(InvalidArgumentError, match=r"init: .*32 output tokens on layers \[1, 2\]"):
+        then.start_from(str(tmp_path), str(folder))
