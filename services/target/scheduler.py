@@ -98,7 +98,11 @@ class TargetScheduler(Scheduler[VerifyTask]):
             num_cached = self.engine.length(running.session.session_id)
             asked.append((running.session, running.task.head, num_cached))
             running.must_draft = False
-        for running, proposal in zip(drafting, self._head.draft(asked), strict=True):
+        began = time.perf_counter()
+        proposals = self._head.draft(asked)
+        took_us = int((time.perf_counter() - began) * 1e6)
+        for running, proposal in zip(drafting, proposals, strict=True):
+            running.timing.head_us = took_us
             if len(proposal) < self.limits.max_batch_tokens:
                 running.propose(proposal)
 
