@@ -148,8 +148,8 @@ _DRAFT_WEIGHTS = (
     "not the text; on a CPU they need the compiled kernel, on CUDA torchao. auto: as dtype."
 )
 _HEAD = (
-    "Head that drafts in the target workers from the target's hidden states: directory or hub name of an "
-    "EAGLE head; empty: none. Draft workers are then not used."
+    "What drafts in the target workers, instead of draft workers: directory or hub name of an EAGLE head, "
+    "which reads the target's hidden states, or of a small draft model; empty: nothing."
 )
 _HEAD_WEIGHTS = (
     "Weights of that head: int8 and int4 are quantised at load, for the compiled CPU kernel; the text does "

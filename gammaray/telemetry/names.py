@@ -185,6 +185,12 @@ MASK_MS: Final = Attribute(
     "ms",
     "Computing the masks of the block's rows, beside the forward; only with a grammar.",
 )
+HEAD_MS: Final = Attribute(
+    "gammaray.worker.head_ms",
+    "double",
+    "ms",
+    "Drafting by the worker's head for the blocks of the batch, before it; only where a head drafts.",
+)
 STEPS: Final = Attribute("gammaray.worker.steps", "int", "{step}", "Engine steps that served the block.")
 BATCH_SIZE: Final = Attribute(
     "gammaray.worker.batch_size", "int", "{session}", "Sessions in the largest batch that served the block."
@@ -305,7 +311,7 @@ SPANS: Final = (
         *(SPAN_VERIFY, "server", "target", SPAN_VERIFY),
         "One block, from its arrival at the target worker to its result.",
         _BLOCK,
-        (TESTED, ACCEPTED, NEXT_ORIGIN, NEEDS_FROM, MASK_MS, ERROR_TYPE),
+        (TESTED, ACCEPTED, NEXT_ORIGIN, NEEDS_FROM, HEAD_MS, MASK_MS, ERROR_TYPE),
     ),
     Span(
         *(SPAN_COMMIT, "internal", "orchestrator", SPAN_GENERATE),

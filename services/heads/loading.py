@@ -20,11 +20,17 @@ from services.engine.core.tensor_files import (
 from services.heads.eagle import EagleHead
 from services.heads.formats import LAYER, OFFICIAL_LAYER, is_head, read_config
 
-__all__ = ["load_head"]
+__all__ = ["load_head", "names_head"]
 
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 # The target's mask of the tokens that have a row follows from d2t; the verifier's weights are of training.
 _UNUSED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
+
+
+def names_head(name: str) -> bool:
+    """Return whether a directory or hub name is that of a head; other drafters are causal models."""
+    folder = checkpoint_folder(name)
+    return folder is not None and is_head(folder, tensor_names(folder))
 
 
 def load_head(name: str, target: str) -> tuple[EagleHead, Tensor | None]:

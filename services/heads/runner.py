@@ -19,7 +19,7 @@ from services.heads.states import HeadStates
 __all__ = ["HEAD_CACHE_BYTES", "HeadEngine", "HeadRunner", "head_engine"]
 
 HEAD_CACHE_BYTES = 1 << 30
-"""Budget of the caches of a head's sessions."""
+"""Budget of the caches of what drafts in a target worker."""
 
 
 class HeadRunner:

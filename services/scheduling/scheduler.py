@@ -235,8 +235,9 @@ class Scheduler(ABC, Generic[TaskT]):
         for running, _ in batch:
             if not running.is_started:
                 running.is_started = True
-                running.timing.queue_us = int((now - running.task.arrived) * 1e6)
-                self.meter.waited(now - running.task.arrived)
+                waited_us = int((now - running.task.arrived) * 1e6) - running.timing.head_us
+                running.timing.queue_us = max(0, waited_us)
+                self.meter.waited(running.timing.queue_us * 1e-6)
         results = self._run_engine(batch)
         if results is None:
             return

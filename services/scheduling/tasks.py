@@ -217,7 +217,8 @@ class Prepared:
 class Timing:
     """Time spent on one block; see the proto WorkerTiming for each field.
 
-    `mask_us` is not sent: microseconds in which the masks of a grammar were computed, beside the forward.
+    Not sent: `mask_us`, microseconds in which the masks of a grammar were computed, beside the forward, and
+    `head_us`, those in which a head drafted for the blocks of the batch, before it.
     """
 
     queue_us: int = 0
@@ -229,6 +230,7 @@ class Timing:
     cached_tokens: int = 0
     batch_rows: int = 0
     mask_us: int = 0
+    head_us: int = 0
 
     def add(self, step: Timing) -> None:
         """Add one step that served the block."""

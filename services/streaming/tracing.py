@@ -89,6 +89,8 @@ class _BlockBundle:
             values[t.DRAFT_AHEAD_HIT] = is_hit or is_notice
         elif isinstance(outcome, Verdict):
             values[t.NEXT_ORIGIN] = outcome.next_origin.value
+        if timing.head_us:
+            values[t.HEAD_MS] = timing.head_us / 1e3
         if timing.mask_us:
             values[t.MASK_MS] = timing.mask_us / 1e3
         set_attributes(span, values)

@@ -7,36 +7,24 @@ does not attend to the tokens before. Without the feature of the last position b
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from gammaray.blocks import Shape
-from gammaray.types import Proposal, VerificationMethod
 from services.engine.core.errors import CacheFullError
 from services.engine.engine import SequenceInput
 from services.heads.runner import HeadEngine
 from services.scheduling.sessions import SessionCopy
-from services.speculation.calibration import Calibration
-from services.speculation.proposals import ProposalBuilder
 from services.speculation.session import Speculation
-from services.speculation.tree import Node
+from services.target.drafter import CHUNK, Drafting, LocalDrafter
 
 __all__ = ["HeadDrafter"]
 
-_log = logging.getLogger(__name__)
-
 MAX_FEATURES = 4096
 """Features of one session that wait for the head; the oldest are dropped."""
-
-CHUNK = 512
-"""Tokens of one session in one forward of the head."""
-
-TOP_K, WEIGHT_BITS = 64, 24
-"""Rejection: support of a distribution and bits of its weights' sum; nothing is sent, so both are large."""
 
 
 @dataclass(slots=True)
@@ -70,42 +58,27 @@ class _Features:
         return self.start + len(self.rows)
 
 
-@dataclass(slots=True, eq=False)
-class _Drafting:
-    """One proposal being drafted."""
-
-    session: SessionCopy
-    speculation: Speculation
-    reading: ProposalBuilder
-    nodes: list[Node] = field(default_factory=list)
-
-
-class HeadDrafter:
+class HeadDrafter(LocalDrafter):
     """Drafts for the sessions of a target with one head.
 
     Args:
         engine: Runs the head.
-        taps: The hidden states that `take` expects, by the ids of `Engine.tap`.
+        taps: The hidden states that it reads, by the ids of `Engine.tap`.
     """
 
     def __init__(self, engine: HeadEngine, taps: Sequence[int]) -> None:
-        self.engine, self.taps = engine, taps
-        self._reduced = engine.keep_reduced()
-        self._calibration = Calibration()
+        super().__init__(engine)
+        self._head, self.taps = engine, taps
         self._sessions: dict[str, _Features] = {}
 
     def take(self, session_id: str, start: int, states: Tensor) -> None:
-        """Keep the features of committed positions.
-
-        Args:
-            session_id: The session.
-            start: Position of the first.
-            states: The target's states [positions, taps, target_hidden_size].
-        """
-        rows = self.engine.fuse(states)
+        """Keep the features of committed positions."""
+        rows = self._head.fuse(states)
         held = self._sessions.get(session_id)
         if held is None:
-            self._sessions[session_id] = _Features(start, rows[-MAX_FEATURES:])
+            self._sessions[session_id] = _Features(
+                start + max(0, len(rows) - MAX_FEATURES), rows[-MAX_FEATURES:]
+            )
             return
         held.lowest = min(held.lowest, start)
         if held.start <= start <= held.end:
@@ -115,35 +88,10 @@ class HeadDrafter:
         held.start += max(0, len(rows) - MAX_FEATURES)
         held.rows = rows[-MAX_FEATURES:]
 
-    def drop(self, session_id: str) -> None:
-        """Forget a session."""
+    def _forget(self, session_id: str) -> None:
         self._sessions.pop(session_id, None)
-        self.engine.release(session_id)
 
-    def draft(self, asked: Sequence[tuple[SessionCopy, Shape, int]]) -> list[Proposal]:
-        """Return a proposal for each session, empty where features are missing or the head fails.
-
-        Args:
-            asked: Each session with the shape of its proposal and the number of its tokens that the target
-                has cached: the features of later positions are of other tokens.
-        """
-        try:
-            with torch.inference_mode():
-                return self._draft(asked)
-        except Exception:  # the target goes on without proposals
-            _log.exception("drafting for %d sessions failed", len(asked))
-            for session, _, _ in asked:
-                self.drop(session.session_id)
-            return [Proposal()] * len(asked)
-
-    def _draft(self, asked: Sequence[tuple[SessionCopy, Shape, int]]) -> list[Proposal]:
-        drafting = [self._begin(*one) for one in asked]
-        self._feed_committed([one for one in drafting if one is not None])
-        while open_ones := [one for one in drafting if one is not None and self._reads_on(one)]:
-            self._feed_nodes(open_ones)
-        return [Proposal() if one is None else one.reading.proposal() for one in drafting]
-
-    def _begin(self, session: SessionCopy, shape: Shape, num_valid: int) -> _Drafting | None:
+    def _begin(self, session: SessionCopy, shape: Shape, num_valid: int) -> Drafting | None:
         """Make the head's cache end before the tokens whose features are at hand."""
         held = self._sessions.get(session.session_id)
         if held is None:
@@ -151,26 +99,12 @@ class HeadDrafter:
         held.truncate(min(num_valid, len(session.tokens) - 1))
         if held.end != len(session.tokens) - 1 or not self._has_start(held, session):
             return None
-        if shape.is_tree and session.spec.method is not VerificationMethod.COUPLED:
-            shape = replace(shape, max_nodes=0)  # only coupled verification supports trees
         speculation = held.speculation
         if speculation is None or speculation.session is not session:
-            speculation = held.speculation = Speculation(
-                session,
-                max_context=self.engine.max_context,
-                top_k=TOP_K,
-                bits=WEIGHT_BITS,
-                calibration=self._calibration,
-                reduced=self._reduced,
-            )
+            speculation = held.speculation = self._speculate(session)
         speculation.note_outcome()
         speculation.begin()
-        if not speculation.has_noise:
-            return None
-        reading = speculation.read(speculation.tree.root, shape)
-        if reading is None:
-            return None
-        return _Drafting(session, speculation, reading)
+        return self._read(speculation, shape)
 
     def _has_start(self, held: _Features, session: SessionCopy) -> bool:
         """Find out how much of the head's cache is valid; begin a new one if features between are missing."""
@@ -190,7 +124,7 @@ class HeadDrafter:
         held.fed, held.lowest = fed, len(tokens)
         return fed < len(tokens)
 
-    def _feed_committed(self, drafting: Sequence[_Drafting]) -> None:
+    def _feed_committed(self, drafting: Sequence[Drafting]) -> None:
         """Feed the committed tokens with their features, in chunks, and open the roots."""
         waiting = list(drafting)
         while waiting:
@@ -219,20 +153,3 @@ class HeadDrafter:
                     held = self._sessions[one.session.session_id]
                     held.start, held.rows = held.end - 1, held.rows[-1:]  # in case the block is repeated
             waiting = [one for one in waiting if one not in done]
-
-    def _reads_on(self, one: _Drafting) -> bool:
-        """Read as far as there are predictions; whether nodes must be fed to read further."""
-        one.nodes = one.reading.go_on()[:CHUNK]
-        if not one.nodes:
-            one.speculation.sent = one.reading
-        return bool(one.nodes)
-
-    def _feed_nodes(self, drafting: Sequence[_Drafting]) -> None:
-        one, count = drafting[0], drafting[0].reading.run_length
-        if len(drafting) == 1 and count > 1 and one.speculation.can_run(self.engine, one.nodes):
-            token_ids, logits = one.speculation.run(self.engine, one.nodes[0], count)
-            one.speculation.open_run(self.engine, one.nodes[0], token_ids, logits)
-            return
-        feeds = [one.speculation.feed(one.nodes) for one in drafting]
-        for one, logits in zip(drafting, self.engine.step(feeds), strict=True):
-            one.speculation.open(self.engine, one.nodes, logits)

@@ -22,7 +22,7 @@ from services.scheduling.planning import Limits, Running
 from services.scheduling.scheduler import Scheduler
 from services.scheduling.sessions import SessionCopy
 from services.scheduling.tasks import VerifyTask
-from services.target.heads import HeadDrafter
+from services.target.drafter import LocalDrafter
 from services.target.prompt_scores import PromptScores
 from services.target.verification import verify
 
@@ -67,11 +67,11 @@ class TargetScheduler(Scheduler[VerifyTask]):
         engine: Engine,
         limits: Limits,
         grammars: Grammars | None = None,
-        head: HeadDrafter | None = None,
+        head: LocalDrafter | None = None,
     ) -> None:
         super().__init__(engine, limits, grammars=grammars)
         self._head = head
-        if head is not None:
+        if head is not None and head.taps:
             engine.tap(head.taps)
         self._mask_thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
 
@@ -98,7 +98,11 @@ class TargetScheduler(Scheduler[VerifyTask]):
             num_cached = self.engine.length(running.session.session_id)
             asked.append((running.session, running.task.head, num_cached))
             running.must_draft = False
-        for running, proposal in zip(drafting, self._head.draft(asked), strict=True):
+        began = time.perf_counter()
+        proposals = self._head.draft(asked)
+        took_us = int((time.perf_counter() - began) * 1e6)
+        for running, proposal in zip(drafting, proposals, strict=True):
+            running.timing.head_us = took_us
             if len(proposal) < self.limits.max_batch_tokens:
                 running.propose(proposal)
 
@@ -113,7 +117,7 @@ class TargetScheduler(Scheduler[VerifyTask]):
             logits = super()._step(batch)
         finally:
             wait(masks)  # the engine's thread may change the sessions from here on
-        if self._head is not None:
+        if self._head is not None and self._head.taps:
             for (running, feed), states in zip(batch, self.engine.taps, strict=True):
                 self._note_states(running, feed, states)
         return logits

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from contextlib import aclosing
+from pathlib import Path
 
 import pytest
+from head_helpers import bigram_head
 from redis_helpers import running_redis
 from service_helpers import PROMPTS, running, tokens_of
 from tracing_helpers import exporting_worker
@@ -15,9 +17,10 @@ from workers_helpers import Link, verify_block
 from benchmarks.otlp_receiver import receiving
 from gammaray.errors import UnavailableError
 from gammaray.telemetry import names as t
-from gammaray.types import GammaPolicy, GenerationRequest, SamplingParams
+from gammaray.types import DrafterKind, GammaPolicy, GenerationRequest, SamplingParams
 from gammaray.v1 import types_pb2
 from orchestrator.access.caller import Caller
+from services.demo_pair import TARGET_DIR
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
@@ -35,13 +38,14 @@ REQUEST = GenerationRequest(
 )
 
 
-async def test_every_attribute_of_the_catalogue_is_emitted(monkeypatch):
+async def test_every_attribute_of_the_catalogue_is_emitted(monkeypatch, tmp_path):
     with running_redis() as redis, receiving() as (endpoint, receiver):
         for name, value in _environment(endpoint).items():
             monkeypatch.setenv(name, value)
         with exporting_worker("draft", {}) as (_, draft), exporting_worker("target", {}) as (_, survivor):
             await _survive_a_target_and_resume(redis, survivor, draft)
             await _follow_a_grammar(redis, survivor, draft)
+            await _draft_by_a_head(redis, tmp_path)
             await _ask_without_the_tokens(survivor)
             await _fail(redis)
             try:
@@ -87,6 +91,15 @@ async def _follow_a_grammar(redis, target, draft):
     async with running(redis, target, draft) as orchestrator:
         async for _ in orchestrator.generate(request, Caller(traceparent=SAMPLED)):
             pass
+
+
+async def _draft_by_a_head(redis, folder):
+    head = bigram_head(folder / "head", Path(TARGET_DIR))
+    request = dataclasses.replace(REQUEST, session_id="", drafter=DrafterKind.HEAD)
+    with exporting_worker("target", {"GAMMARAY_HEAD": str(head)}) as (_, target):
+        async with running(redis, target, "") as orchestrator:
+            async for _ in orchestrator.generate(request, Caller(traceparent=SAMPLED)):
+                pass
 
 
 async def _ask_without_the_tokens(target):

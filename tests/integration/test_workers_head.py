@@ -12,7 +12,7 @@ from engine_helpers import random_tokens, tiny_model
 from head_helpers import DATA, bigram_head, bigram_target, changed
 from workers_helpers import Driver, running, verify_block
 
-from gammaray.errors import InvalidArgumentError
+from gammaray.errors import InvalidArgumentError, NotFoundError
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from gammaray.v1 import target_service_pb2 as pb
 from gammaray.wire.blocks import proposal_from_proto, proposal_to_proto
@@ -71,11 +71,12 @@ def random_target(tmp_path_factory):
     return tiny_model("llama", tmp_path_factory.mktemp("target"), seed=3)
 
 
-@pytest.fixture(scope="module")
-def bigrams(tmp_path_factory):
+@pytest.fixture(scope="module", params=["head", "draft model"])
+def bigrams(request, tmp_path_factory):
+    """A target, and what predicts it exactly: a head, or a draft model with the same weights."""
     folder = tmp_path_factory.mktemp("bigrams")
     target = bigram_target(folder / "target")
-    return target, bigram_head(folder / "head", target)
+    return target, bigram_head(folder / "head", target) if request.param == "head" else target
 
 
 def params(temperature, **others):
@@ -112,7 +113,10 @@ async def test_exact_head_is_accepted_in_every_cycle_but_the_first(bigrams, temp
         assert await one.generate(COUNT) == await plain(link, made)
         fewest = 1 + -(-(COUNT - 1) // 5)
         # At a temperature a tree prefers a likely second choice to an unlikely deep one.
-        assert one.cycles == fewest if not shape or temperature == 0 else fewest <= one.cycles < 1.3 * fewest
+        # A draft model needs no hidden states, and drafts in the first cycle, too.
+        assert (
+            fewest - 1 <= one.cycles <= fewest if not shape or temperature == 0 else one.cycles < 1.3 * fewest
+        )
 
 
 @pytest.mark.parametrize("method", [REJECTION, BLOCK, NAIVE])
@@ -131,7 +135,7 @@ async def test_penalties_and_masks_apply_to_the_head(bigrams):
     async with running("target", target, head=str(head)) as (link, _):
         one = headed(link, made)
         assert await one.generate(COUNT) == await plain(link, made)
-        assert one.cycles == 1 + -(-(COUNT - 1) // 5)
+        assert one.cycles <= 1 + -(-(COUNT - 1) // 5)
 
 
 async def test_many_sessions_draft_in_one_batch(bigrams):
@@ -184,7 +188,7 @@ async def test_long_prompts_are_read_in_chunks(bigrams):
     async with running("target", target, head=str(head), prefill_chunk=16) as (link, _):
         one = Headed(link, None, random_tokens(180, seed=9), params(0.0), gamma=4, session_id="long")
         await one.generate(30)
-        assert one.cycles == 1 + -(-29 // 5)
+        assert one.cycles <= 1 + -(-29 // 5)
 
 
 async def test_proposal_beside_a_draft_of_the_head_is_refused(bigrams):
@@ -205,12 +209,16 @@ async def test_worker_without_a_head_verifies_nothing(bigrams):
         assert (await link.info()).head == ""
 
 
-async def test_head_that_does_not_fit_stops_the_start(bigrams, tmp_path):
-    target, _ = bigrams
+async def test_head_that_does_not_fit_stops_the_start(random_target, tmp_path):
+    target = random_target
     folder = changed("llama", tmp_path, config=lambda stored: {**stored, "norm_after": True})
     with pytest.raises(UnsupportedModelError, match="'norm_after' is not known"):
         async with running("target", target, head=str(folder)):
             pass
-    with pytest.raises((UnsupportedModelError, InvalidArgumentError)):
+    with pytest.raises((UnsupportedModelError, NotFoundError)):
         async with running("target", target, head=str(tmp_path / "absent")):
+            pass
+    other = tiny_model("llama", tmp_path, vocab_size=50)
+    with pytest.raises(InvalidArgumentError, match=r"head: got .* an ordinary draft model"):
+        async with running("target", target, head=str(other)):
             pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from cycle_helpers import (
@@ -16,9 +17,16 @@ from cycle_helpers import (
     run_to_end,
 )
 
-from gammaray.blocks import Verdict
+from gammaray.blocks import Shape, Verdict
 from gammaray.errors import DeadlineExceededError, InternalError, InvalidArgumentError, UnavailableError
-from gammaray.types import FinishReason, Proposal, SparseDistribution, TokenOrigin, VerificationMethod
+from gammaray.types import (
+    DrafterKind,
+    FinishReason,
+    Proposal,
+    SparseDistribution,
+    TokenOrigin,
+    VerificationMethod,
+)
 from orchestrator.cycle.run import run_cycle
 
 ACCEPTED, CORRECTION, BONUS = TokenOrigin.ACCEPTED, TokenOrigin.CORRECTION, TokenOrigin.BONUS
@@ -273,3 +281,64 @@ async def test_cycle_output_does_not_depend_on_the_drafter():
         assert session.finish_reason == plain.finish_reason
         assert "".join(c.text for c in cycles) == "".join(c.text for c in plain_cycles)
         assert len(session.token_ids) - len(PROMPT) == sum(len(c.token_ids) for c in cycles)
+
+
+class HeadedTarget(ScriptedTarget):
+    """A target whose head drafts the same tokens in every cycle."""
+
+    def __init__(self, tokens, drafted):
+        super().__init__(tokens)
+        self.drafted, self.asked = drafted, []
+
+    async def verify(self, session, proposal, drafts=None):
+        self.asked.append(drafts)
+        if drafts is None:
+            return await super().verify(session, proposal)
+        assert not proposal
+        verdict = await super().verify(session, self.drafted or Proposal())
+        return replace(verdict, drafted=self.drafted)
+
+
+async def headed_cycle(drafted, depth=3, nodes=0):
+    class Heads(ConstantGamma):
+        def next_shape(self):
+            return Shape(depth, nodes, drafter=DrafterKind.HEAD)
+
+    target, session, drafter = HeadedTarget(TOKENS, drafted), make_session(), FunctionDrafter(None)
+    cycle = await run_cycle(session, drafter, target, Heads(depth))
+    assert drafter.gammas == []
+    return cycle, target
+
+
+@pytest.mark.parametrize(
+    ("drafted", "emitted", "kind"),
+    [
+        (Proposal((3, 4, 9)), (3, 4, 5), DrafterKind.HEAD),
+        (Proposal((9, 3, 4), (-1, -1, 1)), (3, 4, 5), DrafterKind.HEAD),
+        (Proposal(), (3,), DrafterKind.NONE),
+        (None, (3,), DrafterKind.NONE),
+    ],
+)
+async def test_cycle_of_a_head_is_one_call_to_the_target(drafted, emitted, kind):
+    cycle, target = await headed_cycle(drafted, nodes=4)
+    assert (cycle.token_ids, cycle.drafter) == (emitted, kind)
+    assert cycle.num_drafted == len(drafted or ())
+    assert [shape.depth for shape in target.asked] == [3]
+    assert not cycle.draft_failed
+    assert cycle.gamma == 3
+
+
+@pytest.mark.parametrize("drafted", [Proposal((3, 4, 5, 6)), Proposal((3, 9, 8, 7, 6), (-1,) * 5)])
+async def test_cycle_head_that_drafts_more_than_it_was_asked_for_is_an_internal_error(drafted):
+    with pytest.raises(InternalError, match="asked for"):
+        await headed_cycle(drafted, nodes=4)
+
+
+async def test_cycle_of_a_head_never_drafts_past_the_end():
+    class Heads(ConstantGamma):
+        def next_shape(self):
+            return Shape(4, drafter=DrafterKind.HEAD)
+
+    target, session = HeadedTarget(TOKENS, None), make_session(max_tokens=3)
+    await run_cycle(session, FunctionDrafter(None), target, Heads(4))
+    assert target.asked[0].depth == 2

@@ -14,6 +14,7 @@ from gammaray.blocks import Shape
 from gammaray.errors import UnavailableError
 from gammaray.types import DrafterKind, Proposal
 from orchestrator.drafting.choice import AdaptiveChoice, FixedChoice
+from orchestrator.drafting.head import TargetHead
 from orchestrator.drafting.matches import Match
 from orchestrator.drafting.session_drafter import SessionDrafter
 from orchestrator.drafting.text_gamma import TextGamma
@@ -205,3 +206,30 @@ async def test_proposal_is_that_of_the_named_drafter_within_the_depth(kind):
     proposal = await drafter.propose(session, Shape(2, drafter=kind))
     assert (proposal.token_ids, proposal.drafter, proposal.is_fallback) == ((0, 1), kind, False)
     assert await drafter.propose(session, Shape(2, drafter=DrafterKind.PREDICTION)) == Proposal()
+
+
+@pytest.mark.parametrize(
+    ("has_head", "emitted", "expected"),
+    [(False, 0, Readiness.ABSENT), (True, 0, Readiness.READING), (True, 1, Readiness.READY)],
+)
+def test_head_is_ready_once_the_target_has_read_the_prompt(has_head, emitted, expected):
+    session = make_session()
+    session.has_head = has_head
+    session.token_ids += [1] * emitted
+    assert TargetHead().prepare(session) is expected
+
+
+def test_head_and_matches_compete():
+    costs = CostModel(random.Random(1))
+    session = make_session()
+    session.has_head = True
+    session.token_ids.append(1)
+    drafter = SessionDrafter(TargetHead(), [Finds()], TEXT_DEPTH)
+    model = AdaptiveGamma(8, costs, drafter=DrafterKind.HEAD)
+    choice = AdaptiveChoice(session, drafter, MODEL, model, TextGamma(TEXT_DEPTH, costs, 0.0), costs)
+    assert choice.next_shape().drafter in (DrafterKind.HEAD, SUFFIX)
+    fixed = FixedChoice(session, drafter, MODEL, FixedGamma(3, costs, drafter=DrafterKind.HEAD))
+    assert (fixed.next_shape().depth, fixed.next_shape().drafter) == (3, DrafterKind.HEAD)
+    session.has_head = False  # the session has moved to a worker without one
+    assert fixed.next_shape().drafter is SUFFIX
+    assert fixed.next_shape().is_fallback

@@ -1,0 +1,149 @@
+"""Drafting in the target worker: by a head on the target's hidden states, or by a small draft model.
+
+A draft worker would add the way of a message to each proposal. Nothing here may make a verification fail: if
+drafting fails, the target goes on without proposals.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from gammaray.blocks import Shape
+from gammaray.types import Proposal, VerificationMethod
+from services.engine.engine import Engine
+from services.scheduling.sessions import SessionCopy
+from services.speculation.calibration import Calibration
+from services.speculation.proposals import ProposalBuilder
+from services.speculation.session import Speculation
+from services.speculation.tree import Node
+
+__all__ = ["CHUNK", "Drafting", "LocalDrafter"]
+
+_log = logging.getLogger(__name__)
+
+CHUNK = 512
+"""Tokens of one session in one forward of the drafter."""
+
+TOP_K, WEIGHT_BITS = 64, 24
+"""Rejection: support of a distribution and bits of its weights' sum; nothing is sent, so both are large."""
+
+
+@dataclass(slots=True, eq=False)
+class Drafting:
+    """One proposal being drafted."""
+
+    session: SessionCopy
+    speculation: Speculation
+    reading: ProposalBuilder
+    nodes: list[Node] = field(default_factory=list)
+
+
+class LocalDrafter(ABC):
+    """Drafts for the sessions of a target in its own process.
+
+    Args:
+        engine: Runs the drafter.
+
+    Attributes:
+        taps: The hidden states of the target that `take` expects, by the ids of `Engine.tap`.
+    """
+
+    taps: Sequence[int] = ()
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._reduced = engine.keep_reduced()
+        self._calibration = Calibration()
+
+    @abstractmethod
+    def _begin(self, session: SessionCopy, shape: Shape, num_valid: int) -> Drafting | None:
+        """Begin a proposal; None if there can be none. `num_valid` is as for `draft`."""
+
+    @abstractmethod
+    def _feed_committed(self, drafting: Sequence[Drafting]) -> None:
+        """Feed the committed tokens that the drafter lacks, and open the roots."""
+
+    @abstractmethod
+    def _forget(self, session_id: str) -> None:
+        """Drop what is kept of a session besides its cache."""
+
+    def take(self, session_id: str, start: int, states: Tensor) -> None:  # noqa: B027 - many need none
+        """Keep the hidden states of committed positions; only called where there are `taps`.
+
+        Args:
+            session_id: The session.
+            start: Position of the first.
+            states: The target's states [positions, taps, hidden_size].
+        """
+
+    def drop(self, session_id: str) -> None:
+        """Forget a session."""
+        self._forget(session_id)
+        self.engine.release(session_id)
+
+    def draft(self, asked: Sequence[tuple[SessionCopy, Shape, int]]) -> list[Proposal]:
+        """Return a proposal for each session, empty where there can be none or the drafter fails.
+
+        Args:
+            asked: Each session with the shape of its proposal and the number of its tokens that the target
+                has cached: what is known of later positions is of other tokens.
+        """
+        try:
+            with torch.inference_mode():
+                return self._draft(asked)
+        except Exception:  # the target goes on without proposals
+            _log.exception("drafting for %d sessions failed", len(asked))
+            for session, _, _ in asked:
+                self.drop(session.session_id)
+            return [Proposal()] * len(asked)
+
+    def _draft(self, asked: Sequence[tuple[SessionCopy, Shape, int]]) -> list[Proposal]:
+        drafting = [self._begin(*one) for one in asked]
+        self._feed_committed([one for one in drafting if one is not None])
+        while open_ones := [one for one in drafting if one is not None and self._reads_on(one)]:
+            self._feed_nodes(open_ones)
+        return [Proposal() if one is None else one.reading.proposal() for one in drafting]
+
+    def _speculate(self, session: SessionCopy) -> Speculation:
+        """Return a new tree for a session."""
+        return Speculation(
+            session,
+            max_context=self.engine.max_context,
+            top_k=TOP_K,
+            bits=WEIGHT_BITS,
+            calibration=self._calibration,
+            reduced=self._reduced,
+        )
+
+    def _read(self, speculation: Speculation, shape: Shape) -> Drafting | None:
+        """Begin to read a proposal below the tree's root."""
+        session = speculation.session
+        if not speculation.has_noise:
+            return None
+        if shape.is_tree and session.spec.method is not VerificationMethod.COUPLED:
+            shape = replace(shape, max_nodes=0)  # only coupled verification supports trees
+        reading = speculation.read(speculation.tree.root, shape)
+        return None if reading is None else Drafting(session, speculation, reading)
+
+    def _reads_on(self, one: Drafting) -> bool:
+        """Read as far as there are predictions; whether nodes must be fed to read further."""
+        one.nodes = one.reading.go_on()[:CHUNK]
+        if not one.nodes:
+            one.speculation.sent = one.reading
+        return bool(one.nodes)
+
+    def _feed_nodes(self, drafting: Sequence[Drafting]) -> None:
+        one, count = drafting[0], drafting[0].reading.run_length
+        if len(drafting) == 1 and count > 1 and one.speculation.can_run(self.engine, one.nodes):
+            token_ids, logits = one.speculation.run(self.engine, one.nodes[0], count)
+            one.speculation.open_run(self.engine, one.nodes[0], token_ids, logits)
+            return
+        feeds = [one.speculation.feed(one.nodes) for one in drafting]
+        for one, logits in zip(drafting, self.engine.step(feeds), strict=True):
+            one.speculation.open(self.engine, one.nodes, logits)
