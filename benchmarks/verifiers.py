@@ -33,7 +33,7 @@ from typing import Any, TypeAlias
 
 import torch
 from rich.console import Console
-from services.draft.predictions import quantise
+from services.speculation.predictions import quantise
 from torch import Tensor
 
 from benchmarks.drafters.compare import texts_for
