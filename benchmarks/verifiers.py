@@ -33,7 +33,6 @@ from typing import Any, TypeAlias
 
 import torch
 from rich.console import Console
-from services.speculation.predictions import quantise
 from torch import Tensor
 
 from benchmarks.drafters.compare import texts_for
@@ -56,6 +55,7 @@ from services.engine.engine import Engine
 from services.engine.loader import load_engine
 from services.engine.sampling.logits import processed_log_probs
 from services.qualify.loop import Ask, MeasuredCycle, Pair, draft_scheduler, target_scheduler
+from services.speculation.predictions import quantise
 
 __all__ = ["CHAINS", "Position", "Tree", "accepted_depths", "best_tree", "record", "tokens_per_cycle"]
 
