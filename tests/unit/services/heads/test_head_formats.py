@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from gammaray.errors import NotFoundError
+from gammaray.errors import InvalidArgumentError, NotFoundError
 from services.engine.core.drafter import NOT_DRAFTED
 from services.engine.core.errors import UnsupportedModelError
 from services.engine.engine import SequenceInput
@@ -59,6 +59,21 @@ def test_logits_are_those_of_the_library(variant, fast_kernels, target):
         for step in (1, 2):
             (made,) = engine.step([feed(engine, "s", row + 1 + step, [token_ids[row + step]])])
             torch.testing.assert_close(made[0, target_ids], logits[step, row], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_quantised_heads_are_near_the_stored_ones(weights, target):
+    states, token_ids, _ = expected_of(DATA / "llama")
+    rows = []
+    for kind in ("auto", weights):
+        engine, head, _ = engine_of(DATA / "llama", target, weights=kind)
+        engine.skip("s", [0])
+        rows += engine.step([feed(engine, "s", 1, token_ids, head.fuse(states))])
+    drafted = rows[0][0] != NOT_DRAFTED
+    difference = (rows[0] - rows[1])[:, drafted].abs()
+    assert 0 < difference.mean() < {"int8": 0.1, "int4": 1.0}[weights]
+    with pytest.raises(InvalidArgumentError, match="head_weights"):
+        engine_of(DATA / "llama", target, weights=weights, fast_kernels=False)
 
 
 @pytest.mark.parametrize("fault", ["feature", "state", "position"])
