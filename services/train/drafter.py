@@ -21,7 +21,7 @@ from gammaray.errors import FailedPreconditionError
 from services.train.batches import KEEP, MASK, Batch, build_batch
 from services.train.store import Sequence, disk, write_json
 
-__all__ = ["Drafter", "choose_vocabulary", "save_drafter"]
+__all__ = ["Drafter", "choose_vocabulary", "save_drafter", "write_drafter"]
 
 
 class Drafter(nn.Module):
@@ -165,6 +165,35 @@ def save_drafter(
     config["draft_vocab_size"] = len(ids)
     if drafter.depth > 1:
         config["pard_token"] = 0
+    return write_drafter(folder, weights, config, identity, name, card, _card(name, drafter, card))
+
+
+def write_drafter(
+    folder: Path,
+    weights: dict[str, Tensor],
+    config: dict[str, Any],
+    identity: dict[str, str],
+    name: str,
+    card: dict[str, Any],
+    text: str,
+) -> int:
+    """Write the directory of a drafter or head; files are replaced one by one, the weights first.
+
+    Args:
+        folder: The directory.
+        weights: Its tensors, on the CPU.
+        config: Its config.json.
+        identity: Fingerprints of the target and of its tokenizer.
+        name: The target's name.
+        card: The measurements.
+        text: Its README.
+
+    Returns:
+        Size of the weights in bytes.
+
+    Raises:
+        ResourceExhaustedError: The disk is full; what the directory held is intact.
+    """
     described = {
         "format": 1,
         "target": {"name": name, "fingerprint": identity["target"]},
@@ -182,7 +211,7 @@ def save_drafter(
         os.replace(temporary, folder / "model.safetensors")
         write_json(folder / "config.json", config)
         write_json(folder / "gammaray.json", described)
-        (folder / "README.md").write_text(_card(name, drafter, card), encoding="utf-8")
+        (folder / "README.md").write_text(text, encoding="utf-8")
     return (folder / "model.safetensors").stat().st_size
 
 

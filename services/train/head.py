@@ -8,7 +8,6 @@ place of the target's, as when it drafts.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,16 +15,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
 
 from gammaray.errors import FailedPreconditionError, InvalidArgumentError
 from services.heads.eagle import Attend, EagleConfig, EagleHead
 from services.heads.loading import load_head
-from services.train.drafter import Drafter
+from services.train.drafter import Drafter, write_drafter
 from services.train.states import StateStore
-from services.train.store import Sequence, disk, write_json
+from services.train.store import Sequence
 
 __all__ = ["AnyDrafter", "HeadBatch", "HeadDrafter", "save_head"]
 
@@ -364,25 +362,7 @@ def save_head(
             "verifier": {"name_or_path": name, "architectures": ["LlamaForCausalLM"]},
         },
     }
-    described = {
-        "format": 1,
-        "target": {"name": name, "fingerprint": identity["target"]},
-        "tokenizer": {"fingerprint": identity["tokenizer"]},
-        "measured": card,
-    }
-    with disk(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        temporary = folder / ".model.safetensors.new"
-        try:
-            save_file(weights, temporary, metadata={"format": "pt"})
-        except Exception as error:  # safetensors reports a full disk by an error class of its own
-            temporary.unlink(missing_ok=True)
-            raise OSError(f"model.safetensors: {error}") from error
-        os.replace(temporary, folder / "model.safetensors")
-        write_json(folder / "config.json", stored)
-        write_json(folder / "gammaray.json", described)
-        (folder / "README.md").write_text(_card(name, drafter, card), encoding="utf-8")
-    return (folder / "model.safetensors").stat().st_size
+    return write_drafter(folder, weights, stored, identity, name, card, _card(name, drafter, card))
 
 
 def _card(name: str, drafter: HeadDrafter, card: dict[str, Any]) -> str:
