@@ -55,5 +55,8 @@ def test_text_is_that_of_plain_decoding(tmp_path):
 
 
 def test_head_is_refused_where_there_is_none(cluster):
-    with Client(cluster.grpc) as client, pytest.raises(InvalidArgumentError, match="no target worker"):
-        client.complete(PROMPT, drafter="head")
+    with Client(cluster.grpc) as client:
+        client.wait_ready(60, roles=("target",))
+        client.complete(PROMPT, max_tokens=1)  # a target worker is connected from here on
+        with pytest.raises(InvalidArgumentError, match="no target worker"):
+            client.complete(PROMPT, drafter="head")
