@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gammaray.blocks import Shape
+from services.engine.core.session_cache import common_prefix
 from services.engine.engine import Engine, SequenceInput
 from services.scheduling.sessions import SessionCopy
 from services.speculation.session import Speculation
@@ -32,19 +33,12 @@ class ModelDrafter(LocalDrafter):
         if speculation is None or speculation.session is not session:
             speculation = self._speculations[session.session_id] = self._speculate(session)
         speculation.note_outcome()
-        if not speculation.follow(self.engine):
-            self._match(session)
+        # Cycles may have passed in which others drafted: `changed_from` says nothing about those.
+        same = common_prefix(list(self.engine.tokens(session.session_id)), session.tokens)
+        if same < speculation.tree.base or not speculation.follow(self.engine):
+            self.engine.truncate(session.session_id, min(same, len(session.tokens) - 1))
             speculation.begin()
         return self._read(speculation, shape)
-
-    def _match(self, session: SessionCopy) -> None:
-        """Drop cached tokens from the first one that is not the session's, and its last one."""
-        cached, tokens = self.engine.tokens(session.session_id), session.tokens
-        same, end = min(session.changed_from, len(cached)), min(len(cached), len(tokens) - 1)
-        same = min(same, end)
-        while same < end and cached[same] == tokens[same]:
-            same += 1
-        self.engine.truncate(session.session_id, same)
 
     def _feed_committed(self, drafting: Sequence[Drafting]) -> None:
         waiting = [one for one in drafting if one.speculation.tree.root.prediction is None]

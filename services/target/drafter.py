@@ -73,14 +73,22 @@ class LocalDrafter(ABC):
     def _forget(self, session_id: str) -> None:
         """Drop what is kept of a session besides its cache."""
 
-    def take(self, session_id: str, start: int, states: Tensor) -> None:  # noqa: B027 - many need none
-        """Keep the hidden states of committed positions; only called where there are `taps`.
+    def take(self, session_id: str, start: int, states: Tensor) -> None:
+        """Keep the hidden states of committed positions; where that fails, the session is forgotten.
 
         Args:
             session_id: The session.
             start: Position of the first.
             states: The target's states [positions, taps, hidden_size].
         """
+        try:
+            self._take(session_id, start, states)
+        except Exception:  # the target goes on without proposals
+            _log.exception("keeping the hidden states of session %s failed", session_id)
+            self.drop(session_id)
+
+    def _take(self, session_id: str, start: int, states: Tensor) -> None:  # noqa: B027 - only heads need them
+        """Keep hidden states, see `take`."""
 
     def drop(self, session_id: str) -> None:
         """Forget a session."""

@@ -71,8 +71,7 @@ class HeadDrafter(LocalDrafter):
         self._head, self.taps = engine, taps
         self._sessions: dict[str, _Features] = {}
 
-    def take(self, session_id: str, start: int, states: Tensor) -> None:
-        """Keep the features of committed positions."""
+    def _take(self, session_id: str, start: int, states: Tensor) -> None:
         rows = self._head.fuse(states)
         held = self._sessions.get(session_id)
         if held is None:

@@ -42,11 +42,12 @@ class Headed(Driver):
             await self.run_cycle()
         return self.tokens[len(self.prompt) :][:count]
 
-    async def run_cycle(self) -> None:
+    async def run_cycle(self) -> Proposal | None:
+        """Run a cycle; return what the head proposed, None if it was not asked."""
         self.cycles += 1
         if self.cycles % self.every:
             await self.verify(Proposal((5, 6)))
-            return
+            return None
         head = pb.HeadDraft(gamma=self.gamma, max_nodes=self.max_nodes)
         result = await self._feed(self.target, pb.VerifyBlock, head=head)
         assert result.WhichOneof("outcome") == "verdict", result
@@ -56,6 +57,7 @@ class Headed(Driver):
         self.accepted += len(result.verdict.accepted_path)
         self.tokens += [proposal.token_ids[node] for node in result.verdict.accepted_path]
         self.tokens.append(result.verdict.next_token_id)
+        return proposal
 
     async def verify(self, proposal: Proposal) -> Any:
         """Verify another drafter's proposal; the worker keeps the hidden states."""
@@ -189,6 +191,27 @@ async def test_long_prompts_are_read_in_chunks(bigrams):
         one = Headed(link, None, random_tokens(180, seed=9), params(0.0), gamma=4, session_id="long")
         await one.generate(30)
         assert one.cycles <= 1 + -(-29 // 5)
+
+
+@pytest.mark.parametrize("kind", ["draft model", "llama", "qwen3"])
+async def test_proposals_depend_on_the_committed_tokens_only(random_target, tmp_path, kind):
+    """Whatever was drafted and refused, and whatever others proposed, a fresh session drafts the same."""
+    head = tiny_model("llama", tmp_path, seed=8) if kind == "draft model" else DATA / kind
+    async with running("target", random_target, head=str(head), deterministic=True) as (link, _):
+        for every in (1, 2, 3):
+            one = headed(link, params(0.0), every=every)
+            one.tokens = list(PROMPT)
+            await one.verify(Proposal())
+            for number in range(24):
+                before = list(one.tokens)
+                proposal = await one.run_cycle()
+                if proposal is None:
+                    continue
+                fresh = headed(link, params(0.0))
+                fresh.tokens = before[:-1]
+                await fresh.verify(Proposal())  # a head needs the hidden states of a forward
+                assert fresh.tokens == before
+                assert await fresh.run_cycle() == proposal, (every, number)
 
 
 async def test_proposal_beside_a_draft_of_the_head_is_refused(bigrams):
