@@ -22,7 +22,7 @@ from services.scheduling.planning import Limits, Running
 from services.scheduling.scheduler import Scheduler
 from services.scheduling.sessions import SessionCopy
 from services.scheduling.tasks import VerifyTask
-from services.target.drafter import LocalDrafter
+from services.speculation.local_drafter import LocalDrafter
 from services.target.prompt_scores import PromptScores
 from services.target.verification import verify
 

@@ -28,11 +28,11 @@ from services.process.server import guarded
 from services.process.worker import Worker
 from services.scheduling.grammars import Grammars
 from services.scheduling.tasks import Reply, VerifyTask
+from services.speculation.head_drafter import HeadDrafter
+from services.speculation.local_drafter import LocalDrafter
 from services.streaming.messages import Model, describe, fill_result, task_fields
 from services.streaming.streams import Deliver, Streams
 from services.target.draft_model import ModelDrafter
-from services.target.drafter import LocalDrafter
-from services.target.heads import HeadDrafter
 from services.target.scheduler import TargetScheduler
 
 __all__ = ["TargetServicer", "TargetWorker"]
