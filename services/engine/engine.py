@@ -16,7 +16,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from services.engine.core.batch import Batch, SequenceInput, plan_batch
+from gammaray.errors import InvalidArgumentError
+from services.engine.core.batch import Batch, SequenceInput, Taps, plan_batch
 from services.engine.core.drafter import DraftFormat
 from services.engine.core.errors import CacheGapError
 from services.engine.core.kv_cache import CacheStats, CacheStore, Source
@@ -28,8 +29,17 @@ __all__ = ["Engine", "Runner", "SequenceInput"]
 class Runner(Protocol):
     """Computes one packed forward."""
 
+    @property
+    def hidden_size(self) -> int:
+        """Length of a hidden state."""
+        ...
+
+    def tap_obstacle(self) -> str:
+        """Return why hidden states cannot be recorded; empty if they can."""
+        ...
+
     def forward(self, batch: Batch) -> Tensor:
-        """Return the requested rows' logits [rows, vocab_size] in float32 and fill the new slots."""
+        """Return the requested rows' logits [rows, vocab_size] in float32; fill the new slots and the taps."""
         ...
 
 
@@ -48,6 +58,9 @@ class Engine:
             or "none: " and the reason why transformers' layers are used.
         mask_token: Of a parallel draft model: the id, in [0, vocab_size], after which it predicts the token
             that follows in its place; else None.
+        taps: While layers are tapped, the hidden states of the last step: for each feed
+            [tokens, tapped layers, hidden_size] on `device`, of type `dtype`, which is float32 with the
+            compiled kernel. Later steps do not change them. Empty while none are tapped.
     """
 
     def __init__(
@@ -69,6 +82,8 @@ class Engine:
         self.dtype = store.shape.dtype
         self.runner = runner
         self.mask_token: int | None = None
+        self.taps: list[Tensor] = []
+        self._tapped: tuple[int, ...] = ()
         self._draft: DraftFormat | None = None
         self._chain_ids: Tensor | None = None
         self._has_all_tokens = True
@@ -89,6 +104,32 @@ class Engine:
         self._has_all_tokens = False
         return self._draft
 
+    @property
+    def hidden_size(self) -> int:
+        """Length of a hidden state."""
+        return self.runner.hidden_size
+
+    def tap(self, layers: Sequence[int]) -> None:
+        """From now on record in `taps` the hidden states of all tokens that a step feeds.
+
+        That includes tokens without logits: chunks of a prompt, and nodes of trees. Logits do not change.
+
+        Args:
+            layers: Ids in [0, num_layers], in any order, also repeated; empty to stop recording. Below
+                num_layers: the residual stream that enters this decoder layer, so 0 is the embedding as it
+                enters the first layer. num_layers: the last hidden state after the final norm, which the
+                head reads. transformers calls them `output_hidden_states[id]`.
+
+        Raises:
+            InvalidArgumentError: There is no such layer, or the hidden states of this model cannot be found.
+        """
+        for layer in layers:
+            if not isinstance(layer, int) or not 0 <= layer <= self.num_layers:
+                raise InvalidArgumentError("layers", layer, f"integers in [0, {self.num_layers}]")
+        if layers and (obstacle := self.runner.tap_obstacle()):
+            raise InvalidArgumentError("layers", list(layers), f"none: {obstacle}")
+        self.taps, self._tapped = [], tuple(layers)
+
     def step(
         self, feeds: Sequence[SequenceInput], within: AbstractContextManager[object] | None = None
     ) -> list[Tensor]:
@@ -106,11 +147,15 @@ class Engine:
             CacheGapError: A feed starts past its session's cache; nothing was changed.
             CacheFullError: The step does not fit the cache budget; nothing was changed.
         """
+        self.taps = []
         if not feeds:
             return []
         batch = self._plan(feeds)
+        batch.taps = self._new_taps(len(batch.token_ids))
         logits = self._run(batch, within or nullcontext())
         self._commit(feeds, batch)
+        if batch.taps is not None:
+            self.taps = list(batch.taps.states.split_with_sizes([s.count for s in batch.segments]))
         if len(feeds) == 1:
             return [logits]
         return list(logits.split_with_sizes([feed.num_logits for feed in feeds]))
@@ -130,6 +175,8 @@ class Engine:
         within: AbstractContextManager[object] | None = None,
     ) -> tuple[list[int], Tensor]:
         """Draft in one call: feed a token, then repeatedly the token with the largest score after the last.
+
+        It is for drafters: hidden states are not recorded, and `taps` is left as it is.
 
         Args:
             feed: A chain of which only the first token is used; it must request the logits of all tokens.
@@ -252,6 +299,12 @@ class Engine:
 
     def close(self) -> None:
         """End the processes that the engine started; only a parallel engine has any."""
+
+    def _new_taps(self, rows: int) -> Taps | None:
+        if not self._tapped:
+            return None
+        shape = (rows, len(self._tapped), self.hidden_size)
+        return Taps(self._tapped, torch.empty(shape, dtype=self.dtype, device=self.device))
 
     def _run(self, batch: Batch, within: AbstractContextManager[object]) -> Tensor:
         with torch.inference_mode(), within:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from services.engine.core.model import LoadedModel
 from services.engine.hf.attention import LayerInput, attend
 from services.engine.hf.deterministic import ROW_MULTIPLE, FixedRows
 from services.engine.hf.probe import ModelLayout, handling
+from services.engine.hf.taps import TapPoints, find_tap_points
 
 __all__ = ["TransformersRunner"]
 
@@ -29,13 +31,24 @@ class TransformersRunner:
     def __init__(self, loaded: LoadedModel, layout: ModelLayout, *, fixed_shapes: bool = False) -> None:
         self._module = loaded.module
         self._device = loaded.device
+        self._hidden_size: int = loaded.config.hidden_size
         self._layout = layout
         self._fixed_shapes = fixed_shapes
         parameters = inspect.signature(loaded.module.forward).parameters
         self._keeps_rows = "logits_to_keep" in parameters
+        self._tap_points = find_tap_points(loaded, layout)
+
+    @property
+    def hidden_size(self) -> int:
+        """Length of a hidden state."""
+        return self._hidden_size
+
+    def tap_obstacle(self) -> str:
+        """Return why hidden states cannot be recorded; empty if they can."""
+        return self._tap_points if isinstance(self._tap_points, str) else ""
 
     def forward(self, batch: Batch) -> Tensor:
-        """Return the logits [wanted rows, vocab_size] in float32; writes the new keys and values."""
+        """Return the logits [wanted rows, vocab_size] in float32; writes new keys and values, and the taps."""
         if self._fixed_shapes:
             return self._fixed_forward(batch)
         rows = batch.logit_rows
@@ -63,7 +76,7 @@ class TransformersRunner:
             layer = self._layout.layer_of[id(module)]
             return attend(batch, layer, given, fixed_shapes=self._fixed_shapes)
 
-        with handling(handler):
+        with handling(handler), self._recording(batch):
             output = self._module(
                 torch.tensor([token_ids], device=self._device),
                 position_ids=torch.tensor([positions], device=self._device),
@@ -72,3 +85,9 @@ class TransformersRunner:
             )
         logits: Tensor = output.logits[0, :, : self._layout.vocab_size]
         return logits.float()
+
+    def _recording(self, batch: Batch) -> AbstractContextManager[None]:
+        if batch.taps is None:
+            return nullcontext()
+        assert isinstance(self._tap_points, TapPoints)
+        return self._tap_points.recording(batch.taps)

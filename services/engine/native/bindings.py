@@ -88,6 +88,9 @@ class BatchArguments(Structure):
         ("sin", c_void_p),
         ("scratch", c_void_p),
         ("logits", c_void_p),
+        ("tap", c_void_p),
+        ("states", c_void_p),
+        ("taps", c_int32),
     )
 
 

@@ -94,6 +94,9 @@ typedef struct {
     const float *cos, *sin;     /* [positions, head_dim / 2] */
     float *scratch;             /* gr_scratch_size() numbers */
     float *logits;              /* [wanted, vocab] */
+    const int32_t *tap;         /* [taps]: layers whose input is recorded; `layers`: what the head reads */
+    float *states;              /* [rows, taps, hidden] */
+    int32_t taps;
 } gr_batch;
 
 INLINE vf splat(float value) { return value - (vf){}; }
@@ -338,7 +341,23 @@ EXPORT int64_t gr_scratch_size(const gr_model *m, int32_t rows, int32_t position
     return rows * per_row + attention_scratch(position);
 }
 
-/* Fills the rows' slots of the caches, and the logits of the wanted rows. */
+/* Records the rows `x` that enter a layer; after the last one, their norms. */
+static void record(const gr_model *m, const gr_batch *b, int layer, const float *x) {
+    int hidden = m->hidden;
+    for (int t = 0; t < b->taps; t++) {
+        if (b->tap[t] != layer) continue;
+        for (int r = 0; r < b->rows; r++) {
+            const float *row = x + (int64_t)r * hidden;
+            float *state = b->states + ((int64_t)r * b->taps + t) * hidden;
+            if (layer == m->layers)
+                rms_norm(row, m->last_norm, state, hidden, m->norm_eps);
+            else
+                memcpy(state, row, hidden * sizeof(float));
+        }
+    }
+}
+
+/* Fills the rows' slots of the caches, the logits of the wanted rows, and the tapped states of all rows. */
 EXPORT void gr_forward(const gr_model *m, const gr_batch *b) {
     int hidden = m->hidden, inner = m->intermediate, rows = b->rows;
     int width = (m->heads + 2 * m->kv_heads) * m->head_dim, mixed_width = m->heads * m->head_dim;
@@ -348,6 +367,7 @@ EXPORT void gr_forward(const gr_model *m, const gr_batch *b) {
     for (int r = 0; r < rows; r++) embed(m, b->token[r], x + (int64_t)r * hidden);
     for (int i = 0; i < m->layers; i++) {
         const gr_layer *layer = m->layer + i;
+        record(m, b, i, x);
         for (int r = 0; r < rows; r++)
             rms_norm(x + (int64_t)r * hidden, layer->attention_norm, h + (int64_t)r * hidden, hidden, m->norm_eps);
         product(&layer->qkv, rows, h, hidden, qkv, width, 0);
@@ -360,6 +380,7 @@ EXPORT void gr_forward(const gr_model *m, const gr_batch *b) {
         for (int r = 0; r < rows; r++) gate(gate_up + (int64_t)r * 2 * inner, inner);
         product(&layer->down, rows, gate_up, 2 * inner, x, hidden, 1);
     }
+    record(m, b, m->layers, x);
     for (int w = 0; w < b->wanted; w++)
         rms_norm(x + (int64_t)b->logit_row[w] * hidden, m->last_norm, h + (int64_t)w * hidden, hidden, m->norm_eps);
     product(&m->head, b->wanted, h, hidden, b->logits, m->head.outputs, 0);

@@ -29,8 +29,17 @@ class NativeRunner:
         self._scratch = torch.empty(0)
         self._cos, self._sin = model.rotation(1)
 
+    @property
+    def hidden_size(self) -> int:
+        """Length of a hidden state."""
+        return self.model.weights.hidden
+
+    def tap_obstacle(self) -> str:
+        """Return why hidden states cannot be recorded: nothing prevents it."""
+        return ""
+
     def forward(self, batch: Batch) -> Tensor:
-        """Return the logits [wanted rows, vocab_size] in float32; writes the new keys and values."""
+        """Return the logits [wanted rows, vocab_size] in float32; writes new keys and values, and the taps."""
         self._make_room(len(batch.token_ids), max(batch.positions))
         logits, _, arguments, _pointed_to = self._laid_out(batch)
         self.model.kernel.gr_forward(byref(self.model.weights), byref(arguments))
@@ -82,9 +91,10 @@ class NativeRunner:
                 for s in batch.segments
             )
         )
+        layers = () if batch.taps is None else batch.taps.layers
         # One array for all integers: few calls, and one owner to keep alive until the kernel returns.
         numbers = np.fromiter(
-            chain(batch.token_ids, batch.positions, num_chain, offsets, wanted, path), dtype=np.int32
+            chain(batch.token_ids, batch.positions, num_chain, offsets, wanted, path, layers), dtype=np.int32
         )
         at = numbers.ctypes.data
         arguments = BatchArguments(
@@ -102,6 +112,9 @@ class NativeRunner:
             self._sin.data_ptr(),
             self._scratch.data_ptr(),
             logits.data_ptr(),
+            at + 4 * (len(numbers) - len(layers)),
+            None if batch.taps is None else batch.taps.states.data_ptr(),
+            len(layers),
         )
         return logits, numbers, arguments, segments
 
