@@ -39,7 +39,7 @@ class Runner(Protocol):
         ...
 
     def forward(self, batch: Batch) -> Tensor:
-        """Return the requested rows' logits [rows, vocab_size] in float32; fill the new slots and the taps."""
+        """Return the requested rows' logits [rows, vocab_size] in float32; fill new slots and the taps."""
         ...
 
 

@@ -91,7 +91,7 @@ def run_forward(
     buffers: Buffers,
     tapped: Sequence[int] = (),
 ) -> None:
-    """Feed the rows of `tables`: new keys and values go to the caches, logits and tapped states to `buffers`."""
+    """Feed the rows of `tables`: keys and values go to the caches, logits and tapped states to `buffers`."""
     x, h, qkv, mixed, inner = buffers.x, buffers.h, buffers.qkv, buffers.mixed, buffers.inner
     x.copy_(F.embedding(tables.token, model.embedding))
     for index, layer in enumerate(model.layers):
@@ -203,7 +203,7 @@ class GraphRunner:
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
-        """Return the logits [wanted rows, vocab_size] in float32; writes new keys and values, and the taps.
+        """Return the logits [wanted rows, vocab_size] in float32; writes new keys, values and the taps.
 
         The next step overwrites the logits: callers keep a copy.
         """

@@ -48,7 +48,7 @@ class TransformersRunner:
         return self._tap_points if isinstance(self._tap_points, str) else ""
 
     def forward(self, batch: Batch) -> Tensor:
-        """Return the logits [wanted rows, vocab_size] in float32; writes new keys and values, and the taps."""
+        """Return the logits [wanted rows, vocab_size] in float32; writes new keys, values and the taps."""
         if self._fixed_shapes:
             return self._fixed_forward(batch)
         rows = batch.logit_rows

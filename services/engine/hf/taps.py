@@ -60,8 +60,9 @@ class TapPoints:
                 hooks.callback(hook.remove)
             yield
         if missing:
+            bypassed = [taps.layers[column] for column in sorted(missing)]
             raise UnsupportedModelError(
-                self.name, f"its forward bypasses the modules of the hidden states {sorted(missing)}"
+                self.name, f"its forward bypasses the modules of the hidden states {bypassed}"
             )
 
 

@@ -39,7 +39,7 @@ class NativeRunner:
         return ""
 
     def forward(self, batch: Batch) -> Tensor:
-        """Return the logits [wanted rows, vocab_size] in float32; writes new keys and values, and the taps."""
+        """Return the logits [wanted rows, vocab_size] in float32; writes new keys, values and the taps."""
         self._make_room(len(batch.token_ids), max(batch.positions))
         logits, _, arguments, _pointed_to = self._laid_out(batch)
         self.model.kernel.gr_forward(byref(self.model.weights), byref(arguments))
