@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -29,19 +30,18 @@ class TransformersRunner:
     """
 
     def __init__(self, loaded: LoadedModel, layout: ModelLayout, *, fixed_shapes: bool = False) -> None:
-        self._module = loaded.module
+        self._loaded, self._module = loaded, loaded.module
         self._device = loaded.device
-        self._hidden_size: int = loaded.config.hidden_size
         self._layout = layout
         self._fixed_shapes = fixed_shapes
         parameters = inspect.signature(loaded.module.forward).parameters
         self._keeps_rows = "logits_to_keep" in parameters
-        self._tap_points = find_tap_points(loaded, layout)
 
     @property
     def hidden_size(self) -> int:
         """Length of a hidden state."""
-        return self._hidden_size
+        size: int = self._loaded.config.hidden_size
+        return size
 
     def tap_obstacle(self) -> str:
         """Return why hidden states cannot be recorded; empty if they can."""
@@ -85,6 +85,10 @@ class TransformersRunner:
             )
         logits: Tensor = output.logits[0, :, : self._layout.vocab_size]
         return logits.float()
+
+    @cached_property
+    def _tap_points(self) -> TapPoints | str:
+        return find_tap_points(self._loaded, self._layout)
 
     def _recording(self, batch: Batch) -> AbstractContextManager[None]:
         if batch.taps is None:

@@ -71,12 +71,12 @@ def find_tap_points(loaded: LoadedModel, layout: ModelLayout) -> TapPoints | str
 
     The layers are the list of modules of which each contains the attention of one layer, in order.
     """
-    module = loaded.module
-    head = module.get_output_embeddings()
-    size, read = loaded.config.hidden_size, None if head is None else head.weight.shape[1]
-    if read != size:
-        return f"the head of {loaded.name} reads states of {read} numbers, its layers {size}"
-    for body in module.modules():
+    module: Any = loaded.module
+    head, size = module.get_output_embeddings(), loaded.config.hidden_size
+    if head is None or head.weight.shape[1] != size:
+        found = "no head" if head is None else f"a head that reads {head.weight.shape[1]} numbers"
+        return f"{loaded.name} has {found}, its layers pass on {size}"
+    for body in loaded.module.modules():
         for layers in body.children():
             if isinstance(layers, nn.ModuleList) and _attend_in_order(layers, layout):
                 return TapPoints(loaded.name, layers, body)

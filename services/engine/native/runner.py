@@ -32,7 +32,8 @@ class NativeRunner:
     @property
     def hidden_size(self) -> int:
         """Length of a hidden state."""
-        return self.model.weights.hidden
+        size: int = self.model.weights.hidden
+        return size
 
     def tap_obstacle(self) -> str:
         """Return why hidden states cannot be recorded: nothing prevents it."""

@@ -262,7 +262,7 @@ def test_tap_of_no_layer_is_refused(
 def test_tap_of_a_narrower_head_is_refused(tmp_path: Path) -> None:
     """OPT's smallest models project the last state: it has another length than those of the layers."""
     engine = load_engine(str(tiny_model("opt", tmp_path, word_embed_proj_dim=16)))
-    with pytest.raises(InvalidArgumentError, match="reads states of 16 numbers, its layers 32"):
+    with pytest.raises(InvalidArgumentError, match="a head that reads 16 numbers, its layers pass on 32"):
         engine.tap([1])
     engine.tap([])
     assert engine.step([SequenceInput("a", 0, [1, 2], 2)])[0].shape[0] == 2
