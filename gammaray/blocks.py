@@ -21,8 +21,8 @@ MAX_ANSWER_BYTES = 64 << 20
 """Largest frame that a worker writes and an orchestrator reads; a larger one closes the connection."""
 
 MAX_FEATURES, MAX_FEATURE_BYTES = 4096, 4 << 20
-"""Most rows and bytes of the features of one session that travel in a block or a result: half of the largest frame
-that a worker reads."""
+"""Most rows and bytes of the features of one session in a block or a result: half of the largest frame that a
+worker reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,8 @@ class Verdict:
         timing: Timing of the worker's step, set by the orchestrator; None if the worker did not report any.
         drafted: The proposal of the worker's head that was verified, without distributions; None if the head
             was not asked for one.
-        features: Features of the positions that this verification computed and accepted, for a head elsewhere.
+        features: Features of the positions that this verification computed and accepted, for a head
+            elsewhere; not set in the orchestrator.
     """
 
     accepted_path: tuple[int, ...]

@@ -138,20 +138,18 @@ def features_from_proto(message: pb.Features, end: int) -> Features:
         end: The position after the last row.
 
     Raises:
-        InvalidArgumentError: There are none or too many, the bytes do not match the rows, or they end elsewhere.
+        InvalidArgumentError: There are none or too many, their bytes do not match, or they end elsewhere.
     """
     count, width = message.count, message.width
     if not 1 <= count <= MAX_FEATURES:
         raise InvalidArgumentError("features.count", count, f"1 to {MAX_FEATURES}")
     if message.start + count != end:
         raise InvalidArgumentError("features", f"an end at {message.start + count}", f"an end at {end}")
-    for name, got, wanted in (
-        ("data", len(message.data), count * width),
-        ("scales", len(message.scales), 4 * count),
-    ):
-        if got != wanted or not got:
+    sizes = {"data": (len(message.data), count * width), "scales": (len(message.scales), 4 * count)}
+    for name, (size, wanted) in sizes.items():
+        if size != wanted or not size:
             allowed = f"{wanted} bytes for {count} rows of {width}"
-            raise InvalidArgumentError(f"features.{name}", f"{got} bytes", allowed)
+            raise InvalidArgumentError(f"features.{name}", f"{size} bytes", allowed)
     if len(message.data) + len(message.scales) > MAX_FEATURE_BYTES:
         got = f"{len(message.data) + len(message.scales)} bytes"
         raise InvalidArgumentError("features", got, f"at most {MAX_FEATURE_BYTES}")

@@ -32,7 +32,8 @@ def to_features(start: int, rows: Tensor) -> Features | None:
     scales = (rows.abs().amax(-1, keepdim=True) / _LARGEST).clamp_min(_LEAST_SCALE)
     values = (rows / scales).clamp(-_LARGEST, _LARGEST).to(_TYPE)
     data = values.view(torch.uint8).numpy().tobytes()
-    return Features(start, *rows.shape, data, scales.numpy().astype("<f4").tobytes())
+    count, width = rows.shape
+    return Features(start, count, width, data, scales.numpy().astype("<f4").tobytes())
 
 
 def read_features(features: Features, width: int) -> Tensor:

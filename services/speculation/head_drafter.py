@@ -1,9 +1,9 @@
 """Drafts with a head, from the hidden states of the forwards that the target runs anyway.
 
-The states of committed positions are kept as features until the head is fed the tokens after them: in the target
-worker as they are, on a draft worker as they came over the wire. They are a cache: where features are missing, as
-behind a shared prefix or after an eviction, the head starts later and does not attend to the tokens before.
-Without the feature of the last position but one there is no proposal.
+The states of committed positions are kept as features until the head is fed the tokens after them: in the
+target worker as they are, on a draft worker as they came over the wire. They are a cache: where features are
+missing, as behind a shared prefix or after an eviction, the head starts later and does not attend to the
+tokens before. Without the feature of the last position but one there is no proposal.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Drafting for several sessions in one call: by a head on the target's hidden states, or by a small draft model.
+"""Drafting for several sessions in one call: by a head on the target's hidden states, or by a small model.
 
 The target worker calls it before a verification, and a draft worker with a head for its blocks. Nothing here
 may make either fail: if drafting fails, the session goes on without proposals.
@@ -101,8 +101,8 @@ class LocalDrafter(ABC):
         """Return a proposal for each session, empty where there can be none or the drafter fails.
 
         Args:
-            asked: Each session with the shape of its proposal and the number of its tokens whose hidden states
-                may be known: what is known of later positions is of other tokens.
+            asked: Each session with the shape of its proposal and the number of its tokens whose hidden
+                states may be known: what is known of later positions is of other tokens.
         """
         try:
             with torch.inference_mode():
