@@ -555,9 +555,9 @@ class ClusterSettings(_ModelSettings):
     draft: Annotated[str, AfterValidator(check_draft)] = Field(
         DEMO_PAIR,
         min_length=1,
-        description="Draft model (an ordinary or a parallel one), early-exit:N for the target's first N "
-        "layers, or openai:URL of a server that drafts (llama.cpp, vLLM, SGLang, Ollama or gammaray); "
-        "without one, a target other than the demo pair's has no draft workers.",
+        description="Draft model (an ordinary or a parallel one), EAGLE head, early-exit:N for the target's "
+        "first N layers, or openai:URL of a server that drafts (llama.cpp, vLLM, SGLang, Ollama or "
+        "gammaray); without one, a target other than the demo pair's has no draft workers.",
     )
     draft_key_file: str = Field("", description=_DRAFT_KEY_FILE)
     draft_ca_file: str = Field("", description=_DRAFT_CA_FILE)
