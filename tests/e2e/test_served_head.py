@@ -72,7 +72,7 @@ def test_head_on_draft_workers_gets_features(tmp_path):
                     assert drafted.summary.fallback_cycles == 0
                 assert ids(run("model", "adaptive")) == ids(plain)
                 long = PROMPT * 8
-                drafted = run("model", 4, long, session_id=f"turns {temperature}", keep_cache_s=60.0)
+                drafted = run("model", 4, long)
                 assert ids(drafted) == ids(run("none", 0, long))
                 assert drafted.summary.model_cycles > 0
             cycles = client.session_trace(drafted.session_id)

@@ -19,7 +19,7 @@ from gammaray.types import DrafterKind, Proposal, SamplingParams, VerificationMe
 from orchestrator.cycle.run import run_cycle
 from orchestrator.cycle.session import Session
 from orchestrator.cycle.types import Cycle
-from orchestrator.workers.drafter import Readiness, RemoteDrafter
+from orchestrator.workers.drafter import LONG_CONTEXT, Readiness, RemoteDrafter
 from orchestrator.workers.fleet import Fleet
 from orchestrator.workers.session_client import session_spec
 from orchestrator.workers.verifier import RemoteVerifier
@@ -62,20 +62,16 @@ class Run:
         cycles = []
         while self.session.finish_reason is None:
             cycles.append(await self.cycle())
-            if self.drafter.reading is not None:
-                await self.drafter.reading
+            if len(cycles) > 1:  # the worker may be reading
+                await until_so(self._is_read)
         return cycles
+
+    async def _is_read(self) -> bool:
+        return self.session.features.count < LONG_CONTEXT
 
     @property
     def tokens(self) -> list[int]:
         return self.session.token_ids[len(self.session.prompt) :]
-
-
-class Drafter(RemoteDrafter):
-    @property
-    def reading(self) -> Any:
-        """The prefill that runs."""
-        return self._prefill
 
 
 def begin(fleet, temperature=0.0, prompt=PROMPT, count=COUNT, name=None, **options) -> Run:
@@ -84,7 +80,7 @@ def begin(fleet, temperature=0.0, prompt=PROMPT, count=COUNT, name=None, **optio
     method = VerificationMethod.COUPLED
     session = Session(name, tuple(prompt), params, method, count, NoText(), **{"epoch": 1, **options})
     spec = session_spec(session, frozenset(), shares_caches=True)
-    drafter = Drafter(fleet.drafts, spec, timeout_s=30.0, prefill_timeout_s=30.0, vocab_size=VOCAB)
+    drafter = RemoteDrafter(fleet.drafts, spec, timeout_s=30.0, prefill_timeout_s=30.0, vocab_size=VOCAB)
     return Run(session, drafter, RemoteVerifier(fleet.targets, spec, timeout_s=30.0, wait_s=30.0))
 
 
