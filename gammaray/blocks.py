@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from gammaray.types import DrafterKind, PromptLogprobs, Proposal, TokenOrigin
@@ -83,13 +84,33 @@ class Features:
 
     def after(self, start: int) -> Features:
         """Return the rows of the positions from `start` on."""
-        skipped = min(max(0, start - self.start), self.count)
+        return self._rows(min(max(0, start - self.start), self.count), self.count)
+
+    def before(self, end: int) -> Features:
+        """Return the rows of the positions before `end`."""
+        return self._rows(0, min(max(0, end - self.start), self.count))
+
+    @staticmethod
+    def joined(parts: Sequence[Features]) -> Features:
+        """Return features whose parts follow each other; at least one part, all of one width."""
+        first = parts[0]
+        if len(parts) == 1:
+            return first
         return Features(
-            self.start + skipped,
-            self.count - skipped,
+            first.start,
+            sum(part.count for part in parts),
+            first.width,
+            b"".join(part.data for part in parts),
+            b"".join(part.scales for part in parts),
+        )
+
+    def _rows(self, first: int, last: int) -> Features:
+        return Features(
+            self.start + first,
+            last - first,
             self.width,
-            self.data[skipped * self.width :],
-            self.scales[4 * skipped :],
+            self.data[first * self.width : last * self.width],
+            self.scales[4 * first : 4 * last],
         )
 
 

@@ -5,8 +5,6 @@ They are a cache: what is dropped here costs the draft worker's head some contex
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from gammaray.blocks import MAX_FEATURE_BYTES, MAX_FEATURES, Features
 
 __all__ = ["FeatureRelay"]
@@ -47,7 +45,7 @@ class FeatureRelay:
         self.end = features.end
         most = min(MAX_FEATURES, MAX_FEATURE_BYTES // (features.width + 4))
         if self.count > most:
-            waiting[:] = [_joined(waiting).after(self.end - most)]
+            waiting[:] = [Features.joined(waiting).after(self.end - most)]
 
     @property
     def count(self) -> int:
@@ -58,7 +56,7 @@ class FeatureRelay:
         """Return what waits to be sent; None if nothing does."""
         if not self._waiting:
             return None
-        self._waiting[:] = [_joined(self._waiting)]
+        self._waiting[:] = [Features.joined(self._waiting)]
         return self._waiting[0]
 
     def delivered(self, end: int) -> None:
@@ -71,14 +69,3 @@ class FeatureRelay:
     def drop(self) -> None:
         """Drop what waits: the draft worker refuses it."""
         self._waiting.clear()
-
-
-def _joined(parts: list[Features]) -> Features:
-    if len(parts) == 1:
-        return parts[0]
-    return replace(
-        parts[0],
-        count=sum(part.count for part in parts),
-        data=b"".join(part.data for part in parts),
-        scales=b"".join(part.scales for part in parts),
-    )

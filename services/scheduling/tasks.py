@@ -25,6 +25,9 @@ __all__ = [
     "VerifyTask",
 ]
 
+ID_BYTES = 32
+"""Memory of a token id as a Python integer in a list."""
+
 MAX_SESSION_ID = 256
 """Longest session id, in characters: the tenant's name plus the client's own id of at most 128."""
 
@@ -125,9 +128,15 @@ class Task:
         return False
 
     @property
+    def num_further_ids(self) -> int:
+        """How many token ids have the size of what else the task brings."""
+        return 0
+
+    @property
     def num_ids(self) -> int:
         """Number of token ids in the task."""
-        return len(self.context) + (0 if self.spec is None else self.spec.num_ids)
+        of_spec = 0 if self.spec is None else self.spec.num_ids
+        return len(self.context) + of_spec + self.num_further_ids
 
     def validate(self, vocab_size: int, max_context: int) -> None:
         """Check the fields that do not depend on the session's state.
@@ -190,6 +199,11 @@ class ProposeTask(Task):
     wants_ahead: bool = False
     is_notice: bool = False
     features: Features | None = None
+
+    @property
+    def num_further_ids(self) -> int:
+        """How many token ids have the size of the features."""
+        return 0 if self.features is None else self.features.num_bytes // ID_BYTES
 
     def validate(self, vocab_size: int, max_context: int) -> None:
         """Check the fields that do not depend on the session's state.

@@ -7,9 +7,8 @@ are a cache, for which nothing is computed again.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from gammaray.blocks import MAX_FEATURE_BYTES, Features
@@ -27,13 +26,11 @@ class BlockFeatures:
 
     Attributes:
         first: Features of earlier positions are not kept.
-        start: Position of the first row.
-        rows: [positions, width]; None before there are any.
+        parts: Consecutive features, in float8 from the start: many prompts may be read at once.
     """
 
     first: int
-    start: int = 0
-    rows: Tensor | None = None
+    parts: list[Features] = field(default_factory=list)
 
 
 class FeatureSource:
@@ -67,16 +64,15 @@ class FeatureSource:
         if skipped >= len(states):
             return
         start += skipped
+        made = None
         try:
-            rows = self._fusion(states[skipped:])
+            made = to_features(start, self._fusion(states[skipped:]))
         except Exception:  # the verification goes on
             _log.exception("making features of %d hidden states failed", len(states) - skipped)
-            block.rows = None
-            return
-        if block.rows is not None and block.start <= start <= block.start + len(block.rows):
-            rows = torch.cat([block.rows[: start - block.start], rows])
-            start = block.start
-        block.start, block.rows = start + max(0, len(rows) - self._window), rows[-self._window :]
+        parts = [part.before(start) for part in block.parts if part.start < start]
+        if made is None or (parts and parts[-1].end != start):
+            parts = []  # a gap: only what follows is of use
+        block.parts = parts if made is None else [*parts, made]
 
     def finish(self, block: BlockFeatures, end: int) -> Features | None:
         """Return the features of a verified block.
@@ -88,6 +84,6 @@ class FeatureSource:
         Returns:
             The features up to there; None if there are none, or they are not finite.
         """
-        if block.rows is None or block.start + len(block.rows) != end:
+        if not block.parts or block.parts[-1].end != end:
             return None
-        return to_features(block.start, block.rows)
+        return Features.joined(block.parts).after(end - self._window)

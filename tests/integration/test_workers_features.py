@@ -63,7 +63,7 @@ class Remote(Driver):
     async def propose(self) -> Proposal:
         fields: dict[str, Any] = {"gamma": self.gamma, "max_nodes": self.max_nodes}
         if self.kept:
-            self.sent.append(joined(self.kept))
+            self.sent.append(Features.joined(self.kept))
             fields["features"] = features_to_proto(self.sent[-1])
         result = await self._feed(self.draft, draft_pb.ProposeBlock, **fields)
         assert result.WhichOneof("outcome") == "proposal", result
@@ -92,16 +92,6 @@ class Remote(Driver):
             self.kept.append(found)
         self.tokens += [proposal.token_ids[node] for node in path]
         self.tokens.append(result.verdict.next_token_id)
-
-
-def joined(parts):
-    first = parts[0]
-    return replace(
-        first,
-        count=sum(part.count for part in parts),
-        data=b"".join(part.data for part in parts),
-        scales=b"".join(part.scales for part in parts),
-    )
 
 
 @asynccontextmanager
