@@ -63,7 +63,7 @@ class Run:
         while self.session.finish_reason is None:
             cycles.append(await self.cycle())
             if len(cycles) > 1:  # the worker may be reading
-                await until_so(self._is_read)
+                await until_so(self._is_read, 2.0)
         return cycles
 
     async def _is_read(self) -> bool:
