@@ -28,6 +28,7 @@ from gammaray.wire.blocks import (
 from services.draft import heads as draft_heads
 from services.heads.features import to_features
 from services.target import features as target_features
+from services.target import worker as target_worker
 
 pytestmark = pytest.mark.integration
 
@@ -421,3 +422,16 @@ async def test_heads_that_do_not_fit_stop_the_start(random_target, tmp_path):
         with pytest.raises(Exception, match=r"it lacks 1 weights, such as fc|is no head"):
             async with running(role, random_target if role == "target" else broken, **settings):
                 pass
+
+
+async def test_features_of_many_prompts_are_split_over_frames(bigrams, monkeypatch):
+    limit = 4000
+    monkeypatch.setattr(target_worker, "MAX_ANSWER_BYTES", limit)
+    async with pair(*bigrams) as links:
+        many = [remote(links, params(0.0)) for _ in range(12)]
+        for one in many:
+            one.tokens = list(PROMPT)
+        await asyncio.gather(*(one.verify(Proposal()) for one in many))
+        assert {one.kept[0].num_bytes for one in many} == {20 * 36}
+        assert max(links[0].frame_sizes) <= limit // 2 // (20 * 36)
+        assert sum(links[0].frame_sizes) == 12
