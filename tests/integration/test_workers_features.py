@@ -256,6 +256,10 @@ async def test_window_bounds_the_features_of_a_prompt(bigrams):
         assert await one.generate(30) == await plain(links, params(0.0), 30, prompt)
         assert (one.sent[0].start, one.sent[0].end) == (130, 180)
         assert one.cycles <= 1 + -(-29 // 5)
+        other = remote(links, params(0.0), random_tokens(181, seed=9))
+        other.tokens = [*other.prompt[:180], one.tokens[180]]
+        await other.verify(Proposal(tuple(one.tokens[181:185])))
+        assert (other.accepted, other.kept[0].start, other.kept[0].end) == (4, 135, 185)
 
 
 async def test_shared_prefix_and_new_owner_have_features_of_what_is_computed(bigrams):
@@ -325,6 +329,36 @@ async def test_proposals_depend_on_the_features_at_hand_only(random_target, exac
             await fresh.verify(Proposal())
             assert fresh.tokens == before
             assert await fresh.propose() == proposal
+
+
+async def test_repeated_block_gives_the_same_proposal(random_target):
+    async with pair(random_target, DATA / "llama") as links:
+        one = remote(links, params(0.0))
+        await one.generate(10)
+        kept = list(one.kept)
+        first = await one.propose()
+        for _ in range(2):  # the answer was lost
+            one.kept = list(kept)
+            assert await one.propose() == first
+        assert len(first) == 4
+
+
+async def test_features_of_tokens_that_changed_are_not_used(random_target, exact):
+    """Another owner may continue otherwise; the two features that it brings do not cover all that changed."""
+    async with pair(random_target, DATA / "llama", feature_window=2) as links:
+        for number in range(4):
+            one = remote(links, params(0.0))
+            await one.generate(12 + number)
+            one.tokens[-5:] = [7, 8, 9, 10, 11]
+            one.held.clear()
+            one.kept.clear()
+            one.end = 0
+            fresh = remote(links, params(0.0))
+            fresh.tokens = list(one.tokens)
+            for session in (one, fresh):
+                await session.verify(Proposal())
+                assert session.kept[0].count == 2
+            assert await one.propose() == await fresh.propose()
 
 
 async def test_many_sessions_draft_in_one_batch(bigrams):
