@@ -105,9 +105,12 @@ class GraphModel:
 
 
 def has_graph_path(loaded: LoadedModel) -> bool:
-    """Whether `build_graph_model` covers it: Llama, Mistral, Qwen2 or Qwen3 with full attention."""
+    """Whether `build_graph_model` covers it: Llama, Mistral, Qwen2 or Qwen3 with full attention.
+
+    Quantised weights are not covered, unless they were dequantised at load.
+    """
     config = loaded.config
-    if config.model_type not in LLAMA_TYPES or config.hidden_act != "silu":
+    if not loaded.has_plain_weights or config.model_type not in LLAMA_TYPES or config.hidden_act != "silu":
         return False
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     sizes = (config.hidden_size, config.intermediate_size, config.num_attention_heads * head_dim)
