@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, __version__
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+from transformers.utils.import_utils import is_kernels_available
 
 from services.engine.core.device import device_capability
 from services.engine.core.errors import MissingPackageError, UnsupportedModelError
@@ -32,7 +33,6 @@ __all__ = [
     "check_scales",
     "choose_expansion",
     "is_expanded",
-    "multiplies_fp8",
     "quant_method",
 ]
 
@@ -53,9 +53,8 @@ _PACKAGES: dict[str, tuple[tuple[str, str], ...]] = {
 }
 """Module and installable package of each method that needs more than transformers."""
 
-_GPU_PACKAGES = {"fp8": (("kernels", "kernels"),), "mxfp8": (("kernels", "kernels"),)}
-"""The same for methods that are dequantised where there is no GPU for them."""
-
+_PARTS = ("weights", "input_activations")
+_FINE_GRAINED = ("fp8", "mxfp8")
 _FP8_CAPABILITY = (8, 9)
 """Least compute capability of a CUDA device that multiplies in FP8."""
 
@@ -135,24 +134,15 @@ def _modelopt_method(path: Path) -> str:
     return str(producer)
 
 
-def check_packages(name: str, method: str, device: torch.device) -> None:
+def check_packages(name: str, method: str) -> None:
     """Check that the packages by which transformers reads a quantised checkpoint are installed.
 
     Raises:
         MissingPackageError: One is missing.
     """
-    needed = _PACKAGES.get(method, ())
-    if multiplies_fp8(device):
-        needed += _GPU_PACKAGES.get(method, ())
-    for module, package in needed:
+    for module, package in _PACKAGES.get(method, ()):
         if not _is_installed(module):
             raise MissingPackageError(name, f"{method} weights", package)
-
-
-def multiplies_fp8(device: torch.device) -> bool:
-    """Whether FP8 weights stay as they are on a device."""
-    capability = device_capability(device)
-    return capability is not None and capability >= _FP8_CAPABILITY
 
 
 def _is_installed(module: str) -> bool:
@@ -163,24 +153,33 @@ def _is_installed(module: str) -> bool:
 
 
 def choose_expansion(config: PretrainedConfig, method: str, device: torch.device) -> None:
-    """Decide whether compressed-tensors weights are dequantised, in the configuration.
+    """Decide, in the configuration, whether FP8 and compressed-tensors weights are dequantised at load.
 
-    Left to itself, transformers does so in the first forward, after the checks of loading.
+    Left to itself, transformers dequantises the latter in the first forward, after the checks of loading, and
+    fails there with FP8 weights on a GPU without the package kernels.
     """
     given = _quantisation(config)
-    if method != "compressed-tensors" or not isinstance(given, dict):
-        return
-    keeps = multiplies_fp8(device) and _is_fp8(given)
-    given["use_optimized_inference" if keeps else "dequantize"] = True
+    capability = device_capability(device)
+    has_fp8 = capability is not None and capability >= _FP8_CAPABILITY
+    if method == "compressed-tensors":
+        given["use_optimized_inference" if has_fp8 and _is_fp8(given) else "dequantize"] = True
+    elif method in _FINE_GRAINED and not (has_fp8 and is_kernels_available()):
+        given["dequantize"] = True
 
 
 def _is_fp8(given: Mapping[str, Any]) -> bool:
     """Whether all weights and activations of compressed-tensors are in FP8."""
     groups = given.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
-        return False
-    parts = [group.get(part) for group in groups.values() for part in ("weights", "input_activations")]
-    return all(part and part.get("type") == "float" and part.get("num_bits") == 8 for part in parts)
+        return False  # transformers refuses it
+    return all(
+        isinstance(group, Mapping) and all(_is_fp8_part(group.get(part)) for part in _PARTS)
+        for group in groups.values()
+    )
+
+
+def _is_fp8_part(given: object) -> bool:
+    return isinstance(given, Mapping) and (given.get("type"), given.get("num_bits")) == ("float", 8)
 
 
 def is_expanded(module: nn.Module) -> bool:

@@ -197,8 +197,10 @@ def load_model(
 def _load_quantised(
     name: str, config: PretrainedConfig, method: str, device: torch.device, dtype: torch.dtype
 ) -> LoadedModel:
-    check_packages(name, method, device)
+    check_packages(name, method)
     choose_expansion(config, method, device)
+    if method == "bitsandbytes":  # it logs each product on a CPU
+        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     # Packages for quantised weights lay them out for the device where they are read.
     module = _load_pretrained(name, config, dtype, 1, device)
     check_scales(name)

@@ -13,6 +13,7 @@ import torch
 from engine_helpers import SUPPORTED, tiny_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, TorchAoConfig
 
 from gammaray.errors import InvalidArgumentError
 from services.engine.core import checkpoint
@@ -175,15 +176,19 @@ def test_load_without_the_package_names_it(
     assert refused.value.package == package
 
 
-def test_check_packages_kernels_of_fp8_needed_where_the_card_has_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("capability", "has_kernels", "expands"),
+    [((9, 0), True, False), ((8, 9), True, False), ((8, 6), True, True), ((9, 0), False, True)],
+)
+def test_choose_expansion_of_fp8_needs_a_card_and_kernels(
+    capability: tuple[int, int], has_kernels: bool, expands: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The card is a stand-in: `device_capability` answers for it."""
-    monkeypatch.setattr(checkpoint.importlib.util, "find_spec", lambda name: None)
-    card, capability = torch.device("cuda", 0), (8, 6)
     monkeypatch.setattr(checkpoint, "device_capability", lambda device: capability)
-    checkpoint.check_packages("m", "fp8", card)  # dequantised there
-    capability = (8, 9)
-    with pytest.raises(MissingPackageError, match="pip install kernels"):
-        checkpoint.check_packages("m", "fp8", card)
+    monkeypatch.setattr(checkpoint, "is_kernels_available", lambda: has_kernels)
+    config = LlamaConfig(quantization_config=dict(BLOCK_FP8))
+    checkpoint.choose_expansion(config, "fp8", torch.device("cuda", 0))
+    assert config.quantization_config.get("dequantize", False) is expands
 
 
 def test_device_capability_of_a_cpu_is_none() -> None:
@@ -260,8 +265,6 @@ def test_load_missing_weights_refused_with_the_first_names(tmp_path: Path) -> No
 def torchao_checkpoint(tmp_path: Path) -> str:
     """The tiny Llama in torchao's int8, as transformers saves it."""
     quantization = pytest.importorskip("torchao.quantization")
-    from transformers import AutoModelForCausalLM, TorchAoConfig
-
     plain = checkpoint_of(tmp_path, lambda w: w)
     how = TorchAoConfig(quantization.Int8WeightOnlyConfig())
     model = AutoModelForCausalLM.from_pretrained(
@@ -287,8 +290,6 @@ def test_load_torchao_int8_served_by_transformers_layers(tmp_path: Path) -> None
 
 def test_load_bitsandbytes_served_by_transformers_layers(tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
-
     plain = checkpoint_of(tmp_path, lambda w: w)
     how = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
@@ -337,8 +338,6 @@ def test_choose_expansion_of_compressed_tensors_follows_the_card(
     capability: tuple[int, int], kinds: tuple[str, str], keeps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The card is a stand-in: FP8 stays FP8 where it multiplies FP8, all else is dequantised."""
-    from transformers import LlamaConfig
-
     monkeypatch.setattr(checkpoint, "device_capability", lambda device: capability)
     weights, inputs = ({"num_bits": 8, "type": kind} for kind in kinds)
     given = {"config_groups": {"group_0": {"weights": weights, "input_activations": inputs}}}
