@@ -18,6 +18,7 @@ from torch import Tensor
 
 from gammaray.errors import InvalidArgumentError
 from services.engine.core.batch import Batch, SequenceInput, plan_batch
+from services.engine.core.device import on_device
 from services.engine.core.drafter import DraftFormat
 from services.engine.core.errors import CacheGapError
 from services.engine.core.kv_cache import CacheStats, CacheStore, Source
@@ -63,6 +64,7 @@ class Engine:
             or "none: " and the reason why transformers' layers are used.
         taps: The hidden states recorded in the last step: for each feed [tokens, taps, hidden_size]; empty
             while nothing is tapped.
+        step_timeout_s: After which a step counts as stuck; None: never. Only a parallel engine has one.
         mask_token: Of a parallel draft model: the id, in [0, vocab_size], after which it predicts the token
             that follows in its place; else None.
     """
@@ -86,6 +88,7 @@ class Engine:
         self.dtype = store.shape.dtype
         self.runner = runner
         self.mask_token: int | None = None
+        self.step_timeout_s: float | None = None
         self.taps: list[Tensor] = []
         self._is_tapped = False
         self._draft: DraftFormat | None = None
@@ -305,13 +308,16 @@ class Engine:
         return self._store.stats()
 
     def check(self) -> None:
-        """Raise EngineLostError when a part of the engine has failed; only a parallel engine does."""
+        """Raise EngineLostError when a part of the engine has failed; only a parallel engine does.
+
+        Any thread may call it, also during a step.
+        """
 
     def close(self) -> None:
         """End the processes that the engine started; only a parallel engine has any."""
 
     def _run(self, batch: Batch, within: AbstractContextManager[object]) -> Tensor:
-        with torch.inference_mode(), within:
+        with torch.inference_mode(), on_device(self.device), within:
             logits = self.runner.forward(batch)
             logits = self._spread(logits)
         # Tensors created in inference mode cannot be modified outside of it, which callers may need.

@@ -12,6 +12,7 @@ from gammaray.config import DraftSettings, WorkerSettings
 from gammaray.errors import GammarayError, InvalidArgumentError
 from services.engine.checks import check_deterministic, check_model
 from services.engine.core.cache_budget import DEFAULT_CACHE_BUDGET_BYTES, CacheBudget
+from services.engine.core.device import on_device, raise_if_lost
 from services.engine.core.drafter import load_drafter
 from services.engine.core.errors import UnsupportedModelError
 from services.engine.core.kv_cache import CacheShape, CacheStore
@@ -51,7 +52,7 @@ def load_engine(
     Args:
         model: Directory, hub name or GGUF file; of a drafter also `early-exit:N`.
         device: "auto", "cpu", "cuda" or "cuda:N".
-        dtype: "auto" (float32 on CPU, bfloat16 elsewhere), "float32", "bfloat16" or "float16".
+        dtype: "auto" (as for `load_model`), "float32", "bfloat16" or "float16".
         threads: Arithmetic threads of this process.
         cache_budget_bytes: Upper bound of all sessions' keys and values together.
         deterministic: Logits are bit-identical whatever else is in a step; see
@@ -147,10 +148,12 @@ def limit_cache(engine: Engine, settings: WorkerSettings) -> None:
 def _probe(loaded: LoadedModel) -> ModelLayout:
     """Probe a model; a package for quantised weights may miss a kernel or a device in the first forward."""
     try:
-        return probe_model(loaded)
+        with on_device(loaded.device):
+            return probe_model(loaded)
     except (GammarayError, torch.OutOfMemoryError):
         raise
     except Exception as error:
+        raise_if_lost(error)
         if loaded.stored is None:
             raise
         reason = f"{loaded.stored.described(loaded.dtype)} do not run on {loaded.device}: {error}"

@@ -24,6 +24,7 @@ from services.engine.core.checkpoint import (
     is_expanded,
     quant_method,
 )
+from services.engine.core.device import device_capability, raise_if_lost
 from services.engine.core.errors import UnsupportedModelError
 from services.engine.core.gguf_model import load_gguf_config, load_gguf_module
 
@@ -48,6 +49,9 @@ _log = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _TRANSIENT = (MemoryError, torch.OutOfMemoryError, torch.distributed.DistError)
 """Errors of loading that are not the model's."""
+
+_BFLOAT16_CAPABILITY = (8, 0)
+"""Least compute capability of a CUDA device that computes in bfloat16."""
 
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 """Layer types of a configuration that can be served."""
@@ -162,7 +166,8 @@ def load_model(
     Args:
         name: Directory, hub name or GGUF file.
         device: "auto" (cuda if available), "cpu", "cuda" or "cuda:N".
-        dtype: "auto" (float32 on CPU, bfloat16 elsewhere), "float32", "bfloat16" or "float16".
+        dtype: "auto" (float32 on CPU, elsewhere bfloat16, or float16 on cards without it), "float32",
+            "bfloat16" or "float16".
         num_ranks: Processes that share the model; each calls this after joining the process group.
         num_layers: Leave out the layers from this one on, whose weights are not read; None: all layers. Not
             with a GGUF file.
@@ -261,6 +266,7 @@ def _load_pretrained(
     except _TRANSIENT:
         raise
     except Exception as error:  # its kind depends on the checkpoint's content
+        raise_if_lost(error)
         reason = str(error).strip() or type(error).__name__
         raise UnsupportedModelError(
             name, f"transformers cannot load it as a causal model: {reason}"
@@ -284,6 +290,8 @@ def torch_device(name: str) -> torch.device:
         raise InvalidArgumentError("device", name, "auto, cpu, cuda or cuda:N") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise InvalidArgumentError("device", name, "cpu: this torch has no CUDA device")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise InvalidArgumentError("device", name, f"cuda:N with N below {torch.cuda.device_count()}")
     return device
 
 
@@ -291,12 +299,18 @@ def torch_dtype(name: str, device: torch.device) -> torch.dtype:
     """Return the dtype that a setting names, on a device.
 
     Raises:
-        InvalidArgumentError: There is no such dtype.
+        InvalidArgumentError: There is no such dtype, or the device does not compute in it.
     """
+    capability = device_capability(device)
+    lacks_bfloat16 = capability is not None and capability < _BFLOAT16_CAPABILITY
     if name == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
+        half = torch.float16 if lacks_bfloat16 else torch.bfloat16
+        return torch.float32 if device.type == "cpu" else half
     if name not in DTYPES:
         raise InvalidArgumentError("dtype", name, f"auto, {', '.join(DTYPES)}")
+    if name == "bfloat16" and capability is not None and lacks_bfloat16:
+        card = f"compute capability {capability[0]}.{capability[1]}"
+        raise InvalidArgumentError("dtype", name, f"auto, float16 or float32: {card} lacks bfloat16")
     return DTYPES[name]
 
 
