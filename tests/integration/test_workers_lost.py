@@ -1,4 +1,4 @@
-"""Workers whose device is lost or stuck leave: unhealthy, deregistered, ended; after other errors they stay."""
+"""Workers whose device is lost or stuck leave: unhealthy, deregistered, ended; after other errors not."""
 
 from __future__ import annotations
 
