@@ -614,8 +614,6 @@ class ClusterSettings(_ModelSettings):
             raise InvalidArgumentError("draft_weights", self.draft_weights, f"auto with draft {self.draft}")
         if self.head and (self.draft_workers.maximum or is_draft_server(self.draft)):
             raise InvalidArgumentError("head", self.head, "none with draft workers or a server that drafts")
-        if self.head and self.tensor_parallel > 1:
-            raise InvalidArgumentError("head", self.head, "none with tensor_parallel above 1")
         return self
 
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Any
 
 from gammaray.checks import check_int, check_number
 from gammaray.errors import InvalidArgumentError
@@ -31,6 +32,10 @@ class Kind(str, Enum):
     """One pass per proposal (PARD, arXiv 2504.18583)."""
     EARLY_EXIT = "early-exit"
     """The target's first layers and its head, one pass per proposed token (LayerSkip, arXiv 2404.16710)."""
+    HEAD = "head"
+    """An EAGLE-3 head on the target's own device, one pass per proposed token, without a round trip."""
+    REMOTE_HEAD = "remote-head"
+    """The same head on a draft worker, which the target sends its hidden states."""
     TEXT = "text"
     """Look-ups in the text by the orchestrator: no pass, no device, no round trip."""
 
@@ -54,7 +59,14 @@ class Drafter:
         """Its name in tables."""
         if self.model is None:
             return "text look-ups"
+        if self.kind is Kind.HEAD:
+            return f"{self.model.name} {self.weights} in the target"
         return f"{self.kind.value} {self.model.name} {self.weights}"
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it needs no device of its own."""
+        return self.kind in (Kind.HEAD, Kind.TEXT)
 
 
 @dataclass(frozen=True)
@@ -97,6 +109,8 @@ class Load:
         plain = Sizing(self.alpha, target_ms, 0.0, self.rtt_ms, sessions, free, draft_price=0.0)
         if drafter.model is None:
             return replace(plain, alpha=self.text_alpha, rtt_ms=0.0)
+        if drafter.kind is Kind.HEAD:
+            return replace(plain, rtt_ms=0.0, **self._head_costs(drafter.model, drafter.weights, sessions))
         placement, each = Placement(drafter.model, drafter.weights, device), math.ceil(sessions / drafters)
         if placement.max_sessions(self.context) < each:
             return None
@@ -107,6 +121,14 @@ class Load:
             draft_price=placement.price_per_h / self.target.price_per_h,
             block=PARALLEL_BLOCK if drafter.kind is Kind.PARALLEL else 1,
         )
+
+    def _head_costs(self, head: Model, weights: str, sessions: int) -> dict[str, Any]:
+        """Return what passes of a head cost, which runs on one of the target's devices."""
+        placement = Placement(head, weights, self.target.device)
+        return {
+            "draft_ms": placement.pass_ms(sessions, self.context),
+            "draft_tokens": placement.free_tokens(sessions, self.context),
+        }
 
     def least_alpha(self, drafter: Drafter, device: Device) -> float | None:
         """Return the alpha, in hundredths, from which one stream is faster; None if it never is."""
@@ -127,7 +149,7 @@ class Load:
             max_drafters: Most drafters of the target.
         """
         check_number("rate", rate, 0.0, 1e6, open_low=True)
-        if drafter is None or drafter.model is None:
+        if drafter is None or drafter.is_local:
             return self._capacity(drafter, device, rate, 0)
         options = [self._capacity(drafter, device, rate, number) for number in range(1, max_drafters + 1)]
         return max(options, key=lambda capacity: capacity.sessions_per_dollar)
@@ -184,8 +206,12 @@ def drafters_for(target: Model, draft: Model, exit_layers: int | None = None) ->
     layers = exit_layers if exit_layers is not None else target.layers // 4
     if layers:
         kinds.append((Kind.EARLY_EXIT, target.first_layers(layers)))
+    heads = []
+    if (head := target.eagle_head()) is not None:
+        heads = [Drafter(Kind.HEAD, head)]
+        kinds.append((Kind.REMOTE_HEAD, head))
     found = [Drafter(kind, model, weights) for kind, model in kinds for weights in ("bf16", "int8", "int4")]
-    return [*found, Drafter(Kind.TEXT)]
+    return [*found, *heads, Drafter(Kind.TEXT)]
 
 
 def _largest(fits: Callable[[int], bool], bound: int) -> int:

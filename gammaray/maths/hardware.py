@@ -66,6 +66,10 @@ Providers differ by a factor of three.
 """
 
 
+HEAD_VOCABULARY = 32_000
+"""Rows of the output of an EAGLE-3 head, as most published ones have."""
+
+
 @dataclass(frozen=True)
 class Model:
     """A language model.
@@ -77,6 +81,7 @@ class Model:
         head: Parameters of the output head, in billions; 0: unknown.
         is_tied: Whether the head is the input embedding, too.
         kv_bytes: Bytes of the 16-bit KV cache per token; 0: unknown, then caches cost nothing.
+        hidden: Length of a hidden state; 0: unknown.
     """
 
     name: str
@@ -85,6 +90,7 @@ class Model:
     head: float = 0.0
     is_tied: bool = False
     kv_bytes: int = 0
+    hidden: int = 0
 
     def first_layers(self, layers: int) -> Model:
         """Return the model of the first layers and the head, as an early exit reads them.
@@ -96,21 +102,39 @@ class Model:
             raise InvalidArgumentError("target", self.name, f"for an early exit one of {', '.join(MODELS)}")
         check_int("early exit", layers, 1, self.layers - 1)
         share = layers / self.layers
-        body = self.parameters - self.head * (1 if self.is_tied else 2)
-        parameters, kv_bytes = body * share + self.head, round(self.kv_bytes * share)
+        parameters, kv_bytes = self._body * share + self.head, round(self.kv_bytes * share)
         return Model(f"{self.name}, {layers} layers", parameters, layers, self.head, True, kv_bytes)
+
+    @property
+    def _body(self) -> float:
+        """Parameters of the layers, in billions."""
+        return self.parameters - self.head * (1 if self.is_tied else 2)
+
+    def eagle_head(self) -> Model | None:
+        """Return an EAGLE-3 head for the model (arXiv 2503.01840); None if its layers are unknown.
+
+        One layer as the model's, whose attention reads twice the width, a map of three hidden states to one,
+        and an output of `HEAD_VOCABULARY` tokens.
+        """
+        if not self.layers or not self.hidden:
+            return None
+        kv_width = self.kv_bytes / (2 * 2 * self.layers)
+        maps = self.hidden * (self.hidden + 2 * kv_width) + 3 * self.hidden**2
+        output = HEAD_VOCABULARY * self.hidden * 1e-9
+        parameters = self._body / self.layers + maps * 1e-9 + output
+        return Model(f"EAGLE-3 of {self.name}", parameters, 1, output, False, self.kv_bytes // self.layers)
 
 
 MODELS = {
     model.name: model
     for model in (
-        Model("qwen3-0.6b", 0.596, 28, 0.156, True, 114_688),
-        Model("llama-3.2-1b", 1.235, 16, 0.263, True, 32_768),
-        Model("llama-3.1-8b", 8.03, 32, 0.525, False, 131_072),
-        Model("qwen3-14b", 14.77, 40, 0.778, False, 163_840),
-        Model("qwen3-32b", 32.76, 64, 0.778, False, 262_144),
-        Model("llama-3.3-70b", 70.55, 80, 1.051, False, 327_680),
-        Model("llama-3.1-405b", 405.9, 126, 2.101, False, 516_096),
+        Model("qwen3-0.6b", 0.596, 28, 0.156, True, 114_688, 1024),
+        Model("llama-3.2-1b", 1.235, 16, 0.263, True, 32_768, 2048),
+        Model("llama-3.1-8b", 8.03, 32, 0.525, False, 131_072, 4096),
+        Model("qwen3-14b", 14.77, 40, 0.778, False, 163_840, 5120),
+        Model("qwen3-32b", 32.76, 64, 0.778, False, 262_144, 5120),
+        Model("llama-3.3-70b", 70.55, 80, 1.051, False, 327_680, 8192),
+        Model("llama-3.1-405b", 405.9, 126, 2.101, False, 516_096, 16384),
     )
 }
 """By the configurations of the published models: KV cache = 2 x layers x KV heads x head size x 2 bytes."""

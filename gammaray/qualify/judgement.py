@@ -122,12 +122,13 @@ def judge(pair: PairFacts, rtt_ms: float = 0.0, min_speedup: float = 1.0) -> Jud
 
     Args:
         pair: The measurements.
-        rtt_ms: Network time of a cycle beyond that of plain decoding, in milliseconds.
+        rtt_ms: Network time of a cycle beyond that of plain decoding, in milliseconds; a candidate that
+            drafts in the target worker has none.
         min_speedup: Smallest speedup at which speculation pays.
     """
     if found := obstacles(pair.target, pair.draft):
         return Judgement(Fitness.UNFIT, tuple(found))
-    warnings = _caveats(pair)
+    warnings, rtt_ms = _caveats(pair), 0.0 if pair.is_local else rtt_ms
     payoffs = tuple(
         payoff
         for equality in pair.equality
@@ -176,10 +177,10 @@ def has_other_vocabulary(target: ModelFacts, draft: ModelFacts) -> bool:
 
 def _caveats(pair: PairFacts) -> list[str]:
     target, draft = pair.target, pair.draft
-    found = []
+    found = ["it drafts in the target worker: --rtt-ms does not apply"] if pair.is_local else []
     if pair.overlap is not None:
         found.append(_mapped(pair.overlap, target, draft))
-    if not draft.tokenizer_sha256:
+    if not draft.tokenizer_sha256 and not pair.is_local:
         found.append("the draft has no tokenizer, so its tokens could not be compared with the target's")
     if draft.max_context < target.max_context:
         found.append(

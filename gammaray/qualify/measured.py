@@ -18,8 +18,10 @@ class QualifyTask(_Frozen):
 
     Attributes:
         target: Directory, hub name or "demo".
-        drafts: The same for each candidate.
+        drafts: The same for each candidate that drafts on a draft worker.
+        heads: The same for each candidate that drafts in the target worker: EAGLE heads, and draft models.
         prompts: Texts to continue.
+        chat: Whether each prompt is a user's message, to be put into the target's chat template.
         max_tokens: Upper bound of tokens per completion; end-of-sequence tokens end it earlier.
         gammas: Depths of chains; gamma 0 is always measured.
         temperatures: Temperatures to measure, with coupled verification.
@@ -31,15 +33,17 @@ class QualifyTask(_Frozen):
         dtype: Likewise.
         threads: Likewise.
         deterministic: Likewise.
-        draft_weights: Likewise, of the drafts.
+        draft_weights: Likewise, of the drafts and heads.
     """
 
     target: str
     drafts: tuple[str, ...]
+    heads: tuple[str, ...] = ()
     prompts: tuple[str, ...]
     max_tokens: int
     gammas: tuple[int, ...]
     temperatures: tuple[float, ...]
+    chat: bool = False
     rtt_ms: float = 0.0
     min_speedup: float = 1.0
     error: float = 0.0
@@ -167,6 +171,7 @@ class PairFacts(_Frozen):
     Attributes:
         target: The target.
         draft: The candidate.
+        is_local: Whether the candidate drafts in the target worker, so that a proposal takes no network time.
         overlap: Of the vocabularies; None if they are equal, or the pair cannot be served.
         runs: Empty when the pair cannot be served.
         equality: One per temperature; empty when the pair cannot be served.
@@ -175,6 +180,7 @@ class PairFacts(_Frozen):
 
     target: ModelFacts
     draft: ModelFacts
+    is_local: bool = False
     overlap: Overlap | None = None
     runs: tuple[Run, ...] = ()
     equality: tuple[Equality, ...] = ()

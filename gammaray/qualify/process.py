@@ -48,7 +48,7 @@ def measure_pairs(
             doing(value)
         elif key == "pair":
             pairs.append(_pair(value))
-    if len(pairs) != len(task.drafts):
+    if len(pairs) != len(task.drafts) + len(task.heads):
         raise InternalError("the measurement process ended with status 0")
     return pairs
 

@@ -47,7 +47,7 @@ def print_ranking(console: Console, pairs: Sequence[PairFacts], judgements: Sequ
 
 def _models(pair: PairFacts) -> Table:
     table = _table("", "", "architecture", "served", "vocabulary", "tokenizer", "context", "runs in")
-    for role, facts in (("target", pair.target), ("draft", pair.draft)):
+    for role, facts in (("target", pair.target), ("head" if pair.is_local else "draft", pair.draft)):
         table.add_row(
             f"{role} {facts.name}",
             facts.architecture or "unknown",

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gammaray.errors import InvalidArgumentError
-from services.engine.core.batch import Batch, SequenceInput, plan_batch
+from services.engine.core.batch import Batch, SequenceInput, Taps, plan_batch
 from services.engine.core.device import on_device
 from services.engine.core.drafter import DraftFormat
 from services.engine.core.errors import CacheGapError
@@ -37,16 +37,16 @@ class Runner(Protocol):
 
 @runtime_checkable
 class TappedRunner(Protocol):
-    """A runner that can record hidden states.
+    """A runner that can record hidden states: it fills the taps of its batches."""
 
-    Attributes:
-        tapped: Those of the last forward's rows, [rows, taps, hidden_size]; None without taps.
-    """
+    @property
+    def hidden_size(self) -> int:
+        """Length of a hidden state."""
+        ...
 
-    tapped: Tensor | None
-
-    def tap(self, layers: Sequence[int]) -> None:
-        """Record these hidden states in every forward, see `Engine.tap`."""
+    def tap_obstacle(self) -> str:
+        """Return why hidden states cannot be recorded; empty if they can."""
+        ...
 
 
 class Engine:
@@ -62,8 +62,9 @@ class Engine:
         dtype: Type of its weights, keys and values.
         kernel: Implementation of its forwards: the instruction set of the compiled CPU kernel, "CUDA graphs",
             or "none: " and the reason why transformers' layers are used.
-        taps: The hidden states recorded in the last step: for each feed [tokens, taps, hidden_size]; empty
-            while nothing is tapped.
+        taps: While layers are tapped, the hidden states of the last step: for each feed
+            [tokens, tapped layers, hidden_size] on `device`, of type `dtype`, which is float32 with the
+            compiled kernel. Later steps do not change them. Empty while none are tapped.
         step_timeout_s: After which a step counts as stuck; None: never. Only a parallel engine has one.
         mask_token: Of a parallel draft model: the id, in [0, vocab_size], after which it predicts the token
             that follows in its place; else None.
@@ -90,7 +91,7 @@ class Engine:
         self.mask_token: int | None = None
         self.step_timeout_s: float | None = None
         self.taps: list[Tensor] = []
-        self._is_tapped = False
+        self._tapped: tuple[int, ...] = ()
         self._draft: DraftFormat | None = None
         self._chain_ids: Tensor | None = None
         self._has_all_tokens = True
@@ -128,39 +129,43 @@ class Engine:
             CacheGapError: A feed starts past its session's cache; nothing was changed.
             CacheFullError: The step does not fit the cache budget; nothing was changed.
         """
+        self.taps = []
         if not feeds:
             return []
         batch = self._plan(feeds)
+        batch.taps = self._new_taps(len(batch.token_ids))
         logits = self._run(batch, within or nullcontext())
         self._commit(feeds, batch)
-        if self._is_tapped:
-            self.taps = self._tapped([len(feed.token_ids) for feed in feeds])
+        if batch.taps is not None:
+            self.taps = list(batch.taps.states.split_with_sizes([s.count for s in batch.segments]))
         if len(feeds) == 1:
             return [logits]
         return list(logits.split_with_sizes([feed.num_logits for feed in feeds]))
 
     def tap(self, layers: Sequence[int]) -> None:
-        """Record hidden states in every step from now on; `chain` records none.
+        """From now on record in `taps` the hidden states of all tokens that a step feeds.
+
+        That includes tokens without logits: chunks of a prompt, and nodes of trees. Logits do not change.
 
         Args:
-            layers: j for the residual stream that enters layer j, `num_layers` for that which enters the
-                model's final norm. None of them: record nothing.
+            layers: Ids in [0, num_layers], in any order, also repeated; empty to stop recording. Below
+                num_layers: the residual stream that enters this decoder layer, so 0 is the embedding as it
+                enters the first layer. num_layers: what enters the model's final norm.
 
         Raises:
-            InvalidArgumentError: There is no such layer, or the runner records no states.
+            InvalidArgumentError: There is no such layer, or the hidden states of this model cannot be found.
         """
-        if any(not 0 <= layer <= self.num_layers for layer in layers):
-            raise InvalidArgumentError("layers", list(layers), f"[0, {self.num_layers}]")
-        if not isinstance(self.runner, TappedRunner):
-            allowed = f"none: {type(self.runner).__name__} records no hidden states"
-            raise InvalidArgumentError("layers", list(layers), allowed)
-        self.runner.tap(layers)
-        self._is_tapped, self.taps = len(layers) > 0, []
+        for layer in layers:
+            if not isinstance(layer, int) or not 0 <= layer <= self.num_layers:
+                raise InvalidArgumentError("layers", layer, f"integers in [0, {self.num_layers}]")
+        if layers and (obstacle := self._tap_obstacle()):
+            raise InvalidArgumentError("layers", list(layers), f"none: {obstacle}")
+        self.taps, self._tapped = [], tuple(layers)
 
-    def _tapped(self, counts: Sequence[int]) -> list[Tensor]:
-        assert isinstance(self.runner, TappedRunner)
-        assert self.runner.tapped is not None
-        return list(self.runner.tapped.split_with_sizes(list(counts)))
+    def _tap_obstacle(self) -> str:
+        if isinstance(self.runner, TappedRunner):
+            return self.runner.tap_obstacle()
+        return f"{type(self.runner).__name__} records no hidden states"
 
     @property
     def can_chain(self) -> bool:
@@ -177,6 +182,8 @@ class Engine:
         within: AbstractContextManager[object] | None = None,
     ) -> tuple[list[int], Tensor]:
         """Draft in one call: feed a token, then repeatedly the token with the largest score after the last.
+
+        It is for drafters: hidden states are not recorded, and `taps` is left as it is.
 
         Args:
             feed: A chain of which only the first token is used; it must request the logits of all tokens.
@@ -315,6 +322,13 @@ class Engine:
 
     def close(self) -> None:
         """End the processes that the engine started; only a parallel engine has any."""
+
+    def _new_taps(self, rows: int) -> Taps | None:
+        if not self._tapped:
+            return None
+        assert isinstance(self.runner, TappedRunner)
+        shape = (rows, len(self._tapped), self.runner.hidden_size)
+        return Taps(self._tapped, torch.empty(shape, dtype=self.dtype, device=self.device))
 
     def _run(self, batch: Batch, within: AbstractContextManager[object]) -> Tensor:
         with torch.inference_mode(), on_device(self.device), within:

@@ -9,7 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from services.engine.core.batch import Batch
+from services.engine.core.batch import Batch, Taps
 from services.engine.core.kv_cache import CacheShape
 from services.engine.core.quantised import QuantisedMatrix, quantise_int4, quantise_int8
 from services.engine.native.bindings import BatchArguments, LayerWeights, MatrixWeights, ModelWeights
@@ -58,7 +58,6 @@ class HeadKernelRunner(NativeRunner):
             self._fc = _joined(Packer(library.gr_panel(), library.gr_lanes(), kept, {}), head.fc)
         self._states = HeadStates(1, 2 * config.num_kv_heads, config.head_dim, config.hidden_size)
         self._hidden_size = config.hidden_size
-        self.tap([1])
 
     @property
     def cache_shape(self) -> CacheShape:
@@ -84,8 +83,9 @@ class HeadKernelRunner(NativeRunner):
         """
         features = self._states.features(batch)
         self._features = features  # the kernel reads them
+        states = self._tap_state(batch)
         logits = super().forward(batch)
-        self._keep(batch)
+        self._states.keep(batch, states)
         return logits
 
     def chain(
@@ -98,17 +98,19 @@ class HeadKernelRunner(NativeRunner):
     ) -> tuple[list[int], Tensor]:
         """Feed a chain row by row on the head's own states, see `Engine.chain`."""
         self._features = self._states.before(batch.segments[0], [0])
+        states = self._tap_state(batch)
         result = super().chain(batch, noise, scale, stop, target_ids)
-        self._keep(batch)
+        self._states.keep(batch, states)
         return result
 
     def _begin(self, batch: Batch, arguments: BatchArguments) -> None:
-        super()._begin(batch, arguments)
         arguments.feature = self._features.data_ptr()
 
-    def _keep(self, batch: Batch) -> None:
-        assert self.tapped is not None
-        self._states.keep(batch, self.tapped[:, 0])
+    def _tap_state(self, batch: Batch) -> Tensor:
+        """Have the last state of each row recorded, and return where, [rows, hidden_size]."""
+        states = torch.empty(len(batch.token_ids), 1, self._hidden_size)
+        batch.taps = Taps((1,), states)
+        return states[:, 0]
 
 
 def _packed(head: EagleHead, max_context: int, weights: str) -> NativeModel:

@@ -19,11 +19,11 @@ import torch
 from gammaray.config import DraftSettings
 from gammaray.errors import GammarayError, InvalidArgumentError
 from gammaray.qualify.judgement import has_other_vocabulary, obstacles
-from gammaray.qualify.measured import Overlap, PairFacts, QualifyTask
+from gammaray.qualify.measured import ModelFacts, Overlap, PairFacts, QualifyTask
 from services.process.json_lines import described, open_answers, write_line
 from services.qualify.loop import Pair, draft_scheduler, target_scheduler
 from services.qualify.measure import make_asks, measure
-from services.qualify.models import Loaded, Source, encode, eos_token_ids, find, load
+from services.qualify.models import Loaded, Source, encode, eos_token_ids, find, load, load_local
 from services.vocabulary.translation import Translation, load_translation
 
 __all__ = ["main"]
@@ -55,19 +55,37 @@ def _qualify(task: QualifyTask, tell: Tell) -> None:
     tell("doing", "inspecting the models")
     source = find("target", task.target, task)
     drafts = [find("draft", name, task, source) for name in task.drafts]
-    target: Loaded | None = None
+    loaded = _Target(source, tell)
     for draft in drafts:
         if obstacles(source.facts, draft.facts):
             # The target is not needed; load the draft, which is small, to report its own obstacles.
             tell("pair", PairFacts(target=source.facts, draft=load(draft).facts).model_dump())
-            continue
-        if target is None:
-            tell("doing", f"loading the target {source.name}")
-            target = load(source)
-        tell("pair", _candidate(task, source, target, draft, tell).model_dump())
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        else:
+            tell("pair", _candidate(task, source, loaded.get(), draft, tell).model_dump())
+            _free()
+    for name in task.heads:
+        tell("pair", _local_candidate(task, source, loaded.get(), name, tell).model_dump())
+        _free()
+
+
+class _Target:
+    """The target, loaded when it is first needed."""
+
+    def __init__(self, source: Source, tell: Tell) -> None:
+        self._source, self._tell = source, tell
+        self._loaded: Loaded | None = None
+
+    def get(self) -> Loaded:
+        if self._loaded is None:
+            self._tell("doing", f"loading the target {self._source.name}")
+            self._loaded = load(self._source)
+        return self._loaded
+
+
+def _free() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _candidate(task: QualifyTask, source: Source, target: Loaded, draft: Source, tell: Tell) -> PairFacts:
@@ -79,7 +97,7 @@ def _candidate(task: QualifyTask, source: Source, target: Loaded, draft: Source,
     if loaded.engine is None or obstacles(target.facts, loaded.facts):
         return facts
     assert isinstance(loaded.settings, DraftSettings)
-    translation, prompts = None, encode(source, task.prompts)
+    translation, prompts = None, encode(source, task.prompts, chat=task.chat)
     if has_other_vocabulary(target.facts, loaded.facts):
         mapping = loaded.settings.vocabulary_mapping
         try:
@@ -92,9 +110,37 @@ def _candidate(task: QualifyTask, source: Source, target: Loaded, draft: Source,
         target_scheduler(target.engine, target.settings),
         draft_scheduler(loaded.engine, loaded.settings, translation),
     )
-    asks = make_asks(task, prompts, eos_token_ids(source), target.engine.max_context)
+    return _measured(task, source, prompts, pair, facts, tell)
+
+
+def _local_candidate(task: QualifyTask, source: Source, target: Loaded, name: str, tell: Tell) -> PairFacts:
+    """Measure what drafts in the target worker."""
+    unknown = ModelFacts(name=name)
+    if target.engine is None:
+        return PairFacts(target=target.facts, draft=unknown, is_local=True)
+    tell("doing", f"loading the head {name}")
+    found, drafter = load_local(name, source, target.engine)
+    facts = PairFacts(target=target.facts, draft=found, is_local=True)
+    if drafter is None:
+        return facts
+    pair = Pair(target_scheduler(target.engine, target.settings, drafter), None)
+    try:
+        return _measured(task, source, encode(source, task.prompts, chat=task.chat), pair, facts, tell)
+    finally:
+        target.engine.tap([])
+
+
+def _measured(
+    task: QualifyTask,
+    source: Source,
+    prompts: Sequence[Sequence[int]],
+    pair: Pair,
+    facts: PairFacts,
+    tell: Tell,
+) -> PairFacts:
+    asks = make_asks(task, prompts, eos_token_ids(source), pair.target.engine.max_context)
     runs, equality, decisions = measure(
-        pair, asks, task, lambda done: tell("doing", f"measuring {draft.name}: {done}")
+        pair, asks, task, lambda done: tell("doing", f"measuring {facts.draft.name}: {done}")
     )
     return facts.model_copy(update={"runs": runs, "equality": equality, "decisions": decisions})
 

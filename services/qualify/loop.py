@@ -17,6 +17,7 @@ from services.engine.engine import Engine
 from services.scheduling.planning import Limits
 from services.scheduling.scheduler import Scheduler
 from services.scheduling.tasks import ProposeTask, Release, Reply, SessionSpec, VerifyTask
+from services.target.drafter import LocalDrafter
 from services.target.scheduler import TargetScheduler
 from services.vocabulary.translation import Translation
 
@@ -73,9 +74,18 @@ class Text:
     cycles: tuple[MeasuredCycle, ...]
 
 
-def target_scheduler(engine: Engine, settings: WorkerSettings) -> TargetScheduler:
-    """Return the scheduler of a target worker with these settings."""
-    return TargetScheduler(engine, Limits(settings.max_batch_tokens, settings.prefill_chunk))
+def target_scheduler(
+    engine: Engine, settings: WorkerSettings, drafter: LocalDrafter | None = None
+) -> TargetScheduler:
+    """Return the scheduler of a target worker with these settings.
+
+    Args:
+        engine: The target.
+        settings: Settings of its worker.
+        drafter: What drafts in it, if anything does.
+    """
+    limits = Limits(settings.max_batch_tokens, settings.prefill_chunk)
+    return TargetScheduler(engine, limits, head=drafter)
 
 
 def draft_scheduler(
@@ -97,14 +107,14 @@ def draft_scheduler(
 
 
 class Pair:
-    """A target and a draft.
+    """A target and what drafts for it.
 
     Args:
         target: The target's scheduler, used exclusively by this object.
-        draft: The draft's.
+        draft: The draft's; None: the target's scheduler has a drafter of its own.
     """
 
-    def __init__(self, target: TargetScheduler, draft: Scheduler[ProposeTask]) -> None:
+    def __init__(self, target: TargetScheduler, draft: Scheduler[ProposeTask] | None) -> None:
         self.target, self.draft = target, draft
         self._names = map(str, itertools.count())
 
@@ -139,19 +149,23 @@ class Pair:
     def end(self, completion: Completion) -> None:
         """Free the caches of a completion."""
         for scheduler in (self.target, self.draft):
-            scheduler.release([Release(completion.name)])
-            scheduler.step()
+            if scheduler is not None:
+                scheduler.release([Release(completion.name)])
+                scheduler.step()
 
     def _cycle(self, session: Completion, gamma: int) -> MeasuredCycle:
         proposal, drafted = Proposal(), None
         is_first = not session.output
-        if gamma > 0:
+        if gamma > 0 and self.draft is not None:
             drafted = _answer(self.draft, session.propose_task(gamma))
             assert isinstance(drafted.outcome, Proposal)
             proposal = drafted.outcome
-        verified = _answer(self.target, session.verify_task(proposal))
+        verified = _answer(self.target, session.verify_task(proposal, gamma if self.draft is None else 0))
         verdict = verified.outcome
         assert isinstance(verdict, Verdict)
+        if verdict.drafted is not None:
+            proposal = verdict.drafted
+        timing = verified.timing if drafted is None else drafted.timing
         accepted = [proposal.token_ids[node] for node in verdict.accepted_path]
         session.commit([*accepted, verdict.next_token_id])
         return MeasuredCycle(
@@ -159,8 +173,8 @@ class Pair:
             num_tested=verdict.num_tested,
             num_accepted=len(accepted),
             num_emitted=len(accepted) + 1,
-            draft_ms=0.0 if drafted is None else drafted.timing.compute_us / 1e3,
-            draft_forwards=0 if drafted is None else drafted.timing.num_forwards,
+            draft_ms=(timing.head_us if drafted is None else timing.compute_us) / 1e3,
+            draft_forwards=len(proposal) if drafted is None else timing.num_forwards,
             verify_ms=verified.timing.compute_us / 1e3,
             is_first=is_first,
         )
@@ -203,9 +217,10 @@ class Completion:
         """Return the task of the next proposal."""
         return ProposeTask(**self._block("draft"), shape=Shape(gamma, self._ask.max_nodes))
 
-    def verify_task(self, proposal: Proposal) -> VerifyTask:
-        """Return the task of its verification."""
-        return VerifyTask(**self._block("target"), proposal=proposal, num_top_logprobs=None)
+    def verify_task(self, proposal: Proposal, local_gamma: int = 0) -> VerifyTask:
+        """Return the task of its verification; above 0, the target worker drafts that many tokens itself."""
+        head = Shape(local_gamma, self._ask.max_nodes) if local_gamma else None
+        return VerifyTask(**self._block("target"), proposal=proposal, num_top_logprobs=None, head=head)
 
     def _block(self, role: str) -> dict[str, Any]:
         sent, self._sent[role] = self._sent[role], len(self._tokens)

@@ -226,7 +226,9 @@ class _Trial:
             timed = [cycle for cycle in whole if not cycle.is_first and cycle.draft_forwards > 0]
             if min(len(plain), len(timed)) < _MIN_TIMED:
                 continue
-            cycle_ms = statistics.median(cycle.draft_ms for cycle in timed) + self._task.rtt_ms
+            cycle_ms = statistics.median(cycle.draft_ms for cycle in timed)
+            if self._pair.draft is not None:
+                cycle_ms += self._task.rtt_ms
             cycle_ms += statistics.median(cycle.verify_ms for cycle in timed)
             plain_ms = statistics.median(cycle.verify_ms for cycle in plain)
             needed = self._task.min_speedup * cycle_ms / plain_ms

@@ -19,10 +19,13 @@ from services.engine.core.model import check_config, load_config
 from services.engine.engine import Engine
 from services.engine.loader import load_worker_engine
 from services.process.fingerprints import check_drafter, vocab_sha256
+from services.target.drafter import LocalDrafter
+from services.target.loading import load_local_drafter
 
-__all__ = ["Loaded", "Source", "encode", "eos_token_ids", "find", "load"]
+__all__ = ["Loaded", "Source", "encode", "eos_token_ids", "find", "load", "load_local"]
 
 _ALLOWED = "a directory or GGUF file with a causal LM, or the name of one on the hub or in its cache"
+_ALLOWED_HEADS = "a directory or hub name of an EAGLE head, or of a draft model with the target's vocabulary"
 _SETTINGS: Mapping[str, type[WorkerSettings]] = {"target": TargetSettings, "draft": DraftSettings}
 
 
@@ -77,8 +80,8 @@ def find(role: str, name: str, task: QualifyTask, target: Source | None = None) 
         InvalidArgumentError: There is no such model, or a setting is wrong.
     """
     path = resolve_model(name, role)
-    fields = ("device", "dtype", "threads", "deterministic", *(["draft_weights"] if role == "draft" else ()))
-    given = {key: getattr(task, key) for key in fields}
+    given = {key: getattr(task, key) for key in ("device", "dtype", "threads", "deterministic")}
+    given["draft_weights" if role == "draft" else "head_weights"] = task.draft_weights
     settings = _SETTINGS[role](
         model=name, **{key: value for key, value in given.items() if value is not None}
     )
@@ -136,6 +139,46 @@ def load(source: Source) -> Loaded:
     return Loaded(source.facts.model_copy(update=found), engine, settings)
 
 
+def load_local(name: str, source: Source, target: Engine) -> tuple[ModelFacts, LocalDrafter | None]:
+    """Load what drafts in a target worker, as that worker would.
+
+    Args:
+        name: The head or draft model.
+        source: Its target.
+        target: The same, loaded.
+
+    Returns:
+        Facts about it, and the drafter; None if it cannot be served.
+
+    Raises:
+        InvalidArgumentError: There is no such model.
+    """
+    assert isinstance(source.settings, TargetSettings)
+    path = resolve_model(name, "draft", "head")
+    if not Path(path).is_dir() and path.startswith((".", "/", "~")):
+        raise InvalidArgumentError("head", f"{name!r}, which does not exist", _ALLOWED_HEADS)
+    try:
+        drafter = load_local_drafter(source.settings.model_copy(update={"head": name}), target)
+    except UnsupportedModelError as error:
+        return ModelFacts(name=name, refusal=error.reason), None
+    except InvalidArgumentError as error:
+        return ModelFacts(name=name, refusal=str(error)), None
+    except NotFoundError as error:
+        raise InvalidArgumentError("head", f"{name!r} ({_first_line(error)})", _ALLOWED_HEADS) from None
+    engine = drafter.engine
+    facts = ModelFacts(
+        name=name,
+        architecture="EAGLE head" if drafter.taps else "draft model",
+        vocab_size=engine.vocab_size,
+        tokenizer_size=source.facts.tokenizer_size,
+        tokenizer_sha256=source.facts.tokenizer_sha256,
+        max_context=engine.max_context,
+        device=engine.device.type,
+        dtype=str(engine.dtype).removeprefix("torch."),
+    )
+    return facts, drafter
+
+
 def eos_token_ids(source: Source) -> tuple[int, ...]:
     """Return the tokens that end a completion, from the same files as `transformers` generate."""
     if is_gguf(source.path):
@@ -151,10 +194,27 @@ def eos_token_ids(source: Source) -> tuple[int, ...]:
     return tuple(found) if isinstance(found, (list, tuple)) else (found,)
 
 
-def encode(source: Source, texts: tuple[str, ...]) -> list[list[int]]:
-    """Return the token ids of each text, with the model's tokenizer."""
+def encode(source: Source, texts: tuple[str, ...], *, chat: bool = False) -> list[list[int]]:
+    """Return the token ids of each text, with the model's tokenizer.
+
+    Args:
+        source: The model.
+        texts: The texts.
+        chat: Make each the message of a user, in the model's chat template.
+
+    Raises:
+        InvalidArgumentError: The model has no chat template.
+    """
     tokenizer = _tokenizer(source.path)
-    return [tokenizer(text)["input_ids"] for text in texts]
+    if not chat:
+        return [tokenizer(text)["input_ids"] for text in texts]
+    if not tokenizer.chat_template:
+        raise InvalidArgumentError("chat", True, f"false: {source.name} has no chat template")
+    messages = [[{"role": "user", "content": text}] for text in texts]
+    return [
+        tokenizer.apply_chat_template(one, add_generation_prompt=True, return_dict=True)["input_ids"]
+        for one in messages
+    ]
 
 
 def _tokenizer(path: str) -> Any:

@@ -7,32 +7,26 @@ from contextlib import aclosing
 from typing import Any, ClassVar
 
 import grpc
-import torch
 
 from gammaray.blocks import Verdict
 from gammaray.checks import check_int
 from gammaray.config import TargetSettings
-from gammaray.demo_pair import resolve_model
 from gammaray.errors import InvalidArgumentError, ModelChangedError
 from gammaray.types import MAX_NODES, MAX_TOP_LOGPROBS, check_prompt_logprobs
 from gammaray.v1 import target_service_pb2, target_service_pb2_grpc
 from gammaray.v1 import target_service_pb2 as pb
 from gammaray.wire.blocks import fill_verdict, proposal_from_proto, proposal_to_proto, shape_from_proto
 from services.engine.engine import Engine
-from services.engine.loader import limit_cache, load_engine
+from services.engine.loader import limit_cache
 from services.engine.tensor_parallel.engine import ParallelEngine
-from services.heads.loading import load_head, names_head
-from services.heads.runner import HEAD_CACHE_BYTES, head_engine
-from services.process.fingerprints import check_drafter, model_identity, vocab_sha256
+from services.process.fingerprints import model_identity
 from services.process.server import guarded
 from services.process.worker import Worker
 from services.scheduling.grammars import Grammars
 from services.scheduling.tasks import Reply, VerifyTask
 from services.streaming.messages import Model, describe, fill_result, task_fields
 from services.streaming.streams import Deliver, Streams
-from services.target.draft_model import ModelDrafter
-from services.target.drafter import LocalDrafter
-from services.target.heads import HeadDrafter
+from services.target.loading import load_local_drafter
 from services.target.scheduler import TargetScheduler
 
 __all__ = ["TargetServicer", "TargetWorker"]
@@ -163,53 +157,8 @@ class TargetWorker(Worker[TargetSettings]):
         )
 
     def _scheduler(self, engine: Engine, grammars: Grammars) -> TargetScheduler:
-        head = self._load_drafter(engine) if self.settings.head else None
+        head = load_local_drafter(self.settings, engine) if self.settings.head else None
         return TargetScheduler(engine, self._limits, grammars, head)
-
-    def _load_drafter(self, engine: Engine) -> LocalDrafter:
-        """Load the head or draft model that drafts in this worker.
-
-        Raises:
-            InvalidArgumentError: It is for another target, or no drafter of a kind that can draft here.
-            UnsupportedModelError: Its format, a flag, a size or a tensor is not supported.
-        """
-        target = resolve_model(self.settings.model, "target", "model")
-        name = resolve_model(self.settings.head, "draft", "head")
-        check_drafter(name, target)
-        if not names_head(name):
-            return self._load_draft_model(name, target, engine)
-        head, target_ids = load_head(name, target)
-        head.to(engine.device, torch.float32 if engine.device.type == "cpu" else engine.dtype)
-        drafting = head_engine(
-            head,
-            target_ids,
-            name=name,
-            max_context=engine.max_context,
-            weights=self.settings.head_weights,
-            fast_kernels=self.settings.fast_kernels,
-            kernel_cache=self.settings.kernel_cache,
-        )
-        return HeadDrafter(drafting, head.config.taps)
-
-    def _load_draft_model(self, name: str, target: str, engine: Engine) -> ModelDrafter:
-        drafting = load_engine(
-            name,
-            device=self.settings.device,
-            dtype=self.settings.dtype,
-            threads=self.settings.threads,
-            cache_budget_bytes=HEAD_CACHE_BYTES,
-            fast_kernels=self.settings.fast_kernels,
-            kernel_cache=self.settings.kernel_cache,
-            weights=self.settings.head_weights,
-            draft_for=target,
-        )
-        allowed = f"an EAGLE head, or an ordinary draft model with the vocabulary of {target}"
-        if drafting.mask_token is not None or drafting.vocab_size != engine.vocab_size:
-            raise InvalidArgumentError("head", name, allowed)
-        own, theirs = vocab_sha256(name), vocab_sha256(target)
-        if own and theirs and own != theirs:
-            raise InvalidArgumentError("head", name, allowed)
-        return ModelDrafter(drafting)
 
     def _add_servicer(self, server: Any, streams: Streams, model: Model) -> None:
         servicer = TargetServicer(streams, model, self.settings.head)

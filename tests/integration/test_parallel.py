@@ -112,6 +112,27 @@ def test_chains_rollbacks_and_ragged_batches_agree(clean):
     clean.step(SequenceInput("a", 20, [9, 10], 1))  # a rollback that the feed itself asks for
 
 
+def test_hidden_states_are_those_of_one_rank(clean):
+    """Each rank holds whole hidden states; the first records them, and the others do not know."""
+    layers, tree = [0, 8, 16, 3], (-1, -1, 0, 0, 1)
+    try:
+        clean.do("tap", layers)
+        for feeds in (
+            [SequenceInput("a", 0, some_tokens(20, 1), 0), SequenceInput("b", 0, some_tokens(5, 2), 2)],
+            [SequenceInput("a", 20, some_tokens(6, 3), 5, tree), SequenceInput("b", 5, [1], 1)],
+        ):
+            clean.step(*feeds)
+            assert [len(states) for states in clean.two.taps] == [len(feed.token_ids) for feed in feeds]
+            for got, expected in zip(clean.two.taps, clean.one.taps, strict=True):
+                torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-4)
+        with pytest.raises(InvalidArgumentError):
+            clean.two.tap([17])
+    finally:
+        clean.do("tap", [])
+    clean.step(SequenceInput("b", 6, [1], 1))
+    assert clean.two.taps == []
+
+
 def test_cache_limit_is_that_of_every_rank(clean):
     """Ranks that evicted differently would compute different things."""
     try:

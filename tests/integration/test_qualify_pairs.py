@@ -1,5 +1,6 @@
 """`gammaray qualify` with real models: the demo pair, pairs that cannot be served, and planted losses."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_helpers import random_tokens, tiny_model
+from head_helpers import bigram_head, bigram_target
 from vocabulary_helpers import byte_fallback
 
 import gammaray
@@ -22,7 +24,7 @@ from services.engine.engine import SequenceInput
 from services.engine.loader import load_engine
 from services.qualify.loop import Ask, Pair, draft_scheduler, target_scheduler
 from services.qualify.measure import is_tie, make_asks, measure, parting
-from services.qualify.models import find, load
+from services.qualify.models import encode, find, load, load_local
 
 pytestmark = pytest.mark.integration
 
@@ -69,6 +71,22 @@ def test_demo_pair_is_served_lossless_and_measured(tmp_path):
         assert 0 < payoff["alpha"] < 1
         assert 0 < payoff["draft_step_ms"] < payoff["plain_ms"]
         assert [depth["gamma"] for depth in payoff["depths"]] == [1, 3]
+
+
+def test_draft_model_in_the_target_worker_is_measured_without_network_time(tmp_path):
+    done = qualify(
+        *("--target", "demo", "--head", "demo", "--head", tiny_model("llama", tmp_path)),
+        *("--rtt-ms", "1000", "--min-speedup", "0.01", *SMALL, "--json", tmp_path / "r.json"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "it drafts in the target worker: --rtt-ms does not apply" in done.stdout
+    fit, unfit = json.loads((tmp_path / "r.json").read_text())["candidates"]
+    assert [one["fitness"] for one in (fit, unfit)] == ["FIT", "UNFIT"]
+    assert "the vocabulary of" in unfit["reasons"][0]
+    for payoff in fit["payoffs"]:
+        assert 0 < payoff["alpha"] < 1
+        for depth in payoff["depths"]:
+            assert 0 < depth["draft_ms"] < depth["cycle_ms"] < 1000
 
 
 def test_candidates_that_cannot_be_served_are_unfit_with_the_reason(tmp_path):
@@ -233,6 +251,40 @@ def test_planted_loss_is_found(schedulers):
         assert (one.compared, one.equal, one.ties) == (2, 0, 0)
         assert one.first == "with gamma 2 prompt 1 diverges from plain decoding at token 6"
         assert not one.is_lossless
+
+
+def test_head_that_knows_the_target_is_always_accepted_and_recording_ends(tmp_path):
+    directory = bigram_target(tmp_path / "target")
+    source = find("target", str(directory), task())
+    target = load(dataclasses.replace(source, facts=source.facts.model_copy(update={"refusal": ""}))).engine
+    facts, drafter = load_local(str(bigram_head(tmp_path / "head", directory)), source, target)
+    assert (facts.architecture, facts.refusal, facts.vocab_size) == ("EAGLE head", "", 97)
+    pair = Pair(target_scheduler(target, source.settings, drafter), None)
+    runs, equality, _ = measured(pair, gammas=(3,))
+    assert [(one.compared, one.equal) for one in equality] == [(2, 2), (2, 2)]
+    for run in runs:
+        assert run.accepted == run.tested
+        if run.gamma:
+            assert sum(run.tested) > 10
+            assert run.draft_ms > 0
+            assert run.draft_step_ms < run.draft_ms
+
+
+def test_missing_head_is_a_wrong_argument(tmp_path, models):
+    with pytest.raises(InvalidArgumentError, match=r"head: got .*which does not exist"):
+        load_local(str(tmp_path / "nothing"), find("target", "demo", task()), models[0])
+
+
+def test_chat_prompts_are_in_the_targets_template(tmp_path):
+    folder = tmp_path / "chat"
+    shutil.copytree(TARGET_DIR, folder)
+    source = find("target", str(folder), task())
+    template = folder / "chat_template.jinja"
+    template.write_text("{% for message in messages %}def {{ message.content }}{% endfor %}:")
+    assert encode(source, ("Hi",), chat=True) == encode(source, ("def Hi:",))
+    template.unlink()
+    with pytest.raises(InvalidArgumentError, match=r"chat: got True, allowed: false: .* no chat template"):
+        encode(source, ("Hi",), chat=True)
 
 
 @pytest.mark.parametrize(("min_speedup", "pays"), [(50.0, False), (0.01, True)])

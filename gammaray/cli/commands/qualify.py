@@ -45,8 +45,14 @@ _STDOUT = Path("-")
     "--draft",
     "drafts",
     multiple=True,
-    required=True,
-    help="Directory, hub name or GGUF file of a draft; repeatable.",
+    help="Directory, hub name or GGUF file of a draft on a draft worker; repeatable.",
+)
+@click.option(
+    "--head",
+    "heads",
+    multiple=True,
+    help="Directory or hub name of what drafts in the target worker: an EAGLE head, or a draft model of the "
+    "same vocabulary; repeatable.",
 )
 @click.option(
     "--prompts",
@@ -58,6 +64,7 @@ _STDOUT = Path("-")
 @click.option(
     "--num-prompts", type=IntRange(1), default=6, show_default=True, help="Number of prompts of the workload."
 )
+@click.option("--chat", is_flag=True, help="Each prompt is a user's message, in the target's chat template.")
 @click.option(
     "--tokens", type=IntRange(2), default=96, show_default=True, help="Maximum tokens per completion."
 )
@@ -79,7 +86,7 @@ _STDOUT = Path("-")
     type=FloatRange(0, 1e6),
     default=0.5,
     show_default=True,
-    help="Network time that a proposal adds to a cycle.",
+    help="Network time that a proposal of a draft worker adds to a cycle.",
 )
 @click.option(
     "--min-speedup",
@@ -100,7 +107,9 @@ _STDOUT = Path("-")
     "--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), help="Same as for workers."
 )
 @click.option(
-    "--draft-weights", type=click.Choice(["auto", "int8", "int4"]), help="Same as for draft workers."
+    "--draft-weights",
+    type=click.Choice(["auto", "int8", "int4"]),
+    help="Same as for draft workers; also of heads.",
 )
 @click.option("--threads", type=IntRange(1, 256), help="Same as for workers.")
 @click.option("--deterministic", is_flag=True, default=None, help="Same as for workers.")
@@ -112,7 +121,7 @@ _STDOUT = Path("-")
 )
 @click.pass_context
 def qualify(context: click.Context, /, out: Path | None, **given: Any) -> None:
-    """Check whether draft models suit a target: served exactly, lossless, and faster on this machine.
+    """Check whether drafts or heads suit a target: served exactly, lossless, and faster on this machine.
 
     Measuring a draft stops as soon as it is certain at each temperature whether it pays.
 
@@ -149,6 +158,8 @@ def _progress() -> Iterator[Callable[[str], None]]:
 
 
 def _task(given: dict[str, Any]) -> QualifyTask:
+    if not given["drafts"] and not given["heads"]:
+        raise click.UsageError("Missing option '--draft' or '--head'.")
     path: Path | None = given["prompt_file"]
     if path is not None:
         texts = read_prompts(path, "--prompts")
@@ -161,7 +172,9 @@ def _task(given: dict[str, Any]) -> QualifyTask:
     return QualifyTask(
         target=given["target"],
         drafts=tuple(dict.fromkeys(given["drafts"])),
+        heads=tuple(dict.fromkeys(given["heads"])),
         prompts=tuple(texts),
+        chat=given["chat"],
         max_tokens=given["tokens"],
         gammas=tuple(sorted(given["gammas"])),
         temperatures=given["temperatures"],
@@ -184,8 +197,12 @@ def _check(given: dict[str, Any]) -> None:
     """
     shared = {name: given[name] for name in ("device", "dtype", "threads", "deterministic")}
     settings = {name: value for name, value in shared.items() if value is not None}
-    for role, models in (("target", (given["target"],)), ("draft", given["drafts"])):
-        kind = TargetSettings if role == "target" else DraftSettings
+    for role, models in (
+        ("target", (given["target"],)),
+        ("draft", given["drafts"]),
+        ("head", given["heads"]),
+    ):
+        kind = DraftSettings if role == "draft" else TargetSettings
         for model in models:
             if not model:
                 raise InvalidArgumentError(role, "an empty name", "a directory, hub name or GGUF file")

@@ -57,11 +57,11 @@ _weights = click.Choice(list(BITS))
 @click.option("--draft-weights", type=_weights, default="bf16", show_default=True, help="With --card.")
 @click.option(
     "--drafter",
-    type=click.Choice([kind.value for kind in Kind if kind is not Kind.TEXT]),
+    type=click.Choice([kind.value for kind in Kind if kind not in (Kind.TEXT, Kind.HEAD)]),
     default=Kind.PLAIN.value,
     show_default=True,
     help="With --card: the draft makes a pass per token (plain), or one per proposal (parallel); or the "
-    "target's first layers draft (early-exit).",
+    "target's first layers draft (early-exit), or an EAGLE-3 head that is sent hidden states (remote-head).",
 )
 @click.option("--exit-layers", type=IntRange(1), help="Layers of the early exit.  [default: a quarter]")
 @click.option("--card", help="Device of the drafters: sizes one drafter; without it, all are compared.")
@@ -145,7 +145,7 @@ def size(
     kind = Kind(drafter)
     chosen = next((one for one in candidates if one.kind is kind), None)
     if chosen is None:
-        raise InvalidArgumentError("target", target, f"for an early exit one of {', '.join(MODELS)}")
+        raise InvalidArgumentError("target", target, f"for {kind.value} one of {', '.join(MODELS)}")
     chosen = replace(chosen, weights=draft_weights)
     given_limits = {"target_tokens": target_tokens, "draft_tokens": draft_tokens, "draft_price": draft_price}
     changed = {name: value for name, value in given_limits.items() if value is not None}
@@ -242,7 +242,7 @@ def _print_all(
     def pass_ms(one: Drafter, card: Device) -> str:
         if one.model is None:
             return "0"
-        placement = Placement(one.model, one.weights, card)
+        placement = Placement(one.model, one.weights, load.target.device if one.is_local else card)
         return f"{placement.pass_ms():.1f}" if placement.max_sessions(load.context) else "too large"
 
     def gain(number: int) -> Callable[[Drafter, Device], str]:
@@ -291,7 +291,7 @@ def _capacity(
         each = [(card, load.capacity(one, card, rate, max_drafters)) for card in cards]
         card, best = max(each, key=lambda pair: pair[1].sessions_per_dollar)
         if best.gamma:
-            rows.append((one.name if one.model is None else f"{one.name} on {card.name}", best))
+            rows.append((one.name if one.is_local else f"{one.name} on {card.name}", best))
     for name, capacity in sorted(rows, key=lambda row: -row[1].sessions_per_dollar):
         table.add_row(
             name,

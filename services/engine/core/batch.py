@@ -17,6 +17,7 @@ __all__ = [
     "Batch",
     "Segment",
     "SequenceInput",
+    "Taps",
     "allowed_slots",
     "check_feed",
     "feed_positions",
@@ -82,6 +83,19 @@ class Segment:
         return self.start + self.num_kept
 
 
+@dataclass(frozen=True, slots=True)
+class Taps:
+    """Hidden states that a forward records, see `Engine.tap`.
+
+    Attributes:
+        layers: Ids of the layers; the model's depth for what enters its final norm.
+        states: [rows, len(layers), hidden_size], where the runner writes them.
+    """
+
+    layers: tuple[int, ...]
+    states: Tensor
+
+
 @dataclass(slots=True)
 class Batch:
     """One forward over all feeds of a step.
@@ -92,6 +106,7 @@ class Batch:
         positions: Their absolute positions.
         logit_rows: Rows whose logits are returned; None for all of them.
         masks: Attention masks by (segment index, window), created on first use and shared by the layers.
+        taps: The hidden states to record; None for none.
     """
 
     segments: list[Segment]
@@ -99,6 +114,7 @@ class Batch:
     positions: list[int]
     logit_rows: list[int] | None
     masks: dict[tuple[int, int | None], Tensor | None] = field(default_factory=dict)
+    taps: Taps | None = None
 
     def mask(self, index: int, window: int | None, device: torch.device) -> Tensor | None:
         """Return the segment's `allowed_slots`, None when every row sees every slot."""

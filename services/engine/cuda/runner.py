@@ -43,6 +43,7 @@ class Buffers:
         logits: [wanted, vocab_size].
         stripes: Of the wanted rows.
         tokens: [wanted], drawn.
+        states: [rows, taps, hidden], recorded hidden states.
         scratch: Of the kernels.
     """
 
@@ -55,11 +56,12 @@ class Buffers:
     logits: Tensor
     stripes: Stripes
     tokens: Tensor
+    states: Tensor
     scratch: list[Tensor]
 
     @classmethod
-    def make(cls, model: GraphModel, kernels: TorchKernels, bucket: Bucket) -> Buffers:
-        """Buffers for all steps of a bucket."""
+    def make(cls, model: GraphModel, kernels: TorchKernels, bucket: Bucket, num_taps: int = 0) -> Buffers:
+        """Buffers for all steps of a bucket, which record the states of `num_taps` layers."""
         shape, device, dtype = model.shape, model.device, model.dtype
         rows, wanted = bucket.rows, bucket.wanted
 
@@ -76,17 +78,24 @@ class Buffers:
             logits=zeros(wanted, shape.vocab_size, kind=torch.float32),
             stripes=Stripes.make(wanted, shape.vocab_size, device),
             tokens=zeros(wanted, kind=torch.int64),
+            states=zeros(rows, num_taps, shape.hidden),
             scratch=kernels.new_scratch(bucket, device),
         )
 
 
 def run_forward(
-    model: GraphModel, kernels: TorchKernels, bucket: Bucket, tables: Tables, buffers: Buffers
+    model: GraphModel,
+    kernels: TorchKernels,
+    bucket: Bucket,
+    tables: Tables,
+    buffers: Buffers,
+    tapped: Sequence[int] = (),
 ) -> None:
-    """Feed the rows of `tables`: new keys and values go to the caches, logits to `buffers`."""
+    """Feed the rows of `tables`: keys and values go to the caches, logits and tapped states to `buffers`."""
     x, h, qkv, mixed, inner = buffers.x, buffers.h, buffers.qkv, buffers.mixed, buffers.inner
     x.copy_(F.embedding(tables.token, model.embedding))
     for index, layer in enumerate(model.layers):
+        _record(x, index, tapped, buffers)
         kernels.norm(x, layer.attention_norm, h)
         kernels.linear(h, layer.qkv, layer.qkv_bias, qkv)
         kernels.rotate(qkv, index, layer.head_norm, tables)
@@ -95,9 +104,16 @@ def run_forward(
         kernels.norm(x, layer.mlp_norm, h)
         kernels.swiglu(h, layer.gate_up, inner)
         kernels.add_linear(inner, layer.down, None, x)
+    _record(x, len(model.layers), tapped, buffers)
     if bucket.wanted:
         kernels.norm(x, model.last_norm, buffers.last, tables.wanted)
         kernels.linear(buffers.last, model.head, None, buffers.logits)
+
+
+def _record(state: Tensor, layer: int, tapped: Sequence[int], buffers: Buffers) -> None:
+    for column, wanted in enumerate(tapped):
+        if wanted == layer:
+            buffers.states[:, column].copy_(state)
 
 
 MAX_CAPTURED_ROWS = 320
@@ -162,7 +178,8 @@ class GraphRunner:
         kernels: Operations; by default the fastest that the device has.
 
     Attributes:
-        programs: The captured programs by bucket and whether they draw, least recently used first.
+        programs: The captured programs by bucket, whether they draw and tapped layers, least recently used
+            first.
         last: The work of the last step or proposal, which may be replayed to be timed.
     """
 
@@ -171,15 +188,26 @@ class GraphRunner:
         self.kernels = kernels if kernels is not None else make_kernels(model)
         self.pool = torch.cuda.graph_pool_handle() if self.kernels.capturable else None
         self.last: Capture | None = None
-        self.programs: OrderedDict[tuple[Bucket, bool], Program] = OrderedDict()
+        self.programs: OrderedDict[tuple[Bucket, bool, tuple[int, ...]], Program] = OrderedDict()
+
+    @property
+    def hidden_size(self) -> int:
+        """Length of a hidden state."""
+        return self.model.shape.hidden
+
+    def tap_obstacle(self) -> str:
+        """Return why hidden states cannot be recorded: nothing prevents it."""
+        return ""
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
-        """Return the logits [wanted rows, vocab_size] in float32; writes the new keys and values.
+        """Return the logits [wanted rows, vocab_size] in float32; writes new keys, values and the taps.
 
-        The next step overwrites them: callers keep a copy.
+        The next step overwrites the logits: callers keep a copy.
         """
         program = self._run(batch, ())
+        if batch.taps is not None:
+            batch.taps.states.copy_(program.buffers.states[: len(batch.token_ids)])
         wanted = len(batch.token_ids) if batch.logit_rows is None else len(batch.logit_rows)
         return program.buffers.logits[:wanted]
 
@@ -197,18 +225,19 @@ class GraphRunner:
 
     def _run(self, batch: Batch, gumbel_draws: Sequence[GumbelDraw]) -> Program:
         bucket = bucket_of(batch)
-        program = self.program(bucket, draws=bool(gumbel_draws))
+        layers = () if batch.taps is None else batch.taps.layers
+        program = self.program(bucket, draws=bool(gumbel_draws), tapped=layers)
         fill(program.tables, bucket, batch, gumbel_draws, self.kernels.anchor.data_ptr())
         program.capture.run()
         self.last = program.capture
         return program
 
-    def program(self, bucket: Bucket, *, draws: bool) -> Program:
+    def program(self, bucket: Bucket, *, draws: bool, tapped: tuple[int, ...] = ()) -> Program:
         """Return the bucket's program; prompt chunks get theirs for one step only."""
-        key = (bucket, draws)
+        key = (bucket, draws, tapped)
         program = self.programs.get(key)
         if program is None:
-            program = self._new_program(bucket, draws)
+            program = self._new_program(bucket, draws, tapped)
             if bucket.rows <= MAX_CAPTURED_ROWS:
                 self.programs[key] = program
                 if len(self.programs) > _MAX_PROGRAMS:
@@ -217,13 +246,13 @@ class GraphRunner:
             self.programs.move_to_end(key)
         return program
 
-    def _new_program(self, bucket: Bucket, draws: bool) -> Program:
+    def _new_program(self, bucket: Bucket, draws: bool, tapped: tuple[int, ...]) -> Program:
         model, kernels = self.model, self.kernels
         tables = new_tables(bucket, model.device)
-        buffers = Buffers.make(model, kernels, bucket)
+        buffers = Buffers.make(model, kernels, bucket, len(tapped))
 
         def work() -> None:
-            run_forward(model, kernels, bucket, tables, buffers)
+            run_forward(model, kernels, bucket, tables, buffers, tapped)
             if draws:
                 kernels.stripes(buffers.logits, tables, None, buffers.stripes)
                 kernels.pick(buffers.stripes, buffers.tokens)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gammaray.errors import InvalidArgumentError
 from services.engine.core.batch import Batch
 from services.engine.core.model import LoadedModel
 from services.engine.hf.attention import LayerInput, attend
 from services.engine.hf.deterministic import ROW_MULTIPLE, FixedRows
 from services.engine.hf.probe import ModelLayout, handling
+from services.engine.hf.taps import TapPoints, find_tap_points
 
 __all__ = ["TransformersRunner"]
 
@@ -28,70 +27,28 @@ class TransformersRunner:
         loaded: The model, switched to the engine's attention.
         layout: Result of the probe.
         fixed_shapes: Results must not depend on the rest of the step; see `deterministic`.
-
-    Attributes:
-        tapped: Hidden states of the last forward's rows, [rows, taps, hidden_size]; None without taps.
     """
 
     def __init__(self, loaded: LoadedModel, layout: ModelLayout, *, fixed_shapes: bool = False) -> None:
-        self._module = loaded.module
+        self._loaded, self._module = loaded, loaded.module
         self._device = loaded.device
         self._layout = layout
         self._fixed_shapes = fixed_shapes
         parameters = inspect.signature(loaded.module.forward).parameters
         self._keeps_rows = "logits_to_keep" in parameters
-        self._taps: tuple[int, ...] = ()
-        self._found: dict[int, Tensor] = {}
-        self.tapped: Tensor | None = None
 
-    def tap(self, layers: Sequence[int]) -> None:
-        """Record these hidden states in every forward, see `Engine.tap`.
+    @property
+    def hidden_size(self) -> int:
+        """Length of a hidden state."""
+        size: int = self._loaded.config.hidden_size
+        return size
 
-        Raises:
-            InvalidArgumentError: The model's layers are not found.
-        """
-        if layers and self._stack is None:
-            raise InvalidArgumentError("layers", list(layers), "none: the model's layers are not in one list")
-        self._taps, self.tapped = tuple(layers), None
-
-    @functools.cached_property
-    def _stack(self) -> nn.ModuleList | None:
-        """The list of the model's layers, each with its attention; None if there is no such list."""
-        for stack in self._module.modules():
-            if isinstance(stack, nn.ModuleList) and len(stack) == self._layout.num_layers:
-                found = [{self._layout.layer_of.get(id(part)) for part in layer.modules()} for layer in stack]
-                if all(number in numbers for number, numbers in enumerate(found)):
-                    return stack
-        return None
-
-    @contextmanager
-    def _recording(self) -> Iterator[None]:
-        """Record what enters the tapped layers, and what leaves the last one."""
-        stack, hooks, self._found = self._stack, [], {}
-        if self._taps and stack is not None:
-            for number in set(self._taps) & set(range(len(stack))):
-                hooks.append(
-                    stack[number].register_forward_pre_hook(self._entering(number), with_kwargs=True)
-                )
-            if len(stack) in self._taps:
-                hooks.append(stack[-1].register_forward_hook(self._leaving))
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def _entering(self, number: int) -> Callable[..., None]:
-        def record(_module: nn.Module, given: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
-            self._found[number] = given[0] if given else named["hidden_states"]
-
-        return record
-
-    def _leaving(self, _module: nn.Module, _given: Any, made: Any) -> None:
-        self._found[self._layout.num_layers] = made[0] if isinstance(made, tuple) else made
+    def tap_obstacle(self) -> str:
+        """Return why hidden states cannot be recorded; empty if they can."""
+        return self._tap_points if isinstance(self._tap_points, str) else ""
 
     def forward(self, batch: Batch) -> Tensor:
-        """Return the logits [wanted rows, vocab_size] in float32; writes the new keys and values."""
+        """Return the logits [wanted rows, vocab_size] in float32; writes new keys, values and the taps."""
         if self._fixed_shapes:
             return self._fixed_forward(batch)
         rows = batch.logit_rows
@@ -119,15 +76,22 @@ class TransformersRunner:
             layer = self._layout.layer_of[id(module)]
             return attend(batch, layer, given, fixed_shapes=self._fixed_shapes)
 
-        with handling(handler), self._recording():
+        with handling(handler), self._recording(batch):
             output = self._module(
                 torch.tensor([token_ids], device=self._device),
                 position_ids=torch.tensor([positions], device=self._device),
                 use_cache=False,
                 **arguments,
             )
-        if self._taps:
-            states = torch.stack([self._found[tap].view(len(token_ids), -1) for tap in self._taps], dim=1)
-            self.tapped = states[: len(batch.token_ids)].clone()
         logits: Tensor = output.logits[0, :, : self._layout.vocab_size]
         return logits.float()
+
+    @cached_property
+    def _tap_points(self) -> TapPoints | str:
+        return find_tap_points(self._loaded, self._layout)
+
+    def _recording(self, batch: Batch) -> AbstractContextManager[None]:
+        if batch.taps is None:
+            return nullcontext()
+        assert isinstance(self._tap_points, TapPoints)
+        return self._tap_points.recording(batch.taps)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from ctypes import addressof, byref, c_int32
 from itertools import chain
 
@@ -23,27 +22,30 @@ class NativeRunner:
 
     Attributes:
         model: The packed weights and the kernel.
-        tapped: Hidden states of the last forward's rows, [rows, taps, hidden_size]; None without taps.
     """
 
     def __init__(self, model: NativeModel) -> None:
         self.model = model
-        self._taps = np.empty(0, dtype=np.int32)
-        self.tapped: Tensor | None = None
         self._scratch = torch.empty(0)
         self._cos, self._sin = model.rotation(1)
 
+    @property
+    def hidden_size(self) -> int:
+        """Length of a hidden state."""
+        size: int = self.model.weights.hidden
+        return size
+
+    def tap_obstacle(self) -> str:
+        """Return why hidden states cannot be recorded: nothing prevents it."""
+        return ""
+
     def forward(self, batch: Batch) -> Tensor:
-        """Return the logits [wanted rows, vocab_size] in float32; writes the new keys and values."""
+        """Return the logits [wanted rows, vocab_size] in float32; writes new keys, values and the taps."""
         self._make_room(len(batch.token_ids), max(batch.positions))
         logits, _, arguments, _pointed_to = self._laid_out(batch)
         self._begin(batch, arguments)
         self.model.kernel.gr_forward(byref(self.model.weights), byref(arguments))
         return logits
-
-    def tap(self, layers: Sequence[int]) -> None:
-        """Record these hidden states in every forward, see `Engine.tap`."""
-        self._taps = np.array(layers, dtype=np.int32)
 
     def chain(
         self,
@@ -81,12 +83,7 @@ class NativeRunner:
         return numbers[:count].tolist(), logits[:count]
 
     def _begin(self, batch: Batch, arguments: BatchArguments) -> None:
-        """Set where hidden states are recorded."""
-        if len(self._taps):
-            tapped = torch.empty(len(batch.token_ids), len(self._taps), self.model.weights.hidden)
-            arguments.taps, arguments.tap = len(self._taps), self._taps.ctypes.data
-            arguments.tapped = tapped.data_ptr()
-            self.tapped = tapped
+        """Set further arguments, for heads."""
 
     def _laid_out(self, batch: Batch) -> tuple[Tensor, NDArray[np.int32], BatchArguments, object]:
         """Return the logits to be filled, all integers, the arguments, and other memory these point to."""
@@ -100,9 +97,10 @@ class NativeRunner:
                 for s in batch.segments
             )
         )
+        layers = () if batch.taps is None else batch.taps.layers
         # One array for all integers: few calls, and one owner to keep alive until the kernel returns.
         numbers = np.fromiter(
-            chain(batch.token_ids, batch.positions, num_chain, offsets, wanted, path), dtype=np.int32
+            chain(batch.token_ids, batch.positions, num_chain, offsets, wanted, path, layers), dtype=np.int32
         )
         at = numbers.ctypes.data
         arguments = BatchArguments(
@@ -120,6 +118,9 @@ class NativeRunner:
             self._sin.data_ptr(),
             self._scratch.data_ptr(),
             logits.data_ptr(),
+            len(layers),
+            at + 4 * (len(numbers) - len(layers)),
+            None if batch.taps is None else batch.taps.states.data_ptr(),
         )
         return logits, numbers, arguments, segments
 

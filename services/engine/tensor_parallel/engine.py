@@ -5,7 +5,8 @@ child processes (`services.engine.tensor_parallel.rank_main`), each with an engi
 
 Rank 0 sends them each step before running it itself, together with the cache operations since the last one
 (rollbacks, tree paths, forks, releases). Growth, eviction and refusal of caches depend on nothing else, so
-all ranks do the same; the sums over devices happen inside the model's forward.
+all ranks do the same; the sums over devices happen inside the model's forward. After them every rank has
+whole hidden states, so rank 0 alone records those that `tap` names.
 
 When a rank dies, or a forward fails on any of them, the ranks' states may differ: the engine is lost, raises
 EngineLostError, and the worker ends and must be restarted.

@@ -77,6 +77,22 @@ def test_lookups_need_no_card_and_pay_from_the_first_accepted_token():
     assert LOAD.sizing(TEXT, L4, 10_000) is not None  # no memory of a card is needed
 
 
+def test_head_in_the_target_takes_its_time_and_no_round_trip():
+    head = Drafter(Kind.HEAD, TARGET.eagle_head())
+    sizing = LOAD.sizing(head, L4, 8)
+    assert sizing == LOAD.sizing(head, DEVICES["A10"], 8)  # the card of drafters does not matter
+    own_ms = Placement(head.model, "bf16", DEVICES["H100"]).pass_ms(8, 1024)
+    assert sizing.cycle_ms(3, 1) == pytest.approx(LOAD.target.pass_ms(8, 1024) + 3 * own_ms)
+    remote = Drafter(Kind.REMOTE_HEAD, head.model)
+    assert speedup(head) > speedup(remote)
+    far = replace(LOAD, rtt_ms=40.0)
+    assert speedup(head, load=far) == speedup(head)
+    assert speedup(remote, load=far) == 1.0
+    capacity = LOAD.capacity(head, L4, 100.0, 4)
+    assert (capacity.drafters, capacity.price_per_h) == (0, 2.69)
+    assert capacity.sessions > LOAD.capacity(None, L4, 100.0, 4).sessions
+
+
 def test_sessions_that_do_not_fit_a_card_are_not_sized():
     assert LOAD.sizing(PLAIN, L4, 2000, drafters=1) is None
     assert LOAD.sizing(PLAIN, L4, 2000, drafters=8) is not None
@@ -105,8 +121,8 @@ def test_capacity_is_bounded_by_memory_and_zero_where_the_rate_cannot_be_had():
 
 def test_drafters_are_compared_in_all_weight_types():
     names = [one.name for one in drafters_for(TARGET, SMALL)]
-    assert len(names) == len(set(names)) == 10
-    assert drafters_for(TARGET, SMALL, 4)[-2].model == TARGET.first_layers(4)
+    assert len(names) == len(set(names)) == 14
+    assert drafters_for(TARGET, SMALL, 4)[8].model == TARGET.first_layers(4)
     assert {one.kind for one in drafters_for(find_model("1B"), SMALL)} == {
         Kind.PLAIN,
         Kind.PARALLEL,
@@ -168,7 +184,14 @@ def test_prices_of_the_user_decide_how_many_drafters_are_worth_it():
         (["--target", "8B", "--on", "H100", "--target-ms", "3"], "excludes --target-ms"),
         (["--target", "8B", "--on", "H101"], "device: got 'H101'"),
         (["--target", "8B", "--on", "H100", "--card", "4xL4"], "card: got '4xL4'"),
-        (["--target", "8B", "--on", "H100", "--card", "L4", "--drafter", "early-exit"], "for an early exit"),
+        (
+            ["--target", "8B", "--on", "H100", "--card", "L4", "--drafter", "early-exit"],
+            "for early-exit one of",
+        ),
+        (
+            ["--target", "8B", "--on", "H100", "--card", "L4", "--drafter", "remote-head"],
+            "for remote-head one",
+        ),
         (
             ["--target", "llama-3.1-8b", "--on", "H100", "--card", "L4", "--sessions", "90000"],
             "sessions: got 90000",

@@ -56,6 +56,14 @@ def test_early_exit_has_its_share_of_the_layers_and_the_head():
     assert tied.parameters == pytest.approx((0.596 - 0.156) / 2 + 0.156)
 
 
+def test_eagle_head_has_the_size_of_published_ones():
+    # yuhuili/EAGLE3-LLaMA3.1-Instruct-8B has 0.42 billion parameters without an embedding.
+    head = MODELS["llama-3.1-8b"].eagle_head()
+    assert head.parameters == pytest.approx(0.425, abs=0.005)
+    assert head.kv_bytes == 131_072 / 32
+    assert find_model("8B").eagle_head() is None
+
+
 def test_names_and_sizes():
     assert find_device("4xh100") == (DEVICES["H100"], 4)
     assert find_device("RTX 4090") == (DEVICES["RTX-4090"], 1)

@@ -188,3 +188,11 @@ def test_pair_without_a_certain_decision_is_judged_by_its_figures_with_a_note():
     assert "probability" not in judgement.reasons[0]
     (note,) = judgement.warnings
     assert "not certain (error 0.01)" in note
+
+
+def test_network_time_does_not_apply_in_the_target_worker():
+    there = pair([plain_run(), run(4)])
+    here = there.model_copy(update={"is_local": True})
+    assert judge(there, rtt_ms=50.0).fitness is Fitness.SLOWER
+    assert judge(here, rtt_ms=50.0).payoffs == judge(there).payoffs
+    assert judge(here, rtt_ms=50.0).fitness is Fitness.FIT

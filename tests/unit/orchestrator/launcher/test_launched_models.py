@@ -142,7 +142,7 @@ def test_head_replaces_draft_workers():
 
 @pytest.mark.parametrize(
     "other",
-    [{"draft": "demo", "draft_workers": "1"}, {"draft": "openai:http://127.0.0.1:1"}, {"tensor_parallel": 2}],
+    [{"draft": "demo", "draft_workers": "1"}, {"draft": "openai:http://127.0.0.1:1"}],
 )
 def test_head_beside_what_it_cannot_be_used_with_is_refused(other):
     with pytest.raises(InvalidArgumentError, match="head: got some/head, allowed: none with"):

@@ -1,113 +1,334 @@
-"""Hidden states that the engine records are the model's own, at each position and layer."""
+"""Hidden states that the engine records, against those of plain forwards of the model."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
 import pytest
 import torch
-from engine_helpers import random_tokens, tiny_model
-from transformers import AutoModelForCausalLM
+from engine_helpers import LEAN, MAX_CONTEXT, SUPPORTED, plain_model, random_tokens, tiny_model
+from tap_helpers import CheckedTaps, FaultyRunner, node_text, plain_states
 
 from gammaray.errors import InvalidArgumentError
-from services.engine.engine import SequenceInput
+from services.engine.core.errors import CacheGapError
+from services.engine.core.model import load_model
+from services.engine.cuda.runner import GraphRunner
+from services.engine.cuda.tables import GREEDY
+from services.engine.device_drafting import GraphEngine
+from services.engine.engine import Engine, SequenceInput
 from services.engine.loader import load_engine
+from services.engine.native import weights
+from services.engine.native.build import VARIANTS
+from services.engine.native.library import Kernel, open_kernel
+from services.engine.native.runner import NativeRunner
 
-WITH_KERNEL = ("llama", "mistral", "qwen2", "qwen3")
-ARCHITECTURES = (*WITH_KERNEL, "gemma2", "phi3", "gpt_neox", "gpt2", "opt")
-LAYERS = (0, 1, 2, 3)
+TOLERANCE = 1e-5
+LAST = 3
+# Any order, one of them twice.
+LAYERS = (2, LAST, 0, 1, 2)
+TREE = (-1, -1, 0, 0, 1, 2, 4, 5, 6, 8)
+PATHS = [(arch, False) for arch in SUPPORTED] + [(arch, True) for arch in LEAN]
+
+
+def captured(directory: Path) -> Engine:
+    return GraphEngine.build(load_model(str(directory), device="cpu"))
+
+
+def native(directory: Path) -> Engine:
+    engine = load_engine(str(directory))
+    assert isinstance(engine.runner, NativeRunner)
+    return engine
+
+
+def general(directory: Path) -> Engine:
+    return load_engine(str(directory), fast_kernels=False)
+
+
+def fixed(directory: Path) -> Engine:
+    return load_engine(str(directory), fast_kernels=False, deterministic=True)
+
+
+BUILDS = (native, general, fixed, captured)
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("taps")
-    return {name: tiny_model(name, folder, seed=2) for name in ARCHITECTURES}
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model("llama", tmp_path_factory.mktemp("models"), head_dim=16)
 
 
-def expected_states(folder, token_ids):
-    """What enters each layer of transformers' own model, and its last norm: [tokens, layers, size]."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    last = {}
-    stack = next(
-        module
-        for module in model.modules()
-        if isinstance(module, torch.nn.ModuleList) and len(module) == model.config.num_hidden_layers
+def run_session(run: CheckedTaps) -> None:
+    """Chunks without logits, rollbacks, proposals after committed tokens, trees and several sessions."""
+    text = random_tokens(110, 1)
+    run.step(SequenceInput("a", 0, text[:20], 0), SequenceInput("b", 0, text[40:47], 1))
+    run.step(SequenceInput("a", 20, text[20:21], 1))
+    run.step(
+        SequenceInput("a", 18, random_tokens(6, 2), 4),
+        SequenceInput("b", 7, text[47:80], 0),
+        SequenceInput("c", 0, text[:2], 2),
     )
-    stack[-1].register_forward_hook(
-        lambda _module, _given, made: last.update(state=made[0] if isinstance(made, tuple) else made)
-    )
-    with torch.no_grad():
-        states = model(torch.tensor([token_ids]), output_hidden_states=True).hidden_states
-    rows = [state[0] for state in states[:-1]] + [last["state"].view(len(token_ids), -1)]
-    return torch.stack(rows, dim=1)
+    tree = random_tokens(len(TREE), 4)
+    run.step(SequenceInput("c", 1, [text[1], *tree], 1, TREE), SequenceInput("a", 24, text[26:70], 44))
+    run.engine.keep_path("c", 2, [0, 2, 5, 7])
+    run.step(SequenceInput("c", 6, random_tokens(3, 5), 3, (-1, -1, 0)), SequenceInput("b", 40, [7], 1))
+    # Nodes that join the cached tree, one of them after an earlier token of the chain.
+    run.step(SequenceInput("c", 6, random_tokens(3, 6), 3, (2, -3, 1), num_kept=3))
 
 
-def agree(found, expected):
-    return torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
+@pytest.mark.parametrize(("arch", "fast_kernels"), PATHS)
+def test_taps_are_the_hidden_states_of_plain_forwards(arch: str, fast_kernels: bool, tmp_path: Path) -> None:
+    # Large logits: soft-caps and softmaxes are far from linear.
+    directory = tiny_model(arch, tmp_path, gain=2.0 if arch.startswith("gemma") else 1.0)
+    engine = load_engine(str(directory), fast_kernels=fast_kernels)
+    assert isinstance(engine.runner, NativeRunner) == fast_kernels
+    run = CheckedTaps(engine, plain_model(directory), LAYERS)
+    run_session(run)
+    assert run.worst <= TOLERANCE
 
 
+@pytest.mark.parametrize("arch", ["gemma3", "qwen3", "gpt_neox"])
+def test_taps_of_padded_rows_are_the_hidden_states(arch: str, tmp_path: Path) -> None:
+    """Deterministic mode feeds more rows than the step has."""
+    directory = tiny_model(arch, tmp_path)
+    run = CheckedTaps(fixed(directory), plain_model(directory), LAYERS)
+    run_session(run)
+    assert run.worst <= TOLERANCE
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
+def test_taps_of_the_captured_path_are_the_hidden_states(arch: str, tmp_path: Path) -> None:
+    directory = tiny_model(arch, tmp_path, head_dim=16)
+    run = CheckedTaps(captured(directory), plain_model(directory), LAYERS)
+    run_session(run)
+    assert run.worst <= TOLERANCE
+
+
+def loadable(variant: str) -> bool:
+    kernel: Kernel = open_kernel(variant)
+    levels = {"x86-64-v3": "AVX2", "x86-64-v4": "AVX512"}
+    usable = torch.backends.cpu.get_cpu_capability()
+    return kernel.library is not None and (variant not in levels or usable in (levels[variant], "AVX512"))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_taps_of_every_instruction_set_are_the_hidden_states(
+    variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of 20 numbers are no whole vectors."""
+    if not loadable(variant):
+        pytest.skip(f"this processor or compiler lacks {variant}")
+    monkeypatch.setattr(weights, "load_kernel", lambda *_: open_kernel(variant))
+    directory = tiny_model("qwen3", tmp_path, hidden_size=20)
+    run = CheckedTaps(native(directory), plain_model(directory), LAYERS)
+    run_session(run)
+    assert run.worst <= TOLERANCE
+
+
+@pytest.mark.parametrize("build", BUILDS)
 @pytest.mark.parametrize(
-    ("name", "fast_kernels"),
-    [*((name, True) for name in WITH_KERNEL), *((name, False) for name in ARCHITECTURES)],
+    ("layers", "fault"),
+    [
+        ((0, 1, 2), {"layers_late": 1}),
+        ((1, 2, LAST), {"layers_late": -1}),
+        ((0,), {"rows_late": 1}),
+        ((LAST,), {"rows_late": -1}),
+    ],
+    ids=["a layer late", "a layer early", "a position late", "a position early"],
 )
-def test_states_are_the_models_own(models, name, fast_kernels):
-    engine = load_engine(str(models[name]), fast_kernels=fast_kernels)
-    assert engine.kernel.startswith("none") is not fast_kernels
-    engine.tap(LAYERS)
-    first, second = random_tokens(11, seed=1), random_tokens(7, seed=2)
-    engine.step([SequenceInput("a", 0, first[:4], 0)])
-    early = engine.taps[0]
-    engine.step([SequenceInput("b", 0, second, 2), SequenceInput("a", 4, first[4:], 1)])
-    states = expected_states(models[name], first), expected_states(models[name], second)
-    assert [taps.shape for taps in engine.taps] == [(7, 4, 32), (7, 4, 32)]
-    assert agree(torch.cat([early, engine.taps[1]]), states[0])
-    assert agree(engine.taps[0], states[1])
+def test_taps_of_another_layer_or_position_are_caught(
+    build: Callable[[Path], Engine], layers: Sequence[int], fault: dict[str, int], llama: Path
+) -> None:
+    engine = build(llama)
+    run = CheckedTaps(engine, plain_model(llama), layers)
+    feed = SequenceInput("a", 0, random_tokens(9, 1), 0)
+    run.step(feed)
+    assert run.worst <= TOLERANCE
+    engine.runner = FaultyRunner(engine.runner, **fault)
+    run.step(feed)
+    assert run.worst > 1000 * TOLERANCE
 
 
-@pytest.mark.parametrize("fault", ["layer", "position", "normed"])
-def test_comparison_catches_states_of_another_place(models, fault):
-    token_ids = random_tokens(9, seed=4)
-    engine = load_engine(str(models["llama"]))
-    engine.tap([1, 2, 3, 3] if fault == "layer" else LAYERS)
-    engine.step([SequenceInput("s", 0, token_ids, 1)])
-    found, expected = engine.taps[0], expected_states(models["llama"], token_ids)
-    if fault == "position":
-        found = found.roll(1, 0)
-    if fault == "normed":
-        found = torch.cat([found[:, :3], torch.nn.functional.rms_norm(found[:, 3:], (32,))], dim=1)
-    assert not agree(found, expected)
+@pytest.mark.parametrize("build", BUILDS)
+def test_last_state_after_its_norm_is_caught(build: Callable[[Path], Engine], llama: Path) -> None:
+    engine, text = build(llama), random_tokens(9, 1)
+    plain = plain_model(llama)
+    run = CheckedTaps(engine, plain, [0, LAST])
+    engine.runner = FaultyRunner(engine.runner)
+    run.step(SequenceInput("a", 0, text, 1))
+    assert run.worst <= TOLERANCE
+    engine.runner = FaultyRunner(engine.runner, last=plain.model.norm(plain_states(plain, text)[:, LAST]))
+    run.step(SequenceInput("a", 0, text, 1))
+    assert run.worst > 1000 * TOLERANCE
 
 
-@pytest.mark.parametrize("fast_kernels", [True, False])
-def test_nodes_of_a_tree_have_the_states_of_their_paths(models, fast_kernels):
-    engine = load_engine(str(models["llama"]), fast_kernels=fast_kernels)
-    engine.tap([1, 3])
-    prompt, nodes, parents = random_tokens(6, seed=5), [3, 4, 5, 6], [-1, -1, 0, 1]
-    engine.step([SequenceInput("t", 0, [*prompt, *nodes], 5, parents)])
-    tree = engine.taps[0]
-    for path in ([0, 2], [1, 3]):
-        engine.step([SequenceInput("c", 0, [*prompt, *(nodes[node] for node in path)], 1)])
-        rows = [*range(6), *(6 + node for node in path)]
-        assert agree(tree[rows], engine.taps[0])
-
-
-@pytest.mark.parametrize("deterministic", [True, False])
-@pytest.mark.parametrize("fast_kernels", [True, False])
-def test_recording_does_not_change_a_bit(models, fast_kernels, deterministic):
-    options = {"fast_kernels": fast_kernels, "deterministic": deterministic}
-    plain, tapped = (load_engine(str(models["llama"]), **options) for _ in range(2))
+@pytest.mark.parametrize("build", BUILDS)
+def test_logits_have_the_same_bits_with_taps(build: Callable[[Path], Engine], llama: Path) -> None:
+    tapped, plain = build(llama), build(llama)
     tapped.tap(LAYERS)
-    feed = SequenceInput("s", 0, random_tokens(13, seed=6), 13)
-    assert torch.equal(plain.step([feed])[0], tapped.step([feed])[0])
-    assert plain.taps == []
-    kept = tapped.taps[0].clone()
-    first = tapped.taps[0]
-    tapped.step([SequenceInput("other", 0, random_tokens(13, seed=7), 1)])
-    assert torch.equal(first, kept)  # of its own memory
+    text = random_tokens(60, 1)
+    for feeds in (
+        [SequenceInput("a", 0, text[:40], 40), SequenceInput("b", 0, text[:5], 1)],
+        [SequenceInput("a", 40, text[40:41], 1)],
+        [SequenceInput("a", 41, text[41:51], 10, TREE), SequenceInput("b", 5, text[5:9], 0)],
+    ):
+        for got, expected in zip(tapped.step(feeds), plain.step(feeds), strict=True):
+            assert torch.equal(got, expected)
+        assert len(tapped.taps) == len(feeds)
+        assert plain.taps == []
     tapped.tap([])
-    tapped.step([SequenceInput("more", 0, [1, 2], 1)])
+    feed = [SequenceInput("b", 9, text[:3], 3)]
+    assert torch.equal(tapped.step(feed)[0], plain.step(feed)[0])
     assert tapped.taps == []
 
 
-def test_layers_that_do_not_exist_are_refused(models):
-    engine = load_engine(str(models["llama"]))
-    with pytest.raises(InvalidArgumentError, match=r"layers: got \[4\], allowed: \[0, 3\]"):
-        engine.tap([4])
+@pytest.mark.parametrize(
+    ("arch", "build"), [("llama", native), ("qwen3", fixed), ("gemma2", fixed), ("gpt_neox", fixed)]
+)
+def test_taps_of_nodes_and_chunks_have_the_bits_of_single_tokens(
+    arch: str, build: Callable[[Path], Engine], tmp_path: Path
+) -> None:
+    engine = build(tiny_model(arch, tmp_path))
+    engine.tap(LAYERS)
+    text, nodes = random_tokens(20, 1), random_tokens(len(TREE), 2)
+
+    def fed(session_id: str, token_ids: list[int]) -> torch.Tensor:
+        rows = []
+        for index, token_id in enumerate(token_ids):
+            engine.step([SequenceInput(session_id, index, [token_id], 0)])
+            rows.append(engine.taps[0][0])
+        engine.release(session_id)
+        return torch.stack(rows)
+
+    engine.step([SequenceInput("b", 0, nodes[:3], 1), SequenceInput("a", 0, text, 1)])
+    assert torch.equal(engine.taps[1], fed("alone", text))
+    engine.step([SequenceInput("a", 20, nodes, 1, TREE), SequenceInput("b", 3, text, 20)])
+    tree = engine.taps[0]
+    for node in range(len(nodes)):
+        alone = fed("alone", node_text(text, nodes, TREE, node))
+        assert torch.equal(tree[node], alone[-1]), node
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_taps_stay_valid_after_the_next_steps(build: Callable[[Path], Engine], llama: Path) -> None:
+    engine = build(llama)
+    engine.tap([0, LAST])
+    engine.step([SequenceInput("a", 0, [1, 2, 3], 1), SequenceInput("b", 0, [4], 1)])
+    taps = engine.taps
+    kept = [states.clone() for states in taps]
+    # The same sizes: captured steps use the same buffers.
+    for _ in range(2):
+        engine.step([SequenceInput("a", 3, [7, 8, 9], 1), SequenceInput("b", 1, [5], 1)])
+    assert all(torch.equal(states, before) for states, before in zip(taps, kept, strict=True))
+    assert not torch.equal(engine.taps[0], kept[0])
+    taps[0].add_(1.0)  # callers may change them
+    assert torch.equal(taps[1], kept[1])
+
+
+def test_taps_are_those_of_the_last_step(llama: Path) -> None:
+    engine = native(llama)
+    assert engine.taps == []
+    engine.step([SequenceInput("a", 0, [1], 1)])
+    assert engine.taps == []
+    engine.tap([1])
+    assert engine.taps == []
+    engine.step([SequenceInput("a", 1, [2, 3], 0)])
+    assert [states.shape for states in engine.taps] == [(2, 1, 32)]
+    engine.tap([0, 1, 2])
+    assert engine.taps == []
+    engine.step([SequenceInput("b", 0, [2], 0), SequenceInput("a", 3, [2, 3], 0)])
+    assert [states.shape for states in engine.taps] == [(1, 3, 32), (2, 3, 32)]
+    with pytest.raises(CacheGapError):
+        engine.step([SequenceInput("a", 9, [2], 0)])
+    assert engine.taps == []
+    assert engine.step([]) == []
+    assert engine.taps == []
+
+
+@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize("layers", [[-1], [LAST + 1], [0, 10**30], [1.0], ["1"], [None], [[1]]])
+def test_tap_of_no_layer_is_refused(
+    build: Callable[[Path], Engine], layers: list[object], llama: Path
+) -> None:
+    engine = build(llama)
+    engine.tap([1])
+    with pytest.raises(InvalidArgumentError, match=r"layers: got .*, allowed: integers in \[0, 3\]"):
+        engine.tap(layers)  # type: ignore[arg-type]
+    engine.step([SequenceInput("a", 0, [1, 2], 0)])
+    assert engine.taps[0].shape == (2, 1, 32)
+
+
+def test_taps_of_a_model_with_a_narrower_head_are_the_hidden_states(tmp_path: Path) -> None:
+    """OPT's smallest models project the last state to another length before the head."""
+    directory = tiny_model("opt", tmp_path, word_embed_proj_dim=16)
+    run = CheckedTaps(load_engine(str(directory)), plain_model(directory), LAYERS)
+    run_session(run)
+    assert run.worst <= TOLERANCE
+
+
+def test_chain_does_not_record(llama: Path) -> None:
+    engine, other = native(llama), native(llama)
+    engine.tap(LAYERS)
+    engine.step([SequenceInput("a", 0, [1, 2], 1)])
+    (before,) = engine.taps
+    kept = before.clone()
+    token_ids, logits = engine.chain(SequenceInput("a", 2, [5] * 4, 4))
+    other.step([SequenceInput("a", 0, [1, 2], 1)])
+    expected = other.chain(SequenceInput("a", 2, [5] * 4, 4))
+    assert token_ids == expected[0]
+    assert torch.equal(logits, expected[1])
+    assert engine.taps[0] is before
+    assert torch.equal(before, kept)
+
+
+def test_drafting_in_a_graph_does_not_record(llama: Path) -> None:
+    engine = GraphEngine.build(load_model(str(llama), device="cpu"))
+    feed = [SequenceInput("a", 0, random_tokens(6, 1), 1)]
+    expected = engine.draft_chains(feed, [GREEDY], 4), engine.choose(feed, [GREEDY])
+    engine.tap(LAYERS)
+    assert (engine.draft_chains(feed, [GREEDY], 4), engine.choose(feed, [GREEDY])) == expected
+    assert engine.taps == []
+
+
+def test_captured_programs_are_kept_by_tapped_layers(llama: Path) -> None:
+    engine = captured(llama)
+    assert isinstance(engine.runner, GraphRunner)
+    feed = [SequenceInput("a", 0, [1, 2, 3], 1)]
+    for layers in ([], [1, 2], [2, 1], [1, 2], []):
+        engine.tap(layers)
+        engine.step(feed)
+    assert [key[2] for key in engine.runner.programs] == [(2, 1), (1, 2), ()]
+
+
+@pytest.mark.parametrize("build", ["general", "captured"])
+def test_taps_in_bfloat16_stay_close(build: str, tmp_path: Path) -> None:
+    directory = tiny_model("llama", tmp_path, head_dim=16, bfloat16=True)
+    if build == "general":
+        engine = load_engine(str(directory), dtype="bfloat16")
+    else:
+        engine = GraphEngine.build(load_model(str(directory), device="cpu", dtype="bfloat16"))
+    engine.tap(LAYERS)
+    text = random_tokens(30, 1)
+    engine.step([SequenceInput("a", 0, text, 0)])
+    (got,) = engine.taps
+    assert got.dtype == torch.bfloat16
+    expected = plain_states(plain_model(directory), text)[:, list(LAYERS)]
+    assert ((got - expected).abs().mean((0, 2)) <= 0.02 * expected.abs().mean((0, 2))).all()
+
+
+def test_taps_of_a_quantised_draft_are_recorded(tmp_path: Path) -> None:
+    """Its embedding is integers, so the state that enters the first layer is not a copy of a row."""
+    directory = tiny_model("llama", tmp_path)
+    engine = load_engine(str(directory), weights="int8")
+    assert isinstance(engine.runner, NativeRunner)
+    engine.tap([0, LAST])
+    text = random_tokens(20, 1)
+    engine.step([SequenceInput("a", 0, text, 0)])
+    expected = plain_states(plain_model(directory), text)[:, [0, LAST]]
+    assert (engine.taps[0] - expected).abs().mean() <= 0.05 * expected.abs().mean()
+
+
+def test_taps_reach_the_end_of_the_context(llama: Path) -> None:
+    for build in BUILDS:
+        run = CheckedTaps(build(llama), plain_model(llama), LAYERS)
+        run.step(SequenceInput("a", 0, random_tokens(MAX_CONTEXT, 1), 0))
+        assert run.worst <= TOLERANCE

@@ -125,8 +125,18 @@ def test_empty_prompts_file_is_refused(invoke, tmp_path):
     assert "contains no prompts" in result.output
 
 
-def test_draft_is_needed():
-    assert CliRunner().invoke(main, ["qualify", "--target", "t"]).exit_code == 2
+def test_draft_or_head_is_needed(invoke):
+    result = CliRunner().invoke(main, ["qualify", "--target", "t"])
+    assert result.exit_code == 2
+    assert "'--draft' or '--head'" in result.output
+
+
+def test_heads_and_chat_become_the_task(invoke):
+    local = pair([plain_run(), run(4)], draft=facts("good")).model_copy(update={"is_local": True})
+    result, task = invoke([local], "--head", "h", "--head", "h", "--chat", "--rtt-ms", "1000")
+    assert (task.heads, task.chat) == (("h",), True)
+    assert "FIT" in result.stdout
+    assert "head good" in result.stdout
 
 
 def measured_by(code):

@@ -1,0 +1,70 @@
+"""Loads what drafts in a target worker: a head, or a small draft model."""
+
+from __future__ import annotations
+
+import torch
+
+from gammaray.config import TargetSettings
+from gammaray.demo_pair import resolve_model
+from gammaray.errors import InvalidArgumentError
+from services.engine.engine import Engine
+from services.engine.loader import load_engine
+from services.heads.loading import load_head, names_head
+from services.heads.runner import HEAD_CACHE_BYTES, head_engine
+from services.process.fingerprints import check_drafter, vocab_sha256
+from services.target.draft_model import ModelDrafter
+from services.target.drafter import LocalDrafter
+from services.target.heads import HeadDrafter
+
+__all__ = ["load_local_drafter"]
+
+
+def load_local_drafter(settings: TargetSettings, engine: Engine) -> LocalDrafter:
+    """Load the head or draft model that the settings of a target worker name.
+
+    Args:
+        settings: Of the worker; `head` is not empty.
+        engine: The target.
+
+    Raises:
+        InvalidArgumentError: It is for another target, or no drafter of a kind that can draft here.
+        UnsupportedModelError: Its format, a flag, a size or a tensor is not supported.
+    """
+    target = resolve_model(settings.model, "target", "model")
+    name = resolve_model(settings.head, "draft", "head")
+    check_drafter(name, target)
+    if not names_head(name):
+        return _load_draft_model(settings, name, target, engine)
+    head, target_ids = load_head(name, target)
+    head.to(engine.device, torch.float32 if engine.device.type == "cpu" else engine.dtype)
+    drafting = head_engine(
+        head,
+        target_ids,
+        name=name,
+        max_context=engine.max_context,
+        weights=settings.head_weights,
+        fast_kernels=settings.fast_kernels,
+        kernel_cache=settings.kernel_cache,
+    )
+    return HeadDrafter(drafting, head.config.taps)
+
+
+def _load_draft_model(settings: TargetSettings, name: str, target: str, engine: Engine) -> ModelDrafter:
+    drafting = load_engine(
+        name,
+        device=settings.device,
+        dtype=settings.dtype,
+        threads=settings.threads,
+        cache_budget_bytes=HEAD_CACHE_BYTES,
+        fast_kernels=settings.fast_kernels,
+        kernel_cache=settings.kernel_cache,
+        weights=settings.head_weights,
+        draft_for=target,
+    )
+    allowed = f"an EAGLE head, or an ordinary draft model with the vocabulary of {target}"
+    if drafting.mask_token is not None or drafting.vocab_size != engine.vocab_size:
+        raise InvalidArgumentError("head", name, allowed)
+    own, theirs = vocab_sha256(name), vocab_sha256(target)
+    if own and theirs and own != theirs:
+        raise InvalidArgumentError("head", name, allowed)
+    return ModelDrafter(drafting)
