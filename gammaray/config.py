@@ -269,7 +269,7 @@ class WorkerSettings(_ServingSettings, _ModelSettings):
         "auto", description="Device of the model; auto prefers CUDA."
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="Arithmetic; auto is float32 on CPU and bfloat16 on CUDA."
+        "auto", description="Arithmetic; auto is float32 on CPU, bfloat16 on CUDA."
     )
     kernel_cache: str = Field(
         "",
@@ -601,7 +601,7 @@ class ClusterSettings(_ModelSettings):
     head: str = Field("", description=_HEAD)
     head_weights: Literal["auto", "int8", "int4"] = Field("auto", description=_HEAD_WEIGHTS)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="Arithmetic of the models; auto is float32 on CPU and bfloat16 on CUDA."
+        "auto", description="Arithmetic of the models; auto is float32 on CPU, bfloat16 on CUDA."
     )
     tensor_parallel: int = Field(
         1, ge=1, le=64, description="Devices that each target's model is spread over, all in one machine."

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gammaray.blocks import Shape
 from gammaray.types import Proposal, VerificationMethod
+from services.engine.core.device import raise_if_lost
 from services.engine.engine import Engine
 from services.scheduling.sessions import SessionCopy
 from services.speculation.calibration import Calibration
@@ -85,7 +86,8 @@ class LocalDrafter(ABC):
         """
         try:
             self._take(session_id, start, states)
-        except Exception:  # the target goes on without proposals
+        except Exception as error:  # the target goes on without proposals
+            raise_if_lost(error)
             _log.exception("keeping the hidden states of session %s failed", session_id)
             self.drop(session_id)
 
@@ -107,7 +109,8 @@ class LocalDrafter(ABC):
         try:
             with torch.inference_mode():
                 return self._draft(asked)
-        except Exception:  # the sessions go on without proposals
+        except Exception as error:  # the sessions go on without proposals
+            raise_if_lost(error)
             _log.exception("drafting for %d sessions failed", len(asked))
             for session, _, _ in asked:
                 self.drop(session.session_id)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from gammaray.blocks import MAX_FEATURE_BYTES, Features
+from services.engine.core.device import raise_if_lost
 from services.heads.features import to_features
 from services.heads.fusion import FeatureFusion
 
@@ -67,7 +68,8 @@ class FeatureSource:
         made = None
         try:
             made = to_features(start, self._fusion(states[skipped:]))
-        except Exception:  # the verification goes on
+        except Exception as error:  # the verification goes on
+            raise_if_lost(error)
             _log.exception("making features of %d hidden states failed", len(states) - skipped)
         parts = [part.before(start) for part in block.parts if part.start < start]
         if made is None or (parts and parts[-1].end != start):
