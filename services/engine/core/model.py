@@ -184,7 +184,7 @@ def load_model(
     check_config(name, config)
     if num_layers is not None:
         _keep_layers(config.get_text_config(), num_layers)
-    _max_context(name, config.get_text_config())  # refused before the weights are read
+    max_context_of(name, config.get_text_config())  # refused before the weights are read
     if is_gguf(name):
         if num_ranks > 1:
             raise UnsupportedModelError(name, "a GGUF file cannot be spread over several devices")
@@ -231,7 +231,7 @@ def loaded_model(
         typed.to(device)
     typed.eval().requires_grad_(False)
     text = config.get_text_config()
-    return LoadedModel(name, module, text, _max_context(name, text), stored)
+    return LoadedModel(name, module, text, max_context_of(name, text), stored)
 
 
 def _keep_layers(config: PretrainedConfig, num_layers: int) -> None:
@@ -352,7 +352,16 @@ def check_config(name: str, config: PretrainedConfig) -> None:
         )
 
 
-def _max_context(name: str, config: PretrainedConfig) -> int:
+def max_context_of(name: str, config: PretrainedConfig) -> int:
+    """Return the largest number of tokens in a sequence of a model.
+
+    Args:
+        name: Directory, hub name or GGUF file.
+        config: Configuration of its text part.
+
+    Raises:
+        UnsupportedModelError: The configuration does not say it.
+    """
     limit = getattr(config, "max_position_embeddings", None)
     if not isinstance(limit, int) or limit < 1:
         raise UnsupportedModelError(name, "its configuration has no max_position_embeddings")
