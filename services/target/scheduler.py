@@ -39,15 +39,15 @@ class _Verifying(Running[VerifyTask]):
         scores: Collects the requested log-probabilities of the prompt.
         must_draft: Whether the head has to draft before the first forward.
         states: Hidden states of the last feed's tokens, [tokens, taps, hidden_size]; for a head.
-        features: Features for a head elsewhere, if the block asks for them.
         drawn: The target's tokens of the last feed's rows where the engine drew them, as `Engine.drawn`.
+        features: Features for a head elsewhere, if the block asks for them.
     """
 
     scores: PromptScores | None = None
     must_draft: bool = False
     states: Tensor | None = None
-    features: BlockFeatures | None = None
     drawn: list[int | None] | None = None
+    features: BlockFeatures | None = None
 
     def propose(self, proposal: Proposal) -> None:
         """Verify a proposal that the block did not bring."""

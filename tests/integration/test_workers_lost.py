@@ -125,7 +125,9 @@ class LateFault(Tensor):
 async def test_error_that_arrives_with_the_logits_ends_the_worker(model: Any) -> None:
     async with running("target", model) as (link, worker):
         right = worker.engine.scheduler.engine.step
-        break_steps(worker, lambda *given: [one.as_subclass(LateFault) for one in right(*given)])
+        break_steps(
+            worker, lambda *given, **options: [one.as_subclass(LateFault) for one in right(*given, **options)]
+        )
         assert (await link.ask(block("target"))).error.code == UNAVAILABLE
         await assert_left(link, worker)
 
@@ -200,9 +202,9 @@ async def test_worker_with_a_slow_step_stays(model: Any, monkeypatch: pytest.Mon
     async with running("target", model) as (link, worker):
         right = worker.engine.scheduler.engine.step
 
-        def step(*given: Any) -> Any:
+        def step(*given: Any, **options: Any) -> Any:
             time.sleep(2.5)  # two periods of the watch
-            return right(*given)
+            return right(*given, **options)
 
         break_steps(worker, step)
         assert (await link.ask(block("target"))).WhichOneof("outcome") == "verdict"
