@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
-from pathlib import Path
+from collections.abc import Mapping, Set
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from services.engine.core.tensor_files import (
 from services.heads.eagle import EagleHead
 from services.heads.formats import LAYER, OFFICIAL_LAYER, is_head, read_config
 
-__all__ = ["load_head", "names_head"]
+__all__ = ["check_weights", "load_head", "names_head"]
 
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 # The target's mask of the tokens that have a row follows from d2t; the verifier's weights are of training.
@@ -66,7 +65,12 @@ def load_head(name: str, target: str) -> tuple[EagleHead, Tensor | None]:
         weights[_HEAD] = target_tensor(name, target, [_HEAD, _EMBEDDING], "output matrix")
     if not config.is_fused:
         weights["feature_norm.weight"] = target_tensor(name, target, ["model.norm.weight"], "last norm")
-    return _filled(name, folder, head, weights), target_ids
+    check_weights(name, head.state_dict(), weights)
+    with torch.device("cpu"):
+        rotary = type(head.rotary)(config.rope)  # its buffers are no weights
+    head.load_state_dict({key: tensor.float() for key, tensor in weights.items()}, assign=True)
+    head.rotary = rotary
+    return head.eval().requires_grad_(False), target_ids
 
 
 def _ours(key: str) -> str:
@@ -75,13 +79,17 @@ def _ours(key: str) -> str:
     return key
 
 
-def _filled(name: str, folder: Path, head: EagleHead, weights: dict[str, Tensor]) -> EagleHead:
-    """Return the head with the weights.
+def check_weights(name: str, expected: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+    """Check weights against the parameters of a module.
+
+    Args:
+        name: The head, for errors.
+        expected: The parameters.
+        weights: The stored tensors, by the same names.
 
     Raises:
         UnsupportedModelError: Weights are missing, of another shape, not finite, or of no use.
     """
-    expected = head.state_dict()
     _compare(name, "lacks", expected.keys() - weights.keys())
     _compare(name, "has no place for", weights.keys() - expected.keys())
     for key, tensor in weights.items():
@@ -90,11 +98,6 @@ def _filled(name: str, folder: Path, head: EagleHead, weights: dict[str, Tensor]
             raise UnsupportedModelError(name, f"{key} has the shape {got}, its configuration says {wanted}")
         if not tensor.isfinite().all():
             raise UnsupportedModelError(name, f"{key} has values that are not finite")
-    with torch.device("cpu"):
-        rotary = type(head.rotary)(head.config.rope)  # its buffers are no weights
-    head.load_state_dict({key: tensor.float() for key, tensor in weights.items()}, assign=True)
-    head.rotary = rotary
-    return head.eval().requires_grad_(False)
 
 
 def _compare(name: str, verb: str, keys: Set[str]) -> None:

@@ -126,6 +126,7 @@ class LocalDrafter(ABC):
             top_k=TOP_K,
             bits=WEIGHT_BITS,
             calibration=self._calibration,
+            mask_token=self.engine.mask_token,
             reduced=self._reduced,
         )
 

@@ -10,11 +10,14 @@ from gammaray.errors import InvalidArgumentError
 from services.engine.engine import Engine
 from services.engine.loader import load_engine
 from services.heads.loading import load_head, names_head
+from services.heads.medusa_formats import load_medusa, names_medusa
+from services.heads.medusa_runner import medusa_engine
 from services.heads.runner import HEAD_CACHE_BYTES, head_engine
 from services.process.fingerprints import check_drafter, vocab_sha256
 from services.target.draft_model import ModelDrafter
 from services.target.drafter import LocalDrafter
 from services.target.heads import HeadDrafter
+from services.target.medusa import MedusaDrafter
 
 __all__ = ["load_local_drafter"]
 
@@ -33,6 +36,8 @@ def load_local_drafter(settings: TargetSettings, engine: Engine) -> LocalDrafter
     target = resolve_model(settings.model, "target", "model")
     name = resolve_model(settings.head, "draft", "head")
     check_drafter(name, target)
+    if names_medusa(name):
+        return _load_medusa(settings, name, target, engine)
     if not names_head(name):
         return _load_draft_model(settings, name, target, engine)
     head, target_ids = load_head(name, target)
@@ -49,6 +54,15 @@ def load_local_drafter(settings: TargetSettings, engine: Engine) -> LocalDrafter
     return HeadDrafter(drafting, head.config.taps)
 
 
+def _load_medusa(settings: TargetSettings, name: str, target: str, engine: Engine) -> MedusaDrafter:
+    heads, target_ids = load_medusa(name, target)
+    heads.to(engine.device, torch.float32 if engine.device.type == "cpu" else engine.dtype)
+    drafting = medusa_engine(
+        heads, target_ids, name=name, max_context=engine.max_context, weights=settings.head_weights
+    )
+    return MedusaDrafter(drafting, heads.config.last_layer)
+
+
 def _load_draft_model(settings: TargetSettings, name: str, target: str, engine: Engine) -> ModelDrafter:
     drafting = load_engine(
         name,
@@ -61,7 +75,7 @@ def _load_draft_model(settings: TargetSettings, name: str, target: str, engine: 
         weights=settings.head_weights,
         draft_for=target,
     )
-    allowed = f"an EAGLE head, or an ordinary draft model with the vocabulary of {target}"
+    allowed = f"an EAGLE head, Medusa heads, or an ordinary draft model with the vocabulary of {target}"
     if drafting.mask_token is not None or drafting.vocab_size != engine.vocab_size:
         raise InvalidArgumentError("head", name, allowed)
     own, theirs = vocab_sha256(name), vocab_sha256(target)
