@@ -82,14 +82,15 @@ class MedusaHeads(nn.Module):
             features: [positions, hidden_size].
             depth: At most `num_heads`.
         """
-        rows = torch.stack([self._reshaped(features, head) for head in range(depth)], dim=1)
+        rows = torch.stack([self.reshaped(features, head) for head in range(depth)], dim=1)
         if self.config.is_shared:
             logits: Tensor = self.lm_heads[0](rows)
         else:
             logits = torch.stack([self.lm_heads[head](rows[:, head]) for head in range(depth)], dim=1)
         return logits if self.config.logit_scale == 1.0 else logits * self.config.logit_scale
 
-    def _reshaped(self, x: Tensor, head: int) -> Tensor:
+    def reshaped(self, x: Tensor, head: int) -> Tensor:
+        """Return what a head's output matrix takes for features, both [..., hidden_size]."""
         block = self.blocks[head]
         assert isinstance(block, nn.ModuleDict)
         layers = block["layers"]
