@@ -78,9 +78,9 @@ async def test_heads_of_another_depth_are_refused_by_the_target(exact_pair, tmp_
 
 async def test_state_of_another_position_is_caught(exact_pair, monkeypatch):
     target, heads = exact_pair
-    take = MedusaDrafter._take
+    take = MedusaDrafter.take
     monkeypatch.setattr(
-        MedusaDrafter, "_take", lambda self, name, start, states: take(self, name, start, states.roll(1, 0))
+        MedusaDrafter, "take", lambda self, name, start, states: take(self, name, start, states.roll(1, 0))
     )
     async with running("target", target, head=str(heads)) as (link, _):
         one = headed(link, params(0.0))
