@@ -100,7 +100,7 @@ def read_config(name: str, folder: Path, tensors: Sequence[str], target: Pretrai
     stored = _stored(folder)
     kind = stored.get("speculators_model_type")
     if "dflash_config" in stored:
-        raise UnsupportedModelError(name, "it is a DFlash head, which is not served")
+        raise UnsupportedModelError(name, "it is a DFlash head, which drafts in the target worker only")
     if kind is not None:
         if kind != "eagle3":
             raise UnsupportedModelError(name, f"its speculators_model_type is {kind!r}; served is 'eagle3'")

@@ -21,14 +21,14 @@ from services.scheduling.sessions import SessionCopy
 from services.speculation.session import Speculation
 from services.target.drafter import CHUNK, Drafting, LocalDrafter
 
-__all__ = ["HeadDrafter"]
+__all__ = ["HeadDrafter", "HeldFeatures"]
 
 MAX_FEATURES = 4096
 """Features of one session that wait for the head; the oldest are dropped."""
 
 
 @dataclass(slots=True)
-class _Features:
+class HeldFeatures:
     """The features of one session that the head has not read.
 
     Attributes:
@@ -69,13 +69,13 @@ class HeadDrafter(LocalDrafter):
     def __init__(self, engine: HeadEngine, taps: Sequence[int]) -> None:
         super().__init__(engine)
         self._head, self.taps = engine, taps
-        self._sessions: dict[str, _Features] = {}
+        self._sessions: dict[str, HeldFeatures] = {}
 
     def _take(self, session_id: str, start: int, states: Tensor) -> None:
         rows = self._head.fuse(states)
         held = self._sessions.get(session_id)
         if held is None:
-            self._sessions[session_id] = _Features(
+            self._sessions[session_id] = HeldFeatures(
                 start + max(0, len(rows) - MAX_FEATURES), rows[-MAX_FEATURES:]
             )
             return
@@ -105,15 +105,10 @@ class HeadDrafter(LocalDrafter):
         speculation.begin()
         return self._read(speculation, shape)
 
-    def _has_start(self, held: _Features, session: SessionCopy) -> bool:
+    def _has_start(self, held: HeldFeatures, session: SessionCopy) -> bool:
         """Find out how much of the head's cache is valid; begin a new one if features between are missing."""
         session_id, tokens = session.session_id, session.tokens
-        cached = self.engine.tokens(session_id)
-        fed = min(held.fed, len(cached), len(tokens) - 1)
-        for position in range(min(held.lowest, fed), fed):
-            if cached[position] != tokens[position]:
-                fed = position
-                break
+        fed = self._num_fed(held, session)
         if fed <= held.start:
             try:
                 self.engine.skip(session_id, tokens[: held.start + 1])
@@ -122,6 +117,15 @@ class HeadDrafter(LocalDrafter):
             fed = held.start + 1
         held.fed, held.lowest = fed, len(tokens)
         return fed < len(tokens)
+
+    def _num_fed(self, held: HeldFeatures, session: SessionCopy) -> int:
+        """Return how many of the session's tokens are in the head's cache."""
+        tokens, cached = session.tokens, self.engine.tokens(session.session_id)
+        fed = min(held.fed, len(cached), len(tokens) - 1)
+        for position in range(min(held.lowest, fed), fed):
+            if cached[position] != tokens[position]:
+                return position
+        return fed
 
     def _feed_committed(self, drafting: Sequence[Drafting]) -> None:
         """Feed the committed tokens with their features, in chunks, and open the roots."""

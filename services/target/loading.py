@@ -9,11 +9,14 @@ from gammaray.demo_pair import resolve_model
 from gammaray.errors import InvalidArgumentError
 from services.engine.engine import Engine
 from services.engine.loader import load_engine
+from services.heads.dflash_formats import load_dflash, names_dflash
+from services.heads.dflash_runner import dflash_engine
 from services.heads.loading import load_head, names_head
 from services.heads.medusa_formats import load_medusa, names_medusa
 from services.heads.medusa_runner import medusa_engine
 from services.heads.runner import HEAD_CACHE_BYTES, head_engine
 from services.process.fingerprints import check_drafter, vocab_sha256
+from services.target.dflash import DFlashDrafter
 from services.target.draft_model import ModelDrafter
 from services.target.drafter import LocalDrafter
 from services.target.heads import HeadDrafter
@@ -38,6 +41,8 @@ def load_local_drafter(settings: TargetSettings, engine: Engine) -> LocalDrafter
     check_drafter(name, target)
     if names_medusa(name):
         return _load_medusa(settings, name, target, engine)
+    if names_dflash(name):
+        return _load_dflash(settings, name, target, engine)
     if not names_head(name):
         return _load_draft_model(settings, name, target, engine)
     head, target_ids = load_head(name, target)
@@ -61,6 +66,15 @@ def _load_medusa(settings: TargetSettings, name: str, target: str, engine: Engin
         heads, target_ids, name=name, max_context=engine.max_context, weights=settings.head_weights
     )
     return MedusaDrafter(drafting, heads.config.last_layer)
+
+
+def _load_dflash(settings: TargetSettings, name: str, target: str, engine: Engine) -> DFlashDrafter:
+    head, target_ids = load_dflash(name, target)
+    head.to(engine.device, torch.float32 if engine.device.type == "cpu" else engine.dtype)
+    drafting = dflash_engine(
+        head, target_ids, name=name, max_context=engine.max_context, weights=settings.head_weights
+    )
+    return DFlashDrafter(drafting)
 
 
 def _load_draft_model(settings: TargetSettings, name: str, target: str, engine: Engine) -> ModelDrafter:
