@@ -131,10 +131,12 @@ def _stored(folder: Path) -> dict[str, Any]:
 def _config(name: str, stored: Mapping[str, Any], target: PretrainedConfig) -> DFlashConfig:
     if "dflash_config" not in stored:
         refuse_unknown(name, "flag", stored, _SPECULATORS_KEYS)
-        layer, given, first_row = stored.get("transformer_layer_config"), stored, 1
+        layer, given = stored.get("transformer_layer_config"), stored
         taps = _numbers(name, stored, "aux_hidden_state_layer_ids")
-        if stored.get("sample_from_anchor", False):
-            first_row = 0
+        samples_anchor = stored.get("sample_from_anchor", False)
+        if not isinstance(samples_anchor, bool):
+            raise UnsupportedModelError(name, f"its sample_from_anchor is {samples_anchor!r}, no boolean")
+        first_row = 0 if samples_anchor else 1
     else:
         refuse_unknown(name, "flag", stored, _OFFICIAL_KEYS | Qwen3Config().to_dict().keys())
         layer, given, first_row = stored, stored["dflash_config"], 1

@@ -19,6 +19,7 @@ from services.engine.core.model import check_config, load_config
 from services.engine.engine import Engine
 from services.engine.loader import load_worker_engine
 from services.process.fingerprints import check_drafter, vocab_sha256
+from services.target.dflash import DFlashDrafter
 from services.target.drafter import LocalDrafter
 from services.target.loading import load_local_drafter
 from services.target.medusa import MedusaDrafter
@@ -26,9 +27,7 @@ from services.target.medusa import MedusaDrafter
 __all__ = ["Loaded", "Source", "encode", "eos_token_ids", "find", "load", "load_local"]
 
 _ALLOWED = "a directory or GGUF file with a causal LM, or the name of one on the hub or in its cache"
-_ALLOWED_HEADS = (
-    "a directory or hub name of an EAGLE head, Medusa heads, or a draft model with the target's vocabulary"
-)
+_ALLOWED_HEADS = "a directory or hub name of an EAGLE, DFlash or Medusa head, or of a draft model of the target's vocabulary"
 _SETTINGS: Mapping[str, type[WorkerSettings]] = {"target": TargetSettings, "draft": DraftSettings}
 
 
@@ -185,6 +184,8 @@ def load_local(name: str, source: Source, target: Engine) -> tuple[ModelFacts, L
 def _architecture(drafter: LocalDrafter) -> str:
     if isinstance(drafter, MedusaDrafter):
         return "Medusa heads"
+    if isinstance(drafter, DFlashDrafter):
+        return "DFlash head"
     return "EAGLE head" if drafter.taps else "draft model"
 
 

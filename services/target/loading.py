@@ -89,7 +89,7 @@ def _load_draft_model(settings: TargetSettings, name: str, target: str, engine: 
         weights=settings.head_weights,
         draft_for=target,
     )
-    allowed = f"an EAGLE head, Medusa heads, or an ordinary draft model with the vocabulary of {target}"
+    allowed = f"an EAGLE, DFlash or Medusa head, or an ordinary draft model with the vocabulary of {target}"
     if drafting.mask_token is not None or drafting.vocab_size != engine.vocab_size:
         raise InvalidArgumentError("head", name, allowed)
     own, theirs = vocab_sha256(name), vocab_sha256(target)

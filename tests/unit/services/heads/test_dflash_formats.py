@@ -183,6 +183,7 @@ def layer(**values):
         (put(aux_hidden_state_layer_ids=[0, 1, 3]), r"enter layers \[0, 1, 3\], allowed: \[0, 3\)"),
         (put(aux_hidden_state_layer_ids=[0, 1]), r"fc.weight has the shape \[32, 96\]"),
         (put(draft_vocab_size=40), "no tensor d2t"),
+        (put(sample_from_anchor="yes"), "sample_from_anchor is 'yes'"),
         (put(draft_vocab_size=1000), "draft_vocab_size is 1000"),
         (put(draft_vocab_size="x"), "draft_vocab_size is 'x'"),
         (layer(model_type="mamba"), "layers are of type 'mamba'"),

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from test_train_head_steps import make_sequence
+from torch.nn import functional as F
 
 from gammaray.errors import FailedPreconditionError, InvalidArgumentError
 from services.demo_pair import TARGET_DIR
@@ -175,3 +176,31 @@ def test_rows_of_the_state_before_the_anchor_are_read(tmp_path):
     batch.states[0, 6] += 1.0
     is_changed = (drafter(batch) - logs).abs().amax(-1) > 1e-4
     assert torch.equal(is_changed, batch.place[:, 1] == 7)
+
+
+def test_eagle_1_learns_the_next_state_and_the_next_token(tmp_path):
+    target = load_model(str(tiny_model("llama", tmp_path)), device="cpu", dtype="float32").module
+    sequence = make_sequence(0, 4, 9, vocab=97)
+    states = torch.randn(13, 1, 32).bfloat16()
+
+    class States:
+        def of(self, sequences):
+            return [states for _ in sequences]
+
+    drafter = Eagle1Drafter(target, (3,), torch.arange(97), DEPTH, States())
+    batch = drafter.batch([sequence])
+    features = drafter.module.fuse(states.float())
+
+    def attend(query, key, value):
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        return mixed.transpose(1, 2)
+
+    tokens = torch.from_numpy(sequence.token_ids.astype("int64"))[None]
+    hidden, _ = drafter.module(tokens[:, 1:], features[None, :-1], torch.arange(1, 13)[None], attend)
+    rows = batch.place[:, 1] - 1
+    wanted, found = drafter.common(batch, drafter(batch))
+    of_tokens = -(wanted * found).sum(-1).mean()
+    for shift in (0, 1, 2):
+        next_states = features[(rows + shift).clamp_max(12)]
+        expected = F.smooth_l1_loss(hidden[0, rows], next_states) + 0.1 * of_tokens
+        assert torch.isclose(drafter.loss(batch, "kl"), expected, atol=1e-5) == (shift == 1)
