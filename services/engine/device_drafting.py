@@ -20,19 +20,12 @@ from torch import Tensor
 
 from services.engine.core.batch import Batch, SequenceInput
 from services.engine.core.cache_budget import DEFAULT_CACHE_BUDGET_BYTES
+from services.engine.core.draws import GumbelDraw
 from services.engine.core.errors import UnsupportedModelError
 from services.engine.core.kv_cache import CacheShape, CacheStore
 from services.engine.core.model import LoadedModel
 from services.engine.cuda.runner import Buffers, Capture, GraphRunner, run_forward
-from services.engine.cuda.tables import (
-    NO_TREE,
-    Bucket,
-    GumbelDraw,
-    Tables,
-    bucket_of,
-    fill,
-    new_tables,
-)
+from services.engine.cuda.tables import NO_TREE, Bucket, Tables, bucket_of, fill, new_tables
 from services.engine.cuda.torch_kernels import Stripes, TorchKernels
 from services.engine.cuda.weights import GraphModel, build_graph_model, has_graph_path
 from services.engine.engine import Engine
@@ -338,12 +331,10 @@ class GraphEngine(Engine):
             gumbel_draws: Parameters of the Gumbel-max draw, one per feed.
 
         Returns:
-            For each feed its `num_logits` tokens.
+            For each feed its `num_logits` tokens; -1 for rows that hold no finite number.
         """
-        batch = self._plan(feeds)
-        tokens = iter(self.runner.choose(batch, gumbel_draws))
-        self._commit(feeds, batch)
-        return [[next(tokens) for _ in range(feed.num_logits)] for feed in feeds]
+        self.step(feeds, draws=gumbel_draws)
+        return [[-1 if token is None else token for token in drawn or ()] for drawn in self.drawn]
 
     def draft_chains(
         self, feeds: Sequence[SequenceInput], gumbel_draws: Sequence[GumbelDraw], gamma: int

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from gammaray.blocks import TokenLogprobs, Verdict
 from gammaray.errors import GammarayError, InternalError, InvalidArgumentError
-from gammaray.types import Proposal
+from gammaray.types import Proposal, VerificationMethod
+from services.engine.core.draws import GumbelDraw
 from services.engine.engine import Engine, SequenceInput
 from services.engine.sampling.edits import LogitEdits, row_paths
-from services.engine.sampling.logits import edited_logits, processed_log_probs
+from services.engine.sampling.logits import edited_logits, gumbel_draw, processed_log_probs
 from services.scheduling.grammars import Grammars
 from services.scheduling.planning import Limits, Running
 from services.scheduling.scheduler import Scheduler
@@ -24,7 +25,7 @@ from services.scheduling.sessions import SessionCopy
 from services.scheduling.tasks import VerifyTask
 from services.target.drafter import LocalDrafter
 from services.target.prompt_scores import PromptScores
-from services.target.verification import verify
+from services.target.verification import verify, walk
 
 __all__ = ["TargetScheduler"]
 
@@ -37,11 +38,13 @@ class _Verifying(Running[VerifyTask]):
         scores: Collects the requested log-probabilities of the prompt.
         must_draft: Whether the head has to draft before the first forward.
         states: Hidden states of the last feed's tokens, [tokens, taps, hidden_size]; for a head.
+        drawn: The target's tokens of the last feed's rows where the engine drew them, as `Engine.drawn`.
     """
 
     scores: PromptScores | None = None
     must_draft: bool = False
     states: Tensor | None = None
+    drawn: list[int | None] | None = None
 
     def propose(self, proposal: Proposal) -> None:
         """Verify a proposal that the block did not bring."""
@@ -113,14 +116,24 @@ class TargetScheduler(Scheduler[VerifyTask]):
             for running, feed in batch
             if running.session.spec.params.grammar and feed.num_logits
         ]
+        self.num_forwards = 1
         try:
-            logits = super()._step(batch)
+            logits = self.engine.step([feed for _, feed in batch], draws=self._draws(batch))
         finally:
             wait(masks)  # the engine's thread may change the sessions from here on
+        for (running, _), drawn in zip(batch, self.engine.drawn, strict=False):
+            assert isinstance(running, _Verifying)
+            running.drawn = drawn
         if self._head is not None and self._head.taps:
             for (running, feed), states in zip(batch, self.engine.taps, strict=True):
                 self._note_states(running, feed, states)
         return logits
+
+    def _draws(self, batch: list[tuple[Running[VerifyTask], SequenceInput]]) -> list[GumbelDraw | None]:
+        """Return how the device draws the tokens of each feed; None where their logits are needed."""
+        if not self.engine.can_draw:
+            return []
+        return [_draw_of(running) if feed.num_logits else None for running, feed in batch]
 
     def _note_states(self, running: Running[VerifyTask], feed: SequenceInput, states: Tensor) -> None:
         """Keep the hidden states of committed tokens; those of a proposal wait for the verdict."""
@@ -154,22 +167,11 @@ class TargetScheduler(Scheduler[VerifyTask]):
 
     def _judge(self, running: _Verifying, logits: Tensor) -> Verdict:
         task, session = running.task, running.session
-        spec, proposal, base = session.spec, task.proposal, task.base_position
-        edits, paths = None, list[Sequence[int]]()
-        if LogitEdits.needed(spec.params):
-            edits, paths = self._edits(session), row_paths(proposal)
-        # At temperature 0 only the order of the logits counts.
-        if spec.params.temperature > 0:
-            log_probs = processed_log_probs(logits, spec.params, edits, paths)
+        proposal, base = task.proposal, task.base_position
+        if running.drawn is None:
+            verdict = self._verified(task, session, logits)
         else:
-            log_probs = edited_logits(logits, edits, paths)
-        try:
-            verdict = verify(spec.method, log_probs, proposal, spec.params, session.noise, base)
-        except InternalError:
-            if edits is None or not edits.empty_rows:
-                raise
-            allowed = "masks and biases that leave a token of the grammar"
-            raise InvalidArgumentError("grammar", "no possible token", allowed) from None
+            verdict = walk(running.drawn, proposal)
         path = verdict.accepted_path
         # Drop rejected tokens: the cache ends with the accepted path.
         if proposal.parents is None:
@@ -189,6 +191,25 @@ class TargetScheduler(Scheduler[VerifyTask]):
         rows = [0, *(node + 1 for node in path)]
         return replace(verdict, logprobs=_logprobs(logits[rows], emitted, task.num_top_logprobs))
 
+    def _verified(self, task: VerifyTask, session: SessionCopy, logits: Tensor) -> Verdict:
+        """Verify the block's proposal by the logits of its rows."""
+        spec, proposal, base = session.spec, task.proposal, task.base_position
+        edits, paths = None, list[Sequence[int]]()
+        if LogitEdits.needed(spec.params):
+            edits, paths = self._edits(session), row_paths(proposal)
+        # At temperature 0 only the order of the logits counts.
+        if spec.params.temperature > 0:
+            log_probs = processed_log_probs(logits, spec.params, edits, paths)
+        else:
+            log_probs = edited_logits(logits, edits, paths)
+        try:
+            return verify(spec.method, log_probs, proposal, spec.params, session.noise, base)
+        except InternalError:
+            if edits is None or not edits.empty_rows:
+                raise
+            allowed = "masks and biases that leave a token of the grammar"
+            raise InvalidArgumentError("grammar", "no possible token", allowed) from None
+
     def _forget(self, session: SessionCopy) -> None:
         if self._head is not None:
             self._head.drop(session.session_id)
@@ -196,6 +217,18 @@ class TargetScheduler(Scheduler[VerifyTask]):
 
     def _edits(self, session: SessionCopy) -> LogitEdits:
         return session.edits_for(session.spec.params, self.engine.vocab_size, self.engine.device)
+
+
+def _draw_of(running: Running[VerifyTask]) -> GumbelDraw | None:
+    """Return the draw that is all of a block's verification; None where more than the best score counts."""
+    task, spec = running.task, running.session.spec
+    if task.num_top_logprobs is not None or task.num_prompt_logprobs is not None:
+        return None
+    # Other methods draw with other noise, and refuse trees at any temperature.
+    is_greedy_chain = spec.params.temperature == 0 and task.proposal.parents is None
+    if spec.method is not VerificationMethod.COUPLED and not is_greedy_chain:
+        return None
+    return gumbel_draw(spec.params)
 
 
 def _logprobs(logits: Tensor, emitted: Sequence[int], num_top: int) -> tuple[TokenLogprobs, ...]:

@@ -45,7 +45,7 @@ from gammaray.errors import InternalError, InvalidArgumentError
 from gammaray.types import Proposal, SamplingParams, SparseDistribution, TokenOrigin, VerificationMethod
 from services.engine.sampling.noise import Noise
 
-__all__ = ["verify"]
+__all__ = ["verify", "walk"]
 
 
 def verify(

@@ -35,9 +35,9 @@ class HeldEngine:
         self.let_go()
         self._engine.step, self._engine.chain = self._step, self._chain
 
-    def _held_step(self, feeds: Any, *arguments: Any) -> Any:
+    def _held_step(self, feeds: Any, *arguments: Any, **options: Any) -> Any:
         self.forwards.append([feed.session_id for feed in feeds])
-        logits = self._step(feeds, *arguments)
+        logits = self._step(feeds, *arguments, **options)
         self._hold()
         return logits
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from services.engine.core.draws import GumbelDraw
 from services.engine.core.errors import CacheGapError
 from services.engine.core.kv_cache import CacheStore
 from services.engine.core.session_cache import SessionCache
@@ -107,6 +108,10 @@ class Batch:
         logit_rows: Rows whose logits are returned; None for all of them.
         masks: Attention masks by (segment index, window), created on first use and shared by the layers.
         taps: The hidden states to record; None for none.
+        draws: One per segment, whose tokens a runner with `draws_on_device` draws itself; None where logits
+            are wanted. Empty: nothing is drawn.
+        undrawn_rows: With draws, those of the wanted rows whose logits are wanted.
+        drawn: The runner's answer, a token for each wanted row; None for rows that hold no finite number.
     """
 
     segments: list[Segment]
@@ -115,6 +120,9 @@ class Batch:
     logit_rows: list[int] | None
     masks: dict[tuple[int, int | None], Tensor | None] = field(default_factory=dict)
     taps: Taps | None = None
+    draws: Sequence[GumbelDraw | None] = ()
+    undrawn_rows: list[int] = field(default_factory=list)
+    drawn: list[int | None] = field(default_factory=list)
 
     def mask(self, index: int, window: int | None, device: torch.device) -> Tensor | None:
         """Return the segment's `allowed_slots`, None when every row sees every slot."""

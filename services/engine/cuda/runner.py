@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from services.engine.core.batch import Batch
-from services.engine.cuda.tables import Bucket, GumbelDraw, Tables, bucket_of, fill, new_tables
+from services.engine.cuda.tables import Bucket, Tables, bucket_of, fill, new_tables
 from services.engine.cuda.torch_kernels import Stripes, TorchKernels
 from services.engine.cuda.weights import GraphModel
 
@@ -180,8 +180,11 @@ class GraphRunner:
     Attributes:
         programs: The captured programs by bucket, whether they draw and tapped layers, least recently used
             first.
+        draws_on_device: It draws tokens where a batch asks for them.
         last: The work of the last step or proposal, which may be replayed to be timed.
     """
+
+    draws_on_device = True
 
     def __init__(self, model: GraphModel, kernels: TorchKernels | None = None) -> None:
         self.model = model
@@ -203,31 +206,23 @@ class GraphRunner:
     def forward(self, batch: Batch) -> Tensor:
         """Return the logits [wanted rows, vocab_size] in float32; writes new keys, values and the taps.
 
-        The next step overwrites the logits: callers keep a copy.
+        The next step overwrites the logits: callers keep a copy. With draws, one small copy brings the drawn
+        tokens back.
         """
-        program = self._run(batch, ())
+        program = self._run(batch)
         if batch.taps is not None:
             batch.taps.states.copy_(program.buffers.states[: len(batch.token_ids)])
         wanted = len(batch.token_ids) if batch.logit_rows is None else len(batch.logit_rows)
+        if batch.draws:
+            tokens = program.buffers.tokens[:wanted].tolist()
+            batch.drawn = [None if token < 0 else token for token in tokens]
         return program.buffers.logits[:wanted]
 
-    @torch.inference_mode()
-    def choose(self, batch: Batch, gumbel_draws: Sequence[GumbelDraw]) -> list[int]:
-        """Return the token drawn in each wanted row; one small copy comes back.
-
-        Args:
-            batch: As for `forward`.
-            gumbel_draws: One per segment.
-        """
-        program = self._run(batch, gumbel_draws)
-        wanted = len(batch.token_ids) if batch.logit_rows is None else len(batch.logit_rows)
-        return program.buffers.tokens[:wanted].tolist()
-
-    def _run(self, batch: Batch, gumbel_draws: Sequence[GumbelDraw]) -> Program:
+    def _run(self, batch: Batch) -> Program:
         bucket = bucket_of(batch)
         layers = () if batch.taps is None else batch.taps.layers
-        program = self.program(bucket, draws=bool(gumbel_draws), tapped=layers)
-        fill(program.tables, bucket, batch, gumbel_draws, self.kernels.anchor.data_ptr())
+        program = self.program(bucket, draws=bool(batch.draws), tapped=layers)
+        fill(program.tables, bucket, batch, batch.draws, self.kernels.anchor.data_ptr())
         program.capture.run()
         self.last = program.capture
         return program
@@ -255,7 +250,7 @@ class GraphRunner:
             run_forward(model, kernels, bucket, tables, buffers, tapped)
             if draws:
                 kernels.stripes(buffers.logits, tables, None, buffers.stripes)
-                kernels.pick(buffers.stripes, buffers.tokens)
+                kernels.pick(buffers.stripes, buffers.tokens, marks_bad=True)
 
         capturable = kernels.capturable and bucket.rows <= MAX_CAPTURED_ROWS
         return Program(bucket, tables, buffers, Capture(work, capturable=capturable, pool=self.pool))

@@ -16,30 +16,16 @@ import torch
 from torch import Tensor
 
 from services.engine.core.batch import Batch, Segment, node_path
+from services.engine.core.draws import GREEDY, GumbelDraw
 from services.engine.core.session_cache import SessionCache
 
-__all__ = ["GREEDY", "NO_TREE", "Bucket", "GumbelDraw", "Tables", "bucket_of", "fill", "new_tables"]
+__all__ = ["NO_TREE", "Bucket", "Tables", "bucket_of", "fill", "new_tables"]
 
 NO_TREE = 1 << 40
 _MASK_BITS = 64
 _SIGN = 1 << (_MASK_BITS - 1)
 # Rows beyond these come in multiples of 32; up to 8 rows every number has its bucket.
 _ROW_BUCKETS: tuple[int, ...] = (*range(1, 9), 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96)
-
-
-@dataclass(frozen=True)
-class GumbelDraw:
-    """How a session's tokens are drawn: argmax(logits / temperature + gumbel), or argmax at temperature 0.
-
-    The noise is that of `services.engine.sampling.noise`, stream 0, at the drawn token's absolute position.
-    """
-
-    seed: int
-    sample_index: int = 0
-    temperature: float = 1.0
-
-
-GREEDY = GumbelDraw(seed=0, temperature=0.0)
 
 
 @dataclass(frozen=True)
@@ -139,7 +125,7 @@ def new_tables(bucket: Bucket, device: torch.device) -> Tables:
 
 
 def fill(
-    tables: Tables, bucket: Bucket, batch: Batch, gumbel_draws: Sequence[GumbelDraw], anchor: int
+    tables: Tables, bucket: Bucket, batch: Batch, gumbel_draws: Sequence[GumbelDraw | None], anchor: int
 ) -> None:
     """Write a step's inputs: one copy to the device.
 
@@ -147,11 +133,12 @@ def fill(
         tables: Of `bucket`.
         bucket: That the batch fits.
         batch: The step.
-        gumbel_draws: One per segment, or none when nothing is drawn.
+        gumbel_draws: One per segment, None where the tokens do not matter; or none when nothing is drawn.
         anchor: Address that cache addresses are counted from.
     """
     segments = batch.segments
     wanted = range(len(batch.token_ids)) if batch.logit_rows is None else batch.logit_rows
+    draws = [GREEDY if draw is None else draw for draw in gumbel_draws]
     rows, sessions = bucket.rows, bucket.sessions
     slots: list[int] = []
     prefixes: list[int] = []
@@ -175,12 +162,10 @@ def fill(
         _padded([s.row for s in segments], sessions),
         _padded([s.count for s in segments], sessions),
         _padded([_tree_base(s) for s in segments], sessions, NO_TREE),
-        _padded([_signed(gumbel_draw.seed) for gumbel_draw in gumbel_draws], sessions),
-        _padded([gumbel_draw.sample_index for gumbel_draw in gumbel_draws], sessions),
-        _padded([int(gumbel_draw.temperature > 0) for gumbel_draw in gumbel_draws], sessions),
-        _padded(
-            [_float_bits(1.0 / (gumbel_draw.temperature or 1.0)) for gumbel_draw in gumbel_draws], sessions
-        ),
+        _padded([_signed(draw.seed) for draw in draws], sessions),
+        _padded([draw.sample_index for draw in draws], sessions),
+        _padded([int(draw.temperature > 0) for draw in draws], sessions),
+        _padded([_float_bits(1.0 / (draw.temperature or 1.0)) for draw in draws], sessions),
     )
     numbers = [number for column in columns for number in column]
     # A fresh pinned block each time: torch keeps it until the copy is through.

@@ -170,10 +170,19 @@ class TorchKernels:
         if sharpness is not None:
             out.mass.copy_(((striped - best.values[..., None]) * sharpness).exp().sum(-1))
 
-    def pick(self, stripes: Stripes, tokens: Tensor) -> None:
-        """The best token of each row into `tokens` [wanted], lowest id on ties."""
-        best = stripes.score.argmax(-1, keepdim=True)
-        tokens.copy_(stripes.token.gather(1, best)[:, 0])
+    def pick(self, stripes: Stripes, tokens: Tensor, *, marks_bad: bool = False) -> None:
+        """The best token of each row into `tokens` [wanted], lowest id on ties.
+
+        Args:
+            stripes: Of the rows.
+            tokens: Where to.
+            marks_bad: Write -1 for rows whose best score is not a finite number; else such a row gets some
+                token of the vocabulary.
+        """
+        best, index = stripes.score.max(-1, keepdim=True)
+        tokens.copy_(stripes.token.gather(1, index)[:, 0])
+        if marks_bad:
+            tokens.masked_fill_(~best[:, 0].isfinite(), -1)
 
 
 def _rows_of(tables: Tables, index: int) -> slice:

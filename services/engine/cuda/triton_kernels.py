@@ -219,11 +219,16 @@ class TritonKernels(TorchKernels):
             num_warps=1,
         )
 
-    def pick(self, stripes: Stripes, tokens: Tensor) -> None:
+    def pick(self, stripes: Stripes, tokens: Tensor, *, marks_bad: bool = False) -> None:
         """See TorchKernels."""
         rows, num_stripes = stripes.score.shape
         jit.pick_kernel[(rows,)](
-            stripes.score, stripes.token, tokens, num_stripes, BLOCK=triton.next_power_of_2(num_stripes)
+            stripes.score,
+            stripes.token,
+            tokens,
+            num_stripes,
+            MARKS_BAD=marks_bad,
+            BLOCK=triton.next_power_of_2(num_stripes),
         )
 
 

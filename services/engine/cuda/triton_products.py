@@ -129,10 +129,12 @@ def stripe_kernel(
         above = (4294967295.0 - word.to(tl.float64) + 0.5) * 2.3283064365386963e-10
         value -= tl.log(-tl.log(above))
     best = tl.max(tl.max(value, 1), 0)
+    # The largest of several numbers leaves out those that are none.
+    num_bad = tl.sum(tl.sum((inside & (value != value)).to(tl.int32), 1), 0)
     # No number among them: some token, and never one outside the vocabulary.
     chosen = tl.where(value == best, token_id, vocab_size - 1)
     place = index.to(tl.int64) * tl.num_programs(1) + stripe
-    tl.store(score + place, best)
+    tl.store(score + place, tl.where(num_bad > 0, float("nan"), best))
     tl.store(token + place, tl.min(tl.min(chosen, 1), 0).to(tl.int64))
     if HAS_MASS:
         weight = tl.exp((value - best) * tl.load(sharpness))
@@ -145,6 +147,7 @@ def pick_kernel(
     token: tl.tensor,
     chosen: tl.tensor,
     num_stripes: tl.tensor,
+    MARKS_BAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """One program per row: the token of the best stripe, the lowest on ties."""
@@ -153,5 +156,12 @@ def pick_kernel(
     inside = stripe < num_stripes
     value = tl.load(score + row * num_stripes + stripe, mask=inside, other=float("-inf"))
     token_id = tl.load(token + row * num_stripes + stripe, mask=inside, other=0)
-    best = tl.max(value, 0)
-    tl.store(chosen + row, tl.min(tl.where(inside & (value == best), token_id, 2147483647), 0))
+    # Without any number it is some token, and never one outside the vocabulary.
+    number = tl.where(value == value, value, float("-inf"))
+    best = tl.max(number, 0)
+    token_id = tl.min(tl.where(inside & (number == best), token_id, 2147483647), 0)
+    if MARKS_BAD:
+        num_bad = tl.sum((inside & (value != value)).to(tl.int32), 0)
+        is_good = (num_bad == 0) & (tl.abs(best) < float("inf"))
+        token_id = tl.where(is_good, token_id, -1)
+    tl.store(chosen + row, token_id)

@@ -29,6 +29,7 @@ from gammaray.errors import InvalidArgumentError
 from services.engine.checks import check_model
 from services.engine.core.batch import Batch, SequenceInput
 from services.engine.core.cache_budget import DEFAULT_CACHE_BUDGET_BYTES
+from services.engine.core.draws import GumbelDraw
 from services.engine.core.errors import EngineLostError, UnsupportedModelError
 from services.engine.core.kv_cache import CacheShape, CacheStore, Source
 from services.engine.core.model import load_config, load_model
@@ -145,7 +146,10 @@ class ParallelEngine(Engine):
         return engine
 
     def step(
-        self, feeds: Sequence[SequenceInput], within: AbstractContextManager[object] | None = None
+        self,
+        feeds: Sequence[SequenceInput],
+        within: AbstractContextManager[object] | None = None,
+        draws: Sequence[GumbelDraw | None] = (),
     ) -> list[Tensor]:
         """Run one forward on all ranks, see `Engine.step`.
 
@@ -156,7 +160,7 @@ class ParallelEngine(Engine):
             # Refused steps are sent, too, because they change which session was used last.
             self._ranks.send((self._pending, list(feeds)))
             self._pending = []
-        return super().step(feeds, within)
+        return super().step(feeds, within, draws)
 
     def truncate(self, session_id: str, length: int, num_nodes: int = 0) -> None:
         """See `Engine.truncate`."""

@@ -11,10 +11,10 @@ from engine_helpers import LEAN, MAX_CONTEXT, SUPPORTED, plain_model, random_tok
 from tap_helpers import CheckedTaps, FaultyRunner, node_text, plain_states
 
 from gammaray.errors import InvalidArgumentError
+from services.engine.core.draws import GREEDY
 from services.engine.core.errors import CacheGapError
 from services.engine.core.model import load_model
 from services.engine.cuda.runner import GraphRunner
-from services.engine.cuda.tables import GREEDY
 from services.engine.device_drafting import GraphEngine
 from services.engine.engine import Engine, SequenceInput
 from services.engine.loader import load_engine
@@ -283,10 +283,21 @@ def test_chain_does_not_record(llama: Path) -> None:
 def test_drafting_in_a_graph_does_not_record(llama: Path) -> None:
     engine = GraphEngine.build(load_model(str(llama), device="cpu"))
     feed = [SequenceInput("a", 0, random_tokens(6, 1), 1)]
-    expected = engine.draft_chains(feed, [GREEDY], 4), engine.choose(feed, [GREEDY])
+    expected = engine.draft_chains(feed, [GREEDY], 4)
     engine.tap(LAYERS)
-    assert (engine.draft_chains(feed, [GREEDY], 4), engine.choose(feed, [GREEDY])) == expected
+    assert engine.draft_chains(feed, [GREEDY], 4) == expected
     assert engine.taps == []
+
+
+def test_steps_that_draw_record(llama: Path) -> None:
+    drawing, plain = captured(llama), captured(llama)
+    feeds = [SequenceInput("a", 0, random_tokens(6, 1), 1), SequenceInput("b", 0, [4, 5], 2)]
+    for engine, draws in ((drawing, [GREEDY, None]), (plain, [])):
+        engine.tap(LAYERS)
+        engine.step(feeds, draws=draws)
+    assert drawing.drawn[1] is None
+    for drawn, expected in zip(drawing.taps, plain.taps, strict=True):
+        assert torch.equal(drawn, expected)
 
 
 def test_captured_programs_are_kept_by_tapped_layers(llama: Path) -> None:

@@ -11,10 +11,10 @@ import torch
 from engine_helpers import CheckedEngine, path_tokens, plain_model, random_tokens, tiny_model
 
 from services.engine import loader as loading
+from services.engine.core.draws import GREEDY, GumbelDraw
 from services.engine.core.errors import CacheGapError, UnsupportedModelError
 from services.engine.core.model import load_model
 from services.engine.cuda.runner import Capture, GraphRunner
-from services.engine.cuda.tables import GREEDY, GumbelDraw
 from services.engine.cuda.weights import has_graph_path
 from services.engine.device_drafting import GraphEngine, TreeShape
 from services.engine.engine import SequenceInput

@@ -18,8 +18,8 @@ import pytest
 import torch
 from engine_helpers import random_tokens, tiny_model
 
+from services.engine.core.draws import GREEDY, GumbelDraw
 from services.engine.core.model import load_model
-from services.engine.cuda.tables import GREEDY, GumbelDraw
 from services.engine.cuda.torch_kernels import Stripes, TorchKernels
 from services.engine.device_drafting import GraphEngine, TreeShape
 from services.engine.engine import SequenceInput
@@ -41,7 +41,7 @@ def test_kernels_pass_their_checks_in_the_interpreter() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stdout[-4000:]
-    assert "5 passed" in done.stdout
+    assert "8 passed" in done.stdout
 
 
 @pytest.fixture
@@ -118,4 +118,22 @@ def test_nan_logits_give_an_index_in_the_vocabulary(engines: tuple[GraphEngine, 
     assert isinstance(plain.runner.kernels, TorchKernels)
     assert (stripes.token < plain.vocab_size).all()
     triton.runner.kernels.pick(stripes, tokens)
-    assert 0 <= int(tokens) < 2**31
+    assert 0 <= int(tokens) < plain.vocab_size
+
+
+@interpreted
+@pytest.mark.parametrize("engines", ["llama"], indirect=True)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_rows_with_a_bad_best_are_marked(engines: tuple[GraphEngine, GraphEngine], bad: float) -> None:
+    for engine in engines:
+        engine.choose([SequenceInput("a", 0, [1, 2], 2)], [GREEDY])
+        program, kernels = next(iter(engine.runner.programs.values())), engine.runner.kernels
+        logits = torch.zeros_like(program.buffers.logits)
+        logits[0, 5] = 1.0
+        logits[1, :] = bad
+        if bad != float("-inf"):
+            logits[1, 1:] = 2.0  # one bad score of a row is enough
+        with torch.inference_mode():
+            kernels.stripes(logits, program.tables, None, program.buffers.stripes)
+            kernels.pick(program.buffers.stripes, program.buffers.tokens, marks_bad=True)
+        assert program.buffers.tokens.tolist() == [5, -1]
