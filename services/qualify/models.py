@@ -27,7 +27,7 @@ from services.target.medusa import MedusaDrafter
 __all__ = ["Loaded", "Source", "encode", "eos_token_ids", "find", "load", "load_local"]
 
 _ALLOWED = "a directory or GGUF file with a causal LM, or the name of one on the hub or in its cache"
-_ALLOWED_HEADS = "a directory or hub name of an EAGLE, DFlash or Medusa head, or of a draft model of the target's vocabulary"
+_ALLOWED_HEADS = "a directory or hub name of a head, or of a draft model with the target's vocabulary"
 _SETTINGS: Mapping[str, type[WorkerSettings]] = {"target": TargetSettings, "draft": DraftSettings}
 
 

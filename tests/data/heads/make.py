@@ -17,6 +17,7 @@ import torch
 from engine_helpers import VOCAB_SIZE
 from safetensors.torch import save_file
 from speculators.config import SpeculatorsConfig, VerifierConfig
+from speculators.losses import resolve_loss_config
 from speculators.models.dflash import DFlashSpeculatorConfig
 from speculators.models.dflash.core import DFlashDraftModel
 from speculators.models.eagle3 import Eagle3SpeculatorConfig
@@ -127,13 +128,18 @@ def _write_block(folder: Path, seed: int, flags: dict[str, Any]) -> None:
         copy.unlink()  # of the library's code
     states = torch.randn(1, NUM_TOKENS, 3 * 32)
     token_ids = torch.randint(VOCAB_SIZE - 1, (1, NUM_TOKENS))
+    logits: list[torch.Tensor] = []
+    positions: list[torch.Tensor] = []
+    head.lm_head.register_forward_hook(lambda _module, _given, out: logits.append(out[0].clone()))
+    head.rotary_emb.register_forward_hook(lambda _module, given, _out: positions.append(given[1][0]))
     with torch.no_grad():
-        _, logits, _, _, places = head.eval()._backbone_forward(
+        head.eval()(
             states,
             token_ids,
             torch.ones_like(token_ids),
             torch.zeros(1, NUM_TOKENS, 32),
             torch.zeros_like(token_ids),
+            loss_config=resolve_loss_config("kl_div", "eager"),
             max_anchors=NUM_BLOCKS,
         )
     # Of each block the place of its first token, and the logits of its rows; the library leaves out what is
@@ -142,7 +148,7 @@ def _write_block(folder: Path, seed: int, flags: dict[str, Any]) -> None:
         {
             "states": states[0].contiguous(),
             "token_ids": token_ids[0],
-            "anchors": places[::BLOCK_SIZE].clone(),
+            "anchors": positions[0][NUM_TOKENS::BLOCK_SIZE].clone(),
             "logits": logits[0].unflatten(0, (NUM_BLOCKS, BLOCK_SIZE)).clone(),
             "embed_tokens": head.embed_tokens.weight.data.clone(),
             "lm_head": head.lm_head.weight.data.clone(),
