@@ -155,6 +155,10 @@ _HEAD_WEIGHTS = (
     "Weights of that head: int8 and int4 are quantised at load, for the compiled CPU kernel (of EAGLE "
     "heads); the text does not change."
 )
+_FEATURES = (
+    "EAGLE head of the draft workers: directory or hub name. The target returns features for it, its hidden "
+    "states fused and in float8, of the positions that it computes. Empty: none."
+)
 _DRAFT_KEY_FILE = "File with the API key of the server that drafts; empty: it needs none."
 _DRAFT_CA_FILE = (
     "PEM file of the CA that signed the certificate of the server that drafts; empty: the system's."
@@ -265,7 +269,7 @@ class WorkerSettings(_ServingSettings, _ModelSettings):
         "auto", description="Device of the model; auto prefers CUDA."
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="Arithmetic; auto is float32 on CPU and bfloat16 on CUDA."
+        "auto", description="Arithmetic; auto is float32 on CPU, bfloat16 on CUDA."
     )
     kernel_cache: str = Field(
         "",
@@ -319,6 +323,20 @@ class TargetSettings(WorkerSettings):
     )
     head: str = Field("", description=_HEAD)
     head_weights: Literal["auto", "int8", "int4"] = Field("auto", description=_HEAD_WEIGHTS)
+    features: str = Field("", description=_FEATURES)
+    feature_window: int = Field(
+        2048,
+        ge=1,
+        le=4096,
+        description="Upper bound of positions whose features one result returns; of a longer prompt the "
+        "newest.",
+    )
+
+    @model_validator(mode="after")
+    def _check_features(self) -> Self:
+        if self.features and self.head:
+            raise InvalidArgumentError("features", self.features, "none with a head in the target worker")
+        return self
 
 
 class DraftSettings(WorkerSettings):
@@ -537,9 +555,9 @@ class ClusterSettings(_ModelSettings):
     draft: Annotated[str, AfterValidator(check_draft)] = Field(
         DEMO_PAIR,
         min_length=1,
-        description="Draft model (an ordinary or a parallel one), early-exit:N for the target's first N "
-        "layers, or openai:URL of a server that drafts (llama.cpp, vLLM, SGLang, Ollama or gammaray); "
-        "without one, a target other than the demo pair's has no draft workers.",
+        description="Draft model (an ordinary or a parallel one), EAGLE head, early-exit:N for the target's "
+        "first N layers, or openai:URL of a server that drafts (llama.cpp, vLLM, SGLang, Ollama or "
+        "gammaray); without one, a target other than the demo pair's has no draft workers.",
     )
     draft_key_file: str = Field("", description=_DRAFT_KEY_FILE)
     draft_ca_file: str = Field("", description=_DRAFT_CA_FILE)
@@ -583,7 +601,7 @@ class ClusterSettings(_ModelSettings):
     head: str = Field("", description=_HEAD)
     head_weights: Literal["auto", "int8", "int4"] = Field("auto", description=_HEAD_WEIGHTS)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="Arithmetic of the models; auto is float32 on CPU and bfloat16 on CUDA."
+        "auto", description="Arithmetic of the models; auto is float32 on CPU, bfloat16 on CUDA."
     )
     tensor_parallel: int = Field(
         1, ge=1, le=64, description="Devices that each target's model is spread over, all in one machine."

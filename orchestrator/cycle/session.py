@@ -10,6 +10,7 @@ from typing import Protocol
 
 from gammaray.errors import DeadlineExceededError
 from gammaray.types import FinishReason, PromptLogprobs, SamplingParams, VerificationMethod
+from orchestrator.cycle.features import FeatureRelay
 from orchestrator.cycle.types import Call
 
 __all__ = ["CallLog", "Session", "TextStream"]
@@ -63,6 +64,7 @@ class Session:
             for any.
         uses_head: Whether the target keeps hidden states for its head, which may draft.
         has_head: Whether the target worker in use has a head, as far as known.
+        features: Features on their way to a head on a draft worker.
         digest: Key in the store of the request that began the turn, see `orchestrator.storage.session_store`.
     """
 
@@ -89,6 +91,7 @@ class Session:
     model_identity: str = field(init=False, default="")
     uses_head: bool = field(init=False, default=False)
     has_head: bool = field(init=False, default=False)
+    features: FeatureRelay = field(init=False, default_factory=FeatureRelay)
     digest: str = field(init=False, default="")
 
     def __post_init__(self) -> None:

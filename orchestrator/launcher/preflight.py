@@ -19,6 +19,7 @@ from pydantic import ValidationError
 
 from gammaray.config import ClusterSettings, ScalingSettings, WorkerSettings, settings_error
 from gammaray.demo_pair import early_exit_layers, resolve_model
+from gammaray.deploy.draft_heads import is_draft_head
 from gammaray.deploy.gpus import CudaDevices, check_device, cuda_devices
 from gammaray.deploy.serve_config import APPLICATIONS, role_settings
 from gammaray.errors import InvalidArgumentError
@@ -271,6 +272,8 @@ def check_models(target: str, draft: str) -> list[str]:
             raise InvalidArgumentError("draft", draft, "a draft model, as the target is a GGUF file")
         config = _config("target", resolve_model(target))
         early_exit_layers(draft, (config.get("text_config") or config).get("num_hidden_layers"))
+        return []
+    if is_draft_head(draft):  # the worker that loads it checks its sizes
         return []
     draft_size = vocab_size("draft", draft)
     if target_size == draft_size:

@@ -7,6 +7,7 @@ drops a session, the session's owner checks in the store that it still owns the 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -18,13 +19,19 @@ from gammaray.errors import (
     DeadlineExceededError,
     GammarayError,
     InternalError,
+    InvalidArgumentError,
     ModelChangedError,
     UnavailableError,
 )
 from gammaray.types import PromptLogprobs, Proposal
 from gammaray.v1 import target_service_pb2 as target_pb
 from gammaray.v1 import types_pb2 as pb
-from gammaray.wire.blocks import prompt_logprobs_from_proto, proposal_to_proto, verdict_from_proto
+from gammaray.wire.blocks import (
+    features_from_proto,
+    prompt_logprobs_from_proto,
+    proposal_to_proto,
+    verdict_from_proto,
+)
 from orchestrator.cycle.protocols import Verifier
 from orchestrator.cycle.session import Session
 from orchestrator.text.cpu_threads import INLINE_NUMBERS, in_thread
@@ -129,6 +136,8 @@ def why_nobody(pool: TargetPool, session_id: str, identity: str, error: Unavaila
     return ModelChangedError(session_id, identity, sorted(others))
 
 
+_log = logging.getLogger(__name__)
+
 RETRY_PAUSE_S = 0.05
 """Seconds between attempts when target workers fail at once."""
 
@@ -194,6 +203,7 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
             # The worker's cache holds the accepted tokens; the token it sampled last was not fed yet.
             self._num_known = self._base_position + len(result.verdict.accepted_path)
             verdict = self._verdict(session, link, result)
+            self._take_features(session, link, result)
             session.model_identity = self._identity
             if session.lacks_prompt_logprobs:
                 prompt = result.verdict.prompt_logprobs
@@ -244,6 +254,15 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
             raise InternalError(f"the target worker at {link.address} sent a verdict that cannot be")
         return verdict
 
+    def _take_features(self, session: Session, link: TargetLink, result: target_pb.VerifyResult) -> None:
+        """Keep the features that came with a verdict, if their sizes are right; no verdict needs them."""
+        if not result.HasField("features") or not _wants_features(session, link):
+            return
+        try:
+            session.features.take(features_from_proto(result.features, self._num_known))
+        except InvalidArgumentError as error:
+            _log.debug("the target worker at %s sent features that cannot be: %s", link.address, error)
+
     def _leave(
         self,
         session: Session,
@@ -273,7 +292,14 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
             proposal=proposal_to_proto(self._proposal),
             num_top_logprobs=session.num_top_logprobs,
             num_prompt_logprobs=session.num_prompt_logprobs if session.lacks_prompt_logprobs else None,
+            features_from=session.features.end if _wants_features(session, self._link) else None,
         )
+
+
+def _wants_features(session: Session, link: TargetLink | None) -> bool:
+    """Whether a target worker makes features for the head of the session's draft worker."""
+    head = session.features.head
+    return bool(head) and link is not None and link.info is not None and link.info.features == head
 
 
 def _prompt_logprobs(session: Session, link: TargetLink, verdict: target_pb.Verdict) -> PromptLogprobs:

@@ -12,6 +12,7 @@ import time
 from contextlib import suppress
 from ctypes import c_int32
 
+from services.engine.core.device import raise_if_lost
 from services.engine.core.errors import CacheFullError
 from services.engine.engine import Engine
 from services.scheduling.metrics import AheadStats
@@ -249,7 +250,8 @@ class Lookahead:
                 self._forward(chosen)
         except CacheFullError:
             self._pending.clear()
-        except Exception:
+        except Exception as error:
+            raise_if_lost(error)
             _log.exception("drafting ahead over %d sessions failed", len(chosen))
             for speculation in chosen:
                 self._engine.release(speculation.session.session_id)

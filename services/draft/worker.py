@@ -11,14 +11,18 @@ import grpc
 from gammaray.config import DraftSettings
 from gammaray.demo_pair import early_exit_layers, resolve_model
 from gammaray.errors import InvalidArgumentError
+from gammaray.gguf import is_gguf
 from gammaray.types import Proposal
 from gammaray.v1 import draft_service_pb2, draft_service_pb2_grpc
 from gammaray.v1 import draft_service_pb2 as pb
-from gammaray.wire.blocks import proposal_to_proto, shape_from_proto
+from gammaray.wire.blocks import features_from_proto, proposal_to_proto, shape_from_proto
+from services.draft.heads import HeadScheduler, load_head_engine
 from services.draft.translated import make_draft_scheduler
 from services.engine.engine import Engine
 from services.engine.loader import load_worker_engine
-from services.process.fingerprints import check_drafter, vocab_sha256
+from services.heads.loading import names_head
+from services.heads.runner import HeadEngine
+from services.process.fingerprints import check_drafter, head_sha256, vocab_sha256
 from services.process.server import guarded
 from services.process.worker import Worker
 from services.scheduling.grammars import Grammars
@@ -39,10 +43,11 @@ class DraftServicer(draft_service_pb2_grpc.DraftServiceServicer):
     Args:
         streams: The worker's open streams.
         model: What the worker serves.
+        features: Fingerprint of the head that it serves; empty for a draft model, which takes no features.
     """
 
-    def __init__(self, streams: Streams, model: Model) -> None:
-        self._streams, self._model = streams, model
+    def __init__(self, streams: Streams, model: Model, features: str = "") -> None:
+        self._streams, self._model, self._features = streams, model, features
 
     async def Propose(
         self, request_iterator: AsyncIterator[pb.ProposeRequest], context: grpc.aio.ServicerContext
@@ -61,14 +66,22 @@ class DraftServicer(draft_service_pb2_grpc.DraftServiceServicer):
         """Return what the worker serves and its load."""
         async with guarded(context):
             info = await describe(self._model, self._streams.engine)
-        return pb.GetDraftInfoResponse(**info, is_draining=self._streams.is_leaving)
+        leaving = self._streams.is_leaving
+        return pb.GetDraftInfoResponse(**info, is_draining=leaving, features=self._features)
 
     def _parse(self, block: pb.ProposeBlock, deliver: Deliver) -> ProposeTask:
+        features = None
+        if block.HasField("features"):
+            if not self._features:
+                got = f"{block.features.count} rows"
+                raise InvalidArgumentError("features", got, "none: this worker has a draft model, no head")
+            features = features_from_proto(block.features, block.base_position - 1)
         task = ProposeTask(
             **task_fields(block, DEFAULT_TIMEOUT_MS, deliver),
             shape=shape_from_proto(block),
             wants_ahead=block.wants_ahead,
             is_notice=block.is_notice,
+            features=features,
         )
         task.validate(self._model.vocab_size, self._model.max_context)
         return task
@@ -114,10 +127,14 @@ class DraftWorker(Worker[DraftSettings]):
     def __init__(self, settings: DraftSettings) -> None:
         super().__init__(settings)
         self._translation: Translation | None = None
+        self._features = ""
 
     def _load_engine(self, path: str) -> Engine:
         target = self._target
         check_drafter(path, target)
+        if early_exit_layers(path) is None and not is_gguf(path) and names_head(path):
+            self._features = head_sha256(path)
+            return load_head_engine(path, target, self.settings)
         return load_worker_engine(path, self.settings, draft_for=target)
 
     @property
@@ -129,7 +146,7 @@ class DraftWorker(Worker[DraftSettings]):
     def _vocabulary(self, path: str, engine: Engine) -> tuple[int, str]:
         """Return size and fingerprint of the target's vocabulary, if the settings name it."""
         target = self._target
-        if early_exit_layers(path) is not None:
+        if early_exit_layers(path) is not None or isinstance(engine, HeadEngine):
             return engine.vocab_size, vocab_sha256(target)
         size, digest = super()._vocabulary(path, engine)
         if not target:
@@ -147,7 +164,16 @@ class DraftWorker(Worker[DraftSettings]):
         return self._target or path
 
     def _scheduler(self, engine: Engine, grammars: Grammars) -> Scheduler[ProposeTask]:
+        if isinstance(engine, HeadEngine):
+            return HeadScheduler(
+                engine,
+                self._limits,
+                draft_top_k=self.settings.draft_top_k,
+                weight_bits=self.settings.weight_bits,
+                grammars=grammars,
+            )
         return make_draft_scheduler(engine, self._limits, self.settings, self._translation, grammars)
 
     def _add_servicer(self, server: Any, streams: Streams, model: Model) -> None:
-        draft_service_pb2_grpc.add_DraftServiceServicer_to_server(DraftServicer(streams, model), server)
+        servicer = DraftServicer(streams, model, self._features)
+        draft_service_pb2_grpc.add_DraftServiceServicer_to_server(servicer, server)

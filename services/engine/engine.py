@@ -18,6 +18,7 @@ from torch import Tensor
 
 from gammaray.errors import InvalidArgumentError
 from services.engine.core.batch import Batch, SequenceInput, Taps, plan_batch
+from services.engine.core.device import on_device
 from services.engine.core.drafter import DraftFormat
 from services.engine.core.draws import GumbelDraw
 from services.engine.core.errors import CacheGapError
@@ -67,6 +68,7 @@ class Engine:
             compiled kernel. Later steps do not change them. Empty while none are tapped.
         drawn: For each feed of the last step that had a draw its tokens, None for rows that hold no finite
             number; None for the other feeds. Empty after a step without draws.
+        step_timeout_s: After which a step counts as stuck; None: never. Only a parallel engine has one.
         mask_token: Of a parallel draft model: the id, in [0, vocab_size], after which it predicts the token
             that follows in its place; else None.
     """
@@ -90,6 +92,7 @@ class Engine:
         self.dtype = store.shape.dtype
         self.runner = runner
         self.mask_token: int | None = None
+        self.step_timeout_s: float | None = None
         self.taps: list[Tensor] = []
         self.drawn: list[list[int | None] | None] = []
         self._tapped: tuple[int, ...] = ()
@@ -340,7 +343,10 @@ class Engine:
         return self._store.stats()
 
     def check(self) -> None:
-        """Raise EngineLostError when a part of the engine has failed; only a parallel engine does."""
+        """Raise EngineLostError when a part of the engine has failed; only a parallel engine does.
+
+        Any thread may call it, also during a step.
+        """
 
     def close(self) -> None:
         """End the processes that the engine started; only a parallel engine has any."""
@@ -353,7 +359,7 @@ class Engine:
         return Taps(self._tapped, torch.empty(shape, dtype=self.dtype, device=self.device))
 
     def _run(self, batch: Batch, within: AbstractContextManager[object]) -> Tensor:
-        with torch.inference_mode(), within:
+        with torch.inference_mode(), on_device(self.device), within:
             logits = self.runner.forward(batch)
             logits = self._spread(logits)
             if batch.draws:

@@ -9,10 +9,12 @@ from dataclasses import replace
 import torch
 
 from gammaray.config import DraftSettings, WorkerSettings
-from gammaray.errors import InvalidArgumentError
+from gammaray.errors import GammarayError, InvalidArgumentError
 from services.engine.checks import check_deterministic, check_model
 from services.engine.core.cache_budget import DEFAULT_CACHE_BUDGET_BYTES, CacheBudget
+from services.engine.core.device import on_device, raise_if_lost
 from services.engine.core.drafter import load_drafter
+from services.engine.core.errors import UnsupportedModelError
 from services.engine.core.kv_cache import CacheShape, CacheStore
 from services.engine.core.model import LoadedModel, load_model
 from services.engine.core.quantised import QuantisedMatrix, quantise_model
@@ -50,7 +52,7 @@ def load_engine(
     Args:
         model: Directory, hub name or GGUF file; of a drafter also `early-exit:N`.
         device: "auto", "cpu", "cuda" or "cuda:N".
-        dtype: "auto" (float32 on CPU, bfloat16 elsewhere), "float32", "bfloat16" or "float16".
+        dtype: "auto" (as for `load_model`), "float32", "bfloat16" or "float16".
         threads: Arithmetic threads of this process.
         cache_budget_bytes: Upper bound of all sessions' keys and values together.
         deterministic: Logits are bit-identical whatever else is in a step; see
@@ -78,7 +80,7 @@ def load_engine(
         check_covered(loaded)
     obstacle = native_obstacle(loaded, kernel_cache) if fast_kernels else "fast_kernels is off"
     quantised = None if weights == "auto" else _quantised(loaded, weights, obstacle)
-    layout = probe_model(loaded)
+    layout = _probe(loaded)
     if draft is not None:
         layout = replace(layout, vocab_size=min(layout.vocab_size, draft.vocab_size))
     runner, shape, kernel = _choose_runner(
@@ -96,7 +98,7 @@ def load_engine(
         model_name=model,
         vocab_size=layout.vocab_size,
         max_context=loaded.max_context,
-        kernel=kernel if weights == "auto" else f"{kernel}, {weights} weights",
+        kernel=", ".join([kernel, *_weights_note(loaded, weights)]),
     )
     _log_kernel(engine)
     check_model(engine, loaded)
@@ -143,12 +145,38 @@ def limit_cache(engine: Engine, settings: WorkerSettings) -> None:
     engine.limit_cache(budget.on(engine.device))
 
 
+def _probe(loaded: LoadedModel) -> ModelLayout:
+    """Probe a model; a package for quantised weights may miss a kernel or a device in the first forward."""
+    try:
+        with on_device(loaded.device):
+            return probe_model(loaded)
+    except (GammarayError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise_if_lost(error)
+        if loaded.stored is None:
+            raise
+        reason = f"{loaded.stored.described(loaded.dtype)} do not run on {loaded.device}: {error}"
+        raise UnsupportedModelError(loaded.name, reason) from error
+
+
+def _weights_note(loaded: LoadedModel, weights: str) -> list[str]:
+    """How the weights are stored, where that is not the checkpoint's own floating-point type."""
+    if weights != "auto":
+        return [f"{weights} weights"]
+    return [] if loaded.stored is None else [loaded.stored.described(loaded.dtype)]
+
+
 def _quantised(loaded: LoadedModel, weights: str, obstacle: str) -> Mapping[int, QuantisedMatrix] | None:
     """Quantise a draft; returns its matrices if the compiled kernel runs it, None with torchao on a GPU.
 
     Raises:
         InvalidArgumentError: There is no kernel for such weights.
     """
+    if loaded.stored is not None and not loaded.has_plain_weights:
+        raise InvalidArgumentError(
+            "draft_weights", weights, f"auto: the checkpoint has {loaded.stored.method} weights already"
+        )
     if loaded.device.type == "cuda":
         quantise_module(loaded.module, weights)
         return None

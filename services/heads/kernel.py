@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from ctypes import byref, c_int32
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from services.engine.native.weights import NativeModel, Packer
 from services.heads.eagle import EagleHead, EagleLayer
 from services.heads.states import HeadStates
 
-__all__ = ["HeadKernelRunner", "kernel_obstacle"]
+__all__ = ["HeadKernelRunner", "KernelMap", "kernel_obstacle"]
 
 _MAX_HEAD_DIM = 256
 _EAGLE_1, _EAGLE_3 = 1, 2
@@ -40,6 +40,27 @@ def kernel_obstacle(head: EagleHead, kernel_cache: str = "") -> str:
     return load_kernel(kernel_cache).reason
 
 
+class KernelMap:
+    """A linear map in float32, computed by the compiled kernel.
+
+    Args:
+        linear: The map.
+        library: The kernel.
+    """
+
+    def __init__(self, linear: nn.Linear, library: Any) -> None:
+        self._library, self._size = library, linear.out_features
+        self._kept: list[Any] = []
+        self._matrix = _joined(Packer(library.gr_panel(), library.gr_lanes(), self._kept, {}), linear)
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """Return the images [rows, outputs] of rows [rows, inputs]."""
+        rows = rows.contiguous()
+        made = torch.empty(len(rows), self._size)
+        self._library.gr_map(byref(self._matrix), len(rows), rows.data_ptr(), made.data_ptr())
+        return made
+
+
 class HeadKernelRunner(NativeRunner):
     """Runs steps of an EAGLE head with the compiled kernel.
 
@@ -52,12 +73,9 @@ class HeadKernelRunner(NativeRunner):
     def __init__(self, head: EagleHead, max_context: int, weights: str = "auto") -> None:
         super().__init__(_packed(head, max_context, weights))
         config = head.config
-        self._head, self._fc = head, cast(MatrixWeights | None, None)
-        if config.is_fused:
-            library, kept = self.model.kernel, self.model.kept
-            self._fc = _joined(Packer(library.gr_panel(), library.gr_lanes(), kept, {}), head.fc)
+        self.head = head
+        self._fc = KernelMap(head.fc, self.model.kernel) if config.is_fused else None
         self._states = HeadStates(1, 2 * config.num_kv_heads, config.head_dim, config.hidden_size)
-        self._hidden_size = config.hidden_size
 
     @property
     def cache_shape(self) -> CacheShape:
@@ -66,14 +84,7 @@ class HeadKernelRunner(NativeRunner):
 
     def fuse(self, states: Tensor) -> Tensor:
         """Return the features of the target's states, see `EagleHead.fuse`."""
-        return self._head.fuse(states, None if self._fc is None else self._map)
-
-    def _map(self, flat: Tensor) -> Tensor:
-        assert self._fc is not None
-        flat = flat.contiguous()
-        made = torch.empty(len(flat), self._hidden_size)
-        self.model.kernel.gr_map(byref(self._fc), len(flat), flat.data_ptr(), made.data_ptr())
-        return made
+        return self.head.fuse(states, self._fc)
 
     def forward(self, batch: Batch) -> Tensor:
         """Return the logits [wanted rows, outputs] in float32; writes the new keys, values and states.
@@ -108,7 +119,7 @@ class HeadKernelRunner(NativeRunner):
 
     def _tap_state(self, batch: Batch) -> Tensor:
         """Have the last state of each row recorded, and return where, [rows, hidden_size]."""
-        states = torch.empty(len(batch.token_ids), 1, self._hidden_size)
+        states = torch.empty(len(batch.token_ids), 1, self.head.config.hidden_size)
         batch.taps = Taps((1,), states)
         return states[:, 0]
 

@@ -19,7 +19,7 @@ from services.heads.states import HeadStates
 __all__ = ["HEAD_CACHE_BYTES", "HeadEngine", "HeadRunner", "head_engine"]
 
 HEAD_CACHE_BYTES = 1 << 30
-"""Budget of the caches of what drafts in a target worker."""
+"""Budget of the caches of what drafts in a target worker, and of a head until its worker sets one."""
 
 
 class HeadRunner:
@@ -30,20 +30,20 @@ class HeadRunner:
     """
 
     def __init__(self, head: EagleHead) -> None:
-        self._head = head
+        self.head = head
         config = head.config
         self._states = HeadStates(1, config.num_kv_heads, 2 * config.head_dim, config.hidden_size)
 
     @property
     def cache_shape(self) -> CacheShape:
         """The entry of a token: its keys with its values, then its state."""
-        weight = self._head.fc.weight
+        weight = self.head.fc.weight
         return self._states.cache_shape(weight.dtype, weight.device)
 
     def fuse(self, states: Tensor) -> Tensor:
         """Return the features of the target's states, see `EagleHead.fuse`."""
-        weight = self._head.fc.weight
-        return self._head.fuse(states.to(weight.device, weight.dtype))
+        weight = self.head.fc.weight
+        return self.head.fuse(states.to(weight.device, weight.dtype))
 
     def forward(self, batch: Batch) -> Tensor:
         """Return the logits [wanted rows, outputs] in float32; writes the new keys, values and states.
@@ -56,7 +56,7 @@ class HeadRunner:
         def mix(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             return attend(batch, 0, LayerInput(query, key, value, None, None, None, None))
 
-        hidden, states = self._head(
+        hidden, states = self.head(
             torch.tensor([batch.token_ids], device=features.device),
             features[None],
             torch.tensor([batch.positions], device=features.device),
@@ -64,11 +64,17 @@ class HeadRunner:
         )
         self._states.keep(batch, states[0])
         wanted = hidden[0] if batch.logit_rows is None else hidden[0, batch.logit_rows]
-        return self._head.logits(wanted).float()
+        return self.head.logits(wanted).float()
 
 
 class HeadEngine(Engine):
     """An engine that runs a head; built by `head_engine`."""
+
+    @property
+    def feature_size(self) -> int:
+        """Width of a feature."""
+        assert isinstance(self.runner, HeadRunner | HeadKernelRunner)
+        return self.runner.head.feature_size
 
     def fuse(self, states: Tensor) -> Tensor:
         """Return features [positions, width] from the target's states [positions, taps, hidden_size]."""
@@ -87,6 +93,7 @@ def head_engine(
     weights: str = "auto",
     fast_kernels: bool = True,
     kernel_cache: str = "",
+    setting: str = "head_weights",
 ) -> HeadEngine:
     """Return an engine that runs a head.
 
@@ -99,6 +106,7 @@ def head_engine(
         weights: "auto", "int8" or "int4"; the last two need the compiled kernel.
         fast_kernels: Use the compiled kernel on a CPU.
         kernel_cache: Folder of compiled kernels; empty: the default of `load_kernel`.
+        setting: Name of the setting that gave `weights`, for the error.
 
     Raises:
         InvalidArgumentError: Weights without a kernel.
@@ -106,7 +114,7 @@ def head_engine(
     obstacle = kernel_obstacle(head, kernel_cache) if fast_kernels else "fast_kernels is off"
     if obstacle and weights != "auto":
         allowed = f"auto: {weights} needs the compiled CPU kernel ({obstacle})"
-        raise InvalidArgumentError("head_weights", weights, allowed)
+        raise InvalidArgumentError(setting, weights, allowed)
     runner = HeadRunner(head) if obstacle else HeadKernelRunner(head, max_context, weights)
     engine = HeadEngine(
         runner,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import logging
+import os
 import signal
 import sys
 from collections.abc import Coroutine, Sequence
@@ -73,7 +74,12 @@ async def _serve(prog: str, worker: Any) -> int:
     print(f"listening {address}", flush=True)
     ended = asyncio.create_task(worker.ended.wait())
     await asyncio.wait({stopping, ended}, return_when=asyncio.FIRST_COMPLETED)
-    return 0 if await worker.stop() and not ended.done() else 1
+    is_clean = await worker.stop()
+    if worker.engine.is_alive:
+        # A thread that is stuck in a device's driver could keep the interpreter from ending, too.
+        logging.shutdown()
+        os._exit(1)
+    return 0 if is_clean and not ended.done() else 1
 
 
 def _run_loop(main: Coroutine[Any, Any, int]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import os
 from abc import ABC, abstractmethod
 from contextlib import suppress
@@ -34,6 +35,8 @@ from services.streaming.streams import Streams
 from services.streaming.tracing import BlockTracer
 
 __all__ = ["Worker"]
+
+_log = logging.getLogger(__name__)
 
 # Time for streams without pending blocks to end after the drain.
 _CLOSE_GRACE_S = 0.5
@@ -74,6 +77,7 @@ class Worker(ABC, Generic[SettingsT]):
         self._telemetry: Telemetry | None = None
         self._load_reporter = LoadReporter()
         self._watcher: asyncio.Task[None] | None = None
+        self._is_lost = False
         self.ended = asyncio.Event()
 
     @property
@@ -129,9 +133,9 @@ class Worker(ABC, Generic[SettingsT]):
         """Raise when the worker can no longer serve.
 
         Raises:
-            UnavailableError: The engine's thread has ended.
+            UnavailableError: The engine's thread has ended, or is stuck.
         """
-        if not self.engine.is_alive:
+        if not self.engine.is_alive or self._is_lost:
             raise UnavailableError(f"the {self.role} worker's engine has stopped")
 
     async def load(self) -> LoadReport:
@@ -157,7 +161,7 @@ class Worker(ABC, Generic[SettingsT]):
             is_clean = await self.streams.drain(self.settings.drain_timeout_s)
         if self._server is not None:
             await self._server.stop(_CLOSE_GRACE_S)
-        if self.engine.is_alive:
+        if self.engine.is_alive and not self._is_lost:
             is_clean = await self.engine.stop(_STEP_TIMEOUT_S) and is_clean
         if self._metrics is not None:
             await self._metrics.stop()
@@ -167,10 +171,15 @@ class Worker(ABC, Generic[SettingsT]):
 
     async def _watch(self) -> None:
         """Stop serving when the engine is lost, so that orchestrators switch to other workers at once."""
-        while not self.engine.ended.is_set():
+        reason = ""
+        while not self.engine.ended.is_set() and not reason:
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self.engine.ended.wait(), _WATCH_PERIOD_S)
             self.engine.check()
+            reason = self.engine.why_stuck()
+        self._is_lost = True
+        if reason:
+            _log.error("%s, and its thread is stuck; this worker ends", reason)
         assert self._server is not None
         await self._server.set_serving(False)
         if self._announcer is not None:

@@ -17,7 +17,7 @@ from services.engine.engine import Engine
 from services.scheduling.planning import Limits
 from services.scheduling.scheduler import Scheduler
 from services.scheduling.tasks import ProposeTask, Release, Reply, SessionSpec, VerifyTask
-from services.target.drafter import LocalDrafter
+from services.speculation.local_drafter import LocalDrafter
 from services.target.scheduler import TargetScheduler
 from services.vocabulary.translation import Translation
 

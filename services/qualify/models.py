@@ -18,15 +18,17 @@ from services.engine.core.errors import UnsupportedModelError
 from services.engine.core.model import check_config, load_config
 from services.engine.engine import Engine
 from services.engine.loader import load_worker_engine
+from services.heads.loading import names_head
 from services.process.fingerprints import check_drafter, vocab_sha256
+from services.speculation.local_drafter import LocalDrafter
 from services.target.dflash import DFlashDrafter
-from services.target.drafter import LocalDrafter
 from services.target.loading import load_local_drafter
 from services.target.medusa import MedusaDrafter
 
 __all__ = ["Loaded", "Source", "encode", "eos_token_ids", "find", "load", "load_local"]
 
 _ALLOWED = "a directory or GGUF file with a causal LM, or the name of one on the hub or in its cache"
+_HEAD_REFUSAL = "it is a head, which --head measures, in the target worker"
 _ALLOWED_HEADS = "a directory or hub name of a head, or of a draft model with the target's vocabulary"
 _SETTINGS: Mapping[str, type[WorkerSettings]] = {"target": TargetSettings, "draft": DraftSettings}
 
@@ -98,7 +100,8 @@ def find(role: str, name: str, task: QualifyTask, target: Source | None = None) 
     try:
         config = load_config(path)
     except UnsupportedModelError as error:
-        return Source(role, name, path, ModelFacts(name=name, refusal=error.reason), None, settings)
+        reason = _HEAD_REFUSAL if role == "draft" and names_head(path) else error.reason
+        return Source(role, name, path, ModelFacts(name=name, refusal=reason), None, settings)
     except NotFoundError as error:
         raise InvalidArgumentError(role, f"{name!r} ({_first_line(error)})", _ALLOWED) from None
     text = config.get_text_config()

@@ -24,6 +24,7 @@ from gammaray.errors import (
     InternalError,
     ResourceExhaustedError,
 )
+from services.engine.core.device import raise_if_lost, wait_for_device
 from services.engine.core.errors import CacheFullError, EngineLostError
 from services.engine.core.prefix_cache import MIN_PREFIX
 from services.engine.engine import Engine, SequenceInput
@@ -207,6 +208,8 @@ class Scheduler(ABC, Generic[TaskT]):
                 outcome.timing.cached_tokens = self.engine.length(task.session_id)
                 self.meter.looked_up(len(session.tokens), outcome.timing.cached_tokens)
             return outcome
+        except EngineLostError:
+            raise
         except GammarayError as error:
             return error
 
@@ -265,7 +268,9 @@ class Scheduler(ABC, Generic[TaskT]):
             EngineLostError: The engine cannot run another forward.
         """
         try:
-            return self._step(batch)
+            results = self._step(batch)
+            wait_for_device(self.engine.device)  # else only the launch would be timed
+            return results
         except EngineLostError:
             raise
         except CacheFullError as error:
@@ -275,6 +280,7 @@ class Scheduler(ABC, Generic[TaskT]):
             else:
                 self._fail(batch, ResourceExhaustedError(f"the KV cache budget is too small: {error}"))
         except Exception as error:
+            raise_if_lost(error)
             _log.exception("a forward over %d sessions failed", len(batch))
             self._fail(batch, InternalError(f"the forward failed: {type(error).__name__}: {error}"))
         return None
@@ -290,9 +296,12 @@ class Scheduler(ABC, Generic[TaskT]):
     def _try_advance(self, running: Running[TaskT], logits: Tensor) -> object | None:
         try:
             return self._advance(running, logits)
+        except EngineLostError:
+            raise
         except GammarayError as error:
             return error
         except Exception as error:
+            raise_if_lost(error)
             _log.exception("session %s failed", running.task.session_id)
             self.engine.release(running.task.session_id)
             return InternalError(f"{type(error).__name__}: {error}")

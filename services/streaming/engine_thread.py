@@ -11,10 +11,12 @@ import concurrent.futures
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from gammaray.errors import InternalError, UnavailableError
+from services.engine.core.device import raise_if_lost
 from services.engine.core.errors import EngineLostError
 from services.scheduling.scheduler import Scheduler
 from services.scheduling.tasks import Release, Reply, Task
@@ -24,6 +26,9 @@ __all__ = ["EngineThread"]
 _log = logging.getLogger(__name__)
 MAX_DELIVERY_S = 1e-3
 """How long draft-ahead waits for the event loop to send the replies."""
+
+STUCK_AFTER_S = 5.0
+"""How long a step may go on after its engine was lost, to end by itself and answer its blocks."""
 
 T = TypeVar("T")
 Command = Callable[[Scheduler[Any]], None]
@@ -49,6 +54,8 @@ class EngineThread:
         self._loop: asyncio.AbstractEventLoop | None = None
         self.scheduler: Scheduler[Any] | None = None
         self._is_delivered = threading.Event()
+        self._step_began: float | None = None
+        self._lost_since: float | None = None
         self.ended = asyncio.Event()
 
     async def start(self) -> None:
@@ -75,6 +82,24 @@ class EngineThread:
     def check(self) -> None:
         """Check the engine between two steps; the thread ends if the engine is lost."""
         self._inbox.put(lambda scheduler: scheduler.engine.check())
+
+    def why_stuck(self) -> str:
+        """Return why the engine is lost in a step that does not end by itself; empty while it is not.
+
+        With NCCL the thread may wait for a dead rank until the watchdog of the library ends the process.
+        """
+        scheduler, began, now = self.scheduler, self._step_began, time.monotonic()
+        if scheduler is None or began is None:
+            return ""
+        limit = scheduler.engine.step_timeout_s
+        if limit is not None and now - began > limit + STUCK_AFTER_S:
+            return f"a step has taken more than {limit:g} s"
+        try:
+            scheduler.engine.check()
+        except EngineLostError as error:
+            self._lost_since = now if self._lost_since is None else self._lost_since
+            return str(error) if now - self._lost_since > STUCK_AFTER_S else ""
+        return ""
 
     def release(self, endings: Sequence[Release]) -> None:
         """End sessions, see `Scheduler.release`."""
@@ -118,22 +143,32 @@ class EngineThread:
             self._serve(scheduler)
         except EngineLostError as error:
             _log.error("%s; its sessions must move to other workers", error)
-            scheduler.fail_all(error)
-            self._hand_over(scheduler.step())
+            self._answer_all(scheduler, error)
         finally:
             self._tell(self.ended.set)
             scheduler.engine.close()
 
+    def _answer_all(self, scheduler: Scheduler[Any], error: EngineLostError) -> None:
+        try:
+            scheduler.fail_all(error)
+            self._hand_over(scheduler.step())
+        except Exception:  # the caches are on the device that is lost
+            _log.exception("the blocks that waited are not answered")
+
     def _serve(self, scheduler: Scheduler[Any]) -> None:
         while self._drain(scheduler):
+            self._step_began = time.monotonic()
             try:
                 replies = scheduler.step()
             except EngineLostError:
                 raise
             except Exception as error:
+                raise_if_lost(error)
                 _log.exception("a step failed; all caches are dropped")
                 scheduler.fail_all(InternalError(f"a step failed: {type(error).__name__}: {error}"))
                 continue
+            finally:
+                self._step_began = None
             if replies and not self._hand_over(replies):
                 return
             if replies and scheduler.is_idle and scheduler.has_work and self._inbox.empty():

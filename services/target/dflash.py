@@ -10,8 +10,8 @@ from services.engine.core.errors import CacheFullError
 from services.engine.engine import SequenceInput
 from services.heads.dflash_runner import DFlashEngine
 from services.scheduling.sessions import SessionCopy
-from services.target.drafter import Drafting
-from services.target.heads import HeadDrafter, HeldFeatures
+from services.speculation.head_drafter import HeadDrafter, HeldFeatures
+from services.speculation.local_drafter import Drafting
 
 __all__ = ["DFlashDrafter"]
 

@@ -8,8 +8,8 @@ from gammaray.blocks import Shape
 from services.engine.core.session_cache import common_prefix
 from services.engine.engine import Engine, SequenceInput
 from services.scheduling.sessions import SessionCopy
+from services.speculation.local_drafter import CHUNK, Drafting, LocalDrafter
 from services.speculation.session import Speculation
-from services.target.drafter import CHUNK, Drafting, LocalDrafter
 
 __all__ = ["ModelDrafter"]
 

@@ -11,18 +11,20 @@ from services.engine.engine import Engine
 from services.engine.loader import load_engine
 from services.heads.dflash_formats import load_dflash, names_dflash
 from services.heads.dflash_runner import dflash_engine
-from services.heads.loading import load_head, names_head
+from services.heads.fusion import FeatureFusion
+from services.heads.loading import load_fusion, load_head, names_head
 from services.heads.medusa_formats import load_medusa, names_medusa
 from services.heads.medusa_runner import medusa_engine
 from services.heads.runner import HEAD_CACHE_BYTES, head_engine
-from services.process.fingerprints import check_drafter, vocab_sha256
+from services.process.fingerprints import check_drafter, head_sha256, vocab_sha256
+from services.speculation.head_drafter import HeadDrafter
+from services.speculation.local_drafter import LocalDrafter
 from services.target.dflash import DFlashDrafter
 from services.target.draft_model import ModelDrafter
-from services.target.drafter import LocalDrafter
-from services.target.heads import HeadDrafter
+from services.target.features import FeatureSource
 from services.target.medusa import MedusaDrafter
 
-__all__ = ["load_local_drafter"]
+__all__ = ["load_feature_source", "load_local_drafter"]
 
 
 def load_local_drafter(settings: TargetSettings, engine: Engine) -> LocalDrafter:
@@ -75,6 +77,28 @@ def _load_dflash(settings: TargetSettings, name: str, target: str, engine: Engin
         head, target_ids, name=name, max_context=engine.max_context, weights=settings.head_weights
     )
     return DFlashDrafter(drafting)
+
+
+def load_feature_source(settings: TargetSettings, engine: Engine) -> tuple[FeatureSource, str]:
+    """Load what makes features for the head that the settings of a target worker name.
+
+    Args:
+        settings: Of the worker; `features` is not empty.
+        engine: The target.
+
+    Returns:
+        It, and the head's fingerprint.
+
+    Raises:
+        InvalidArgumentError: The head is for another target, or cannot be read.
+        UnsupportedModelError: Its format, a flag, a size or a tensor is not supported.
+    """
+    target = resolve_model(settings.model, "target", "model")
+    check_drafter(settings.features, target)
+    head = load_fusion(settings.features, target)
+    head.to(engine.device, torch.float32 if engine.device.type == "cpu" else engine.dtype)
+    fusion = FeatureFusion(head, fast_kernels=settings.fast_kernels, kernel_cache=settings.kernel_cache)
+    return FeatureSource(fusion, settings.feature_window), head_sha256(settings.features)
 
 
 def _load_draft_model(settings: TargetSettings, name: str, target: str, engine: Engine) -> ModelDrafter:

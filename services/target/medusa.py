@@ -16,8 +16,8 @@ from gammaray.types import MAX_NODES
 from services.engine.engine import SequenceInput
 from services.heads.medusa_runner import MedusaEngine
 from services.scheduling.sessions import SessionCopy
-from services.target.drafter import Drafting
-from services.target.heads import HeadDrafter
+from services.speculation.head_drafter import HeadDrafter
+from services.speculation.local_drafter import Drafting
 
 __all__ = ["MedusaDrafter"]
 

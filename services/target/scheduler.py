@@ -23,7 +23,8 @@ from services.scheduling.planning import Limits, Running
 from services.scheduling.scheduler import Scheduler
 from services.scheduling.sessions import SessionCopy
 from services.scheduling.tasks import VerifyTask
-from services.target.drafter import LocalDrafter
+from services.speculation.local_drafter import LocalDrafter
+from services.target.features import BlockFeatures, FeatureSource
 from services.target.prompt_scores import PromptScores
 from services.target.verification import verify, walk
 
@@ -39,12 +40,14 @@ class _Verifying(Running[VerifyTask]):
         must_draft: Whether the head has to draft before the first forward.
         states: Hidden states of the last feed's tokens, [tokens, taps, hidden_size]; for a head.
         drawn: The target's tokens of the last feed's rows where the engine drew them, as `Engine.drawn`.
+        features: Features for a head elsewhere, if the block asks for them.
     """
 
     scores: PromptScores | None = None
     must_draft: bool = False
     states: Tensor | None = None
     drawn: list[int | None] | None = None
+    features: BlockFeatures | None = None
 
     def propose(self, proposal: Proposal) -> None:
         """Verify a proposal that the block did not bring."""
@@ -61,6 +64,7 @@ class TargetScheduler(Scheduler[VerifyTask]):
         limits: Bounds of one forward.
         grammars: Compiles the sessions' grammars; None: sessions with one are refused.
         head: Drafts for blocks that ask for it; None: these are verified without a proposal.
+        features: Makes the features that blocks ask for; None: they get none. Not together with a head.
     """
 
     role: ClassVar[str] = "target"
@@ -71,11 +75,16 @@ class TargetScheduler(Scheduler[VerifyTask]):
         limits: Limits,
         grammars: Grammars | None = None,
         head: LocalDrafter | None = None,
+        features: FeatureSource | None = None,
     ) -> None:
         super().__init__(engine, limits, grammars=grammars)
-        self._head = head
-        if head is not None and head.taps:
-            engine.tap(head.taps)
+        self._head, self._features = head, features
+        taps = (
+            head.taps if features is None and head is not None else () if features is None else features.taps
+        )
+        self._is_tapped = len(taps) > 0
+        if self._is_tapped:
+            engine.tap(taps)
         self._mask_thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
 
     def _start(self, task: VerifyTask, session: SessionCopy) -> Running[VerifyTask]:
@@ -88,6 +97,8 @@ class TargetScheduler(Scheduler[VerifyTask]):
             running.scores = PromptScores(prompt, num_top, self.engine.vocab_size)
             running.is_scored = True
         running.must_draft = self._head is not None and task.head is not None and task.head.depth > 0
+        if self._features is not None and task.features_from is not None:
+            running.features = self._features.begin(task.base_position, task.features_from)
         return running
 
     def _prepare_blocks(self) -> None:
@@ -124,7 +135,7 @@ class TargetScheduler(Scheduler[VerifyTask]):
         for (running, _), drawn in zip(batch, self.engine.drawn, strict=False):
             assert isinstance(running, _Verifying)
             running.drawn = drawn
-        if self._head is not None and self._head.taps:
+        if self._is_tapped:
             for (running, feed), states in zip(batch, self.engine.taps, strict=True):
                 self._note_states(running, feed, states)
         return logits
@@ -138,13 +149,19 @@ class TargetScheduler(Scheduler[VerifyTask]):
     def _note_states(self, running: Running[VerifyTask], feed: SequenceInput, states: Tensor) -> None:
         """Keep the hidden states of committed tokens; those of a proposal wait for the verdict."""
         assert isinstance(running, _Verifying)
-        assert self._head is not None
-        if running.task.head is None:
+        if running.features is None and (self._head is None or running.task.head is None):
             return
         if feed.start + len(feed.token_ids) < running.num_tokens:
-            self._head.take(feed.session_id, feed.start, states)
+            self._keep_states(running, feed.start, states)
         else:
             running.states = states
+
+    def _keep_states(self, running: _Verifying, start: int, states: Tensor) -> None:
+        """Hand the hidden states of committed tokens to the head, or make features of them."""
+        if self._head is not None and running.task.head is not None:
+            self._head.take(running.task.session_id, start, states)
+        if self._features is not None and running.features is not None:
+            self._features.take(running.features, start, states)
 
     def _prepare(self, running: Running[VerifyTask]) -> None:
         began, paths = time.perf_counter(), row_paths(running.task.proposal)
@@ -178,10 +195,13 @@ class TargetScheduler(Scheduler[VerifyTask]):
             self.engine.truncate(session.session_id, base + len(path))
         else:
             self.engine.keep_path(session.session_id, base, path)
-        if self._head is not None and running.states is not None:
+        if running.states is not None:
             first = len(running.states) - len(proposal)
             rows = [*range(first), *(first + node for node in path)]
-            self._head.take(session.session_id, running.fed_from, running.states[rows])
+            self._keep_states(running, running.fed_from, running.states[rows])
+        if self._features is not None and running.features is not None:
+            features = self._features.finish(running.features, base + len(path))
+            verdict = replace(verdict, features=features)
         if task.head is not None and task.head.depth > 0:
             verdict = replace(verdict, drafted=replace(proposal, draft_distributions=None))
         emitted = [*(proposal.token_ids[node] for node in path), verdict.next_token_id]

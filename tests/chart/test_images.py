@@ -96,7 +96,7 @@ def test_image_installs_the_version_of_the_package_without_an_index(name):
     assert f"ARG VERSION={gammaray.__version__}" in lines
     (install,) = [line for line in lines if "pip install" in line]
     assert "--no-index" in install
-    extra = "orchestrator,demo" if name == "orchestrator" else "all"
+    extra = "orchestrator,demo" if name == "orchestrator" else "all,quantised"
     assert f'"gammaray[{extra}]==${{VERSION}}"' in install
     wheels = stages(DOCKERFILE.read_text())[f"wheels-{name}"]
     found = ' "--find-links=/wheels",' if name == "worker-cpu" else ""

@@ -54,6 +54,32 @@ def test_text_is_that_of_plain_decoding(tmp_path):
         cluster.check_stop(signal.SIGINT)
 
 
+def test_head_on_draft_workers_gets_features(tmp_path):
+    head = bigram_head(tmp_path / "head", Path(TARGET_DIR))
+    with running_cluster("--target", str(TARGET_DIR), "--draft", str(head)) as cluster:
+        with Client(cluster.grpc) as client:
+            for temperature in (0.0, 1.0):
+
+                def run(drafter, gamma, prompt=PROMPT, temperature=temperature, **options):
+                    options |= {"seed": 7, "max_tokens": 64, "ignore_eos": True, "temperature": temperature}
+                    return client.complete(prompt, drafter=drafter, gamma=gamma, **options)
+
+                plain = run("none", 0)
+                for gamma in (4, GammaPolicy(fixed=4, max_nodes=16)):
+                    drafted = run("model", gamma)
+                    assert ids(drafted) == ids(plain)
+                    assert drafted.summary.model_cycles >= drafted.summary.cycles / 2
+                    assert drafted.summary.fallback_cycles == 0
+                assert ids(run("model", "adaptive")) == ids(plain)
+                long = PROMPT * 8
+                drafted = run("model", 4, long)
+                assert ids(drafted) == ids(run("none", 0, long))
+                assert drafted.summary.model_cycles > 0
+            cycles = client.session_trace(drafted.session_id)
+            assert {cycle.drafter for cycle in cycles} >= {DrafterKind.MODEL}
+        cluster.check_stop(signal.SIGINT)
+
+
 def test_head_is_refused_where_there_is_none(cluster):
     with Client(cluster.grpc) as client:
         client.wait_ready(60, roles=("target",))

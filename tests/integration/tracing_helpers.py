@@ -19,9 +19,11 @@ ASKING, SERVING = ("client", "producer"), ("server", "consumer")
 
 
 @contextmanager
-def exporting_worker(role: str, environment: dict[str, str]) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Run a worker with the demo pair; yields its process and address. Ends it with SIGTERM."""
-    command = [sys.executable, "-m", f"services.{role}", "--model", "demo", "--listen", "127.0.0.1:0"]
+def exporting_worker(
+    role: str, environment: dict[str, str], model: str = "demo"
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Run a worker, with the demo pair by default; yields its process and address. Ends it with SIGTERM."""
+    command = [sys.executable, "-m", f"services.{role}", "--model", model, "--listen", "127.0.0.1:0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment})
     try:
         assert process.stdout is not None

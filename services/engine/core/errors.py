@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from gammaray.errors import FailedPreconditionError, ResourceExhaustedError, UnavailableError
 
-__all__ = ["CacheFullError", "CacheGapError", "EngineLostError", "UnsupportedModelError"]
+__all__ = [
+    "CacheFullError",
+    "CacheGapError",
+    "EngineLostError",
+    "MissingPackageError",
+    "UnsupportedModelError",
+]
 
 
 class UnsupportedModelError(FailedPreconditionError):
@@ -18,6 +24,19 @@ class UnsupportedModelError(FailedPreconditionError):
     def __init__(self, model: str, reason: str) -> None:
         self.model, self.reason = model, reason
         super().__init__(f"{model} cannot be served: {reason}")
+
+
+class MissingPackageError(UnsupportedModelError):
+    """A package that the model's checkpoint needs is not installed.
+
+    Attributes:
+        package: Its name, as pip installs it.
+    """
+
+    def __init__(self, model: str, what: str, package: str) -> None:
+        self.package = package
+        reason = f"its {what} need the package {package}, which is not installed (pip install {package})"
+        super().__init__(model, reason)
 
 
 class CacheGapError(FailedPreconditionError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -14,6 +15,16 @@ from transformers.distributed.configuration_utils import DistributedConfig
 
 from gammaray.errors import InvalidArgumentError, NotFoundError
 from gammaray.gguf import is_gguf
+from services.engine.core.checkpoint import (
+    StoredWeights,
+    check_loading,
+    check_packages,
+    check_scales,
+    choose_expansion,
+    is_expanded,
+    quant_method,
+)
+from services.engine.core.device import device_capability, raise_if_lost
 from services.engine.core.errors import UnsupportedModelError
 from services.engine.core.gguf_model import load_gguf_config, load_gguf_module
 
@@ -33,7 +44,15 @@ __all__ = [
     "torch_dtype",
 ]
 
+_log = logging.getLogger(__name__)
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_TRANSIENT = (MemoryError, torch.OutOfMemoryError, torch.distributed.DistError)
+"""Errors of loading that are not the model's."""
+
+_BFLOAT16_CAPABILITY = (8, 0)
+"""Least compute capability of a CUDA device that computes in bfloat16."""
+
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 """Layer types of a configuration that can be served."""
 
@@ -107,12 +126,14 @@ class LoadedModel:
         module: The transformers model.
         config: Configuration of its text part.
         max_context: Largest number of tokens in a sequence.
+        stored: How its quantised checkpoint is served; None: the checkpoint is not quantised.
     """
 
     name: str
     module: PreTrainedModel
     config: PretrainedConfig
     max_context: int
+    stored: StoredWeights | None = None
 
     @property
     def device(self) -> torch.device:
@@ -121,8 +142,15 @@ class LoadedModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of the weights."""
-        return self.module.dtype
+        """Type of the weights; of quantised ones that of the arithmetic."""
+        if self.has_plain_weights:
+            return self.module.dtype
+        return self.llama.get_input_embeddings().weight.dtype
+
+    @property
+    def has_plain_weights(self) -> bool:
+        """Whether all weights are floating-point tensors, which the engine's own kernels can read."""
+        return self.stored is None or self.stored.is_expanded
 
     @property
     def llama(self) -> LlamaModel:
@@ -138,14 +166,16 @@ def load_model(
     Args:
         name: Directory, hub name or GGUF file.
         device: "auto" (cuda if available), "cpu", "cuda" or "cuda:N".
-        dtype: "auto" (float32 on CPU, bfloat16 elsewhere), "float32", "bfloat16" or "float16".
+        dtype: "auto" (float32 on CPU, elsewhere bfloat16, or float16 on cards without it), "float32",
+            "bfloat16" or "float16".
         num_ranks: Processes that share the model; each calls this after joining the process group.
         num_layers: Leave out the layers from this one on, whose weights are not read; None: all layers. Not
             with a GGUF file.
 
     Raises:
         NotFoundError: There is no such model.
-        UnsupportedModelError: Its configuration rules it out, or its weights are damaged or incomplete.
+        UnsupportedModelError: Its configuration rules it out; its weights are damaged, incomplete, or stored
+            in a way that is not read; or a package for them is missing.
         InvalidArgumentError: Unknown device or dtype, or a GGUF file that cannot be read.
     """
     where = torch_device(device)
@@ -154,18 +184,46 @@ def load_model(
     check_config(name, config)
     if num_layers is not None:
         _keep_layers(config.get_text_config(), num_layers)
-    _max_context(name, config.get_text_config())  # refused before the weights are read
+    max_context_of(name, config.get_text_config())  # refused before the weights are read
     if is_gguf(name):
         if num_ranks > 1:
             raise UnsupportedModelError(name, "a GGUF file cannot be spread over several devices")
         module = load_gguf_module(name, config, kind)
-    else:
-        module = _load_pretrained(name, None if num_layers is None else config, kind, num_ranks)
+        return loaded_model(name, module, config, where, StoredWeights("GGUF", True))
+    method = quant_method(name, config)
+    if method is not None:
+        if num_ranks > 1:
+            raise UnsupportedModelError(name, f"its {method} weights cannot be spread over several devices")
+        return _load_quantised(name, config, method, where, kind)
+    module = _load_pretrained(name, None if num_layers is None else config, kind, num_ranks)
     return loaded_model(name, module, config, where if num_ranks == 1 else None)
 
 
+def _load_quantised(
+    name: str, config: PretrainedConfig, method: str, device: torch.device, dtype: torch.dtype
+) -> LoadedModel:
+    check_packages(name, method)
+    choose_expansion(config, method, device)
+    if method == "bitsandbytes":  # it logs each product on a CPU
+        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    # Packages for quantised weights lay them out for the device where they are read.
+    module = _load_pretrained(name, config, dtype, 1, device)
+    check_scales(name)
+    stored = StoredWeights(method, is_expanded(module))
+    if stored.is_expanded:
+        nn.Module.to(module, dtype=dtype)  # dequantised weights have a type of their own
+    loaded = loaded_model(name, module, config, device if stored.is_expanded else None, stored)
+    size = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+    _log.warning("%s: %s (%d MiB)", name, stored.described(loaded.dtype), size >> 20)
+    return loaded
+
+
 def loaded_model(
-    name: str, module: PreTrainedModel, config: PretrainedConfig, device: torch.device | None
+    name: str,
+    module: PreTrainedModel,
+    config: PretrainedConfig,
+    device: torch.device | None,
+    stored: StoredWeights | None = None,
 ) -> LoadedModel:
     """Return a module in evaluation mode, moved to a device if one is given."""
     typed: nn.Module = module  # transformers overrides `to` and `eval` without types
@@ -173,7 +231,7 @@ def loaded_model(
         typed.to(device)
     typed.eval().requires_grad_(False)
     text = config.get_text_config()
-    return LoadedModel(name, module, text, _max_context(name, text))
+    return LoadedModel(name, module, text, max_context_of(name, text), stored)
 
 
 def _keep_layers(config: PretrainedConfig, num_layers: int) -> None:
@@ -183,26 +241,38 @@ def _keep_layers(config: PretrainedConfig, num_layers: int) -> None:
 
 
 def _load_pretrained(
-    name: str, config: PretrainedConfig | None, dtype: torch.dtype, num_ranks: int
+    name: str,
+    config: PretrainedConfig | None,
+    dtype: torch.dtype,
+    num_ranks: int,
+    placed: torch.device | None = None,
 ) -> PreTrainedModel:
+    """Load a module; `placed`: the device on which its weights are quantised."""
     how: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager"}
     if config is not None:
         how["config"] = config
+    if placed is not None:
+        how["device_map"] = {"": placed}
     if num_ranks > 1:
         how["distributed_config"] = DistributedConfig(tp_size=num_ranks)
     try:
-        result: Any = AutoModelForCausalLM.from_pretrained(name, **how, output_loading_info=True)
+        result: Any = AutoModelForCausalLM.from_pretrained(
+            name, **how, output_loading_info=True, ignore_mismatched_sizes=True
+        )
     except SafetensorError as error:
         raise UnsupportedModelError(name, f"its weights are truncated or damaged: {error}") from error
-    except ValueError as error:
-        raise UnsupportedModelError(
-            name, f"transformers cannot load it as a causal model: {error}"
-        ) from error
     except OSError as error:
         raise NotFoundError(f"model {name!r}: {error}") from error
+    except _TRANSIENT:
+        raise
+    except Exception as error:  # its kind depends on the checkpoint's content
+        raise_if_lost(error)
+        reason = str(error).strip() or type(error).__name__
+        raise UnsupportedModelError(
+            name, f"transformers cannot load it as a causal model: {reason}"
+        ) from error
     module: PreTrainedModel = result[0]
-    if missing := sorted(result[1]["missing_keys"]):  # transformers would initialise them at random
-        raise UnsupportedModelError(name, f"it lacks {len(missing)} weights, such as {missing[0]}")
+    check_loading(name, result[1], module.config.get_text_config().num_hidden_layers)
     return module
 
 
@@ -220,6 +290,8 @@ def torch_device(name: str) -> torch.device:
         raise InvalidArgumentError("device", name, "auto, cpu, cuda or cuda:N") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise InvalidArgumentError("device", name, "cpu: this torch has no CUDA device")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise InvalidArgumentError("device", name, f"cuda:N with N below {torch.cuda.device_count()}")
     return device
 
 
@@ -227,12 +299,18 @@ def torch_dtype(name: str, device: torch.device) -> torch.dtype:
     """Return the dtype that a setting names, on a device.
 
     Raises:
-        InvalidArgumentError: There is no such dtype.
+        InvalidArgumentError: There is no such dtype, or the device does not compute in it.
     """
+    capability = device_capability(device)
+    lacks_bfloat16 = capability is not None and capability < _BFLOAT16_CAPABILITY
     if name == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
+        half = torch.float16 if lacks_bfloat16 else torch.bfloat16
+        return torch.float32 if device.type == "cpu" else half
     if name not in DTYPES:
         raise InvalidArgumentError("dtype", name, f"auto, {', '.join(DTYPES)}")
+    if name == "bfloat16" and capability is not None and lacks_bfloat16:
+        card = f"compute capability {capability[0]}.{capability[1]}"
+        raise InvalidArgumentError("dtype", name, f"auto, float16 or float32: {card} lacks bfloat16")
     return DTYPES[name]
 
 
@@ -250,6 +328,8 @@ def load_config(name: str) -> PretrainedConfig:
         config: PretrainedConfig = AutoConfig.from_pretrained(name)
     except ValueError as error:
         raise UnsupportedModelError(name, f"transformers does not know it: {error}") from error
+    except (AttributeError, KeyError, TypeError) as error:  # fields of a wrong type
+        raise UnsupportedModelError(name, f"transformers cannot read its configuration: {error}") from error
     except OSError as error:
         raise NotFoundError(f"model {name!r}: {error}") from error
     return config
@@ -264,6 +344,7 @@ def check_config(name: str, config: PretrainedConfig) -> None:
     text = config.get_text_config()
     if config.is_encoder_decoder:
         raise UnsupportedModelError(name, "it is an encoder-decoder model, not a causal one")
+    quant_method(name, config)
     odd = set(getattr(text, "layer_types", None) or ()) - LAYER_TYPES
     if odd:
         raise UnsupportedModelError(
@@ -271,7 +352,16 @@ def check_config(name: str, config: PretrainedConfig) -> None:
         )
 
 
-def _max_context(name: str, config: PretrainedConfig) -> int:
+def max_context_of(name: str, config: PretrainedConfig) -> int:
+    """Return the largest number of tokens in a sequence of a model.
+
+    Args:
+        name: Directory, hub name or GGUF file.
+        config: Configuration of its text part.
+
+    Raises:
+        UnsupportedModelError: The configuration does not say it.
+    """
     limit = getattr(config, "max_position_embeddings", None)
     if not isinstance(limit, int) or limit < 1:
         raise UnsupportedModelError(name, "its configuration has no max_position_embeddings")

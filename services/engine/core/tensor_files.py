@@ -15,7 +15,15 @@ from gammaray.errors import InvalidArgumentError
 from gammaray.gguf import is_gguf
 from services.engine.core.errors import UnsupportedModelError
 
-__all__ = ["EMBEDDING", "check_shape", "checkpoint_folder", "read_tensor", "target_tensor", "tensor_names"]
+__all__ = [
+    "EMBEDDING",
+    "check_shape",
+    "checkpoint_folder",
+    "read_tensor",
+    "target_tensor",
+    "tensor_names",
+    "tensor_types",
+]
 
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -74,6 +82,21 @@ def tensor_names(folder: Path) -> list[str]:
     if (folder / _INDEX).is_file():
         return sorted(json.loads((folder / _INDEX).read_text())["weight_map"])
     return []
+
+
+def tensor_types(folder: Path) -> dict[str, str]:
+    """Return the type of each tensor of a directory, by safetensors' names; none without safetensors.
+
+    Raises:
+        UnsupportedModelError: A file is missing, truncated or damaged.
+    """
+    files = {_file_of(folder, key) for key in tensor_names(folder)}
+    types = {}
+    for path in files:
+        with _opened(folder, path) as file:
+            keys = file.keys()
+            types.update({key: str(file.get_slice(key).get_dtype()) for key in keys})
+    return types
 
 
 def read_tensor(name: str, folder: Path, key: str) -> Tensor:

@@ -6,15 +6,22 @@ fused matrices, so that the transformers model stays usable and no weight is hel
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
+from services.engine.core.device import device_capability
 from services.engine.core.model import LLAMA_TYPES, LlamaLayer, LoadedModel, head_norms
 
 __all__ = ["GraphLayer", "GraphModel", "GraphShape", "build_graph_model", "has_graph_path", "prefers_graphs"]
+
+_log = logging.getLogger(__name__)
+
+_CAPABILITY = (8, 0)
+"""Least compute capability for which the kernels were compiled."""
 
 
 @dataclass(frozen=True)
@@ -105,9 +112,12 @@ class GraphModel:
 
 
 def has_graph_path(loaded: LoadedModel) -> bool:
-    """Whether `build_graph_model` covers it: Llama, Mistral, Qwen2 or Qwen3 with full attention."""
+    """Whether `build_graph_model` covers it: Llama, Mistral, Qwen2 or Qwen3 with full attention.
+
+    Quantised weights are not covered, unless they were dequantised at load.
+    """
     config = loaded.config
-    if config.model_type not in LLAMA_TYPES or config.hidden_act != "silu":
+    if not loaded.has_plain_weights or config.model_type not in LLAMA_TYPES or config.hidden_act != "silu":
         return False
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     sizes = (config.hidden_size, config.intermediate_size, config.num_attention_heads * head_dim)
@@ -122,8 +132,18 @@ def has_graph_path(loaded: LoadedModel) -> bool:
 
 
 def prefers_graphs(loaded: LoadedModel) -> bool:
-    """Whether the captured path is the best that the model has on its device."""
-    return loaded.device.type == "cuda" and has_graph_path(loaded)
+    """Whether the captured path is the best that the model has on its device; if that is too old, log it."""
+    capability = device_capability(loaded.device)
+    if capability is None or not has_graph_path(loaded):
+        return False
+    if capability < _CAPABILITY:
+        _log.warning(
+            "%s runs through transformers' layers: the kernels of CUDA graphs need compute capability 8.0, "
+            "this card has %d.%d",
+            loaded.name,
+            *capability,
+        )
+    return capability >= _CAPABILITY
 
 
 @torch.no_grad()

@@ -43,11 +43,15 @@ def check_covered(loaded: LoadedModel) -> None:
     """Refuse models that deterministic mode does not cover; switch experts to a loop of plain products.
 
     Raises:
-        UnsupportedModelError: Not float32, not on a CPU, or more than one thread.
+        UnsupportedModelError: Not float32, not on a CPU, quantised, or more than one thread.
     """
     if loaded.device.type != "cpu" or loaded.dtype != torch.float32:
         raise UnsupportedModelError(
             loaded.name, f"deterministic mode covers float32 on CPU, not {loaded.dtype} on {loaded.device}"
+        )
+    if loaded.stored is not None and not loaded.has_plain_weights:
+        raise UnsupportedModelError(
+            loaded.name, f"deterministic mode does not cover {loaded.stored.method} weights"
         )
     if torch.get_num_threads() != 1:
         raise UnsupportedModelError(

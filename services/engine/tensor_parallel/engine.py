@@ -142,6 +142,7 @@ class ParallelEngine(Engine):
             leave_group()
             raise
         engine._ranks = ranks
+        engine.step_timeout_s = timeout_s
         engine._pending = []
         return engine
 

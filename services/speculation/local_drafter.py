@@ -1,7 +1,7 @@
-"""Drafting in the target worker: by a head on the target's hidden states, or by a small draft model.
+"""Drafting for several sessions in one call: by a head on the target's hidden states, or by a small model.
 
-A draft worker would add the way of a message to each proposal. Nothing here may make a verification fail: if
-drafting fails, the target goes on without proposals.
+The target worker calls it before a verification, and a draft worker with a head for its blocks. Nothing here
+may make either fail: if drafting fails, the session goes on without proposals.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gammaray.blocks import Shape
 from gammaray.types import Proposal, VerificationMethod
+from services.engine.core.device import raise_if_lost
 from services.engine.engine import Engine
 from services.scheduling.sessions import SessionCopy
 from services.speculation.calibration import Calibration
@@ -23,7 +24,7 @@ from services.speculation.proposals import ProposalBuilder
 from services.speculation.session import Speculation
 from services.speculation.tree import Node
 
-__all__ = ["CHUNK", "Drafting", "LocalDrafter"]
+__all__ = ["CHUNK", "TOP_K", "WEIGHT_BITS", "Drafting", "LocalDrafter"]
 
 _log = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ CHUNK = 512
 """Tokens of one session in one forward of the drafter."""
 
 TOP_K, WEIGHT_BITS = 64, 24
-"""Rejection: support of a distribution and bits of its weights' sum; nothing is sent, so both are large."""
+"""Rejection: support of a distribution and bits of its weights' sum; large, for where nothing is sent."""
 
 
 @dataclass(slots=True, eq=False)
@@ -45,10 +46,12 @@ class Drafting:
 
 
 class LocalDrafter(ABC):
-    """Drafts for the sessions of a target in its own process.
+    """Drafts for sessions, a whole proposal of each in one call.
 
     Args:
         engine: Runs the drafter.
+        top_k: Rejection: largest support of a distribution.
+        bits: Rejection: its weights' sum is 2^bits.
 
     Attributes:
         taps: The hidden states of the target that `take` expects, by the ids of `Engine.tap`.
@@ -56,8 +59,8 @@ class LocalDrafter(ABC):
 
     taps: Sequence[int] = ()
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    def __init__(self, engine: Engine, *, top_k: int = TOP_K, bits: int = WEIGHT_BITS) -> None:
+        self.engine, self._top_k, self._bits = engine, top_k, bits
         self._reduced = engine.keep_reduced()
         self._calibration = Calibration()
 
@@ -83,7 +86,8 @@ class LocalDrafter(ABC):
         """
         try:
             self._take(session_id, start, states)
-        except Exception:  # the target goes on without proposals
+        except Exception as error:  # the target goes on without proposals
+            raise_if_lost(error)
             _log.exception("keeping the hidden states of session %s failed", session_id)
             self.drop(session_id)
 
@@ -99,13 +103,14 @@ class LocalDrafter(ABC):
         """Return a proposal for each session, empty where there can be none or the drafter fails.
 
         Args:
-            asked: Each session with the shape of its proposal and the number of its tokens that the target
-                has cached: what is known of later positions is of other tokens.
+            asked: Each session with the shape of its proposal and the number of its tokens whose hidden
+                states may be known: what is known of later positions is of other tokens.
         """
         try:
             with torch.inference_mode():
                 return self._draft(asked)
-        except Exception:  # the target goes on without proposals
+        except Exception as error:  # the sessions go on without proposals
+            raise_if_lost(error)
             _log.exception("drafting for %d sessions failed", len(asked))
             for session, _, _ in asked:
                 self.drop(session.session_id)
@@ -123,8 +128,8 @@ class LocalDrafter(ABC):
         return Speculation(
             session,
             max_context=self.engine.max_context,
-            top_k=TOP_K,
-            bits=WEIGHT_BITS,
+            top_k=self._top_k,
+            bits=self._bits,
             calibration=self._calibration,
             mask_token=self.engine.mask_token,
             reduced=self._reduced,

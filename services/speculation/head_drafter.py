@@ -1,8 +1,9 @@
-"""Drafts with a head in the target worker, from the hidden states of the forwards that it runs anyway.
+"""Drafts with a head, from the hidden states of the forwards that the target runs anyway.
 
-The states of committed positions are kept as features until the head is fed the tokens after them. They are a
-cache: where features are missing, as behind a shared prefix or after an eviction, the head starts later and
-does not attend to the tokens before. Without the feature of the last position but one there is no proposal.
+The states of committed positions are kept as features until the head is fed the tokens after them: in the
+target worker as they are, on a draft worker as they came over the wire. They are a cache: where features are
+missing, as behind a shared prefix or after an eviction, the head starts later and does not attend to the
+tokens before. Without the feature of the last position but one there is no proposal.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from services.engine.core.errors import CacheFullError
 from services.engine.engine import SequenceInput
 from services.heads.runner import HeadEngine
 from services.scheduling.sessions import SessionCopy
+from services.speculation.local_drafter import CHUNK, TOP_K, WEIGHT_BITS, Drafting, LocalDrafter
 from services.speculation.session import Speculation
-from services.target.drafter import CHUNK, Drafting, LocalDrafter
 
 __all__ = ["HeadDrafter", "HeldFeatures"]
 
@@ -50,7 +51,7 @@ class HeldFeatures:
         if end < self.end:
             self.rows = self.rows[: max(0, end - self.start)]
             self.start = min(self.start, end)
-            self.lowest = min(self.lowest, end)
+        self.lowest = min(self.lowest, end)
 
     @property
     def end(self) -> int:
@@ -59,20 +60,44 @@ class HeldFeatures:
 
 
 class HeadDrafter(LocalDrafter):
-    """Drafts for the sessions of a target with one head.
+    """Drafts with one head.
 
     Args:
         engine: Runs the head.
-        taps: The hidden states that it reads, by the ids of `Engine.tap`.
+        taps: The hidden states that it reads, by the ids of `Engine.tap`; none where it gets features.
+        top_k: As for `LocalDrafter`.
+        bits: As for `LocalDrafter`.
     """
 
-    def __init__(self, engine: HeadEngine, taps: Sequence[int]) -> None:
-        super().__init__(engine)
+    def __init__(
+        self,
+        engine: HeadEngine,
+        taps: Sequence[int] = (),
+        *,
+        top_k: int = TOP_K,
+        bits: int = WEIGHT_BITS,
+    ) -> None:
+        super().__init__(engine, top_k=top_k, bits=bits)
         self._head, self.taps = engine, taps
         self._sessions: dict[str, HeldFeatures] = {}
 
     def _take(self, session_id: str, start: int, states: Tensor) -> None:
-        rows = self._head.fuse(states)
+        self.keep(session_id, start, self._head.fuse(states))
+
+    def truncate(self, session_id: str, end: int) -> None:
+        """Drop the features of a session's positions from `end` on: its tokens changed there."""
+        held = self._sessions.get(session_id)
+        if held is not None:
+            held.truncate(end)
+
+    def keep(self, session_id: str, start: int, rows: Tensor) -> None:
+        """Keep features of committed positions until the head reads them.
+
+        Args:
+            session_id: The session.
+            start: Position of the first.
+            rows: The features [positions, width].
+        """
         held = self._sessions.get(session_id)
         if held is None:
             self._sessions[session_id] = HeldFeatures(

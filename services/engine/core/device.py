@@ -1,0 +1,76 @@
+"""What a CUDA device can do, and which errors lose it; the seam at which tests stand in for a card.
+
+Some errors of CUDA stick: after a device-side assertion or an illegal memory access every later call of the
+process fails. So does every collective after an error of NCCL. Such an engine is lost, and its worker must
+leave and be replaced.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from services.engine.core.errors import EngineLostError
+
+__all__ = ["device_capability", "on_device", "raise_if_lost", "wait_for_device"]
+
+_FAULTS = (
+    "CUDA error",
+    "CUDA driver error",
+    "device-side assert",
+    "CUBLAS_STATUS_EXECUTION_FAILED",
+    "CUDNN_STATUS_EXECUTION_FAILED",
+    "NCCL error",
+    "NCCL Error",
+)
+# Errors of one call, after which the device goes on.
+_ORDINARY = ("out of memory", "invalid argument", "invalid configuration argument")
+
+
+def device_capability(device: torch.device) -> tuple[int, int] | None:
+    """Return the compute capability of a CUDA device, such as (9, 0); None for other devices."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Make a CUDA device the current one, on which Triton launches and graphs are captured."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def wait_for_device(device: torch.device) -> None:
+    """Wait until a CUDA device has done what was queued; on others it is done already.
+
+    Raises:
+        RuntimeError: Some of it failed.
+    """
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def raise_if_lost(error: BaseException) -> None:
+    """Raise if an error, or one that caused it, leaves the device unusable for this process.
+
+    Raises:
+        EngineLostError: It does; its message has the first line of the device's error.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        if _is_fault(cause):
+            raise EngineLostError(f"{type(cause).__name__}: {_first_line(cause)}") from error
+        cause = cause.__cause__
+
+
+def _is_fault(error: BaseException) -> bool:
+    if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
+        return False
+    text = str(error)
+    if any(part in text for part in _ORDINARY):
+        return False
+    dist_error = torch.distributed.DistError
+    kinds = (dist_error, getattr(torch, "AcceleratorError", dist_error))  # torch 2.7 lacks the latter
+    return isinstance(error, kinds) or any(part in text for part in _FAULTS)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [""])[0]

@@ -1,0 +1,227 @@
+"""Workers whose device is lost or stuck leave: unhealthy, deregistered, ended; after other errors not."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from engine_helpers import random_tokens, tiny_model
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from torch import Tensor
+from workers_helpers import ANSWER_TIMEOUT_S, Link, propose_block, running, verify_block
+
+from gammaray.errors import UnavailableError
+from services.engine.core.errors import EngineLostError
+from services.scheduling import scheduler as scheduling
+from services.streaming import engine_thread
+
+pytestmark = pytest.mark.integration
+
+PROMPT = random_tokens(12, seed=3)
+UNAVAILABLE, INTERNAL = 14, 13
+LEAVES_WITHIN_S = 20.0
+SERVING = health_pb2.HealthCheckResponse.ServingStatus.SERVING
+
+ASSERTION = "CUDA error: device-side assert triggered\nCompile with `TORCH_USE_CUDA_DSA` to enable it."
+ILLEGAL = "CUDA error: an illegal memory access was encountered"
+NCCL = "NCCL error in: ProcessGroupNCCL.cpp:3356, remote process exited or there was a network error"
+LOST = [
+    torch.AcceleratorError(ASSERTION),
+    RuntimeError(ILLEGAL),
+    RuntimeError("Triton Error [CUDA]: device-side assert triggered"),
+    torch.distributed.DistBackendError(NCCL),
+]
+ORDINARY = [
+    RuntimeError("mat1 and mat2 shapes cannot be multiplied (10x64 and 1x64)"),
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    torch.AcceleratorError("CUDA error: out of memory"),
+    ValueError("CUDA error: said by something else"),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return tiny_model("llama", tmp_path_factory.mktemp("lost"), max_position_embeddings=1024)
+
+
+def block(role: str, session_id: str = "s") -> Any:
+    if role == "target":
+        return verify_block(PROMPT, session_id=session_id)
+    return propose_block(PROMPT, 2, session_id=session_id)
+
+
+def break_steps(worker: Any, step: Callable[..., Any]) -> Any:
+    """Replace the forwards of a worker's engine; return the engine."""
+    engine = worker.engine.scheduler.engine
+    engine.step = engine.chain = step
+    return engine
+
+
+async def status(link: Link) -> Any:
+    answer = await health_pb2_grpc.HealthStub(link.channel).Check(health_pb2.HealthCheckRequest(), timeout=5)
+    return answer.status
+
+
+async def assert_left(link: Link, worker: Any) -> None:
+    """The worker says that it ended, fails its checks, and its port is closed."""
+    await asyncio.wait_for(worker.ended.wait(), LEAVES_WITHIN_S)
+    with pytest.raises(UnavailableError):
+        worker.check()
+    with pytest.raises(grpc.aio.AioRpcError):
+        await status(link)
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+@pytest.mark.parametrize("error", LOST, ids=lambda error: type(error).__name__)
+async def test_error_that_loses_the_device_ends_the_worker(
+    role: str, error: Exception, model: Any, redis: Any, redis_server: Any
+) -> None:
+    def step(*_: Any, **__: Any) -> Any:
+        raise error
+
+    async with running(role, model, redis_url=redis_server.url) as (link, worker):
+        assert await status(link) == SERVING
+        assert await redis.keys(f"gammaray:worker:{role}:*")
+        break_steps(worker, step)
+        answer = await link.ask(block(role))
+        assert answer.error.code == UNAVAILABLE
+        assert "the engine is lost" in answer.error.message
+        await assert_left(link, worker)
+        assert not await redis.keys(f"gammaray:worker:{role}:*")
+
+
+@pytest.mark.parametrize("error", ORDINARY, ids=lambda error: type(error).__name__)
+async def test_ordinary_error_fails_its_blocks_alone(error: Exception, model: Any) -> None:
+    async with running("target", model) as (link, worker):
+        engine = worker.engine.scheduler.engine
+        right = engine.step
+
+        def step(*_: Any, **__: Any) -> Any:
+            engine.step = right
+            raise error
+
+        break_steps(worker, step)
+        assert (await link.ask(block("target"))).error.code == INTERNAL
+        answer = await link.ask(block("target", "t"))
+        assert answer.WhichOneof("outcome") == "verdict"
+        assert await status(link) == SERVING
+        worker.check()
+
+
+class LateFault(Tensor):
+    """Logits of a device whose error arrives when they are first read."""
+
+    @classmethod
+    def __torch_function__(cls, *_: Any, **__: Any) -> Any:
+        raise torch.AcceleratorError(ASSERTION)
+
+
+async def test_error_that_arrives_with_the_logits_ends_the_worker(model: Any) -> None:
+    async with running("target", model) as (link, worker):
+        right = worker.engine.scheduler.engine.step
+        break_steps(
+            worker, lambda *given, **options: [one.as_subclass(LateFault) for one in right(*given, **options)]
+        )
+        assert (await link.ask(block("target"))).error.code == UNAVAILABLE
+        await assert_left(link, worker)
+
+
+async def test_error_that_arrives_with_the_wait_for_the_device_ends_the_worker(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels run after they were launched: without a read result the wait is where they fail."""
+
+    def wait(_: Any) -> None:
+        raise torch.AcceleratorError(ASSERTION)
+
+    async with running("draft", model) as (link, worker):
+        monkeypatch.setattr(scheduling, "wait_for_device", wait)
+        assert (await link.ask(block("draft"))).error.code == UNAVAILABLE
+        await assert_left(link, worker)
+
+
+async def test_forward_time_contains_the_wait_for_the_device(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running("target", model) as (link, _):
+        monkeypatch.setattr(scheduling, "wait_for_device", lambda device: time.sleep(0.25))
+        answer = await link.ask(block("target"))
+        assert answer.timing.forward_us >= 250_000
+
+
+class Stuck:
+    """Forwards that do not return until the test ends, as those that wait for a dead rank of NCCL."""
+
+    def __init__(self) -> None:
+        self.began, self.may_end = threading.Event(), threading.Event()
+
+    def step(self, *_: Any, **__: Any) -> Any:
+        self.began.set()
+        self.may_end.wait(ANSWER_TIMEOUT_S)
+        raise EngineLostError("the test ends")
+
+    async def runs(self) -> None:
+        assert await asyncio.to_thread(self.began.wait, ANSWER_TIMEOUT_S)
+
+
+@pytest.mark.parametrize("how", ["a rank is dead", "a step takes too long"])
+async def test_worker_leaves_while_its_engine_is_stuck(
+    how: str, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_thread, "STUCK_AFTER_S", 0.2)
+
+    def check() -> None:
+        raise EngineLostError("rank 1 (process 7) ended with status -9")
+
+    stuck = Stuck()
+    async with running("target", model) as (link, worker):
+        engine = break_steps(worker, stuck.step)
+        await link.send([block("target")])
+        await stuck.runs()
+        if how == "a rank is dead":
+            engine.check = check
+        else:
+            engine.step_timeout_s = 0.1
+        await assert_left(link, worker)
+        assert worker.engine.is_alive
+        began = time.monotonic()
+        await worker.stop()
+        assert time.monotonic() - began < LEAVES_WITHIN_S, "it does not wait for the thread"
+        stuck.may_end.set()
+
+
+async def test_worker_with_a_slow_step_stays(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only engines over several devices bound the time of a step."""
+    monkeypatch.setattr(engine_thread, "STUCK_AFTER_S", 0.0)
+    async with running("target", model) as (link, worker):
+        right = worker.engine.scheduler.engine.step
+
+        def step(*given: Any, **options: Any) -> Any:
+            time.sleep(2.5)  # two periods of the watch
+            return right(*given, **options)
+
+        break_steps(worker, step)
+        assert (await link.ask(block("target"))).WhichOneof("outcome") == "verdict"
+        assert await status(link) == SERVING
+        assert worker.engine.why_stuck() == ""
+
+
+async def test_idle_worker_after_a_failed_step_is_not_stuck(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_thread, "STUCK_AFTER_S", 0.0)
+
+    def step(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("no")
+
+    async with running("target", model) as (link, worker):
+        break_steps(worker, step).step_timeout_s = 0.01
+        assert (await link.ask(block("target"))).error.code == INTERNAL
+        await asyncio.sleep(0.1)
+        assert worker.engine.why_stuck() == ""

@@ -1,0 +1,367 @@
+"""Quantised checkpoints: what is served, what is refused and why; and the report of loading."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_helpers import SUPPORTED, tiny_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, TorchAoConfig
+
+from gammaray.errors import InvalidArgumentError
+from services.engine.core import checkpoint
+from services.engine.core.device import device_capability
+from services.engine.core.errors import MissingPackageError, UnsupportedModelError
+from services.engine.core.model import load_model
+from services.engine.cuda.weights import has_graph_path
+from services.engine.engine import Engine, SequenceInput
+from services.engine.loader import load_engine
+
+Tensors = dict[str, Tensor]
+TEXT = list(range(3, 23))
+BLOCK_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+TENSOR_FP8 = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8"}
+
+
+def quantised(tensors: Tensors, suffix: str, *, blocks: bool = False, extra: str = "") -> Tensors:
+    """FP8 weights with one scale each, or one for each block of 128 by 128, under a suffix of the name."""
+    made: Tensors = {}
+    for key, weight in tensors.items():
+        if not key.endswith("proj.weight"):
+            made[key] = weight.bfloat16()
+            continue
+        scale = (weight.abs().max() / 448).float()
+        made[key] = (weight / scale).to(torch.float8_e4m3fn)
+        if suffix:
+            counts = [-(-size // 128) for size in weight.shape] if blocks else []
+            made[key + suffix] = torch.full(counts, scale.item())
+        if extra:
+            made[key.replace("weight", extra)] = torch.tensor(1.0)
+    return made
+
+
+def checkpoint_of(
+    tmp_path: Path, change: Callable[[Tensors], Tensors], quantisation: Any = None, **settings: Any
+) -> str:
+    """A tiny Llama with changed tensors and configuration."""
+    folder = tiny_model("llama", tmp_path, head_dim=16, hidden_size=64, intermediate_size=128)
+    file = folder / "model.safetensors"
+    save_file(change(load_file(file)), file, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    if quantisation is not None:
+        config["quantization_config"] = quantisation
+    (folder / "config.json").write_text(json.dumps({**config, **settings}))
+    return str(folder)
+
+
+def logits(engine: Engine) -> Tensor:
+    return engine.step([SequenceInput("a", 0, TEXT, len(TEXT))])[0]
+
+
+def reference(tmp_path: Path, given: str) -> Tensor:
+    """Logits of the checkpoint with its weights dequantised by hand."""
+    tensors = load_file(Path(given) / "model.safetensors")
+    made: Tensors = {}
+    for key, weight in tensors.items():
+        if weight.dtype == torch.float8_e4m3fn:
+            scale = next(tensors[key + end] for end in ("_scale_inv", "_scale") if key + end in tensors)
+            made[key] = weight.float() * scale.flatten()[0]
+        elif "scale" not in key:
+            made[key] = weight.float()
+    (tmp_path / "plain").mkdir()
+    plain = checkpoint_of(tmp_path / "plain", lambda _: made)
+    return logits(load_engine(plain, device="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("change", "quantisation"),
+    [
+        (lambda w: quantised(w, "_scale_inv", blocks=True), BLOCK_FP8),
+        (lambda w: quantised(w, "_scale_inv", extra="activation_scale"), TENSOR_FP8),
+    ],
+    ids=["blocks", "per tensor"],
+)
+def test_load_fp8_on_a_cpu_serves_the_dequantised_model_and_says_so(
+    change: Callable[[Tensors], Tensors], quantisation: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = checkpoint_of(tmp_path, change, quantisation)
+    with caplog.at_level(logging.WARNING):
+        engine = load_engine(given, device="cpu")
+    assert torch.allclose(logits(engine), reference(tmp_path, given), atol=1e-4)
+    assert engine.kernel.endswith("fp8 weights dequantised to float32")
+    assert "fp8 weights dequantised to float32" in caplog.text
+    half = load_engine(given, device="cpu", dtype="bfloat16")
+    assert half.dtype == torch.bfloat16
+    assert half.kernel.endswith("fp8 weights dequantised to bfloat16")
+
+
+def test_load_modelopt_refused_with_the_method(tmp_path: Path) -> None:
+    given = checkpoint_of(tmp_path, lambda w: quantised(w, "_scale", extra="input_scale"), MODELOPT)
+    with pytest.raises(UnsupportedModelError, match=r"quantised by 'modelopt'.*it reads .*awq.*gptq"):
+        load_engine(given, device="cpu")
+
+
+def test_load_older_modelopt_refused_by_its_own_file(tmp_path: Path) -> None:
+    given = checkpoint_of(tmp_path, lambda w: quantised(w, "_scale", extra="input_scale"))
+    described = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
+    (Path(given) / "hf_quant_config.json").write_text(json.dumps(described))
+    with pytest.raises(UnsupportedModelError, match="quantised by 'modelopt'"):
+        load_engine(given, device="cpu")
+    (Path(given) / "hf_quant_config.json").write_text("[]")
+    with pytest.raises(UnsupportedModelError, match=r"quantised by 'hf_quant_config\.json'"):
+        load_engine(given, device="cpu")
+
+
+def test_load_scales_without_a_method_refused_by_their_names(tmp_path: Path) -> None:
+    given = checkpoint_of(tmp_path, lambda w: quantised(w, "_scale", extra="input_scale"))
+    with pytest.raises(UnsupportedModelError, match=r"42 weights without a place .*down_proj\.input_scale"):
+        load_engine(given, device="cpu")
+
+
+def test_load_scales_of_other_names_than_the_methods_refused(tmp_path: Path) -> None:
+    """Under these names transformers finds no scales, and takes the FP8 numbers as they are."""
+    given = checkpoint_of(tmp_path, lambda w: quantised(w, "_scale", extra="input_scale"), TENSOR_FP8)
+    with pytest.raises(UnsupportedModelError, match=r"without a place .*input_scale"):
+        load_engine(given, device="cpu")
+
+
+def test_load_narrow_weights_without_scales_refused(tmp_path: Path) -> None:
+    given = checkpoint_of(tmp_path, lambda w: quantised(w, ""), BLOCK_FP8)
+    with pytest.raises(
+        UnsupportedModelError, match=r"down_proj\.weight is stored as F8_E4M3, without a scale"
+    ):
+        load_engine(given, device="cpu")
+
+
+@pytest.mark.parametrize("quantisation", [[], "fp8", {"quant_method": 4}, {"bits": 4}, {"quant_method": []}])
+def test_load_malformed_quantisation_refused(quantisation: Any, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError):
+        load_engine(checkpoint_of(tmp_path, lambda w: w, quantisation), device="cpu")
+
+
+def test_load_fields_of_the_wrong_type_refused(tmp_path: Path) -> None:
+    given = checkpoint_of(
+        tmp_path, lambda w: quantised(w, "_scale_inv"), {**BLOCK_FP8, "weight_block_size": 3}
+    )
+    with pytest.raises(UnsupportedModelError):
+        load_engine(given, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("quantisation", "package"),
+    [
+        ({"quant_method": "awq", "bits": 4}, "gptqmodel"),
+        ({"quant_method": "gptq", "bits": 4}, "gptqmodel"),
+        ({"load_in_4bit": True}, "bitsandbytes"),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "bitsandbytes"),
+        ({"quant_method": "compressed-tensors"}, "compressed-tensors"),
+        ({"quant_method": "torchao"}, "torchao"),
+        ({"quant_method": "quanto"}, "optimum-quanto"),
+    ],
+)
+def test_load_without_the_package_names_it(
+    quantisation: Any, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingPackageError, match=f"pip install {package}") as refused:
+        load_engine(checkpoint_of(tmp_path, lambda w: w, quantisation), device="cpu")
+    assert refused.value.package == package
+
+
+@pytest.mark.parametrize(
+    ("capability", "has_kernels", "expands"),
+    [((9, 0), True, False), ((8, 9), True, False), ((8, 6), True, True), ((9, 0), False, True)],
+)
+def test_choose_expansion_of_fp8_needs_a_card_and_kernels(
+    capability: tuple[int, int], has_kernels: bool, expands: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The card is a stand-in: `device_capability` answers for it."""
+    monkeypatch.setattr(checkpoint, "device_capability", lambda device: capability)
+    monkeypatch.setattr(checkpoint, "is_kernels_available", lambda: has_kernels)
+    config = LlamaConfig(quantization_config=dict(BLOCK_FP8))
+    checkpoint.choose_expansion(config, "fp8", torch.device("cuda", 0))
+    assert config.quantization_config.get("dequantize", False) is expands
+
+
+def test_device_capability_of_a_cpu_is_none() -> None:
+    assert device_capability(torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize("arch", [*SUPPORTED, "llama4"])
+def test_load_model_of_every_architecture_has_all_its_weights(arch: str, tmp_path: Path) -> None:
+    """The report of loading refuses none of them; llama4 is refused for its layers alone."""
+    folder = tiny_model(arch, tmp_path)
+    if arch == "llama4":
+        with pytest.raises(UnsupportedModelError, match="chunked_attention"):
+            load_model(str(folder), device="cpu")
+        return
+    assert load_model(str(folder), device="cpu").stored is None
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "model.layers.0.self_attn.rotary_emb.inv_freq",
+        "model.layers.3.self_attn.q_proj.weight",  # a layer past the last, as of multi-token prediction
+        "mtp.layers.0.eh_proj.weight",
+        "model.vision_tower.blocks.0.weight",
+        "model.layers.1.self_attn.k_scale",
+        "v_head.summary.weight",
+    ],
+)
+def test_load_tensors_that_change_no_logit_accepted(key: str, tmp_path: Path) -> None:
+    load_model(checkpoint_of(tmp_path, lambda w: {**w, key: torch.ones(7)}), device="cpu")
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "model.layers.1.self_attn.q_proj.bias",
+        "model.layers.2.mlp.gate_proj.weight_scale",
+        "model.layers.0.self_attn.q_norm.weight",
+        "final_logits_bias",
+    ],
+)
+def test_load_tensors_without_a_place_refused(key: str, tmp_path: Path) -> None:
+    given = checkpoint_of(tmp_path, lambda w: {**w, key: torch.ones(7)})
+    with pytest.raises(UnsupportedModelError, match=f"1 weight without a place in it: {key}"):
+        load_model(given, device="cpu")
+
+
+def test_load_early_exit_leaves_the_upper_layers_out(tmp_path: Path) -> None:
+    given = checkpoint_of(tmp_path, lambda w: w)
+    assert load_model(given, device="cpu", num_layers=1).config.num_hidden_layers == 1
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_load_tied_head_in_the_checkpoint_accepted(same: bool, tmp_path: Path) -> None:
+    def change(tensors: Tensors) -> Tensors:
+        head = "model.embed_tokens.weight" if same else "lm_head.weight"
+        return {**tensors, "lm_head.weight": tensors[head].clone()}
+
+    load_model(checkpoint_of(tmp_path, change, tie_word_embeddings=True), device="cpu")
+
+
+def test_load_weights_of_another_shape_refused_with_both(tmp_path: Path) -> None:
+    given = checkpoint_of(tmp_path, lambda w: {**w, "model.norm.weight": torch.ones(7)})
+    with pytest.raises(UnsupportedModelError, match=r"model\.norm\.weight has the shape \[7\], .* \[64\]"):
+        load_model(given, device="cpu")
+
+
+def test_load_missing_weights_refused_with_the_first_names(tmp_path: Path) -> None:
+    given = checkpoint_of(tmp_path, lambda w: {k: v for k, v in w.items() if ".0.mlp." not in k})
+    with pytest.raises(UnsupportedModelError, match=r"lacks 3 weights, such as .*down_proj.*up_proj"):
+        load_model(given, device="cpu")
+
+
+def torchao_checkpoint(tmp_path: Path) -> str:
+    """The tiny Llama in torchao's int8, as transformers saves it."""
+    quantization = pytest.importorskip("torchao.quantization")
+    plain = checkpoint_of(tmp_path, lambda w: w)
+    how = TorchAoConfig(quantization.Int8WeightOnlyConfig())
+    model = AutoModelForCausalLM.from_pretrained(
+        plain, dtype=torch.float32, quantization_config=how, device_map={"": "cpu"}
+    )
+    model.save_pretrained(tmp_path / "torchao")
+    return str(tmp_path / "torchao")
+
+
+def test_load_torchao_int8_served_by_transformers_layers(tmp_path: Path) -> None:
+    given = torchao_checkpoint(tmp_path)
+    engine = load_engine(given, device="cpu")
+    assert engine.kernel == "none: torchao weights are not covered, torchao weights"
+    plain = logits(load_engine(str(tmp_path / "llama-0"), device="cpu"))
+    found = logits(engine)
+    assert 0 < (found - plain).abs().mean() < 0.05 * plain.abs().mean()
+    assert not has_graph_path(load_model(given, device="cpu"))
+    with pytest.raises(InvalidArgumentError, match="torchao weights already"):
+        load_engine(given, device="cpu", weights="int8", draft_for="")
+    with pytest.raises(UnsupportedModelError, match="deterministic mode does not cover torchao"):
+        load_engine(given, device="cpu", deterministic=True)
+
+
+def test_load_bitsandbytes_served_by_transformers_layers(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    plain = checkpoint_of(tmp_path, lambda w: w)
+    how = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+    )
+    model = AutoModelForCausalLM.from_pretrained(
+        plain, dtype=torch.float32, quantization_config=how, device_map={"": "cpu"}
+    )
+    model.save_pretrained(tmp_path / "bnb")
+    engine = load_engine(str(tmp_path / "bnb"), device="cpu")
+    assert engine.kernel == "none: bitsandbytes weights are not covered, bitsandbytes weights"
+    expected = logits(load_engine(plain, device="cpu"))
+    assert 0 < (logits(engine) - expected).abs().mean() < 0.5 * expected.abs().mean()
+
+
+@pytest.mark.parametrize("activations", [True, False])
+def test_load_compressed_tensors_fp8_serves_the_dequantised_model(activations: bool, tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    group: dict[str, Any] = {
+        "targets": ["Linear"],
+        "weights": {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True},
+    }
+    if activations:
+        group["input_activations"] = {**group["weights"], "strategy": "token", "dynamic": True}
+    how = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+    given = checkpoint_of(tmp_path, lambda w: quantised(w, "_scale"), how)
+    engine = load_engine(given, device="cpu")
+    assert torch.allclose(logits(engine), reference(tmp_path, given), atol=1e-4)
+    assert engine.kernel.endswith("compressed-tensors weights dequantised to float32")
+
+
+@pytest.mark.parametrize(
+    ("capability", "kinds", "keeps"),
+    [
+        ((9, 0), ("float", "float"), True),
+        ((8, 6), ("float", "float"), False),
+        ((9, 0), ("int", "int"), False),
+    ],
+)
+def test_choose_expansion_of_compressed_tensors_follows_the_card(
+    capability: tuple[int, int], kinds: tuple[str, str], keeps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The card is a stand-in: FP8 stays FP8 where it multiplies FP8, all else is dequantised."""
+    monkeypatch.setattr(checkpoint, "device_capability", lambda device: capability)
+    weights, inputs = ({"num_bits": 8, "type": kind} for kind in kinds)
+    given = {"config_groups": {"group_0": {"weights": weights, "input_activations": inputs}}}
+    config = LlamaConfig(quantization_config=given)
+    checkpoint.choose_expansion(config, "compressed-tensors", torch.device("cuda", 0))
+    expected = "use_optimized_inference" if keeps else "dequantize"
+    assert config.quantization_config == {**given, expected: True}
+
+
+def test_load_quantised_over_several_devices_refused(tmp_path: Path) -> None:
+    given = checkpoint_of(tmp_path, lambda w: quantised(w, "_scale_inv", blocks=True), BLOCK_FP8)
+    with pytest.raises(UnsupportedModelError, match="fp8 weights cannot be spread"):
+        load_model(given, device="cpu", num_ranks=2)
+
+
+def test_load_model_that_fails_in_its_first_forward_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a package for quantised weights lacks a kernel for the device."""
+    given = checkpoint_of(tmp_path, lambda w: quantised(w, "_scale_inv", blocks=True), BLOCK_FP8)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise ImportError("no such kernel")
+
+    monkeypatch.setattr("services.engine.loader.probe_model", fail)
+    with pytest.raises(UnsupportedModelError, match="do not run on cpu: no such kernel"):
+        load_engine(given, device="cpu")
