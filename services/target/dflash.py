@@ -8,7 +8,7 @@ from dataclasses import replace
 from gammaray.blocks import Shape
 from services.engine.core.errors import CacheFullError
 from services.engine.engine import SequenceInput
-from services.heads.dflash_runner import DFlashEngine
+from services.heads.block_runners import DFlashEngine
 from services.scheduling.sessions import SessionCopy
 from services.speculation.head_drafter import HeadDrafter, HeldFeatures
 from services.speculation.local_drafter import Drafting

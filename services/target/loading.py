@@ -9,12 +9,11 @@ from gammaray.demo_pair import resolve_model
 from gammaray.errors import InvalidArgumentError
 from services.engine.engine import Engine
 from services.engine.loader import load_engine
+from services.heads.block_runners import dflash_engine, medusa_engine
 from services.heads.dflash_formats import load_dflash, names_dflash
-from services.heads.dflash_runner import dflash_engine
 from services.heads.fusion import FeatureFusion
 from services.heads.loading import load_fusion, load_head, names_head
 from services.heads.medusa_formats import load_medusa, names_medusa
-from services.heads.medusa_runner import medusa_engine
 from services.heads.runner import HEAD_CACHE_BYTES, head_engine
 from services.process.fingerprints import check_drafter, head_sha256, vocab_sha256
 from services.speculation.head_drafter import HeadDrafter

@@ -14,7 +14,7 @@ from torch import Tensor
 from gammaray.blocks import Shape
 from gammaray.types import MAX_NODES
 from services.engine.engine import SequenceInput
-from services.heads.medusa_runner import MedusaEngine
+from services.heads.block_runners import MedusaEngine
 from services.scheduling.sessions import SessionCopy
 from services.speculation.head_drafter import HeadDrafter
 from services.speculation.local_drafter import Drafting

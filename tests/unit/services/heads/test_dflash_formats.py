@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from gammaray.errors import InvalidArgumentError
 from services.engine.core.errors import UnsupportedModelError
 from services.engine.engine import SequenceInput
+from services.heads.block_runners import dflash_engine
 from services.heads.dflash_formats import load_dflash, names_dflash
-from services.heads.dflash_runner import dflash_engine
 from services.heads.loading import load_head
 
 KINDS = ("dflash", "dflash-anchor")

@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from gammaray.errors import InvalidArgumentError
 from services.engine.core.errors import UnsupportedModelError
 from services.engine.engine import SequenceInput
+from services.heads.block_runners import medusa_engine
 from services.heads.loading import names_head
 from services.heads.medusa_formats import load_medusa, names_medusa
-from services.heads.medusa_runner import medusa_engine
 
 STATES = torch.randn(5, 32, generator=torch.Generator().manual_seed(1))
 

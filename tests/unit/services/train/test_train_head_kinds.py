@@ -16,9 +16,9 @@ from services.demo_pair import TARGET_DIR
 from services.engine.core.model import load_model
 from services.engine.engine import SequenceInput
 from services.engine.loader import load_engine
+from services.heads.block_runners import medusa_engine
 from services.heads.loading import load_head
 from services.heads.medusa_formats import load_medusa
-from services.heads.medusa_runner import medusa_engine
 from services.heads.runner import head_engine
 from services.train.eagle1 import Eagle1Drafter
 from services.train.medusa import MedusaDrafter

@@ -1,4 +1,4 @@
-"""Runs DFlash heads in an engine of their own, whose sessions have the target's positions."""
+"""Runs heads that draft a block in one forward, DFlash and Medusa, in engines of their own."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from services.engine.core.batch import Batch, Segment
 from services.engine.core.drafter import DraftFormat
 from services.engine.core.kv_cache import CacheShape, CacheStore
 from services.heads.dflash import DFlashConfig, DFlashHead, head_dim, kv_heads
+from services.heads.medusa import MedusaHeads
 from services.heads.runner import HEAD_CACHE_BYTES, HeadEngine
 
-__all__ = ["DFlashEngine", "DFlashRunner", "dflash_engine"]
+__all__ = ["DFlashEngine", "DFlashRunner", "MedusaEngine", "MedusaRunner", "dflash_engine", "medusa_engine"]
 
 
 class DFlashRunner:
@@ -105,4 +106,91 @@ def dflash_engine(
         kernel="none: a DFlash head",
     )
     engine.draft_for(DraftFormat(config.layer.vocab_size, config.mask_token, target_ids))
+    return engine
+
+
+class MedusaRunner:
+    """Answers feeds of a last token and masks: the row of mask i has the logits of head i, from the feature.
+
+    The heads keep nothing of a session: only its tokens are in the engine's cache.
+
+    Args:
+        heads: The heads, on their device.
+    """
+
+    def __init__(self, heads: MedusaHeads) -> None:
+        self._heads = heads
+
+    @property
+    def cache_shape(self) -> CacheShape:
+        """The entry of a token, of which nothing is used."""
+        weight = self._heads.feature_norm.weight
+        return CacheShape(1, 1, 1, weight.dtype, weight.device)
+
+    def fuse(self, states: Tensor) -> Tensor:
+        """Return the features of the target's states, see `MedusaHeads.fuse`."""
+        weight = self._heads.feature_norm.weight
+        return self._heads.fuse(states.to(weight.device, weight.dtype))
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Return the logits [rows, outputs] in float32.
+
+        Raises:
+            ValueError: A segment has no feature.
+        """
+        given = [segment.features for segment in batch.segments]
+        features = [one for one in given if one is not None]
+        if len(features) < len(given):
+            raise ValueError("features: a session has none")
+        counts = [segment.count for segment in batch.segments]
+        logits = self._heads(torch.cat([one[-1:] for one in features]), max(counts))
+        return torch.cat([rows[:count] for rows, count in zip(logits, counts, strict=True)]).float()
+
+
+class MedusaEngine(HeadEngine):
+    """An engine that runs Medusa heads; built by `medusa_engine`.
+
+    Attributes:
+        num_heads: Tokens of the longest proposal.
+    """
+
+    num_heads: int = 0
+
+    def fuse(self, states: Tensor) -> Tensor:
+        """Return features [positions, width] from the target's states [positions, 1, hidden_size]."""
+        assert isinstance(self.runner, MedusaRunner)
+        with torch.inference_mode():
+            return self.runner.fuse(states)
+
+
+def medusa_engine(
+    heads: MedusaHeads, target_ids: Tensor | None, *, name: str, max_context: int, weights: str = "auto"
+) -> MedusaEngine:
+    """Return an engine that runs Medusa heads: a parallel drafter, whose feeds need a feature.
+
+    Args:
+        heads: The heads, on their device, in their type.
+        target_ids: The target's token of each row of their output; None: row i is token i.
+        name: Directory or hub name.
+        max_context: The target's.
+        weights: Only "auto".
+
+    Raises:
+        InvalidArgumentError: Other weights.
+    """
+    if weights != "auto":
+        raise InvalidArgumentError("head_weights", weights, "auto: Medusa heads are computed as stored")
+    runner = MedusaRunner(heads)
+    vocab_size = heads.config.vocab_size
+    engine = MedusaEngine(
+        runner,
+        CacheStore(runner.cache_shape, HEAD_CACHE_BYTES),
+        model_name=name,
+        vocab_size=vocab_size,
+        max_context=max_context,
+        kernel="none: Medusa heads",
+    )
+    engine.num_heads = heads.config.num_heads
+    # The id after the target's stands for a mask; it is never embedded.
+    engine.draft_for(DraftFormat(vocab_size, vocab_size, target_ids))
     return engine
