@@ -148,12 +148,12 @@ _DRAFT_WEIGHTS = (
     "not the text; on a CPU they need the compiled kernel, on CUDA torchao. auto: as dtype."
 )
 _HEAD = (
-    "What drafts in the target workers, instead of draft workers: directory or hub name of an EAGLE head, "
-    "which reads the target's hidden states, or of a small draft model; empty: nothing."
+    "What drafts in the target workers, instead of draft workers: directory or hub name of an EAGLE, "
+    "DFlash or Medusa head, which reads the target's hidden states, or of a draft model; empty: nothing."
 )
 _HEAD_WEIGHTS = (
-    "Weights of that head: int8 and int4 are quantised at load, for the compiled CPU kernel; the text does "
-    "not change."
+    "Weights of that head: int8 and int4 are quantised at load, for the compiled CPU kernel (of EAGLE "
+    "heads); the text does not change."
 )
 _FEATURES = (
     "EAGLE head of the draft workers: directory or hub name. The target returns features for it, its hidden "

@@ -25,7 +25,7 @@ _COMMANDS = {
     "config": "Print the effective settings of every process.",
     "generate": "Stream a completion of PROMPT.",
     "keys": "Create, list and revoke API keys.",
-    "qualify": "Check whether draft models suit a target.",
+    "qualify": "Check whether drafts or heads suit a target.",
     "sessions": "List, resume, cancel and delete sessions.",
     "size": "Predict which drafter pays on which device, or the gain of one drafter.",
     "status": "List the processes of a cluster.",

@@ -18,14 +18,16 @@ class TrainTask(BaseModel):
         work: Folder of answers and state, from which an interrupted run continues.
         prompts: Texts; None: the target writes its own user turns.
         chat: Whether prompts are user turns, instead of texts to continue.
-        kind: "parallel" (PARD), "plain", or "eagle3", a head that reads the target's hidden states.
+        kind: "parallel" (PARD), "plain", or a head that reads the target's hidden states: "eagle1", "eagle3",
+            or "medusa", which has one head per depth.
         layers: Layers of the target to start from, counted from 0, in this order; of a head the layers whose
-            entering states it reads, the last one the number of layers. Empty: the first two, or for a head
-            2, the middle, the last but two, and the end.
+            entering states it reads, the last one the number of layers. Empty: the first two, or for EAGLE-3
+            2, the middle, the last but two, and the end; EAGLE-1 and Medusa read the end only.
         init: A directory of this command's drafter to start from; same shape.
-        draft_vocab: Rows of the head; at most the target's.
-        depth: Tokens per block of a parallel draft, and of the proposals that are measured.
-        unroll: Steps in which a head is trained in the second half of the time, or from `init` on.
+        draft_vocab: Rows of the head; at most the target's. EAGLE-1 always has all.
+        depth: Tokens per block of a parallel draft, number of Medusa heads, and tokens of the proposals that
+            are measured.
+        unroll: Steps in which an EAGLE head is trained in the second half of the time, or from `init` on.
         tokens: Answer tokens to generate.
         max_tokens: Longest answer.
         temperatures: Of the answers, in turn.
@@ -48,7 +50,7 @@ class TrainTask(BaseModel):
     work: str
     prompts: tuple[str, ...] | None = None
     chat: bool = True
-    kind: Literal["parallel", "plain", "eagle3"] = "parallel"
+    kind: Literal["parallel", "plain", "eagle1", "eagle3", "medusa"] = "parallel"
     layers: tuple[int, ...] = ()
     init: str | None = None
     draft_vocab: int = Field(8192, ge=1)

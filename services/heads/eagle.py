@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-__all__ = ["Attend", "EagleConfig", "EagleHead", "EagleLayer"]
+__all__ = ["Attend", "EagleConfig", "EagleHead", "EagleLayer", "Mlp", "Norm"]
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """From query, key and value [1, heads, rows, head_dim] to the mixed values [1, rows, heads, head_dim]."""
@@ -74,7 +74,7 @@ class EagleConfig:
     norm_output: bool = False
 
 
-class _Norm(nn.Module):
+class Norm(nn.Module):
     """Root mean square norm, computed in float32."""
 
     def __init__(self, size: int, eps: float) -> None:
@@ -101,7 +101,7 @@ class _Attention(nn.Module):
         self.v_proj = nn.Linear(width, config.num_kv_heads * dim, bias=bias)
         self.o_proj = nn.Linear(config.num_heads * dim, config.hidden_size, bias=bias)
         if config.has_head_norms:
-            self.q_norm, self.k_norm = _Norm(dim, config.norm_eps), _Norm(dim, config.norm_eps)
+            self.q_norm, self.k_norm = Norm(dim, config.norm_eps), Norm(dim, config.norm_eps)
         self._has_head_norms, self._dim = config.has_head_norms, dim
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
@@ -115,10 +115,11 @@ class _Attention(nn.Module):
         return mixed
 
 
-class _Mlp(nn.Module):
-    def __init__(self, config: EagleConfig) -> None:
+class Mlp(nn.Module):
+    """Gated MLP of a layer."""
+
+    def __init__(self, narrow: int, wide: int, *, bias: bool) -> None:
         super().__init__()
-        wide, narrow, bias = config.intermediate_size, config.hidden_size, config.mlp_bias
         self.gate_proj = nn.Linear(narrow, wide, bias=bias)
         self.up_proj = nn.Linear(narrow, wide, bias=bias)
         self.down_proj = nn.Linear(wide, narrow, bias=bias)
@@ -136,10 +137,10 @@ class EagleLayer(nn.Module):
         size, eps = config.hidden_size, config.norm_eps
         self._config = config
         if config.is_fused:
-            self.input_layernorm, self.hidden_norm = _Norm(size, eps), _Norm(size, eps)
+            self.input_layernorm, self.hidden_norm = Norm(size, eps), Norm(size, eps)
         self.self_attn = _Attention(config)
-        self.post_attention_layernorm = _Norm(size, eps)
-        self.mlp = _Mlp(config)
+        self.post_attention_layernorm = Norm(size, eps)
+        self.mlp = Mlp(size, config.intermediate_size, bias=config.mlp_bias)
 
     def enter(self, embedded: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
         """Return the input of EAGLE-3's attention and the residual."""
@@ -168,14 +169,14 @@ class EagleHead(nn.Module):
         width = num_taps * config.target_hidden_size if config.is_fused else 2 * size
         self.fc = nn.Linear(width, size, bias=config.fc_bias)
         if config.norm_before_fc:
-            self.input_norm = _Norm(width, eps)
+            self.input_norm = Norm(width, eps)
         if config.fc_norm:
-            self.fc_norm = nn.ModuleList(_Norm(config.target_hidden_size, eps) for _ in range(num_taps))
+            self.fc_norm = nn.ModuleList(Norm(config.target_hidden_size, eps) for _ in range(num_taps))
         self.layers = nn.ModuleList([EagleLayer(config)])
         if config.is_fused:
-            self.norm = _Norm(size, eps)
+            self.norm = Norm(size, eps)
         else:
-            self.feature_norm = _Norm(config.target_hidden_size, config.feature_eps)
+            self.feature_norm = Norm(config.target_hidden_size, config.feature_eps)
         self.lm_head = nn.Linear(size, config.num_outputs, bias=False)
         self.rotary = LlamaRotaryEmbedding(config.rope)
 

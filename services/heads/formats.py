@@ -22,14 +22,15 @@ from transformers import LlamaConfig, PretrainedConfig
 from services.engine.core.errors import UnsupportedModelError
 from services.heads.eagle import EagleConfig
 
-__all__ = ["LAYER", "OFFICIAL_LAYER", "is_head", "read_config"]
+__all__ = ["LAYER", "OFFICIAL_LAYER", "RMS_NORMED", "is_head", "read_config", "refuse_unknown"]
 
 LAYER, OFFICIAL_LAYER = "layers.0.", "midlayer."
 """Where the layer's tensors are: in the `speculators` format and EAGLE-1, and in the official EAGLE-3."""
 
 _OFFICIAL = frozenset({"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"})
-# Targets whose last norm is the root mean square norm times its weights, and no more.
-_RMS_NORMED = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+RMS_NORMED = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+"""Types of targets whose last norm is the root mean square norm times its weights, and no more."""
+
 _LAYER_TYPES = frozenset({"llama", "qwen3"})
 _SPECULATORS_KEYS = frozenset(
     {
@@ -98,6 +99,8 @@ def read_config(name: str, folder: Path, tensors: Sequence[str], target: Pretrai
     """
     stored = _stored(folder)
     kind = stored.get("speculators_model_type")
+    if "dflash_config" in stored:
+        raise UnsupportedModelError(name, "it is a DFlash head, which drafts in the target worker only")
     if kind is not None:
         if kind != "eagle3":
             raise UnsupportedModelError(name, f"its speculators_model_type is {kind!r}; served is 'eagle3'")
@@ -128,7 +131,7 @@ def _is_official(stored: Mapping[str, Any]) -> bool:
 
 
 def _speculators(name: str, stored: Mapping[str, Any], target: PretrainedConfig) -> EagleConfig:
-    _refuse_unknown(name, "flag", stored, _SPECULATORS_KEYS)
+    refuse_unknown(name, "flag", stored, _SPECULATORS_KEYS)
     if "norm_before_residual" not in stored:
         reason = "it lacks norm_before_residual, of which programs assume different defaults"
         raise UnsupportedModelError(name, reason)
@@ -155,11 +158,11 @@ def _speculators(name: str, stored: Mapping[str, Any], target: PretrainedConfig)
 
 
 def _official(name: str, stored: Mapping[str, Any], target: PretrainedConfig) -> EagleConfig:
-    _refuse_unknown(name, "flag", stored, _OFFICIAL_KEYS | LlamaConfig().to_dict().keys())
+    refuse_unknown(name, "flag", stored, _OFFICIAL_KEYS | LlamaConfig().to_dict().keys())
     eagle = stored.get("eagle_config") or {}
     if not isinstance(eagle, dict):
         raise UnsupportedModelError(name, f"its eagle_config is {eagle!r}, no object")
-    _refuse_unknown(name, "flag of eagle_config", eagle, _EAGLE_CONFIG_KEYS)
+    refuse_unknown(name, "flag of eagle_config", eagle, _EAGLE_CONFIG_KEYS)
     if eagle.get("use_aux_hidden_state", True) is not True:
         raise UnsupportedModelError(name, "its use_aux_hidden_state is not true")
     outputs = eagle.get("eagle_aux_hidden_state_layer_ids")
@@ -179,8 +182,8 @@ def _official(name: str, stored: Mapping[str, Any], target: PretrainedConfig) ->
 def _first_version(
     name: str, stored: Mapping[str, Any], tensors: Sequence[str], target: PretrainedConfig
 ) -> EagleConfig:
-    if target.model_type not in _RMS_NORMED:
-        served = ", ".join(sorted(_RMS_NORMED))
+    if target.model_type not in RMS_NORMED:
+        served = ", ".join(sorted(RMS_NORMED))
         raise UnsupportedModelError(name, f"EAGLE-1 is served for targets of types {served}")
     config = _config(
         name,
@@ -270,8 +273,17 @@ def _numbers(name: str, given: object) -> list[int]:
     return list(given)
 
 
-def _refuse_unknown(
-    name: str, what: str, stored: Mapping[str, Any], known: frozenset[str] | set[str]
-) -> None:
+def refuse_unknown(name: str, what: str, stored: Mapping[str, Any], known: frozenset[str] | set[str]) -> None:
+    """Refuse keys of a configuration that are not known: read without them it would be another head.
+
+    Args:
+        name: The head, for the error.
+        what: What the keys are, for the error.
+        stored: The configuration.
+        known: The keys that may be there.
+
+    Raises:
+        UnsupportedModelError: Another one is there.
+    """
     if unknown := sorted(stored.keys() - set(known)):
         raise UnsupportedModelError(name, f"its {what} {unknown[0]!r} is not known here")

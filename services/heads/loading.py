@@ -20,7 +20,7 @@ from services.engine.core.tensor_files import (
 from services.heads.eagle import EagleConfig, EagleHead
 from services.heads.formats import LAYER, OFFICIAL_LAYER, is_head, read_config
 
-__all__ = ["load_fusion", "load_head", "names_head"]
+__all__ = ["check_weights", "load_fusion", "load_head", "names_head"]
 
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 # The target's mask of the tokens that have a row follows from d2t; the verifier's weights are of training.
@@ -62,7 +62,7 @@ def load_head(name: str, target: str) -> tuple[EagleHead, Tensor | None]:
         weights[_HEAD] = target_tensor(name, target, [_HEAD, _EMBEDDING], "output matrix")
     if not config.is_fused:
         weights["feature_norm.weight"] = target_tensor(name, target, ["model.norm.weight"], "last norm")
-    _check_weights(name, head.state_dict(), weights)
+    check_weights(name, head.state_dict(), weights)
     with torch.device("cpu"):
         rotary = type(head.rotary)(config.rope)  # its buffers are no weights
     head.load_state_dict({key: tensor.float() for key, tensor in weights.items()}, assign=True)
@@ -94,7 +94,7 @@ def load_fusion(name: str, target: str) -> EagleHead:
     weights = {key: read_tensor(name, folder, key) for key in tensors if key in expected}
     if not config.is_fused:
         weights["feature_norm.weight"] = target_tensor(name, target, ["model.norm.weight"], "last norm")
-    _check_weights(name, expected, weights)
+    check_weights(name, expected, weights)
     head.load_state_dict({key: tensor.float() for key, tensor in weights.items()}, assign=True)
     return head.eval().requires_grad_(False)
 
@@ -114,8 +114,13 @@ def _ours(key: str) -> str:
     return key
 
 
-def _check_weights(name: str, expected: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+def check_weights(name: str, expected: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
     """Check weights against the parameters of a module.
+
+    Args:
+        name: The head, for errors.
+        expected: The parameters.
+        weights: The stored tensors, by the same names.
 
     Raises:
         UnsupportedModelError: Weights are missing, of another shape, not finite, or of no use.

@@ -21,13 +21,15 @@ from services.engine.loader import load_worker_engine
 from services.heads.loading import names_head
 from services.process.fingerprints import check_drafter, vocab_sha256
 from services.speculation.local_drafter import LocalDrafter
+from services.target.dflash import DFlashDrafter
 from services.target.loading import load_local_drafter
+from services.target.medusa import MedusaDrafter
 
 __all__ = ["Loaded", "Source", "encode", "eos_token_ids", "find", "load", "load_local"]
 
 _ALLOWED = "a directory or GGUF file with a causal LM, or the name of one on the hub or in its cache"
 _HEAD_REFUSAL = "it is a head, which --head measures, in the target worker"
-_ALLOWED_HEADS = "a directory or hub name of an EAGLE head, or of a draft model with the target's vocabulary"
+_ALLOWED_HEADS = "a directory or hub name of a head, or of a draft model with the target's vocabulary"
 _SETTINGS: Mapping[str, type[WorkerSettings]] = {"target": TargetSettings, "draft": DraftSettings}
 
 
@@ -171,7 +173,7 @@ def load_local(name: str, source: Source, target: Engine) -> tuple[ModelFacts, L
     engine = drafter.engine
     facts = ModelFacts(
         name=name,
-        architecture="EAGLE head" if drafter.taps else "draft model",
+        architecture=_architecture(drafter),
         vocab_size=engine.vocab_size,
         tokenizer_size=source.facts.tokenizer_size,
         tokenizer_sha256=source.facts.tokenizer_sha256,
@@ -180,6 +182,14 @@ def load_local(name: str, source: Source, target: Engine) -> tuple[ModelFacts, L
         dtype=str(engine.dtype).removeprefix("torch."),
     )
     return facts, drafter
+
+
+def _architecture(drafter: LocalDrafter) -> str:
+    if isinstance(drafter, MedusaDrafter):
+        return "Medusa heads"
+    if isinstance(drafter, DFlashDrafter):
+        return "DFlash head"
+    return "EAGLE head" if drafter.taps else "draft model"
 
 
 def eos_token_ids(source: Source) -> tuple[int, ...]:

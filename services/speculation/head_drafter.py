@@ -22,14 +22,14 @@ from services.scheduling.sessions import SessionCopy
 from services.speculation.local_drafter import CHUNK, TOP_K, WEIGHT_BITS, Drafting, LocalDrafter
 from services.speculation.session import Speculation
 
-__all__ = ["HeadDrafter"]
+__all__ = ["HeadDrafter", "HeldFeatures"]
 
 MAX_FEATURES = 4096
 """Features of one session that wait for the head; the oldest are dropped."""
 
 
 @dataclass(slots=True)
-class _Features:
+class HeldFeatures:
     """The features of one session that the head has not read.
 
     Attributes:
@@ -79,7 +79,7 @@ class HeadDrafter(LocalDrafter):
     ) -> None:
         super().__init__(engine, top_k=top_k, bits=bits)
         self._head, self.taps = engine, taps
-        self._sessions: dict[str, _Features] = {}
+        self._sessions: dict[str, HeldFeatures] = {}
 
     def _take(self, session_id: str, start: int, states: Tensor) -> None:
         self.keep(session_id, start, self._head.fuse(states))
@@ -100,7 +100,7 @@ class HeadDrafter(LocalDrafter):
         """
         held = self._sessions.get(session_id)
         if held is None:
-            self._sessions[session_id] = _Features(
+            self._sessions[session_id] = HeldFeatures(
                 start + max(0, len(rows) - MAX_FEATURES), rows[-MAX_FEATURES:]
             )
             return
@@ -130,15 +130,10 @@ class HeadDrafter(LocalDrafter):
         speculation.begin()
         return self._read(speculation, shape)
 
-    def _has_start(self, held: _Features, session: SessionCopy) -> bool:
+    def _has_start(self, held: HeldFeatures, session: SessionCopy) -> bool:
         """Find out how much of the head's cache is valid; begin a new one if features between are missing."""
         session_id, tokens = session.session_id, session.tokens
-        cached = self.engine.tokens(session_id)
-        fed = min(held.fed, len(cached), len(tokens) - 1)
-        for position in range(min(held.lowest, fed), fed):
-            if cached[position] != tokens[position]:
-                fed = position
-                break
+        fed = self._num_fed(held, session)
         if fed <= held.start:
             try:
                 self.engine.skip(session_id, tokens[: held.start + 1])
@@ -147,6 +142,15 @@ class HeadDrafter(LocalDrafter):
             fed = held.start + 1
         held.fed, held.lowest = fed, len(tokens)
         return fed < len(tokens)
+
+    def _num_fed(self, held: HeldFeatures, session: SessionCopy) -> int:
+        """Return how many of the session's tokens are in the head's cache."""
+        tokens, cached = session.tokens, self.engine.tokens(session.session_id)
+        fed = min(held.fed, len(cached), len(tokens) - 1)
+        for position in range(min(held.lowest, fed), fed):
+            if cached[position] != tokens[position]:
+                return position
+        return fed
 
     def _feed_committed(self, drafting: Sequence[Drafting]) -> None:
         """Feed the committed tokens with their features, in chunks, and open the roots."""

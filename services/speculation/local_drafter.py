@@ -131,6 +131,7 @@ class LocalDrafter(ABC):
             top_k=self._top_k,
             bits=self._bits,
             calibration=self._calibration,
+            mask_token=self.engine.mask_token,
             reduced=self._reduced,
         )
 

@@ -9,14 +9,19 @@ from gammaray.demo_pair import resolve_model
 from gammaray.errors import InvalidArgumentError
 from services.engine.engine import Engine
 from services.engine.loader import load_engine
+from services.heads.block_runners import dflash_engine, medusa_engine
+from services.heads.dflash_formats import load_dflash, names_dflash
 from services.heads.fusion import FeatureFusion
 from services.heads.loading import load_fusion, load_head, names_head
+from services.heads.medusa_formats import load_medusa, names_medusa
 from services.heads.runner import HEAD_CACHE_BYTES, head_engine
 from services.process.fingerprints import check_drafter, head_sha256, vocab_sha256
 from services.speculation.head_drafter import HeadDrafter
 from services.speculation.local_drafter import LocalDrafter
+from services.target.dflash import DFlashDrafter
 from services.target.draft_model import ModelDrafter
 from services.target.features import FeatureSource
+from services.target.medusa import MedusaDrafter
 
 __all__ = ["load_feature_source", "load_local_drafter"]
 
@@ -35,6 +40,10 @@ def load_local_drafter(settings: TargetSettings, engine: Engine) -> LocalDrafter
     target = resolve_model(settings.model, "target", "model")
     name = resolve_model(settings.head, "draft", "head")
     check_drafter(name, target)
+    if names_medusa(name):
+        return _load_medusa(settings, name, target, engine)
+    if names_dflash(name):
+        return _load_dflash(settings, name, target, engine)
     if not names_head(name):
         return _load_draft_model(settings, name, target, engine)
     head, target_ids = load_head(name, target)
@@ -49,6 +58,24 @@ def load_local_drafter(settings: TargetSettings, engine: Engine) -> LocalDrafter
         kernel_cache=settings.kernel_cache,
     )
     return HeadDrafter(drafting, head.config.taps)
+
+
+def _load_medusa(settings: TargetSettings, name: str, target: str, engine: Engine) -> MedusaDrafter:
+    heads, target_ids = load_medusa(name, target)
+    heads.to(engine.device, torch.float32 if engine.device.type == "cpu" else engine.dtype)
+    drafting = medusa_engine(
+        heads, target_ids, name=name, max_context=engine.max_context, weights=settings.head_weights
+    )
+    return MedusaDrafter(drafting, heads.config.last_layer)
+
+
+def _load_dflash(settings: TargetSettings, name: str, target: str, engine: Engine) -> DFlashDrafter:
+    head, target_ids = load_dflash(name, target)
+    head.to(engine.device, torch.float32 if engine.device.type == "cpu" else engine.dtype)
+    drafting = dflash_engine(
+        head, target_ids, name=name, max_context=engine.max_context, weights=settings.head_weights
+    )
+    return DFlashDrafter(drafting)
 
 
 def load_feature_source(settings: TargetSettings, engine: Engine) -> tuple[FeatureSource, str]:
@@ -85,7 +112,7 @@ def _load_draft_model(settings: TargetSettings, name: str, target: str, engine: 
         weights=settings.head_weights,
         draft_for=target,
     )
-    allowed = f"an EAGLE head, or an ordinary draft model with the vocabulary of {target}"
+    allowed = f"an EAGLE, DFlash or Medusa head, or an ordinary draft model with the vocabulary of {target}"
     if drafting.mask_token is not None or drafting.vocab_size != engine.vocab_size:
         raise InvalidArgumentError("head", name, allowed)
     own, theirs = vocab_sha256(name), vocab_sha256(target)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from services.train.head import AnyDrafter
+from services.train.features import AnyDrafter
 from services.train.store import Sequence
 
 __all__ = ["evaluate"]

@@ -7,35 +7,29 @@ place of the target's, as when it drafts.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from transformers import LlamaConfig, PreTrainedModel
+from torch import Tensor
+from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel
 
 from gammaray.errors import FailedPreconditionError, InvalidArgumentError
 from services.heads.eagle import Attend, EagleConfig, EagleHead
 from services.heads.loading import load_head
-from services.train.drafter import Drafter, write_drafter
+from services.train.drafter import write_drafter
+from services.train.features import FeatureDrafter, FixedRows, HeadBatch, head_card
 from services.train.states import StateStore
-from services.train.store import Sequence
 
-__all__ = ["AnyDrafter", "HeadBatch", "HeadDrafter", "save_head"]
-
-STEP_WEIGHT = 0.8
-"""Weight of a step's loss relative to the step before, as a step counts only if those before were right."""
+__all__ = ["HeadDrafter", "save_head"]
 
 _SMALL = 0.1
 """Factor on what the layer adds at first: the head then begins near the target's own last state."""
 
 _SPREAD = 0.02
-_WINDOWS = 0.5
-"""Share of the answers of which a head sees no states before a random place, as after a lost cache."""
 
 _LAYER_TYPES = ("llama", "mistral", "qwen2", "smollm3")
 _CONFIG_KEYS = (
@@ -52,31 +46,7 @@ _CONFIG_KEYS = (
 )
 
 
-@dataclass(frozen=True)
-class HeadBatch:
-    """Inputs and what the target expects.
-
-    Attributes:
-        token_ids: int64 [sequences, tokens], padded behind.
-        starts: Position of each sequence's first token here, int64 [sequences]; 0 but for windows.
-        states: bfloat16 [sequences, tokens, taps, hidden_size].
-        place: Sequence, anchor and depth (from 1) of each prediction, by depth, int64 [predictions, 3]: row
-            of the token at anchor - 1 in step `depth` predicts the token at anchor + depth.
-        labels: Token of the answer at the predicted place, int64 [predictions].
-        top_ids: The target's most likely ids there, int64 [predictions, top_k].
-        top_logs: Their log-probabilities at temperature 1, float32 [predictions, top_k].
-    """
-
-    token_ids: Tensor
-    starts: Tensor
-    states: Tensor
-    place: Tensor
-    labels: Tensor
-    top_ids: Tensor
-    top_logs: Tensor
-
-
-class HeadDrafter(nn.Module):
+class HeadDrafter(FeatureDrafter):
     """A head that begins near the target's last state; the target's input embedding is not trained.
 
     Args:
@@ -93,40 +63,44 @@ class HeadDrafter(nn.Module):
     def __init__(
         self, target: PreTrainedModel, taps: Items[int], target_ids: Tensor, depth: int, states: StateStore
     ) -> None:
-        super().__init__()
+        self.check_target(target.config)
         config: Any = target.config
+        super().__init__(taps, config.hidden_size, config.vocab_size, target_ids, depth, states)
+        stored = {key: getattr(config, key) for key in _CONFIG_KEYS if getattr(config, key, None) is not None}
+        self.layer_config = LlamaConfig(**stored, num_hidden_layers=1, tie_word_embeddings=False)
+        self.config = self._head_config(self.layer_config, tuple(taps), len(target_ids))
+        self.module = EagleHead(self.config)
+        self._begin(target, target_ids)
+
+    @staticmethod
+    def check_target(config: PretrainedConfig) -> None:
+        """Check that a head can be trained for a target.
+
+        Raises:
+            FailedPreconditionError: It has other layers.
+        """
         if config.model_type not in _LAYER_TYPES:
             allowed = ", ".join(_LAYER_TYPES)
             raise FailedPreconditionError(
                 f"model_type {config.model_type}: a head is trained for targets of types {allowed}"
             )
-        stored = {key: getattr(config, key) for key in _CONFIG_KEYS if getattr(config, key, None) is not None}
-        self.layer_config = LlamaConfig(**stored, num_hidden_layers=1, tie_word_embeddings=False)
-        rope = self.layer_config
-        self.config = EagleConfig(
-            taps=tuple(taps),
-            hidden_size=rope.hidden_size,
-            target_hidden_size=rope.hidden_size,
-            intermediate_size=rope.intermediate_size,
-            num_heads=rope.num_attention_heads,
-            num_kv_heads=rope.num_key_value_heads or rope.num_attention_heads,
-            head_dim=rope.head_dim or rope.hidden_size // rope.num_attention_heads,
-            vocab_size=rope.vocab_size,
-            num_outputs=len(target_ids),
-            norm_eps=rope.rms_norm_eps,
-            rope=rope,
+
+    def _head_config(self, layer: LlamaConfig, taps: tuple[int, ...], num_outputs: int) -> EagleConfig:
+        """Return the head's configuration from that of its layer."""
+        return EagleConfig(
+            taps=taps,
+            hidden_size=layer.hidden_size,
+            target_hidden_size=layer.hidden_size,
+            intermediate_size=layer.intermediate_size,
+            num_heads=layer.num_attention_heads,
+            num_kv_heads=layer.num_key_value_heads or layer.num_attention_heads,
+            head_dim=layer.head_dim or layer.hidden_size // layer.num_attention_heads,
+            vocab_size=layer.vocab_size,
+            num_outputs=num_outputs,
+            norm_eps=layer.rms_norm_eps,
+            rope=layer,
             fc_norm=True,
         )
-        self.module = EagleHead(self.config)
-        self._begin(target, target_ids)
-        self.depth, self._states = depth, states
-        self.num_steps = 1
-        self.target_ids: Tensor
-        self.row_of: Tensor
-        self.register_buffer("target_ids", target_ids)
-        row_of = torch.full((rope.vocab_size,), -1)
-        row_of[target_ids] = torch.arange(len(target_ids))
-        self.register_buffer("row_of", row_of, persistent=False)
 
     @torch.no_grad()
     def _begin(self, target: PreTrainedModel, target_ids: Tensor) -> None:
@@ -139,36 +113,36 @@ class HeadDrafter(nn.Module):
         module.fc.weight[:, -size:] += torch.eye(size)  # of the last state
         for name in ("q_proj", "k_proj", "v_proj"):
             own, theirs = getattr(layer.self_attn, name).weight, getattr(last.self_attn, name).weight
-            own[:, :size].normal_(std=_SPREAD)
-            own[:, size:] = theirs.float()
+            own[:, :-size].normal_(std=_SPREAD)
+            own[:, -size:] = theirs.float()
         layer.self_attn.o_proj.weight.copy_(last.self_attn.o_proj.weight.float() * _SMALL)
-        layer.hidden_norm.weight.copy_(last.input_layernorm.weight.float())
         layer.post_attention_layernorm.weight.copy_(last.post_attention_layernorm.weight.float())
         for name in ("gate_proj", "up_proj"):
             getattr(layer.mlp, name).weight.copy_(getattr(last.mlp, name).weight.float())
         layer.mlp.down_proj.weight.copy_(last.mlp.down_proj.weight.float() * _SMALL)
-        module.norm.weight.copy_(decoder.norm.weight.float())
-        module.lm_head.weight.copy_(model.get_output_embeddings().weight.float()[target_ids])
-        embedding = decoder.embed_tokens.weight.detach().float()
-        layer.input_layernorm.weight.fill_(1.0)
         del module.embed_tokens
-        module.embed_tokens = _Rows(embedding)  # type: ignore[assignment]
+        module.embed_tokens = FixedRows(decoder.embed_tokens.weight.detach().float())  # type: ignore[assignment]
+        self._begin_variant(decoder, model.get_output_embeddings().weight.detach().float()[target_ids])
 
-    def start_from(self, init: str, target: str) -> None:
-        """Take the weights and the output's ids of another head.
+    def _begin_variant(self, decoder: Any, output: Tensor) -> None:
+        """Fill what only some heads have.
 
         Args:
-            init: Its directory.
-            target: The target's directory or hub name.
-
-        Raises:
-            InvalidArgumentError: It has another shape, or reads other states.
-            UnsupportedModelError: It is no head of the target.
+            decoder: The target's.
+            output: The target's output matrix, its rows of `target_ids`.
         """
+        layer: Any = self.module.layers[0]
+        layer.hidden_norm.weight.copy_(decoder.layers[-1].input_layernorm.weight.float())
+        layer.input_layernorm.weight.fill_(1.0)
+        self.module.norm.weight.copy_(decoder.norm.weight.float())
+        self.module.lm_head.weight.copy_(output)
+
+    def start_from(self, init: str, target: str) -> None:
+        """Take the weights and the output's ids of another head, see `FeatureDrafter.start_from`."""
         head, ids = load_head(init, target)
         own = self.config
         same = replace(head.config, rope=own.rope, feature_eps=own.feature_eps)
-        if same != own or ids is None:
+        if same != own or (ids is None and own.is_fused):
             raise InvalidArgumentError(
                 "init", init, f"a head of {own.num_outputs} output tokens on layers {list(own.taps)}"
             )
@@ -176,9 +150,8 @@ class HeadDrafter(nn.Module):
         self.module.load_state_dict(
             {key: value for key, value in head.state_dict().items() if key in own_keys}
         )
-        self.target_ids.copy_(ids)
-        self.row_of.fill_(-1)
-        self.row_of[ids] = torch.arange(len(ids))
+        if ids is not None:
+            self.take_ids(ids)
 
     @property
     def head(self) -> Tensor:
@@ -191,44 +164,15 @@ class HeadDrafter(nn.Module):
         fused = sum(parameter.numel() for parameter in self.module.fc.parameters())
         return sum(parameter.numel() for parameter in self.parameters()) - fused
 
-    def batch(
-        self, sequences: Items[Sequence], *, keep: float = 0.0, generator: torch.Generator | None = None
-    ) -> HeadBatch:
-        """Return a batch for `num_steps` steps; `keep` 1 for all `depth` steps that are evaluated.
-
-        Args:
-            sequences: Answers with their prompts.
-            keep: 1: all of each sequence.
-            generator: Chooses windows; None: there are none.
-        """
-        count = self.depth if keep == 1.0 else self.num_steps
-        starts = [0 if generator is None else _start(one, generator) for one in sequences]
-        width = max(len(one.token_ids) - start for one, start in zip(sequences, starts, strict=True))
-        token_ids = torch.zeros(len(sequences), width, dtype=torch.long)
-        size = (len(sequences), width, len(self.config.taps), self.config.hidden_size)
-        states = torch.zeros(size, dtype=torch.bfloat16)
-        for number, (one, found) in enumerate(zip(sequences, self._states.of(sequences), strict=True)):
-            start, length = starts[number], len(found) - starts[number]
-            token_ids[number, :length] = torch.from_numpy(one.token_ids[start:].astype("int64"))
-            states[number, :length] = found[start:]
-        place, labels, ids, logs = [], [], [], []
-        for depth in range(1, count + 1):
-            for number, one in enumerate(sequences):
-                end = len(one.token_ids)
-                label = torch.arange(min(end, max(one.num_prompt, starts[number] + depth + 1)), end)
-                anchor = label - depth
-                place.append(
-                    torch.stack((torch.full_like(anchor, number), anchor, torch.full_like(anchor, depth)), 1)
-                )
-                answer = label.numpy() - one.num_prompt
-                labels.append(torch.from_numpy(one.token_ids[label.numpy()].astype("int64")))
-                ids.append(torch.from_numpy(one.top_ids[answer].astype("int64")))
-                logs.append(torch.from_numpy(one.top_logs[answer].astype("float32")))
-        joined = (torch.cat(part) for part in (place, labels, ids, logs))
-        return HeadBatch(token_ids, torch.tensor(starts), states, *joined)
-
     def forward(self, batch: HeadBatch) -> Tensor:
         """Return log-probabilities of each prediction, float32 [predictions, rows of the output]."""
+        return self._logs(self._unrolled(batch))
+
+    def _logs(self, hidden: Tensor) -> Tensor:
+        return self.module.logits(hidden).float().log_softmax(-1)
+
+    def _unrolled(self, batch: HeadBatch) -> Tensor:
+        """Return what the output matrix takes for each prediction, [predictions, hidden_size]."""
         module, rows = self.module, batch.token_ids.shape[1] - 1
         feature = module.fuse(batch.states[:, :-1].float())
         positions = torch.arange(rows, device=feature.device) + batch.starts[:, None]
@@ -241,46 +185,12 @@ class HeadDrafter(nn.Module):
                 tokens[:, depth : depth + rows], feature, positions + depth, attention.step()
             )
             chosen = batch.place[batch.place[:, 2] == depth]
-            logits = module.logits(hidden[chosen[:, 0], chosen[:, 1] - 1 - batch.starts[chosen[:, 0]]])
-            found.append(logits.float().log_softmax(-1))
+            found.append(hidden[chosen[:, 0], chosen[:, 1] - 1 - batch.starts[chosen[:, 0]]])
         return torch.cat(found)
 
-    def common(self, batch: HeadBatch, logs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the target's probabilities and the head's log-probabilities of the target's top ids.
-
-        Both are [predictions, top_k]; an id without a row has the target's probability 0.
-        """
-        rows = self.row_of[batch.top_ids]
-        return batch.top_logs.exp() * (rows >= 0), logs.gather(1, rows.clamp_min(0))
-
-    def loss(self, batch: HeadBatch, kind: str) -> Tensor:
-        """Return the mean loss, in which later steps count less: "kl" or "tv", as for other drafters."""
-        wanted, found = self.common(batch, self(batch))
-        if kind == "tv":
-            each = 1 - torch.minimum(wanted, found.exp()).sum(-1)
-        else:
-            each = -(wanted * found).sum(-1)
-        weight = STEP_WEIGHT ** (batch.place[:, 2] - 1).float()
-        return (each * weight).sum() / weight.sum()
-
-
-def _start(one: Sequence, generator: torch.Generator) -> int:
-    """Return the first position of which the head sees the states; at least half of the answer follows."""
-    most = one.num_prompt + (len(one.token_ids) - one.num_prompt) // 2
-    is_window, place = torch.rand(2, generator=generator).tolist()
-    return int(place * most) if is_window < _WINDOWS else 0
-
-
-class _Rows(nn.Module):
-    """An embedding that is not trained and not saved."""
-
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__()
-        self.weight: Tensor
-        self.register_buffer("weight", weight, persistent=False)
-
-    def forward(self, token_ids: Tensor) -> Tensor:
-        return F.embedding(token_ids, self.weight)
+    def save(self, folder: Path, identity: dict[str, str], name: str, card: dict[str, Any]) -> int:
+        """Write a directory in the `speculators` format, see `FeatureDrafter.save`."""
+        return save_head(self, folder, identity, name, card)
 
 
 class _Unrolled:
@@ -316,9 +226,6 @@ class _Unrolled:
         for at, one in enumerate(values[1:]):
             mixed = mixed + share[..., rows + at, None] * one
         return mixed.transpose(1, 2)
-
-
-AnyDrafter = Drafter | HeadDrafter
 
 
 def save_head(
@@ -362,15 +269,9 @@ def save_head(
             "verifier": {"name_or_path": name, "architectures": ["LlamaForCausalLM"]},
         },
     }
-    return write_drafter(folder, weights, stored, identity, name, card, _card(name, drafter, card))
-
-
-def _card(name: str, drafter: HeadDrafter, card: dict[str, Any]) -> str:
-    taps = ", ".join(map(str, drafter.config.taps))
-    return (
-        f"# EAGLE-3 head for {name}\n\n"
-        f"It reads the target's states at layers {taps} and has {drafter.config.num_outputs} output tokens, "
-        "trained by `gammaray train` on text of the target. Its weights derive from the target's, whose "
-        "licence applies. It shares the target's input embedding and tokenizer.\n\n"
-        f"Measured on held-out answers:\n\n```json\n{json.dumps(card, indent=1)}\n```\n"
+    about = (
+        f"It reads the target's states at layers {', '.join(map(str, config.taps))} and has "
+        f"{config.num_outputs} output tokens. It shares the target's input embedding and tokenizer."
     )
+    text = head_card("EAGLE-3 head", name, about, card)
+    return write_drafter(folder, weights, stored, identity, name, card, text)

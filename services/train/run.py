@@ -22,8 +22,11 @@ from services.engine.core.model import load_model
 from services.engine.loader import load_engine
 from services.process.fingerprints import model_identity, vocab_sha256
 from services.train.drafter import Drafter, choose_vocabulary, save_drafter
+from services.train.eagle1 import Eagle1Drafter
 from services.train.evaluate import evaluate
-from services.train.head import AnyDrafter, HeadDrafter, save_head
+from services.train.features import AnyDrafter, FeatureDrafter
+from services.train.head import HeadDrafter
+from services.train.medusa import MedusaDrafter
 from services.train.prompts import Passages, Turns, chat_jobs, file_jobs, own_jobs
 from services.train.states import StateStore
 from services.train.store import AnswerStore, Sequence, disk, write_json
@@ -42,6 +45,13 @@ UNROLL_FROM = 0.5
 
 _RATE, _HEAD_RATE = 2e-3, 1e-3
 """Peaks of the learning rate; a head begins near what it should be."""
+
+_HEADS: dict[str, type[HeadDrafter | MedusaDrafter]] = {
+    "eagle1": Eagle1Drafter,
+    "eagle3": HeadDrafter,
+    "medusa": MedusaDrafter,
+}
+"""Kinds that read the target's hidden states."""
 
 _SHAPE = ("kind", "layers", "draft_vocab", "depth", "seed")
 """Options that a saved state depends on."""
@@ -89,14 +99,20 @@ class _Run:
             raise FailedPreconditionError(f"{task.target}: its weights or its tokenizer have no fingerprint")
         self.vocab_size = int(self.target.config.vocab_size)
         count = self.target.config.num_hidden_layers
-        self.is_head = task.kind == "eagle3"
-        default = (2, count // 2, count - 3, count) if self.is_head else (0, 1)
+        self.is_head = task.kind in _HEADS
+        default: tuple[int, ...] = (count,) if self.is_head else (0, 1)
+        if task.kind == "eagle3":
+            default = (2, count // 2, count - 3, count)
         self.layers = task.layers or tuple(layer for layer in default if 0 <= layer <= count)
         most = count if self.is_head else count - 1
         if not set(self.layers) <= set(range(most + 1)):
             raise InvalidArgumentError("layers", self.layers, f"numbers from 0 to {most}")
         if self.is_head and self.layers[-1] != count:
             raise InvalidArgumentError("layers", self.layers, f"{count} as the last one: the last state")
+        if self.is_head and task.kind != "eagle3" and self.layers != (count,):
+            raise InvalidArgumentError(
+                "layers", self.layers, f"{count} alone, the last state, for {task.kind}"
+            )
         top_k = min(_TOP_K, self.vocab_size)
         self.store = AnswerStore(work / "answers", self.identity, top_k, self.vocab_size)
         self.mixed = torch.autocast(
@@ -227,13 +243,15 @@ class _Run:
         drafter: AnyDrafter
         if self.is_head:
             states = self._state_store()
-            drafter = HeadDrafter(self.target.module, self.layers, rows, task.depth, states)
+            if task.kind == "eagle1":
+                rows = torch.arange(self.vocab_size)
+            drafter = _HEADS[task.kind](self.target.module, self.layers, rows, task.depth, states)
         else:
             depth = task.depth if task.kind == "parallel" else 1
             drafter = Drafter(self.target.module, self.layers, rows, depth)
         if task.init is None or state.exists():
             return drafter.to(task.device)
-        if isinstance(drafter, HeadDrafter):
+        if isinstance(drafter, FeatureDrafter):
             drafter.start_from(task.init, self.path)
         else:
             try:
@@ -279,7 +297,7 @@ class _Run:
         with self.mixed:
             found = evaluate(drafter, held, self.task.depth)
         cost = drafter.num_weights / sum(p.numel() for p in self.target.module.parameters())
-        passes = 1 if self.task.kind == "parallel" else self.task.depth
+        passes = 1 if self.task.kind in ("parallel", "medusa") else self.task.depth
         found["predicted_speedup"] = round(found["tokens_per_cycle"] / (1 + passes * cost), 3)
         found |= {
             "steps": step,
@@ -293,8 +311,8 @@ class _Run:
         if score <= best:
             return best, worse + 1
         name, out = Path(self.path).name, Path(self.task.out)
-        if isinstance(drafter, HeadDrafter):
-            size = save_head(drafter, out, self.identity, name, found)
+        if isinstance(drafter, FeatureDrafter):
+            size = drafter.save(out, self.identity, name, found)
         else:
             size = save_drafter(drafter, out, self.identity, name, found)
         self.tell(f"saved {self.task.out}, {size / 1e6:.1f} MB")

@@ -12,6 +12,7 @@ import pytest
 import torch
 from engine_helpers import random_tokens, tiny_model
 from head_helpers import bigram_head, bigram_target
+from medusa_helpers import cyclic_heads, cyclic_target
 from vocabulary_helpers import byte_fallback
 
 import gammaray
@@ -268,6 +269,18 @@ def test_head_that_knows_the_target_is_always_accepted_and_recording_ends(tmp_pa
             assert sum(run.tested) > 10
             assert run.draft_ms > 0
             assert run.draft_step_ms < run.draft_ms
+
+
+def test_medusa_heads_take_one_forward_per_proposal(tmp_path):
+    directory = cyclic_target(tmp_path / "target")
+    source = find("target", str(directory), task())
+    target = load(dataclasses.replace(source, facts=source.facts.model_copy(update={"refusal": ""}))).engine
+    facts, drafter = load_local(str(cyclic_heads(tmp_path / "heads", directory)), source, target)
+    assert (facts.architecture, facts.refusal) == ("Medusa heads", "")
+    pair = Pair(target_scheduler(target, source.settings, drafter), None, is_block=True)
+    runs, equality, _ = measured(pair, gammas=(3,))
+    assert [(one.compared, one.equal) for one in equality] == [(2, 2), (2, 2)]
+    assert all(run.draft_step_ms == run.draft_ms for run in runs if run.gamma)
 
 
 def test_missing_head_is_a_wrong_argument(tmp_path, models):

@@ -54,6 +54,46 @@ def as_official(folder: Path) -> Path:
     return changed("llama", folder, config, weights)
 
 
+def complete_dflash(variant: str, folder: Path, taps: list[int] | None = None) -> Path:
+    """Write a DFlash variant with the embedding and output matrix of its expected logits.
+
+    Args:
+        variant: Its name.
+        folder: Where to.
+        taps: Other layers, at most as many.
+    """
+    expected = load_file(DATA / variant / "expected.safetensors")
+
+    def config(stored: dict[str, Any]) -> dict[str, Any]:
+        return stored if taps is None else {**stored, "aux_hidden_state_layer_ids": taps}
+
+    def weights(tensors: Weights) -> Weights:
+        width = tensors["fc.weight"].shape[1] if taps is None else 32 * len(taps)
+        return tensors | {
+            "fc.weight": tensors["fc.weight"][:, :width].contiguous(),
+            "embed_tokens.weight": expected["embed_tokens"],
+            "lm_head.weight": expected["lm_head"],
+        }
+
+    return changed(variant, folder, config, weights)
+
+
+def as_official_dflash(folder: Path) -> Path:
+    """Write the plain DFlash variant in the official format, on the outputs of layers 0 and 1."""
+    complete_dflash("dflash", folder, [1, 2])
+    stored = json.loads((folder / "config.json").read_text())
+    official = {
+        **stored["transformer_layer_config"],
+        "architectures": ["DFlashDraftModel"],
+        "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+        "block_size": stored["block_size"],
+        "dflash_config": {"mask_token_id": stored["mask_token_id"], "target_layer_ids": [0, 1]},
+        "num_target_layers": 3,
+    }
+    (folder / "config.json").write_text(json.dumps(official))
+    return folder
+
+
 def bigram_target(folder: Path, vocab_size: int = 97, scale: float = 3.0) -> Path:
     """Write a target whose next token depends on its last token only: its layers add nothing."""
     torch.manual_seed(11)

@@ -51,8 +51,8 @@ _STDOUT = Path("-")
     "--head",
     "heads",
     multiple=True,
-    help="Directory or hub name of what drafts in the target worker: an EAGLE head, or a draft model of the "
-    "same vocabulary; repeatable.",
+    help="Directory or hub name of what drafts in the target worker: an EAGLE, DFlash or Medusa head, "
+    "or a draft model of the same vocabulary; repeatable.",
 )
 @click.option(
     "--prompts",

@@ -35,21 +35,35 @@ def _layers(context: click.Context, parameter: click.Parameter, value: str | Non
 )
 @click.option("--chat/--text", default=True, help="Prompts are user turns, or texts to continue.")
 @click.option(
-    "--kind", type=click.Choice(["parallel", "plain", "eagle3"]), default="parallel", show_default=True
+    "--kind",
+    type=click.Choice(["parallel", "plain", "eagle1", "eagle3", "medusa"]),
+    default="parallel",
+    show_default=True,
+    help="eagle1, eagle3 and medusa read the target's hidden states, in its process.",
 )
 @click.option(
     "--layers",
     callback=_layers,
     help="Layers of the target to start from, counted from 0, or of which a head reads the states; "
-    "default: 0,1, or for a head low, middle, high and last.",
+    "default: 0,1, or for eagle3 low, middle, high and last.",
 )
 @click.option("--init", type=click.Path(exists=True, file_okay=False), help="A drafter to start from.")
 @click.option(
-    "--draft-vocab", type=IntRange(1), default=8192, show_default=True, help="Tokens it can propose."
+    "--draft-vocab",
+    type=IntRange(1),
+    default=8192,
+    show_default=True,
+    help="Tokens it can propose; eagle1: all.",
 )
-@click.option("--depth", type=IntRange(1, 16), default=5, show_default=True, help="Tokens per proposal.")
 @click.option(
-    "--unroll", type=IntRange(1, 8), default=3, show_default=True, help="Steps in which a head is trained."
+    "--depth", type=IntRange(1, 16), default=5, show_default=True, help="Tokens per proposal; Medusa's heads."
+)
+@click.option(
+    "--unroll",
+    type=IntRange(1, 8),
+    default=3,
+    show_default=True,
+    help="Steps in which an EAGLE head is trained.",
 )
 @click.option(
     "--tokens", type=IntRange(1), default=300_000, show_default=True, help="Answer tokens to generate."
