@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.pair import TINY, Pair, random_tokens
-from services.engine.core.batch import SequenceInput
-from services.engine.core.draws import GumbelDraw
+from services.engine.core.batch import GumbelDraw, SequenceInput
 from services.engine.cuda.torch_kernels import TorchKernels
 from services.engine.device_drafting import GraphEngine
 

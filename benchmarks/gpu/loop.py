@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.gpu.pair import random_tokens
-from services.engine.core.batch import SequenceInput
-from services.engine.core.draws import GumbelDraw
+from services.engine.core.batch import GumbelDraw, SequenceInput
 from services.engine.device_drafting import GraphEngine, TreeShape
 
 __all__ = ["Session", "Trace", "decode", "new_sessions", "release", "speculate"]

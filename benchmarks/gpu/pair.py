@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from services.engine.core.batch import SequenceInput
-from services.engine.core.draws import GumbelDraw
+from services.engine.core.batch import GumbelDraw, SequenceInput
 from services.engine.core.model import LoadedModel
 from services.engine.cuda.torch_kernels import TorchKernels
 from services.engine.cuda.weights import GraphModel, build_graph_model

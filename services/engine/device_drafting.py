@@ -18,9 +18,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from services.engine.core.batch import Batch, SequenceInput
+from services.engine.core.batch import Batch, GumbelDraw, SequenceInput
 from services.engine.core.cache_budget import DEFAULT_CACHE_BUDGET_BYTES
-from services.engine.core.draws import GumbelDraw
 from services.engine.core.errors import UnsupportedModelError
 from services.engine.core.kv_cache import CacheShape, CacheStore
 from services.engine.core.model import LoadedModel

@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from gammaray.errors import InvalidArgumentError
-from services.engine.core.batch import Batch, SequenceInput, Taps, plan_batch
+from services.engine.core.batch import Batch, GumbelDraw, SequenceInput, Taps, plan_batch
 from services.engine.core.device import on_device
 from services.engine.core.drafter import DraftFormat
-from services.engine.core.draws import GumbelDraw
 from services.engine.core.errors import CacheGapError
 from services.engine.core.kv_cache import CacheStats, CacheStore, Source
 from services.engine.native.runner import NativeRunner

@@ -14,7 +14,7 @@ from torch import Tensor
 from gammaray.blocks import TokenLogprobs, Verdict
 from gammaray.errors import GammarayError, InternalError, InvalidArgumentError
 from gammaray.types import Proposal, VerificationMethod
-from services.engine.core.draws import GumbelDraw
+from services.engine.core.batch import GumbelDraw
 from services.engine.engine import Engine, SequenceInput
 from services.engine.sampling.edits import LogitEdits, row_paths
 from services.engine.sampling.logits import edited_logits, gumbel_draw, processed_log_probs

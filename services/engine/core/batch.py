@@ -9,13 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.engine.core.draws import GumbelDraw
 from services.engine.core.errors import CacheGapError
 from services.engine.core.kv_cache import CacheStore
 from services.engine.core.session_cache import SessionCache
 
 __all__ = [
+    "GREEDY",
     "Batch",
+    "GumbelDraw",
     "Segment",
     "SequenceInput",
     "Taps",
@@ -26,6 +27,21 @@ __all__ = [
     "node_path",
     "plan_batch",
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class GumbelDraw:
+    """argmax(logits / temperature + gumbel), or argmax at temperature 0; the lowest id on ties.
+
+    The noise is that of `services.engine.sampling.noise`, stream 0, at the drawn token's absolute position.
+    """
+
+    seed: int
+    sample_index: int = 0
+    temperature: float = 1.0
+
+
+GREEDY = GumbelDraw(seed=0, temperature=0.0)
 
 
 @dataclass(frozen=True)

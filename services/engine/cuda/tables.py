@@ -15,8 +15,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from services.engine.core.batch import Batch, Segment, node_path
-from services.engine.core.draws import GREEDY, GumbelDraw
+from services.engine.core.batch import GREEDY, Batch, GumbelDraw, Segment, node_path
 from services.engine.core.session_cache import SessionCache
 
 __all__ = ["NO_TREE", "Bucket", "Tables", "bucket_of", "fill", "new_tables"]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gammaray.types import SamplingParams
-from services.engine.core.draws import GREEDY, GumbelDraw
+from services.engine.core.batch import GREEDY, GumbelDraw
 from services.engine.sampling.edits import LogitEdits
 
 __all__ = ["edited_logits", "gumbel_draw", "processed_log_probs"]

@@ -11,7 +11,7 @@ from engine_helpers import LEAN, MAX_CONTEXT, SUPPORTED, plain_model, random_tok
 from tap_helpers import CheckedTaps, FaultyRunner, node_text, plain_states
 
 from gammaray.errors import InvalidArgumentError
-from services.engine.core.draws import GREEDY
+from services.engine.core.batch import GREEDY
 from services.engine.core.errors import CacheGapError
 from services.engine.core.model import load_model
 from services.engine.cuda.runner import GraphRunner

@@ -11,7 +11,7 @@ import torch
 from engine_helpers import CheckedEngine, path_tokens, plain_model, random_tokens, tiny_model
 
 from services.engine import loader as loading
-from services.engine.core.draws import GREEDY, GumbelDraw
+from services.engine.core.batch import GREEDY, GumbelDraw
 from services.engine.core.errors import CacheGapError, UnsupportedModelError
 from services.engine.core.model import load_model
 from services.engine.cuda.runner import Capture, GraphRunner

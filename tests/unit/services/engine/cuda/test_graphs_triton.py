@@ -18,7 +18,7 @@ import pytest
 import torch
 from engine_helpers import random_tokens, tiny_model
 
-from services.engine.core.draws import GREEDY, GumbelDraw
+from services.engine.core.batch import GREEDY, GumbelDraw
 from services.engine.core.model import load_model
 from services.engine.cuda.torch_kernels import Stripes, TorchKernels
 from services.engine.device_drafting import GraphEngine, TreeShape
