@@ -38,8 +38,9 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--target", default=DEMO_PAIR, help="model directory, or demo (default)")
-    parser.add_argument("--draft", help="directory of a draft model, or demo")
-    parser.add_argument("--head", help="directory of a head in the target worker")
+    parser.add_argument("--draft", help="directory of a draft model or head on a draft worker, or demo")
+    parser.add_argument("--head", help="directory of a head or draft model in the target worker")
+    parser.add_argument("--weights", default="auto", help="of that: auto (default), int8 or int4")
     parser.add_argument("--categories", default=",".join(CATEGORIES), help="comma-separated; default: all")
     parser.add_argument("--prompts", type=int, default=3, help="prompts per category, up to 10; default 3")
     parser.add_argument("--tokens", type=int, default=96, help="tokens per completion; default 96")
@@ -83,6 +84,7 @@ def main() -> None:
             gguf=options.gguf,
             draft_gguf=options.draft_gguf,
             head=options.head,
+            weights=options.weights,
         )
     except ValueError as error:
         parser.error(str(error))

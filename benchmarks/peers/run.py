@@ -71,6 +71,7 @@ class Settings:
         target: Directory or hub name, or "demo".
         draft: Likewise; None: no drafts of a model.
         head: A head in the target worker; None: none.
+        weights: Of the draft or head in gammaray: auto, int8 or int4.
         categories: Of `benchmarks.prompts`.
         num_prompts: Prompts per category.
         max_tokens: Tokens per completion; end-of-sequence tokens are ignored.
@@ -105,6 +106,7 @@ class Settings:
     gguf: Path | None = None
     draft_gguf: Path | None = None
     head: str | None = None
+    weights: str = "auto"
 
     def __post_init__(self) -> None:
         load_tasks(self.categories, self.num_prompts)
@@ -112,6 +114,8 @@ class Settings:
         for name, value in (*least.items(), *(("streams", number) for number in self.streams)):
             if value < 1:
                 raise ValueError(f"{name}: too small")
+        if self.weights not in ("auto", "int8", "int4"):
+            raise ValueError("weights: none of auto, int8, int4")
         if any(temperature < 0 for temperature in self.temperatures):
             raise ValueError("temperature: a negative one")
         if self.llama_server and self.gguf is None and self.llama_convert is None:
@@ -262,7 +266,7 @@ async def _start(settings: Settings, context: int, stack: AsyncExitStack) -> _St
     engine = await stack.enter_async_context(running_engine(settings.target, threads))
     started.batching = [Peer(name, engine) for name in (ENGINE, f"{ENGINE}-lookup-{_LOOKUP}")]
     started.client = await stack.enter_async_context(
-        running_stack(settings.target, settings.draft, settings.head)
+        running_stack(settings.target, settings.draft, settings.head, settings.weights)
     )
     if settings.llama_server:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gammaray-peers-")))

@@ -81,7 +81,7 @@ def with_server_times(sample: Sample, cycles: Sequence[CycleRecord], called: flo
 
 @asynccontextmanager
 async def running_stack(
-    target: str, draft: str | None, head: str | None = None
+    target: str, draft: str | None, head: str | None = None, weights: str = "auto"
 ) -> AsyncIterator[AsyncClient]:
     """Run `gammaray up` until the block ends, without draft workers if `draft` is None; yield its client.
 
@@ -89,14 +89,15 @@ async def running_stack(
         target: Directory or hub name, or "demo".
         draft: Likewise.
         head: A head in the target worker.
+        weights: Of the draft or head: auto, int8 or int4.
 
     Raises:
         ClusterError: It did not start, or did not end all of its processes.
         DeadlineExceededError: A worker did not come up within two minutes.
     """
-    pair = ("--draft", draft) if draft else ("--draft-workers", "0")
+    pair = ("--draft", draft, "--draft-weights", weights) if draft else ("--draft-workers", "0")
     if head:
-        pair = (*pair, "--head", head)
+        pair = (*pair, "--head", head, "--head-weights", weights)
     roles = ("target", "draft") if draft else ("target",)
     async with (
         running_cluster("--target", target, *pair) as cluster,
