@@ -178,7 +178,8 @@ def role_settings(cluster: ClusterSettings) -> dict[str, dict[str, Any]]:
             "tensor_parallel": cluster.tensor_parallel,
             "head": cluster.head,
             "head_weights": cluster.head_weights,
-            "features": cluster.draft if _has_draft_head(cluster) else "",
+            # Draft workers that are started elsewhere may have a head: then the environment names it.
+            **({"features": cluster.draft} if _has_draft_head(cluster) else {}),
             **worker,
         },
         "draft": worker if is_server else draft,
