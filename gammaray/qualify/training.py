@@ -19,14 +19,15 @@ class TrainTask(BaseModel):
         prompts: Texts; None: the target writes its own user turns.
         chat: Whether prompts are user turns, instead of texts to continue.
         kind: "parallel" (PARD), "plain", or a head that reads the target's hidden states: "eagle1", "eagle3",
-            or "medusa", which has one head per depth.
+            "medusa", which has one head per depth, or "dflash", which predicts a block in a pass.
         layers: Layers of the target to start from, counted from 0, in this order; of a head the layers whose
-            entering states it reads, the last one the number of layers. Empty: the first two, or for EAGLE-3
-            2, the middle, the last but two, and the end; EAGLE-1 and Medusa read the end only.
+            entering states it reads, the last one the number of layers, but for DFlash. Empty: the first two,
+            for EAGLE-3 2, the middle, the last but two, and the end, for DFlash the last one instead of the
+            end; EAGLE-1 and Medusa read the end only.
         init: A directory of this command's drafter to start from; same shape.
         draft_vocab: Rows of the head; at most the target's. EAGLE-1 always has all.
-        depth: Tokens per block of a parallel draft, number of Medusa heads, and tokens of the proposals that
-            are measured.
+        depth: Tokens per block of a parallel draft or DFlash head, of which the latter has at least 2, number
+            of Medusa heads, and tokens of the proposals that are measured.
         unroll: Steps in which an EAGLE head is trained in the second half of the time, or from `init` on.
         tokens: Answer tokens to generate.
         max_tokens: Longest answer.
@@ -50,7 +51,7 @@ class TrainTask(BaseModel):
     work: str
     prompts: tuple[str, ...] | None = None
     chat: bool = True
-    kind: Literal["parallel", "plain", "eagle1", "eagle3", "medusa"] = "parallel"
+    kind: Literal["parallel", "plain", "eagle1", "eagle3", "medusa", "dflash"] = "parallel"
     layers: tuple[int, ...] = ()
     init: str | None = None
     draft_vocab: int = Field(8192, ge=1)

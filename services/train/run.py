@@ -21,6 +21,7 @@ from gammaray.qualify.training import TrainTask
 from services.engine.core.model import load_model
 from services.engine.loader import load_engine
 from services.process.fingerprints import model_identity, vocab_sha256
+from services.train.dflash import DFlashDrafter
 from services.train.drafter import Drafter, choose_vocabulary, save_drafter
 from services.train.eagle1 import Eagle1Drafter
 from services.train.evaluate import evaluate
@@ -46,7 +47,8 @@ UNROLL_FROM = 0.5
 _RATE, _HEAD_RATE = 2e-3, 1e-3
 """Peaks of the learning rate; a head begins near what it should be."""
 
-_HEADS: dict[str, type[HeadDrafter | MedusaDrafter]] = {
+_HEADS: dict[str, type[HeadDrafter | MedusaDrafter | DFlashDrafter]] = {
+    "dflash": DFlashDrafter,
     "eagle1": Eagle1Drafter,
     "eagle3": HeadDrafter,
     "medusa": MedusaDrafter,
@@ -100,19 +102,9 @@ class _Run:
         self.vocab_size = int(self.target.config.vocab_size)
         count = self.target.config.num_hidden_layers
         self.is_head = task.kind in _HEADS
-        default: tuple[int, ...] = (count,) if self.is_head else (0, 1)
-        if task.kind == "eagle3":
-            default = (2, count // 2, count - 3, count)
-        self.layers = task.layers or tuple(layer for layer in default if 0 <= layer <= count)
-        most = count if self.is_head else count - 1
-        if not set(self.layers) <= set(range(most + 1)):
-            raise InvalidArgumentError("layers", self.layers, f"numbers from 0 to {most}")
-        if self.is_head and self.layers[-1] != count:
-            raise InvalidArgumentError("layers", self.layers, f"{count} as the last one: the last state")
-        if self.is_head and task.kind != "eagle3" and self.layers != (count,):
-            raise InvalidArgumentError(
-                "layers", self.layers, f"{count} alone, the last state, for {task.kind}"
-            )
+        self.layers = _layers(task, count)
+        if task.kind == "dflash" and task.depth < 2:
+            raise InvalidArgumentError("depth", task.depth, "2 to 16 for dflash")
         top_k = min(_TOP_K, self.vocab_size)
         self.store = AnswerStore(work / "answers", self.identity, top_k, self.vocab_size)
         self.mixed = torch.autocast(
@@ -297,7 +289,7 @@ class _Run:
         with self.mixed:
             found = evaluate(drafter, held, self.task.depth)
         cost = drafter.num_weights / sum(p.numel() for p in self.target.module.parameters())
-        passes = 1 if self.task.kind in ("parallel", "medusa") else self.task.depth
+        passes = 1 if self.task.kind in ("parallel", "medusa", "dflash") else self.task.depth
         found["predicted_speedup"] = round(found["tokens_per_cycle"] / (1 + passes * cost), 3)
         found |= {
             "steps": step,
@@ -356,6 +348,30 @@ class _Run:
         optimizer.load_state_dict(state["optimizer"])
         self.tell(f"continues at step {state['step']}, after {self.elapsed():.0f} s")
         return state["step"], state["best"], state["worse"]
+
+
+def _layers(task: TrainTask, count: int) -> tuple[int, ...]:
+    """Return the layers to start from, or whose entering states a head reads, of a target with `count`.
+
+    Raises:
+        InvalidArgumentError: The kind cannot be made from these.
+    """
+    low, middle, high = 2, count // 2, count - 3
+    default: tuple[int, ...] = {
+        "eagle3": (low, middle, high, count),
+        "dflash": (low, middle, high, count - 1),
+        "eagle1": (count,),
+        "medusa": (count,),
+    }.get(task.kind, (0, 1))
+    most = count if task.kind in ("eagle1", "eagle3", "medusa") else count - 1
+    layers = task.layers or tuple(dict.fromkeys(layer for layer in default if 0 <= layer <= most))
+    if not set(layers) <= set(range(most + 1)):
+        raise InvalidArgumentError("layers", layers, f"numbers from 0 to {most}")
+    if most == count and layers[-1] != count:
+        raise InvalidArgumentError("layers", layers, f"{count} as the last one: the last state")
+    if task.kind in ("eagle1", "medusa") and layers != (count,):
+        raise InvalidArgumentError("layers", layers, f"{count} alone, the last state, for {task.kind}")
+    return layers
 
 
 def _clipped(sequence: Sequence) -> Sequence:

@@ -36,10 +36,10 @@ def _layers(context: click.Context, parameter: click.Parameter, value: str | Non
 @click.option("--chat/--text", default=True, help="Prompts are user turns, or texts to continue.")
 @click.option(
     "--kind",
-    type=click.Choice(["parallel", "plain", "eagle1", "eagle3", "medusa"]),
+    type=click.Choice(["parallel", "plain", "eagle1", "eagle3", "medusa", "dflash"]),
     default="parallel",
     show_default=True,
-    help="eagle1, eagle3 and medusa read the target's hidden states, in its process.",
+    help="eagle1, eagle3, medusa and dflash read the target's hidden states, in its process.",
 )
 @click.option(
     "--layers",
