@@ -8,7 +8,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-__all__ = ["is_draft_head"]
+from gammaray.errors import InvalidArgumentError
+
+__all__ = ["check_draft_head", "is_draft_head"]
 
 _ARCHITECTURES = frozenset({"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"})
 _FIRST_MATRIX = "fc.weight"
@@ -34,6 +36,28 @@ def is_draft_head(name: str) -> bool:
     index = _json(folder / f"{_WEIGHTS}.index.json").get("weight_map")
     names = index if isinstance(index, dict) else _header(folder / _WEIGHTS)
     return _FIRST_MATRIX in names
+
+
+def check_draft_head(field: str, name: str) -> None:
+    """Check that a draft is no head that drafts in target workers only.
+
+    Args:
+        field: Setting that names it, for the error.
+        name: As for `is_draft_head`.
+
+    Raises:
+        InvalidArgumentError: It is a DFlash or Medusa head.
+    """
+    folder = _folder(name)
+    config = {} if folder is None else _json(folder / "config.json")
+    kind = ""
+    if "dflash_config" in config or config.get("speculators_model_type") == "dflash":
+        kind = "a DFlash head"
+    elif config.get("model_type") == "medusa" or "medusa_num_heads" in config:
+        kind = "Medusa heads"
+    if kind:
+        allowed = "a draft model or an EAGLE head; these draft in the target worker only, as its head"
+        raise InvalidArgumentError(field, f"{name} ({kind})", allowed)
 
 
 def _folder(name: str) -> Path | None:

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from gammaray.config import ClusterSettings, ScalingSettings, WorkerSettings, settings_error
 from gammaray.demo_pair import early_exit_layers, resolve_model
-from gammaray.deploy.draft_heads import is_draft_head
+from gammaray.deploy.draft_heads import check_draft_head, is_draft_head
 from gammaray.deploy.gpus import CudaDevices, check_device, cuda_devices
 from gammaray.deploy.serve_config import APPLICATIONS, role_settings
 from gammaray.errors import InvalidArgumentError
@@ -264,9 +264,11 @@ def check_models(target: str, draft: str) -> list[str]:
     """Check that both models exist; return what is to be said about their vocabularies.
 
     Raises:
-        InvalidArgumentError: A model cannot be found or read.
+        InvalidArgumentError: A model cannot be found or read, or the draft is a head that only target workers
+            run.
     """
     target_size = vocab_size("target", target)
+    check_draft_head("draft", draft)
     if early_exit_layers(draft) is not None:
         if is_gguf(target):
             raise InvalidArgumentError("draft", draft, "a draft model, as the target is a GGUF file")

@@ -10,6 +10,7 @@ import grpc
 
 from gammaray.config import DraftSettings
 from gammaray.demo_pair import early_exit_layers, resolve_model
+from gammaray.deploy.draft_heads import check_draft_head
 from gammaray.errors import InvalidArgumentError
 from gammaray.gguf import is_gguf
 from gammaray.types import Proposal
@@ -131,6 +132,7 @@ class DraftWorker(Worker[DraftSettings]):
 
     def _load_engine(self, path: str) -> Engine:
         target = self._target
+        check_draft_head("model", path)
         check_drafter(path, target)
         if early_exit_layers(path) is None and not is_gguf(path) and names_head(path):
             self._features = head_sha256(path)

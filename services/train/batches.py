@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.train.store import Sequence
+from services.train.answers.store import Sequence
 
 __all__ = ["KEEP", "MASK", "Batch", "build_batch"]
 

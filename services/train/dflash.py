@@ -21,11 +21,11 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from gammaray.errors import InvalidArgumentError
 from services.heads.dflash import DFlashConfig, DFlashHead
 from services.heads.dflash_formats import load_dflash
+from services.train.answers.states import StateStore
+from services.train.answers.store import Sequence
 from services.train.drafter import write_drafter
 from services.train.features import FeatureDrafter, FixedRows, HeadBatch, head_card
 from services.train.head import HeadDrafter
-from services.train.states import StateStore
-from services.train.store import Sequence
 
 __all__ = ["DFlashDrafter"]
 

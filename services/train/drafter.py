@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from gammaray.errors import FailedPreconditionError
+from services.train.answers.store import Sequence, disk, write_json
 from services.train.batches import KEEP, MASK, Batch, build_batch
-from services.train.store import Sequence, disk, write_json
 
 __all__ = ["Drafter", "choose_vocabulary", "save_drafter", "write_drafter"]
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from services.train.answers.store import Sequence
 from services.train.features import AnyDrafter
-from services.train.store import Sequence
 
 __all__ = ["evaluate"]
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from services.train.answers.states import StateStore
+from services.train.answers.store import Sequence
 from services.train.drafter import Drafter
-from services.train.states import StateStore
-from services.train.store import Sequence
 
 __all__ = ["AnyDrafter", "FeatureDrafter", "FixedRows", "HeadBatch", "head_card"]
 

@@ -20,9 +20,9 @@ from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel
 from gammaray.errors import FailedPreconditionError, InvalidArgumentError
 from services.heads.eagle import Attend, EagleConfig, EagleHead
 from services.heads.loading import load_head
+from services.train.answers.states import StateStore
 from services.train.drafter import write_drafter
 from services.train.features import FeatureDrafter, FixedRows, HeadBatch, head_card
-from services.train.states import StateStore
 
 __all__ = ["HeadDrafter", "save_head"]
 

@@ -18,10 +18,10 @@ from gammaray.errors import FailedPreconditionError, InvalidArgumentError
 from services.heads.formats import RMS_NORMED
 from services.heads.medusa import MedusaConfig, MedusaHeads
 from services.heads.medusa_formats import load_medusa
+from services.train.answers.states import StateStore
+from services.train.answers.store import Sequence
 from services.train.drafter import write_drafter
 from services.train.features import FeatureDrafter, HeadBatch, head_card
-from services.train.states import StateStore
-from services.train.store import Sequence
 
 __all__ = ["MedusaDrafter"]
 

@@ -21,6 +21,10 @@ from gammaray.qualify.training import TrainTask
 from services.engine.core.model import load_model
 from services.engine.loader import load_engine
 from services.process.fingerprints import model_identity, vocab_sha256
+from services.train.answers.prompts import Passages, Turns, chat_jobs, file_jobs, own_jobs
+from services.train.answers.states import StateStore
+from services.train.answers.store import AnswerStore, Sequence, disk, write_json
+from services.train.answers.writing import Writer
 from services.train.dflash import DFlashDrafter
 from services.train.drafter import Drafter, choose_vocabulary, save_drafter
 from services.train.eagle1 import Eagle1Drafter
@@ -28,10 +32,6 @@ from services.train.evaluate import evaluate
 from services.train.features import AnyDrafter, FeatureDrafter
 from services.train.head import HeadDrafter
 from services.train.medusa import MedusaDrafter
-from services.train.prompts import Passages, Turns, chat_jobs, file_jobs, own_jobs
-from services.train.states import StateStore
-from services.train.store import AnswerStore, Sequence, disk, write_json
-from services.train.writing import Writer
 
 __all__ = ["run"]
 

@@ -1,5 +1,6 @@
 """A draft that is a head makes the targets send features."""
 
+import asyncio
 import json
 import struct
 
@@ -7,11 +8,13 @@ import pytest
 from engine_helpers import tiny_model
 from head_helpers import DATA, VARIANTS, as_official, bigram_head, bigram_target
 
-from gammaray.config import ClusterSettings
-from gammaray.deploy.draft_heads import is_draft_head
+from gammaray.config import ClusterSettings, DraftSettings
+from gammaray.deploy.draft_heads import check_draft_head, is_draft_head
 from gammaray.deploy.serve_config import role_settings, serve_document
+from gammaray.errors import InvalidArgumentError
 from orchestrator.launcher.notes import model_notes
 from orchestrator.launcher.preflight import check_models
+from services.draft.worker import DraftWorker
 from services.heads.loading import names_head
 
 
@@ -68,3 +71,28 @@ def test_draft_workers_of_a_chart_are_told_the_target(folders):
     settings = {one["name"]: one["args"]["settings"] for one in document["applications"]}
     assert settings["gammaray-draft"]["target_model"] == str(target)
     assert settings["gammaray-target"]["features"] == str(heads[-1])
+
+
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        ({"speculators_model_type": "dflash"}, "DFlash"),
+        ({"architectures": ["DFlashDraftModel"], "dflash_config": {}}, "DFlash"),
+        ({"model_type": "medusa"}, "Medusa"),
+        ({"medusa_num_heads": 3}, "Medusa"),
+    ],
+)
+def test_heads_that_only_targets_run_are_refused(config, kind, folders, tmp_path):
+    target, _ = folders
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InvalidArgumentError, match=rf"draft: got .*{kind}.*, allowed: .*EAGLE head"):
+        check_models(str(target), str(tmp_path))
+    worker = DraftWorker(DraftSettings(model=str(tmp_path), target_model=str(target)))
+    with pytest.raises(InvalidArgumentError, match=rf"model: got .*{kind}.*, allowed: .*EAGLE head"):
+        asyncio.run(worker.start())
+
+
+def test_other_drafts_are_not_refused(folders):
+    target, heads = folders
+    for name in (*map(str, heads), str(target), "demo", "early-exit:3", "openai:http://x", "./absent"):
+        check_draft_head("draft", name)

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from services.train.answers.store import Sequence
 from services.train.batches import build_batch
 from services.train.evaluate import evaluate
-from services.train.store import Sequence
 
 PROMPT, ANSWER = [5, 6, 7, 8, 9, 5, 6], [7, 8, 3, 4]
 """Prompt lookup finds [5, 6] at the start and proposes 7, 8, 9; two are right. Then it finds nothing."""

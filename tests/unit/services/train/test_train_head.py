@@ -15,10 +15,10 @@ from services.engine.engine import SequenceInput
 from services.engine.loader import load_engine
 from services.heads.loading import load_head
 from services.heads.runner import head_engine
+from services.train.answers.states import StateStore
+from services.train.answers.store import AnswerStore
 from services.train.head import HeadDrafter
 from services.train.run import run
-from services.train.states import StateStore
-from services.train.store import AnswerStore
 from tests.support.train_helpers import losses, make_task, overlaps, run_until
 
 NUM_LAYERS = 16

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from gammaray.errors import InvalidArgumentError
 from services.engine.core.model import load_model
+from services.train.answers.store import Sequence
 from services.train.head import HeadDrafter, save_head
-from services.train.store import Sequence
 from tests.support.engine_helpers import tiny_model
 
 IDENTITY = {"target": "t", "tokenizer": "t"}

@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from gammaray.errors import FailedPreconditionError, InvalidArgumentError, ResourceExhaustedError
 from services.demo_pair import TARGET_DIR
 from services.process.fingerprints import vocab_sha256
+from services.train.answers.store import AnswerStore, Sequence, disk
 from services.train.batches import MASK, build_batch
 from services.train.run import run
-from services.train.store import AnswerStore, Sequence, disk
 from tests.support.engine_helpers import tiny_model
 from tests.support.train_helpers import PROMPTS, losses, make_task, overlaps, run_until
 

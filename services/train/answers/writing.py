@@ -16,8 +16,8 @@ from torch import Tensor
 
 from gammaray.errors import FailedPreconditionError
 from services.engine.engine import Engine, SequenceInput
-from services.train.prompts import Job, Passages
-from services.train.store import AnswerStore, Sequence
+from services.train.answers.prompts import Job, Passages
+from services.train.answers.store import AnswerStore, Sequence
 
 __all__ = ["Writer"]
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from gammaray.errors import FailedPreconditionError
-from services.train.store import Sequence, disk, write_json
+from services.train.answers.store import Sequence, disk, write_json
 
 __all__ = ["StateStore"]
 

@@ -1,0 +1,1 @@
+"""Answers that the target writes, and its hidden states over them."""
