@@ -7,8 +7,11 @@ import re
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from gammaray.qualify.training import TrainTask
 from services.demo_pair import TARGET_DIR
+from services.train.answers.store import Sequence
 from services.train.run import run
 
 PROMPTS = ("def ", "import os", "for i in range(", "class Point:", "return self.", "The list is ")
@@ -48,3 +51,21 @@ def overlaps(lines: list[str]) -> list[list[float]]:
 def losses(lines: list[str]) -> list[float]:
     """Return the losses of the measurements."""
     return [float(found[1]) for line in lines if (found := re.search(r"loss ([\d.]+)", line))]
+
+
+def make_sequence(number: int, prompt: int, answer: int, vocab: int = 64) -> Sequence:
+    """Return a random answer of which the target gives its tokens 0.7, and their successors 0.3."""
+    random = torch.Generator().manual_seed(100 + number)
+    ids = torch.randint(vocab, (prompt + answer,), generator=random)
+    top = torch.stack((ids[prompt:], (ids[prompt:] + 1) % vocab), 1)
+    logs = torch.tensor([0.7, 0.3]).log().expand(answer, 2)
+    return Sequence(
+        ids.int().numpy(),
+        prompt,
+        0.0,
+        top.numpy(),
+        logs.half().numpy(),
+        logs[:, 0].numpy(),
+        number=number,
+        offset=0,
+    )

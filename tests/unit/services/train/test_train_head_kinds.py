@@ -8,7 +8,6 @@ import re
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_train_head_steps import make_sequence
 from torch.nn import functional as F
 
 from gammaray.errors import FailedPreconditionError, InvalidArgumentError
@@ -28,7 +27,7 @@ from services.train.eagle1 import Eagle1Drafter
 from services.train.medusa import MedusaDrafter
 from services.train.run import run
 from tests.support.engine_helpers import tiny_model
-from tests.support.train_helpers import losses, make_task, overlaps, run_until
+from tests.support.train_helpers import losses, make_sequence, make_task, overlaps, run_until
 
 NUM_LAYERS, DEPTH = 16, 3
 TAPS = {"medusa": (NUM_LAYERS,), "eagle1": (NUM_LAYERS,), "dflash": (2, 8, 13, 15)}

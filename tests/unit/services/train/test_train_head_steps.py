@@ -11,9 +11,9 @@ from torch.nn import functional as F
 
 from gammaray.errors import InvalidArgumentError
 from services.engine.core.model import load_model
-from services.train.answers.store import Sequence
 from services.train.head import HeadDrafter, save_head
 from tests.support.engine_helpers import tiny_model
+from tests.support.train_helpers import make_sequence
 
 IDENTITY = {"target": "t", "tokenizer": "t"}
 
@@ -31,23 +31,6 @@ class States:
             ).bfloat16()
             for one in sequences
         ]
-
-
-def make_sequence(number, prompt, answer, vocab=64):
-    random = torch.Generator().manual_seed(100 + number)
-    ids = torch.randint(vocab, (prompt + answer,), generator=random)
-    top = torch.stack((ids[prompt:], (ids[prompt:] + 1) % vocab), 1)
-    logs = torch.tensor([0.7, 0.3]).log().expand(answer, 2)
-    return Sequence(
-        ids.int().numpy(),
-        prompt,
-        0.0,
-        top.numpy(),
-        logs.half().numpy(),
-        logs[:, 0].numpy(),
-        number=number,
-        offset=0,
-    )
 
 
 @pytest.fixture(scope="module")
