@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: install help demo smollm2 llama-server test-programs test lint chart protos bench clients chaos fuzz soak dist clean
+.PHONY: install help demo smollm2 llama-server test-programs test gpu-checks lint chart protos bench clients chaos fuzz soak dist clean
 install: $(STAMP)  ## (default) install everything into .venv, with the versions of constraints.txt
 
 help:  ## list these targets
@@ -35,6 +35,21 @@ test: install  ## unit, integration, statistical and end-to-end tests; ends with
 	$(BIN)/pytest -n 2 --dist loadfile -m "not e2e" || failed=1; \
 	$(BIN)/pytest -n 2 --dist loadscope --no-loadscope-reorder -m "e2e and not kills" tests/e2e || failed=1; \
 	$(BIN)/pytest -m kills tests/chaos tests/e2e || failed=1; \
+	exit $$failed
+
+# Triton and the quantisation packages lie beside the environment: torch's CPU build needs neither, and
+# torchao prints a warning whenever it is imported. Triton interprets kernels or compiles them, not both at once.
+GPU_CHECKS := build/gpu-checks
+$(GPU_CHECKS)/.installed: constraints.txt $(STAMP)
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt --no-deps --upgrade --target $(GPU_CHECKS) \
+	  triton bitsandbytes compressed-tensors loguru torchao
+	touch $@
+
+gpu-checks: $(GPU_CHECKS)/.installed  ## kernels for GPUs, without one: compiled for six cards, interpreted; quantised checkpoints
+	@failed=0; export PYTHONPATH=$(GPU_CHECKS); \
+	$(BIN)/pytest -n 2 tests/gpu_checks --ignore tests/gpu_checks/test_interpreted.py || failed=1; \
+	TRITON_INTERPRET=1 $(BIN)/pytest -n 2 tests/gpu_checks/test_interpreted.py || failed=1; \
+	$(BIN)/pytest tests/unit/services/engine/core/test_checkpoint.py || failed=1; \
 	exit $$failed
 
 lint: install  ## ruff, mypy strict, buf, hadolint, generated files are fresh

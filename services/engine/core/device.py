@@ -13,7 +13,10 @@ import torch
 
 from services.engine.core.errors import EngineLostError
 
-__all__ = ["device_capability", "on_device", "raise_if_lost", "wait_for_device"]
+__all__ = ["device_capability", "on_device", "raise_if_lost", "shared_memory", "wait_for_device"]
+
+_LEAST_SHARED_BYTES = 101_376
+"""Of the cards with compute capability 8.0 or more: that of 8.6, 8.9 and 12.0."""
 
 _FAULTS = (
     "CUDA error",
@@ -31,6 +34,15 @@ _ORDINARY = ("out of memory", "invalid argument", "invalid configuration argumen
 def device_capability(device: torch.device) -> tuple[int, int] | None:
     """Return the compute capability of a CUDA device, such as (9, 0); None for other devices."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+def shared_memory(device: torch.device) -> int:
+    """Return the bytes of shared memory that a block of a CUDA device may have; of others the least."""
+    if device.type != "cuda":
+        return _LEAST_SHARED_BYTES
+    properties = torch.cuda.get_device_properties(device)
+    # torch's stubs lack it.
+    return int(getattr(properties, "shared_memory_per_block_optin", _LEAST_SHARED_BYTES))
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:

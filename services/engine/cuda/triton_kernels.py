@@ -14,6 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
+from services.engine.core.device import shared_memory
 from services.engine.cuda import triton_attention as attention
 from services.engine.cuda import triton_products as jit
 from services.engine.cuda.tables import Bucket, Tables
@@ -25,6 +26,7 @@ __all__ = ["MAX_ROWS", "TritonKernels"]
 MAX_ROWS = 32
 """Products of more rows are the library's: reading them would cost more than reading the weights."""
 
+_MAX_STAGES = 4
 _ROW_TILE = 32
 _SPLIT = 256
 _PROGRAMS = 256
@@ -36,11 +38,15 @@ class TritonKernels(TorchKernels):
     Args:
         model: Its sizes are those of all models served, and its dtype is the caches'.
         max_rows: Products of more rows go to the library; 0 to have them all there.
+        shared_bytes: Shared memory that a block may have; None: that of the model's device.
     """
 
-    def __init__(self, model: GraphModel, *, max_rows: int = MAX_ROWS) -> None:
+    def __init__(
+        self, model: GraphModel, *, max_rows: int = MAX_ROWS, shared_bytes: int | None = None
+    ) -> None:
         super().__init__(model)
         self.max_rows = max_rows
+        self._shared_bytes = shared_memory(model.device) if shared_bytes is None else shared_bytes
         self.capturable = model.device.type == "cuda"
 
     def new_scratch(self, bucket: Bucket, device: torch.device) -> list[Tensor]:
@@ -98,6 +104,8 @@ class TritonKernels(TorchKernels):
     ) -> None:
         rows, size = x.shape
         tile, depth = _product_tile(rows, size, x.element_size())
+        row_tile = max(16, triton.next_power_of_2(rows))
+        step_bytes = depth * (row_tile + (2 * tile if gates else tile)) * x.element_size()
         jit.product_kernel[(triton.cdiv(num_outputs, tile),)](
             x,
             weight,
@@ -109,11 +117,12 @@ class TritonKernels(TorchKernels):
             HAS_BIAS=bias is not None,
             ADDS=adds,
             GATES=gates,
-            ROWS=max(16, triton.next_power_of_2(rows)),
+            ROWS=row_tile,
             TILE=tile,
             DEPTH=depth,
             num_warps=4,
-            num_stages=4,
+            # Loads ahead, as many as there is memory for; they do not change the order of the sums.
+            num_stages=min(_MAX_STAGES, 1 + self._shared_bytes // step_bytes),
         )
 
     def rotate(self, qkv: Tensor, layer: int, head_norm: Tensor | None, tables: Tables) -> None:

@@ -1,0 +1,153 @@
+"""What a captured step enqueues, on tensors without data: no wait for the host, and no tensor there."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import contextmanager
+from importlib.util import find_spec
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+if find_spec("triton") is None:
+    pytest.skip("Triton is not installed; to enable: make gpu-checks", allow_module_level=True)
+
+from benchmarks.gpu.compiled import meta_model, recorded
+from services.engine.core.batch import GumbelDraw
+from services.engine.cuda.runner import Capture, GraphRunner
+from services.engine.cuda.tables import Bucket
+from services.engine.cuda.triton_kernels import TritonKernels
+from services.engine.device_drafting import GraphEngine, TreeShape
+from services.engine.engine import SequenceInput
+
+NUM_LAYERS = 3
+PER_LAYER = 9
+"""Launches: two norms, four products, rotation, attention and its combination."""
+
+BESIDE = 12
+"""Launches of a step beside its layers, draws included, whatever the number of sessions."""
+
+BESIDE_LEVEL = 30
+"""Of a level of a tree, whose nodes are chosen from those of all parents."""
+
+
+class Watch(TorchDispatchMode):
+    """Counts the operations of torch, and keeps those whose result is on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: Counter[str] = Counter()
+        self.on_host: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        self.operations[str(function)] += 1
+        for one in made if isinstance(made, tuple | list) else [made]:
+            if isinstance(one, torch.Tensor) and one.device.type != "meta":
+                self.on_host.append(str(function))
+        return made
+
+
+VIEWS = ("view", "unsqueeze", "expand", "slice", "select", "split", "t.default", "transpose", "as_strided")
+"""Operations that launch nothing."""
+
+
+@contextmanager
+def watched():
+    """Yield the recorded launches of kernels and the operations of torch in the block."""
+    with recorded() as kernels, Watch() as torch_side:
+        yield kernels, torch_side
+
+
+def num_launches(kernels, torch_side) -> int:
+    own = sum(
+        count
+        for name, count in torch_side.operations.items()
+        if not any(name.startswith(f"aten.{view}") for view in VIEWS) and "empty" not in name
+    )
+    return len(kernels) + own
+
+
+def step_launches(bucket: Bucket, *, draws: bool) -> int:
+    model = meta_model("llama-3.2-1b", NUM_LAYERS)
+    runner = GraphRunner(model, TritonKernels(model))
+    with torch.inference_mode():
+        program = runner.program(bucket, draws=draws, tapped=())
+        with watched() as (kernels, torch_side):
+            program.capture.run()
+    assert torch_side.on_host == []
+    return num_launches(kernels, torch_side)
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_steps_do_not_wait_and_launches_do_not_grow_with_sessions(draws):
+    found = {
+        sessions: step_launches(Bucket(sessions, sessions, sessions, 1, 1, 2048), draws=draws)
+        for sessions in (1, 8, 32)
+    }
+    assert len(set(found.values())) == 1
+    assert found[1] - PER_LAYER * NUM_LAYERS <= BESIDE
+    assert step_launches(Bucket(8, 24, 24, 1, 4, 8192), draws=draws) == found[1]
+
+
+def engine() -> GraphEngine:
+    model = meta_model("llama-3.2-1b", NUM_LAYERS)
+    return GraphEngine.of(model, name="meta", kernels=TritonKernels(model))
+
+
+def proposal_launches(shape: int | TreeShape, sessions: int) -> int:
+    made = engine()
+    feeds = [SequenceInput(f"s{number}", 0, [1, 2], 1) for number in range(sessions)]
+    draws = [GumbelDraw(5)] * sessions
+    with recorded(), pytest.raises((NotImplementedError, RuntimeError), match="meta"):
+        # The copy back to the host, after the captured work, is what fails here.
+        made.draft_chains(feeds, draws, shape) if isinstance(shape, int) else made.draft_trees(
+            feeds, draws, shape
+        )
+    work = made.runner.last
+    assert isinstance(work, Capture)
+    with torch.inference_mode(), watched() as (kernels, torch_side):
+        work.run()
+    assert torch_side.on_host == []
+    assert sum(one.kernel.fn.__name__ == "norm_kernel" for one in kernels) >= 2 * NUM_LAYERS
+    return num_launches(kernels, torch_side)
+
+
+def test_chains_take_a_bounded_number_of_launches_per_token():
+    found = {gamma: proposal_launches(gamma, 4) for gamma in (1, 2, 5)}
+    per_token = found[2] - found[1]
+    assert found[5] - found[1] == 4 * per_token
+    assert per_token - PER_LAYER * NUM_LAYERS <= BESIDE
+    assert found[1] - PER_LAYER * NUM_LAYERS <= 2 * BESIDE
+    assert proposal_launches(5, 16) == found[5]
+
+
+def test_trees_take_a_bounded_number_of_launches_per_level():
+    shallow, deep = (proposal_launches(TreeShape(4, depth), 4) for depth in (2, 5))
+    assert (deep - shallow) / 3 - PER_LAYER * NUM_LAYERS <= BESIDE_LEVEL
+    assert proposal_launches(TreeShape(4, 5), 8) == deep
+
+
+def test_a_wait_for_the_host_is_found():
+    with pytest.raises(RuntimeError, match="meta"), watched():
+        torch.zeros(3, device="meta").sum().item()
+
+
+def test_a_tensor_of_the_host_is_found():
+    with watched() as (_, torch_side):
+        torch.zeros(3, device="meta") + torch.tensor(2.0)
+    assert torch_side.on_host
+
+
+def test_a_launch_per_session_is_found(monkeypatch):
+    """As one that an operation made for each session apart would be."""
+    original = TritonKernels.rotate
+
+    def rotate(self, qkv, layer, head_norm, tables):
+        for _ in range(len(tables.count)):
+            original(self, qkv, layer, head_norm, tables)
+
+    monkeypatch.setattr(TritonKernels, "rotate", rotate)
+    found = [step_launches(Bucket(number, number, number, 1, 1, 2048), draws=True) for number in (1, 8)]
+    assert found[0] != found[1]
