@@ -4,10 +4,10 @@
 
 Each drafter gets a cluster of its own: in the target worker, or on a draft worker behind a relay that adds
 what `--delays` says to the round trip between orchestrator and draft worker. One prompt of each category of
-`benchmarks.prompts` is completed by plain decoding, by the drafter alone with an adaptive gamma, by the
-drafter with look-ups (the default), and, without delay, by proposals of a fixed number of tokens. Speeds
-count from the first token and are divided by those of plain decoding in the same cluster, repetition by
-repetition.
+`benchmarks.prompts` is completed by plain decoding, by the drafter with look-ups and an adaptive gamma (the
+default), by a drafter in the target worker also alone, and, without delay, by proposals of a fixed number of
+tokens. Speeds count from the first token and are divided by those of plain decoding in the same cluster,
+repetition by repetition.
 
 Exits with 1 when a completion differs from that of plain decoding.
 """
@@ -75,7 +75,7 @@ class Placed:
 
 
 def cycle_figures(cycles: Sequence[CycleRecord]) -> dict[str, Any]:
-    """Return what the cycles say of a drafter; those without a proposal are left out.
+    """Return what the cycles say of a drafter; those without a proposal of it are left out.
 
     Returns:
         `alpha`: acceptance of the first, second, ... token among those tested; `tokens_per_cycle`;
@@ -83,7 +83,7 @@ def cycle_figures(cycles: Sequence[CycleRecord]) -> dict[str, Any]:
         and answers of both in a cycle, the median, as the first cycle carries the prompt. A drafter in the
         target worker has no draft time of its own: None.
     """
-    drafted = [cycle for cycle in cycles if cycle.tested]
+    drafted = [cycle for cycle in cycles if cycle.tested and cycle.drafter.is_model]
     if not drafted:
         return {
             "alpha": [],
@@ -155,11 +155,9 @@ async def _point(
 ) -> dict[str, Any]:
     kind = "model" if placed.is_remote else "head"
     fixed = stack_name(options.gamma)
-    systems = [
-        TracedStack(0, client),
-        TracedStack("adaptive", client, options={"drafter": kind}, name=ALONE),
-        TracedStack("adaptive", client, name=MIXED),
-    ]
+    systems = [TracedStack(0, client), TracedStack("adaptive", client, name=MIXED)]
+    if not placed.is_remote:  # a request cannot ask for a draft worker without look-ups
+        systems.append(TracedStack("adaptive", client, options={"drafter": kind}, name=ALONE))
     if not delay_ms:
         systems.append(TracedStack(options.gamma, client, options={"drafter": kind}))
     shuffle = random.Random(options.seed)
@@ -194,10 +192,9 @@ async def _cycles(client: AsyncClient, samples: Samples, system: str) -> list[Cy
 
 
 def _line(point: dict[str, Any]) -> str:
-    over = {name: point[name]["over_plain"]["median"] for name in ("alone", "adaptive")}
     return (
-        f"{Path(point['drafter']).name} {point['weights']}, {point['place']}, + {point['added_ms']:g} ms, "
-        f"temperature {point['temperature']:g}: {over['alone']:.2f}, with look-ups {over['adaptive']:.2f}"
+        f"{point['drafter']} {point['weights']}, {point['place']}, + {point['added_ms']:g} ms, "
+        f"temperature {point['temperature']:g}: {point['adaptive']['over_plain']['median']:.2f}"
     )
 
 
@@ -241,9 +238,9 @@ def table(points: Sequence[dict[str, Any]]) -> Any:
             draft = "" if fixed["draft_ms"] is None else f"{fixed['draft_ms']:.1f}"
             shown = (alpha, f"{fixed['tokens_per_cycle']:.2f}", draft, f"{fixed['wire_bytes']:.0f}")
         found.add_row(
-            *(f"{Path(point['drafter']).name} {point['weights']}", point["place"]),
+            *(f"{point['drafter']} {point['weights']}", point["place"]),
             *(f"{point['temperature']:g}", f"{point['added_ms']:g}"),
-            *(_ranged(point[name]["over_plain"]) for name in ("alone", "adaptive")),
+            *(_ranged(point[name]["over_plain"]) if name in point else "" for name in ("alone", "adaptive")),
             *shown,
         )
     return found
