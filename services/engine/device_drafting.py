@@ -23,6 +23,7 @@ from services.engine.core.cache_budget import DEFAULT_CACHE_BUDGET_BYTES
 from services.engine.core.errors import UnsupportedModelError
 from services.engine.core.kv_cache import CacheShape, CacheStore
 from services.engine.core.model import LoadedModel
+from services.engine.cuda.pages import PagedStore
 from services.engine.cuda.runner import Buffers, Capture, GraphRunner, run_forward
 from services.engine.cuda.tables import NO_TREE, Bucket, Tables, bucket_of, fill, new_tables
 from services.engine.cuda.torch_kernels import Stripes, TorchKernels
@@ -308,7 +309,7 @@ class GraphEngine(Engine):
         cache = CacheShape(
             len(model.layers), 2 * shape.num_kv_heads, shape.head_dim, model.dtype, model.device
         )
-        store = CacheStore(cache, cache_budget_bytes)
+        store = PagedStore(cache, cache_budget_bytes)
         return cls(GraphRunner(model, kernels), store, model_name=name, max_context=model.rotation.shape[1])
 
     @classmethod
@@ -391,12 +392,12 @@ class GraphEngine(Engine):
 
     def _make_room(self, feeds: Sequence[SequenceInput], num_more: int) -> None:
         """Reserve the slots of the tokens to be drafted, since the graph cannot."""
-        wanted = {}
+        wanted, first = dict[str, int](), dict[str, int]()
         for feed in feeds:
             if feed.num_logits != 1 or feed.parents is not None:
                 raise ValueError("feeds: drafting starts from a chain and the logits of its last token")
             end = feed.start + len(feed.token_ids) + num_more
             if end > self.max_context:
                 raise ValueError(f"gamma: drafting would reach position {end}, allowed: {self.max_context}")
-            wanted[feed.session_id] = end
-        self._store.reserve_all(wanted)
+            wanted[feed.session_id], first[feed.session_id] = end, feed.start + feed.num_kept
+        self._store.reserve_all(wanted, first=first)

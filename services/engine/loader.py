@@ -18,6 +18,7 @@ from services.engine.core.errors import UnsupportedModelError
 from services.engine.core.kv_cache import CacheShape, CacheStore
 from services.engine.core.model import LoadedModel, load_model
 from services.engine.core.quantised import QuantisedMatrix, quantise_model
+from services.engine.cuda.pages import PagedStore
 from services.engine.cuda.runner import GraphRunner
 from services.engine.cuda.weights import build_graph_model, prefers_graphs
 from services.engine.engine import Engine, Runner
@@ -92,9 +93,10 @@ def load_engine(
         obstacle=obstacle,
         quantised=quantised,
     )
+    store = PagedStore if isinstance(runner, GraphRunner) else CacheStore
     engine = Engine(
         runner,
-        CacheStore(shape, cache_budget_bytes),
+        store(shape, cache_budget_bytes),
         model_name=model,
         vocab_size=layout.vocab_size,
         max_context=loaded.max_context,
@@ -141,6 +143,7 @@ def load_worker_engine(path: str, settings: WorkerSettings, draft_for: str | Non
 def limit_cache(engine: Engine, settings: WorkerSettings) -> None:
     """Set a loaded engine's cache budget from the worker's settings, or from the free memory."""
     given = settings.cache_budget_mb
+    engine.drop_retained()  # A pool that was allocated for the checks is free memory, too.
     budget = CacheBudget(None if given is None else given << 20, settings.cache_memory_share)
     engine.limit_cache(budget.on(engine.device))
 

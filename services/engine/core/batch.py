@@ -232,12 +232,14 @@ def plan_batch(feeds: Sequence[SequenceInput], store: CacheStore, vocab_size: in
         CacheFullError: The feeds do not fit the cache budget; nothing was changed.
     """
     wanted: dict[str, int] = {}
+    first: dict[str, int] = {}
     for feed in feeds:
         if feed.session_id in wanted:
             raise ValueError(f"feeds: session {feed.session_id!r} is fed twice in one step")
         check_feed(feed, store.get(feed.session_id), vocab_size, max_context)
+        first[feed.session_id] = feed.start + feed.num_kept
         wanted[feed.session_id] = feed.start + feed.num_kept + len(feed.token_ids)
-    caches = store.reserve_all(wanted)
+    caches = store.reserve_all(wanted, first=first)
     segments: list[Segment] = []
     token_ids: list[int] = []
     positions: list[int] = []

@@ -9,7 +9,7 @@ the committed ones until `keep_path` compacts the accepted path.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -70,14 +70,14 @@ class CacheStore:
     the least recently used sessions are evicted.
 
     Attributes:
-        used_bytes: Bytes of the sessions, without retained caches.
+        budget_bytes: Upper bound of all caches.
         num_evictions: Number of evicted sessions.
     """
 
     def __init__(self, shape: CacheShape, budget_bytes: int) -> None:
         self.shape = shape
         self.budget_bytes = budget_bytes
-        self.used_bytes = 0
+        self._used_slots = 0
         self.num_evictions = 0
         self._sessions: OrderedDict[str, SessionCache] = OrderedDict()
         self._retained = PrefixCache()
@@ -85,6 +85,11 @@ class CacheStore:
 
     def __len__(self) -> int:
         return len(self._sessions)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the sessions, without retained caches."""
+        return self._used_slots * self.shape.slot_bytes
 
     @property
     def retained_bytes(self) -> int:
@@ -105,12 +110,18 @@ class CacheStore:
         """Return the session's cache with room for `num_slots`; see `reserve_all`."""
         return self.reserve_all({session_id: num_slots}, keep)[0]
 
-    def reserve_all(self, wanted: dict[str, int], keep: frozenset[str] | None = None) -> list[SessionCache]:
+    def reserve_all(
+        self,
+        wanted: dict[str, int],
+        keep: frozenset[str] | None = None,
+        first: Mapping[str, int] | None = None,
+    ) -> list[SessionCache]:
         """Make room for each session's slots, evicting sessions outside `wanted` and `keep` if necessary.
 
         Args:
             wanted: Slots needed by session id.
             keep: Further sessions that must not be evicted.
+            first: First slot that each session will write; by default the one after its chain.
 
         Raises:
             CacheFullError: They alone exceed the budget; nothing was changed.
@@ -118,12 +129,12 @@ class CacheStore:
         growing = False
         for session_id, slots in wanted.items():
             session = self._sessions.get(session_id)
-            if session is None or session.capacity < slots:
+            if session is None or self._is_short(session, slots, (first or {}).get(session_id)):
                 growing = True
             else:
                 self._sessions.move_to_end(session_id)
         if growing:
-            self._make_room(wanted, keep or frozenset())
+            self._make_room(wanted, keep or frozenset(), first or {})
         return [self._sessions[session_id] for session_id in wanted]
 
     def has_room(self, session_id: str, num_slots: int) -> bool:
@@ -143,17 +154,29 @@ class CacheStore:
         self._salts.pop(session_id, None)
         self._drop(session_id)
 
-    def _drop(self, session_id: str) -> None:
+    def _is_short(self, session: SessionCache, num_slots: int, first: int | None) -> bool:
+        """Whether a session cannot write its slots from `first` to `num_slots` as it is."""
+        return session.capacity < num_slots
+
+    def _take(self, session_id: str) -> SessionCache | None:
+        """Remove a session and return its cache."""
         session = self._sessions.pop(session_id, None)
         if session is not None:
-            self.used_bytes -= session.capacity * self.shape.slot_bytes
+            self._used_slots -= session.capacity
+        return session
+
+    def _drop(self, session_id: str) -> None:
+        session = self._take(session_id)
+        if session is not None:
+            session.free()
 
     def retain(self, session_id: str, salt: str) -> None:
         """End a session and retain its chain for this salt and prefix; unknown sessions are ignored."""
         session = self._sessions.get(session_id)
-        self.release(session_id)
         if session is not None and len(session.tokens) >= MIN_PREFIX:
+            self._take(session_id)
             self._retained.add(session_id, salt, session)
+        self.release(session_id)
 
     def drop_retained(self) -> None:
         """Free all retained caches."""
@@ -190,13 +213,21 @@ class CacheStore:
             CacheGapError: `source` has fewer.
             CacheFullError: The two do not fit the budget.
         """
+        origin = self._origin(source, length)
+        if copy == source:
+            origin.truncate(length)
+        else:
+            self._copy(source, origin, copy, length)
+
+    def _origin(self, source: Source, length: int) -> SessionCache:
         origin = self._retained.get(source) if isinstance(source, int) else self._sessions.get(source)
         held = len(origin.tokens) if origin is not None else 0
         if origin is None or length > held:
             raise CacheGapError(str(source), held)
-        if copy == source:
-            origin.truncate(length)
-            return
+        return origin
+
+    def _copy(self, source: Source, origin: SessionCache, copy: str, length: int) -> None:
+        """Copy the first `length` slots of `origin`, the cache of `source`."""
         if isinstance(source, int):
             self._retained.touch(source)
             if not self._has_room_keeping(origin, copy, length):
@@ -204,7 +235,7 @@ class CacheStore:
                 if origin.capacity <= 2 * _round_up(length, BLOCK):
                     self._drop(copy)
                     self._sessions[copy] = origin
-                    self.used_bytes += origin.capacity * self.shape.slot_bytes
+                    self._used_slots += origin.capacity
                     origin.truncate(length)
                     return
         target = self.reserve(copy, length, frozenset({source} if isinstance(source, str) else ()))
@@ -223,7 +254,7 @@ class CacheStore:
         held = 0 if session is None else session.capacity
         return max(0, _round_up(num_slots, BLOCK) - held)
 
-    def _make_room(self, wanted: dict[str, int], keep: frozenset[str]) -> None:
+    def _make_room(self, wanted: dict[str, int], keep: frozenset[str], first: Mapping[str, int]) -> None:
         slot_bytes = self.shape.slot_bytes
         pinned = {name: s.capacity for name, s in self._sessions.items() if name in keep or name in wanted}
         tight, roomy = dict(pinned), dict(pinned)
@@ -244,7 +275,7 @@ class CacheStore:
         others = [name for name in self._sessions if name not in pinned]
         held = sum(self._sessions[name].capacity for name in others) * self.shape.slot_bytes
         while self._retained and held + self.retained_bytes > allowed_bytes:
-            self._retained.pop_oldest()
+            self._retained.drop_oldest()
         for name in others:
             if held <= allowed_bytes:
                 return
@@ -267,11 +298,11 @@ class CacheStore:
         session = self._sessions.get(session_id)
         if session is None or session.capacity < capacity:
             data = self._new_slots(capacity)
-            self.used_bytes += capacity * self.shape.slot_bytes
+            self._used_slots += capacity
             if session is None:
                 session = self._sessions[session_id] = SessionCache(data)
             else:
-                self.used_bytes -= session.capacity * self.shape.slot_bytes
+                self._used_slots -= session.capacity
                 data[:, :, : session.num_slots] = session.data[:, :, : session.num_slots]
                 session.data, session.views = data, {}
         self._sessions.move_to_end(session_id)

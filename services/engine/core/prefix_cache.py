@@ -52,15 +52,16 @@ class PrefixCache:
 
     def add(self, session_id: str, salt: str, cache: SessionCache) -> None:
         """Retain a cache unless a retained one already covers it; drop retained caches that it covers."""
-        cache.truncate(len(cache.tokens))
+        cache.trim()
         for number, other in list(self._alike(salt, cache.tokens)):
             if _begins_with(other.cache.tokens, cache.tokens):
                 self.touch(number)
+                cache.free()
                 return
             if _begins_with(cache.tokens, other.cache.tokens):
-                self.pop(number)
+                self.drop(number)
         if len(self) >= MAX_RETAINED:
-            self.pop_oldest()
+            self.drop_oldest()
         self._next += 1
         self._caches[self._next] = Retained(session_id, salt, cache)
         self.num_slots += cache.capacity
@@ -75,20 +76,24 @@ class PrefixCache:
         self.num_slots -= cache.capacity
         return cache
 
-    def pop_oldest(self) -> None:
+    def drop(self, number: int) -> None:
+        """Remove and free a cache."""
+        self.pop(number).free()
+
+    def drop_oldest(self) -> None:
         """Drop the least recently used cache."""
-        self.pop(next(iter(self._caches)))
+        self.drop(next(iter(self._caches)))
 
     def clear(self) -> None:
         """Drop all."""
-        self._caches.clear()
-        self.num_slots = 0
+        while self._caches:
+            self.drop_oldest()
 
     def forget(self, session_id: str) -> None:
         """Drop the caches that a session left."""
         for number, retained in list(self._caches.items()):
             if retained.session_id == session_id:
-                self.pop(number)
+                self.drop(number)
 
     def longest_prefix(self, token_ids: Sequence[int], salt: str) -> tuple[int, int]:
         """Return the number of the cache that shares the longest prefix, and its length; (0, 0) for none."""

@@ -1,9 +1,8 @@
 """The inputs of a captured step: one flat buffer at a fixed address, filled by one copy per step.
 
 A step's rows are packed: session after session, each with as many rows as it feeds. Spare rows and sessions
-of a bucket are marked and do nothing. Keys and values stay in the sessions' own buffers, wherever those
-are: the kernels find them through a table of addresses, so that caches may grow, move and be evicted
-between replays of one graph.
+of a bucket are marked and do nothing. The kernels find keys and values through a table of each session's
+pages, so that caches may grow, share pages and be evicted between replays of one graph.
 """
 
 from __future__ import annotations
@@ -16,7 +15,8 @@ import torch
 from torch import Tensor
 
 from services.engine.core.batch import GREEDY, Batch, GumbelDraw, Segment, node_path
-from services.engine.core.session_cache import SessionCache
+from services.engine.core.kv_cache import BLOCK
+from services.engine.cuda.pages import PagedCache
 
 __all__ = ["NO_TREE", "Bucket", "Tables", "bucket_of", "fill", "new_tables"]
 
@@ -47,6 +47,11 @@ class Bucket:
     max_rows: int
     max_slots: int
 
+    @property
+    def pages(self) -> int:
+        """Pages of a session's table."""
+        return -(-self.max_slots // BLOCK)
+
 
 @dataclass
 class Tables:
@@ -60,8 +65,6 @@ class Tables:
         session: [rows].
         bits: [rows, words]: which slots from `tree_base` on the row sees as well, itself included.
         wanted: [wanted] rows.
-        address: [sessions], first number of the session's cache, counted from the anchor in numbers.
-        capacity: [sessions] slots of the cache.
         first_row: [sessions].
         count: [sessions] rows; 0 marks a spare session.
         tree_base: [sessions] first slot of the tree's nodes, NO_TREE for a chain.
@@ -69,8 +72,10 @@ class Tables:
         sample_index: [sessions].
         is_drawn: [sessions], 0 for greedy.
         inverse_temperature: [sessions] float64.
+        page: [sessions, pages of the bucket], first number of each of the session's pages, counted from the
+            anchor in numbers; those that it does not have are undefined.
         flat: What is copied to the device in one go.
-        caches: Of the sessions of this step, for kernels that do not go by address.
+        caches: Of the sessions of this step, for kernels that do not go by addresses.
     """
 
     token: Tensor
@@ -80,8 +85,6 @@ class Tables:
     session: Tensor
     bits: Tensor
     wanted: Tensor
-    address: Tensor
-    capacity: Tensor
     first_row: Tensor
     count: Tensor
     tree_base: Tensor
@@ -89,8 +92,9 @@ class Tables:
     sample_index: Tensor
     is_drawn: Tensor
     inverse_temperature: Tensor
+    page: Tensor
     flat: Tensor
-    caches: list[SessionCache]
+    caches: list[PagedCache]
 
 
 _VIEWS = tuple(f.name for f in fields(Tables) if f.name not in ("flat", "caches"))
@@ -119,6 +123,7 @@ def new_tables(bucket: Bucket, device: torch.device) -> Tables:
     views = dict(zip(_VIEWS, flat.split_with_sizes(sizes), strict=True))
     views["bits"] = views["bits"].view(bucket.rows, bucket.words)
     views["inverse_temperature"] = views["inverse_temperature"].view(torch.float64)
+    views["page"] = views["page"].view(bucket.sessions, bucket.pages)
     views["slot"].fill_(-1)
     return Tables(**views, flat=flat, caches=[])
 
@@ -133,7 +138,7 @@ def fill(
         bucket: That the batch fits.
         batch: The step.
         gumbel_draws: One per segment, None where the tokens do not matter; or none when nothing is drawn.
-        anchor: Address that cache addresses are counted from.
+        anchor: Address that pages are counted from.
     """
     segments = batch.segments
     wanted = range(len(batch.token_ids)) if batch.logit_rows is None else batch.logit_rows
@@ -147,7 +152,6 @@ def fill(
         slots.extend(range(segment.slot, segment.slot + segment.count))
         row_sessions.extend([index] * segment.count)
         _add_visible(segment, bucket.words, prefixes, masks)
-    itemsize = segments[0].cache.data.element_size()
     columns = (
         _padded(batch.token_ids, rows),
         _padded(batch.positions, rows),
@@ -156,8 +160,6 @@ def fill(
         _padded(row_sessions, rows),
         _padded(masks, rows * bucket.words),
         _padded(wanted, bucket.wanted),
-        _padded([(s.cache.data.data_ptr() - anchor) // itemsize for s in segments], sessions),
-        _padded([s.cache.capacity for s in segments], sessions),
         _padded([s.row for s in segments], sessions),
         _padded([s.count for s in segments], sessions),
         _padded([_tree_base(s) for s in segments], sessions, NO_TREE),
@@ -168,14 +170,26 @@ def fill(
     )
     numbers = [number for column in columns for number in column]
     # A fresh pinned block each time: torch keeps it until the copy is through.
-    source = torch.tensor(numbers, dtype=torch.int64, pin_memory=tables.flat.is_cuda)
+    source = torch.empty(tables.flat.shape, dtype=torch.int64, pin_memory=tables.flat.is_cuda)
+    source[: len(numbers)] = torch.tensor(numbers, dtype=torch.int64)
+    caches = [_paged(segment) for segment in segments]
+    data = caches[0].data
+    origin = (data.data_ptr() - anchor) // data.element_size()
+    for row, cache in zip(source[len(numbers) :].view(sessions, bucket.pages), caches, strict=False):
+        count = min(len(cache.pages), bucket.pages)
+        torch.add(cache.offsets[:count], origin, out=row[:count])
     tables.flat.copy_(source, non_blocking=True)
-    tables.caches[:] = [segment.cache for segment in segments]
+    tables.caches[:] = caches
 
 
 def _sizes(bucket: Bucket) -> list[int]:
     rows, sessions = bucket.rows, bucket.sessions
-    return [*[rows] * 5, rows * bucket.words, bucket.wanted, *[sessions] * 9]
+    return [*[rows] * 5, rows * bucket.words, bucket.wanted, *[sessions] * 7, sessions * bucket.pages]
+
+
+def _paged(segment: Segment) -> PagedCache:
+    assert isinstance(segment.cache, PagedCache)
+    return segment.cache
 
 
 def _padded(numbers: Sequence[int], size: int, spare: int = 0) -> list[int]:

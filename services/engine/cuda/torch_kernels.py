@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from services.engine.core.kv_cache import BLOCK
 from services.engine.cuda.tables import Bucket, Tables
 from services.engine.cuda.weights import GraphModel
 from services.engine.sampling.noise import exponential
@@ -57,7 +58,7 @@ class TorchKernels:
         model: Its sizes are those of all models served, and its dtype is the caches'.
 
     Attributes:
-        anchor: Cache addresses are counted from here; see `Tables.address`.
+        anchor: Pages are counted from here; see `Tables.page`.
         capturable: Whether a step of these operations can become a CUDA graph.
         max_rows: Products of more rows go to the library; all of them here.
     """
@@ -111,7 +112,8 @@ class TorchKernels:
         for index, cache in enumerate(tables.caches):
             own = _rows_of(tables, index)
             slots = tables.slot[own]
-            cache.data[layer, :, slots] = heads[own, shape.num_heads :].transpose(0, 1)
+            pages = self._pages(tables, index)[slots // BLOCK]
+            cache.data[pages, layer, :, slots % BLOCK] = heads[own, shape.num_heads :]
 
     def attend(
         self,
@@ -128,7 +130,10 @@ class TorchKernels:
         for index, cache in enumerate(tables.caches):
             own = _rows_of(tables, index)
             allowed = _allowed(tables, index, own)
-            keys, values = cache.data[layer, :, : allowed.shape[1]].chunk(2)
+            num_slots = allowed.shape[1]
+            pages = self._pages(tables, index)[: -(-num_slots // BLOCK)]
+            slots = cache.data[pages, layer].transpose(0, 1).flatten(1, 2)[:, :num_slots]
+            keys, values = slots.chunk(2)
             group = shape.num_heads // shape.num_kv_heads
             output = F.scaled_dot_product_attention(
                 queries[own].transpose(0, 1),
@@ -138,6 +143,12 @@ class TorchKernels:
                 scale=shape.scaling,
             )
             mixed[own] = output.transpose(0, 1).flatten(1)
+
+    def _pages(self, tables: Tables, index: int) -> Tensor:
+        """Numbers of a session's pages, as the table has them."""
+        data = tables.caches[index].data
+        origin = (data.data_ptr() - self.anchor.data_ptr()) // data.element_size()
+        return (tables.page[index] - origin) // data[0].numel()
 
     def stripes(self, logits: Tensor, tables: Tables, sharpness: Tensor | None, out: Stripes) -> None:
         """Perturb logits [wanted, vocab_size] float32 by the sessions' Gumbel noise, find each stripe's best.

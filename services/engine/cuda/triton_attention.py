@@ -1,7 +1,7 @@
 """Triton kernels of attention: rotation and cache writes, attention by splits, and their combination.
 
-A session's cache is found by its distance from `anchor` in numbers; see `Tables.address`. Its layout is
-[layers, 2 * KV_HEADS, capacity, DIM], key heads before value heads.
+A session's pages are found by their distance from `anchor` in numbers; see `Tables.page`. A page's layout is
+[layers, 2 * KV_HEADS, PAGE, DIM], key heads before value heads.
 """
 
 # Triton's decorators have no types.
@@ -21,18 +21,19 @@ def rotate_kernel(
     rotation: tl.tensor,
     head_norm: tl.tensor,
     anchor: tl.tensor,
-    address_of: tl.tensor,
-    capacity_of: tl.tensor,
+    page_of: tl.tensor,
     position_of: tl.tensor,
     slot_of: tl.tensor,
     session_of: tl.tensor,
     layer: tl.tensor,
     max_context: tl.tensor,
+    max_pages: tl.tensor,
     epsilon: tl.tensor,
     HAS_NORM: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
+    PAGE: tl.constexpr,
 ) -> None:
     """One program per row and head: norm and rotate queries in place, keys and values into the cache."""
     row, head = tl.program_id(0), tl.program_id(1)
@@ -58,8 +59,8 @@ def rotate_kernel(
     elif slot >= 0:
         session = tl.load(session_of + row)
         place = layer.to(tl.int64) * 2 * KV_HEADS + (head - HEADS)
-        place = (place * tl.load(capacity_of + session) + slot) * 2 * HALF
-        target = anchor + tl.load(address_of + session) + place + column
+        place = (place * PAGE + slot % PAGE) * 2 * HALF
+        target = anchor + tl.load(page_of + session * max_pages + slot // PAGE) + place + column
         tl.store(target, low)
         tl.store(target + HALF, high)
 
@@ -71,8 +72,7 @@ def split_kernel(
     outputs: tl.tensor,
     largest: tl.tensor,
     sums: tl.tensor,
-    address_of: tl.tensor,
-    capacity_of: tl.tensor,
+    page_of: tl.tensor,
     slot_of: tl.tensor,
     prefix_of: tl.tensor,
     bits_of: tl.tensor,
@@ -80,6 +80,7 @@ def split_kernel(
     count_of: tl.tensor,
     tree_base_of: tl.tensor,
     layer: tl.tensor,
+    max_pages: tl.tensor,
     scaling: tl.tensor,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -87,6 +88,7 @@ def split_kernel(
     WORDS: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     SPLIT: tl.constexpr,
+    PAGE: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:
     """One program per session and key head, tile of its query rows, and residue of the split's index.
@@ -112,12 +114,14 @@ def split_kernel(
     prefix = tl.load(prefix_of + row, mask=is_row, other=0)
     tree_base = tl.load(tree_base_of + session)
     end = tl.max(last, 0) + 1
-    keys, values = _cache_of(anchor, address_of, capacity_of, session, kv_head, layer, KV_HEADS, DIM)
+    pages = page_of + session * max_pages
+    # Keys of the head's layer in a page, counted from its start; its values are KV_HEADS heads later.
+    keys = anchor + (layer.to(tl.int64) * 2 * KV_HEADS + kv_head) * PAGE * DIM
     split = tl.program_id(2)
     while split * SPLIT < end:
         peak, total, mixed = _attend_split(
-            query, keys, values, bits_of, row, is_row, prefix, tree_base, end, split, scaling,
-            DIM, WORDS, SPLIT, ROWS,
+            query, keys, pages, bits_of, row, is_row, prefix, tree_base, end, split, scaling,
+            KV_HEADS, DIM, WORDS, SPLIT, PAGE, ROWS,
         )  # fmt: skip
         part = (row * HEADS + head) * MAX_SPLITS + split
         tl.store(largest + part, peak, mask=is_row)
@@ -127,30 +131,10 @@ def split_kernel(
 
 
 @triton.jit
-def _cache_of(
-    anchor: tl.tensor,
-    address_of: tl.tensor,
-    capacity_of: tl.tensor,
-    session: tl.tensor,
-    kv_head: tl.tensor,
-    layer: tl.tensor,
-    KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    """Return where the keys and the values of a session's key head in a layer start."""
-    capacity = tl.load(capacity_of + session)
-    # Buffers start at multiples of 16 numbers; the compiler cannot know.
-    address = tl.multiple_of(tl.load(address_of + session), 16)
-    place = (layer.to(tl.int64) * 2 * KV_HEADS + kv_head) * capacity * DIM
-    keys = anchor + address + tl.multiple_of(place, DIM)
-    return keys, keys + tl.multiple_of(KV_HEADS * capacity * DIM, DIM)
-
-
-@triton.jit
 def _attend_split(
     query: tl.tensor,
     keys: tl.tensor,
-    values: tl.tensor,
+    pages: tl.tensor,
     bits_of: tl.tensor,
     row: tl.tensor,
     is_row: tl.tensor,
@@ -159,27 +143,31 @@ def _attend_split(
     end: tl.tensor,
     split: tl.tensor,
     scaling: tl.tensor,
+    KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     WORDS: tl.constexpr,
     SPLIT: tl.constexpr,
+    PAGE: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Return the rows' largest score, sum of weights and weighted values of one split."""
-    BLOCK: tl.constexpr = 64
     column = tl.arange(0, DIM)
     peak = tl.full([ROWS], float("-inf"), dtype=tl.float32)
     total = tl.zeros([ROWS], dtype=tl.float32)
     mixed = tl.zeros([ROWS, DIM], dtype=tl.float32)
-    # A fixed number of blocks, so that the loads of the next ones are under way early.
-    for block in range(0, SPLIT // BLOCK):
-        first = split * SPLIT + block * BLOCK
-        slot = first + tl.arange(0, BLOCK)
+    place = tl.arange(0, PAGE)[:, None] * DIM + column[None, :]
+    # A fixed number of pages, so that the loads of the next ones are under way early.
+    for block in range(0, SPLIT // PAGE):
+        first = split * SPLIT + block * PAGE
+        slot = first + tl.arange(0, PAGE)
         held = (slot < end)[:, None]
-        key = tl.load(keys + slot[:, None] * DIM + column[None, :], mask=held, other=0.0)
-        value = tl.load(values + slot[:, None] * DIM + column[None, :], mask=held, other=0.0)
+        # Pages start at multiples of 16 numbers; the compiler cannot know.
+        page = tl.multiple_of(tl.load(pages + first // PAGE, mask=first < end, other=0), 16)
+        key = tl.load(keys + page + place, mask=held, other=0.0)
+        value = tl.load(keys + page + KV_HEADS * PAGE * DIM + place, mask=held, other=0.0)
         scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scaling
         seen = slot[None, :] < prefix[:, None]
-        if first + BLOCK > tree_base:
+        if first + PAGE > tree_base:
             seen = seen | _seen_nodes(bits_of, row, is_row, slot - tree_base, WORDS)
         scores = tl.where(seen & is_row[:, None], scores, float("-inf"))
         peak, total, mixed = _add_block(scores, value, peak, total, mixed)

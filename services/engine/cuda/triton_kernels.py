@@ -15,6 +15,7 @@ import triton
 from torch import Tensor
 
 from services.engine.core.device import shared_memory
+from services.engine.core.kv_cache import BLOCK
 from services.engine.cuda import triton_attention as attention
 from services.engine.cuda import triton_products as jit
 from services.engine.cuda.tables import Bucket, Tables
@@ -133,18 +134,19 @@ class TritonKernels(TorchKernels):
             self.rotation,
             qkv if head_norm is None else head_norm,
             self.anchor,
-            tables.address,
-            tables.capacity,
+            tables.page,
             tables.position,
             tables.slot,
             tables.session,
             layer,
             self.rotation.shape[1],
+            tables.page.shape[1],
             shape.norm_eps,
             HAS_NORM=head_norm is not None,
             HEADS=shape.num_heads,
             KV_HEADS=shape.num_kv_heads,
             HALF=shape.head_dim // 2,
+            PAGE=BLOCK,
             num_warps=1,
         )
 
@@ -172,8 +174,7 @@ class TritonKernels(TorchKernels):
             outputs,
             largest,
             sums,
-            tables.address,
-            tables.capacity,
+            tables.page,
             tables.slot,
             tables.prefix,
             tables.bits,
@@ -181,6 +182,7 @@ class TritonKernels(TorchKernels):
             tables.count,
             tables.tree_base,
             layer,
+            tables.page.shape[1],
             shape.scaling,
             HEADS=shape.num_heads,
             KV_HEADS=shape.num_kv_heads,
@@ -188,6 +190,7 @@ class TritonKernels(TorchKernels):
             WORDS=bucket.words,
             MAX_SPLITS=max_splits,
             SPLIT=_SPLIT,
+            PAGE=BLOCK,
             ROWS=_ROW_TILE,
             num_warps=4,
             num_stages=2,
