@@ -102,7 +102,11 @@ class Pages(RuleBasedStateMachine):
         for name in "ab":
             start = max(0, min(self.engine.length(name) - back, 2 * BLOCK))
             feeds.append(SequenceInput(name, start, text_of(0, start + length)[start:], 0))
-        self.engine.step(feeds)
+        try:
+            self.engine.step(feeds)
+        except CacheFullError:
+            ends = [feed.start + len(feed.token_ids) for feed in feeds]
+            assert sum(-(-end // BLOCK) for end in ends) > 6, "both fit"
 
     @rule(
         name=names, more=st.integers(0, 3), tokens=st.lists(st.integers(0, VOCAB - 1), min_size=2, max_size=6)
