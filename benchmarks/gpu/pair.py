@@ -94,14 +94,21 @@ class Pair:
         pair._set_entropy()
         return pair
 
+    @property
+    def _budget(self) -> int:
+        """Bytes of an engine's caches: the pool is allocated whole, so a CPU gets a small one."""
+        return _BUDGET if self.model.device.type == "cuda" else _CPU_BUDGET
+
     def target(self) -> GraphEngine:
         """Return an engine of the whole model."""
-        return GraphEngine.of(self.model, name="target", kernels=self.kernels, cache_budget_bytes=_BUDGET)
+        return GraphEngine.of(
+            self.model, name="target", kernels=self.kernels, cache_budget_bytes=self._budget
+        )
 
     def draft(self, num_layers: int) -> GraphEngine:
         """Return an engine of the leading layers."""
         model = self.model.first_layers(num_layers)
-        return GraphEngine.of(model, name="draft", kernels=self.kernels, cache_budget_bytes=_BUDGET)
+        return GraphEngine.of(model, name="draft", kernels=self.kernels, cache_budget_bytes=self._budget)
 
     def draft_module(self, num_layers: int) -> PreTrainedModel:
         """Return the transformers model of the leading layers; shares all weights."""
@@ -174,7 +181,7 @@ class Pair:
         self.model.head.mul_(scale)
 
 
-_BUDGET = 24 * 2**30
+_BUDGET, _CPU_BUDGET = 24 * 2**30, 64 * 2**20
 
 
 def agreement(

@@ -24,8 +24,9 @@ ACCESSES = [
     "from ray.autoscaler._private.kuberay.autoscaling_config import _get_custom_resources",
     "from ray.serve._private import constants",
     "from ray.serve.context import _get_global_client",
+    "from torch.utils._python_dispatch import TorchDispatchMode",
 ]
-"""All are of Ray, which has no public name for them; none is of this project."""
+"""Of Ray and torch, which have no public name for them; none is of this project."""
 
 PRIVATE = re.compile(r"_[^\W_]\w*")
 PUBLIC_ALL_THE_SAME = {"_asdict", "_exit", "_fields", "_make", "_replace"}

@@ -226,5 +226,5 @@ def test_launches_do_not_grow_with_the_sessions(
     """Verification by logits takes launches for each session, above all for its noise, as on a GPU."""
     monkeypatch.setattr(noise, "load_kernel", lambda: Kernel(None, "", ""))
     drawn, plain = ((num_launches(one, 9) - num_launches(one, 1)) / 8 for one in (engine, by_logits))
-    assert drawn <= 2  # a new session's cache is allocated
+    assert drawn <= 7  # on the host: a new session's pages, and its row of their table
     assert plain > 100

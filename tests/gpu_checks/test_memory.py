@@ -1,0 +1,69 @@
+"""What fits a card of 80 GB, counted on tensors without data."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+if find_spec("triton") is None:
+    pytest.skip("Triton is not installed; to enable: make gpu-checks", allow_module_level=True)
+
+from benchmarks.gpu.compiled import meta_model
+from services.engine.core.cache_budget import CacheBudget
+from services.engine.core.errors import CacheFullError
+from services.engine.core.kv_cache import CacheShape
+from services.engine.cuda.pages import PagedStore
+from services.engine.cuda.runner import Buffers
+from services.engine.cuda.tables import Bucket, new_tables
+from services.engine.cuda.triton_kernels import TritonKernels
+
+CARD = 79 * 2**30
+"""What an H100 or A100 of 80 GB has free for a process."""
+
+NUM_LAYERS = 32
+
+
+def free_bytes() -> int:
+    """Return what Llama-3.1-8B in bfloat16, with matrices of its own for embedding and head, leaves free."""
+    model = meta_model("llama-3.1-8b", NUM_LAYERS)
+    return CARD - model.step_bytes - model.embedding.nbytes
+
+
+def store(share: float | None = None) -> PagedStore:
+    """Return the pool of a worker that starts with the default settings, or another share."""
+    options = {} if share is None else {"share": share}
+    budget = CacheBudget(free=lambda _: free_bytes(), **options).on(torch.device("cuda"))
+    shape = CacheShape(NUM_LAYERS, 2 * 8, 128, torch.bfloat16, torch.device("meta"))
+    return PagedStore(shape, budget)
+
+
+@pytest.mark.parametrize(("sessions", "tokens"), [(32, 8192), (1, 131_072)])
+def test_sessions_fit_the_pool_of_the_default_share(sessions, tokens):
+    pool = store()
+    pool.reserve_all({f"s{number}": tokens for number in range(sessions)})
+    assert pool.num_evictions == 0
+    assert pool.used_bytes == sessions * tokens * pool.shape.slot_bytes
+    with pytest.raises(CacheFullError):
+        store(0.2).reserve_all({f"s{number}": tokens for number in range(32)})
+
+
+def test_a_prefix_that_sessions_share_is_held_once():
+    pool = store()
+    (first,) = pool.reserve_all({"s0": 8192})
+    first.tokens.extend([1] * 8192)
+    held = pool.used_bytes
+    for number in range(1, 200):
+        pool.fork("s0", f"s{number}", 8192)
+    assert pool.used_bytes == held
+
+
+@pytest.mark.parametrize("bucket", [Bucket(32, 160, 160, 1, 8, 8192), Bucket(1, 8, 8, 1, 8, 131_072)])
+def test_a_captured_step_fits_beside_the_pool(bucket):
+    model = meta_model("llama-3.1-8b")
+    buffers = Buffers.make(model, TritonKernels(model), bucket)
+    tensors = [value for value in vars(buffers).values() if isinstance(value, torch.Tensor)]
+    tensors += [*buffers.scratch, new_tables(bucket, model.device).flat]
+    beside = free_bytes() - store().budget_bytes
+    assert sum(tensor.nbytes for tensor in tensors) < beside / 20
