@@ -155,7 +155,6 @@ def _attend_split(
     peak = tl.full([ROWS], float("-inf"), dtype=tl.float32)
     total = tl.zeros([ROWS], dtype=tl.float32)
     mixed = tl.zeros([ROWS, DIM], dtype=tl.float32)
-    place = tl.arange(0, PAGE)[:, None] * DIM + column[None, :]
     # A fixed number of pages, so that the loads of the next ones are under way early.
     for block in range(0, SPLIT // PAGE):
         first = split * SPLIT + block * PAGE
@@ -163,8 +162,11 @@ def _attend_split(
         held = (slot < end)[:, None]
         # Pages start at multiples of 16 numbers; the compiler cannot know.
         page = tl.multiple_of(tl.load(pages + first // PAGE, mask=first < end, other=0), 16)
-        key = tl.load(keys + page + place, mask=held, other=0.0)
-        value = tl.load(keys + page + KV_HEADS * PAGE * DIM + place, mask=held, other=0.0)
+        # Slots count from the sequence's first one: a tensor of places in the page would cost registers.
+        origin = keys + (page - first * DIM)
+        place = slot[:, None] * DIM + column[None, :]
+        key = tl.load(origin + place, mask=held, other=0.0)
+        value = tl.load(origin + KV_HEADS * PAGE * DIM + place, mask=held, other=0.0)
         scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scaling
         seen = slot[None, :] < prefix[:, None]
         if first + PAGE > tree_base:
