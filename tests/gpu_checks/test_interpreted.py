@@ -41,6 +41,7 @@ def exact_dot(monkeypatch):
     its conversion to bfloat16 cuts digits off, where a card rounds.
     """
     if find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1":
+        yield
         return
     import triton.language as tl
     from triton.runtime import interpreter
