@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -141,9 +142,7 @@ class _Group:
         queries = queries.transpose(1, 2).reshape(kv_heads, sessions, group * num_rows, key_dim)
         bias = self._bias(shared, group, queries.dtype)
         if given.softcap is None and given.sinks is None:
-            mixed = F.scaled_dot_product_attention(
-                queries, keys, values, attn_mask=bias, scale=given.scale
-            )
+            mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=bias, scale=given.scale)
         else:
             sinks = stacked_sinks(given, num_rows)
             if sinks is not None:
@@ -253,13 +252,14 @@ def padded_mask(
     """
     num_nodes = max(segment.num_kept + len(segment.parents or ()) for segment in segments)
     ranges: list[list[tuple[int, int]]] = []
-    nodes = torch.zeros(len(segments), num_rows, num_nodes, dtype=torch.bool)
+    nodes = np.zeros((len(segments), num_rows, num_nodes), dtype=bool)
     for index, (segment, first) in enumerate(zip(segments, firsts, strict=True)):
         rows = [_seen(segment, row, window) for row in range(segment.count)]
         rows += [rows[-1]] * (num_rows - len(rows))
         ranges.append([(low - first, limit - first) for low, limit, _ in rows])
-        for row, (_, _, seen) in enumerate(rows):
-            nodes[index, row, seen] = True
+        if segment.parents is not None:
+            for row, (_, _, seen) in enumerate(rows):
+                nodes[index, row, seen] = True
     low, limit = torch.tensor(ranges, device=device)[..., None, :].unbind(-1)
     column = torch.arange(num_slots, device=device)
     mask = (column >= low) & (column < limit)
@@ -268,7 +268,7 @@ def padded_mask(
         node = column - torch.tensor(origins, device=device)[:, None, None]
         is_node = (node >= 0) & (node < num_nodes)
         node = node.clamp(0, num_nodes - 1).expand(-1, num_rows, -1)
-        mask |= is_node & nodes.to(device).gather(2, node)
+        mask |= is_node & torch.from_numpy(nodes).to(device).gather(2, node)
     return mask
 
 
