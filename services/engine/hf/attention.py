@@ -1,6 +1,7 @@
 """The attention function installed in transformers models: packed rows over the engine's own KV cache.
 
-In deterministic mode rows are split into attention calls whose shapes depend on positions only."""
+`attend` calls torch once per session; `services.engine.hf.batched_attention` attends for all sessions at
+once. In deterministic mode rows are split into attention calls whose shapes depend on positions only."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface
 
 from services.engine.core.batch import Batch, Segment, node_path
@@ -25,10 +27,13 @@ __all__ = [
     "LayerInput",
     "active",
     "attend",
+    "attend_segment",
     "bias_of",
     "chain_mask",
+    "explicit_attention",
     "segment_parts",
     "stack_mask",
+    "stacked_sinks",
     "unknown_arguments",
 ]
 
@@ -190,7 +195,9 @@ class LayerInput:
         return self.key.shape[3] ** -0.5 if self.scaling is None else self.scaling
 
 
-def attend(batch: Batch, layer: int, given: LayerInput, *, fixed_shapes: bool = False) -> Tensor:
+def attend(
+    batch: Batch, layer: int, given: LayerInput, *, fixed_shapes: bool = False, flash: bool = False
+) -> Tensor:
     """Attend per session over its slots, after writing this layer's new keys and values there.
 
     Args:
@@ -198,38 +205,85 @@ def attend(batch: Batch, layer: int, given: LayerInput, *, fixed_shapes: bool = 
         layer: Index of the layer.
         given: The layer's arguments.
         fixed_shapes: Split the rows into calls of fixed shapes, see the module's docstring.
+        flash: See `attend_segment`.
 
     Returns:
         [1, rows, num_heads, value_dim].
     """
-    num_heads, rows = given.query.shape[1], given.query.shape[2]
-    num_kv_heads, key_dim, value_dim = given.key.shape[1], given.key.shape[3], given.value.shape[3]
+    num_heads, rows, value_dim = given.query.shape[1], given.query.shape[2], given.value.shape[3]
     output = given.query.new_zeros(rows, num_heads, value_dim)
     for index, segment in enumerate(batch.segments):
-        here = slice(segment.row, segment.row + segment.count)
-        slots = segment.cache.data[layer, :num_kv_heads]
-        keys, values = slots[..., :key_dim], slots[..., key_dim : key_dim + value_dim]
-        end = segment.slot + segment.count
-        keys[:, segment.slot : end] = given.key[0, :, here]
-        values[:, segment.slot : end] = given.value[0, :, here]
         if fixed_shapes:
-            _attend_in_parts(segment, given, keys, values, output)
-            continue
-        # Heads of a group share keys and values: stack their rows instead of copying keys and values.
-        queries = given.query[0, :, here].reshape(num_kv_heads, -1, key_dim)
-        mask = batch.mask(index, given.window, queries.device)
-        if mask is not None:
-            mask = mask.repeat(num_heads // num_kv_heads, 1)
-        if given.softcap is None and given.sinks is None:
-            mixed = F.scaled_dot_product_attention(
-                queries[None], keys[None, :, :end], values[None, :, :end], attn_mask=mask, scale=given.scale
-            )[0]
+            _attend_in_parts(segment, given, *_written_slots(segment, layer, given), output)
         else:
-            bias = None if mask is None else bias_of(mask)
-            sinks = _stacked_sinks(given, segment.count)
-            mixed = _explicit_attention(queries, keys[:, :end], values[:, :end], bias, sinks, given)
-        output[here] = mixed.reshape(num_heads, segment.count, value_dim).transpose(0, 1)
+            attend_segment(batch, index, layer, given, output, flash=flash)
     return output[None]
+
+
+def attend_segment(
+    batch: Batch, index: int, layer: int, given: LayerInput, output: Tensor, *, flash: bool
+) -> None:
+    """Attend for one session of a step, after writing this layer's new keys and values to its cache.
+
+    Args:
+        batch: The step.
+        index: Of the segment.
+        layer: Index of the layer.
+        given: The layer's arguments.
+        output: [rows, num_heads, value_dim], of which the segment's rows are written.
+        flash: Let a causal kernel mask a chain that sees all slots before it, as a prompt's chunk does. A
+            mask [rows, slots] rules out torch's flash kernels, and takes as much memory as the scores.
+    """
+    segment = batch.segments[index]
+    num_heads, count = given.query.shape[1], segment.count
+    num_kv_heads, key_dim, value_dim = given.key.shape[1], given.key.shape[3], given.value.shape[3]
+    here = slice(segment.row, segment.row + count)
+    end = segment.slot + count
+    slots = _written_slots(segment, layer, given)
+    keys, values = slots[0][:, :end], slots[1][:, :end]
+    plain = given.softcap is None and given.sinks is None
+    if flash and plain and count > 1 and _is_causal(segment, given.window):
+        mixed = F.scaled_dot_product_attention(
+            given.query[:, :, here],
+            keys[None],
+            values[None],
+            attn_mask=causal_lower_right(count, end),
+            scale=given.scale,
+            enable_gqa=num_heads != num_kv_heads,
+        )
+        output[here] = mixed[0].transpose(0, 1)
+        return
+    # Heads of a group share keys and values: stack their rows instead of copying keys and values.
+    queries = given.query[0, :, here].reshape(num_kv_heads, -1, key_dim)
+    mask = batch.mask(index, given.window, queries.device)
+    if mask is not None:
+        mask = mask.repeat(num_heads // num_kv_heads, 1)
+    if plain:
+        mixed = F.scaled_dot_product_attention(
+            queries[None], keys[None], values[None], attn_mask=mask, scale=given.scale
+        )[0]
+    else:
+        bias = None if mask is None else bias_of(mask)
+        mixed = explicit_attention(queries, keys, values, bias, stacked_sinks(given, count), given)
+    output[here] = mixed.reshape(num_heads, count, value_dim).transpose(0, 1)
+
+
+def _written_slots(segment: Segment, layer: int, given: LayerInput) -> tuple[Tensor, Tensor]:
+    """Write a segment's new keys and values; return all slots of both, [num_kv_heads, capacity, dim]."""
+    num_kv_heads, key_dim, value_dim = given.key.shape[1], given.key.shape[3], given.value.shape[3]
+    here = slice(segment.row, segment.row + segment.count)
+    new = slice(segment.slot, segment.slot + segment.count)
+    slots = segment.cache.data[layer, :num_kv_heads]
+    keys, values = slots[..., :key_dim], slots[..., key_dim : key_dim + value_dim]
+    keys[:, new] = given.key[0, :, here]
+    values[:, new] = given.value[0, :, here]
+    return keys, values
+
+
+def _is_causal(segment: Segment, window: int | None) -> bool:
+    """Whether each row sees all slots up to its own."""
+    end = segment.slot + segment.count
+    return segment.parents is None and segment.cache.first == 0 and (window is None or window >= end)
 
 
 def _attend_in_parts(
@@ -241,7 +295,7 @@ def _attend_in_parts(
         count = part.last - part.first
         here = slice(segment.row + part.first, segment.row + part.last)
         queries = given.query[0, :, here].reshape(num_kv_heads, -1, key_dim)
-        sinks = _stacked_sinks(given, count)
+        sinks = stacked_sinks(given, count)
         missing = max(0, MIN_STACKED_ROWS - group * count)
         queries = F.pad(queries, (0, 0, 0, missing))
         if sinks is not None:
@@ -251,14 +305,14 @@ def _attend_in_parts(
         else:
             seen_keys, seen_values = keys[:, part.path], values[:, part.path]
         bias = stack_mask(chain_mask(part, given.window), group)
-        mixed = _explicit_attention(
+        mixed = explicit_attention(
             queries, seen_keys.contiguous(), seen_values.contiguous(), bias, sinks, given
         )
         mixed = mixed[:, : group * count].reshape(num_heads, count, -1)
         output[here] = mixed.transpose(0, 1)
 
 
-def _explicit_attention(
+def explicit_attention(
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -266,8 +320,20 @@ def _explicit_attention(
     sinks: Tensor | None,
     given: LayerInput,
 ) -> Tensor:
-    """Attention [kv_heads, stacked rows, value_dim] with softcap and sinks, softmax in float32."""
-    scores = torch.matmul(queries, keys.transpose(1, 2)).mul_(given.scale)
+    """Attention with softcap and sinks, softmax in float32.
+
+    Args:
+        queries: [..., stacked rows, key_dim].
+        keys: [..., slots, key_dim].
+        values: [..., slots, value_dim].
+        bias: Added to the scores [..., stacked rows, slots]; None for nothing.
+        sinks: [..., stacked rows, 1]; None for none.
+        given: The layer's arguments, for scale and softcap.
+
+    Returns:
+        [..., stacked rows, value_dim].
+    """
+    scores = torch.matmul(queries, keys.transpose(-2, -1)).mul_(given.scale)
     if given.softcap is not None:
         scores = torch.tanh(scores / given.softcap) * given.softcap
     if bias is not None:
@@ -279,7 +345,7 @@ def _explicit_attention(
     return torch.matmul(probs.to(values.dtype).contiguous(), values)
 
 
-def _stacked_sinks(given: LayerInput, count: int) -> Tensor | None:
+def stacked_sinks(given: LayerInput, count: int) -> Tensor | None:
     """Each stacked row's sink [kv_heads, group * count, 1]."""
     if given.sinks is None:
         return None

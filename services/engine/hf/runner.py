@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from services.engine.core.batch import Batch
 from services.engine.core.model import LoadedModel
 from services.engine.hf.attention import LayerInput, attend
+from services.engine.hf.batched_attention import StepAttention
 from services.engine.hf.deterministic import ROW_MULTIPLE, FixedRows
 from services.engine.hf.probe import ModelLayout, handling
 from services.engine.hf.taps import TapPoints, find_tap_points
@@ -27,13 +28,23 @@ class TransformersRunner:
         loaded: The model, switched to the engine's attention.
         layout: Result of the probe.
         fixed_shapes: Results must not depend on the rest of the step; see `deterministic`.
+        batched: Attend for all sessions at once, and for prompts by a flash kernel; None: on a GPU. On a CPU
+            calls cost little, and what batching copies costs more.
     """
 
-    def __init__(self, loaded: LoadedModel, layout: ModelLayout, *, fixed_shapes: bool = False) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        layout: ModelLayout,
+        *,
+        fixed_shapes: bool = False,
+        batched: bool | None = None,
+    ) -> None:
         self._loaded, self._module = loaded, loaded.module
         self._device = loaded.device
         self._layout = layout
         self._fixed_shapes = fixed_shapes
+        self._batched = loaded.device.type != "cpu" if batched is None else batched
         parameters = inspect.signature(loaded.module.forward).parameters
         self._keeps_rows = "logits_to_keep" in parameters
 
@@ -72,9 +83,15 @@ class TransformersRunner:
     def _run(
         self, batch: Batch, token_ids: list[int], positions: list[int], arguments: dict[str, Any]
     ) -> Tensor:
+        layout, step = self._layout, None
+        if self._batched and len(batch.segments) > 1:
+            step = StepAttention(batch, layout.num_layers, layout.kv_heads, layout.kv_dim)
+
         def handler(module: nn.Module, given: LayerInput, _: dict[str, Any]) -> Tensor:
-            layer = self._layout.layer_of[id(module)]
-            return attend(batch, layer, given, fixed_shapes=self._fixed_shapes)
+            layer = layout.layer_of[id(module)]
+            if step is not None:
+                return step.attend(layer, given)
+            return attend(batch, layer, given, fixed_shapes=self._fixed_shapes, flash=self._batched)
 
         with handling(handler), self._recording(batch):
             output = self._module(
@@ -83,6 +100,8 @@ class TransformersRunner:
                 use_cache=False,
                 **arguments,
             )
+        if step is not None:
+            step.store()
         logits: Tensor = output.logits[0, :, : self._layout.vocab_size]
         return logits.float()
 

@@ -1,0 +1,248 @@
+"""Attention of all sessions at once against the models' own forwards, and its calls per layer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_helpers import (
+    CONFIGS,
+    SUPPORTED,
+    CheckedEngine,
+    plain_model,
+    random_tokens,
+    tiny_model,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from services.engine.core import batch as batch_module
+from services.engine.core.batch import Batch, Segment, allowed_slots
+from services.engine.core.kv_cache import CacheShape, CacheStore
+from services.engine.core.model import load_model
+from services.engine.core.session_cache import SessionCache
+from services.engine.engine import Engine, SequenceInput
+from services.engine.hf import batched_attention, runner
+from services.engine.hf.batched_attention import MAX_PADDED_ROWS, StepAttention, padded_mask
+from services.engine.hf.probe import probe_model
+from services.engine.hf.runner import TransformersRunner
+
+TOLERANCE = 1e-4
+# Two roots, a chain below one, siblings with equal positions, a leaf deeper than the window of 8.
+TREE = (-1, -1, 0, 0, 1, 2, 4, 5, 6, 8, 9, 10, 11)
+
+
+def load(directory: Path, *, batched: bool = True, dtype: str = "float32") -> Engine:
+    loaded = load_model(str(directory), device="cpu", dtype=dtype)
+    layout = probe_model(loaded)
+    shape = CacheShape(layout.num_layers, layout.kv_heads, layout.kv_dim, loaded.dtype, loaded.device)
+    return Engine(
+        TransformersRunner(loaded, layout, batched=batched),
+        CacheStore(shape, 1 << 26),
+        model_name=str(directory),
+        vocab_size=layout.vocab_size,
+        max_context=loaded.max_context,
+    )
+
+
+def checked(directory: Path) -> CheckedEngine:
+    return CheckedEngine(load(directory), plain_model(directory))
+
+
+def gain_of(arch: str) -> float:
+    """Large logits: soft-caps and softmaxes are far from linear."""
+    return 2.0 if arch.startswith("gemma") else 1.0
+
+
+def converse(run: CheckedEngine) -> None:
+    """Steps of several sessions: prompts, single tokens, ragged rows, trees, rollback, a prompt's chunk."""
+    text = random_tokens(128, 1)
+    prompts = [
+        SequenceInput("a", 0, text[:70], 3),
+        SequenceInput("b", 0, text[40:47], 1),
+        SequenceInput("c", 0, text[50:73], 2),
+    ]
+    run.step(*prompts)
+    run.step(
+        *[SequenceInput(name, n, random_tokens(1, n), 1) for name, n in (("a", 70), ("b", 7), ("c", 23))]
+    )
+    # Single tokens, a tree and a new session; the lengths call for two groups.
+    run.step(
+        SequenceInput("c", 24, [5, *random_tokens(len(TREE), 4)], len(TREE) + 1, TREE),
+        SequenceInput("d", 0, text[:2], 2),
+        SequenceInput("a", 71, random_tokens(4, 3), 4),
+        SequenceInput("b", 4, random_tokens(9, 5), 9),
+    )
+    run.engine.keep_path("c", 25, [0, 2, 5, 7])
+    run.engine.fork("c", "e", 27)
+    # A chunk that begins behind cached tokens and is longer than padded rows may be, with others.
+    run.step(
+        SequenceInput("d", 2, random_tokens(MAX_PADDED_ROWS + 6, 6), 5),
+        SequenceInput("c", 29, random_tokens(3, 7), 3),
+        SequenceInput("e", 27, random_tokens(6, 8), 4, (-1, -1, 0)),
+    )
+    run.step(*[SequenceInput(s, run.engine.length(s), random_tokens(5, 9), 5) for s in "abcde"])
+
+
+@pytest.mark.parametrize("arch", SUPPORTED)
+def test_steps_of_several_sessions_match_plain_forwards(arch: str, tmp_path: Path) -> None:
+    run = checked(tiny_model(arch, tmp_path, gain=gain_of(arch)))
+    converse(run)
+    assert run.worst <= TOLERANCE
+
+
+@pytest.mark.parametrize("arch", ["llama", "gemma2", "gpt_oss", "deepseek_v3"])
+def test_bfloat16_differs_from_attention_per_session_by_rounding(arch: str, tmp_path: Path) -> None:
+    directory = tiny_model(arch, tmp_path)
+    logits = []
+    for batched in (True, False):
+        engine = load(directory, batched=batched, dtype="bfloat16")
+        engine.step([SequenceInput(name, 0, random_tokens(n, n), 0) for name, n in (("a", 20), ("b", 33))])
+        feeds = [SequenceInput(name, n, random_tokens(4, 1), 4) for name, n in (("a", 20), ("b", 33))]
+        logits.append(torch.cat(engine.step(feeds)))
+    # Experts may be chosen differently within rounding: compare means.
+    assert (logits[0] - logits[1]).abs().mean() <= 0.05 * logits[1].abs().mean()
+
+
+def random_segment(generator: torch.Generator) -> Segment:
+    """A chain or a tree, sometimes with kept nodes or slots that were not fed, as `plan_batch` makes them."""
+
+    def number(low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (), generator=generator))
+
+    start = number(0, 30)
+    cache = SessionCache(torch.zeros(1, 1, 64, 1), first=number(0, min(start, 3)))
+    kind = number(0, 2)
+    if kind == 0:
+        count = number(1, 9)
+        return Segment(cache, 0, count, start, None, range(start, start + count))
+    start = max(start, 4)
+    kept = number(1, 6) if kind == 2 else 0
+    chain = 0 if kept else number(0, 3)
+    parents = [number(-2, node - 1) for node in range(kept + number(1, 8))]
+    depth: list[int] = []
+    for parent in parents:
+        depth.append(start + chain + parent + 1 if parent < 0 else depth[parent] + 1)
+    cache.tree_parents.extend(parents[:kept])
+    positions = [*range(start, start + chain), *depth[kept:]]
+    return Segment(cache, 0, len(positions), start, parents[kept:], positions, kept)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 8])
+def test_mask_of_many_sessions_is_that_of_each(window: int | None) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(60):
+        segments = [random_segment(generator) for _ in range(4)]
+        num_rows = max(segment.count for segment in segments) + 1
+        firsts = [segment.cache.first for segment in segments]
+        mask = padded_mask(segments, window, firsts, num_rows, 64, torch.device("cpu"))
+        for index, (segment, first) in enumerate(zip(segments, firsts, strict=True)):
+            end = segment.slot + segment.count
+            allowed = allowed_slots(segment, window, end)
+            if allowed is None:
+                allowed = torch.ones(segment.count, end, dtype=torch.bool)
+            assert torch.equal(mask[index, : segment.count, : end - first], allowed[:, first:])
+            # Nothing after the session's slots is seen, and no row is without a slot.
+            assert not mask[index, :, end - first :].any()
+            assert mask[index].any(-1).all()
+
+
+def test_window_off_by_one_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = checked(tiny_model("mistral", tmp_path))
+    right = batched_attention.padded_mask
+    monkeypatch.setattr(
+        batched_attention, "padded_mask", lambda s, window, *given: right(s, window and window - 1, *given)
+    )
+    run.step(SequenceInput("a", 0, random_tokens(7, 1), 1), SequenceInput("b", 0, random_tokens(5, 2), 1))
+    assert run.worst <= TOLERANCE
+    run.step(SequenceInput("a", 7, random_tokens(5, 3), 5), SequenceInput("b", 5, random_tokens(5, 4), 5))
+    assert run.worst > TOLERANCE
+
+
+def test_keys_of_another_session_are_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = checked(tiny_model("llama", tmp_path))
+    run.step(*[SequenceInput(name, 0, random_tokens(9, n), 1) for n, name in enumerate("abc")])
+    assert run.worst <= TOLERANCE
+
+    def crossed(batch: Batch, *sizes: int) -> StepAttention:
+        caches = [segment.cache for segment in batch.segments]
+        segments = [replace(s, cache=caches[i - 1]) for i, s in enumerate(batch.segments)]
+        return StepAttention(replace(batch, segments=segments), *sizes)
+
+    monkeypatch.setattr(runner, "StepAttention", crossed)
+    run.step(*[SequenceInput(name, 9, random_tokens(2, n), 2) for n, name in enumerate("abc")])
+    assert run.worst > TOLERANCE
+
+
+@pytest.mark.parametrize(("arch", "masked"), [("llama", False), ("mistral", True), ("gpt_oss", True)])
+def test_prompts_have_a_mask_only_if_their_layers_need_one(
+    arch: str, masked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks of one session alone, then one too long to be padded in a step with other sessions."""
+    run = checked(tiny_model(arch, tmp_path))
+    masks = []
+    right = batch_module.allowed_slots
+    monkeypatch.setattr(batch_module, "allowed_slots", lambda *given: masks.append(given) or right(*given))
+    run.step(SequenceInput("a", 0, random_tokens(20, 1), 2))
+    run.step(SequenceInput("a", 20, random_tokens(30, 2), 2))
+    run.step(
+        SequenceInput("b", 0, random_tokens(3, 3), 1),
+        SequenceInput("a", 50, random_tokens(MAX_PADDED_ROWS + 1, 4), 2),
+    )
+    assert run.worst <= TOLERANCE
+    assert bool(masks) == masked
+
+
+class _Calls(TorchDispatchMode):
+    """Counts calls of torch's kernels; views launch nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view and func.overloadpacket is not torch.ops.aten.new_empty:
+            self.names[func.overloadpacket.__name__] += 1
+        return out
+
+
+def calls_of(engine: Engine, num_sessions: int, num_rows: int) -> Counter[str]:
+    """Calls of a step in which each session, with 16 cached tokens, feeds `num_rows`."""
+    names = [f"{num_sessions}-{index}" for index in range(num_sessions)]
+    engine.step([SequenceInput(name, 0, random_tokens(16, 1), 0) for name in names])
+    feeds = [SequenceInput(name, 16, random_tokens(num_rows, 2), num_rows) for name in names]
+    with _Calls() as calls:
+        engine.step(feeds)
+    return calls.names
+
+
+@pytest.mark.parametrize(
+    ("arch", "attention", "batched", "alone"),
+    [
+        # gpt_oss computes a second softmax per layer, that of its router.
+        ("llama", "scaled_dot_product_attention", 39, {2: 44, 8: 74, 32: 194}),
+        ("gpt_oss", "softmax", 72, {2: 89, 8: 173, 32: 509}),
+    ],
+)
+def test_calls_per_layer_do_not_depend_on_the_number_of_sessions(
+    arch: str, attention: str, batched: int, alone: dict[int, int], tmp_path: Path
+) -> None:
+    """The numbers are those of docs/scaling.md."""
+    types = CONFIGS[arch][1].get("layer_types", [])
+    deeper = {"num_hidden_layers": 6, **({"layer_types": 2 * types} if types else {})}
+    directories = [tiny_model(arch, tmp_path / "3"), tiny_model(arch, tmp_path / "6", **deeper)]
+    calls = {
+        (is_batched, n): [calls_of(load(path, batched=is_batched), n, num_rows=5) for path in directories]
+        for is_batched in (True, False)
+        for n in alone
+    }
+    per_layer = {key: (deep.total() - shallow.total()) / 3 for key, (shallow, deep) in calls.items()}
+    assert per_layer == {(True, n): batched for n in alone} | {(False, n): alone[n] for n in alone}
+    # One attention call in a layer, and per session one copy of its new keys and values in a step.
+    shallow, deep = calls[True, 32]
+    assert deep[attention] - shallow[attention] == (6 if arch == "gpt_oss" else 3)
+    assert shallow.total() - calls[True, 8][0].total() == 24
