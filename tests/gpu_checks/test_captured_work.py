@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from contextlib import contextmanager
 from importlib.util import find_spec
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch_helpers import TorchOperations
 
 if find_spec("triton") is None:
     pytest.skip("Triton is not installed; to enable: make gpu-checks", allow_module_level=True)
@@ -32,41 +31,15 @@ BESIDE_LEVEL = 30
 """Of a level of a tree, whose nodes are chosen from those of all parents."""
 
 
-class Watch(TorchDispatchMode):
-    """Counts the operations of torch, and keeps those whose result is on the host."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operations: Counter[str] = Counter()
-        self.on_host: list[str] = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        made = function(*args, **(kwargs or {}))
-        self.operations[str(function)] += 1
-        for one in made if isinstance(made, tuple | list) else [made]:
-            if isinstance(one, torch.Tensor) and one.device.type != "meta":
-                self.on_host.append(str(function))
-        return made
-
-
-VIEWS = ("view", "unsqueeze", "expand", "slice", "select", "split", "t.default", "transpose", "as_strided")
-"""Operations that launch nothing."""
-
-
 @contextmanager
 def watched():
     """Yield the recorded launches of kernels and the operations of torch in the block."""
-    with recorded() as kernels, Watch() as torch_side:
+    with recorded() as kernels, TorchOperations() as torch_side:
         yield kernels, torch_side
 
 
 def num_launches(kernels, torch_side) -> int:
-    own = sum(
-        count
-        for name, count in torch_side.operations.items()
-        if not any(name.startswith(f"aten.{view}") for view in VIEWS) and "empty" not in name
-    )
-    return len(kernels) + own
+    return len(kernels) + torch_side.launches().total()
 
 
 def step_launches(bucket: Bucket, *, draws: bool) -> int:

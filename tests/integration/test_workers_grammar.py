@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,7 @@ from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from gammaray.v1 import types_pb2 as types
 from gammaray.wire.blocks import proposal_from_proto
 from services.engine.sampling.edits import row_paths
+from services.scheduling.grammars import Grammars
 
 pytestmark = pytest.mark.integration
 
@@ -370,16 +372,26 @@ async def test_model_without_a_tokenizer_refuses_grammars_only(tmp_path, role):
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])
-async def test_sessions_released_while_their_grammar_compiles_are_not_begun(models, role):
+async def test_sessions_released_while_their_grammar_compiles_are_not_begun(models, role, monkeypatch):
+    is_released = threading.Event()
+    begin = Grammars.begin
+
+    def begin_late(grammars, *given):
+        assert is_released.wait(60)
+        return begin(grammars, *given)
+
+    monkeypatch.setattr(Grammars, "begin", begin_late)
     async with running(role, models[0]) as (link, _):
         spec = spec_message(params(1), prompt_length=len(PROMPT), eos_token_ids=(END,))
         for number in range(4):  # the first one also waits for the tokenizer
             name = f"released-{number}"
             fields = {"session_id": name, "spec": spec}
             block = verify_block(PROMPT, **fields) if role == "target" else propose_block(PROMPT, 4, **fields)
+            is_released.clear()
             (answer,) = await link.send([block])
             await link.release(name)
             assert (await answer).error.message == f"session {name} was released"
+            is_released.set()
         assert (await link.info()).num_sessions == 0
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from engine_helpers import (
     random_tokens,
     tiny_model,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch_helpers import TorchOperations
 
 from services.engine.core import batch as batch_module
 from services.engine.core.batch import Batch, Segment, allowed_slots
@@ -196,36 +195,22 @@ def test_prompts_have_a_mask_only_if_their_layers_need_one(
     assert bool(masks) == masked
 
 
-class _Calls(TorchDispatchMode):
-    """Counts calls of torch's kernels; views launch nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if not func.is_view and func.overloadpacket is not torch.ops.aten.new_empty:
-            self.names[func.overloadpacket.__name__] += 1
-        return out
-
-
 def calls_of(engine: Engine, num_sessions: int, num_rows: int) -> Counter[str]:
     """Calls of a step in which each session, with 16 cached tokens, feeds `num_rows`."""
     names = [f"{num_sessions}-{index}" for index in range(num_sessions)]
     engine.step([SequenceInput(name, 0, random_tokens(16, 1), 0) for name in names])
     feeds = [SequenceInput(name, 16, random_tokens(num_rows, 2), num_rows) for name in names]
-    with _Calls() as calls:
+    with TorchOperations() as calls:
         engine.step(feeds)
-    return calls.names
+    return calls.launches()
 
 
 @pytest.mark.parametrize(
     ("arch", "attention", "batched", "alone"),
     [
         # gpt_oss computes a second softmax per layer, that of its router.
-        ("llama", "scaled_dot_product_attention", 39, {2: 44, 8: 74, 32: 194}),
-        ("gpt_oss", "softmax", 72, {2: 89, 8: 173, 32: 509}),
+        ("llama", "aten.scaled_dot_product_attention.default", 39, {2: 44, 8: 74, 32: 194}),
+        ("gpt_oss", "aten.softmax.int", 71, {2: 88, 8: 172, 32: 508}),
     ],
 )
 def test_calls_per_layer_do_not_depend_on_the_number_of_sessions(
