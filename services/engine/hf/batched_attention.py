@@ -126,7 +126,7 @@ class _Group:
         kept = [i * self._num_rows + row for i, s in enumerate(segments) for row in range(s.count)]
         self._padded, self._rows, self._kept = torch.tensor(
             [*padded, *rows, *kept], device=data.device
-        ).split((len(padded), len(rows), len(kept)))
+        ).split_with_sizes((len(padded), len(rows), len(kept)))
 
     def attend(self, layer: int, given: LayerInput, output: Tensor) -> None:
         """Attend in one layer and write the rows of these sessions to `output`."""
