@@ -22,6 +22,8 @@ class Plan:
 
     Attributes:
         batches: Sessions at a time.
+        decode_batches: Likewise, of plain decoding.
+        contexts: Cached tokens of one session.
         draft_layers: Depths of the drafts.
         alphas: Coupled alphas to calibrate for.
         verify_sizes: Tokens per session of a target step.
@@ -35,6 +37,8 @@ class Plan:
     """
 
     batches: tuple[int, ...]
+    decode_batches: tuple[int, ...]
+    contexts: tuple[int, ...]
     draft_layers: tuple[int, ...]
     alphas: tuple[float, ...]
     verify_sizes: tuple[int, ...]

@@ -11,7 +11,10 @@ from services.engine.core.batch import GumbelDraw, SequenceInput
 from services.engine.cuda.torch_kernels import TorchKernels
 from services.engine.device_drafting import GraphEngine
 
-__all__ = ["exactness", "invariance"]
+__all__ = ["MAX_DIFFERENCE", "checked", "exactness", "invariance"]
+
+MAX_DIFFERENCE = 1e-3
+"""Of logits of some units in float32; a wrong slot, mask or head makes differences as large as they are."""
 
 _TREE = (-1, -1, 0, 0, 1, 3)
 
@@ -46,6 +49,20 @@ def exactness(device: str) -> dict[str, Any]:
         "kernels": type(engine.runner.kernels).__name__,
         "captured": engine.runner.kernels.capturable,
     }
+
+
+def checked(found: dict[str, Any]) -> dict[str, Any]:
+    """Return the result of `exactness`.
+
+    Raises:
+        RuntimeError: The kernels do not compute what they should: their times would mean nothing.
+    """
+    differences = (found["chain_against_transformers"], found["tree_against_torch"])
+    if not all(one <= MAX_DIFFERENCE for one in differences) or not found["same_chains"]:
+        raise RuntimeError(
+            f"not exact, so nothing is measured (logits may differ by {MAX_DIFFERENCE}): {found}"
+        )
+    return found
 
 
 def invariance(target: GraphEngine, num_tokens: int) -> dict[str, Any]:

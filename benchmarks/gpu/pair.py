@@ -44,7 +44,7 @@ class Sizes:
     max_context: int
 
 
-EIGHT_B = Sizes(4096, 14336, 32, 32, 8, 128, 32000, 2048)
+EIGHT_B = Sizes(4096, 14336, 32, 32, 8, 128, 32000, 33_024)
 TINY = Sizes(64, 96, 6, 4, 2, 16, 512, 512)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -11,12 +12,16 @@ from torch import Tensor
 
 from benchmarks.gpu.context import Context, Expired, ReadSessions, replay_time, time_of
 from benchmarks.gpu.loop import decode
-from services.engine.core.batch import SequenceInput
+from benchmarks.gpu.pair import random_tokens
+from services.engine.core.batch import GumbelDraw, SequenceInput
 from services.engine.cuda.runner import Capture
 from services.engine.cuda.torch_kernels import TorchKernels
 from services.engine.device_drafting import GraphEngine
 
-__all__ = ["bandwidth", "decoding", "draft_costs", "products", "verify_costs"]
+__all__ = ["bandwidth", "contexts", "decoding", "draft_costs", "products", "verify_costs"]
+
+_CHUNK = 512
+"""Tokens of a prompt in one step."""
 
 
 def bandwidth(device: torch.device, num_bytes: int) -> float:
@@ -83,7 +88,7 @@ def _product_time(kernels: TorchKernels, matrices: Sequence[Tensor], rows: int) 
 def decoding(context: Context, expired: Expired) -> Iterator[dict[str, Any]]:
     """Plain decoding: through the loop, and the device's share of it; against the bandwidth bound."""
     plan, target = context.plan, context.target
-    for batch in plan.batches:
+    for batch in plan.decode_batches:
         if expired():
             return
         with ReadSessions([target], batch, plan.num_prompt) as sessions:
@@ -100,6 +105,38 @@ def decoding(context: Context, expired: Expired) -> Iterator[dict[str, Any]]:
             "bound_ms": 1e3 * bound_s,
             "share_of_bound": bound_s * trace.cycles / trace.seconds,
             "device_share_of_bound": bound_s / device_s,
+        }
+
+
+def contexts(context: Context, expired: Expired) -> Iterator[dict[str, Any]]:
+    """One session by its cached tokens: reading the prompt, plain decoding, and a step that verifies four."""
+    target = context.target
+    name, draw = "long", GumbelDraw(7, temperature=1.0)
+    for length in context.plan.contexts:
+        if expired():
+            return
+        text = random_tokens(length + 5, 3, target.vocab_size)
+        seconds = 0.0
+        for _ in range(2):  # the first time warms up
+            target.release(name)
+            began = time.perf_counter()
+            for start in range(0, length, _CHUNK):
+                target.step([SequenceInput(name, start, text[start : min(length, start + _CHUNK)], 0)])
+            target.choose([SequenceInput(name, length, text[length : length + 1], 1)], [draw])
+            seconds = time.perf_counter() - began
+        times = {}
+        for size in (1, 5):
+            target.choose([SequenceInput(name, length, text[length : length + size], size)], [draw])
+            times[size] = replay_time(target)
+        target.release(name)
+        bound_s = (context.pair.model.step_bytes + length * _slot_bytes(target)) / context.bytes_per_s
+        yield {
+            "context": length,
+            "prompt_tokens_per_s": length / seconds,
+            "device_ms": 1e3 * times[1],
+            "bound_ms": 1e3 * bound_s,
+            "share_of_bound": bound_s / times[1],
+            "verify_4_ratio": times[5] / times[1],
         }
 
 

@@ -4,8 +4,9 @@
     python -m benchmarks.gpu.run --out DIR --quick    # fewer sizes, one repetition
     python -m benchmarks.gpu.run --out DIR --tiny     # seconds, on a CPU: that it works, no figures
 
-Needs torch, transformers and grpcio. Results are written after each phase, so a run that is cut short
-leaves what it has. Exits with 1 when a phase failed.
+Needs torch, transformers and grpcio. Exactness is checked first: nothing is measured, and the exit status is
+1, when the device's kernels do not compute what they should. Results are written after each phase, so a run
+that is cut short leaves what it has. Exits with 1 when a phase failed.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.context import Context, Plan
-from benchmarks.gpu.exactness import exactness, invariance
+from benchmarks.gpu.exactness import checked, exactness, invariance
 from benchmarks.gpu.pair import EIGHT_B, TINY, Pair, Sizes
 from benchmarks.gpu.peers import peers
-from benchmarks.gpu.phases import bandwidth, decoding, draft_costs, products, verify_costs
+from benchmarks.gpu.phases import bandwidth, contexts, decoding, draft_costs, products, verify_costs
 from benchmarks.gpu.speedup import speedups
 from benchmarks.gpu.table import table
 from benchmarks.provenance import write_result
@@ -34,6 +35,8 @@ __all__ = ["main", "run"]
 
 _FULL = Plan(
     batches=(1, 8, 32),
+    decode_batches=(1, 2, 4, 8, 16, 32, 64),
+    contexts=(2048, 8192, 32_768),
     draft_layers=(2, 4),
     alphas=(0.8, 0.6, 0.9),
     verify_sizes=(1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 17, 25, 33),
@@ -48,6 +51,8 @@ _FULL = Plan(
 _QUICK = replace(
     _FULL,
     batches=(1, 8),
+    decode_batches=(1, 8, 64),
+    contexts=(8192,),
     draft_layers=(2,),
     alphas=(0.8,),
     verify_sizes=(1, 3, 5, 9, 17, 33),
@@ -59,6 +64,8 @@ _QUICK = replace(
 _TINY = replace(
     _QUICK,
     batches=(1, 2),
+    decode_batches=(1, 2),
+    contexts=(96, 300),
     verify_sizes=(1, 3, 5),
     num_prompt=16,
     num_steps=4,
@@ -68,7 +75,15 @@ _TINY = replace(
     sample=(2, 8),
 )
 # Seconds per phase; with building, checks and captures they make nine minutes at most.
-_LIMITS = {"products": 40, "decode": 50, "verify": 80, "draft": 50, "speedup": 210, "peers": 40}
+_LIMITS = {
+    "products": 40,
+    "decode": 60,
+    "contexts": 40,
+    "verify": 80,
+    "draft": 50,
+    "speedup": 210,
+    "peers": 40,
+}
 
 
 @dataclass
@@ -117,7 +132,9 @@ def run(sizes: Sizes, plan: Plan, device: str, dtype: torch.dtype, results: Resu
         results: Are added to.
         limit: Factor of the phases' time limits.
     """
-    results.phase("exactness", lambda: exactness(device))
+    results.phase("exactness", lambda: checked(exactness(device)))
+    if results.errors:
+        return
     built: list[Context] = []
     results.phase("build", lambda: _build(sizes, plan, device, dtype, built))
     if not built:
@@ -127,6 +144,7 @@ def run(sizes: Sizes, plan: Plan, device: str, dtype: torch.dtype, results: Resu
     phase("products", lambda: products(context, _timer("products", limit)))
     phase("invariance", lambda: invariance(context.target, 8))
     phase("decode", lambda: decoding(context, _timer("decode", limit)))
+    phase("contexts", lambda: contexts(context, _timer("contexts", limit)))
     phase("verify", lambda: verify_costs(context, _timer("verify", limit)))
     phase("draft", lambda: draft_costs(context, _timer("draft", limit)))
     phase("speedup", lambda: speedups(context, rows, _timer("speedup", limit)))

@@ -10,6 +10,14 @@ __all__ = ["table"]
 _COLUMNS = {
     "products": ("kind", "rows", "ours_gb_per_s", "library_gb_per_s"),
     "decode": ("batch", "tokens_per_s", "step_ms", "device_ms", "bound_ms", "share_of_bound"),
+    "contexts": (
+        "context",
+        "prompt_tokens_per_s",
+        "device_ms",
+        "bound_ms",
+        "share_of_bound",
+        "verify_4_ratio",
+    ),
     "verify": ("batch", "tokens", "device_ms", "ratio"),
     "draft": ("layers", "batch", "gamma_2_ms", "gamma_8_ms", "step_ms", "share_of_bound"),
     "speedup": (
@@ -31,6 +39,7 @@ _COLUMNS = {
 _TITLES = {
     "products": "Products: weights read per second",
     "decode": "Plain decoding",
+    "contexts": "One session by its cached tokens",
     "verify": "Cost of a target step by tokens per session",
     "draft": "Whole proposals in one graph",
     "speedup": "Speculation against plain decoding, temperature 1",

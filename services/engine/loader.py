@@ -103,6 +103,9 @@ def load_engine(
         kernel=", ".join([kernel, *_weights_note(loaded, weights)]),
     )
     _log_kernel(engine)
+    if isinstance(runner, GraphRunner):
+        with on_device(loaded.device):
+            runner.warm_up()
     check_model(engine, loaded)
     if deterministic:
         check_deterministic(engine)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import contextmanager
 from importlib.util import find_spec
 
@@ -12,7 +13,7 @@ from torch_helpers import TorchOperations
 if find_spec("triton") is None:
     pytest.skip("Triton is not installed; to enable: make gpu-checks", allow_module_level=True)
 
-from benchmarks.gpu.compiled import meta_model, recorded
+from benchmarks.gpu.compiled import Launch, meta_model, recorded
 from services.engine.core.batch import GumbelDraw
 from services.engine.cuda.runner import Capture, GraphRunner
 from services.engine.cuda.tables import Bucket
@@ -26,6 +27,9 @@ PER_LAYER = 9
 
 BESIDE = 12
 """Launches of a step beside its layers, draws included, whatever the number of sessions."""
+
+MAX_VARIANTS = 24
+"""Kernels that a worker compiles before it is ready; Triton keeps them for the next start."""
 
 BESIDE_LEVEL = 30
 """Of a level of a tree, whose nodes are chosen from those of all parents."""
@@ -62,6 +66,38 @@ def test_steps_do_not_wait_and_launches_do_not_grow_with_sessions(draws):
     assert len(set(found.values())) == 1
     assert found[1] - PER_LAYER * NUM_LAYERS <= BESIDE
     assert step_launches(Bucket(8, 24, 24, 1, 4, 8192), draws=draws) == found[1]
+
+
+def variant(launch: Launch) -> tuple[object, ...]:
+    """Return what Triton compiles a kernel for: constants, types, and which arguments it specialises on."""
+    key: list[object] = [launch.kernel.fn.__name__, sorted(launch.options.items())]
+    for param, value in zip(launch.kernel.params, launch.args, strict=False):
+        if isinstance(value, torch.Tensor):
+            # An allocation is aligned, a view is as far as it begins at a multiple.
+            key.append((value.dtype, value.storage_offset() * value.element_size() % 16 == 0))
+        elif isinstance(value, int) and not param.do_not_specialize:
+            key.append((value == 1, value % 16 == 0))
+    return tuple(map(str, key))
+
+
+def variants(runner: GraphRunner, bucket: Bucket, *, draws: bool) -> set[tuple[object, ...]]:
+    with torch.inference_mode(), recorded() as kernels:
+        runner.program(bucket, draws=draws, tapped=()).capture.run()
+    return {variant(one) for one in kernels}
+
+
+def test_steps_launch_only_what_the_warm_up_compiled():
+    model = meta_model("llama-3.2-1b")
+    runner = GraphRunner(model, TritonKernels(model))
+    compiled = set().union(*(variants(runner, bucket, draws=True) for bucket in runner.warm_buckets()))
+    assert len(compiled) <= MAX_VARIANTS
+    for sessions, per_session in itertools.product((1, 2, 3, 8, 32), (1, 2, 5, 9, 33)):
+        rows = sessions * per_session
+        for wanted, max_slots in itertools.product((0, sessions, rows), (2048, 8192)):
+            bucket = Bucket(sessions, rows, wanted, 1, per_session, max_slots)
+            assert variants(runner, bucket, draws=wanted > 0) <= compiled, bucket
+    # The check sees a variant that was not compiled: a row's mask of two words.
+    assert not variants(runner, Bucket(1, 70, 70, 2, 70, 2048), draws=True) <= compiled
 
 
 def engine() -> GraphEngine:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from services.engine.core.batch import Batch
-from services.engine.cuda.tables import Bucket, Tables, bucket_of, fill, new_tables
+from services.engine.cuda.tables import Bucket, Tables, bucket_of, fill, new_tables, slot_levels
 from services.engine.cuda.torch_kernels import Stripes, TorchKernels
 from services.engine.cuda.weights import GraphModel
 
@@ -154,7 +154,8 @@ class Capture:
             return
         if self._graph is None:
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
+            # Other threads may use the device meanwhile, such as one that copies keys and values.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 self._work()
             self._graph = graph
         self._graph.replay()
@@ -201,6 +202,29 @@ class GraphRunner:
     def tap_obstacle(self) -> str:
         """Return why hidden states cannot be recorded: nothing prevents it."""
         return ""
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Compile all kernels that steps launch, except those of trees of more than 64 nodes.
+
+        The steps have no sessions. Each later step is captured when its sizes come for the second time.
+        """
+        if not self.kernels.capturable:
+            return
+        for bucket in self.warm_buckets():
+            self._new_program(bucket, True, ()).capture.run()
+
+    def warm_buckets(self) -> list[Bucket]:
+        """Return buckets whose steps launch every variant of the kernels.
+
+        Their tiles differ by the number of rows, and the splits of attention by the longest session.
+        """
+        most = self.kernels.max_rows
+        return [
+            Bucket(1, rows, rows, 1, rows, max_slots)
+            for max_slots in slot_levels(self.model.rotation.shape[1])
+            for rows in sorted({1, max(1, most), most + 1})
+        ]
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:

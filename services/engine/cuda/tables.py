@@ -18,10 +18,11 @@ from services.engine.core.batch import GREEDY, Batch, GumbelDraw, Segment, node_
 from services.engine.core.kv_cache import BLOCK
 from services.engine.cuda.pages import PagedCache
 
-__all__ = ["NO_TREE", "Bucket", "Tables", "bucket_of", "fill", "new_tables"]
+__all__ = ["NO_TREE", "Bucket", "Tables", "bucket_of", "fill", "new_tables", "slot_levels"]
 
 NO_TREE = 1 << 40
 _MASK_BITS = 64
+_MIN_SLOTS = 2048
 _SIGN = 1 << (_MASK_BITS - 1)
 # Rows beyond these come in multiples of 32; up to 8 rows every number has its bucket.
 _ROW_BUCKETS: tuple[int, ...] = (*range(1, 9), 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96)
@@ -112,15 +113,25 @@ def bucket_of(batch: Batch) -> Bucket:
         wanted=_row_bucket(wanted) if wanted else 0,
         words=max(1, -(-most_nodes // _MASK_BITS)),
         max_rows=_power(max(segment.count for segment in segments)),
-        max_slots=_power(max(2048, *(segment.slot + segment.count for segment in segments))),
+        max_slots=_power(max(_MIN_SLOTS, *(segment.slot + segment.count for segment in segments))),
     )
+
+
+def slot_levels(max_context: int) -> list[int]:
+    """Return all `max_slots` of the buckets of a model."""
+    levels = [_MIN_SLOTS]
+    while levels[-1] < max_context:
+        levels.append(2 * levels[-1])
+    return levels
 
 
 def new_tables(bucket: Bucket, device: torch.device) -> Tables:
     """Tables in which every row and session is spare."""
     sizes = _sizes(bucket)
-    flat = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
-    views = dict(zip(_VIEWS, flat.split_with_sizes(sizes), strict=True))
+    padded = [_aligned(size) for size in sizes]
+    flat = torch.zeros(sum(padded), dtype=torch.int64, device=device)
+    columns = zip(flat.split_with_sizes(padded), sizes, strict=True)
+    views = dict(zip(_VIEWS, (column[:size] for column, size in columns), strict=True))
     views["bits"] = views["bits"].view(bucket.rows, bucket.words)
     views["inverse_temperature"] = views["inverse_temperature"].view(torch.float64)
     views["page"] = views["page"].view(bucket.sessions, bucket.pages)
@@ -168,14 +179,15 @@ def fill(
         _padded([int(draw.temperature > 0) for draw in draws], sessions),
         _padded([_float_bits(1.0 / (draw.temperature or 1.0)) for draw in draws], sessions),
     )
-    numbers = [number for column in columns for number in column]
+    numbers = [number for column in columns for number in _padded(column, _aligned(len(column)))]
     # A fresh pinned block each time: torch keeps it until the copy is through.
     source = torch.empty(tables.flat.shape, dtype=torch.int64, pin_memory=tables.flat.is_cuda)
     source[: len(numbers)] = torch.tensor(numbers, dtype=torch.int64)
     caches = [_paged(segment) for segment in segments]
     data = caches[0].data
     origin = (data.data_ptr() - anchor) // data.element_size()
-    for row, cache in zip(source[len(numbers) :].view(sessions, bucket.pages), caches, strict=False):
+    page_rows = source[len(numbers) :][: sessions * bucket.pages].view(sessions, bucket.pages)
+    for row, cache in zip(page_rows, caches, strict=False):
         count = min(len(cache.pages), bucket.pages)
         torch.add(cache.offsets[:count], origin, out=row[:count])
     tables.flat.copy_(source, non_blocking=True)
@@ -185,6 +197,14 @@ def fill(
 def _sizes(bucket: Bucket) -> list[int]:
     rows, sessions = bucket.rows, bucket.sessions
     return [*[rows] * 5, rows * bucket.words, bucket.wanted, *[sessions] * 7, sessions * bucket.pages]
+
+
+def _aligned(size: int) -> int:
+    """Return the length of a column with its padding: all begin at multiples of 16 bytes.
+
+    Triton compiles a kernel again for pointers that are aligned otherwise.
+    """
+    return size + size % 2
 
 
 def _paged(segment: Segment) -> PagedCache:

@@ -36,6 +36,7 @@ def test_tiny_run_writes_every_phase_and_a_table(tmp_path: Path, capsys: pytest.
     assert result["exactness"]["chain_against_transformers"] < 1e-4
     assert len(result["products"]) == 15
     assert [row["batch"] for row in result["decode"]] == [1, 2]
+    assert [row["context"] for row in result["contexts"]] == [96, 300]
     assert {row["tokens"] for row in result["verify"]} == {1, 3, 5}
     assert [row["kind"] for row in result["speedup"]] == ["chain", "tree", "chain"]
     for row in result["speedup"]:
@@ -45,6 +46,19 @@ def test_tiny_run_writes_every_phase_and_a_table(tmp_path: Path, capsys: pytest.
         assert 1 <= row["tokens_per_cycle"] <= 9
     assert [row["peer"] for row in result["peers"]] == ["generate", "assisted-5"]
     assert (tmp_path / "gpu.md").read_text() in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("fault", [{"tree_against_torch": float("nan")}, {"same_chains": False}], ids=str)
+def test_inexact_kernels_are_not_measured(
+    fault: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
+) -> None:
+    right = benchmark.exactness
+    monkeypatch.setattr(benchmark, "exactness", lambda device: right(device) | fault)
+    assert main(["--tiny", "--out", str(tmp_path)]) == 1
+    result = json.loads((tmp_path / "gpu.json").read_text())
+    assert "not exact, so nothing is measured" in result["errors"]["exactness"]
+    assert "not exact" in capsys.readouterr().err
+    assert not {"build", "decode", "speedup"} & set(result)
 
 
 def test_phase_error_is_recorded_and_later_phases_run(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -211,8 +211,8 @@ def test_capture_runs_once_then_captures_and_replays(monkeypatch: pytest.MonkeyP
             log.append("replay")
 
     @contextmanager
-    def graph(captured: Graph, pool: object) -> Iterator[None]:
-        log.append(f"capture in {pool}")
+    def graph(captured: Graph, pool: object, capture_error_mode: str) -> Iterator[None]:
+        log.append(f"{capture_error_mode} capture in {pool}")
         yield
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
@@ -220,7 +220,7 @@ def test_capture_runs_once_then_captures_and_replays(monkeypatch: pytest.MonkeyP
     capture = Capture(lambda: log.append("work"), capturable=True, pool="pool")
     for _ in range(3):
         capture.run()
-    assert log == ["work", "capture in pool", "work", "replay", "replay"]
+    assert log == ["work", "thread_local capture in pool", "work", "replay", "replay"]
     log.clear()
     eager = Capture(lambda: log.append("work"), capturable=False, pool=None)
     for _ in range(3):
