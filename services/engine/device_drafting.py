@@ -24,7 +24,7 @@ from services.engine.core.errors import UnsupportedModelError
 from services.engine.core.kv_cache import CacheShape, CacheStore
 from services.engine.core.model import LoadedModel
 from services.engine.cuda.pages import PagedStore
-from services.engine.cuda.runner import Buffers, Capture, GraphRunner, run_forward
+from services.engine.cuda.runner import Capture, GraphRunner, run_forward
 from services.engine.cuda.tables import NO_TREE, Bucket, Tables, bucket_of, fill, new_tables
 from services.engine.cuda.torch_kernels import Stripes, TorchKernels
 from services.engine.cuda.weights import GraphModel, build_graph_model, has_graph_path
@@ -121,7 +121,8 @@ class Drafter:
     def _chain_work(self, bucket: Bucket, tables: Tables, gamma: int) -> _Proposals:
         model, kernels = self._runner.model, self._runner.kernels
         later = _level_bucket(bucket, 1)
-        first, buffers = Buffers.make(model, kernels, bucket), Buffers.make(model, kernels, later)
+        # They overlap: what the first step leaves is read before the next one begins.
+        first, buffers = self._runner.buffers(bucket), self._runner.buffers(later)
         result = torch.zeros(gamma, bucket.sessions, dtype=torch.int64, device=model.device)
         steps = _Steps(tables, bucket, num_steps=gamma - 1, width=1)
 
@@ -142,7 +143,8 @@ class Drafter:
         model, kernels = self._runner.model, self._runner.kernels
         width, device = shape.width, model.device
         later = _level_bucket(bucket, width)
-        first, buffers = Buffers.make(model, kernels, bucket), Buffers.make(model, kernels, later)
+        # They overlap: what the first step leaves is read before the next one begins.
+        first, buffers = self._runner.buffers(bucket), self._runner.buffers(later)
         if width > first.stripes.score.shape[1]:
             raise ValueError(f"width: got {width}, allowed: up to {first.stripes.score.shape[1]}")
         result = torch.zeros(2, bucket.sessions, shape.num_nodes, dtype=torch.int64, device=device)

@@ -154,6 +154,15 @@ CASES = {
 }
 
 
+def assert_as_exact(made, feeds, name=""):
+    """Compare a step of `engines` with float32."""
+    own, torch_own, exact = (torch.cat(engine.step(feeds)) for engine in made)
+    assert own.isfinite().all()
+    error, usual = (own - exact).abs(), (torch_own - exact).abs()
+    assert error.mean() <= 1.5 * usual.mean() + 1e-5, name
+    assert error.max() <= 2 * usual.max() + 1e-4, name
+
+
 @interpreted
 @pytest.mark.parametrize("case", CASES)
 def test_steps_are_as_exact_as_those_of_torch(case):
@@ -173,11 +182,18 @@ def test_steps_are_as_exact_as_those_of_torch(case):
         "17 rows": [SequenceInput("c", 0, tokens(17, 8), 17)],
     }
     for name, feeds in steps.items():
-        own, torch_own, exact = (torch.cat(engine.step(feeds)) for engine in made)
-        assert own.isfinite().all()
-        error, usual = (own - exact).abs(), (torch_own - exact).abs()
-        assert error.mean() <= 1.5 * usual.mean() + 1e-5, name
-        assert error.max() <= 2 * usual.max() + 1e-4, name
+        assert_as_exact(made, feeds, name)
+
+
+@interpreted
+@pytest.mark.parametrize("splits", [8, 4])
+def test_steps_of_many_rows_are_as_exact_with_longer_splits(splits, monkeypatch):
+    from services.engine.cuda import triton_kernels
+
+    monkeypatch.setattr(triton_kernels, "MAX_LONG_SPLITS", splits)  # of 256 or 512 slots
+    made = engines(make_model(BF16, 64, 2, 1))
+    feeds = [SequenceInput("long", CACHED, tokens(38, 13), 3), SequenceInput("a", 0, tokens(2, 14), 1)]
+    assert_as_exact(made, feeds)
 
 
 @interpreted

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE
 
 __all__ = [
+    "MAX_CAPTURED_ROWS",
     "Buffers",
     "Capture",
     "GraphRunner",
@@ -80,6 +81,22 @@ class Buffers:
             tokens=zeros(wanted, kind=torch.int64),
             states=zeros(rows, num_taps, shape.hidden),
             scratch=kernels.new_scratch(bucket, device),
+        )
+
+    def within(self, rows: int, wanted: int, states: Tensor, scratch: list[Tensor]) -> Buffers:
+        """The first rows of these buffers, with other `states` and `scratch`."""
+        return Buffers(
+            x=self.x[:rows],
+            h=self.h[:rows],
+            qkv=self.qkv[:rows],
+            mixed=self.mixed[:rows],
+            inner=self.inner[:rows],
+            last=self.last[:wanted],
+            logits=self.logits[:wanted],
+            stripes=self.stripes.of_rows(wanted),
+            tokens=self.tokens[:wanted],
+            states=states,
+            scratch=scratch,
         )
 
 
@@ -161,6 +178,40 @@ class Capture:
         self._graph.replay()
 
 
+class _Shared:
+    """Memory that the buffers of all captured programs are views of, since no two of them run at once.
+
+    It is for all steps of at most MAX_CAPTURED_ROWS rows, up to the model's context.
+
+    Args:
+        model: The weights.
+        kernels: Say how much scratch a step needs.
+    """
+
+    def __init__(self, model: GraphModel, kernels: TorchKernels) -> None:
+        self.kernels = kernels
+        rows, max_slots = MAX_CAPTURED_ROWS, slot_levels(model.rotation.shape[1])[-1]
+        # Steps of few rows have more splits.
+        few = min(rows, max(1, kernels.max_rows))
+        needed = [self._scratch_of(Bucket(1, count, 0, 1, 1, max_slots)) for count in (few, rows)]
+        sizes = [max(one.numel(), other.numel()) for one, other in zip(*needed, strict=True)]
+        self._scratch = [torch.zeros(size, device=model.device) for size in sizes]
+        self._buffers = Buffers.make(model, kernels, Bucket(1, rows, rows, 1, 1, max_slots=0))
+
+    def view(self, bucket: Bucket, num_taps: int) -> Buffers | None:
+        """The first rows of the buffers, None when the bucket is too large."""
+        mine, needed = self._buffers, self._scratch_of(bucket)
+        pairs = list(zip(needed, self._scratch, strict=True))
+        if bucket.rows > MAX_CAPTURED_ROWS or any(own.numel() > flat.numel() for own, flat in pairs):
+            return None
+        scratch = [flat[: own.numel()].view(own.shape) for own, flat in pairs]
+        states = mine.h.new_zeros(bucket.rows, num_taps, mine.h.shape[1])
+        return mine.within(bucket.rows, bucket.wanted, states, scratch)
+
+    def _scratch_of(self, bucket: Bucket) -> list[Tensor]:
+        return self.kernels.new_scratch(bucket, torch.device("meta"))
+
+
 @dataclass
 class Program:
     """A bucket's tensors and its captured work."""
@@ -192,6 +243,7 @@ class GraphRunner:
         self.kernels = kernels if kernels is not None else make_kernels(model)
         self.pool = torch.cuda.graph_pool_handle() if self.kernels.capturable else None
         self.last: Capture | None = None
+        self._shared: _Shared | None = None
         self.programs: OrderedDict[tuple[Bucket, bool, tuple[int, ...]], Program] = OrderedDict()
 
     @property
@@ -265,10 +317,21 @@ class GraphRunner:
             self.programs.move_to_end(key)
         return program
 
+    @torch.inference_mode()
+    def buffers(self, bucket: Bucket, num_taps: int = 0) -> Buffers:
+        """Return a bucket's buffers, which overlap those of all others.
+
+        Only steps that are too large for a capture have their own.
+        """
+        if self._shared is None or self._shared.kernels is not self.kernels:
+            self._shared = _Shared(self.model, self.kernels)
+        shared = self._shared.view(bucket, num_taps)
+        return Buffers.make(self.model, self.kernels, bucket, num_taps) if shared is None else shared
+
     def _new_program(self, bucket: Bucket, draws: bool, tapped: tuple[int, ...]) -> Program:
         model, kernels = self.model, self.kernels
         tables = new_tables(bucket, model.device)
-        buffers = Buffers.make(model, kernels, bucket, len(tapped))
+        buffers = self.buffers(bucket, len(tapped))
 
         def work() -> None:
             run_forward(model, kernels, bucket, tables, buffers, tapped)

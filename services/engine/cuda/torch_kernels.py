@@ -50,6 +50,10 @@ class Stripes:
         token = torch.zeros(shape, dtype=torch.int64, device=device)
         return cls(size, score, token, torch.zeros_like(score))
 
+    def of_rows(self, wanted: int) -> Stripes:
+        """The first rows of these buffers."""
+        return Stripes(self.size, self.score[:wanted], self.token[:wanted], self.mass[:wanted])
+
 
 class TorchKernels:
     """The operations of `services.engine.cuda.runner`.

@@ -22,10 +22,13 @@ from services.engine.cuda.tables import Bucket, Tables
 from services.engine.cuda.torch_kernels import Stripes, TorchKernels
 from services.engine.cuda.weights import GraphModel
 
-__all__ = ["MAX_ROWS", "TritonKernels"]
+__all__ = ["MAX_LONG_SPLITS", "MAX_ROWS", "TritonKernels"]
 
 MAX_ROWS = 32
 """Products of more rows are the library's: reading them would cost more than reading the weights."""
+
+MAX_LONG_SPLITS = 32
+"""Splits of the longest context in steps of more than MAX_ROWS rows."""
 
 _MAX_STAGES = 4
 _ROW_TILE = 32
@@ -52,7 +55,7 @@ class TritonKernels(TorchKernels):
 
     def new_scratch(self, bucket: Bucket, device: torch.device) -> list[Tensor]:
         """Unnormalised outputs, largest scores and sums of each split."""
-        shape = (bucket.rows, self.shape.num_heads, -(-bucket.max_slots // _SPLIT))
+        shape = (bucket.rows, self.shape.num_heads, -(-bucket.max_slots // _split(bucket)))
         outputs = torch.zeros(*shape, self.shape.head_dim, dtype=torch.float32, device=device)
         return [outputs, torch.zeros(shape, device=device), torch.zeros(shape, device=device)]
 
@@ -189,7 +192,7 @@ class TritonKernels(TorchKernels):
             DIM=shape.head_dim,
             WORDS=bucket.words,
             MAX_SPLITS=max_splits,
-            SPLIT=_SPLIT,
+            SPLIT=_split(bucket),
             PAGE=BLOCK,
             ROWS=_ROW_TILE,
             num_warps=4,
@@ -204,7 +207,7 @@ class TritonKernels(TorchKernels):
             HEADS=shape.num_heads,
             DIM=shape.head_dim,
             MAX_SPLITS=max_splits,
-            SPLIT=_SPLIT,
+            SPLIT=_split(bucket),
             num_warps=1,
         )
 
@@ -242,6 +245,14 @@ class TritonKernels(TorchKernels):
             MARKS_BAD=marks_bad,
             BLOCK=triton.next_power_of_2(num_stripes),
         )
+
+
+def _split(bucket: Bucket) -> int:
+    """Slots per split: one number for all steps of few rows, whose bits it decides; more for many rows, since
+    each row needs memory for each of its splits."""
+    if bucket.rows <= MAX_ROWS:
+        return _SPLIT
+    return max(_SPLIT, bucket.max_slots // MAX_LONG_SPLITS)
 
 
 def _product_tile(rows: int, size: int, itemsize: int) -> tuple[int, int]:

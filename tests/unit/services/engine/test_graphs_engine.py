@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ from services.engine import loader as loading
 from services.engine.core.batch import GREEDY, GumbelDraw
 from services.engine.core.errors import CacheGapError, UnsupportedModelError
 from services.engine.core.model import load_model
-from services.engine.cuda.runner import Capture, GraphRunner
+from services.engine.cuda.runner import MAX_CAPTURED_ROWS, Capture, GraphRunner
+from services.engine.cuda.tables import Bucket
 from services.engine.cuda.weights import has_graph_path
 from services.engine.device_drafting import GraphEngine, TreeShape
 from services.engine.engine import SequenceInput
@@ -226,6 +228,17 @@ def test_capture_runs_once_then_captures_and_replays(monkeypatch: pytest.MonkeyP
     for _ in range(3):
         eager.run()
     assert log == ["work"] * 3
+
+
+def test_steps_share_their_buffers_and_leave_earlier_logits_alone(engine: GraphEngine) -> None:
+    few, many = Bucket(1, 1, 1, 1, 1, 2048), Bucket(2, 9, 9, 1, 8, 2048)
+    assert engine.runner.buffers(few).logits.data_ptr() == engine.runner.buffers(many).logits.data_ptr()
+    too_many = replace(many, rows=MAX_CAPTURED_ROWS + 1)
+    assert engine.runner.buffers(too_many).logits.data_ptr() != engine.runner.buffers(many).logits.data_ptr()
+    (first,) = engine.step([SequenceInput("share-a", 0, random_tokens(9, 1), 9)])
+    kept = first.clone()
+    engine.step([SequenceInput("share-b", 0, random_tokens(4, 2), 4)])
+    assert torch.equal(first, kept)
 
 
 def test_engine_load_uses_the_captured_path_if_preferred(
