@@ -185,6 +185,8 @@ class AsyncClient:
     ) -> list[CycleRecord]:
         """Return the cycle records of a session, oldest first: tokens and time per phase of each cycle.
 
+        Records are written in the background: just after a completion the last ones may still be missing.
+
         Raises:
             NotFoundError: No such session, or it has expired.
         """

@@ -4,7 +4,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from cluster_helpers import running_cluster
+from cluster_helpers import eventually, running_cluster
 from head_helpers import bigram_head
 
 from gammaray import Client
@@ -19,6 +19,11 @@ PROMPT = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n"
 
 def ids(completion):
     return [token.token_id for token in completion.tokens]
+
+
+def drafters_of(client, completion):
+    """Return the drafters of a session's cycles, whose records are written after their tokens are sent."""
+    return {cycle.drafter for cycle in client.session_trace(completion.session_id)}
 
 
 def test_text_is_that_of_plain_decoding(tmp_path):
@@ -49,8 +54,7 @@ def test_text_is_that_of_plain_decoding(tmp_path):
             for method in ("rejection", "naive"):
                 made = client.complete(PROMPT, drafter="head", gamma=3, verification=method, max_tokens=32)
                 assert made.summary.head_cycles > 0
-            cycles = client.session_trace(made.session_id)
-            assert {cycle.drafter for cycle in cycles} >= {DrafterKind.HEAD}
+            assert eventually(lambda: DrafterKind.HEAD in drafters_of(client, made))
         cluster.check_stop(signal.SIGINT)
 
 
@@ -75,8 +79,7 @@ def test_head_on_draft_workers_gets_features(tmp_path):
                 drafted = run("model", 4, long)
                 assert ids(drafted) == ids(run("none", 0, long))
                 assert drafted.summary.model_cycles > 0
-            cycles = client.session_trace(drafted.session_id)
-            assert {cycle.drafter for cycle in cycles} >= {DrafterKind.MODEL}
+            assert eventually(lambda: DrafterKind.MODEL in drafters_of(client, drafted))
         cluster.check_stop(signal.SIGINT)
 
 
