@@ -31,7 +31,7 @@ from triton.runtime.jit import JITFunction
 from benchmarks.provenance import write_result
 from gammaray.bench.tables import plain_table
 from services.engine.cuda.runner import Buffers, run_forward
-from services.engine.cuda.tables import Bucket, new_tables
+from services.engine.cuda.tables import Buckets, new_tables
 from services.engine.cuda.triton_kernels import TritonKernels
 from services.engine.cuda.weights import GraphLayer, GraphModel, GraphShape
 
@@ -144,7 +144,7 @@ def meta_model(name: str, num_layers: int = 1, dtype: torch.dtype = torch.bfloat
 
 
 def launches(name: str, shared_bytes: int, rows: Sequence[int] = ROWS) -> list[Launch]:
-    """Return the launches of a model's steps with that many rows: forward, draws, and confidences of trees.
+    """Return the launches of a model's steps with that many rows, draws included.
 
     Args:
         name: In `SHAPES`.
@@ -152,19 +152,16 @@ def launches(name: str, shared_bytes: int, rows: Sequence[int] = ROWS) -> list[L
         rows: Rows of each step.
     """
     model = meta_model(name)
-    kernels = TritonKernels(model, shared_bytes=shared_bytes)
-    sharpness = torch.empty(1, dtype=torch.float64, device="meta")
+    shape, kernels = model.shape, TritonKernels(model, shared_bytes=shared_bytes)
+    buckets = Buckets(shape.num_heads // shape.num_kv_heads, model.rotation.shape[1])
     with recorded() as found, torch.inference_mode():
         for count in rows:
-            sessions = 1 if count == 1 else 4
-            bucket = Bucket(sessions, count, count, 1 if count < 40 else 2, -(-count // sessions), 8192)
+            bucket = buckets.captured(count)
             tables = new_tables(bucket, model.device)
             buffers = Buffers.make(model, kernels, bucket)
-            run_forward(model, kernels, bucket, tables, buffers)
-            for sharp in (None, sharpness):
-                kernels.stripes(buffers.logits, tables, sharp, buffers.stripes)
-            for marks_bad in (True, False):
-                kernels.pick(buffers.stripes, buffers.tokens, marks_bad=marks_bad)
+            run_forward(model, kernels, tables, buffers)
+            kernels.stripes(buffers.logits, tables, buffers.stripes)
+            kernels.pick(buffers.stripes, buffers.tokens)
     return found
 
 

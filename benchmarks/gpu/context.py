@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.gpu.loop import Session, new_sessions, release
 from benchmarks.gpu.pair import Pair
-from services.engine.device_drafting import GraphEngine
+from services.engine.graph_engine import GraphEngine
 
 __all__ = ["Context", "Expired", "Plan", "ReadSessions", "replay_time", "time_of"]
 
@@ -31,7 +31,6 @@ class Plan:
         num_steps: Plain decoding steps per repetition.
         num_cycles: Cycles per repetition.
         repetitions: Of each loop, in turn; medians are reported.
-        trees: (width, depth) tried for one session.
         copy_bytes: Size of the copied buffer.
         sample: (sessions, tokens) that a calibration step looks at.
     """
@@ -46,7 +45,6 @@ class Plan:
     num_steps: int
     num_cycles: int
     repetitions: int
-    trees: tuple[tuple[int, int], ...]
     copy_bytes: int
     sample: tuple[int, int]
 

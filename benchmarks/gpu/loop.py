@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 from benchmarks.gpu.pair import random_tokens
 from services.engine.core.batch import GumbelDraw, SequenceInput
-from services.engine.device_drafting import GraphEngine, TreeShape
+from services.engine.graph_engine import GraphEngine
 
-__all__ = ["Session", "Trace", "decode", "new_sessions", "release", "speculate"]
+__all__ = ["Session", "Trace", "decode", "new_sessions", "propose", "release", "speculate"]
 
 
 @dataclass
@@ -104,7 +104,7 @@ def speculate(
     draft: GraphEngine,
     sessions: Sequence[Session],
     num_cycles: int,
-    shape: int | TreeShape,
+    gamma: int,
 ) -> Trace:
     """Cycles of one proposal and one verification per session, with coupled or greedy verification.
 
@@ -113,70 +113,47 @@ def speculate(
         draft: Likewise.
         sessions: The batch; it stays the same for all cycles.
         num_cycles: Cycles.
-        shape: gamma for chains, or the shape of trees.
+        gamma: Length of each proposal.
     """
     gumbel_draws = [session.gumbel_draw for session in sessions]
     trace, began = Trace(), time.perf_counter()
     for _ in range(num_cycles):
         started = time.perf_counter()
-        proposals = _propose(draft, sessions, gumbel_draws, shape)
+        proposals = propose(draft, sessions, gumbel_draws, gamma)
         proposed = time.perf_counter()
         feeds = [
-            SequenceInput(s.name, len(s.text) - 1, [s.text[-1], *tokens], len(tokens) + 1, parents)
-            for s, (tokens, parents) in zip(sessions, proposals, strict=True)
+            SequenceInput(s.name, len(s.text) - 1, [s.text[-1], *tokens], len(tokens) + 1)
+            for s, tokens in zip(sessions, proposals, strict=True)
         ]
         choices = target.choose(feeds, gumbel_draws)
         trace.draft_seconds += proposed - started
         trace.target_seconds += time.perf_counter() - proposed
         for session, proposal, chosen in zip(sessions, proposals, choices, strict=True):
-            _commit(target, draft, session, proposal, chosen, trace)
+            _commit(session, proposal, chosen, trace)
     trace.seconds, trace.cycles = time.perf_counter() - began, num_cycles
     return trace
 
 
-def _propose(
-    draft: GraphEngine,
-    sessions: Sequence[Session],
-    gumbel_draws: Sequence[GumbelDraw],
-    shape: int | TreeShape,
-) -> list[tuple[list[int], list[int] | None]]:
+def propose(
+    draft: GraphEngine, sessions: Sequence[Session], gumbel_draws: Sequence[GumbelDraw], gamma: int
+) -> list[list[int]]:
+    """Return `gamma` tokens per session: a step of the missing tokens, then chains of what was drawn."""
     # Two tokens always, although one is often cached: then the batch is always of the same size.
     feeds = [SequenceInput(s.name, len(s.text) - 2, s.text[-2:], 1) for s in sessions]
-    if isinstance(shape, TreeShape):
-        return list(draft.draft_trees(feeds, gumbel_draws, shape))
-    return [(tokens, None) for tokens in draft.draft_chains(feeds, gumbel_draws, shape)]
+    first = draft.choose(feeds, gumbel_draws)
+    if gamma == 1:
+        return first
+    feeds = [SequenceInput(s.name, len(s.text), tokens, 1) for s, tokens in zip(sessions, first, strict=True)]
+    chains = draft.chains(feeds, gumbel_draws, gamma - 1)
+    return [[*tokens, *drawn] for tokens, (drawn, _) in zip(first, chains, strict=True)]
 
 
-def _commit(
-    target: GraphEngine,
-    draft: GraphEngine,
-    session: Session,
-    proposal: tuple[list[int], list[int] | None],
-    chosen: Sequence[int],
-    trace: Trace,
-) -> None:
-    """Walk down the target's own tokens, keep the caches of the path, extend the text."""
-    tokens, parents = proposal
-    base, path = len(session.text), list[int]()
-    row = 0
-    while True:
-        children = _children(tokens, parents, row - 1)
-        node = next((node for node in children if tokens[node] == chosen[row]), None)
-        if node is None:
-            break
-        path.append(node)
-        row = node + 1
-    trace.emitted += len(path) + 1
-    trace.accepted += len(path)
-    trace.tested += len(path) + bool(children)
-    if parents is not None:
-        target.keep_path(session.name, base, path)
-        num_cached = draft.num_nodes(session.name)
-        draft.keep_path(session.name, base, [node for node in path if node < num_cached])
-    session.text.extend([*(tokens[node] for node in path), chosen[row]])
-
-
-def _children(tokens: Sequence[int], parents: Sequence[int] | None, node: int) -> list[int]:
-    if parents is None:
-        return [node + 1] if node + 1 < len(tokens) else []
-    return [child for child, parent in enumerate(parents) if parent == node]
+def _commit(session: Session, proposal: Sequence[int], chosen: Sequence[int], trace: Trace) -> None:
+    """Extend the text by the accepted tokens and one more."""
+    accepted = 0
+    while accepted < len(proposal) and proposal[accepted] == chosen[accepted]:
+        accepted += 1
+    trace.emitted += accepted + 1
+    trace.accepted += accepted
+    trace.tested += min(accepted + 1, len(proposal))
+    session.text.extend(chosen[: accepted + 1])

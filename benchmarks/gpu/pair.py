@@ -22,7 +22,7 @@ from services.engine.core.batch import GumbelDraw, SequenceInput
 from services.engine.core.model import LoadedModel
 from services.engine.cuda.torch_kernels import TorchKernels
 from services.engine.cuda.weights import GraphModel, build_graph_model
-from services.engine.device_drafting import GraphEngine
+from services.engine.graph_engine import GraphEngine
 
 __all__ = ["EIGHT_B", "TINY", "Agreement", "Pair", "Sizes"]
 

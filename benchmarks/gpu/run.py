@@ -25,7 +25,7 @@ import torch
 from benchmarks.gpu.context import Context, Plan
 from benchmarks.gpu.exactness import checked, exactness, invariance
 from benchmarks.gpu.pair import EIGHT_B, TINY, Pair, Sizes
-from benchmarks.gpu.peers import peers
+from benchmarks.gpu.peers import peers, vllm_peers
 from benchmarks.gpu.phases import bandwidth, contexts, decoding, draft_costs, products, verify_costs
 from benchmarks.gpu.speedup import speedups
 from benchmarks.gpu.table import table
@@ -44,7 +44,6 @@ _FULL = Plan(
     num_steps=64,
     num_cycles=24,
     repetitions=3,
-    trees=((2, 6), (3, 7), (4, 7)),
     copy_bytes=2 * 2**30,
     sample=(16, 24),
 )
@@ -59,7 +58,6 @@ _QUICK = replace(
     num_steps=32,
     num_cycles=12,
     repetitions=1,
-    trees=((3, 7),),
 )
 _TINY = replace(
     _QUICK,
@@ -70,7 +68,6 @@ _TINY = replace(
     num_prompt=16,
     num_steps=4,
     num_cycles=3,
-    trees=((2, 3),),
     copy_bytes=2**20,
     sample=(2, 8),
 )
@@ -155,6 +152,8 @@ def run(sizes: Sizes, plan: Plan, device: str, dtype: torch.dtype, results: Resu
             context.pair, plan.draft_layers[0], plan.num_prompt, num_tokens, _timer("peers", limit)
         ),
     )
+    layers, batches = plan.draft_layers[0], plan.batches
+    phase("vllm", lambda: vllm_peers(context.pair, layers, batches, plan.num_prompt, num_tokens))
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.gpu.context import Context, Expired, ReadSessions
 from benchmarks.gpu.loop import Session, decode, speculate
 from gammaray.maths.theory import expected_tokens
-from services.engine.device_drafting import GraphEngine, TreeShape
+from services.engine.graph_engine import GraphEngine
 
 __all__ = ["best_gamma", "speedups"]
 
@@ -18,7 +18,7 @@ __all__ = ["best_gamma", "speedups"]
 def speedups(
     context: Context, costs: dict[str, list[dict[str, Any]]], expired: Expired
 ) -> Iterator[dict[str, Any]]:
-    """Chains and trees against plain decoding at each alpha: in turn, ratios within a repetition."""
+    """Speculation against plain decoding at each alpha: in turn, ratios within a repetition."""
     plan, sample = context.plan, context.plan.sample
     for num_layers, draft in context.drafts.items():
         for alpha in plan.alphas:
@@ -36,13 +36,7 @@ def speedups(
                 if expired():
                     return
                 gamma = best_gamma(found.coupled, num_layers, batch, costs)
-                shapes: list[int | TreeShape] = [gamma]
-                if batch == 1:
-                    shapes += [TreeShape(width, depth) for width, depth in plan.trees]
-                for shape in shapes:
-                    if expired():
-                        return
-                    yield {**header, "batch": batch, **_compare(context, draft, batch, shape)}
+                yield {**header, "batch": batch, **_compare(context, draft, batch, gamma)}
 
 
 def best_gamma(alpha: float, num_layers: int, batch: int, costs: dict[str, list[dict[str, Any]]]) -> int:
@@ -64,22 +58,21 @@ def _verify_ms(verify: Sequence[dict[str, Any]], tokens: int) -> float:
     return min(row["device_ms"] for row in verify if row["tokens"] >= tokens)
 
 
-def _compare(context: Context, draft: GraphEngine, batch: int, shape: int | TreeShape) -> dict[str, Any]:
+def _compare(context: Context, draft: GraphEngine, batch: int, gamma: int) -> dict[str, Any]:
     plan, target = context.plan, context.target
     ratios, traces, same = [], [], 0
     for repetition in range(plan.repetitions + 1):
         with ReadSessions([target], batch, plan.num_prompt) as plain:
             baseline = decode(target, plain, plan.num_steps)
         with ReadSessions([target, draft], batch, plan.num_prompt) as ours:
-            trace = speculate(target, draft, ours, plan.num_cycles, shape)
+            trace = speculate(target, draft, ours, plan.num_cycles, gamma)
         if repetition:  # The first one captures.
             ratios.append(trace.tokens_per_s / baseline.tokens_per_s)
             traces.append(trace)
             same = sum(_agree(one, other) for one, other in zip(plain, ours, strict=True))
     last = traces[-1]
     return {
-        "shape": f"{shape.width}x{shape.depth}" if isinstance(shape, TreeShape) else shape,
-        "kind": "tree" if isinstance(shape, TreeShape) else "chain",
+        "gamma": gamma,
         "speedup": statistics.median(ratios),
         "speedups": ratios,
         "tokens_per_s": statistics.median(trace.tokens_per_s for trace in traces),

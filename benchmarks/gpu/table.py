@@ -19,13 +19,12 @@ _COLUMNS = {
         "verify_4_ratio",
     ),
     "verify": ("batch", "tokens", "device_ms", "ratio"),
-    "draft": ("layers", "batch", "gamma_2_ms", "gamma_8_ms", "step_ms", "share_of_bound"),
+    "draft": ("layers", "batch", "gamma_2_ms", "gamma_8_ms", "step_ms", "device_ms", "share_of_bound"),
     "speedup": (
         "layers",
         "batch",
         "alpha",
-        "kind",
-        "shape",
+        "gamma",
         "speedup",
         "tokens_per_cycle",
         "tokens_per_s",
@@ -34,16 +33,18 @@ _COLUMNS = {
         "host_ms",
         "same_tokens",
     ),
-    "peers": ("peer", "tokens_per_s"),
+    "peers": ("peer", "batch", "tokens_per_s"),
+    "vllm": ("peer", "batch", "tokens_per_s"),
 }
 _TITLES = {
     "products": "Products: weights read per second",
     "decode": "Plain decoding",
     "contexts": "One session by its cached tokens",
     "verify": "Cost of a target step by tokens per session",
-    "draft": "Whole proposals in one graph",
+    "draft": "Proposals, and one more token in them",
     "speedup": "Speculation against plain decoding, temperature 1",
     "peers": "transformers, one stream, temperature 1",
+    "vllm": "vLLM on the same weights, temperature 1",
 }
 
 

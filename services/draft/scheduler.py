@@ -1,15 +1,16 @@
 """Drafts proposals for many sessions in lock-step, and prepares likely next proposals ahead of time.
 
 Each forward feeds every drafting session the nodes that its proposal lacks: one token for a chain, a level
-for a tree; a chain that is the only block takes several forwards in one call. When no block is left,
-forwards go to `services.draft.lookahead`. An arriving block waits for at most one small forward: it stops a
-call of several.
+for a tree; a chain that is the only block takes several forwards in one call, and so do any number of chains
+on captured steps. When no block is left, forwards go to `services.draft.lookahead`. An arriving block waits
+for at most one small forward, since it stops a call of several; captured steps cannot be stopped, so there it
+waits for the end of the chains.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from ctypes import c_int32
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,7 @@ from services.draft.gain import GainMeter
 from services.draft.lookahead import Lookahead
 from services.engine.core.errors import CacheFullError
 from services.engine.engine import Engine, SequenceInput
+from services.engine.graph_engine import GraphEngine
 from services.scheduling.grammars import Grammars
 from services.scheduling.load import LoadCounters
 from services.scheduling.planning import Limits, Running
@@ -230,20 +232,54 @@ class DraftScheduler(Scheduler[ProposeTask]):
         return results
 
     def _step(self, batch: list[tuple[Running[ProposeTask], SequenceInput]]) -> list[Tensor]:
-        """Run the forward, or several in one call for a chain that is the only block."""
-        running, feed = batch[0]
-        assert isinstance(running, _Drafting)
-        speculation, count = running.speculation, running.reading.run_length
-        nodes = running.nodes or [speculation.tree.root]
-        is_alone = len(self._running) == 1 and not self._waiting
-        is_one = len(feed.token_ids) == feed.num_logits == 1
-        if is_alone and is_one and count > 1 and speculation.can_run(self.engine, nodes):
+        """Run the forward, or several in one call for chains when no other block waits.
+
+        On captured steps all blocks must be chains; on the compiled kernel there must be only one.
+        """
+        count = self._run_length(batch)
+        if count > 1:
             with suppress(CacheFullError):  # there may still be room for one
-                running.run, logits = speculation.run(self.engine, nodes[0], count, stop=self._stop)
-                self.num_forwards = len(running.run)
-                batch[0] = running, replace(feed, token_ids=running.run, num_logits=len(running.run))
-                return [logits]
+                return self._run_chains(batch, count)
         return super()._step(batch)
+
+    def _run_length(self, batch: Sequence[tuple[Running[ProposeTask], SequenceInput]]) -> int:
+        """Return the number of forwards that can run in one call."""
+        is_captured = isinstance(self.engine, GraphEngine)
+        if self._waiting or len(batch) < len(self._running) or (len(batch) > 1 and not is_captured):
+            return 1
+        lengths = []
+        for running, feed in batch:
+            assert isinstance(running, _Drafting)
+            is_one = len(feed.token_ids) == feed.num_logits == 1
+            nodes = running.nodes or [running.speculation.tree.root]
+            if not is_one or not running.speculation.can_run(self.engine, nodes):
+                return 1
+            reading = running.reading
+            lengths.append(reading.num_missing if is_captured else reading.run_length)
+        return min(lengths)
+
+    def _run_chains(
+        self, batch: list[tuple[Running[ProposeTask], SequenceInput]], count: int
+    ) -> list[Tensor]:
+        """Run up to `count` forwards in one call; write what they fed to `batch`."""
+        draftings = [running for running, _ in batch if isinstance(running, _Drafting)]
+        if isinstance(self.engine, GraphEngine):
+            feeds = [feed for _, feed in batch]
+            made = self.engine.chains(feeds, [one.speculation.gumbel_draw for one in draftings], count)
+            found = [
+                ([*feed.token_ids, *drawn[:-1]], logits)
+                for feed, (drawn, logits) in zip(feeds, made, strict=True)
+            ]
+        else:
+            (one,) = draftings
+            node = one.nodes[0] if one.nodes else one.speculation.tree.root
+            found = [one.speculation.run(self.engine, node, count, stop=self._stop)]
+        for index, (drafting, (token_ids, _)) in enumerate(zip(draftings, found, strict=True)):
+            drafting.run = token_ids
+            feed = replace(batch[index][1], token_ids=token_ids, num_logits=len(token_ids))
+            batch[index] = drafting, feed
+        self.num_forwards = len(draftings[0].run)
+        return [logits for _, logits in found]
 
     def _reads_on(self, drafting: _Drafting) -> bool:
         """Read as far as the tree has predictions; True when nodes must be fed to read further."""

@@ -18,10 +18,10 @@ from services.engine.core.errors import UnsupportedModelError
 from services.engine.core.kv_cache import CacheShape, CacheStore
 from services.engine.core.model import LoadedModel, load_model
 from services.engine.core.quantised import QuantisedMatrix, quantise_model
-from services.engine.cuda.pages import PagedStore
 from services.engine.cuda.runner import GraphRunner
 from services.engine.cuda.weights import build_graph_model, prefers_graphs
 from services.engine.engine import Engine, Runner
+from services.engine.graph_engine import GraphEngine
 from services.engine.hf.deterministic import check_covered
 from services.engine.hf.probe import ModelLayout, probe_model
 from services.engine.hf.runner import TransformersRunner
@@ -93,19 +93,18 @@ def load_engine(
         obstacle=obstacle,
         quantised=quantised,
     )
-    store = PagedStore if isinstance(runner, GraphRunner) else CacheStore
-    engine = Engine(
-        runner,
-        store(shape, cache_budget_bytes),
-        model_name=model,
-        vocab_size=layout.vocab_size,
-        max_context=loaded.max_context,
-        kernel=", ".join([kernel, *_weights_note(loaded, weights)]),
-    )
-    _log_kernel(engine)
+    kernel = ", ".join([kernel, *_weights_note(loaded, weights)])
+    sizes = {"vocab_size": layout.vocab_size, "max_context": loaded.max_context}
     if isinstance(runner, GraphRunner):
-        with on_device(loaded.device):
-            runner.warm_up()
+        engine: Engine = GraphEngine(
+            runner, model_name=model, cache_budget_bytes=cache_budget_bytes, kernel=kernel, **sizes
+        )
+    else:
+        store = CacheStore(shape, cache_budget_bytes)
+        engine = Engine(runner, store, model_name=model, kernel=kernel, **sizes)
+    _log_kernel(engine)
+    if isinstance(engine, GraphEngine):
+        engine.warm_up()
     check_model(engine, loaded)
     if deterministic:
         check_deterministic(engine)

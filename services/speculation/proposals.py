@@ -106,7 +106,12 @@ class ProposalBuilder:
     @property
     def run_length(self) -> int:
         """Number of single-row forwards to run now: at most what the proposal may still need."""
-        return min(self.longest_run, self.shape.depth - len(self.nodes) - len(self._beyond))
+        return min(self.longest_run, self.num_missing)
+
+    @property
+    def num_missing(self) -> int:
+        """Number of single-row forwards that the proposal may still need; 1 if they are not single rows."""
+        return self.shape.depth - len(self.nodes) - len(self._beyond) if self.longest_run > 1 else 1
 
     def proposal(self) -> Proposal:
         """Return the proposal read so far."""

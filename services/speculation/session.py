@@ -14,8 +14,10 @@ from torch import Tensor
 
 from gammaray.blocks import Shape
 from gammaray.types import SamplingParams, VerificationMethod
+from services.engine.core.batch import GREEDY, GumbelDraw
 from services.engine.core.drafter import DraftFormat
 from services.engine.engine import Engine, SequenceInput
+from services.engine.graph_engine import GraphEngine
 from services.engine.sampling.edits import LogitEdits
 from services.engine.sampling.logits import processed_log_probs
 from services.scheduling.sessions import SessionCopy
@@ -282,11 +284,24 @@ class Speculation:
         stop: c_int32 | None = None,
         within: AbstractContextManager[object] | None = None,
     ) -> tuple[list[int], Tensor]:
-        """Feed an open node, then each best-scoring next token, up to `count` in all: see `Engine.chain`."""
+        """Feed an open node, then each best-scoring next token, up to `count` in all.
+
+        See `Engine.chain`, and `GraphEngine.chains`, which does not stop early.
+        """
+        if isinstance(engine, GraphEngine):
+            feed = SequenceInput(self.session.session_id, node.position, [node.token_id], 1)
+            ((drawn, logits),) = engine.chains([feed], [self.gumbel_draw], count, within)
+            return [node.token_id, *drawn[:-1]], logits
         session, scale = self.session, 1 / (self.session.spec.params.temperature or 1)
         noise = None if session.noise is None else session.noise.gumbel(node.position + 1, count)
         feed = SequenceInput(session.session_id, node.position, [node.token_id] * count, count)
         return engine.chain(feed, noise, scale=scale, stop=stop, within=within)
+
+    @property
+    def gumbel_draw(self) -> GumbelDraw:
+        """The draw by which `GraphEngine.chains` finds the best-scoring token."""
+        noise, temperature = self.session.noise, self.session.spec.params.temperature
+        return GREEDY if noise is None else GumbelDraw(noise.seed, noise.sample_index, temperature)
 
     def open_run(self, engine: Engine, node: Node, token_ids: Sequence[int], logits: Tensor) -> list[Node]:
         """Apply the result of `run` for a node, up to where a filter makes the draft choose another token."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from contextlib import contextmanager
 from importlib.util import find_spec
 
@@ -15,11 +14,11 @@ if find_spec("triton") is None:
 
 from benchmarks.gpu.compiled import Launch, meta_model, recorded
 from services.engine.core.batch import GumbelDraw
-from services.engine.cuda.runner import Capture, GraphRunner
-from services.engine.cuda.tables import Bucket
+from services.engine.cuda.runner import GraphRunner
+from services.engine.cuda.tables import MAX_CAPTURED_ROWS, Bucket
 from services.engine.cuda.triton_kernels import TritonKernels
-from services.engine.device_drafting import GraphEngine, TreeShape
 from services.engine.engine import SequenceInput
+from services.engine.graph_engine import GraphEngine
 
 NUM_LAYERS = 3
 PER_LAYER = 9
@@ -31,8 +30,8 @@ BESIDE = 12
 MAX_VARIANTS = 24
 """Kernels that a worker compiles before it is ready; Triton keeps them for the next start."""
 
-BESIDE_LEVEL = 30
-"""Of a level of a tree, whose nodes are chosen from those of all parents."""
+MAX_GRAPHS = 32
+"""Steps that a worker captures before it is ready."""
 
 
 @contextmanager
@@ -46,26 +45,25 @@ def num_launches(kernels, torch_side) -> int:
     return len(kernels) + torch_side.launches().total()
 
 
-def step_launches(bucket: Bucket, *, draws: bool) -> int:
-    model = meta_model("llama-3.2-1b", NUM_LAYERS)
-    runner = GraphRunner(model, TritonKernels(model))
+def new_runner(num_layers: int = NUM_LAYERS) -> GraphRunner:
+    model = meta_model("llama-3.2-1b", num_layers)
+    return GraphRunner(model, TritonKernels(model))
+
+
+def step_launches(rows: int) -> int:
+    runner = new_runner()
     with torch.inference_mode():
-        program = runner.program(bucket, draws=draws, tapped=())
+        program = runner.program(runner.buckets.captured(rows))
         with watched() as (kernels, torch_side):
             program.capture.run()
     assert torch_side.on_host == []
     return num_launches(kernels, torch_side)
 
 
-@pytest.mark.parametrize("draws", [False, True])
-def test_steps_do_not_wait_and_launches_do_not_grow_with_sessions(draws):
-    found = {
-        sessions: step_launches(Bucket(sessions, sessions, sessions, 1, 1, 2048), draws=draws)
-        for sessions in (1, 8, 32)
-    }
+def test_steps_do_not_wait_and_launches_do_not_grow_with_sessions():
+    found = {rows: step_launches(rows) for rows in (1, 8, 32)}
     assert len(set(found.values())) == 1
     assert found[1] - PER_LAYER * NUM_LAYERS <= BESIDE
-    assert step_launches(Bucket(8, 24, 24, 1, 4, 8192), draws=draws) == found[1]
 
 
 def variant(launch: Launch) -> tuple[object, ...]:
@@ -80,62 +78,60 @@ def variant(launch: Launch) -> tuple[object, ...]:
     return tuple(map(str, key))
 
 
-def variants(runner: GraphRunner, bucket: Bucket, *, draws: bool) -> set[tuple[object, ...]]:
+def variants(runner: GraphRunner, bucket: Bucket) -> set[tuple[object, ...]]:
     with torch.inference_mode(), recorded() as kernels:
-        runner.program(bucket, draws=draws, tapped=()).capture.run()
+        runner.program(bucket).capture.run()
     return {variant(one) for one in kernels}
 
 
-def test_steps_launch_only_what_the_warm_up_compiled():
-    model = meta_model("llama-3.2-1b")
-    runner = GraphRunner(model, TritonKernels(model))
-    compiled = set().union(*(variants(runner, bucket, draws=True) for bucket in runner.warm_buckets()))
+def test_all_steps_are_captured_before_a_worker_is_ready():
+    """Few graphs and kernels cover every step of up to MAX_CAPTURED_ROWS rows."""
+    runner = new_runner(1)
+    buckets = runner.buckets
+    assert len(buckets.all()) <= MAX_GRAPHS
+    compiled = set().union(*(variants(runner, bucket) for bucket in buckets.all()))
     assert len(compiled) <= MAX_VARIANTS
-    for sessions, per_session in itertools.product((1, 2, 3, 8, 32), (1, 2, 5, 9, 33)):
-        rows = sessions * per_session
-        for wanted, max_slots in itertools.product((0, sessions, rows), (2048, 8192)):
-            bucket = Bucket(sessions, rows, wanted, 1, per_session, max_slots)
-            assert variants(runner, bucket, draws=wanted > 0) <= compiled, bucket
-    # The check sees a variant that was not compiled: a row's mask of two words.
-    assert not variants(runner, Bucket(1, 70, 70, 2, 70, 2048), draws=True) <= compiled
+    assert len(runner.programs) == len(buckets.all())
+    for rows in range(1, MAX_CAPTURED_ROWS + 1):
+        runner.program(buckets.captured(rows))
+    assert len(runner.programs) == len(buckets.all())
 
 
-def engine() -> GraphEngine:
+def test_steps_that_are_not_captured_launch_only_what_the_warm_up_compiled():
+    """Their sizes are their own: a kernel that was compiled for each would stop all sessions for seconds."""
+    runner = new_runner(1)
+    compiled = set().union(*(variants(runner, bucket) for bucket in runner.buckets.all()))
+    for rows, wanted, words, tiles in (
+        (321, 1, 1, 41),
+        (777, 777, 2, 99),
+        (640, 33, 3, 80),
+        (1000, 31, 1, 200),
+    ):
+        bucket = Bucket(rows, wanted, words, tiles, 7, 9000, is_captured=False)
+        assert variants(runner, bucket) <= compiled, bucket
+    # The check sees a variant that was not compiled.
+    runner.kernels.max_rows = 64
+    assert not variants(runner, Bucket(64, 64, 1, 8, 7, 9000, is_captured=False)) <= compiled
+
+
+def chain_launches(count: int, sessions: int) -> int:
     model = meta_model("llama-3.2-1b", NUM_LAYERS)
-    return GraphEngine.of(model, name="meta", kernels=TritonKernels(model))
-
-
-def proposal_launches(shape: int | TreeShape, sessions: int) -> int:
-    made = engine()
-    feeds = [SequenceInput(f"s{number}", 0, [1, 2], 1) for number in range(sessions)]
-    draws = [GumbelDraw(5)] * sessions
-    with recorded(), pytest.raises((NotImplementedError, RuntimeError), match="meta"):
-        # The copy back to the host, after the captured work, is what fails here.
-        made.draft_chains(feeds, draws, shape) if isinstance(shape, int) else made.draft_trees(
-            feeds, draws, shape
-        )
-    work = made.runner.last
-    assert isinstance(work, Capture)
-    with torch.inference_mode(), watched() as (kernels, torch_side):
-        work.run()
-    assert torch_side.on_host == []
-    assert sum(one.kernel.fn.__name__ == "norm_kernel" for one in kernels) >= 2 * NUM_LAYERS
+    made = GraphEngine.of(model, name="meta", kernels=TritonKernels(model))
+    feeds = [SequenceInput(f"s{number}", 0, [1], 1) for number in range(sessions)]
+    with watched() as (kernels, torch_side), pytest.raises(NotImplementedError, match="meta"):
+        # The copy back to the host, after all steps, is what fails here.
+        made.chains(feeds, [GumbelDraw(5)] * sessions, count)
+    assert sum(one.kernel.fn.__name__ == "split_kernel" for one in kernels) == count * NUM_LAYERS
     return num_launches(kernels, torch_side)
 
 
 def test_chains_take_a_bounded_number_of_launches_per_token():
-    found = {gamma: proposal_launches(gamma, 4) for gamma in (1, 2, 5)}
+    found = {count: chain_launches(count, 4) for count in (1, 2, 5)}
     per_token = found[2] - found[1]
     assert found[5] - found[1] == 4 * per_token
-    assert per_token - PER_LAYER * NUM_LAYERS <= BESIDE
-    assert found[1] - PER_LAYER * NUM_LAYERS <= 2 * BESIDE
-    assert proposal_launches(5, 16) == found[5]
-
-
-def test_trees_take_a_bounded_number_of_launches_per_level():
-    shallow, deep = (proposal_launches(TreeShape(4, depth), 4) for depth in (2, 5))
-    assert (deep - shallow) / 3 - PER_LAYER * NUM_LAYERS <= BESIDE_LEVEL
-    assert proposal_launches(TreeShape(4, 5), 8) == deep
+    # Most of these are one replay.
+    assert per_token - PER_LAYER * NUM_LAYERS <= BESIDE + 6
+    assert chain_launches(5, 4) - chain_launches(1, 4) == 4 * per_token
 
 
 def test_a_wait_for_the_host_is_found():
@@ -158,5 +154,4 @@ def test_a_launch_per_session_is_found(monkeypatch):
             original(self, qkv, layer, head_norm, tables)
 
     monkeypatch.setattr(TritonKernels, "rotate", rotate)
-    found = [step_launches(Bucket(number, number, number, 1, 1, 2048), draws=True) for number in (1, 8)]
-    assert found[0] != found[1]
+    assert step_launches(1) != step_launches(8)

@@ -16,8 +16,8 @@ from services.engine.core.cache_budget import CacheBudget
 from services.engine.core.errors import CacheFullError
 from services.engine.core.kv_cache import CacheShape
 from services.engine.cuda.pages import PagedStore
-from services.engine.cuda.runner import MAX_CAPTURED_ROWS, GraphRunner
-from services.engine.cuda.tables import Bucket, new_tables
+from services.engine.cuda.runner import GraphRunner
+from services.engine.cuda.tables import MAX_CAPTURED_ROWS
 from services.engine.cuda.triton_kernels import MAX_ROWS, TritonKernels
 
 CARD = 79 * 2**30
@@ -67,10 +67,10 @@ def test_the_buffers_of_all_captured_steps_fit_beside_the_pool():
     runner = GraphRunner(model, TritonKernels(model))
     largest = 0
     for rows in (1, 8, MAX_ROWS, MAX_CAPTURED_ROWS):
-        bucket = Bucket(rows, rows, rows, 1, rows, 131_072)
-        buffers = runner.buffers(bucket)
+        program = runner.program(runner.buckets.captured(rows))
+        buffers = program.buffers
         tensors = [value for value in vars(buffers).values() if isinstance(value, torch.Tensor)]
-        tensors += [*buffers.scratch, new_tables(bucket, model.device).flat]
+        tensors += [*buffers.scratch, buffers.stripes.score, buffers.stripes.token, program.tables.flat]
         largest = max(largest, sum(tensor.nbytes for tensor in tensors))
     beside = free_bytes() - store().budget_bytes
     assert largest < beside / 10

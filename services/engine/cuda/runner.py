@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -12,7 +11,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from services.engine.core.batch import Batch
-from services.engine.cuda.tables import Bucket, Tables, bucket_of, fill, new_tables, slot_levels
+from services.engine.cuda.tables import (
+    MAX_CAPTURED_ROWS,
+    Bucket,
+    Buckets,
+    Tables,
+    clear,
+    fill,
+    new_tables,
+)
 from services.engine.cuda.torch_kernels import Stripes, TorchKernels
 from services.engine.cuda.weights import GraphModel
 
@@ -20,7 +27,6 @@ if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE
 
 __all__ = [
-    "MAX_CAPTURED_ROWS",
     "Buffers",
     "Capture",
     "GraphRunner",
@@ -61,7 +67,14 @@ class Buffers:
     scratch: list[Tensor]
 
     @classmethod
-    def make(cls, model: GraphModel, kernels: TorchKernels, bucket: Bucket, num_taps: int = 0) -> Buffers:
+    def make(
+        cls,
+        model: GraphModel,
+        kernels: TorchKernels,
+        bucket: Bucket,
+        num_taps: int = 0,
+        scratch: list[Tensor] | None = None,
+    ) -> Buffers:
         """Buffers for all steps of a bucket, which record the states of `num_taps` layers."""
         shape, device, dtype = model.shape, model.device, model.dtype
         rows, wanted = bucket.rows, bucket.wanted
@@ -80,11 +93,12 @@ class Buffers:
             stripes=Stripes.make(wanted, shape.vocab_size, device),
             tokens=zeros(wanted, kind=torch.int64),
             states=zeros(rows, num_taps, shape.hidden),
-            scratch=kernels.new_scratch(bucket, device),
+            scratch=kernels.new_scratch(bucket, device) if scratch is None else scratch,
         )
 
-    def within(self, rows: int, wanted: int, states: Tensor, scratch: list[Tensor]) -> Buffers:
+    def within(self, bucket: Bucket, states: Tensor, scratch: list[Tensor]) -> Buffers:
         """The first rows of these buffers, with other `states` and `scratch`."""
+        rows, wanted = bucket.rows, bucket.wanted
         return Buffers(
             x=self.x[:rows],
             h=self.h[:rows],
@@ -103,7 +117,6 @@ class Buffers:
 def run_forward(
     model: GraphModel,
     kernels: TorchKernels,
-    bucket: Bucket,
     tables: Tables,
     buffers: Buffers,
     tapped: Sequence[int] = (),
@@ -116,13 +129,13 @@ def run_forward(
         kernels.norm(x, layer.attention_norm, h)
         kernels.linear(h, layer.qkv, layer.qkv_bias, qkv)
         kernels.rotate(qkv, index, layer.head_norm, tables)
-        kernels.attend(qkv, index, tables, bucket, buffers.scratch, mixed)
+        kernels.attend(qkv, index, tables, buffers.scratch, mixed)
         kernels.add_linear(mixed, layer.out, layer.out_bias, x)
         kernels.norm(x, layer.mlp_norm, h)
         kernels.swiglu(h, layer.gate_up, inner)
         kernels.add_linear(inner, layer.down, None, x)
     _record(x, len(model.layers), tapped, buffers)
-    if bucket.wanted:
+    if len(buffers.last):
         kernels.norm(x, model.last_norm, buffers.last, tables.wanted)
         kernels.linear(buffers.last, model.head, None, buffers.logits)
 
@@ -131,10 +144,6 @@ def _record(state: Tensor, layer: int, tapped: Sequence[int], buffers: Buffers) 
     for column, wanted in enumerate(tapped):
         if wanted == layer:
             buffers.states[:, column].copy_(state)
-
-
-MAX_CAPTURED_ROWS = 320
-_MAX_PROGRAMS = 64
 
 
 def make_kernels(model: GraphModel) -> TorchKernels:
@@ -165,7 +174,7 @@ class Capture:
     def run(self) -> None:
         """Enqueue the work."""
         if self._graph is None and not (self._has_run and self._capturable):
-            # The first time also compiles kernels, which a capture must not; many sizes never come again.
+            # The first time also compiles kernels, which a capture must not.
             self._work()
             self._has_run = True
             return
@@ -179,34 +188,33 @@ class Capture:
 
 
 class _Shared:
-    """Memory that the buffers of all captured programs are views of, since no two of them run at once.
-
-    It is for all steps of at most MAX_CAPTURED_ROWS rows, up to the model's context.
+    """Memory that tables and buffers of all captured steps are views of, since no two of them run at once.
 
     Args:
         model: The weights.
         kernels: Say how much scratch a step needs.
+        buckets: All captured ones.
     """
 
-    def __init__(self, model: GraphModel, kernels: TorchKernels) -> None:
+    def __init__(self, model: GraphModel, kernels: TorchKernels, buckets: Buckets) -> None:
         self.kernels = kernels
-        rows, max_slots = MAX_CAPTURED_ROWS, slot_levels(model.rotation.shape[1])[-1]
-        # Steps of few rows have more splits.
-        few = min(rows, max(1, kernels.max_rows))
-        needed = [self._scratch_of(Bucket(1, count, 0, 1, 1, max_slots)) for count in (few, rows)]
-        sizes = [max(one.numel(), other.numel()) for one, other in zip(*needed, strict=True)]
-        self._scratch = [torch.zeros(size, device=model.device) for size in sizes]
-        self._buffers = Buffers.make(model, kernels, Bucket(1, rows, rows, 1, 1, max_slots=0))
+        sizes = [[one.numel() for one in self._scratch_of(bucket)] for bucket in buckets.all()]
+        self._scratch = [torch.zeros(max(ones), device=model.device) for ones in zip(*sizes, strict=True)]
+        self._buffers = Buffers.make(model, kernels, buckets.captured(MAX_CAPTURED_ROWS), scratch=[])
+        self.flat = new_tables(buckets.captured(MAX_CAPTURED_ROWS), model.device).flat
 
-    def view(self, bucket: Bucket, num_taps: int) -> Buffers | None:
-        """The first rows of the buffers, None when the bucket is too large."""
-        mine, needed = self._buffers, self._scratch_of(bucket)
+    def view(self, bucket: Bucket, num_taps: int) -> Buffers:
+        """The first rows of the buffers."""
+        states = self._buffers.h.new_zeros(bucket.rows, num_taps, self._buffers.h.shape[1])
+        return self._buffers.within(bucket, states, self.scratch(bucket))
+
+    def scratch(self, bucket: Bucket) -> list[Tensor]:
+        """Scratch for the kernels, of their own when the shared one is too small."""
+        needed = self._scratch_of(bucket)
         pairs = list(zip(needed, self._scratch, strict=True))
-        if bucket.rows > MAX_CAPTURED_ROWS or any(own.numel() > flat.numel() for own, flat in pairs):
-            return None
-        scratch = [flat[: own.numel()].view(own.shape) for own, flat in pairs]
-        states = mine.h.new_zeros(bucket.rows, num_taps, mine.h.shape[1])
-        return mine.within(bucket.rows, bucket.wanted, states, scratch)
+        if any(own.numel() > flat.numel() for own, flat in pairs):
+            return self.kernels.new_scratch(bucket, self.flat.device)
+        return [flat[: own.numel()].view(own.shape) for own, flat in pairs]
 
     def _scratch_of(self, bucket: Bucket) -> list[Tensor]:
         return self.kernels.new_scratch(bucket, torch.device("meta"))
@@ -214,9 +222,8 @@ class _Shared:
 
 @dataclass
 class Program:
-    """A bucket's tensors and its captured work."""
+    """A bucket's tensors and its work, captured or not."""
 
-    bucket: Bucket
     tables: Tables
     buffers: Buffers
     capture: Capture
@@ -230,10 +237,10 @@ class GraphRunner:
         kernels: Operations; by default the fastest that the device has.
 
     Attributes:
-        programs: The captured programs by bucket, whether they draw and tapped layers, least recently used
-            first.
+        buckets: Of the captured steps.
+        programs: The captured steps, by bucket and tapped layers.
         draws_on_device: It draws tokens where a batch asks for them.
-        last: The work of the last step or proposal, which may be replayed to be timed.
+        last: The work of the last step, which may be replayed to be timed.
     """
 
     draws_on_device = True
@@ -241,10 +248,12 @@ class GraphRunner:
     def __init__(self, model: GraphModel, kernels: TorchKernels | None = None) -> None:
         self.model = model
         self.kernels = kernels if kernels is not None else make_kernels(model)
+        shape = model.shape
+        self.buckets = Buckets(shape.num_heads // shape.num_kv_heads, model.rotation.shape[1])
         self.pool = torch.cuda.graph_pool_handle() if self.kernels.capturable else None
         self.last: Capture | None = None
-        self._shared: _Shared | None = None
-        self.programs: OrderedDict[tuple[Bucket, bool, tuple[int, ...]], Program] = OrderedDict()
+        self._memory: _Shared | None = None
+        self.programs: dict[tuple[Bucket, tuple[int, ...]], Program] = {}
 
     @property
     def hidden_size(self) -> int:
@@ -256,27 +265,21 @@ class GraphRunner:
         return ""
 
     @torch.inference_mode()
-    def warm_up(self) -> None:
-        """Compile all kernels that steps launch, except those of trees of more than 64 nodes.
+    def warm_up(self, tapped: tuple[int, ...] = ()) -> None:
+        """Compile all kernels and capture all steps that are captured at all, with nothing in them.
 
-        The steps have no sessions. Each later step is captured when its sizes come for the second time.
+        Args:
+            tapped: Layers whose states the steps record.
         """
         if not self.kernels.capturable:
             return
-        for bucket in self.warm_buckets():
-            self._new_program(bucket, True, ()).capture.run()
-
-    def warm_buckets(self) -> list[Bucket]:
-        """Return buckets whose steps launch every variant of the kernels.
-
-        Their tiles differ by the number of rows, and the splits of attention by the longest session.
-        """
-        most = self.kernels.max_rows
-        return [
-            Bucket(1, rows, rows, 1, rows, max_slots)
-            for max_slots in slot_levels(self.model.rotation.shape[1])
-            for rows in sorted({1, max(1, most), most + 1})
-        ]
+        self.programs.clear()
+        # The largest come first: the memory of their graphs is enough for the others'.
+        for bucket in self.buckets.all():
+            program = self.program(bucket, tapped)
+            clear(program.tables)
+            for _ in range(2):  # as it is, then captured
+                program.capture.run()
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
@@ -294,50 +297,72 @@ class GraphRunner:
             batch.drawn = [None if token < 0 else token for token in tokens]
         return program.buffers.logits[:wanted]
 
-    def _run(self, batch: Batch) -> Program:
-        bucket = bucket_of(batch)
+    @torch.inference_mode()
+    def chains(self, batch: Batch, count: int) -> tuple[list[list[int]], Tensor]:
+        """Run a step of one row per session, then `count` - 1 times a step of the tokens that were drawn.
+
+        Nothing waits for the host in between. The caches have room for the further tokens.
+
+        Args:
+            batch: The first step, with draws.
+            count: Steps, at least 1.
+
+        Returns:
+            The drawn tokens of each session, 0 where no score was a finite number, and the logits
+            [count, sessions, vocab_size] in float32.
+        """
+        rows = len(batch.token_ids)
+        program = self._run(batch, more=count - 1)
+        tables, buffers = program.tables, program.buffers
+        tokens = buffers.tokens.new_empty(count, rows)
+        logits = buffers.logits.new_empty(count, rows, buffers.logits.shape[1])
+        for step in range(count):
+            if step:
+                tables.advance(tokens[step - 1])
+                program.capture.run()
+            torch.clamp(buffers.tokens[:rows], min=0, out=tokens[step])
+            logits[step].copy_(buffers.logits[:rows])
+        return [list(drawn) for drawn in zip(*tokens.tolist(), strict=True)], logits
+
+    def _run(self, batch: Batch, more: int = 0) -> Program:
+        """Run a step; `more` further slots of each session may follow it."""
         layers = () if batch.taps is None else batch.taps.layers
-        program = self.program(bucket, draws=bool(batch.draws), tapped=layers)
-        fill(program.tables, bucket, batch, batch.draws, self.kernels.anchor.data_ptr())
+        program = self.program(self.buckets.of(batch, more), layers)
+        fill(program.tables, batch, batch.draws, self.kernels.anchor.data_ptr(), self.buckets.group, more)
         program.capture.run()
         self.last = program.capture
         return program
 
-    def program(self, bucket: Bucket, *, draws: bool, tapped: tuple[int, ...] = ()) -> Program:
-        """Return the bucket's program; prompt chunks get theirs for one step only."""
-        key = (bucket, draws, tapped)
-        program = self.programs.get(key)
-        if program is None:
-            program = self._new_program(bucket, draws, tapped)
-            if bucket.rows <= MAX_CAPTURED_ROWS:
-                self.programs[key] = program
-                if len(self.programs) > _MAX_PROGRAMS:
-                    self.programs.popitem(last=False)
-        else:
-            self.programs.move_to_end(key)
-        return program
+    def program(self, bucket: Bucket, tapped: tuple[int, ...] = ()) -> Program:
+        """Return the bucket's program; steps that are not captured get theirs for one step only."""
+        if not bucket.is_captured:
+            return self._new_program(bucket, tapped)
+        key = (bucket, tapped)
+        if key not in self.programs:
+            self.programs[key] = self._new_program(bucket, tapped)
+        return self.programs[key]
 
     @torch.inference_mode()
-    def buffers(self, bucket: Bucket, num_taps: int = 0) -> Buffers:
-        """Return a bucket's buffers, which overlap those of all others.
-
-        Only steps that are too large for a capture have their own.
-        """
-        if self._shared is None or self._shared.kernels is not self.kernels:
-            self._shared = _Shared(self.model, self.kernels)
-        shared = self._shared.view(bucket, num_taps)
-        return Buffers.make(self.model, self.kernels, bucket, num_taps) if shared is None else shared
-
-    def _new_program(self, bucket: Bucket, draws: bool, tapped: tuple[int, ...]) -> Program:
-        model, kernels = self.model, self.kernels
-        tables = new_tables(bucket, model.device)
-        buffers = self.buffers(bucket, len(tapped))
+    def _new_program(self, bucket: Bucket, tapped: tuple[int, ...]) -> Program:
+        model, kernels, shared = self.model, self.kernels, self._shared
+        if bucket.is_captured:
+            tables = new_tables(bucket, model.device, shared.flat)
+            buffers = shared.view(bucket, len(tapped))
+        else:
+            tables = new_tables(bucket, model.device)
+            buffers = Buffers.make(model, kernels, bucket, len(tapped), shared.scratch(bucket))
 
         def work() -> None:
-            run_forward(model, kernels, bucket, tables, buffers, tapped)
-            if draws:
-                kernels.stripes(buffers.logits, tables, None, buffers.stripes)
-                kernels.pick(buffers.stripes, buffers.tokens, marks_bad=True)
+            run_forward(model, kernels, tables, buffers, tapped)
+            if bucket.wanted:
+                kernels.stripes(buffers.logits, tables, buffers.stripes)
+                kernels.pick(buffers.stripes, buffers.tokens)
 
-        capturable = kernels.capturable and bucket.rows <= MAX_CAPTURED_ROWS
-        return Program(bucket, tables, buffers, Capture(work, capturable=capturable, pool=self.pool))
+        capturable = kernels.capturable and bucket.is_captured
+        return Program(tables, buffers, Capture(work, capturable=capturable, pool=self.pool))
+
+    @property
+    def _shared(self) -> _Shared:
+        if self._memory is None or self._memory.kernels is not self.kernels:
+            self._memory = _Shared(self.model, self.kernels, self.buckets)
+        return self._memory

@@ -5,12 +5,15 @@ Attention, the noise and the cache writes look at the tables from the host, so t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
 
+from services.engine.core.batch import Segment
 from services.engine.core.kv_cache import BLOCK
 from services.engine.cuda.tables import Bucket, Tables
 from services.engine.cuda.weights import GraphModel
@@ -18,6 +21,7 @@ from services.engine.sampling.noise import exponential
 
 __all__ = ["Stripes", "TorchKernels"]
 
+_MASK_BITS = 64
 _MAX_STRIPE = 256
 _NUM_STRIPES = 64
 
@@ -30,14 +34,11 @@ class Stripes:
         size: Ids per stripe, a power of two.
         score: Perturbed logit of the best, float64 [wanted, stripes].
         token: Its id, int64 [wanted, stripes].
-        mass: Sum of exp(sharpness * (score of a token - score of the best)) over the stripe, float64
-            [wanted, stripes].
     """
 
     size: int
     score: Tensor
     token: Tensor
-    mass: Tensor
 
     @classmethod
     def make(cls, wanted: int, vocab_size: int, device: torch.device) -> Stripes:
@@ -47,12 +48,11 @@ class Stripes:
             size //= 2
         shape = (wanted, -(-vocab_size // size))
         score = torch.zeros(shape, dtype=torch.float64, device=device)
-        token = torch.zeros(shape, dtype=torch.int64, device=device)
-        return cls(size, score, token, torch.zeros_like(score))
+        return cls(size, score, torch.zeros(shape, dtype=torch.int64, device=device))
 
     def of_rows(self, wanted: int) -> Stripes:
         """The first rows of these buffers."""
-        return Stripes(self.size, self.score[:wanted], self.token[:wanted], self.mass[:wanted])
+        return Stripes(self.size, self.score[:wanted], self.token[:wanted])
 
 
 class TorchKernels:
@@ -81,7 +81,7 @@ class TorchKernels:
     def norm(self, x: Tensor, weight: Tensor, out: Tensor, rows: Tensor | None = None) -> None:
         """RMSNorm of x [rows, hidden] float32 (or of its rows `rows`) into `out` of the model's type."""
         if rows is not None:
-            x = x[rows]
+            x = x[rows.clamp(min=0)]  # a spare one takes some row
         scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.shape.norm_eps)
         out.copy_(x * scale * weight)
 
@@ -113,65 +113,68 @@ class TorchKernels:
         cos, sin = self.rotation[:, tables.position].unsqueeze(2)
         low, high = x.chunk(2, -1)
         turned.copy_(torch.cat((low * cos - high * sin, high * cos + low * sin), -1))
-        for index, cache in enumerate(tables.caches):
-            own = _rows_of(tables, index)
+        for index, segment in enumerate(tables.segments):
+            own = _rows_of(segment)
             slots = tables.slot[own]
             pages = self._pages(tables, index)[slots // BLOCK]
-            cache.data[pages, layer, :, slots % BLOCK] = heads[own, shape.num_heads :]
+            segment.cache.data[pages, layer, :, slots % BLOCK] = heads[own, shape.num_heads :]
 
     def attend(
-        self,
-        qkv: Tensor,
-        layer: int,
-        tables: Tables,
-        bucket: Bucket,
-        scratch: list[Tensor],
-        mixed: Tensor,
+        self, qkv: Tensor, layer: int, tables: Tables, scratch: Sequence[Tensor], mixed: Tensor
     ) -> None:
         """Attention of the rotated queries over the cache into `mixed` [rows, num_heads * head_dim]."""
-        shape = self.shape
-        queries = qkv.view(qkv.shape[0], shape.num_qkv_heads, shape.head_dim)[:, : shape.num_heads]
-        for index, cache in enumerate(tables.caches):
-            own = _rows_of(tables, index)
-            allowed = _allowed(tables, index, own)
-            num_slots = allowed.shape[1]
-            pages = self._pages(tables, index)[: -(-num_slots // BLOCK)]
-            slots = cache.data[pages, layer].transpose(0, 1).flatten(1, 2)[:, :num_slots]
-            keys, values = slots.chunk(2)
-            group = shape.num_heads // shape.num_kv_heads
-            output = F.scaled_dot_product_attention(
-                queries[own].transpose(0, 1),
-                keys.repeat_interleave(group, 0),
-                values.repeat_interleave(group, 0),
-                attn_mask=allowed,
-                scale=shape.scaling,
-            )
-            mixed[own] = output.transpose(0, 1).flatten(1)
+        for index in range(len(tables.segments)):
+            self.attend_alone(qkv, layer, tables, index, mixed)
+
+    def attend_alone(self, qkv: Tensor, layer: int, tables: Tables, index: int, mixed: Tensor) -> None:
+        """Attention of one session by the library: its flash kernel, where that masks a chain."""
+        shape, segment = self.shape, tables.segments[index]
+        own = _rows_of(segment)
+        num_slots = segment.slot + segment.count
+        queries = qkv.view(qkv.shape[0], shape.num_qkv_heads, shape.head_dim)[own, : shape.num_heads]
+        pages = self._pages(tables, index)
+        slots = segment.cache.data[pages, layer].transpose(0, 1).flatten(1, 2)[:, :num_slots]
+        keys, values = slots.chunk(2)
+        if segment.parents is None and segment.count > 1:
+            mask: Tensor = causal_lower_right(segment.count, num_slots)
+        else:
+            mask = _allowed(tables, index, own, num_slots)
+        output = F.scaled_dot_product_attention(
+            queries.transpose(0, 1)[None],
+            keys[None],
+            values[None],
+            attn_mask=mask,
+            scale=shape.scaling,
+            enable_gqa=shape.num_heads != shape.num_kv_heads,
+        )
+        mixed[own] = output[0].transpose(0, 1).flatten(1)
 
     def _pages(self, tables: Tables, index: int) -> Tensor:
-        """Numbers of a session's pages, as the table has them."""
-        data = tables.caches[index].data
+        """Numbers of the pages that a session's rows see, as the table has them."""
+        segment, first = tables.segments[index], tables.first_pages[index]
+        data = segment.cache.data
         origin = (data.data_ptr() - self.anchor.data_ptr()) // data.element_size()
-        return (tables.page[index] - origin) // data[0].numel()
+        count = -(-(segment.slot + segment.count) // BLOCK)
+        return (tables.page[first : first + count] - origin) // data[0].numel()
 
-    def stripes(self, logits: Tensor, tables: Tables, sharpness: Tensor | None, out: Stripes) -> None:
+    def stripes(self, logits: Tensor, tables: Tables, out: Stripes) -> None:
         """Perturb logits [wanted, vocab_size] float32 by the sessions' Gumbel noise, find each stripe's best.
 
         Args:
             logits: Of the wanted rows.
             tables: Say which session and position a row belongs to.
-            sharpness: [1] float64 for `mass`; None when that is not wanted.
             out: Where to.
         """
         wanted, vocab_size = logits.shape
         padded = logits.new_full((wanted, out.score.shape[1] * out.size), float("-inf"), dtype=torch.float64)
         scores = padded[:, :vocab_size]
-        sessions = tables.session[tables.wanted]
+        rows = tables.wanted.clamp(min=0)
+        sessions = tables.session[rows]
         scores.copy_(logits * tables.inverse_temperature[sessions, None])
         for row, session in enumerate(sessions.tolist()):
-            if tables.is_drawn[session]:
+            if tables.wanted[row] >= 0 and tables.is_drawn[session]:
                 seed = int(tables.seed[session]) % 2**64
-                position = int(tables.position[tables.wanted[row]]) + 1
+                position = int(tables.position[rows[row]]) + 1
                 sample_index = int(tables.sample_index[session])
                 noise = exponential(
                     seed, position, 1, vocab_size, sample_index=sample_index, device=logits.device
@@ -182,34 +185,26 @@ class TorchKernels:
         out.score.copy_(best.values)
         out.token.copy_(best.indices)
         out.token.add_(torch.arange(striped.shape[1], device=logits.device) * out.size)
-        if sharpness is not None:
-            out.mass.copy_(((striped - best.values[..., None]) * sharpness).exp().sum(-1))
 
-    def pick(self, stripes: Stripes, tokens: Tensor, *, marks_bad: bool = False) -> None:
+    def pick(self, stripes: Stripes, tokens: Tensor) -> None:
         """The best token of each row into `tokens` [wanted], lowest id on ties.
 
-        Args:
-            stripes: Of the rows.
-            tokens: Where to.
-            marks_bad: Write -1 for rows whose best score is not a finite number; else such a row gets some
-                token of the vocabulary.
+        -1 for rows whose best score is not a finite number.
         """
         best, index = stripes.score.max(-1, keepdim=True)
         tokens.copy_(stripes.token.gather(1, index)[:, 0])
-        if marks_bad:
-            tokens.masked_fill_(~best[:, 0].isfinite(), -1)
+        tokens.masked_fill_(~best[:, 0].isfinite(), -1)
 
 
-def _rows_of(tables: Tables, index: int) -> slice:
-    first = int(tables.first_row[index])
-    return slice(first, first + int(tables.count[index]))
+def _rows_of(segment: Segment) -> slice:
+    return slice(segment.row, segment.row + segment.count)
 
 
-def _allowed(tables: Tables, index: int, own: slice) -> Tensor:
+def _allowed(tables: Tables, index: int, own: slice, num_slots: int) -> Tensor:
     """Boolean [rows, slots]: what each row of a session sees."""
-    last, base = tables.slot[own].max(), int(tables.tree_base[index])
-    slots = torch.arange(int(last) + 1, device=last.device)
-    node = (slots - base).clamp(min=0)
-    words = tables.bits[own][:, (node // 64).clamp(max=tables.bits.shape[1] - 1)]
-    seen = (words >> (node % 64)) & 1
-    return (slots < tables.prefix[own, None]) | ((slots >= base) & (seen == 1))
+    slots = torch.arange(num_slots, device=tables.slot.device)
+    node = slots - tables.tree_base[index]
+    is_node = (node >= 0) & (node < _MASK_BITS * tables.bits.shape[1])
+    words = tables.bits[own][:, (node // _MASK_BITS).clamp(0, tables.bits.shape[1] - 1)]
+    seen = (words >> (node % _MASK_BITS)) & 1
+    return (slots < tables.prefix[own, None]) | (is_node & (seen == 1))

@@ -1,6 +1,7 @@
 """Triton kernels of attention: rotation and cache writes, attention by splits, and their combination.
 
-A session's pages are found by their distance from `anchor` in numbers; see `Tables.page`. A page's layout is
+A session's pages are found by their distance from `anchor` in numbers; see `Tables.page`. What is spare in
+the tables of a captured step does nothing. A page's layout is
 [layers, 2 * KV_HEADS, PAGE, DIM], key heads before value heads.
 """
 
@@ -21,13 +22,13 @@ def rotate_kernel(
     rotation: tl.tensor,
     head_norm: tl.tensor,
     anchor: tl.tensor,
-    page_of: tl.tensor,
+    page: tl.tensor,
+    first_page_of: tl.tensor,
     position_of: tl.tensor,
     slot_of: tl.tensor,
     session_of: tl.tensor,
     layer: tl.tensor,
     max_context: tl.tensor,
-    max_pages: tl.tensor,
     epsilon: tl.tensor,
     HAS_NORM: tl.constexpr,
     HEADS: tl.constexpr,
@@ -60,49 +61,55 @@ def rotate_kernel(
         session = tl.load(session_of + row)
         place = layer.to(tl.int64) * 2 * KV_HEADS + (head - HEADS)
         place = (place * PAGE + slot % PAGE) * 2 * HALF
-        target = anchor + tl.load(page_of + session * max_pages + slot // PAGE) + place + column
+        first_page = tl.load(first_page_of + session)
+        target = anchor + tl.load(page + first_page + slot // PAGE) + place + column
         tl.store(target, low)
         tl.store(target + HALF, high)
 
 
-@triton.jit(do_not_specialize=["layer"])
+@triton.jit(do_not_specialize=["layer", "first_row", "first_tile", "words", "max_splits"])
 def split_kernel(
     qkv: tl.tensor,
     anchor: tl.tensor,
     outputs: tl.tensor,
     largest: tl.tensor,
     sums: tl.tensor,
-    page_of: tl.tensor,
+    page: tl.tensor,
+    first_page_of: tl.tensor,
     slot_of: tl.tensor,
     prefix_of: tl.tensor,
     bits_of: tl.tensor,
+    tile_session: tl.tensor,
+    tile_of: tl.tensor,
     first_row_of: tl.tensor,
     count_of: tl.tensor,
     tree_base_of: tl.tensor,
     layer: tl.tensor,
-    max_pages: tl.tensor,
+    first_row: tl.tensor,
+    first_tile: tl.tensor,
+    words: tl.tensor,
+    max_splits: tl.tensor,
     scaling: tl.tensor,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
-    WORDS: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
     SPLIT: tl.constexpr,
     PAGE: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:
-    """One program per session and key head, tile of its query rows, and residue of the split's index.
+    """One program per tile of a session's query rows and key head, and residue of the split's index.
 
-    The heads of a group are stacked: stacked row i is head i % group of the session's row i // group.
+    The heads of a group are stacked: stacked row i is head i % group of the session's row i // group. The
+    first row of the scratch tensors is that of `first_row`.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    session, kv_head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
-    stacked = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    count = tl.load(count_of + session)
-    if tl.program_id(1) * ROWS >= count * GROUP:
+    index, kv_head = first_tile + tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
+    session = tl.load(tile_session + index)
+    if session < 0:
         return
-    is_row = stacked < count * GROUP
-    row = tl.load(first_row_of + session) + stacked // GROUP
+    stacked = tl.load(tile_of + index).to(tl.int32) * ROWS + tl.arange(0, ROWS)
+    is_row = stacked < tl.load(count_of + session) * GROUP
+    row = tl.load(first_row_of + session).to(tl.int32) + stacked // GROUP
     head = kv_head * GROUP + stacked % GROUP
     column = tl.arange(0, DIM)
     query = tl.load(
@@ -110,24 +117,25 @@ def split_kernel(
         mask=is_row[:, None],
         other=0.0,
     )
-    last = tl.load(slot_of + row, mask=is_row, other=-1)
-    prefix = tl.load(prefix_of + row, mask=is_row, other=0)
-    tree_base = tl.load(tree_base_of + session)
+    # Numbers of 32 bits from here on: the rows' values lie in registers.
+    last = tl.load(slot_of + row, mask=is_row, other=-1).to(tl.int32)
+    prefix = tl.load(prefix_of + row, mask=is_row, other=0).to(tl.int32)
+    tree_base = tl.minimum(tl.load(tree_base_of + session), 2147483647).to(tl.int32)
     end = tl.max(last, 0) + 1
-    pages = page_of + session * max_pages
+    pages = page + tl.load(first_page_of + session)
     # Keys of the head's layer in a page, counted from its start; its values are KV_HEADS heads later.
     keys = anchor + (layer.to(tl.int64) * 2 * KV_HEADS + kv_head) * PAGE * DIM
-    split = tl.program_id(2)
+    split = tl.program_id(1)
     while split * SPLIT < end:
         peak, total, mixed = _attend_split(
-            query, keys, pages, bits_of, row, is_row, prefix, tree_base, end, split, scaling,
-            KV_HEADS, DIM, WORDS, SPLIT, PAGE, ROWS,
+            query, keys, pages, bits_of, row, is_row, prefix, tree_base, end, split, words, scaling,
+            KV_HEADS, DIM, SPLIT, PAGE, ROWS,
         )  # fmt: skip
-        part = (row * HEADS + head) * MAX_SPLITS + split
+        part = ((row - first_row) * HEADS + head) * max_splits + split
         tl.store(largest + part, peak, mask=is_row)
         tl.store(sums + part, total, mask=is_row)
         tl.store(outputs + part[:, None] * DIM + column[None, :], mixed, mask=is_row[:, None])
-        split += tl.num_programs(2)
+        split += tl.num_programs(1)
 
 
 @triton.jit
@@ -142,10 +150,10 @@ def _attend_split(
     tree_base: tl.tensor,
     end: tl.tensor,
     split: tl.tensor,
+    words: tl.tensor,
     scaling: tl.tensor,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
-    WORDS: tl.constexpr,
     SPLIT: tl.constexpr,
     PAGE: tl.constexpr,
     ROWS: tl.constexpr,
@@ -155,13 +163,12 @@ def _attend_split(
     peak = tl.full([ROWS], float("-inf"), dtype=tl.float32)
     total = tl.zeros([ROWS], dtype=tl.float32)
     mixed = tl.zeros([ROWS, DIM], dtype=tl.float32)
-    # A fixed number of pages, so that the loads of the next ones are under way early.
-    for block in range(0, SPLIT // PAGE):
+    for block in range(0, tl.cdiv(tl.minimum(end - split * SPLIT, SPLIT), PAGE)):
         first = split * SPLIT + block * PAGE
         slot = first + tl.arange(0, PAGE)
         held = (slot < end)[:, None]
         # Pages start at multiples of 16 numbers; the compiler cannot know.
-        page = tl.multiple_of(tl.load(pages + first // PAGE, mask=first < end, other=0), 16)
+        page = tl.multiple_of(tl.load(pages + first // PAGE), 16)
         # Slots count from the sequence's first one: a tensor of places in the page would cost registers.
         origin = keys + (page - first * DIM)
         place = slot[:, None] * DIM + column[None, :]
@@ -170,7 +177,7 @@ def _attend_split(
         scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scaling
         seen = slot[None, :] < prefix[:, None]
         if first + PAGE > tree_base:
-            seen = seen | _seen_nodes(bits_of, row, is_row, slot - tree_base, WORDS)
+            seen = seen | _seen_nodes(bits_of, row, is_row, slot - tree_base, words)
         scores = tl.where(seen & is_row[:, None], scores, float("-inf"))
         peak, total, mixed = _add_block(scores, value, peak, total, mixed)
     return peak, total, mixed
@@ -178,12 +185,12 @@ def _attend_split(
 
 @triton.jit
 def _seen_nodes(
-    bits_of: tl.tensor, row: tl.tensor, is_row: tl.tensor, node: tl.tensor, WORDS: tl.constexpr
+    bits_of: tl.tensor, row: tl.tensor, is_row: tl.tensor, node: tl.tensor, words: tl.tensor
 ) -> tl.tensor:
     """Return whether each row sees each node of its session's tree, [rows, nodes]."""
-    is_node = (node >= 0) & (node < WORDS * 64)
+    is_node = (node >= 0) & (node < words * 64)
     word = tl.load(
-        bits_of + row[:, None] * WORDS + (node // 64)[None, :],
+        bits_of + row[:, None] * words + (node // 64)[None, :],
         mask=is_row[:, None] & is_node[None, :],
         other=0,
     )
@@ -206,23 +213,25 @@ def _add_block(
     return new_peak, total, mixed
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_row", "max_splits"])
 def combine_kernel(
     outputs: tl.tensor,
     largest: tl.tensor,
     sums: tl.tensor,
     slot_of: tl.tensor,
     mixed: tl.tensor,
+    first_row: tl.tensor,
+    max_splits: tl.tensor,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
     SPLIT: tl.constexpr,
 ) -> None:
     """One program per row and head: the splits' outputs as one, in their order."""
-    row, head = tl.program_id(0), tl.program_id(1)
+    part_row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = first_row + part_row
     slot = tl.load(slot_of + row)
     column = tl.arange(0, DIM)
-    first = (row.to(tl.int64) * HEADS + head) * MAX_SPLITS
+    first = (part_row * HEADS + head) * max_splits
     peak = tl.full([1], float("-inf"), dtype=tl.float32)
     total = tl.zeros([1], dtype=tl.float32)
     output = tl.zeros([DIM], dtype=tl.float32)
@@ -238,5 +247,5 @@ def combine_kernel(
         peak = new_peak
         split += 1
     if slot >= 0:
-        target = mixed + (row.to(tl.int64) * HEADS + head) * DIM + column
+        target = mixed + (row * HEADS + head) * DIM + column
         tl.store(target, (output / total).to(mixed.dtype.element_ty))

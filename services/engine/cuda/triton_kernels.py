@@ -10,6 +10,8 @@ of decoding it token by token.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 from torch import Tensor
@@ -18,7 +20,7 @@ from services.engine.core.device import shared_memory
 from services.engine.core.kv_cache import BLOCK
 from services.engine.cuda import triton_attention as attention
 from services.engine.cuda import triton_products as jit
-from services.engine.cuda.tables import Bucket, Tables
+from services.engine.cuda.tables import MAX_CAPTURED_ROWS, TILE_ROWS, Bucket, Run, Tables
 from services.engine.cuda.torch_kernels import Stripes, TorchKernels
 from services.engine.cuda.weights import GraphModel
 
@@ -28,12 +30,12 @@ MAX_ROWS = 32
 """Products of more rows are the library's: reading them would cost more than reading the weights."""
 
 MAX_LONG_SPLITS = 32
-"""Splits of the longest context in steps of more than MAX_ROWS rows."""
+"""Splits of the longest context in steps of more than MAX_ROWS rows, so that their scratch stays small."""
 
 _MAX_STAGES = 4
-_ROW_TILE = 32
 _SPLIT = 256
-_PROGRAMS = 256
+# Programs of attention for one tile's key heads, and for all tiles, of which most may be spare.
+_TILE_PROGRAMS, _MAX_PROGRAMS = 256, 2048
 
 
 class TritonKernels(TorchKernels):
@@ -55,9 +57,10 @@ class TritonKernels(TorchKernels):
 
     def new_scratch(self, bucket: Bucket, device: torch.device) -> list[Tensor]:
         """Unnormalised outputs, largest scores and sums of each split."""
-        shape = (bucket.rows, self.shape.num_heads, -(-bucket.max_slots // _split(bucket)))
-        outputs = torch.zeros(*shape, self.shape.head_dim, dtype=torch.float32, device=device)
-        return [outputs, torch.zeros(shape, device=device), torch.zeros(shape, device=device)]
+        rows = min(bucket.rows, MAX_CAPTURED_ROWS)
+        shape = (rows, self.shape.num_heads, triton.cdiv(bucket.max_slots, _split(bucket)))
+        outputs = torch.empty(*shape, self.shape.head_dim, dtype=torch.float32, device=device)
+        return [outputs, torch.empty(shape, device=device), torch.empty(shape, device=device)]
 
     def norm(self, x: Tensor, weight: Tensor, out: Tensor, rows: Tensor | None = None) -> None:
         """See TorchKernels."""
@@ -138,12 +141,12 @@ class TritonKernels(TorchKernels):
             qkv if head_norm is None else head_norm,
             self.anchor,
             tables.page,
+            tables.first_page,
             tables.position,
             tables.slot,
             tables.session,
             layer,
             self.rotation.shape[1],
-            tables.page.shape[1],
             shape.norm_eps,
             HAS_NORM=head_norm is not None,
             HEADS=shape.num_heads,
@@ -154,64 +157,74 @@ class TritonKernels(TorchKernels):
         )
 
     def attend(
+        self, qkv: Tensor, layer: int, tables: Tables, scratch: Sequence[Tensor], mixed: Tensor
+    ) -> None:
+        """See TorchKernels."""
+        for run in tables.runs:
+            self._attend_run(qkv, layer, tables, run, scratch, mixed)
+        for index in tables.alone:
+            self.attend_alone(qkv, layer, tables, index, mixed)
+
+    def _attend_run(
         self,
         qkv: Tensor,
         layer: int,
         tables: Tables,
-        bucket: Bucket,
-        scratch: list[Tensor],
+        run: Run,
+        scratch: Sequence[Tensor],
         mixed: Tensor,
     ) -> None:
-        """See TorchKernels."""
-        shape = self.shape
-        group = shape.num_heads // shape.num_kv_heads
+        shape, split = self.shape, _split(tables.bucket)
         outputs, largest, sums = scratch
-        pairs = bucket.sessions * shape.num_kv_heads
-        tiles = triton.cdiv(bucket.max_rows * group, _ROW_TILE)
         max_splits = outputs.shape[2]
-        # Enough programs for the device; each takes every so-many-th split of its session.
-        stride = max(1, min(max_splits, _PROGRAMS // (pairs * tiles)))
-        attention.split_kernel[(pairs, tiles, stride)](
+        # Enough programs for the device if only one tile is not spare; each takes every so-many-th split.
+        num_programs = min(_TILE_PROGRAMS, _MAX_PROGRAMS // run.tiles) // shape.num_kv_heads
+        attention.split_kernel[(run.tiles * shape.num_kv_heads, max(1, min(max_splits, num_programs)))](
             qkv,
             self.anchor,
             outputs,
             largest,
             sums,
             tables.page,
+            tables.first_page,
             tables.slot,
             tables.prefix,
             tables.bits,
+            tables.tile_session,
+            tables.tile,
             tables.first_row,
             tables.count,
             tables.tree_base,
             layer,
-            tables.page.shape[1],
+            run.first_row,
+            run.first_tile,
+            tables.bucket.words,
+            max_splits,
             shape.scaling,
             HEADS=shape.num_heads,
             KV_HEADS=shape.num_kv_heads,
             DIM=shape.head_dim,
-            WORDS=bucket.words,
-            MAX_SPLITS=max_splits,
-            SPLIT=_split(bucket),
+            SPLIT=split,
             PAGE=BLOCK,
-            ROWS=_ROW_TILE,
+            ROWS=TILE_ROWS,
             num_warps=4,
             num_stages=2,
         )
-        attention.combine_kernel[(qkv.shape[0], shape.num_heads)](
+        attention.combine_kernel[(run.rows, shape.num_heads)](
             outputs,
             largest,
             sums,
             tables.slot,
             mixed,
+            run.first_row,
+            max_splits,
             HEADS=shape.num_heads,
             DIM=shape.head_dim,
-            MAX_SPLITS=max_splits,
-            SPLIT=_split(bucket),
+            SPLIT=split,
             num_warps=1,
         )
 
-    def stripes(self, logits: Tensor, tables: Tables, sharpness: Tensor | None, out: Stripes) -> None:
+    def stripes(self, logits: Tensor, tables: Tables, out: Stripes) -> None:
         """See TorchKernels."""
         wanted, vocab_size = logits.shape
         num_stripes = out.score.shape[1]
@@ -224,26 +237,18 @@ class TritonKernels(TorchKernels):
             tables.sample_index,
             tables.is_drawn,
             tables.inverse_temperature,
-            out.score if sharpness is None else sharpness,
             out.score,
             out.token,
-            out.mass,
             vocab_size,
-            HAS_MASS=sharpness is not None,
             STRIPE=out.size,
             num_warps=1,
         )
 
-    def pick(self, stripes: Stripes, tokens: Tensor, *, marks_bad: bool = False) -> None:
+    def pick(self, stripes: Stripes, tokens: Tensor) -> None:
         """See TorchKernels."""
         rows, num_stripes = stripes.score.shape
         jit.pick_kernel[(rows,)](
-            stripes.score,
-            stripes.token,
-            tokens,
-            num_stripes,
-            MARKS_BAD=marks_bad,
-            BLOCK=triton.next_power_of_2(num_stripes),
+            stripes.score, stripes.token, tokens, num_stripes, BLOCK=triton.next_power_of_2(num_stripes)
         )
 
 
@@ -252,7 +257,7 @@ def _split(bucket: Bucket) -> int:
     each row needs memory for each of its splits."""
     if bucket.rows <= MAX_ROWS:
         return _SPLIT
-    return max(_SPLIT, bucket.max_slots // MAX_LONG_SPLITS)
+    return _SPLIT * -(-bucket.max_slots // (MAX_LONG_SPLITS * _SPLIT))
 
 
 def _product_tile(rows: int, size: int, itemsize: int) -> tuple[int, int]:

@@ -26,7 +26,7 @@ def norm_kernel(
     target = tl.program_id(0)
     row = target
     if HAS_ROWS:
-        row = tl.load(rows + target).to(tl.int32)
+        row = tl.maximum(tl.load(rows + target), 0).to(tl.int32)  # a spare one takes some row
     column = tl.arange(0, BLOCK)
     inside = column < size
     value = tl.load(x + row * size + column, mask=inside, other=0.0)
@@ -93,17 +93,16 @@ def stripe_kernel(
     sample_of: tl.tensor,
     is_drawn_of: tl.tensor,
     inverse_temperature_of: tl.tensor,
-    sharpness: tl.tensor,
     score: tl.tensor,
     token: tl.tensor,
-    mass: tl.tensor,
     vocab_size: tl.tensor,
-    HAS_MASS: tl.constexpr,
     STRIPE: tl.constexpr,
 ) -> None:
     """One program per wanted row and stripe: perturb its logits and keep the best, lowest id on ties."""
     index, stripe = tl.program_id(0), tl.program_id(1)
     row = tl.load(wanted + index)
+    if row < 0:
+        return
     session = tl.load(session_of + row)
     inverse_temperature = tl.load(inverse_temperature_of + session)
     lane = tl.arange(0, 4)
@@ -136,9 +135,6 @@ def stripe_kernel(
     place = index.to(tl.int64) * tl.num_programs(1) + stripe
     tl.store(score + place, tl.where(num_bad > 0, float("nan"), best))
     tl.store(token + place, tl.min(tl.min(chosen, 1), 0).to(tl.int64))
-    if HAS_MASS:
-        weight = tl.exp((value - best) * tl.load(sharpness))
-        tl.store(mass + place, tl.sum(tl.sum(tl.where(inside, weight, 0.0), 1), 0))
 
 
 @triton.jit
@@ -147,21 +143,17 @@ def pick_kernel(
     token: tl.tensor,
     chosen: tl.tensor,
     num_stripes: tl.tensor,
-    MARKS_BAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One program per row: the token of the best stripe, the lowest on ties."""
+    """One program per row: the token of the best stripe, the lowest on ties; -1 without a finite score."""
     row = tl.program_id(0)
     stripe = tl.arange(0, BLOCK)
     inside = stripe < num_stripes
     value = tl.load(score + row * num_stripes + stripe, mask=inside, other=float("-inf"))
     token_id = tl.load(token + row * num_stripes + stripe, mask=inside, other=0)
-    # Without any number it is some token, and never one outside the vocabulary.
-    number = tl.where(value == value, value, float("-inf"))
-    best = tl.max(number, 0)
-    token_id = tl.min(tl.where(inside & (number == best), token_id, 2147483647), 0)
-    if MARKS_BAD:
-        num_bad = tl.sum((inside & (value != value)).to(tl.int32), 0)
-        is_good = (num_bad == 0) & (tl.abs(best) < float("inf"))
-        token_id = tl.where(is_good, token_id, -1)
-    tl.store(chosen + row, token_id)
+    best = tl.max(value, 0)
+    token_id = tl.min(tl.where(inside & (value == best), token_id, 2147483647), 0)
+    # The largest of several numbers leaves out those that are none.
+    num_bad = tl.sum((inside & (value != value)).to(tl.int32), 0)
+    is_good = (num_bad == 0) & (tl.abs(best) < float("inf"))
+    tl.store(chosen + row, tl.where(is_good, token_id, -1))

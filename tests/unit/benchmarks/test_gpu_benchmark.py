@@ -5,18 +5,20 @@ from __future__ import annotations
 import ast
 import json
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks.gpu import run as benchmark
+from benchmarks.gpu import vllm_peer
 from benchmarks.gpu.loop import decode, new_sessions, release, speculate
 from benchmarks.gpu.pair import TINY, Pair, agreement
+from benchmarks.gpu.peers import vllm_rows
 from benchmarks.gpu.run import Results, main
 from benchmarks.gpu.speedup import best_gamma
 from benchmarks.gpu.table import table
-from services.engine.device_drafting import TreeShape
 
 ROOT = Path(__file__).parents[3]
 
@@ -38,7 +40,7 @@ def test_tiny_run_writes_every_phase_and_a_table(tmp_path: Path, capsys: pytest.
     assert [row["batch"] for row in result["decode"]] == [1, 2]
     assert [row["context"] for row in result["contexts"]] == [96, 300]
     assert {row["tokens"] for row in result["verify"]} == {1, 3, 5}
-    assert [row["kind"] for row in result["speedup"]] == ["chain", "tree", "chain"]
+    assert [row["batch"] for row in result["speedup"]] == [1, 2]
     for row in result["speedup"]:
         whole, of, batch = row["same_tokens"].partition(" of ")
         assert of
@@ -82,24 +84,47 @@ def test_run_without_cuda_reports_it(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "--tiny" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("shape", [1, 4, TreeShape(3, 3), TreeShape(2, 5, sharpness=5.0)], ids=str)
+@pytest.mark.parametrize("gamma", [1, 4])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_speculation_gives_the_tokens_of_plain_decoding(
-    pair: Pair, shape: int | TreeShape, temperature: float
-) -> None:
+def test_speculation_gives_the_tokens_of_plain_decoding(pair: Pair, gamma: int, temperature: float) -> None:
     pair.set_eps(2, 0.1)
     target, draft = pair.target(), pair.draft(2)
     plain = new_sessions([target], 2, 12, temperature)
     decode(target, plain, 20)
     release([target], plain)
     ours = new_sessions([target, draft], 2, 12, temperature)
-    trace = speculate(target, draft, ours, 6, shape)
+    trace = speculate(target, draft, ours, 6, gamma)
     assert trace.emitted == sum(len(session.tokens) for session in ours)
     assert trace.emitted == trace.accepted + 2 * trace.cycles
     for one, other in zip(plain, ours, strict=True):
         length = min(len(one.tokens), len(other.tokens))
         assert length >= 6
         assert one.tokens[:length] == other.tokens[:length]
+
+
+PEER_SCRIPT = """
+import json
+print("INFO 08-01 loading")
+print(json.dumps({"peer": "vllm", "batch": 1, "tokens_per_s": 2.0, "runs": [2.0]}))
+"""
+
+
+def test_rows_of_a_peer_process_are_read_among_its_log_lines() -> None:
+    assert vllm_rows([sys.executable, "-c", PEER_SCRIPT]) == [
+        {"peer": "vllm", "batch": 1, "tokens_per_s": 2.0, "runs": [2.0]}
+    ]
+
+
+@pytest.mark.parametrize("ending", ["", "raise SystemExit('out of memory')"], ids=["no rows", "failed"])
+def test_a_peer_process_that_fails_is_an_error(ending: str) -> None:
+    with pytest.raises(RuntimeError, match="vLLM ended with"):
+        vllm_rows([sys.executable, "-c", (PEER_SCRIPT if ending else "") + ending])
+
+
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed here")
+def test_vllm_peer_without_vllm_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert vllm_peer.main(["--model", "none"]) == 2
+    assert "vLLM is not installed" in capsys.readouterr().err
 
 
 def test_pair_eps_sets_the_agreement_without_changing_the_draft(pair: Pair) -> None:
@@ -154,8 +179,8 @@ def test_best_gamma_grows_with_alpha_and_falls_with_costs() -> None:
 
 
 def test_table_leaves_out_what_was_not_measured() -> None:
-    text = table({"peers": [{"peer": "generate", "tokens_per_s": 123.456}]})
-    assert "| generate | 123.5 |" in text
+    text = table({"peers": [{"peer": "generate", "batch": 1, "tokens_per_s": 123.456}]})
+    assert "| generate | 1 | 123.5 |" in text
     assert "Plain decoding" not in text
 
 

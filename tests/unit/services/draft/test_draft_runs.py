@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 from draft_helpers import VOCAB, ChainingEngine, Drafter, TableEngine
+from engine_helpers import tiny_model
 
 from gammaray.types import SamplingParams, VerificationMethod
+from services.engine.core.model import load_model
+from services.engine.graph_engine import GraphEngine
 from services.scheduling.tasks import Release
 from services.speculation.proposals import RUN
 
@@ -17,6 +20,14 @@ COUPLED, REJECTION, NAIVE = (
 PROMPT = [1, 2, 3, 4]
 GREEDY, PLAIN, COOL = (SamplingParams(temperature=temperature, seed=5) for temperature in (0.0, 1.0, 0.6))
 PENALTIES = SamplingParams(temperature=0.9, frequency_penalty=1.5, repetition_penalty=1.2, seed=5)
+
+
+@pytest.fixture(scope="module")
+def graphs(tmp_path_factory):
+    """Return a function that makes engines on captured steps, run as they are, of one model."""
+    directory = tiny_model("llama", tmp_path_factory.mktemp("model"), head_dim=16)
+    loaded = load_model(str(directory), device="cpu")
+    return lambda: GraphEngine.build(loaded)
 
 
 @pytest.mark.parametrize("params", [GREEDY, PLAIN, COOL], ids=["greedy", "plain", "cool"])
@@ -104,6 +115,45 @@ def test_concurrent_sessions_are_drafted_step_by_step(monkeypatch):
     while ours.scheduler.has_work:
         ours.scheduler.step()
     assert counts == []
+
+
+def proposals(engine, count, params, method=COUPLED):
+    """Return the proposals of sessions that ask at the same time, and the steps' numbers of forwards."""
+    drafter, found, forwards = Drafter(engine), {}, []
+    tokens = {f"s{index}": [*PROMPT, *range(index % 3), index] for index in range(count)}
+    for _ in range(3):  # the last tokens differ, so later feeds have one token or two
+        drafter.scheduler.submit(
+            [
+                drafter.task(text, 4 + int(name[1:]) % 3, session_id=name, params=params, method=method)
+                for name, text in tokens.items()
+            ]
+        )
+        while not drafter.scheduler.is_idle:
+            for task, reply in drafter.scheduler.step():
+                found[task.session_id, len(tokens[task.session_id])] = reply.outcome
+            forwards.append(drafter.scheduler.num_forwards)
+        for index, (name, text) in enumerate(tokens.items()):
+            text += found[name, len(text)].token_ids[: 1 + index % 4]
+    return found, forwards
+
+
+@pytest.mark.parametrize("params", [GREEDY, PLAIN, COOL], ids=["greedy", "plain", "cool"])
+def test_captured_steps_draft_the_chains_of_all_sessions_together(params, graphs, monkeypatch):
+    ours, together = proposals(graphs(), 5, params)
+    monkeypatch.setattr(GraphEngine, "can_chain", False)
+    theirs, apart = proposals(graphs(), 5, params)
+    assert ours == theirs
+    assert max(together) >= 3
+    assert len(together) < len(apart)
+    assert sum(together) == sum(apart)
+
+
+def test_captured_steps_with_a_filter_or_another_method_give_the_same_tokens(graphs, monkeypatch):
+    filtered = SamplingParams(temperature=1.5, top_k=2, seed=5)
+    kinds = ((filtered, COUPLED), (PENALTIES, COUPLED), (PLAIN, REJECTION))
+    ours = [proposals(graphs(), 3, *kind)[0] for kind in kinds]
+    monkeypatch.setattr(GraphEngine, "can_chain", False)
+    assert [proposals(graphs(), 3, *kind)[0] for kind in kinds] == ours
 
 
 def test_session_is_drafted_step_by_step_if_filters_cut_its_runs(monkeypatch):

@@ -15,8 +15,8 @@ from services.engine.core.batch import GREEDY
 from services.engine.core.errors import CacheGapError
 from services.engine.core.model import load_model
 from services.engine.cuda.runner import GraphRunner
-from services.engine.device_drafting import GraphEngine
 from services.engine.engine import Engine, SequenceInput
+from services.engine.graph_engine import GraphEngine
 from services.engine.loader import load_engine
 from services.engine.native import weights
 from services.engine.native.build import VARIANTS
@@ -280,12 +280,12 @@ def test_chain_does_not_record(llama: Path) -> None:
     assert torch.equal(before, kept)
 
 
-def test_drafting_in_a_graph_does_not_record(llama: Path) -> None:
+def test_chains_of_captured_steps_do_not_record(llama: Path) -> None:
     engine = GraphEngine.build(load_model(str(llama), device="cpu"))
-    feed = [SequenceInput("a", 0, random_tokens(6, 1), 1)]
-    expected = engine.draft_chains(feed, [GREEDY], 4)
+    feed = [SequenceInput("a", 0, [7], 1)]
+    ((expected, _),) = engine.chains(feed, [GREEDY], 4)
     engine.tap(LAYERS)
-    assert engine.draft_chains(feed, [GREEDY], 4) == expected
+    assert engine.chains(feed, [GREEDY], 4)[0][0] == expected
     assert engine.taps == []
 
 
@@ -307,7 +307,7 @@ def test_captured_programs_are_kept_by_tapped_layers(llama: Path) -> None:
     for layers in ([], [1, 2], [2, 1], [1, 2], []):
         engine.tap(layers)
         engine.step(feed)
-    assert [key[2] for key in engine.runner.programs] == [(2, 1), (1, 2), ()]
+    assert [layers for _, layers in engine.runner.programs] == [(), (1, 2), (2, 1)]
 
 
 @pytest.mark.parametrize("build", ["general", "captured"])

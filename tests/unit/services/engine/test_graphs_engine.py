@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,11 +14,11 @@ from services.engine import loader as loading
 from services.engine.core.batch import GREEDY, GumbelDraw
 from services.engine.core.errors import CacheGapError, UnsupportedModelError
 from services.engine.core.model import load_model
-from services.engine.cuda.runner import MAX_CAPTURED_ROWS, Capture, GraphRunner
-from services.engine.cuda.tables import Bucket
+from services.engine.cuda.runner import Capture, GraphRunner
+from services.engine.cuda.tables import MAX_CAPTURED_ROWS, MAX_TILED_ROWS
 from services.engine.cuda.weights import has_graph_path
-from services.engine.device_drafting import GraphEngine, TreeShape
 from services.engine.engine import SequenceInput
+from services.engine.graph_engine import GraphEngine
 from services.engine.hf.runner import TransformersRunner
 from services.engine.loader import load_engine
 from services.engine.sampling.noise import Noise
@@ -125,83 +124,77 @@ def test_choose_is_the_gumbel_max_draw(engine: GraphEngine) -> None:
 
 
 @pytest.mark.parametrize("gumbel_draws", [GUMBEL_DRAWS, (GREEDY, GREEDY)], ids=["sampled", "greedy"])
-def test_draft_chains_equal_single_steps(engine: GraphEngine, gumbel_draws: tuple[GumbelDraw, ...]) -> None:
-    text = random_tokens(20, 3)
-    feeds = [
-        SequenceInput("a", 0, text, 1),
-        SequenceInput("b", 0, text[:2], 1),
-        SequenceInput("c", 0, text[:7], 1),
-    ]
+def test_chains_equal_single_steps(engine: GraphEngine, gumbel_draws: tuple[GumbelDraw, ...]) -> None:
+    """Also across the border of a page, after 64 slots."""
+    text, lengths = random_tokens(62, 3), {"a": 62, "b": 2, "c": 7}
     draws = [*gumbel_draws, gumbel_draws[0]]
-    chains = engine.draft_chains(feeds, draws, 5)
-    assert [engine.length(name) for name in "abc"] == [24, 6, 11]
-    assert list(engine.tokens("a")) == text + chains[0][:-1]
-    expected: list[list[int]] = [[], [], []]
+    engine.step([SequenceInput(name, 0, text[:length], 0) for name, length in lengths.items()])
+    feeds = [SequenceInput(name, length, [5], 1) for name, length in lengths.items()]
+    chains = engine.chains(feeds, draws, 5)
+    assert [engine.length(name) for name in "abc"] == [67, 7, 12]
+    assert list(engine.tokens("a")) == [*text, 5, *chains[0][0][:-1]]
+    expected: list[list[int]] = [[5], [5], [5]]
     for step in range(5):
+        feeds = [
+            SequenceInput(name, length + step, tokens[step:], 1)
+            for (name, length), tokens in zip(lengths.items(), expected, strict=True)
+        ]
+        logits = engine.step(feeds)
+        for (_, own), one in zip(chains, logits, strict=True):
+            assert torch.equal(own[step], one[0])
         for tokens, chosen in zip(expected, engine.choose(feeds, draws), strict=True):
             tokens.extend(chosen)
-        lengths = {"a": 20, "b": 2, "c": 7}
-        feeds = [
-            SequenceInput(name, lengths[name] + step, tokens[-1:], 1)
-            for name, tokens in zip("abc", expected, strict=True)
-        ]
-    assert chains == expected
+    assert [drawn for drawn, _ in chains] == [tokens[1:] for tokens in expected]
+    # What follows reads the cached tokens.
+    after = engine.step([SequenceInput("a", 67, expected[0][-1:], 1)])[0]
+    engine.release("again")
+    again = engine.step([SequenceInput("again", 0, [*text, *expected[0]], 1)])[0]
+    assert (after - again).abs().max() <= TOLERANCE
 
 
-@pytest.mark.parametrize("gumbel_draws", [GUMBEL_DRAWS, (GREEDY, GREEDY)], ids=["sampled", "greedy"])
-def test_draft_trees_contain_the_chain_and_keep_their_cache(
-    engine: GraphEngine, gumbel_draws: tuple[GumbelDraw, ...]
-) -> None:
-    text = random_tokens(9, 4)
-    feeds = [SequenceInput("a", 0, text, 1), SequenceInput("b", 0, text[:5], 1)]
-    chains = engine.draft_chains(feeds, gumbel_draws, 4)
-    shape = TreeShape(width=3, depth=4, sharpness=2.0)
-    trees = engine.draft_trees(feeds, gumbel_draws, shape)
-    for name, chain, (tokens, parents), base in zip("ab", chains, trees, (9, 5), strict=True):
-        assert len(tokens) == len(parents) == shape.num_nodes
-        assert all(-1 <= parent < node // 3 * 3 for node, parent in enumerate(parents))
-        assert len({(p, t) for p, t in zip(parents, tokens, strict=True)}) == shape.num_nodes
-        # The best node is always kept: the chain of Gumbel-max draws is a path as long as it is confident.
-        assert tokens[0] == chain[0]
-        node = shape.num_nodes - 1
-        path = path_tokens(tokens, parents, node)
-        indices = []
-        while node >= 0:
-            indices.insert(0, node)
-            node = parents[node]
-        engine.keep_path(name, base, indices[:-1])
-        assert list(engine.tokens(name)) == text[:base] + path[:-1]
-        feed = [SequenceInput(name, base + 3, path[-1:], 1)]
-        got = engine.step(feed)[0]
-        engine.release("again")
-        again = engine.step([SequenceInput("again", 0, text[:base] + path, 1)])[0]
-        assert (got - again).abs().max() <= TOLERANCE
+def test_chains_of_wrong_feeds_are_refused(engine: GraphEngine) -> None:
+    engine.step([SequenceInput("a", 0, random_tokens(125, 1), 0)])
+    with pytest.raises(ValueError, match="reach position 128"):
+        engine.chains([SequenceInput("a", 125, [1], 1)], GUMBEL_DRAWS[:1], 4)
+    for wrong in (SequenceInput("a", 125, [1, 2], 1), SequenceInput("a", 125, [1], 0)):
+        with pytest.raises(ValueError, match="one token"):
+            engine.chains([wrong], GUMBEL_DRAWS[:1], 2)
+    assert engine.length("a") == 125
 
 
-def test_draft_tree_children_follow_the_gumbel_max_order(engine: GraphEngine) -> None:
-    """The children of a node are the best of their stripes in the order of the Gumbel-max draw."""
-    text = random_tokens(6, 5)
-    (tokens, parents), gumbel_draw = (
-        engine.draft_trees([SequenceInput("a", 0, text, 1)], GUMBEL_DRAWS[:1], TreeShape(2, 3))[0],
-        GUMBEL_DRAWS[0],
-    )
-    logits = engine.step([SequenceInput("b", 0, text, 1)])[0][0]
-    scores = logits + Noise(gumbel_draw.seed, gumbel_draw.sample_index, engine.vocab_size).gumbel(6, 1)[0]
-    assert tokens[0] == int(scores.argmax())
-    assert scores[tokens[0]] > scores[tokens[1]]
-    assert int((scores > scores[tokens[1]]).sum()) < 8
-    assert parents[:2] == [-1, -1]
+def test_chains_go_on_after_scores_that_are_no_numbers(tmp_path: Path) -> None:
+    """Some token of the vocabulary is fed: an index outside it would end the process on a device."""
+    loaded = load_model(str(tiny_model("llama", tmp_path, head_dim=16)), device="cpu")
+    built = GraphEngine.build(loaded)
+    with torch.no_grad():
+        loaded.module.lm_head.weight.fill_(float("nan"))
+    ((drawn, logits),) = built.chains([SequenceInput("a", 0, [3], 1)], [GREEDY], 3)
+    assert drawn == [0, 0, 0]
+    assert logits.isnan().all()
 
 
-def test_draft_past_the_context_is_refused(engine: GraphEngine) -> None:
-    with pytest.raises(ValueError, match="reach position"):
-        engine.draft_chains([SequenceInput("a", 0, random_tokens(126, 1), 1)], GUMBEL_DRAWS[:1], 4)
+def test_steps_of_a_bucket_are_one_program(engine: GraphEngine) -> None:
+    """Whatever the sessions, their lengths, trees and wanted rows; long chunks and large trees have none."""
+    engine.runner.programs.clear()
+    steps = [
+        [SequenceInput("p", 0, random_tokens(6, 1), 6)],
+        [SequenceInput("p", 6, random_tokens(5, 2), 3), SequenceInput("q", 0, [1], 1)],
+        [SequenceInput("p", 11, random_tokens(6, 3), 4, (-1, -1, 0, 2))],
+        [SequenceInput(name, 0, [1], 1) for name in "stuvwx"],
+    ]
+    for feeds in steps:
+        engine.step(feeds)
+    assert len(engine.runner.programs) == 1
+    engine.step([SequenceInput("y", 0, random_tokens(MAX_TILED_ROWS + 1, 4), 1)])
+    assert len(engine.runner.programs) == 1
 
 
-@pytest.mark.parametrize("shape", [(0, 3), (3, 0), (9, 9)])
-def test_tree_shape_out_of_bounds_is_refused(shape: tuple[int, int]) -> None:
-    with pytest.raises(ValueError, match="allowed"):
-        TreeShape(*shape)
+def test_captured_buckets_are_bounded_in_number(engine: GraphEngine) -> None:
+    buckets = engine.runner.buckets
+    found = {buckets.captured(rows) for rows in range(1, MAX_CAPTURED_ROWS + 1)}
+    assert found == set(buckets.all())
+    assert len(found) <= 32
+    assert all(buckets.captured(rows).rows >= rows for rows in range(1, MAX_CAPTURED_ROWS + 1))
 
 
 def test_capture_runs_once_then_captures_and_replays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,10 +224,10 @@ def test_capture_runs_once_then_captures_and_replays(monkeypatch: pytest.MonkeyP
 
 
 def test_steps_share_their_buffers_and_leave_earlier_logits_alone(engine: GraphEngine) -> None:
-    few, many = Bucket(1, 1, 1, 1, 1, 2048), Bucket(2, 9, 9, 1, 8, 2048)
-    assert engine.runner.buffers(few).logits.data_ptr() == engine.runner.buffers(many).logits.data_ptr()
-    too_many = replace(many, rows=MAX_CAPTURED_ROWS + 1)
-    assert engine.runner.buffers(too_many).logits.data_ptr() != engine.runner.buffers(many).logits.data_ptr()
+    runner = engine.runner
+    few, many = (runner.program(runner.buckets.captured(rows)) for rows in (1, 9))
+    assert few.buffers.logits.data_ptr() == many.buffers.logits.data_ptr()
+    assert few.tables.flat.data_ptr() == many.tables.flat.data_ptr()
     (first,) = engine.step([SequenceInput("share-a", 0, random_tokens(9, 1), 9)])
     kept = first.clone()
     engine.step([SequenceInput("share-b", 0, random_tokens(4, 2), 4)])

@@ -18,7 +18,7 @@ from gammaray.blocks import Verdict
 from gammaray.errors import InternalError, InvalidArgumentError
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from services.engine.core.model import load_model
-from services.engine.device_drafting import GraphEngine
+from services.engine.graph_engine import GraphEngine
 from services.engine.native.library import Kernel
 from services.engine.sampling import noise
 from services.scheduling.planning import Limits
