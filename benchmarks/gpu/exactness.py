@@ -41,7 +41,8 @@ def exactness(device: str) -> dict[str, Any]:
     pairs = zip(engine.step(feeds), plain.step(feeds), strict=True)
     gumbel_draws = [GumbelDraw(5), GumbelDraw(6, 1, 0.8)]
     again = [SequenceInput("a", 290, text[290:291], 1), SequenceInput("b", 20, [7], 1)]
-    chains = [[drawn for drawn, _ in one.chains(again, gumbel_draws, 6)] for one in (engine, plain)]
+    drafts = [one.draft(again, gumbel_draws, 6, num_guesses=4) for one in (engine, plain)]
+    chains = [[[draft.token_id for draft in own] for own in one] for one in drafts]
     return {
         "chain_against_transformers": (torch.cat(chain) - reference).abs().max().item(),
         "tree_against_torch": max((one - two).abs().max().item() for one, two in pairs),

@@ -16,6 +16,9 @@ from services.engine.graph_engine import GraphEngine
 
 __all__ = ["Session", "Trace", "decode", "new_sessions", "propose", "release", "speculate"]
 
+NUM_GUESSES = 6
+"""As in `services.speculation.predictions`, which needs more packages."""
+
 
 @dataclass
 class Session:
@@ -137,15 +140,11 @@ def speculate(
 def propose(
     draft: GraphEngine, sessions: Sequence[Session], gumbel_draws: Sequence[GumbelDraw], gamma: int
 ) -> list[list[int]]:
-    """Return `gamma` tokens per session: a step of the missing tokens, then chains of what was drawn."""
+    """Return `gamma` tokens per session, as a draft worker drafts them."""
     # Two tokens always, although one is often cached: then the batch is always of the same size.
     feeds = [SequenceInput(s.name, len(s.text) - 2, s.text[-2:], 1) for s in sessions]
-    first = draft.choose(feeds, gumbel_draws)
-    if gamma == 1:
-        return first
-    feeds = [SequenceInput(s.name, len(s.text), tokens, 1) for s, tokens in zip(sessions, first, strict=True)]
-    chains = draft.chains(feeds, gumbel_draws, gamma - 1)
-    return [[*tokens, *drawn] for tokens, (drawn, _) in zip(first, chains, strict=True)]
+    drafts = draft.draft(feeds, gumbel_draws, gamma, num_guesses=NUM_GUESSES)
+    return [[one.token_id for one in own] for own in drafts]
 
 
 def _commit(session: Session, proposal: Sequence[int], chosen: Sequence[int], trace: Trace) -> None:

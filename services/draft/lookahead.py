@@ -15,7 +15,6 @@ from ctypes import c_int32
 from services.engine.core.device import raise_if_lost
 from services.engine.core.errors import CacheFullError
 from services.engine.engine import Engine
-from services.engine.graph_engine import GraphEngine
 from services.scheduling.metrics import AheadStats
 from services.scheduling.tasks import Prepared, ProposeTask
 from services.speculation.outcomes import OutcomeSet
@@ -286,9 +285,7 @@ class Lookahead:
         candidates.sort(key=lambda candidate: candidate[0], reverse=True)
         if candidates and len(self._pending) == 1:
             _, speculation, node, length = candidates[0]
-            # Captured steps cannot be stopped when a block arrives.
-            can_stop = not isinstance(self._engine, GraphEngine)
-            if length > 1 and can_stop and speculation.can_run(self._engine, [node]):
+            if length > 1 and speculation.can_run(self._engine, [node]):
                 return {speculation: [node]}, length
         chosen: dict[Speculation, list[Node]] = {}
         num_rows = 0

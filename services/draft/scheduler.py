@@ -1,10 +1,10 @@
 """Drafts proposals for many sessions in lock-step, and prepares likely next proposals ahead of time.
 
 Each forward feeds every drafting session the nodes that its proposal lacks: one token for a chain, a level
-for a tree; a chain that is the only block takes several forwards in one call, and so do any number of chains
-on captured steps. When no block is left, forwards go to `services.draft.lookahead`. An arriving block waits
-for at most one small forward, since it stops a call of several; captured steps cannot be stopped, so there it
-waits for the end of the chains.
+for a tree; a chain that is the only block takes several forwards in one call. When no block is left,
+forwards go to `services.draft.lookahead`. An arriving block waits for at most one small forward: it stops a
+call of several. Captured steps (`GraphEngine`) draft the chains of all blocks in one call, which an arriving
+block does not stop.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from gammaray.types import Proposal, VerificationMethod
 from services.draft.gain import GainMeter
 from services.draft.lookahead import Lookahead
+from services.engine.core.batch import GumbelDraw
 from services.engine.core.errors import CacheFullError
 from services.engine.engine import Engine, SequenceInput
-from services.engine.graph_engine import GraphEngine
+from services.engine.graph_engine import Draft, GraphEngine
 from services.scheduling.grammars import Grammars
 from services.scheduling.load import LoadCounters
 from services.scheduling.planning import Limits, Running
@@ -32,11 +34,14 @@ from services.scheduling.scheduler import Scheduler
 from services.scheduling.sessions import SessionCopy
 from services.scheduling.tasks import ProposeTask, Reply, Timing
 from services.speculation.calibration import Calibration
+from services.speculation.predictions import NUM_GUESSES
 from services.speculation.proposals import ProposalBuilder
 from services.speculation.session import Speculation
 from services.speculation.tree import Node
 
 __all__ = ["DraftScheduler"]
+
+_NO_LOGITS = torch.empty(0, 0)
 
 
 @dataclass(slots=True, eq=False)
@@ -50,6 +55,7 @@ class _Drafting(Running[ProposeTask]):
             with a parallel draft model, whose masks are the `tail`.
         num_forwards: Forwards that returned logits so far.
         run: The tokens fed by the last call, from the open node on; empty if it was a single forward.
+        drawn: What the last call drew on the device; empty if it returned logits.
     """
 
     speculation: Speculation = field(kw_only=True)
@@ -57,6 +63,7 @@ class _Drafting(Running[ProposeTask]):
     nodes: list[Node] = field(kw_only=True)
     num_forwards: int = field(kw_only=True, default=0)
     run: list[int] = field(kw_only=True, default_factory=list)
+    drawn: list[Draft] = field(kw_only=True, default_factory=list)
 
     @property
     def num_tokens(self) -> int:
@@ -215,12 +222,16 @@ class DraftScheduler(Scheduler[ProposeTask]):
         assert isinstance(running, _Drafting)
         speculation = running.speculation
         nodes = running.nodes or [speculation.tree.root]
-        if running.run:
+        if running.drawn:
+            speculation.open_drawn(nodes, running.drawn)
+        elif running.run:
             speculation.open_run(self.engine, nodes[0], running.run, logits)
         else:
             speculation.open(self.engine, nodes, logits)
-        running.num_forwards += len(running.run) or 1
-        running.run = []
+        running.num_forwards += (
+            len(running.drawn) - len(nodes) + 1 if running.drawn else len(running.run) or 1
+        )
+        running.run, running.drawn = [], []
         return None if self._reads_on(running) else self._finish(running)
 
     def _run_engine(self, batch: list[tuple[Running[ProposeTask], SequenceInput]]) -> list[Tensor] | None:
@@ -232,54 +243,57 @@ class DraftScheduler(Scheduler[ProposeTask]):
         return results
 
     def _step(self, batch: list[tuple[Running[ProposeTask], SequenceInput]]) -> list[Tensor]:
-        """Run the forward, or several in one call for chains when no other block waits.
+        """Run the forward, or several in one call for a chain that is the only block.
 
-        On captured steps all blocks must be chains; on the compiled kernel there must be only one.
+        Where all choices of a batch can be drawn on the device, its chains take what they lack in one call.
         """
-        count = self._run_length(batch)
-        if count > 1:
+        if isinstance(self.engine, GraphEngine):
+            draws = [one.speculation.gumbel_draw for one, _ in batch if isinstance(one, _Drafting)]
+            if None not in draws and all(feed.num_logits for _, feed in batch):
+                return self._draft(self.engine, batch, [draw for draw in draws if draw is not None])
+        running, feed = batch[0]
+        assert isinstance(running, _Drafting)
+        speculation, count = running.speculation, running.reading.run_length
+        nodes = running.nodes or [speculation.tree.root]
+        is_alone = len(self._running) == 1 and not self._waiting
+        is_one = len(feed.token_ids) == feed.num_logits == 1
+        if is_alone and is_one and count > 1 and speculation.can_run(self.engine, nodes):
             with suppress(CacheFullError):  # there may still be room for one
-                return self._run_chains(batch, count)
+                running.run, logits = speculation.run(self.engine, nodes[0], count, stop=self._stop)
+                self.num_forwards = len(running.run)
+                batch[0] = running, replace(feed, token_ids=running.run, num_logits=len(running.run))
+                return [logits]
         return super()._step(batch)
 
-    def _run_length(self, batch: Sequence[tuple[Running[ProposeTask], SequenceInput]]) -> int:
-        """Return the number of forwards that can run in one call."""
-        is_captured = isinstance(self.engine, GraphEngine)
-        if self._waiting or len(batch) < len(self._running) or (len(batch) > 1 and not is_captured):
-            return 1
-        lengths = []
-        for running, feed in batch:
-            assert isinstance(running, _Drafting)
-            is_one = len(feed.token_ids) == feed.num_logits == 1
-            nodes = running.nodes or [running.speculation.tree.root]
-            if not is_one or not running.speculation.can_run(self.engine, nodes):
-                return 1
-            reading = running.reading
-            lengths.append(reading.num_missing if is_captured else reading.run_length)
-        return min(lengths)
-
-    def _run_chains(
-        self, batch: list[tuple[Running[ProposeTask], SequenceInput]], count: int
+    def _draft(
+        self,
+        engine: GraphEngine,
+        batch: list[tuple[Running[ProposeTask], SequenceInput]],
+        draws: Sequence[GumbelDraw],
     ) -> list[Tensor]:
-        """Run up to `count` forwards in one call; write what they fed to `batch`."""
-        draftings = [running for running, _ in batch if isinstance(running, _Drafting)]
-        if isinstance(self.engine, GraphEngine):
-            feeds = [feed for _, feed in batch]
-            made = self.engine.chains(feeds, [one.speculation.gumbel_draw for one in draftings], count)
-            found = [
-                ([*feed.token_ids, *drawn[:-1]], logits)
-                for feed, (drawn, logits) in zip(feeds, made, strict=True)
-            ]
-        else:
-            (one,) = draftings
-            node = one.nodes[0] if one.nodes else one.speculation.tree.root
-            found = [one.speculation.run(self.engine, node, count, stop=self._stop)]
-        for index, (drafting, (token_ids, _)) in enumerate(zip(draftings, found, strict=True)):
-            drafting.run = token_ids
-            feed = replace(batch[index][1], token_ids=token_ids, num_logits=len(token_ids))
-            batch[index] = drafting, feed
-        self.num_forwards = len(draftings[0].run)
-        return [logits for _, logits in found]
+        """Draw on the device; the logits stay there. Write what was fed to `batch`."""
+        feeds = [feed for _, feed in batch]
+        count = 1
+        if not self._waiting and len(batch) == len(self._running):
+            count = min(
+                1 if feed.parents is not None or feed.num_kept else running.reading.num_missing
+                for running, feed in batch
+                if isinstance(running, _Drafting)
+            )
+        try:
+            drafts = engine.draft(feeds, draws, count, num_guesses=NUM_GUESSES)
+        except CacheFullError:
+            if count == 1:
+                raise
+            count = 1  # there may still be room for one
+            drafts = engine.draft(feeds, draws, num_guesses=NUM_GUESSES)
+        self.num_forwards = count
+        for index, ((running, feed), own) in enumerate(zip(batch, drafts, strict=True)):
+            assert isinstance(running, _Drafting)
+            running.drawn = own
+            token_ids = [*feed.token_ids, *(draft.token_id for draft in own[: count - 1])]
+            batch[index] = running, replace(feed, token_ids=token_ids, num_logits=len(own))
+        return [_NO_LOGITS] * len(batch)
 
     def _reads_on(self, drafting: _Drafting) -> bool:
         """Read as far as the tree has predictions; True when nodes must be fed to read further."""

@@ -196,7 +196,7 @@ class Engine:
 
     @property
     def can_chain(self) -> bool:
-        """Whether `chain` can be used: with the compiled kernel. A `GraphEngine` has `chains`."""
+        """Whether `chain` is available: only with the compiled kernel."""
         return isinstance(self.runner, NativeRunner)
 
     def chain(

@@ -1,11 +1,10 @@
-"""An engine on captured steps: it draws tokens on the device, and drafts chains without waiting for them."""
+"""An engine on captured steps: it draws tokens on the device, and drafts without waiting for the host."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-
-from torch import Tensor
+from dataclasses import dataclass
 
 from services.engine.core.batch import GumbelDraw, SequenceInput
 from services.engine.core.cache_budget import DEFAULT_CACHE_BUDGET_BYTES
@@ -19,7 +18,20 @@ from services.engine.cuda.torch_kernels import TorchKernels
 from services.engine.cuda.weights import GraphModel, build_graph_model, has_graph_path
 from services.engine.engine import Engine
 
-__all__ = ["GraphEngine"]
+__all__ = ["Draft", "GraphEngine"]
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A drawn token and what may come instead.
+
+    Attributes:
+        token_id: The token with the largest score logits / temperature + gumbel; 0 without a finite score.
+        guesses: Tokens with large scores, best first, and their shares of sum exp(sharpness * score).
+    """
+
+    token_id: int
+    guesses: list[tuple[int, float]]
 
 
 class GraphEngine(Engine):
@@ -86,11 +98,6 @@ class GraphEngine(Engine):
             raise UnsupportedModelError(loaded.name, f"{loaded.config.model_type} has no captured path")
         return cls.of(build_graph_model(loaded, loaded.config.vocab_size), name=loaded.name, kernels=kernels)
 
-    @property
-    def can_chain(self) -> bool:
-        """Whether `chains` can be used: not for a drafter that lacks tokens of the target."""
-        return self.can_draw
-
     def warm_up(self) -> None:
         """Compile all kernels and capture all steps, so that no request waits for that."""
         with on_device(self.device):
@@ -114,49 +121,64 @@ class GraphEngine(Engine):
         self.step(feeds, draws=gumbel_draws)
         return [[-1 if token is None else token for token in drawn or ()] for drawn in self.drawn]
 
-    def chains(
+    def draft(
         self,
         feeds: Sequence[SequenceInput],
         gumbel_draws: Sequence[GumbelDraw],
-        count: int,
+        count: int = 1,
+        *,
+        num_guesses: int,
         within: AbstractContextManager[object] | None = None,
-    ) -> list[tuple[list[int], Tensor]]:
-        """Draft for many sessions: feed a token each, then `count` - 1 times the tokens drawn after the last.
+    ) -> list[list[Draft]]:
+        """Feed tokens and draw what follows; then feed what was drawn, `count` - 1 times, and draw again.
 
         The tokens pass from step to step on the device. Hidden states are not recorded, and `taps` is left
         as it is.
 
         Args:
-            feeds: One token each, at the end of its session's chain, with `num_logits` 1.
+            feeds: As for `step`. With `count` above 1 chains with the logits of their last token.
             gumbel_draws: Parameters of the Gumbel-max draw, one per feed.
             count: Steps, at least 1.
+            num_guesses: Likely tokens to return with each draw.
             within: As for `step`.
 
         Returns:
-            For each feed the tokens that were drawn, of which all but the last were fed, and the logits that
-            they were drawn from, [count, vocab_size]. Where those hold no finite number, the token is 0.
+            For each feed what was drawn after each of its `num_logits` tokens, then after each drawn token
+            but the last.
 
         Raises:
             ValueError: A feed is malformed or leaves the context; nothing was changed.
             CacheGapError, CacheFullError: As `step`.
         """
-        for feed in feeds:
-            if len(feed.token_ids) != 1 or feed.num_logits != 1 or feed.parents is not None:
-                raise ValueError("feeds: a chain begins with one token and its logits")
-            if feed.start + count > self.max_context:
+        for feed in feeds if count > 1 else ():
+            if feed.num_logits != 1 or feed.parents is not None or feed.num_kept:
+                raise ValueError("feeds: drafting goes on from a chain and the logits of its last token")
+            last = feed.start + len(feed.token_ids) + count - 2
+            if last >= self.max_context:
                 raise ValueError(
-                    f"count: drafting would reach position {feed.start + count - 1}, "
-                    f"allowed: [0, {self.max_context})"
+                    f"count: drafting would reach position {last}, allowed: [0, {self.max_context})"
                 )
-        self._store.reserve_all(
-            {feed.session_id: feed.start + count for feed in feeds},
-            first={feed.session_id: feed.start for feed in feeds},
-        )
+        if count > 1:
+            self._store.reserve_all(
+                {feed.session_id: feed.start + len(feed.token_ids) + count - 1 for feed in feeds},
+                first={feed.session_id: feed.start for feed in feeds},
+            )
         batch = self._plan(feeds)
         batch.draws = gumbel_draws
         with within or nullcontext(), on_device(self.device):
-            drawn, logits = self.runner.chains(batch, count)
+            found = self.runner.draft(batch, count, num_guesses)
         self._commit(feeds, batch)
-        for segment, tokens in zip(batch.segments, drawn, strict=True):
-            segment.cache.tokens.extend(tokens[:-1])
-        return list(zip(drawn, logits.unbind(1), strict=True))
+        drafts: list[list[Draft]] = []
+        row = 0
+        for feed, segment in zip(feeds, batch.segments, strict=True):
+            rows = range(row, row + feed.num_logits)
+            row = rows.stop
+            own = [
+                Draft(tokens[index], guesses[index])
+                for tokens, guesses in zip(found.tokens, found.guesses, strict=True)
+                for index in rows
+            ]
+            if count > 1:
+                segment.cache.tokens.extend(draft.token_id for draft in own[:-1])
+            drafts.append(own)
+        return drafts

@@ -14,17 +14,17 @@ from torch import Tensor
 
 from gammaray.blocks import Shape
 from gammaray.types import SamplingParams, VerificationMethod
-from services.engine.core.batch import GREEDY, GumbelDraw
+from services.engine.core.batch import GumbelDraw
 from services.engine.core.drafter import DraftFormat
 from services.engine.engine import Engine, SequenceInput
-from services.engine.graph_engine import GraphEngine
+from services.engine.graph_engine import Draft
 from services.engine.sampling.edits import LogitEdits
-from services.engine.sampling.logits import processed_log_probs
+from services.engine.sampling.logits import gumbel_draw, processed_log_probs
 from services.scheduling.sessions import SessionCopy
 from services.scheduling.tasks import SessionSpec
 from services.speculation.calibration import Calibration
 from services.speculation.outcomes import OutcomeSet
-from services.speculation.predictions import Prediction, predictions
+from services.speculation.predictions import DrawnPrediction, Prediction, draw_temperature, predictions
 from services.speculation.proposals import ProposalBuilder
 from services.speculation.tree import Node, SpeculationTree
 
@@ -284,24 +284,34 @@ class Speculation:
         stop: c_int32 | None = None,
         within: AbstractContextManager[object] | None = None,
     ) -> tuple[list[int], Tensor]:
-        """Feed an open node, then each best-scoring next token, up to `count` in all.
-
-        See `Engine.chain`, and `GraphEngine.chains`, which does not stop early.
-        """
-        if isinstance(engine, GraphEngine):
-            feed = SequenceInput(self.session.session_id, node.position, [node.token_id], 1)
-            ((drawn, logits),) = engine.chains([feed], [self.gumbel_draw], count, within)
-            return [node.token_id, *drawn[:-1]], logits
+        """Feed an open node, then each best-scoring next token, up to `count` in all: see `Engine.chain`."""
         session, scale = self.session, 1 / (self.session.spec.params.temperature or 1)
         noise = None if session.noise is None else session.noise.gumbel(node.position + 1, count)
         feed = SequenceInput(session.session_id, node.position, [node.token_id] * count, count)
         return engine.chain(feed, noise, scale=scale, stop=stop, within=within)
 
     @property
-    def gumbel_draw(self) -> GumbelDraw:
-        """The draw by which `GraphEngine.chains` finds the best-scoring token."""
-        noise, temperature = self.session.noise, self.session.spec.params.temperature
-        return GREEDY if noise is None else GumbelDraw(noise.seed, noise.sample_index, temperature)
+    def gumbel_draw(self) -> GumbelDraw | None:
+        """How a `GraphEngine` draws the draft's choices; None where they need logits."""
+        draw = gumbel_draw(self.session.spec.params) if self._is_gumbel_max else None
+        if draw is None or self.is_parallel:
+            return None
+        return replace(draw, sharpness=1 / draw_temperature(draw.temperature))
+
+    def open_drawn(self, nodes: Sequence[Node], drafts: Sequence[Draft]) -> None:
+        """Apply what `GraphEngine.draft` drew after nodes just fed, then after the tokens drawn before.
+
+        Args:
+            nodes: The nodes; only one if tokens that were drawn have been fed.
+            drafts: One per node, and one per token that was fed after it.
+        """
+        self._note_fed(nodes)
+        fed = list(nodes)
+        for index, draft in enumerate(drafts):
+            if index == len(fed):
+                fed.append(fed[-1].child(drafts[index - 1].token_id))
+                self._note_fed(fed[-1:])
+            fed[index].prediction = DrawnPrediction(draft.token_id, draft.guesses)
 
     def open_run(self, engine: Engine, node: Node, token_ids: Sequence[int], logits: Tensor) -> list[Node]:
         """Apply the result of `run` for a node, up to where a filter makes the draft choose another token."""

@@ -6,6 +6,7 @@ kernels' type; a wrong slot, mask or head is far from both.
 
 from __future__ import annotations
 
+import itertools
 import os
 import warnings
 from dataclasses import fields, replace
@@ -197,7 +198,7 @@ def test_steps_of_many_rows_are_as_exact_with_longer_splits(splits, monkeypatch)
 
 
 @interpreted
-def test_draws_and_chains_are_those_of_torch():
+def test_draws_and_drafts_are_those_of_torch():
     made = engines(make_model(F32, 64, 2, 2))[:2]
     draws = [GumbelDraw(2**63 + 11), GumbelDraw(5, 3, 0.7), GREEDY]
     feeds = [
@@ -210,9 +211,14 @@ def test_draws_and_chains_are_those_of_torch():
         SequenceInput("long", CACHED, [2], 1),
         SequenceInput("f", 1, [3], 1),
     ]
-    chains = [[drawn for drawn, _ in engine.chains(more, draws, 3)] for engine in made]
-    assert chains[0] == chains[1]
-    assert len({tuple(drawn) for drawn in chains[0]}) == 3
+    drafts = [engine.draft(more, draws, 3, num_guesses=3) for engine in made]
+    tokens_of = [[[draft.token_id for draft in own] for own in found] for found in drafts]
+    assert tokens_of[0] == tokens_of[1]
+    assert len({tuple(own) for own in tokens_of[0]}) == 3
+    for own, others in zip(itertools.chain(*drafts[0]), itertools.chain(*drafts[1]), strict=True):
+        assert [token for token, _ in own.guesses] == [token for token, _ in others.guesses]
+        shares = [[share for _, share in draft.guesses] for draft in (own, others)]
+        assert shares[0] == pytest.approx(shares[1], rel=1e-3)
 
 
 @interpreted

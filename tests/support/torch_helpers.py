@@ -14,12 +14,14 @@ class TorchOperations(TorchDispatchMode):
 
     Attributes:
         operations: How often each one was called.
+        on_device: Likewise, of those with no result on the host.
         on_host: Names of those whose result is on the host, one per tensor.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.operations: Counter[str] = Counter()
+        self.on_device: Counter[str] = Counter()
         self.on_host: list[str] = []
         self._views: set[str] = set()
 
@@ -28,17 +30,18 @@ class TorchOperations(TorchDispatchMode):
         self.operations[str(function)] += 1
         if function.is_view:
             self._views.add(str(function))
-        for one in made if isinstance(made, tuple | list) else [made]:
-            if isinstance(one, torch.Tensor) and one.device.type == "cpu":
-                self.on_host.append(str(function))
+        tensors = made if isinstance(made, tuple | list) else [made]
+        num_host = sum(isinstance(one, torch.Tensor) and one.device.type == "cpu" for one in tensors)
+        self.on_host += [str(function)] * num_host
+        self.on_device[str(function)] += num_host == 0
         return made
 
-    def launches(self) -> Counter[str]:
-        """Return the operations that launch a kernel: neither views nor allocations."""
+    def launches(self, *, on_device: bool = False) -> Counter[str]:
+        """Return the operations that launch a kernel, neither views nor allocations; all, or those on a device."""
         return Counter(
             {
                 name: count
-                for name, count in self.operations.items()
+                for name, count in (self.on_device if on_device else self.operations).items()
                 if name not in self._views and "empty" not in name
             }
         )

@@ -34,11 +34,18 @@ class GumbelDraw:
     """argmax(logits / temperature + gumbel), or argmax at temperature 0; the lowest id on ties.
 
     The noise is that of `services.engine.sampling.noise`, stream 0, at the drawn token's absolute position.
+
+    Attributes:
+        seed: Key of the noise.
+        sample_index: Index among several samples for one prompt and seed.
+        temperature: 0 for the argmax of the plain logits.
+        sharpness: Of the shares of guesses: softmax(sharpness * (logits / temperature + gumbel)).
     """
 
     seed: int
     sample_index: int = 0
     temperature: float = 1.0
+    sharpness: float = 1.0
 
 
 GREEDY = GumbelDraw(seed=0, temperature=0.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Buffers",
     "Capture",
+    "Drafts",
     "GraphRunner",
     "Program",
     "make_kernels",
@@ -229,6 +230,20 @@ class Program:
     capture: Capture
 
 
+@dataclass(frozen=True)
+class Drafts:
+    """What steps drew, and what may follow instead.
+
+    Attributes:
+        tokens: [steps][rows], 0 where no score was a finite number.
+        guesses: [steps][rows] tokens with the largest scores, at most one of each stripe of ids, best first,
+            and their shares of sum exp(sharpness * score).
+    """
+
+    tokens: list[list[int]]
+    guesses: list[list[list[tuple[int, float]]]]
+
+
 class GraphRunner:
     """Runs the engine's steps; see `services.engine.engine.Runner`.
 
@@ -298,37 +313,39 @@ class GraphRunner:
         return program.buffers.logits[:wanted]
 
     @torch.inference_mode()
-    def chains(self, batch: Batch, count: int) -> tuple[list[list[int]], Tensor]:
-        """Run a step of one row per session, then `count` - 1 times a step of the tokens that were drawn.
+    def draft(self, batch: Batch, count: int, num_guesses: int) -> Drafts:
+        """Run a step, then `count` - 1 times a step of the tokens that were drawn.
 
         Nothing waits for the host in between. The caches have room for the further tokens.
 
         Args:
-            batch: The first step, with draws.
+            batch: The first step, with draws; with `count` above 1 a session's only wanted row is its last.
             count: Steps, at least 1.
-
-        Returns:
-            The drawn tokens of each session, 0 where no score was a finite number, and the logits
-            [count, sessions, vocab_size] in float32.
+            num_guesses: Tokens per row.
         """
-        rows = len(batch.token_ids)
         program = self._run(batch, more=count - 1)
-        tables, buffers = program.tables, program.buffers
-        tokens = buffers.tokens.new_empty(count, rows)
-        logits = buffers.logits.new_empty(count, rows, buffers.logits.shape[1])
+        rows = len(batch.token_ids) if batch.logit_rows is None else len(batch.logit_rows)
+        sharpness = program.tables.sharpness[program.tables.session[program.tables.wanted[:rows]]]
+        tokens = program.buffers.tokens.new_empty(count, rows)
+        shape = (count, rows, program.buffers.stripes.score.shape[1])
+        stripes = program.buffers.stripes.empty(shape)
         for step in range(count):
-            if step:
-                tables.advance(tokens[step - 1])
+            if step == 1:
+                program = self._run(_next_batch(batch), more=count - 2, tokens=tokens[0])
+            elif step:
+                program.tables.advance(tokens[step - 1])
                 program.capture.run()
-            torch.clamp(buffers.tokens[:rows], min=0, out=tokens[step])
-            logits[step].copy_(buffers.logits[:rows])
-        return [list(drawn) for drawn in zip(*tokens.tolist(), strict=True)], logits
+            torch.clamp(program.buffers.tokens[:rows], min=0, out=tokens[step])
+            stripes.write(step, program.buffers.stripes)
+        return Drafts(*_guesses(tokens, stripes, sharpness, num_guesses))
 
-    def _run(self, batch: Batch, more: int = 0) -> Program:
-        """Run a step; `more` further slots of each session may follow it."""
+    def _run(self, batch: Batch, more: int = 0, tokens: Tensor | None = None) -> Program:
+        """Run a step, with other `tokens` [rows] if given; `more` slots of each session may follow it."""
         layers = () if batch.taps is None else batch.taps.layers
         program = self.program(self.buckets.of(batch, more), layers)
         fill(program.tables, batch, batch.draws, self.kernels.anchor.data_ptr(), self.buckets.group, more)
+        if tokens is not None:
+            program.tables.token[: len(tokens)].copy_(tokens)
         program.capture.run()
         self.last = program.capture
         return program
@@ -366,3 +383,40 @@ class GraphRunner:
         if self._memory is None or self._memory.kernels is not self.kernels:
             self._memory = _Shared(self.model, self.kernels, self.buckets)
         return self._memory
+
+
+def _next_batch(batch: Batch) -> Batch:
+    """The step after one, of a row per session whose token the device knows."""
+    segments = [
+        replace(
+            segment,
+            row=index,
+            count=1,
+            start=segment.start + segment.count,
+            positions=[segment.positions[-1] + 1],
+        )
+        for index, segment in enumerate(batch.segments)
+    ]
+    positions = [segment.positions[0] for segment in segments]
+    return Batch(segments, [0] * len(segments), positions, None, draws=batch.draws)
+
+
+def _guesses(
+    tokens: Tensor, stripes: Stripes, sharpness: Tensor, count: int
+) -> tuple[list[list[int]], list[list[list[tuple[int, float]]]]]:
+    """Bring tokens [steps, rows] and the best of their stripes to the host, in one copy."""
+    weight = stripes.score * sharpness[:, None]
+    total = torch.logsumexp(weight + stripes.mass.log(), -1, keepdim=True)
+    best = torch.topk(weight, min(count, weight.shape[-1]), -1)
+    ids = stripes.token.gather(-1, best.indices)
+    # Ids are exact in float64.
+    numbers = torch.cat(
+        (tokens[..., None].double(), ids.double(), (best.values - total).exp().nan_to_num(0.0)), -1
+    ).tolist()
+    width = ids.shape[-1]
+    drawn = [[int(row[0]) for row in step] for step in numbers]
+    guesses = [
+        [list(zip(map(int, row[1 : 1 + width]), row[1 + width :], strict=True)) for row in step]
+        for step in numbers
+    ]
+    return drawn, guesses

@@ -134,7 +134,7 @@ class Run:
 
 @dataclass
 class Tables:
-    """Views into `flat`, all int64 but for `inverse_temperature`.
+    """Views into `flat`, all int64 but for two of float64.
 
     Attributes:
         token: [rows].
@@ -153,6 +153,7 @@ class Tables:
         sample_index: [sessions].
         is_drawn: [sessions], 0 for greedy.
         inverse_temperature: [sessions] float64.
+        sharpness: [sessions] float64.
         first_page: [sessions], index in `page` of the session's first page.
         page: [pages], first number of each page in the order of slots, counted from the anchor in numbers.
         flat: What is copied to the device in one go.
@@ -179,6 +180,7 @@ class Tables:
     sample_index: Tensor
     is_drawn: Tensor
     inverse_temperature: Tensor
+    sharpness: Tensor
     first_page: Tensor
     page: Tensor
     flat: Tensor
@@ -193,7 +195,7 @@ class Tables:
         live = slice(len(tokens))
         self.token[live].copy_(tokens)
         for column in (self.position, self.slot, self.prefix):
-            column[live] += 1
+            column[live].add_(1)
         self.segments[:] = [replace(segment, start=segment.start + 1) for segment in self.segments]
 
 
@@ -211,7 +213,8 @@ def new_tables(bucket: Bucket, device: torch.device, flat: Tensor | None = None)
     columns = zip(flat.split_with_sizes(padded), sizes, strict=True)
     views = dict(zip(_VIEWS, (column[:size] for column, size in columns), strict=True))
     views["bits"] = views["bits"].view(bucket.rows, bucket.words)
-    views["inverse_temperature"] = views["inverse_temperature"].view(torch.float64)
+    for name in ("inverse_temperature", "sharpness"):
+        views[name] = views[name].view(torch.float64)
     runs = [Run(0, bucket.rows, 0, bucket.tiles)]
     return Tables(**views, flat=flat, bucket=bucket, segments=[], first_pages=[], runs=runs, alone=[])
 
@@ -273,6 +276,7 @@ def fill(
         _padded([draw.sample_index for draw in draws], sessions),
         _padded([int(draw.temperature > 0) for draw in draws], sessions),
         _padded([_float_bits(1.0 / (draw.temperature or 1.0)) for draw in draws], sessions),
+        _padded([_float_bits(draw.sharpness) for draw in draws], sessions),
         _padded(first_pages, sessions),
     )
     numbers = [number for column in columns for number in _padded(column, _aligned(len(column)))]
@@ -319,7 +323,7 @@ def _place_tiles(tables: Tables, segments: Sequence[Segment], group: int) -> tup
 
 def _sizes(bucket: Bucket) -> list[int]:
     rows, tiles = bucket.rows, bucket.tiles
-    return [*[rows] * 5, rows * bucket.words, bucket.wanted, tiles, tiles, *[rows] * 8, bucket.pages]
+    return [*[rows] * 5, rows * bucket.words, bucket.wanted, tiles, tiles, *[rows] * 9, bucket.pages]
 
 
 def _num_pages(segment: Segment, more: int) -> int:

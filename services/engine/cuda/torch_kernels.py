@@ -34,11 +34,14 @@ class Stripes:
         size: Ids per stripe, a power of two.
         score: Perturbed logit of the best, float64 [wanted, stripes].
         token: Its id, int64 [wanted, stripes].
+        mass: Sum of exp(sharpness * (score of a token - score of the best)) over the stripe, float32
+            [wanted, stripes].
     """
 
     size: int
     score: Tensor
     token: Tensor
+    mass: Tensor
 
     @classmethod
     def make(cls, wanted: int, vocab_size: int, device: torch.device) -> Stripes:
@@ -48,11 +51,23 @@ class Stripes:
             size //= 2
         shape = (wanted, -(-vocab_size // size))
         score = torch.zeros(shape, dtype=torch.float64, device=device)
-        return cls(size, score, torch.zeros(shape, dtype=torch.int64, device=device))
+        token = torch.zeros(shape, dtype=torch.int64, device=device)
+        return cls(size, score, token, torch.ones(shape, device=device))
+
+    def empty(self, shape: tuple[int, ...]) -> Stripes:
+        """Buffers of another shape [..., stripes], for copies."""
+        return Stripes(self.size, *(one.new_empty(shape) for one in (self.score, self.token, self.mass)))
+
+    def write(self, index: int, other: Stripes) -> None:
+        """Copy the first rows of others to `index` of these buffers' first dimension."""
+        for own, source in zip(
+            (self.score, self.token, self.mass), (other.score, other.token, other.mass), strict=True
+        ):
+            own[index].copy_(source[: own.shape[1]])
 
     def of_rows(self, wanted: int) -> Stripes:
         """The first rows of these buffers."""
-        return Stripes(self.size, self.score[:wanted], self.token[:wanted])
+        return Stripes(self.size, self.score[:wanted], self.token[:wanted], self.mass[:wanted])
 
 
 class TorchKernels:
@@ -185,6 +200,8 @@ class TorchKernels:
         out.score.copy_(best.values)
         out.token.copy_(best.indices)
         out.token.add_(torch.arange(striped.shape[1], device=logits.device) * out.size)
+        weight = (striped - best.values[..., None]) * tables.sharpness[sessions, None, None]
+        out.mass.copy_(weight.exp().sum(-1))
 
     def pick(self, stripes: Stripes, tokens: Tensor) -> None:
         """The best token of each row into `tokens` [wanted], lowest id on ties.

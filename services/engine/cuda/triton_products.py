@@ -93,8 +93,10 @@ def stripe_kernel(
     sample_of: tl.tensor,
     is_drawn_of: tl.tensor,
     inverse_temperature_of: tl.tensor,
+    sharpness_of: tl.tensor,
     score: tl.tensor,
     token: tl.tensor,
+    mass: tl.tensor,
     vocab_size: tl.tensor,
     STRIPE: tl.constexpr,
 ) -> None:
@@ -135,6 +137,8 @@ def stripe_kernel(
     place = index.to(tl.int64) * tl.num_programs(1) + stripe
     tl.store(score + place, tl.where(num_bad > 0, float("nan"), best))
     tl.store(token + place, tl.min(tl.min(chosen, 1), 0).to(tl.int64))
+    weight = tl.exp(((value - best) * tl.load(sharpness_of + session)).to(tl.float32))
+    tl.store(mass + place, tl.sum(tl.sum(tl.where(inside, weight, 0.0), 1), 0))
 
 
 @triton.jit

@@ -11,6 +11,7 @@ from services.engine.core.model import load_model
 from services.engine.graph_engine import GraphEngine
 from services.scheduling.tasks import Release
 from services.speculation.proposals import RUN
+from services.speculation.session import Speculation
 
 COUPLED, REJECTION, NAIVE = (
     VerificationMethod.COUPLED,
@@ -117,14 +118,21 @@ def test_concurrent_sessions_are_drafted_step_by_step(monkeypatch):
     assert counts == []
 
 
-def proposals(engine, count, params, method=COUPLED):
+def proposals(engine, count, params, method=COUPLED, max_nodes=0):
     """Return the proposals of sessions that ask at the same time, and the steps' numbers of forwards."""
     drafter, found, forwards = Drafter(engine), {}, []
     tokens = {f"s{index}": [*PROMPT, *range(index % 3), index] for index in range(count)}
     for _ in range(3):  # the last tokens differ, so later feeds have one token or two
         drafter.scheduler.submit(
             [
-                drafter.task(text, 4 + int(name[1:]) % 3, session_id=name, params=params, method=method)
+                drafter.task(
+                    text,
+                    4 + int(name[1:]) % 3,
+                    max_nodes=max_nodes,
+                    session_id=name,
+                    params=params,
+                    method=method,
+                )
                 for name, text in tokens.items()
             ]
         )
@@ -133,27 +141,49 @@ def proposals(engine, count, params, method=COUPLED):
                 found[task.session_id, len(tokens[task.session_id])] = reply.outcome
             forwards.append(drafter.scheduler.num_forwards)
         for index, (name, text) in enumerate(tokens.items()):
-            text += found[name, len(text)].token_ids[: 1 + index % 4]
+            text += [*found[name, len(text)].token_ids[: 1 if max_nodes else 1 + index % 4], 90 + index]
     return found, forwards
 
 
 @pytest.mark.parametrize("params", [GREEDY, PLAIN, COOL], ids=["greedy", "plain", "cool"])
-def test_captured_steps_draft_the_chains_of_all_sessions_together(params, graphs, monkeypatch):
-    ours, together = proposals(graphs(), 5, params)
-    monkeypatch.setattr(GraphEngine, "can_chain", False)
-    theirs, apart = proposals(graphs(), 5, params)
+@pytest.mark.parametrize("max_nodes", [0, 12], ids=["chains", "trees"])
+def test_captured_steps_draft_all_sessions_on_the_device(max_nodes, params, graphs, monkeypatch):
+    ours, together = proposals(graphs(), 5, params, max_nodes=max_nodes)
+    monkeypatch.setattr(Speculation, "gumbel_draw", None)
+    theirs, apart = proposals(graphs(), 5, params, max_nodes=max_nodes)
+    if max_nodes:
+        # A node offers at most one token of each stripe of ids: a few other runners-up.
+        same = sum(ours[key].token_ids[0] == theirs[key].token_ids[0] for key in ours)
+        assert same == len(ours)
+        assert all(proposal.parents for proposal in ours.values())
+        return
     assert ours == theirs
-    assert max(together) >= 3
-    assert len(together) < len(apart)
     assert sum(together) == sum(apart)
+    assert max(together) >= 4
+    assert together == [4, 1, 1] * 3, "a call for the shortest chains, and one for each that is longer"
 
 
 def test_captured_steps_with_a_filter_or_another_method_give_the_same_tokens(graphs, monkeypatch):
     filtered = SamplingParams(temperature=1.5, top_k=2, seed=5)
     kinds = ((filtered, COUPLED), (PENALTIES, COUPLED), (PLAIN, REJECTION))
     ours = [proposals(graphs(), 3, *kind)[0] for kind in kinds]
-    monkeypatch.setattr(GraphEngine, "can_chain", False)
+    monkeypatch.setattr(Speculation, "gumbel_draw", None)
     assert [proposals(graphs(), 3, *kind)[0] for kind in kinds] == ours
+
+
+@pytest.mark.parametrize("params", [GREEDY, PLAIN, COOL], ids=["greedy", "plain", "cool"])
+def test_confidence_of_drawn_tokens_is_that_of_their_scores(params, graphs, monkeypatch):
+    found = []
+    for _ in range(2):
+        drafter = Drafter(graphs())
+        drafter.ask(PROMPT, 5, params=params)
+        node, seen = drafter.scheduler.speculations["s"].tree.root, []
+        for _ in range(5):
+            seen.append(node.prediction.confidence(4))
+            node = node.child(node.prediction.choose(4))
+        found.append(seen)
+        monkeypatch.setattr(Speculation, "gumbel_draw", None)
+    assert found[0] == pytest.approx(found[1], rel=1e-3)
 
 
 def test_session_is_drafted_step_by_step_if_filters_cut_its_runs(monkeypatch):

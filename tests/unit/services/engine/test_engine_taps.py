@@ -280,12 +280,12 @@ def test_chain_does_not_record(llama: Path) -> None:
     assert torch.equal(before, kept)
 
 
-def test_chains_of_captured_steps_do_not_record(llama: Path) -> None:
+def test_drafts_of_captured_steps_do_not_record(llama: Path) -> None:
     engine = GraphEngine.build(load_model(str(llama), device="cpu"))
     feed = [SequenceInput("a", 0, [7], 1)]
-    ((expected, _),) = engine.chains(feed, [GREEDY], 4)
+    expected = engine.draft(feed, [GREEDY], 4, num_guesses=2)
     engine.tap(LAYERS)
-    assert engine.chains(feed, [GREEDY], 4)[0][0] == expected
+    assert engine.draft(feed, [GREEDY], 4, num_guesses=2) == expected
     assert engine.taps == []
 
 

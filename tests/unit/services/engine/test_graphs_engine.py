@@ -124,53 +124,81 @@ def test_choose_is_the_gumbel_max_draw(engine: GraphEngine) -> None:
 
 
 @pytest.mark.parametrize("gumbel_draws", [GUMBEL_DRAWS, (GREEDY, GREEDY)], ids=["sampled", "greedy"])
-def test_chains_equal_single_steps(engine: GraphEngine, gumbel_draws: tuple[GumbelDraw, ...]) -> None:
-    """Also across the border of a page, after 64 slots."""
-    text, lengths = random_tokens(62, 3), {"a": 62, "b": 2, "c": 7}
+def test_drafts_equal_single_steps(engine: GraphEngine, gumbel_draws: tuple[GumbelDraw, ...]) -> None:
+    """From feeds of one token and of several, and across the border of a page, after 64 slots."""
+    text, lengths = random_tokens(62, 3), {"a": 61, "b": 2, "c": 7}
     draws = [*gumbel_draws, gumbel_draws[0]]
-    engine.step([SequenceInput(name, 0, text[:length], 0) for name, length in lengths.items()])
-    feeds = [SequenceInput(name, length, [5], 1) for name, length in lengths.items()]
-    chains = engine.chains(feeds, draws, 5)
-    assert [engine.length(name) for name in "abc"] == [67, 7, 12]
-    assert list(engine.tokens("a")) == [*text, 5, *chains[0][0][:-1]]
-    expected: list[list[int]] = [[5], [5], [5]]
-    for step in range(5):
-        feeds = [
-            SequenceInput(name, length + step, tokens[step:], 1)
-            for (name, length), tokens in zip(lengths.items(), expected, strict=True)
-        ]
-        logits = engine.step(feeds)
-        for (_, own), one in zip(chains, logits, strict=True):
-            assert torch.equal(own[step], one[0])
+    engine.step([SequenceInput(name, 0, text[: length - 1], 0) for name, length in lengths.items()])
+    feeds = [
+        SequenceInput("a", 60, text[60:62], 1),
+        SequenceInput("b", 1, [5], 1),
+        SequenceInput("c", 6, text[6:9], 1),
+    ]
+    drafts = engine.draft(feeds, draws, 5, num_guesses=3)
+    assert [engine.length(name) for name in "abc"] == [66, 6, 13]
+    assert list(engine.tokens("a")) == [*text, *(draft.token_id for draft in drafts[0][:-1])]
+    expected: list[list[int]] = [[], [], []]
+    for _ in range(5):
         for tokens, chosen in zip(expected, engine.choose(feeds, draws), strict=True):
             tokens.extend(chosen)
-    assert [drawn for drawn, _ in chains] == [tokens[1:] for tokens in expected]
+        feeds = [
+            SequenceInput(feed.session_id, feed.start + len(feed.token_ids), tokens[-1:], 1)
+            for feed, tokens in zip(feeds, expected, strict=True)
+        ]
+    assert [[draft.token_id for draft in own] for own in drafts] == expected
     # What follows reads the cached tokens.
-    after = engine.step([SequenceInput("a", 67, expected[0][-1:], 1)])[0]
+    after = engine.step([SequenceInput("a", 66, expected[0][-1:], 1)])[0]
     engine.release("again")
     again = engine.step([SequenceInput("again", 0, [*text, *expected[0]], 1)])[0]
     assert (after - again).abs().max() <= TOLERANCE
 
 
-def test_chains_of_wrong_feeds_are_refused(engine: GraphEngine) -> None:
+def test_guesses_are_the_shares_of_the_scores(engine: GraphEngine) -> None:
+    """Of all rows that are wanted, those of a tree as well; at most one token of four (a stripe here)."""
+    draw = GumbelDraw(11, temperature=0.8, sharpness=1.7)
+    feeds = [
+        SequenceInput("a", 0, random_tokens(9, 1), 5, (-1, -1, 0, 1)),
+        SequenceInput("b", 0, random_tokens(4, 2), 2),
+    ]
+    found = engine.draft(feeds, [draw, GREEDY], num_guesses=4)
+    logits = engine.step(feeds)
+    assert [len(own) for own in found] == [5, 2]
+    noise = Noise(draw.seed, draw.sample_index, engine.vocab_size)
+    positions = (5, 6, 6, 7, 7)  # of the tokens drawn after the chain's last token and each node
+    rows = [logits[0][row] / 0.8 + noise.gumbel(at, 1)[0] for row, at in enumerate(positions)]
+    for own, scores, sharpness in (
+        *((draft, row, 1.7) for draft, row in zip(found[0], rows, strict=True)),
+        *((draft, row, 1.0) for draft, row in zip(found[1], logits[1], strict=True)),
+    ):
+        shares = (sharpness * scores.double()).softmax(-1)
+        assert own.token_id == own.guesses[0][0] == int(scores.argmax())
+        assert [share for _, share in own.guesses] == pytest.approx(
+            [shares[token].item() for token, _ in own.guesses], rel=1e-4
+        )
+        best = [int(stripe.argmax()) + 4 * at for at, stripe in enumerate(scores.split(4))]
+        best.sort(key=lambda token: float(scores[token]), reverse=True)
+        assert [token for token, _ in own.guesses] == best[:4]
+
+
+def test_drafts_of_wrong_feeds_are_refused(engine: GraphEngine) -> None:
     engine.step([SequenceInput("a", 0, random_tokens(125, 1), 0)])
     with pytest.raises(ValueError, match="reach position 128"):
-        engine.chains([SequenceInput("a", 125, [1], 1)], GUMBEL_DRAWS[:1], 4)
-    for wrong in (SequenceInput("a", 125, [1, 2], 1), SequenceInput("a", 125, [1], 0)):
-        with pytest.raises(ValueError, match="one token"):
-            engine.chains([wrong], GUMBEL_DRAWS[:1], 2)
+        engine.draft([SequenceInput("a", 125, [1], 1)], GUMBEL_DRAWS[:1], 4, num_guesses=1)
+    for wrong in (SequenceInput("a", 125, [1, 2], 2), SequenceInput("a", 125, [1], 1, (-2,))):
+        with pytest.raises(ValueError, match="logits of its last token"):
+            engine.draft([wrong], GUMBEL_DRAWS[:1], 2, num_guesses=1)
     assert engine.length("a") == 125
 
 
-def test_chains_go_on_after_scores_that_are_no_numbers(tmp_path: Path) -> None:
+def test_drafts_go_on_after_scores_that_are_no_numbers(tmp_path: Path) -> None:
     """Some token of the vocabulary is fed: an index outside it would end the process on a device."""
     loaded = load_model(str(tiny_model("llama", tmp_path, head_dim=16)), device="cpu")
     built = GraphEngine.build(loaded)
     with torch.no_grad():
         loaded.module.lm_head.weight.fill_(float("nan"))
-    ((drawn, logits),) = built.chains([SequenceInput("a", 0, [3], 1)], [GREEDY], 3)
-    assert drawn == [0, 0, 0]
-    assert logits.isnan().all()
+    (found,) = built.draft([SequenceInput("a", 0, [3], 1)], [GREEDY], 3, num_guesses=2)
+    assert [draft.token_id for draft in found] == [0, 0, 0]
+    assert all(share == 0 for draft in found for _, share in draft.guesses)
 
 
 def test_steps_of_a_bucket_are_one_program(engine: GraphEngine) -> None:
