@@ -37,7 +37,7 @@ class TorchOperations(TorchDispatchMode):
         return made
 
     def launches(self, *, on_device: bool = False) -> Counter[str]:
-        """Return the operations that launch a kernel, not views and allocations; all, or those on a device."""
+        """Return the operations that launch a kernel, not views and allocations: all, or a device's."""
         return Counter(
             {
                 name: count
