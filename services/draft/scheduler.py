@@ -36,7 +36,7 @@ from services.scheduling.tasks import ProposeTask, Reply, Timing
 from services.speculation.calibration import Calibration
 from services.speculation.predictions import NUM_GUESSES
 from services.speculation.proposals import ProposalBuilder
-from services.speculation.session import Speculation
+from services.speculation.session import Speculation, device_draws
 from services.speculation.tree import Node
 
 __all__ = ["DraftScheduler"]
@@ -247,10 +247,11 @@ class DraftScheduler(Scheduler[ProposeTask]):
 
         Where all choices of a batch can be drawn on the device, its chains take what they lack in one call.
         """
-        if isinstance(self.engine, GraphEngine):
-            draws = [one.speculation.gumbel_draw for one, _ in batch if isinstance(one, _Drafting)]
-            if None not in draws and all(feed.num_logits for _, feed in batch):
-                return self._draft(self.engine, batch, [draw for draw in draws if draw is not None])
+        if isinstance(self.engine, GraphEngine) and all(feed.num_logits for _, feed in batch):
+            drafting = [running.speculation for running, _ in batch if isinstance(running, _Drafting)]
+            draws = device_draws(self.engine, drafting)
+            if draws is not None:
+                return self._draft(self.engine, batch, draws)
         running, feed = batch[0]
         assert isinstance(running, _Drafting)
         speculation, count = running.speculation, running.reading.run_length

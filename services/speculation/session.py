@@ -17,7 +17,7 @@ from gammaray.types import SamplingParams, VerificationMethod
 from services.engine.core.batch import GumbelDraw
 from services.engine.core.drafter import DraftFormat
 from services.engine.engine import Engine, SequenceInput
-from services.engine.graph_engine import Draft
+from services.engine.graph_engine import Draft, GraphEngine
 from services.engine.sampling.edits import LogitEdits
 from services.engine.sampling.logits import gumbel_draw, processed_log_probs
 from services.scheduling.sessions import SessionCopy
@@ -28,7 +28,7 @@ from services.speculation.predictions import DrawnPrediction, Prediction, draw_t
 from services.speculation.proposals import ProposalBuilder
 from services.speculation.tree import Node, SpeculationTree
 
-__all__ = ["Speculation", "counts_tokens", "draft_params"]
+__all__ = ["Speculation", "counts_tokens", "device_draws", "draft_params"]
 
 
 _Paths = Callable[[], Iterable[Sequence[int]]]
@@ -52,6 +52,15 @@ def draft_params(spec: SessionSpec) -> SamplingParams | None:
         return params
     plain: Any = SamplingParams(seed=params.seed, sample_index=params.sample_index)
     return None if params == plain else params
+
+
+def device_draws(engine: Engine, speculations: Iterable[Speculation]) -> list[GumbelDraw] | None:
+    """Return how an engine draws the choices of sessions on the device; None if one of them needs logits."""
+    if not isinstance(engine, GraphEngine) or not engine.can_draw:
+        return None
+    draws = [speculation.gumbel_draw for speculation in speculations]
+    known = [draw for draw in draws if draw is not None]
+    return known if len(known) == len(draws) else None
 
 
 def counts_tokens(params: SamplingParams) -> bool:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+import torch
 from draft_helpers import VOCAB, ChainingEngine, Drafter, TableEngine
 from engine_helpers import tiny_model
 
 from gammaray.types import SamplingParams, VerificationMethod
+from services.engine.core.drafter import DraftFormat
 from services.engine.core.model import load_model
 from services.engine.graph_engine import GraphEngine
 from services.scheduling.tasks import Release
@@ -161,6 +165,52 @@ def test_captured_steps_draft_all_sessions_on_the_device(max_nodes, params, grap
     assert sum(together) == sum(apart)
     assert max(together) >= 4
     assert together == [4, 1, 1] * 3, "a call for the shortest chains, and one for each that is longer"
+
+
+def forwards_with_draft_ahead(ahead, fresh, params):
+    """Return the forwards of each proposal of one session, whose draft foresees all."""
+    tokens, forwards = list(PROMPT), []
+    for _ in range(4):
+        # What it would propose next is what the target emits.
+        emitted = fresh.ask(tokens, 4, params=params).outcome.token_ids
+        reply = ahead.ask(tokens, 3, params=params)
+        assert reply.outcome.token_ids == emitted[:3]
+        forwards.append(reply.timing.num_forwards)
+        ahead.idle()
+        tokens += emitted
+    return forwards
+
+
+@pytest.mark.parametrize("params", [GREEDY, PLAIN, COOL], ids=["greedy", "plain", "cool"])
+def test_captured_steps_draft_ahead_on_the_device(params, graphs, monkeypatch):
+    ahead = Drafter(graphs(), ahead_rows=3)
+    with monkeypatch.context() as patched:
+        patched.setattr(ahead.engine, "step", None)  # nothing takes logits
+        ours = forwards_with_draft_ahead(ahead, Drafter(graphs()), params)
+    monkeypatch.setattr(Speculation, "gumbel_draw", None)
+    theirs = forwards_with_draft_ahead(Drafter(graphs(), ahead_rows=3), Drafter(graphs()), params)
+    assert sum(ours) == sum(theirs) < 3 * len(ours)
+
+
+def test_captured_steps_of_a_draft_with_fewer_tokens_give_tokens_of_the_target(graphs, monkeypatch):
+    """Its rows are not the target's ids, so its choices need logits."""
+
+    def engine():
+        model = graphs().runner.model
+        ids = torch.arange(1, model.shape.vocab_size, 2)
+        small = replace(
+            model, head=model.head[ids].contiguous(), shape=replace(model.shape, vocab_size=len(ids))
+        )
+        made = GraphEngine.of(small, name="reduced")
+        made.draft_for(DraftFormat(model.shape.vocab_size, None, ids))
+        return made
+
+    ours, forwards = proposals(engine(), 3, PLAIN)
+    assert set(forwards) == {1}
+    tokens = [token for proposal in ours.values() for token in proposal.token_ids]
+    assert all(token % 2 for token in tokens)
+    monkeypatch.setattr(Speculation, "gumbel_draw", None)
+    assert proposals(engine(), 3, PLAIN)[0] == ours
 
 
 def test_captured_steps_with_a_filter_or_another_method_give_the_same_tokens(graphs, monkeypatch):
