@@ -25,20 +25,7 @@ _SEED = 17
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Load the checkpoint with vLLM, decode, print."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu.vllm_peer",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--model", required=True, help="directory of the target")
-    parser.add_argument("--draft", default="", help="directory of a draft model; default: plain decoding")
-    parser.add_argument("--gamma", type=int, default=5, help="tokens per proposal (default %(default)s)")
-    parser.add_argument("--batches", default="1,8,32", help="sessions at a time (default %(default)s)")
-    parser.add_argument("--vocab", type=int, default=32_000, help="token ids (default %(default)s)")
-    parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt (default %(default)s)")
-    parser.add_argument("--tokens", type=int, default=64, help="tokens decoded (default %(default)s)")
-    parser.add_argument("--memory", type=float, default=0.3, help="share of the card's memory")
-    options = parser.parse_args(argv)
+    options = _parser().parse_args(argv)
     try:
         from vllm import LLM, SamplingParams
     except ImportError as error:
@@ -92,6 +79,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         }
         print(json.dumps(row), flush=True)
     return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu.vllm_peer",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", required=True, help="directory of the target")
+    parser.add_argument("--draft", default="", help="directory of a draft model; default: plain decoding")
+    parser.add_argument("--gamma", type=int, default=5, help="tokens per proposal (default %(default)s)")
+    parser.add_argument("--batches", default="1,8,32", help="sessions at a time (default %(default)s)")
+    parser.add_argument("--vocab", type=int, default=32_000, help="token ids (default %(default)s)")
+    parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt (default %(default)s)")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens decoded (default %(default)s)")
+    parser.add_argument("--memory", type=float, default=0.3, help="share of the card's memory")
+    return parser
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ class GraphEngine(Engine):
         runner: Its weights and kernels.
         model_name: Name used in messages.
         vocab_size: Token ids lie in [0, vocab_size).
+        max_context: Positions lie in [0, max_context).
         cache_budget_bytes: Upper bound of all sessions' keys and values together.
         kernel: As for `Engine`.
     """
@@ -150,6 +151,8 @@ class GraphEngine(Engine):
             ValueError: A feed is malformed or leaves the context; nothing was changed.
             CacheGapError, CacheFullError: As `step`.
         """
+        if count < 1:
+            raise ValueError(f"count: got {count}, allowed: at least 1")
         for feed in feeds if count > 1 else ():
             if feed.num_logits != 1 or feed.parents is not None or feed.num_kept:
                 raise ValueError("feeds: drafting goes on from a chain and the logits of its last token")

@@ -22,6 +22,7 @@ from services.engine.core.kv_cache import BLOCK
 from services.engine.cuda.pages import PagedCache
 
 __all__ = [
+    "MASK_BITS",
     "MAX_CAPTURED_CONTEXT",
     "MAX_CAPTURED_ROWS",
     "MAX_TILED_ROWS",
@@ -49,8 +50,10 @@ MAX_TILED_ROWS = 64
 """A session with more rows, such as a prompt's chunk, attends by itself, in a step that is not captured."""
 
 NO_TREE = 1 << 40
-_MASK_BITS = 64
-_SIGN = 1 << (_MASK_BITS - 1)
+MASK_BITS = 64
+"""Nodes of a tree in a word of a row's mask."""
+
+_SIGN = 1 << (MASK_BITS - 1)
 # Rows beyond these come in multiples of 32; up to 8 rows every number has its bucket.
 _ROW_BUCKETS: tuple[int, ...] = (*range(1, 9), 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96)
 
@@ -100,7 +103,9 @@ class Buckets:
         """Return the captured bucket for up to MAX_CAPTURED_ROWS rows."""
         size = _row_bucket(rows)
         pages = size * self.max_slots // BLOCK
-        return Bucket(size, size, 1, size * self.tiles(1), pages, self.max_slots, is_captured=True)
+        return Bucket(
+            size, size, 1, size * _num_tiles(1, self.group), pages, self.max_slots, is_captured=True
+        )
 
     def of(self, batch: Batch, more: int = 0) -> Bucket:
         """Return the captured bucket that a step and `more` slots fit, or else one of its own sizes."""
@@ -108,18 +113,14 @@ class Buckets:
         most_rows = max(segment.count for segment in segments)
         most_nodes = max(segment.num_kept + len(segment.parents or ()) for segment in segments)
         last = max(segment.slot + segment.count for segment in segments) + more
-        is_usual = most_rows <= MAX_TILED_ROWS and most_nodes <= _MASK_BITS and last <= self.max_slots
+        is_usual = most_rows <= MAX_TILED_ROWS and most_nodes <= MASK_BITS and last <= self.max_slots
         if is_usual and rows <= MAX_CAPTURED_ROWS:
             return self.captured(rows)
         wanted = rows if batch.logit_rows is None else len(batch.logit_rows)
-        words = max(1, -(-most_nodes // _MASK_BITS))
-        tiles = sum(self.tiles(segment.count) for segment in segments)
+        words = max(1, -(-most_nodes // MASK_BITS))
+        tiles = sum(_num_tiles(segment.count, self.group) for segment in segments)
         pages = sum(_num_pages(segment, more) for segment in segments)
         return Bucket(rows, wanted, words, tiles, pages, last, is_captured=False)
-
-    def tiles(self, rows: int) -> int:
-        """Return the tiles of a session's rows."""
-        return -(-rows * self.group // TILE_ROWS)
 
 
 @dataclass(frozen=True)
@@ -304,7 +305,7 @@ def _place_tiles(tables: Tables, segments: Sequence[Segment], group: int) -> tup
         if not is_captured and segment.count > MAX_TILED_ROWS:
             tables.alone.append(index)
             continue
-        tiles = -(-segment.count * group // TILE_ROWS)
+        tiles = _num_tiles(segment.count, group)
         last = runs[-1] if runs else None
         if (
             last
@@ -324,6 +325,11 @@ def _place_tiles(tables: Tables, segments: Sequence[Segment], group: int) -> tup
 def _sizes(bucket: Bucket) -> list[int]:
     rows, tiles = bucket.rows, bucket.tiles
     return [*[rows] * 5, rows * bucket.words, bucket.wanted, tiles, tiles, *[rows] * 9, bucket.pages]
+
+
+def _num_tiles(rows: int, group: int) -> int:
+    """Tiles of a session's rows."""
+    return -(-rows * group // TILE_ROWS)
 
 
 def _num_pages(segment: Segment, more: int) -> int:
@@ -361,7 +367,7 @@ def _add_visible(segment: Segment, words: int, prefixes: list[int], masks: list[
         prefix, slots = node_path(segment, node)
         prefixes.append(prefix)
         mask = sum(1 << (slot - base) for slot in slots)
-        masks.extend(_signed(mask >> (word * _MASK_BITS) & (2 * _SIGN - 1)) for word in range(words))
+        masks.extend(_signed(mask >> (word * MASK_BITS) & (2 * _SIGN - 1)) for word in range(words))
 
 
 def _signed(word: int) -> int:

@@ -15,13 +15,12 @@ from torch.nn.attention.bias import causal_lower_right
 
 from services.engine.core.batch import Segment
 from services.engine.core.kv_cache import BLOCK
-from services.engine.cuda.tables import Bucket, Tables
+from services.engine.cuda.tables import MASK_BITS, Bucket, Tables
 from services.engine.cuda.weights import GraphModel
 from services.engine.sampling.noise import exponential
 
 __all__ = ["Stripes", "TorchKernels"]
 
-_MASK_BITS = 64
 _MAX_STRIPE = 256
 _NUM_STRIPES = 64
 
@@ -221,7 +220,7 @@ def _allowed(tables: Tables, index: int, own: slice, num_slots: int) -> Tensor:
     """Boolean [rows, slots]: what each row of a session sees."""
     slots = torch.arange(num_slots, device=tables.slot.device)
     node = slots - tables.tree_base[index]
-    is_node = (node >= 0) & (node < _MASK_BITS * tables.bits.shape[1])
-    words = tables.bits[own][:, (node // _MASK_BITS).clamp(0, tables.bits.shape[1] - 1)]
-    seen = (words >> (node % _MASK_BITS)) & 1
+    is_node = (node >= 0) & (node < MASK_BITS * tables.bits.shape[1])
+    words = tables.bits[own][:, (node // MASK_BITS).clamp(0, tables.bits.shape[1] - 1)]
+    seen = (words >> (node % MASK_BITS)) & 1
     return (slots < tables.prefix[own, None]) | (is_node & (seen == 1))

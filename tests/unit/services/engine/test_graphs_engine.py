@@ -184,6 +184,8 @@ def test_drafts_of_wrong_feeds_are_refused(engine: GraphEngine) -> None:
     engine.step([SequenceInput("a", 0, random_tokens(125, 1), 0)])
     with pytest.raises(ValueError, match="reach position 128"):
         engine.draft([SequenceInput("a", 125, [1], 1)], GUMBEL_DRAWS[:1], 4, num_guesses=1)
+    with pytest.raises(ValueError, match="count: got 0, allowed: at least 1"):
+        engine.draft([SequenceInput("a", 125, [1], 1)], GUMBEL_DRAWS[:1], 0, num_guesses=1)
     for wrong in (SequenceInput("a", 125, [1, 2], 2), SequenceInput("a", 125, [1], 1, (-2,))):
         with pytest.raises(ValueError, match="logits of its last token"):
             engine.draft([wrong], GUMBEL_DRAWS[:1], 2, num_guesses=1)
