@@ -323,6 +323,9 @@ class TargetSettings(WorkerSettings):
     )
     head: str = Field("", description=_HEAD)
     head_weights: Literal["auto", "int8", "int4"] = Field("auto", description=_HEAD_WEIGHTS)
+    draft_ahead: bool = Field(
+        True, description="Let that head draft the next proposals while no block waits."
+    )
     features: str = Field("", description=_FEATURES)
     feature_window: int = Field(
         2048,

@@ -77,7 +77,7 @@ class Text:
 def target_scheduler(
     engine: Engine, settings: WorkerSettings, drafter: LocalDrafter | None = None
 ) -> TargetScheduler:
-    """Return the scheduler of a target worker with these settings.
+    """Return the scheduler of a target worker with these settings, without draft-ahead.
 
     Args:
         engine: The target.
@@ -85,7 +85,7 @@ def target_scheduler(
         drafter: What drafts in it, if anything does.
     """
     limits = Limits(settings.max_batch_tokens, settings.prefill_chunk)
-    return TargetScheduler(engine, limits, head=drafter)
+    return TargetScheduler(engine, limits, head=drafter, draft_ahead=False)
 
 
 def draft_scheduler(

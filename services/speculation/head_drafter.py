@@ -38,6 +38,7 @@ class HeldFeatures:
         fed: How many of the session's tokens the head was fed with features.
         lowest: The first position at which tokens may have changed since.
         speculation: The session's tree.
+        is_opened: Whether the tree was begun with the last of these features.
     """
 
     start: int
@@ -45,13 +46,20 @@ class HeldFeatures:
     fed: int = 0
     lowest: int = 0
     speculation: Speculation | None = None
+    is_opened: bool = False
 
     def truncate(self, end: int) -> None:
         """Drop the features of the positions from `end` on."""
         if end < self.end:
             self.rows = self.rows[: max(0, end - self.start)]
             self.start = min(self.start, end)
+            self.is_opened = False
         self.lowest = min(self.lowest, end)
+
+    def drop_before(self, start: int) -> None:
+        """Drop the features of the positions before `start`."""
+        dropped = max(0, min(start, self.end - 1) - self.start)
+        self.start, self.rows = self.start + dropped, self.rows[dropped:]
 
     @property
     def end(self) -> int:
@@ -104,7 +112,7 @@ class HeadDrafter(LocalDrafter):
                 start + max(0, len(rows) - MAX_FEATURES), rows[-MAX_FEATURES:]
             )
             return
-        held.lowest = min(held.lowest, start)
+        held.lowest, held.is_opened = min(held.lowest, start), False
         if held.start <= start <= held.end:
             rows = torch.cat([held.rows[: start - held.start], rows])
         else:
@@ -116,18 +124,23 @@ class HeadDrafter(LocalDrafter):
         self._sessions.pop(session_id, None)
 
     def _begin(self, session: SessionCopy, shape: Shape, num_valid: int) -> Drafting | None:
-        """Make the head's cache end before the tokens whose features are at hand."""
+        """Make the head's cache end before the tokens whose features are at hand, or use what is prepared."""
         held = self._sessions.get(session.session_id)
         if held is None:
             return None
         held.truncate(min(num_valid, len(session.tokens) - 1))
-        if held.end != len(session.tokens) - 1 or not self._has_start(held, session):
+        if held.end != len(session.tokens) - 1:
             return None
         speculation = held.speculation
         if speculation is None or speculation.session is not session:
             speculation = held.speculation = self._speculate(session)
+        if held.is_opened and speculation.is_at_end(self.engine, shape.depth):
+            return self._read(speculation, shape)
+        if not self._has_start(held, session):
+            return None
         speculation.note_outcome()
         speculation.begin()
+        held.is_opened = True
         return self._read(speculation, shape)
 
     def _has_start(self, held: HeldFeatures, session: SessionCopy) -> bool:
@@ -155,6 +168,7 @@ class HeadDrafter(LocalDrafter):
     def _feed_committed(self, drafting: Sequence[Drafting]) -> None:
         """Feed the committed tokens with their features, in chunks, and open the roots."""
         waiting = list(drafting)
+        first = {one: self._sessions[one.session.session_id].fed for one in drafting}
         while waiting:
             feeds, done = [], []
             for one in waiting:
@@ -178,6 +192,6 @@ class HeadDrafter(LocalDrafter):
             for one, feed, rows in zip(waiting, feeds, logits, strict=True):
                 if feed.num_logits:
                     one.speculation.open(self.engine, [one.speculation.tree.root], rows)
-                    held = self._sessions[one.session.session_id]
-                    held.start, held.rows = held.end - 1, held.rows[-1:]  # in case the block is repeated
+                    # Those of the former proposal's root stay, in case that block is repeated.
+                    self._sessions[one.session.session_id].drop_before(first[one] - 2)
             waiting = [one for one in waiting if one not in done]

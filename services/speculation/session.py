@@ -147,6 +147,17 @@ class Speculation:
             and engine.num_nodes(session_id) == len(tree.off_chain)
         )
 
+    def is_at_end(self, engine: Engine, depth: int) -> bool:
+        """Whether the tree begins at the session's last token and predicts what a proposal of `depth` needs.
+
+        The caller knows that the tokens before the last one are those of the tree.
+        """
+        root, tokens = self.tree.root, self.session.tokens
+        is_last = self.tree.base == len(tokens) and root.token_id == tokens[-1]
+        has_block = not self.is_parallel or len(root.block) >= depth - 1
+        is_read = root.prediction is not None and self._spec is self.session.spec
+        return is_last and is_read and has_block and self.is_held(engine)
+
     def foresee(self) -> float | None:
         """Return `foreseen` for the block that extended the session's tokens; call before the root moves."""
         if self.sent is None or len(self.session.tokens) <= self.tree.base:

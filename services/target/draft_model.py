@@ -41,8 +41,8 @@ class ModelDrafter(LocalDrafter):
         return self._read(speculation, shape)
 
     def _feed_committed(self, drafting: Sequence[Drafting]) -> None:
-        waiting = [one for one in drafting if one.speculation.tree.root.prediction is None]
-        if len(drafting) == 1 and waiting and self._runs_from_root(waiting[0]):
+        waiting = list(drafting)
+        if len(waiting) == 1 and self._runs_from_root(waiting[0]):
             return
         while waiting:
             feeds = []

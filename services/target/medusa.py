@@ -58,12 +58,9 @@ class MedusaDrafter(HeadDrafter):
         for one in drafting:
             session, root = one.session, one.speculation.tree.root
             token_ids = [root.token_id, *one.speculation.masks(root, one.reading.shape.depth - 1)]
-            held = self._sessions[session.session_id]
-            held.start, held.rows = held.end - 1, held.rows[-1:]
+            last = self._sessions[session.session_id].rows[-1:]
             feeds.append(
-                SequenceInput(
-                    session.session_id, root.position, token_ids, len(token_ids), features=held.rows
-                )
+                SequenceInput(session.session_id, root.position, token_ids, len(token_ids), features=last)
             )
         for one, logits in zip(drafting, self.engine.step(feeds), strict=True):
             one.speculation.open(self.engine, [one.speculation.tree.root], logits)

@@ -1,17 +1,22 @@
-"""Verifies proposals of many sessions with one forward per batch."""
+"""Verifies proposals of many sessions with one forward per batch.
+
+A head drafts here before the forward. While no block waits, it drafts ahead: for the sessions that it drafted
+for last, after the tokens of their verdicts, in the shapes that they asked for.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
+from ctypes import c_int32
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import Tensor
 
-from gammaray.blocks import TokenLogprobs, Verdict
+from gammaray.blocks import Shape, TokenLogprobs, Verdict
 from gammaray.errors import GammarayError, InternalError, InvalidArgumentError
 from gammaray.types import Proposal, VerificationMethod
 from services.engine.core.batch import GumbelDraw
@@ -22,7 +27,7 @@ from services.scheduling.grammars import Grammars
 from services.scheduling.planning import Limits, Running
 from services.scheduling.scheduler import Scheduler
 from services.scheduling.sessions import SessionCopy
-from services.scheduling.tasks import VerifyTask
+from services.scheduling.tasks import Reply, VerifyTask
 from services.speculation.local_drafter import LocalDrafter
 from services.target.features import BlockFeatures, FeatureSource
 from services.target.prompt_scores import PromptScores
@@ -65,6 +70,7 @@ class TargetScheduler(Scheduler[VerifyTask]):
         grammars: Compiles the sessions' grammars; None: sessions with one are refused.
         head: Drafts for blocks that ask for it; None: these are verified without a proposal.
         features: Makes the features that blocks ask for; None: they get none. Not together with a head.
+        draft_ahead: Whether the head drafts while no block waits.
     """
 
     role: ClassVar[str] = "target"
@@ -76,9 +82,13 @@ class TargetScheduler(Scheduler[VerifyTask]):
         grammars: Grammars | None = None,
         head: LocalDrafter | None = None,
         features: FeatureSource | None = None,
+        *,
+        draft_ahead: bool = True,
     ) -> None:
         super().__init__(engine, limits, grammars=grammars)
         self._head, self._features = head, features
+        self._drafts_ahead, self._ahead = draft_ahead, dict[str, tuple[SessionCopy, Shape]]()
+        self._stop = c_int32()
         taps = (
             head.taps if features is None and head is not None else () if features is None else features.taps
         )
@@ -87,8 +97,36 @@ class TargetScheduler(Scheduler[VerifyTask]):
             engine.tap(taps)
         self._mask_thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
 
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do, draft-ahead included."""
+        return bool(self._ahead) or not self.is_idle
+
+    def submit(self, tasks: Iterable[VerifyTask]) -> None:
+        """Queue blocks; those of one session are served one after another."""
+        self._stop.value = 0  # reset: draft-ahead does not run while blocks wait
+        super().submit(tasks)
+
+    def preempt(self, tasks: Iterable[VerifyTask]) -> None:
+        """Make the current forward of draft-ahead the last one."""
+        self._stop.value = 1
+
+    def step(self) -> list[tuple[VerifyTask, Reply]]:
+        """Serve as many blocks as fit, or draft ahead when there are none; return the answers."""
+        if not self.is_idle or self._head is None:
+            return super().step()
+        length, ahead, self._ahead = self.engine.length, self._ahead, {}
+        self._head.prepare(
+            [(session, shape, length(session_id)) for session_id, (session, shape) in ahead.items()],
+            self._stop,
+        )
+        if self._stop.value:
+            self._ahead = ahead  # goes on after the block, for the sessions whose own it is not
+        return []
+
     def _start(self, task: VerifyTask, session: SessionCopy) -> Running[VerifyTask]:
         proposal = task.proposal
+        self._ahead.pop(task.session_id, None)
         self.limits.check_proposal(len(proposal))
         nodes, num_top = list(proposal.token_ids), task.num_prompt_logprobs
         running = _Verifying(task, session, nodes, num_logits=len(nodes) + 1, parents=proposal.parents)
@@ -204,6 +242,8 @@ class TargetScheduler(Scheduler[VerifyTask]):
             verdict = replace(verdict, features=features)
         if task.head is not None and task.head.depth > 0:
             verdict = replace(verdict, drafted=replace(proposal, draft_distributions=None))
+            if self._drafts_ahead and verdict.next_token_id not in session.spec.eos_token_ids:
+                self._ahead[session.session_id] = session, task.head
         emitted = [*(proposal.token_ids[node] for node in path), verdict.next_token_id]
         session.tokens += emitted
         if task.num_top_logprobs is None:
@@ -231,6 +271,7 @@ class TargetScheduler(Scheduler[VerifyTask]):
             raise InvalidArgumentError("grammar", "no possible token", allowed) from None
 
     def _forget(self, session: SessionCopy) -> None:
+        self._ahead.pop(session.session_id, None)
         if self._head is not None:
             self._head.drop(session.session_id)
         super()._forget(session)

@@ -190,7 +190,8 @@ class TargetWorker(Worker[TargetSettings]):
         features = None
         if self.settings.features:
             features, self._features = load_feature_source(self.settings, engine)
-        return TargetScheduler(engine, self._limits, grammars, head, features)
+        ahead = self.settings.draft_ahead
+        return TargetScheduler(engine, self._limits, grammars, head, features, draft_ahead=ahead)
 
     def _add_servicer(self, server: Any, streams: Streams, model: Model) -> None:
         servicer = TargetServicer(streams, model, self.settings.head, self._features)
