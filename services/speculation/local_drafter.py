@@ -138,7 +138,8 @@ class LocalDrafter(ABC):
     def _draft(self, asked: Sequence[tuple[SessionCopy, Shape, int]], stop: c_int32 | None) -> list[Proposal]:
         begun = [self._begin(*one) for one in asked]
         drafting = [one for one in begun if one is not None]
-        self._feed_committed([one for one in drafting if one.speculation.tree.root.prediction is None])
+        if unopened := [one for one in drafting if one.speculation.tree.root.prediction is None]:
+            self._feed_committed(unopened)
         while open_ones := [one for one in drafting if self._reads_on(one)]:
             if stop is not None and stop.value:
                 break

@@ -154,9 +154,10 @@ class Speculation:
         """
         root, tokens = self.tree.root, self.session.tokens
         is_last = self.tree.base == len(tokens) and root.token_id == tokens[-1]
-        has_block = not self.is_parallel or len(root.block) >= depth - 1
         is_read = root.prediction is not None and self._spec is self.session.spec
-        return is_last and is_read and has_block and self.is_held(engine)
+        # A parallel draft feeds nothing after its block, any other one its nodes.
+        can_go_on = len(root.block) >= depth - 1 if self.is_parallel else self.is_held(engine)
+        return is_last and is_read and can_go_on
 
     def foresee(self) -> float | None:
         """Return `foreseen` for the block that extended the session's tokens; call before the root moves."""

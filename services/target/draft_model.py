@@ -32,9 +32,11 @@ class ModelDrafter(LocalDrafter):
         speculation = self._speculations.get(session.session_id)
         if speculation is None or speculation.session is not session:
             speculation = self._speculations[session.session_id] = self._speculate(session)
-        speculation.note_outcome()
         # Cycles may have passed in which others drafted: `changed_from` says nothing about those.
         same = common_prefix(list(self.engine.tokens(session.session_id)), session.tokens)
+        if same == len(session.tokens) and speculation.is_at_end(self.engine, shape.depth):
+            return self._read(speculation, shape)
+        speculation.note_outcome()
         if same < speculation.tree.base or not speculation.follow(self.engine):
             self.engine.truncate(session.session_id, min(same, len(session.tokens) - 1))
             speculation.begin()
