@@ -2,43 +2,48 @@
 
     git worktree add ../before COMMIT
     python -m benchmarks.commits ../before
+    python -m benchmarks.commits ../before --target MODEL_DIR --head HEAD --weights int8 --gammas 0,1,2
 
 Runs a cluster of each tree with the packages of this environment, and sends every completion to one, then to
 the other. Reported are tokens per second, and the overhead of a cycle (its time without the forwards) where
-the draft model proposes (gamma 4) and where nothing is proposed (gamma 0), as medians with their range: this
-tree over the other one. Both serve the demo pair at the same time, on the same busy or idle machine.
+the draft model proposes (the fixed gammas) and where nothing is proposed (gamma 0), as medians with their
+range: this tree over the other one. Both serve the same models at the same time, on the same busy or idle
+machine: the demo pair, or a target with a head in its worker, which then completes chat tasks of
+`benchmarks/prompts`.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import secrets
 import statistics
 import subprocess
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
 
-from benchmarks.cluster import connected, run_or_exit
+from benchmarks.cluster import connected, run_or_exit, running_cluster
+from benchmarks.peers.run import encode
+from benchmarks.prompts import CATEGORIES, load_tasks
 from benchmarks.provenance import write_result
 from gammaray import AsyncClient
 from gammaray.bench.tables import plain_table
 from gammaray.bench.workloads import prompts
-from gammaray.types import DrafterKind
+from orchestrator.text.tokenizer import Tokenizer
 
 __all__ = ["Key", "Turn", "compare", "main"]
 
 _HERE = Path(__file__).parents[1]
 _NAMES = ("before", "after")
-_GAMMAS: tuple[int | Literal["adaptive"], ...] = (0, 4, 8, "adaptive")
-_TRACED = (0, 4)
+_READY_TIMEOUT_S = 120.0
 _TRACE_DELAY_S = 0.3
 """Records of cycles reach the store after the completion."""
 _SKIPPED_CYCLES = 2
@@ -70,8 +75,11 @@ Key = tuple[float, int | Literal["adaptive"]]
 
 _Turns = dict[str, list[Turn]]
 
+Prompt = str | tuple[int, ...]
+"""Text or token ids."""
 
-async def _complete(client: AsyncClient, texts: Sequence[str], max_tokens: int, key: Key) -> Turn:
+
+async def _complete(client: AsyncClient, texts: Sequence[Prompt], max_tokens: int, key: Key) -> Turn:
     temperature, gamma = key
     turn = Turn()
     for seed, text in enumerate(texts):
@@ -88,7 +96,7 @@ async def _complete(client: AsyncClient, texts: Sequence[str], max_tokens: int, 
             turn.tokens += len(chunk.tokens)
             session_id = chunk.session_id
         turn.seconds += time.perf_counter() - began
-        if gamma in _TRACED:
+        if gamma != "adaptive":
             await asyncio.sleep(_TRACE_DELAY_S)
             turn.overhead_ms += await _overhead_ms(client, session_id, is_drafting=gamma != 0)
     return turn
@@ -101,19 +109,51 @@ async def _overhead_ms(client: AsyncClient, session_id: str, *, is_drafting: boo
         1e3
         * (cycle.total_s - sum(call.compute_s for call in (cycle.draft, cycle.target) if call is not None))
         for cycle in cycles
-        if not is_drafting or cycle.drafter is DrafterKind.MODEL
+        if not is_drafting or cycle.drafter.is_model
     ]
+
+
+def _prompts(options: argparse.Namespace) -> list[Prompt]:
+    if options.target is None:
+        return list(prompts("prose", options.prompts))
+    return list(encode(Tokenizer(options.target), load_tasks(CATEGORIES, options.prompts)))
+
+
+def _up(options: argparse.Namespace) -> list[str]:
+    """Return the options of `gammaray up`, which runs in another folder."""
+    target, head = os.path.abspath(options.target), os.path.abspath(options.head)
+    up = ["--target", target, "--draft-workers", "0", "--head", head]
+    return [*up, "--head-weights", options.weights]
+
+
+@asynccontextmanager
+async def _serving(options: argparse.Namespace, tree: Path) -> AsyncIterator[AsyncClient]:
+    """Run a tree's cluster until the block ends; yield a client once its workers are there."""
+    if options.target is None:
+        async with connected(source=tree) as client:
+            yield client
+        return
+    async with (
+        running_cluster(*_up(options), source=tree) as cluster,
+        AsyncClient(cluster.grpc_address) as client,
+    ):
+        await client.wait_ready(_READY_TIMEOUT_S, roles=("target",))
+        yield client
+
+
+def _gammas(text: str) -> tuple[int | Literal["adaptive"], ...]:
+    return tuple("adaptive" if one == "adaptive" else int(one) for one in text.split(","))
 
 
 async def _measure(options: argparse.Namespace) -> dict[Key, _Turns]:
     found: dict[Key, _Turns] = defaultdict(lambda: defaultdict(list))
-    texts = prompts("prose", options.prompts)
+    texts = _prompts(options)
     async with AsyncExitStack() as stack:
         trees = zip(_NAMES, (options.before.resolve(), _HERE), strict=True)
-        clients = [(name, await stack.enter_async_context(connected(source=tree))) for name, tree in trees]
+        clients = [(name, await stack.enter_async_context(_serving(options, tree))) for name, tree in trees]
         for repetition in range(options.repetitions + 1):  # the first one warms up
             for temperature in (0.0, 1.0):
-                for gamma in _GAMMAS:
+                for gamma in options.gammas:
                     for name, client in clients if repetition % 2 else reversed(clients):
                         turn = await _complete(client, texts, options.tokens, (temperature, gamma))
                         if repetition > 0:
@@ -132,7 +172,7 @@ def compare(key: Key, turns: Mapping[str, Sequence[Turn]]) -> dict[str, Any]:
     row: dict[str, Any] = {"temperature": key[0], "gamma": key[1]}
     row["tokens_per_s"] = {n: statistics.median(t.tokens_per_s for t in turns[n]) for n in _NAMES}
     row["speed_ratios"] = [after.tokens_per_s / before.tokens_per_s for before, after in pairs]
-    if key[1] in _TRACED:
+    if key[1] != "adaptive":
         overhead = [tuple(statistics.median(turn.overhead_ms) for turn in pair) for pair in pairs]
         row["overhead_ms"] = {
             n: statistics.median(values)
@@ -167,12 +207,18 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--gammas", type=_gammas, default="0,4,8,adaptive", help="default 0,4,8,adaptive")
+    parser.add_argument("--target", help="model directory; default: the demo pair")
+    parser.add_argument("--head", help="with --target: directory of a head or draft model in its worker")
+    parser.add_argument("--weights", default="auto", help="of the head: auto (default), int8 or int4")
     parser.add_argument("--out", type=Path, help="new result file; default: in benchmarks/results")
     options = parser.parse_args()
     if not (options.before / "gammaray").is_dir():
         parser.error(
             f"before: got {options.before}, allowed: a source tree of gammaray, such as a git worktree"
         )
+    if (options.target is None) != (options.head is None):
+        parser.error("--target and --head go together")
     commits = {name: _commit(tree) for name, tree in zip(_NAMES, (options.before, _HERE), strict=True)}
     rows = [compare(key, turns) for key, turns in run_or_exit(_measure(options)).items()]
     table = plain_table(
