@@ -172,7 +172,7 @@ def compare(key: Key, turns: Mapping[str, Sequence[Turn]]) -> dict[str, Any]:
     row: dict[str, Any] = {"temperature": key[0], "gamma": key[1]}
     row["tokens_per_s"] = {n: statistics.median(t.tokens_per_s for t in turns[n]) for n in _NAMES}
     row["speed_ratios"] = [after.tokens_per_s / before.tokens_per_s for before, after in pairs]
-    if key[1] != "adaptive":
+    if all(turn.overhead_ms for pair in pairs for turn in pair):
         overhead = [tuple(statistics.median(turn.overhead_ms) for turn in pair) for pair in pairs]
         row["overhead_ms"] = {
             n: statistics.median(values)

@@ -17,7 +17,7 @@ def test_ratios_are_after_over_before_pair_by_pair():
     row = compare((0.0, 8), {"before": turns(100, 200, 400), "after": turns(150, 100, 400)})
     assert row["speed_ratios"] == [1.5, 0.5, 1.0]
     assert row["tokens_per_s"] == {"before": 200, "after": 150}
-    assert "overhead_ratios" not in row, "only traced gammas have overheads"
+    assert "overhead_ratios" not in row, "no cycle was traced"
 
 
 def test_overhead_is_the_median_of_a_turn():

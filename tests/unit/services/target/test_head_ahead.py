@@ -24,6 +24,7 @@ from services.target.scheduler import TargetScheduler
 
 PROMPT = random_tokens(20, seed=3)
 GUESS = Proposal((5, 6))
+NOTHING = Proposal()
 _names = itertools.count()
 
 
@@ -40,7 +41,7 @@ class Run:
     held: int = 0
     proposals: list[tuple[int, ...]] = field(default_factory=list)
 
-    def block(self, shape: Shape, proposal: Proposal = Proposal()) -> VerifyTask:
+    def block(self, shape: Shape, proposal: Proposal = NOTHING) -> VerifyTask:
         return VerifyTask(
             request_id=0,
             session_id=self.name,
@@ -65,7 +66,7 @@ class Run:
         assert isinstance(verdict, Verdict), verdict
         return verdict
 
-    def cycle(self, shape: Shape, proposal: Proposal = Proposal()) -> None:
+    def cycle(self, shape: Shape, proposal: Proposal = NOTHING) -> None:
         verdict = self.ask(self.block(shape, proposal))
         drafted = verdict.drafted or proposal
         self.held = len(self.tokens)
