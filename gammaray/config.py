@@ -323,6 +323,13 @@ class TargetSettings(WorkerSettings):
     )
     head: str = Field("", description=_HEAD)
     head_weights: Literal["auto", "int8", "int4"] = Field("auto", description=_HEAD_WEIGHTS)
+    head_window: int = Field(
+        0,
+        ge=0,
+        le=4096,
+        description="Upper bound of positions that an EAGLE head reads when it begins after a prompt; they "
+        "are the newest. 0: 64 for heads of `gammaray train`, which are trained for this, else 4096.",
+    )
     draft_ahead: bool = Field(
         True, description="Let that head draft the next proposals while no block waits."
     )

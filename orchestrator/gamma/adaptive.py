@@ -69,6 +69,7 @@ class AdaptiveGamma:
         self._max_gamma, self._costs = max_gamma, costs
         self.acceptance = AcceptanceEstimator(1.0 - RATE, prior_strength=STRENGTH, fleet=costs.acceptance)
         self._was_plain, self._num_drafting, self._largest = True, 0, math.inf
+        self._has_proposed = False
         self._num_cycles, self.speed = 0, 0.0
         self._shape: Shape | None = None
         self._renewed, self._expected = 0, 0.0
@@ -107,7 +108,9 @@ class AdaptiveGamma:
             self.acceptance.fade(1.0 - cost_model.FORGETTING)
         if cycle.num_drafted > 0 and cycle.shape.is_tree and cycle.shape == self._shape:
             self._costs.trees.observe(cycle.levels, self._expected)
-        self._costs.observe(cycle, was_plain=self._was_plain)
+        is_entry = cycle.num_drafted > 0 and not self._has_proposed
+        self._costs.observe(cycle, was_plain=self._was_plain, is_entry=is_entry)
+        self._has_proposed |= is_entry
         self._was_plain = cycle.num_drafted == 0
         self._num_drafting = 0 if self._was_plain else self._num_drafting + 1
         self._largest = 1.0 if cycle.gamma == 0 else max(self._largest, float(cycle.num_drafted))

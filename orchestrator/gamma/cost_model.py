@@ -88,9 +88,9 @@ class CostModel:
 
     The proposal of a text drafter has rows, but no forwards of a draft model.
 
-    A session's first cycle is left out, as it contains the prefill; so are cycles whose drafter failed. The
-    first proposal after plain cycles measures the catch-up of the drafter; unless it took far longer than
-    expected, the coefficients do not learn from it.
+    Left out are a session's first cycle, as it contains the prefill, its first proposal, for which a head
+    reads the prompt, and cycles whose drafter failed. A later first proposal after plain cycles measures the
+    catch-up of the drafter; unless it took far longer than expected, the coefficients do not learn from it.
 
     Args:
         rng: Source of the posterior samples.
@@ -154,12 +154,13 @@ class CostModel:
         """Return the seconds of a plain cycle under the current load, by these coefficients."""
         return costs[0] + costs[4] * self.num_waiting + costs[5] * self.others_rows
 
-    def observe(self, cycle: Cycle, *, was_plain: bool) -> None:
+    def observe(self, cycle: Cycle, *, was_plain: bool, is_entry: bool = False) -> None:
         """Learn from a cycle of any session.
 
         Args:
             cycle: The cycle.
             was_plain: Whether the session's previous cycle had no proposal of the draft model.
+            is_entry: Whether it has the session's first proposal of the draft model.
         """
         tested, accepted = first_children(cycle)
         share = _share(cycle)
@@ -171,7 +172,7 @@ class CostModel:
         self._clock += share
         if self._clock >= self._renewed_at + HOLD:
             self.renew()
-        if cycle.is_first or cycle.draft_failed or cycle.total_s <= 0:
+        if cycle.is_first or is_entry or cycle.draft_failed or cycle.total_s <= 0:
             return
         self._num_cycles += 1
         num_waiting, others_rows, others_prompts = _load(cycle)

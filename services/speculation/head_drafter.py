@@ -22,10 +22,10 @@ from services.scheduling.sessions import SessionCopy
 from services.speculation.local_drafter import CHUNK, TOP_K, WEIGHT_BITS, Drafting, LocalDrafter
 from services.speculation.session import Speculation
 
-__all__ = ["HeadDrafter", "HeldFeatures"]
+__all__ = ["MAX_FEATURES", "HeadDrafter", "HeldFeatures"]
 
 MAX_FEATURES = 4096
-"""Features of one session that wait for the head; the oldest are dropped."""
+"""Features of one session that wait for the head at most; the oldest are dropped."""
 
 
 @dataclass(slots=True)
@@ -75,6 +75,8 @@ class HeadDrafter(LocalDrafter):
         taps: The hidden states that it reads, by the ids of `Engine.tap`; none where it gets features.
         top_k: As for `LocalDrafter`.
         bits: As for `LocalDrafter`.
+        window: Features of one session that wait for the head at most; the oldest are dropped. A head that
+            begins after a long prompt, or after that many tokens of other drafters, reads no more than these.
     """
 
     def __init__(
@@ -84,9 +86,10 @@ class HeadDrafter(LocalDrafter):
         *,
         top_k: int = TOP_K,
         bits: int = WEIGHT_BITS,
+        window: int = MAX_FEATURES,
     ) -> None:
         super().__init__(engine, top_k=top_k, bits=bits)
-        self._head, self.taps = engine, taps
+        self._head, self.taps, self._window = engine, taps, window
         self._sessions: dict[str, HeldFeatures] = {}
 
     def _take(self, session_id: str, start: int, states: Tensor) -> None:
@@ -109,7 +112,7 @@ class HeadDrafter(LocalDrafter):
         held = self._sessions.get(session_id)
         if held is None:
             self._sessions[session_id] = HeldFeatures(
-                start + max(0, len(rows) - MAX_FEATURES), rows[-MAX_FEATURES:]
+                start + max(0, len(rows) - self._window), rows[-self._window :]
             )
             return
         held.lowest, held.is_opened = min(held.lowest, start), False
@@ -117,8 +120,8 @@ class HeadDrafter(LocalDrafter):
             rows = torch.cat([held.rows[: start - held.start], rows])
         else:
             held.start = start
-        held.start += max(0, len(rows) - MAX_FEATURES)
-        held.rows = rows[-MAX_FEATURES:]
+        held.start += max(0, len(rows) - self._window)
+        held.rows = rows[-self._window :]
 
     def _forget(self, session_id: str) -> None:
         self._sessions.pop(session_id, None)

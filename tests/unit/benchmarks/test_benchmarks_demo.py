@@ -58,9 +58,9 @@ def test_real_model_is_served_if_it_is_there(tmp_path, model):
         real_model(8, tmp_path / "missing")
 
 
-def test_real_model_has_its_drafter_and_one_task_with_a_prediction(model):
+def test_real_model_has_its_head_and_one_task_with_a_prediction(model):
     scene = real_model(40, model)
-    assert (scene.target, scene.draft) == (str(model), "benchmarks/drafters/smollm2")
+    assert (scene.target, scene.draft, scene.head) == (str(model), None, "benchmarks/heads/smollm2")
     asks = list(itertools.chain.from_iterable(scene.tasks.values()))
     assert [bool(ask.prediction) for ask in asks] == [False, False, True]
     assert all(isinstance(ask.prompt, tuple) and ask.max_tokens == 40 for ask in asks)
@@ -69,7 +69,7 @@ def test_real_model_has_its_drafter_and_one_task_with_a_prediction(model):
     assert streamed.prediction in text
     assert scene.options == {"ignore_eos": False}
     assert "SmolLM2" in scene.about
-    assert "drafter" in scene.about
+    assert "head" in scene.about
 
 
 def test_demo_pair_names_the_command_for_the_real_model():

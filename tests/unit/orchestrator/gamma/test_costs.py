@@ -72,6 +72,7 @@ def test_costs_learn_nothing_from_prefills_and_dead_drafters():
     for _ in range(50):
         costs.observe(replace(slow, draft_failed=True), was_plain=False)
         costs.observe(replace(slow, is_first=True), was_plain=False)
+        costs.observe(slow, was_plain=True, is_entry=True)
     assert costs.mean == before
 
 

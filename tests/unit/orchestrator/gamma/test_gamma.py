@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -106,6 +107,20 @@ def test_adaptive_gamma_new_sessions_on_a_replica_that_started_badly_do_not_stay
         drive(AdaptiveGamma(8, costs), world, 25, Lone(rng))
     run = drive(AdaptiveGamma(8, costs), world, 25, Lone(rng))
     assert run.speed >= 0.85 * world.speed(world.best(CHAINS))
+
+
+def test_adaptive_gamma_prompts_that_a_head_reads_do_not_stop_later_sessions():
+    world = World(alpha=0.35, draft=0.03, network=0.0, per_token=0.02, catch_up=0.1, spikes=0.0)
+    reading, costs, shapes = replace(world, catch_up=3.0), CostModel(random.Random(3)), []
+    for number in range(20):
+        controller, session, own = AdaptiveGamma(8, costs), Lone(random.Random(number)), []
+        controller.observe(session.cycle(world, Shape(0), is_first=True)[0])  # there is nothing to read yet
+        for _ in range(40):
+            now = world if any(shape.depth for shape in own) else reading
+            own += drive(controller, now, 1, session, is_new=False).shapes
+        shapes += own
+    assert costs.catch_up_s < 0.5 * costs.plain_cycle_s
+    assert sum(shape.depth == 0 for shape in shapes[200:]) < 0.1 * len(shapes[200:])
 
 
 def test_adaptive_gamma_respects_its_bounds():
