@@ -27,7 +27,8 @@ class World:
         rescue: Probability that the second, third, ... child is accepted, given that none before it was.
         draft: A forward of the draft model: rho.
         network: One way, to each worker.
-        per_token: Further cost of each proposed token in the target's forward.
+        per_token: Cost of each proposed token in the target's forward.
+        further: Additional cost of each token after the fourth.
         per_draft_node: Cost of each node off the longest path in drafting, in draft forwards.
         other: Further cost of a cycle.
         ahead: Probability that a proposal was prepared, when the cycle before had one too.
@@ -46,6 +47,7 @@ class World:
     draft: float = 0.05
     network: float = 0.05
     per_token: float = 0.02
+    further: float = 0.0
     per_draft_node: float = 0.05
     other: float = 0.1
     ahead: float = 0.0
@@ -90,7 +92,7 @@ class World:
 
     def step_s(self, num_tokens: int) -> float:
         """Return the mean of the target's step, in units."""
-        return 1.0 + (num_tokens - 1) * self.per_token
+        return 1.0 + (num_tokens - 1) * self.per_token + max(0, num_tokens - 5) * self.further
 
     def cycle_s(self, shape: Shape) -> float:
         """Return the mean of a cycle, in units."""

@@ -68,16 +68,15 @@ class TextGamma:
             self._played = self._class_of(longest)
             return self._shape(longest.kind, len(longest.token_ids), Reason.FIRST), 0.0
         sampled = costs.sample()
-        row_s, other_row_s = sampled[3], sampled[5]
         plain_s = costs.plain_s(sampled)
-        price = costs.num_waiting * costs.tokens_per_s * other_row_s
+        price = costs.num_waiting * costs.tokens_per_s * sampled[5]
         best, highest = Shape(0, reason=Reason.BEST.value), 1.0 / plain_s
         for match in matches:
             tokens = reached = 1.0
             for depth, probability in enumerate(self._sample_acceptance(match), 1):
                 reached *= probability
                 tokens += reached
-                speed = (tokens - price * depth) / (plain_s + row_s * depth)
+                speed = (tokens - price * depth) / (plain_s + costs.rows_s(sampled, depth))
                 if speed > highest:
                     best, highest = self._shape(match.kind, depth, Reason.BEST), speed
                     self._played = self._class_of(match)

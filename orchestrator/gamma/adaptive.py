@@ -124,7 +124,7 @@ class AdaptiveGamma:
         """Return the best shape under the current posterior sample."""
         costs = self._costs
         sampled = costs.sample()
-        _, drafted_s, forward_s, row_s, _, other_row_s, _ = sampled
+        drafted_s, forward_s, other_row_s = sampled[1], sampled[2], sampled[5]
         plain_s = costs.plain_s(sampled)
         drafted_s += plain_s + (costs.catch_up_s / HOLD if self._was_plain else 0.0)
         # Tokens that the other sessions would get in the time that a row takes from them.
@@ -135,12 +135,14 @@ class AdaptiveGamma:
         for depth, probability in enumerate(by_depth, 1):
             reached *= probability
             tokens += reached
-            speed = (tokens - price * depth) / (drafted_s + (forward_s + row_s) * depth)
+            seconds = drafted_s + forward_s * depth + costs.rows_s(sampled, depth)
+            speed = (tokens - price * depth) / seconds
             if speed > highest and depth <= most_rows:
                 best, highest = self._chains[depth], speed
         for shape, expected in self._trees:
             rows = shape.max_nodes
-            speed = (expected * bias - price * rows) / (drafted_s + forward_s * shape.depth + row_s * rows)
+            seconds = drafted_s + forward_s * shape.depth + costs.rows_s(sampled, rows)
+            speed = (expected * bias - price * rows) / seconds
             if speed > highest and rows <= most_rows:
                 best, highest, self._expected = shape, speed, expected
         self.speed = highest

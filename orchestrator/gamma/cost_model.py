@@ -1,13 +1,15 @@
 """The duration of a cycle as a linear function of its work, estimated by a Kalman filter.
 
-    seconds = fixed + drafted + forwards * per forward + rows * per row
+    seconds = fixed + drafted + forwards * per forward
+              + rows * per row + rows beyond `KNEE` * further per row
               + waiting sessions * per session + their rows * per row of others
               + rows of their prompts * per row of a prompt
 
 `drafted` applies to every cycle with a proposal, `forwards` are those of an ordinary draft model, one per
 depth (a parallel one runs one forward for all depths: `per forward` is then found to be 0), `rows` are the
-proposed tokens. A session may be unable to tell two coefficients apart. That does no harm: shapes are
-compared by sums of coefficients, and the sum of a shape is known once similar shapes were played.
+proposed tokens: the first ones are computed while a forward reads its weights, further ones after that. A
+session may be unable to tell two coefficients apart. That does no harm: shapes are compared by sums of
+coefficients, and the sum of a shape is known once similar shapes were played.
 """
 
 from __future__ import annotations
@@ -24,14 +26,18 @@ from orchestrator.gamma.tree_model import TreeModel
 
 __all__ = ["CostModel", "first_children"]
 
-PRIOR = (1.0, 0.1, 0.1, 0.03, 0.02, 0.02, 0.02)
-PRIOR_SD = (0.5, 0.3, 0.3, 0.05, 0.05, 0.05, 0.05)
+PRIOR = (1.0, 0.1, 0.1, 0.03, 0.02, 0.02, 0.02, 0.0)
+PRIOR_SD = (0.5, 0.3, 0.3, 0.05, 0.05, 0.05, 0.05, 0.05)
 """Coefficients before any measurement and their standard deviations, in units of the fixed costs; the first
 measured cycle sets the unit. Proposals are assumed to cost by the forward rather than by the proposal: the
 opposite assumption prevents short chains from being tried, whereas a short chain refutes this one. Where the
 target computes rather than reads weights, a row costs half of a forward: a deviation of 0.02 for the rows of
 others takes hundreds of steps to learn that, and 0.1 makes 32 sessions in "shared cores" 2 % slower
 (`benchmarks.ablation --sets load`, 2026-11-23)."""
+
+KNEE = 4
+"""Rows of a proposal beyond which a row may cost more. On a core of Zen 5 that reads 37 GB/s, the second to
+fifth row of a forward cost 0.03 of it each, the sixth to twelfth 0.15 (SmolLM2, `benchmarks.rows`)."""
 
 DRIFT = 0.02
 """Relative standard deviation of the change per cycle: of all coefficients together (a busy machine), and of
@@ -154,6 +160,11 @@ class CostModel:
         """Return the seconds of a plain cycle under the current load, by these coefficients."""
         return costs[0] + costs[4] * self.num_waiting + costs[5] * self.others_rows
 
+    @staticmethod
+    def rows_s(costs: Sequence[float], rows: int) -> float:
+        """Return the seconds that a proposal's rows add to the target's forward, by these coefficients."""
+        return costs[3] * rows + costs[7] * max(0, rows - KNEE)
+
     def observe(self, cycle: Cycle, *, was_plain: bool, is_entry: bool = False) -> None:
         """Learn from a cycle of any session.
 
@@ -184,8 +195,9 @@ class CostModel:
         if cycle.num_drafted > 0 and is_model:
             forwards = cycle.shape.depth if cycle.shape.is_tree else cycle.num_drafted
         own = (1.0, float(forwards > 0), float(forwards), float(cycle.num_drafted))
+        further = float(max(0, cycle.num_drafted - KNEE))
         self._measure_speed(cycle, others_prompts, share)
-        self._fit(cycle, (*own, num_waiting, others_rows, others_prompts), share, was_plain)
+        self._fit(cycle, (*own, num_waiting, others_rows, others_prompts, further), share, was_plain)
 
     def _forget(self, share: float) -> None:
         """Move acceptance and costs of drafting towards the prior, so that drafting is tried again."""

@@ -54,6 +54,14 @@ def test_adaptive_gamma_chains_reach_95_per_cent_of_the_oracle_after_200_cycles(
     assert sum(shares) / len(shares) >= 0.95, shares
 
 
+@pytest.mark.parametrize("alpha", [0.6, 0.8])
+def test_adaptive_gamma_chains_end_where_further_rows_cost_more(alpha):
+    world = World(alpha=alpha, draft=0.01, network=0.0, per_token=0.03, further=0.12)
+    best = world.speed(world.best(CHAINS))
+    shares = [settled(world, seed).speed / best for seed in range(6)]
+    assert sum(shares) / len(shares) >= 0.975, shares
+
+
 @pytest.mark.parametrize(
     "world",
     [
