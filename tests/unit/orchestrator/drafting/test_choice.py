@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from cycle_helpers import make_session
 
-from benchmarks.simulation import make_cycle
+from benchmarks.simulation import Lone, make_cycle
 from benchmarks.worlds import World
 from gammaray.blocks import Shape
 from gammaray.errors import UnavailableError
@@ -96,6 +96,27 @@ def test_matches_are_preferred_when_they_are_accepted_as_often_as_a_draft():
     shapes = play(choice_of([Finds()]), 400, model_alpha=0.7, text_alpha=0.9)[200:]
     assert share(shapes, SUFFIX) > 0.8
     assert max(shape.depth for shape in shapes) == TEXT_DEPTH
+
+
+def test_matches_end_where_further_rows_cost_more():
+    world = World(spikes=0.0, draft=0.01, network=0.0, per_token=0.03, further=0.17)
+    costs = CostModel(random.Random(1))
+    session, text = Lone(random.Random(1)), TextGamma(TEXT_DEPTH, costs, 0.0)
+    match = Finds().match
+    for index in range(600):  # short proposals of the draft model, and now and then a long match
+        kind, depth = (SUFFIX, TEXT_DEPTH) if index % 10 == 9 else (MODEL, 1 + index % 3)
+        if kind is SUFFIX:
+            text.best([match])
+        walked = replace(world, alpha=0.8 if kind is SUFFIX else 0.4)
+        cycle, _ = session.cycle(walked, Shape(depth, drafter=kind), is_first=index == 0)
+        costs.observe(cycle, was_plain=False)
+        if kind is SUFFIX:
+            text.observe(cycle)
+    depths = []
+    for _ in range(50):
+        costs.renew()
+        depths.append(text.best([match])[0].depth)
+    assert sum(depths) / len(depths) < 4.5
 
 
 def test_draft_model_is_preferred_to_matches_that_are_rejected():

@@ -2,81 +2,26 @@
 
 from __future__ import annotations
 
-import itertools
-import math
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 from engine_helpers import random_tokens, tiny_model
 from head_helpers import DATA, bigram_head, bigram_target, complete_dflash
+from target_helpers import Run
 
-from gammaray.blocks import Shape, Verdict
+from gammaray.blocks import Shape
 from gammaray.config import TargetSettings
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from services.engine.engine import Engine
 from services.engine.loader import load_engine
 from services.scheduling.planning import Limits
-from services.scheduling.tasks import Release, SessionSpec, VerifyTask
+from services.scheduling.tasks import Release
 from services.speculation.local_drafter import LocalDrafter
 from services.target.loading import load_local_drafter
 from services.target.scheduler import TargetScheduler
 
 PROMPT = random_tokens(20, seed=3)
 GUESS = Proposal((5, 6))
-NOTHING = Proposal()
-_names = itertools.count()
-
-
-@dataclass
-class Run:
-    """One session on a scheduler whose idle time is used in full."""
-
-    scheduler: TargetScheduler
-    params: SamplingParams
-    method: VerificationMethod = VerificationMethod.COUPLED
-    eos_token_ids: tuple[int, ...] = ()
-    name: str = field(default_factory=lambda: f"session {next(_names)}")
-    tokens: list[int] = field(default_factory=lambda: list(PROMPT))
-    held: int = 0
-    proposals: list[tuple[int, ...]] = field(default_factory=list)
-
-    def block(self, shape: Shape, proposal: Proposal = NOTHING) -> VerifyTask:
-        return VerifyTask(
-            request_id=0,
-            session_id=self.name,
-            epoch=1,
-            base_position=len(self.tokens),
-            context_start=self.held,
-            context=self.tokens[self.held :],
-            spec=SessionSpec(self.params, self.method, len(PROMPT), self.eos_token_ids),
-            deadline=math.inf,
-            deliver=lambda task, reply: None,
-            proposal=proposal,
-            num_top_logprobs=None,
-            head=shape,
-        )
-
-    def ask(self, block: VerifyTask) -> Verdict:
-        """Return a block's verdict, without drafting ahead."""
-        self.scheduler.submit([block])
-        while not (replies := self.scheduler.step()):
-            pass
-        verdict = replies[0][1].outcome
-        assert isinstance(verdict, Verdict), verdict
-        return verdict
-
-    def cycle(self, shape: Shape, proposal: Proposal = NOTHING) -> None:
-        verdict = self.ask(self.block(shape, proposal))
-        drafted = verdict.drafted or proposal
-        self.held = len(self.tokens)
-        self.tokens += [drafted.token_ids[node] for node in verdict.accepted_path]
-        self.tokens.append(verdict.next_token_id)
-        self.proposals.append(drafted.token_ids)
-
-    def idle(self) -> None:
-        while self.scheduler.has_work:
-            assert self.scheduler.step() == []
 
 
 class Forwards:
@@ -120,12 +65,17 @@ def scheduler_of(pair: tuple[str, str], *, ahead: bool = True) -> tuple[TargetSc
     return TargetScheduler(engine, Limits(1024, 256), head=head, draft_ahead=ahead), head
 
 
+def assert_same(ours: Run, theirs: Run) -> None:
+    assert ours.proposals == theirs.proposals
+    assert ours.tokens == theirs.tokens
+
+
 @pytest.mark.parametrize("shape", [Shape(1), Shape(3), Shape(2, 5)], ids=["1", "3", "2x5"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_proposals_and_tokens_are_those_without_draft_ahead(pair, shape, temperature, monkeypatch):
     params = SamplingParams(temperature=temperature, seed=7)
     (ahead, head), (plain, _) = scheduler_of(pair), scheduler_of(pair, ahead=False)
-    ours, theirs = Run(ahead, params), Run(plain, params)
+    ours, theirs = Run(ahead, PROMPT, params), Run(plain, PROMPT, params)
     forwards = Forwards(head.engine, monkeypatch)
     for cycle in range(12):
         ours.cycle(shape)
@@ -134,27 +84,25 @@ def test_proposals_and_tokens_are_those_without_draft_ahead(pair, shape, tempera
         assert forwards.count == 0 or cycle == 0
         ours.idle()
         forwards.count = 0
-    assert ours.proposals == theirs.proposals
-    assert ours.tokens == theirs.tokens
+    assert_same(ours, theirs)
     assert sum(map(len, ours.proposals)) >= 11
 
 
 def test_deeper_and_shallower_proposals_use_what_is_there(pair):
     params = SamplingParams(temperature=1.0, seed=5)
     (ahead, _), (plain, _) = scheduler_of(pair), scheduler_of(pair, ahead=False)
-    ours, theirs = Run(ahead, params), Run(plain, params)
+    ours, theirs = Run(ahead, PROMPT, params), Run(plain, PROMPT, params)
     for depth, max_nodes in [(2, 0), (4, 0), (1, 0), (3, 6), (3, 0), (1, 4), (2, 0)] * 2:
         for run in (ours, theirs):
             run.cycle(Shape(depth, max_nodes))
         ours.idle()
-    assert ours.proposals == theirs.proposals
-    assert ours.tokens == theirs.tokens
+    assert_same(ours, theirs)
 
 
 def test_cycles_of_other_drafters_between_leave_no_stale_proposal(pair):
     params = SamplingParams(temperature=1.0, seed=6)
     (ahead, _), (plain, _) = scheduler_of(pair), scheduler_of(pair, ahead=False)
-    ours, theirs = Run(ahead, params), Run(plain, params)
+    ours, theirs = Run(ahead, PROMPT, params), Run(plain, PROMPT, params)
     for cycle in range(16):
         for run in (ours, theirs):
             if cycle % 3 == 2:
@@ -162,27 +110,25 @@ def test_cycles_of_other_drafters_between_leave_no_stale_proposal(pair):
             else:
                 run.cycle(Shape(3))
         ours.idle()
-    assert ours.proposals == theirs.proposals
-    assert ours.tokens == theirs.tokens
+    assert_same(ours, theirs)
 
 
 @pytest.mark.parametrize("method", ["rejection", "block", "naive"])
 def test_other_methods_emit_the_same(pair, method):
     params = SamplingParams(temperature=1.0, seed=8)
     (ahead, _), (plain, _) = scheduler_of(pair), scheduler_of(pair, ahead=False)
-    ours, theirs = (Run(one, params, VerificationMethod(method)) for one in (ahead, plain))
+    ours, theirs = (Run(one, PROMPT, params, VerificationMethod(method)) for one in (ahead, plain))
     for _ in range(10):
         ours.cycle(Shape(3))
         ours.idle()
         theirs.cycle(Shape(3))
-    assert ours.proposals == theirs.proposals
-    assert ours.tokens == theirs.tokens
+    assert_same(ours, theirs)
 
 
 def test_other_tokens_at_the_end_are_drafted_for_anew(pair):
     params = SamplingParams(temperature=1.0, seed=9)
     (ahead, _), (plain, _) = scheduler_of(pair), scheduler_of(pair, ahead=False)
-    ours, theirs = Run(ahead, params), Run(plain, params)
+    ours, theirs = Run(ahead, PROMPT, params), Run(plain, PROMPT, params)
     for run in (ours, theirs):
         for _ in range(4):
             run.cycle(Shape(3))
@@ -192,13 +138,12 @@ def test_other_tokens_at_the_end_are_drafted_for_anew(pair):
         for _ in range(3):
             run.cycle(Shape(3))
             run.idle()
-    assert ours.proposals == theirs.proposals
-    assert ours.tokens == theirs.tokens
+    assert_same(ours, theirs)
 
 
 def test_arriving_block_ends_draft_ahead(pair, monkeypatch):
     scheduler, head = scheduler_of(pair)
-    run = Run(scheduler, SamplingParams(temperature=0.0, seed=1))
+    run = Run(scheduler, PROMPT, SamplingParams(temperature=0.0, seed=1))
     forwards = Forwards(head.engine, monkeypatch)
     run.cycle(Shape(3))
     assert scheduler.has_work
@@ -213,10 +158,10 @@ def test_arriving_block_ends_draft_ahead(pair, monkeypatch):
 
 def test_nothing_is_drafted_ahead_after_the_end(pair):
     scheduler, _ = scheduler_of(pair)
-    run = Run(scheduler, SamplingParams(temperature=0.0, seed=1), eos_token_ids=tuple(range(97)))
+    run = Run(scheduler, PROMPT, SamplingParams(temperature=0.0, seed=1), eos_token_ids=tuple(range(97)))
     run.cycle(Shape(3))
     assert not scheduler.has_work
-    other = Run(scheduler, SamplingParams(temperature=0.0, seed=1))
+    other = Run(scheduler, PROMPT, SamplingParams(temperature=0.0, seed=1))
     other.cycle(Shape(3))
     assert scheduler.has_work
     scheduler.release([Release(other.name)])
