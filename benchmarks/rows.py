@@ -22,7 +22,7 @@ from services.demo_pair import TARGET_DIR
 from services.engine.engine import SequenceInput
 from services.engine.loader import load_engine
 
-ROWS = (1, 2, 3, 4, 5, 6, 9, 12)
+ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12)
 
 
 def measure(model: Path, context: int, turns: int) -> list[dict[str, Any]]:

@@ -37,6 +37,8 @@
 #endif
 #define PANEL (PANEL_VECTORS * LANES)
 #define GROUP 32 /* inputs that share a scale in int4 */
+#define BLOCK 96 /* inputs, some groups: two blocks of a panel fit into the first cache */
+#define GROUP_ROWS (4 * MAX_ROWS)
 #define MAX_HEAD_VECTORS (256 / LANES)
 #define EXPORT __attribute__((visibility("default")))
 #define INLINE static inline __attribute__((always_inline))
@@ -158,6 +160,12 @@ INLINE int64_t panel_bytes(const int kind, int64_t inputs) {
     return kind == INT4 ? inputs * PANEL / 2 : inputs * PANEL * (kind == FLOAT32 ? 4 : kind == BFLOAT16 ? 2 : 1);
 }
 
+/* Bytes of `inputs` inputs of a panel, which begin with a group. */
+INLINE int64_t panel_size(const int kind, int64_t inputs) {
+    int64_t groups = (inputs + GROUP - 1) / GROUP;
+    return kind == INT4 ? groups * (panel_bytes(kind, GROUP) + 4 * PANEL) : panel_bytes(kind, inputs);
+}
+
 /* A row of bfloat16 numbers in float32: of weights, or of a group's scales. */
 INLINE void halves_at(const void *row, vf w[PANEL_VECTORS]) {
 #pragma GCC unroll 8
@@ -204,22 +212,25 @@ INLINE void weights_at(const int kind, const char *row, int u, const vf scale[PA
     }
 }
 
-/* PANEL outputs of `rows` rows; `rows` and `kind` are constants where this is inlined. */
-INLINE void panel_product(const int rows, const int kind, const char *panel, const gr_matrix *m,
-                          const float *x, int64_t x_stride, float *y, int64_t y_stride, int first, int add) {
+/* Adds the products of `inputs` inputs of a panel to the sums of `rows` rows and fetches what is `ahead`, `step`
+ * bytes with each row of the panel; `rows` and `kind` are constants where this is inlined. */
+INLINE void add_inputs(const int rows, const int kind, const char *panel, int64_t inputs, const float *x,
+                       int64_t x_stride, const char *ahead, int64_t step, vf total[][PANEL_VECTORS]) {
     const int row_inputs = kind == INT4 ? 8 / PANEL_VECTORS : 1, row_bytes = panel_bytes(kind, row_inputs);
-    const int64_t inputs = m->inputs, group = kind == INT4 ? GROUP : inputs;
+    const int64_t group = kind == INT4 ? GROUP : inputs;
     vf sum[MAX_ROWS][PANEL_VECTORS], w[PANEL_VECTORS], scale[PANEL_VECTORS], offset[PANEL_VECTORS];
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
-        for (int j = 0; j < PANEL_VECTORS; j++) sum[r][j] = splat(0);
+        for (int j = 0; j < PANEL_VECTORS; j++) sum[r][j] = total[r][j];
     for (int64_t start = 0; start < inputs; start += group) {
         int64_t end = start + group < inputs ? start + group : inputs;
-        if (kind == INT4) halves_at(panel, scale), halves_at(panel + 2 * PANEL, offset), panel += 4 * PANEL;
-        for (int64_t k = start; k < end; k += row_inputs, panel += row_bytes) {
+        if (kind == INT4) {
+            halves_at(panel, scale), halves_at(panel + 2 * PANEL, offset);
+            panel += 4 * PANEL, ahead += PANEL_VECTORS * step; /* 4 * PANEL of `row_bytes` */
+        }
+        for (int64_t k = start; k < end; k += row_inputs, panel += row_bytes, ahead += step) {
             /* Arithmetic would wait for memory: what the hardware fetches by itself comes too late. */
-            const char *ahead = panel + PANEL * (kind == FLOAT32 ? 192 : 96);
             __builtin_prefetch(ahead);
             if (row_bytes > 64) __builtin_prefetch(ahead + 64);
 #pragma GCC unroll 8
@@ -234,25 +245,15 @@ INLINE void panel_product(const int rows, const int kind, const char *panel, con
             }
         }
     }
-    int left = m->outputs - first, count = left < PANEL ? left : PANEL;
-    for (int r = 0; r < rows; r++) {
-        float out[PANEL];
-        for (int j = 0; j < PANEL_VECTORS; j++) store(out + LANES * j, sum[r][j]);
-        float *to = y + r * y_stride + first;
-        if (kind == INT8)
-            for (int i = 0; i < count; i++) out[i] *= m->scale[first + i];
-        if (m->bias)
-            for (int i = 0; i < count; i++) out[i] += m->bias[first + i];
-        if (add)
-            for (int i = 0; i < count; i++) to[i] += out[i];
-        else
-            memcpy(to, out, count * sizeof(float));
-    }
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+        for (int j = 0; j < PANEL_VECTORS; j++) total[r][j] = sum[r][j];
 }
 
 #define TILE(rows, kind)                                                                                   \
     case rows:                                                                                             \
-        panel_product(rows, kind, panel, m, x, x_stride, y, y_stride, first, add);                         \
+        add_inputs(rows, kind, panel, inputs, x, x_stride, ahead, step, total);                            \
         break;
 
 #if MAX_ROWS == 6
@@ -262,8 +263,8 @@ INLINE void panel_product(const int rows, const int kind, const char *panel, con
 #endif
 
 #define PRODUCT(name, kind)                                                                                \
-    static void name(const gr_matrix *m, int rows, const float *x, int64_t x_stride, float *y,             \
-                     int64_t y_stride, const char *panel, int first, int add) {                            \
+    static void name(int rows, const char *panel, int64_t inputs, const float *x, int64_t x_stride,        \
+                     const char *ahead, int64_t step, vf total[][PANEL_VECTORS]) {                         \
         switch (rows) {                                                                                    \
             TILE(1, kind) TILE(2, kind) TILE(3, kind) TILE(4, kind) LARGE_TILES(kind)                      \
         }                                                                                                  \
@@ -273,22 +274,52 @@ PRODUCT(tile_bfloat16, BFLOAT16)
 PRODUCT(tile_int8, INT8)
 PRODUCT(tile_int4, INT4)
 
-/* y = x W^T + b, or y += ... */
+/* The outputs from `first` on of one row, from the sums of a panel. */
+static void put(const gr_matrix *m, const vf total[PANEL_VECTORS], float *y, int first, int add) {
+    int left = m->outputs - first, count = left < PANEL ? left : PANEL;
+    float out[PANEL], *to = y + first;
+    for (int j = 0; j < PANEL_VECTORS; j++) store(out + LANES * j, total[j]);
+    if (m->kind == INT8)
+        for (int i = 0; i < count; i++) out[i] *= m->scale[first + i];
+    if (m->bias)
+        for (int i = 0; i < count; i++) out[i] += m->bias[first + i];
+    if (add)
+        for (int i = 0; i < count; i++) to[i] += out[i];
+    else
+        memcpy(to, out, count * sizeof(float));
+}
+
+/* y = x W^T + b, or y += ...
+ *
+ * The tiles of a group of rows take a block of inputs before the next block, and each fetches its share of that:
+ * weights are read from memory once, and while all rows compute. A single tile takes all inputs at once. */
 static void product(const gr_matrix *m, int rows, const float *x, int64_t x_stride, float *y, int64_t y_stride,
                     int add) {
-    static void (*const tiles[])(const gr_matrix *, int, const float *, int64_t, float *, int64_t, const char *,
-                                 int, int) = {tile_float32, tile_bfloat16, tile_int8, tile_int4};
+    static void (*const tiles[])(int, const char *, int64_t, const float *, int64_t, const char *, int64_t,
+                                 vf[][PANEL_VECTORS]) = {tile_float32, tile_bfloat16, tile_int8, tile_int4};
+    const int kind = m->kind;
+    const int64_t row_bytes = panel_bytes(kind, kind == INT4 ? 8 / PANEL_VECTORS : 1);
     const char *panel = m->panels;
-    int64_t bytes = panel_bytes(m->kind, m->inputs);
-    if (m->kind == INT4) bytes = (m->inputs + GROUP - 1) / GROUP * (panel_bytes(INT4, GROUP) + 4 * PANEL);
-    for (int first = 0; first < m->outputs; first += PANEL, panel += bytes) {
-        for (int row = 0; row < rows;) {
-            /* 7 rows are 4 + 3 rather than 6 + 1. */
-            int left = rows - row, tile = (left + MAX_ROWS - 1) / MAX_ROWS, count = (left + tile - 1) / tile;
-            tiles[m->kind](m, count, x + row * x_stride, x_stride, y + row * y_stride, y_stride, panel, first, add);
-            row += count;
+    for (int first = 0; first < m->outputs; first += PANEL, panel += panel_size(kind, m->inputs))
+        for (int row = 0, size; row < rows; row += size) {
+            size = rows - row < GROUP_ROWS ? rows - row : GROUP_ROWS;
+            vf sum[GROUP_ROWS][PANEL_VECTORS];
+            memset(sum, 0, size * sizeof(sum[0]));
+            int count = (size + MAX_ROWS - 1) / MAX_ROWS;
+            int64_t block = count == 1 ? m->inputs : BLOCK;
+            const char *from = panel;
+            for (int64_t k = 0; k < m->inputs; k += block) {
+                int64_t inputs = m->inputs - k < block ? m->inputs - k : block, bytes = panel_size(kind, inputs);
+                for (int tile = 0, at = 0, height; tile < count; tile++, at += height) {
+                    height = (size - at + count - tile - 1) / (count - tile); /* 7 rows are 4 + 3, not 6 + 1 */
+                    int64_t ahead = count == 1 ? PANEL * (kind == FLOAT32 ? 192 : 96) : bytes + bytes * tile / count;
+                    tiles[kind](height, from, inputs, x + (row + at) * x_stride + k, x_stride, from + ahead,
+                                row_bytes / count, sum + at);
+                }
+                from += bytes;
+            }
+            for (int r = 0; r < size; r++) put(m, sum[r], y + (row + r) * y_stride, first, add);
         }
-    }
 }
 
 /* ---- the rest of a layer ---- */

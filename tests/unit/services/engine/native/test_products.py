@@ -1,0 +1,61 @@
+"""Products of rows and a matrix: the same bits for a row, whatever rows come with it."""
+
+from __future__ import annotations
+
+from ctypes import byref
+from typing import Any
+
+import pytest
+import torch
+from test_engine_native import variants
+from torch import Tensor
+
+from services.engine.core.quantised import quantise_int4, quantise_int8
+from services.engine.native.library import open_kernel
+from services.engine.native.weights import Packer
+
+OUTPUTS = 97
+"""No whole number of panels on any instruction set."""
+
+MOST_ROWS = 60
+"""More than two groups of rows."""
+
+
+def random(*size: int) -> Tensor:
+    return torch.randn(*size, generator=torch.Generator().manual_seed(size[-1]))
+
+
+def packed(library: Any, kind: str, inputs: int, kept: list[object]) -> tuple[Any, Tensor]:
+    """Return a matrix with biases for the kernel, and its weights and biases as the kernel computes with them."""
+    weight, bias = random(OUTPUTS, inputs) * 0.1, random(OUTPUTS)
+    if kind == "bfloat16":
+        weight = weight.bfloat16().float()
+    quantised = {}
+    if kind.startswith("int"):
+        quantised[weight.data_ptr()] = (quantise_int8 if kind == "int8" else quantise_int4)(weight)
+    matrix = Packer(library.gr_panel(), library.gr_lanes(), kept, quantised).matrix([(weight, bias)])
+    exact = quantised[weight.data_ptr()].dequantised() if quantised else weight
+    return matrix, torch.cat((exact, bias[:, None]), 1)
+
+
+@pytest.mark.parametrize("variant", variants())
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4"])
+# Below one block of inputs, exactly one, a little more, and several with a rest that is no group of int4.
+@pytest.mark.parametrize("inputs", [44, 96, 100, 300])
+def test_products_do_not_depend_on_the_other_rows(variant: str, kind: str, inputs: int) -> None:
+    library = open_kernel(variant).library
+    kept: list[object] = []
+    matrix, exact = packed(library, kind, inputs, kept)
+
+    def product(rows: Tensor) -> Tensor:
+        made = torch.full((len(rows) + 1, OUTPUTS), torch.nan)
+        library.gr_map(byref(matrix), len(rows), rows.data_ptr(), made.data_ptr())
+        assert made[-1].isnan().all()  # nothing is written behind the last row
+        return made[:-1]
+
+    rows = random(MOST_ROWS, inputs)
+    alone = torch.cat([product(row[None].contiguous()) for row in rows])
+    expected = torch.cat((rows, torch.ones(MOST_ROWS, 1)), 1).double() @ exact.double().T
+    assert torch.allclose(alone.double(), expected, atol=1e-4)
+    for count in range(2, MOST_ROWS + 1):
+        assert torch.equal(product(rows[:count].contiguous()), alone[:count])
