@@ -24,7 +24,8 @@ class TrainTask(BaseModel):
             entering states it reads, the last one the number of layers, but for DFlash. Empty: the first two,
             for EAGLE-3 2, the middle, the last but two, and the end, for DFlash the last one instead of the
             end; EAGLE-1 and Medusa read the end only.
-        init: A directory of this command's drafter to start from; same shape.
+        init: A directory of this command's drafter to start from; same shape. An EAGLE-3 head may have
+            another number of rows.
         draft_vocab: Rows of the head; at most the target's. EAGLE-1 always has all.
         depth: Tokens per block of a parallel draft or DFlash head, of which the latter has at least 2, number
             of Medusa heads, and tokens of the proposals that are measured.
@@ -35,7 +36,7 @@ class TrainTask(BaseModel):
         batch: Answers generated at once.
         train_tokens: Least answer tokens per training step.
         learning_rate: Peak of AdamW's rate; None: 0.002, for a head 0.001.
-        loss: "kl" or "tv".
+        loss: "kl", "tv" (total variation) or "coupled" (what coupled verification rejects).
         minutes: Limit of generation and training together, over all runs; half of it at most is generation.
         patience: Measurements without improvement after which training stops.
         steps_per_report: Training steps between two measurements; the state is saved after each.
@@ -63,7 +64,7 @@ class TrainTask(BaseModel):
     batch: int = Field(64, ge=1)
     train_tokens: int = Field(512, ge=1)
     learning_rate: float | None = Field(None, gt=0)
-    loss: Literal["kl", "tv"] = "kl"
+    loss: Literal["kl", "tv", "coupled"] = "kl"
     minutes: float = Field(60.0, gt=0)
     patience: int = Field(6, ge=1)
     steps_per_report: int = Field(50, ge=1)

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from gammaray.errors import FailedPreconditionError
 from services.train.answers.store import Sequence, disk, write_json
 from services.train.batches import KEEP, MASK, Batch, build_batch
+from services.train.losses import loss_of
 
 __all__ = ["Drafter", "choose_vocabulary", "save_drafter", "write_drafter"]
 
@@ -123,11 +124,8 @@ class Drafter(nn.Module):
         return wanted, logs.gather(1, rows.clamp_min(0))
 
     def loss(self, batch: Batch, kind: str) -> Tensor:
-        """Return the mean loss: "kl" (up to the target's entropy) or "tv", total variation."""
-        wanted, found = self.common(batch, self(batch))
-        if kind == "tv":
-            return 1 - torch.minimum(wanted, found.exp()).sum(-1).mean()
-        return -(wanted * found).sum(-1).mean()
+        """Return the mean loss; `kind` as in `losses.loss_of`."""
+        return loss_of(kind, *self.common(batch, self(batch))).mean()
 
 
 def choose_vocabulary(sequences: Iterable[Sequence], count: int, vocab_size: int) -> Tensor:

@@ -77,7 +77,7 @@ class Eagle1Drafter(HeadDrafter):
         return sum(parameter.numel() for parameter in self.parameters()) + self.head.numel()
 
     def loss(self, batch: HeadBatch, kind: str) -> Tensor:
-        """Return the mean loss of the states and, with a lower weight, of the tokens: "kl" or "tv"."""
+        """Return the mean loss of the states and, with a lower weight, of the tokens, of this `kind`."""
         hidden = self._unrolled(batch)
         number, anchor, depth = batch.place.unbind(1)
         with torch.no_grad():

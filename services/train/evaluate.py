@@ -10,11 +10,15 @@ import torch
 
 from services.train.answers.store import Sequence
 from services.train.features import AnyDrafter
+from services.train.losses import coupled, overlap
 
 __all__ = ["evaluate"]
 
 _LOOKUP = (4, 3, 2)
 """Lengths of the n-grams that prompt lookup seeks, in this order."""
+
+_SHARES = {"overlap": overlap, "coupled": coupled}
+"""Measures of agreement at temperature 1."""
 
 _WAYS = ("tokens_per_cycle", "lookup", "lookup_first", "merged")
 """Ways to draft that are measured; see `evaluate`."""
@@ -30,21 +34,23 @@ def evaluate(drafter: AnyDrafter, held: Items[Sequence], gamma: int) -> dict[str
         gamma: Tokens per proposal.
 
     Returns:
-        `greedy`: share of matches by depth, given that all before matched; `overlap`: 1 - TV at temperature 1
-        by depth, over the target's top ids (a lower bound), given the true text; tokens per cycle at
-        temperature 0: `tokens_per_cycle` alone, `lookup` of prompt lookup, `lookup_first` of prompt lookup
-        where it finds a match, else the drafter, `merged` of a tree with a branch of each; `positions`
-        measured. Depths are of the block; a plain draft has the overlap of depth 1 only.
+        `greedy`: share of matches by depth, given that all before matched; at temperature 1 by depth, given
+        the true text: `overlap`, 1 - TV, and `coupled`, the share that coupled verification accepts (lower
+        bounds, over the target's top ids); tokens per cycle at temperature 0: `tokens_per_cycle` alone,
+        `lookup` of prompt lookup, `lookup_first` of prompt lookup where it finds a match, else the drafter,
+        `merged` of a tree with a branch of each; `positions` measured. Depths are of the block; a plain draft
+        has an `overlap` and a `coupled` of depth 1 only.
     """
     drafter.eval()
     tested, matched = [0] * gamma, [0] * gamma
-    overlap, seen = [0.0] * drafter.depth, [0] * drafter.depth
+    shares, seen = {name: [0.0] * drafter.depth for name in _SHARES}, [0] * drafter.depth
     cycles = dict.fromkeys(_WAYS, 0)
     tokens = 0
     for sequence in held:
         hits = {}
-        for anchor, depth, share, hit in _predictions(drafter, sequence):
-            overlap[depth - 1] += share
+        for anchor, depth, found, hit in _predictions(drafter, sequence):
+            for total, share in zip(shares.values(), found, strict=True):
+                total[depth - 1] += share
             seen[depth - 1] += 1
             hits[anchor, depth] = hit
         if sequence.temperature:
@@ -64,25 +70,28 @@ def evaluate(drafter: AnyDrafter, held: Items[Sequence], gamma: int) -> dict[str
     drafter.train()
     return {
         "greedy": [round(m / t, 3) if t else 0.0 for m, t in zip(matched, tested, strict=True)],
-        "overlap": [round(total / max(1, count), 3) for total, count in zip(overlap, seen, strict=True)],
+        **{
+            name: [round(total / max(1, count), 3) for total, count in zip(totals, seen, strict=True)]
+            for name, totals in shares.items()
+        },
         **{way: round(tokens / max(1, count), 3) for way, count in cycles.items()},
         "gamma": gamma,
         "positions": tokens,
     }
 
 
-def _predictions(drafter: AnyDrafter, sequence: Sequence) -> Iterator[tuple[int, int, float, bool]]:
-    """Yield anchor, depth, 1 - TV, and whether the likeliest token is that of the text."""
+def _predictions(drafter: AnyDrafter, sequence: Sequence) -> Iterator[tuple[int, int, list[float], bool]]:
+    """Yield anchor, depth, `_SHARES`, and whether the likeliest token is that of the text."""
     batch: Any = drafter.batch([sequence], keep=1.0)
     batch = type(batch)(*(part.to(drafter.head.device) for part in vars(batch).values()))
     logs = drafter(batch)
     wanted, found = drafter.common(batch, logs)
-    shares = torch.minimum(wanted, found.exp()).sum(-1)
+    shares = torch.stack([share(wanted, found) for share in _SHARES.values()], -1)
     hits = drafter.target_ids[logs.argmax(-1)] == batch.labels
-    for (_, anchor, depth), share, hit in zip(
+    for (_, anchor, depth), each, hit in zip(
         batch.place.tolist(), shares.tolist(), hits.tolist(), strict=True
     ):
-        yield anchor, depth, share, hit
+        yield anchor, depth, each, hit
 
 
 def _drafted(hits: Mapping[tuple[int, int], bool], anchor: int, most: int, *, is_block: bool) -> int:

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from services.train.answers.states import StateStore
 from services.train.answers.store import Sequence
 from services.train.drafter import Drafter
+from services.train.losses import loss_of
 
 __all__ = ["AnyDrafter", "FeatureDrafter", "FixedRows", "HeadBatch", "head_card"]
 
@@ -179,15 +180,12 @@ class FeatureDrafter(nn.Module):
         return batch.top_logs.exp() * (rows >= 0), logs.gather(1, rows.clamp_min(0))
 
     def loss(self, batch: HeadBatch, kind: str) -> Tensor:
-        """Return the mean loss, in which later depths count less: "kl" or "tv", as for other drafters."""
+        """Return the mean loss, in which later depths count less; `kind` as in `losses.loss_of`."""
         return self._mean(batch, self._each(batch, self(batch), kind))
 
     def _each(self, batch: HeadBatch, logs: Tensor, kind: str) -> Tensor:
         """Return the loss of each prediction."""
-        wanted, found = self.common(batch, logs)
-        if kind == "tv":
-            return 1 - torch.minimum(wanted, found.exp()).sum(-1)
-        return -(wanted * found).sum(-1)
+        return loss_of(kind, *self.common(batch, logs))
 
     def _mean(self, batch: HeadBatch, each: Tensor) -> Tensor:
         weight = STEP_WEIGHT ** (batch.place[:, 2] - 1).float()

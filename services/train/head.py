@@ -138,20 +138,26 @@ class HeadDrafter(FeatureDrafter):
         self.module.lm_head.weight.copy_(output)
 
     def start_from(self, init: str, target: str) -> None:
-        """Take the weights and the output's ids of another head, see `FeatureDrafter.start_from`."""
+        """Take the weights of another head, see `FeatureDrafter.start_from`.
+
+        The output's ids are taken, too, if there are as many. Otherwise ids that both have keep their rows,
+        and new ids begin with the target's.
+        """
         head, ids = load_head(init, target)
         own = self.config
-        same = replace(head.config, rope=own.rope, feature_eps=own.feature_eps)
+        same = replace(head.config, rope=own.rope, feature_eps=own.feature_eps, num_outputs=own.num_outputs)
         if same != own or (ids is None and own.is_fused):
-            raise InvalidArgumentError(
-                "init", init, f"a head of {own.num_outputs} output tokens on layers {list(own.taps)}"
-            )
-        own_keys = self.module.state_dict().keys()
-        self.module.load_state_dict(
-            {key: value for key, value in head.state_dict().items() if key in own_keys}
-        )
-        if ids is not None:
+            raise InvalidArgumentError("init", init, f"a head of its kind on layers {list(own.taps)}")
+        own_weights = self.module.state_dict()
+        weights = {key: value for key, value in head.state_dict().items() if key in own_weights}
+        if ids is not None and len(ids) == len(self.target_ids):
             self.take_ids(ids)
+        elif ids is not None:
+            rows = self.row_of[ids]
+            output = own_weights["lm_head.weight"].clone()
+            output[rows[rows >= 0]] = weights["lm_head.weight"][rows >= 0].to(output.dtype)
+            weights["lm_head.weight"] = output
+        self.module.load_state_dict(weights)
 
     @property
     def head(self) -> Tensor:

@@ -299,7 +299,7 @@ class _Run:
         loss = total / (step % self.task.steps_per_report or self.task.steps_per_report)
         shown = " ".join(f"{key} {value}" for key, value in found.items() if key not in ("gamma", "seconds"))
         self.tell(f"{self.elapsed():.0f} s: " + ("" if first else f"loss {loss:.3f} ") + shown)
-        score = found["tokens_per_cycle"] + sum(found["overlap"])
+        score = found["tokens_per_cycle"] + sum(found["coupled"])
         if score <= best:
             return best, worse + 1
         name, out = Path(self.path).name, Path(self.task.out)

@@ -81,7 +81,7 @@ def _layers(context: click.Context, parameter: click.Parameter, value: str | Non
     "--train-tokens", type=IntRange(1), default=512, show_default=True, help="Least tokens per step."
 )
 @click.option("--learning-rate", type=FloatRange(1e-7, 1), help="Default: 0.002, for a head 0.001.")
-@click.option("--loss", type=click.Choice(["kl", "tv"]), default="kl", show_default=True)
+@click.option("--loss", type=click.Choice(["kl", "tv", "coupled"]), default="kl", show_default=True)
 @click.option(
     "--minutes",
     type=FloatRange(0.01, 1e5),

@@ -26,7 +26,7 @@ def random(*size: int) -> Tensor:
 
 
 def packed(library: Any, kind: str, inputs: int, kept: list[object]) -> tuple[Any, Tensor]:
-    """Return a matrix with biases for the kernel, and its weights and biases as the kernel computes with them."""
+    """Return a matrix with biases for the kernel, and the weights and biases that it stands for."""
     weight, bias = random(OUTPUTS, inputs) * 0.1, random(OUTPUTS)
     if kind == "bfloat16":
         weight = weight.bfloat16().float()

@@ -1,0 +1,58 @@
+"""What a drafter is trained for and measured by: its agreement with the target at temperature 1.
+
+Both distributions are known at the target's most likely ids only, so agreement is a lower bound.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["coupled", "loss_of", "overlap"]
+
+_LEAST = 1e-30
+"""Denominators below this are of tokens that neither draws."""
+
+
+def overlap(wanted: Tensor, found: Tensor) -> Tensor:
+    """Return 1 - TV, [predictions].
+
+    Args:
+        wanted: The target's probabilities, 0 where the drafter has no row, [predictions, top_k].
+        found: The drafter's log-probabilities at the same ids, of any value where `wanted` is 0.
+    """
+    return torch.minimum(wanted, found.exp()).sum(-1)
+
+
+def coupled(wanted: Tensor, found: Tensor) -> Tensor:
+    """Return the probability that target and drafter draw the same token with the same Gumbel noise.
+
+    That is sum_j 1 / sum_i max(p_i / p_j, q_i / q_j), see `gammaray.maths.verifiers.coupled_acceptance`.
+    Tokens that are not among `wanted` are taken to belong to one of the two only.
+
+    Args:
+        wanted: As for `overlap`.
+        found: As for `overlap`.
+
+    Returns:
+        [predictions].
+    """
+    found = found.exp() * (wanted > 0)
+    p_rest, q_rest = (1 - part.sum(-1, keepdim=True) for part in (wanted, found))
+    larger = torch.maximum(wanted[:, None] * found[..., None], found[:, None] * wanted[..., None]).sum(-1)
+    larger = larger + p_rest.clamp_min(0) * found + q_rest.clamp_min(0) * wanted
+    return (wanted * found / larger.clamp_min(_LEAST)).sum(-1)
+
+
+def loss_of(kind: str, wanted: Tensor, found: Tensor) -> Tensor:
+    """Return the loss of each prediction, [predictions].
+
+    Args:
+        kind: "kl" (up to the target's entropy), "tv", total variation, or "coupled", the probability that
+            coupled verification rejects.
+        wanted: As for `overlap`.
+        found: As for `overlap`.
+    """
+    if kind == "kl":
+        return -(wanted * found).sum(-1)
+    return 1 - (coupled if kind == "coupled" else overlap)(wanted, found)

@@ -1,0 +1,69 @@
+"""Losses and measures of drafters in training, against the closed forms on whole distributions."""
+
+import pytest
+import torch
+
+from gammaray.maths.verifiers import coupled_acceptance
+from services.train.losses import coupled, loss_of, overlap
+
+P = [0.4, 0.3, 0.15, 0.0, 0.1, 0.05, 0.0, 0.0]
+Q = [0.25, 0.05, 0.2, 0.3, 0.0, 0.0, 0.12, 0.08]
+TOP = [0, 1, 2]
+"""What is stored; what else the two have is apart, so that the lower bounds are exact."""
+
+
+def stored(p, q, top):
+    """Return what the drafters' `common` returns of one prediction."""
+    wanted = torch.tensor([[p[token] for token in top]])
+    return wanted, torch.tensor([[q[token] for token in top]]).log()
+
+
+def exact(p, q):
+    return sum(p[token] * coupled_acceptance(p, q, token) for token in range(len(p)) if p[token])
+
+
+def test_agreement_is_exact_where_the_rest_is_apart():
+    assert coupled(*stored(P, Q, TOP)).item() == pytest.approx(exact(P, Q), abs=1e-6)
+    assert overlap(*stored(P, Q, TOP)).item() == pytest.approx(sum(map(min, P, Q)), abs=1e-6)
+
+
+def test_agreement_is_a_lower_bound_where_the_rest_is_shared():
+    whole, part = exact(P, Q), coupled(*stored(P, Q, [1, 2])).item()
+    assert 0 < part < whole
+    assert overlap(*stored(P, Q, [1, 2])).item() < sum(map(min, P, Q))
+
+
+@pytest.mark.parametrize("share", [coupled, overlap])
+def test_id_without_a_row_counts_as_never_drafted(share):
+    wanted, found = stored(P, Q, TOP)
+    wanted[0, 1] = 0  # the drafter has no row for it, and `found` holds another row's value
+    without = [Q[0], 0.0, Q[2], Q[1] + Q[3], *Q[4:]]  # all that a drafter gives is given to its rows
+    expected = exact(P, without) if share is coupled else sum(map(min, P, without))
+    found[0, 1] = -0.1
+    assert share(wanted, found).item() == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["kl", "tv", "coupled"])
+def test_loss_is_least_where_the_drafter_equals_the_target(kind):
+    logits = torch.zeros(1, 4, requires_grad=True)
+    target = torch.tensor([[0.5, 0.3, 0.15, 0.05]])
+    optimizer = torch.optim.Adam([logits], lr=0.02)
+    for _ in range(600):
+        optimizer.zero_grad()
+        loss_of(kind, target, logits.log_softmax(-1)).sum().backward()
+        optimizer.step()
+    assert torch.allclose(logits.softmax(-1), target, atol=0.02)
+    entropy = -(target * target.log()).sum().item() if kind == "kl" else 0.0
+    assert loss_of(kind, target, logits.log_softmax(-1)).item() == pytest.approx(entropy, abs=0.03)
+
+
+def test_loss_is_the_share_that_is_rejected():
+    assert loss_of("coupled", *stored(P, Q, TOP)).item() == pytest.approx(1 - exact(P, Q), abs=1e-6)
+    assert loss_of("tv", *stored(P, Q, TOP)).item() == pytest.approx(1 - sum(map(min, P, Q)), abs=1e-6)
+
+
+def test_impossible_tokens_leave_gradients_finite():
+    wanted = torch.tensor([[1.0, 0.0, 1e-38]])
+    found = torch.tensor([[-200.0, -1e4, 0.0]], requires_grad=True)
+    loss_of("coupled", wanted, found).sum().backward()
+    assert found.grad.isfinite().all()
