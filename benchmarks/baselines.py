@@ -7,7 +7,7 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,7 +86,7 @@ class Baselines:
             max_tokens: Upper bound of new tokens.
             temperature: 0 is greedy.
             seed: Seed of the sampling; only used above temperature 0.
-            ignore_eos: Continue after end-of-sequence tokens. The engine always does.
+            ignore_eos: Continue after end-of-sequence tokens.
             with_gaps: Return the gaps between logits, too. Only `transformers` does.
 
         Raises:
@@ -171,15 +171,23 @@ async def running_baselines(target: str, draft: str | None, threads: int = 1) ->
 
 
 @asynccontextmanager
-async def running_engine(target: str, threads: int = 1) -> AsyncIterator[Baselines]:
-    """Start gammaray's engine alone, with `threads` arithmetic threads; the process ends with the block."""
-    models = (resolve_model(target, "target"),)
-    async with _running("benchmarks.engine_worker", models, threads) as baselines:
+async def running_engine(
+    target: str, threads: int = 1, eos_token_ids: Collection[int] = ()
+) -> AsyncIterator[Baselines]:
+    """Start gammaray's engine alone; the process ends with the block.
+
+    Args:
+        target: Directory or hub name, or "demo".
+        threads: Arithmetic threads.
+        eos_token_ids: Tokens that end completions which do not ignore them.
+    """
+    given = (resolve_model(target, "target"), ",".join(map(str, eos_token_ids)))
+    async with _running("benchmarks.engine_worker", given, threads) as baselines:
         yield baselines
 
 
 @asynccontextmanager
-async def _running(module: str, models: Sequence[str], threads: int) -> AsyncIterator[Baselines]:
+async def _running(module: str, arguments: Sequence[str], threads: int) -> AsyncIterator[Baselines]:
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": str(threads),
@@ -187,7 +195,7 @@ async def _running(module: str, models: Sequence[str], threads: int) -> AsyncIte
         "TOKENIZERS_PARALLELISM": "false",
     }
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", module, *models, str(threads)),
+        *(sys.executable, "-m", module, *arguments, str(threads)),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         limit=_LINE_LIMIT,

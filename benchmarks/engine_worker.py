@@ -83,10 +83,15 @@ class _Running:
 
 
 class EngineWorker:
-    """Completes requests with one engine."""
+    """Completes requests with one engine.
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    Args:
+        engine: The engine.
+        eos_token_ids: Tokens that end a completion which does not ignore them.
+    """
+
+    def __init__(self, engine: Engine, eos_token_ids: frozenset[int] = frozenset()) -> None:
+        self._engine, self._eos = engine, eos_token_ids
         self._running: list[_Running] = []
 
     @property
@@ -98,13 +103,11 @@ class EngineWorker:
         """Begin a completion; `request` is made by `Baselines.generate` with token ids as its prompt.
 
         Raises:
-            ValueError: An unknown system, or a request that wants to end at end-of-sequence tokens.
+            ValueError: An unknown system.
         """
         kind, _, depth = request["system"].partition("-lookup-")
         if kind != "engine":
             raise ValueError(f"system: got {request['system']!r}, allowed: engine, engine-lookup-N")
-        if not request["ignore_eos"]:
-            raise ValueError("ignore_eos: got False, allowed: True")
         params = SamplingParams(temperature=request["temperature"], seed=request["seed"])
         session = Session(
             session_id=f"session-{request['number']}",
@@ -113,6 +116,7 @@ class EngineWorker:
             method=VerificationMethod.COUPLED,
             max_tokens=request["max_tokens"],
             text=NoText(),
+            eos_token_ids=frozenset() if request["ignore_eos"] else self._eos,
         )
         noise = Noise(request["seed"], 0, self._engine.vocab_size, self._engine.device)
         self._running.append(_Running(request["number"], session, int(depth or 0), noise, received))
@@ -161,8 +165,9 @@ class EngineWorker:
 
 def main() -> None:
     """Answer requests until stdin closes; the first line written says that the model is loaded."""
-    target, threads = sys.argv[1:]
-    worker = EngineWorker(load_engine(target, threads=int(threads)))
+    target, eos, threads = sys.argv[1:]
+    eos_token_ids = frozenset(map(int, filter(None, eos.split(","))))
+    worker = EngineWorker(load_engine(target, threads=int(threads)), eos_token_ids)
     received: queue.SimpleQueue[tuple[str, float] | None] = queue.SimpleQueue()
 
     def read() -> None:

@@ -21,6 +21,11 @@ class Peer:
     async def sample(self, ask: Ask) -> Sample:
         """Return one completion; its times are taken in the process that generates."""
         made = await self._baselines.generate(
-            self.name, ask.prompt, max_tokens=ask.max_tokens, temperature=ask.temperature, seed=ask.seed
+            self.name,
+            ask.prompt,
+            max_tokens=ask.max_tokens,
+            temperature=ask.temperature,
+            seed=ask.seed,
+            ignore_eos=ask.ignore_eos,
         )
         return Sample(made.token_ids, made.seconds, made.arrivals, target_s=made.target_s)

@@ -44,6 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--categories", default=",".join(CATEGORIES), help="comma-separated; default: all")
     parser.add_argument("--prompts", type=int, default=3, help="prompts per category, up to 10; default 3")
     parser.add_argument("--tokens", type=int, default=96, help="tokens per completion; default 96")
+    parser.add_argument("--to-end", action="store_true", help="completions end where the model ends them")
     parser.add_argument("--repetitions", type=int, default=3, help="default 3")
     parser.add_argument("--temperature", default="0,1", help="comma-separated; default 0,1")
     parser.add_argument("--streams", default="1", help="completions in flight, comma-separated; default 1")
@@ -85,6 +86,7 @@ def main() -> None:
             draft_gguf=options.draft_gguf,
             head=options.head,
             weights=options.weights,
+            ignore_eos=not options.to_end,
         )
     except ValueError as error:
         parser.error(str(error))

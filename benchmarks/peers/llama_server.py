@@ -174,7 +174,7 @@ def _body(ask: Ask, *, stream: bool) -> dict[str, Any]:
         "samplers": ["top_k"] if greedy else ["temperature"],
         "top_k": 1 if greedy else 0,
         "seed": ask.seed,
-        "ignore_eos": True,
+        "ignore_eos": ask.ignore_eos,
         "cache_prompt": False,
         "return_tokens": True,
         "stream": stream,

@@ -74,7 +74,8 @@ class Settings:
         weights: Of the draft or head in gammaray: auto, int8 or int4.
         categories: Of `benchmarks.prompts`.
         num_prompts: Prompts per category.
-        max_tokens: Tokens per completion; end-of-sequence tokens are ignored.
+        max_tokens: Tokens per completion.
+        ignore_eos: Continue after end-of-sequence tokens, so that all completions are as long.
         repetitions: Values per figure.
         temperatures: Temperatures to measure.
         streams: Numbers of completions in flight to measure.
@@ -107,6 +108,7 @@ class Settings:
     draft_gguf: Path | None = None
     head: str | None = None
     weights: str = "auto"
+    ignore_eos: bool = True
 
     def __post_init__(self) -> None:
         load_tasks(self.categories, self.num_prompts)
@@ -194,7 +196,7 @@ async def compare(settings: Settings, console: Console) -> dict[str, Any]:
     async with AsyncExitStack() as stack:
         console.print("starting the systems ...")
         context = max(map(len, prompts.values())) + settings.max_tokens + _SPARE
-        started = await _start(settings, context, stack)
+        started = await _start(settings, context, tokenizer.eos_token_ids, stack)
         for temperature, streams in itertools.product(settings.temperatures, settings.streams):
             systems = started.at(streams)
             try:
@@ -253,7 +255,9 @@ class _Started:
         return [system for system in systems if system.name not in self._settings.without]
 
 
-async def _start(settings: Settings, context: int, stack: AsyncExitStack) -> _Started:
+async def _start(
+    settings: Settings, context: int, eos_token_ids: frozenset[int], stack: AsyncExitStack
+) -> _Started:
     started = _Started(settings)
     threads = settings.threads
     # A drafter of `gammaray train` shares weights with its target; other programs cannot load it.
@@ -263,7 +267,7 @@ async def _start(settings: Settings, context: int, stack: AsyncExitStack) -> _St
     baselines = await stack.enter_async_context(running_baselines(settings.target, ordinary, threads))
     names = [REFERENCE, f"lookup-{_LOOKUP}", *(f"assisted-{n}" for n in _ASSISTED if ordinary)]
     started.peers = [Peer(name, baselines) for name in names]
-    engine = await stack.enter_async_context(running_engine(settings.target, threads))
+    engine = await stack.enter_async_context(running_engine(settings.target, threads, eos_token_ids))
     started.batching = [Peer(name, engine) for name in (ENGINE, f"{ENGINE}-lookup-{_LOOKUP}")]
     started.client = await stack.enter_async_context(
         running_stack(settings.target, settings.draft, settings.head, settings.weights)
@@ -300,7 +304,7 @@ async def _measure(
     console: Console,
 ) -> Samples:
     asks = [
-        Ask(token_ids, settings.max_tokens, temperature, seed, prediction=task.prediction or "")
+        Ask(token_ids, settings.max_tokens, temperature, seed, task.prediction or "", settings.ignore_eos)
         for seed, (task, token_ids) in enumerate(prompts.items())
     ]
     with Progress(console=console, transient=True) as progress:

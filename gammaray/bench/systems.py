@@ -20,10 +20,11 @@ Arrival = tuple[float, int]
 
 @dataclass(frozen=True)
 class Ask:
-    """A requested completion; every system ignores end-of-sequence tokens.
+    """A requested completion.
 
     `prompt` is text, or token ids of the target's vocabulary. `prediction` is text that the completion may
-    resemble; systems without predicted outputs ignore it.
+    resemble; systems without predicted outputs ignore it. With `ignore_eos` every completion has `max_tokens`
+    tokens, else it may end before.
     """
 
     prompt: str | tuple[int, ...]
@@ -31,6 +32,7 @@ class Ask:
     temperature: float = 0.0
     seed: int = 0
     prediction: str = ""
+    ignore_eos: bool = True
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,7 @@ class Stack:
             "seed": ask.seed,
             "gamma": self._policy,
             "verification": self._verification,
-            "ignore_eos": True,
+            "ignore_eos": ask.ignore_eos,
             "cache_salt": secrets.token_hex(8),  # A fresh salt prevents prefix cache hits.
         }
         if ask.prediction:

@@ -31,6 +31,10 @@ _SMALL = 0.1
 
 _SPREAD = 0.02
 
+_RIDGE = 1e-4
+"""Regularisation of a fit, as a share of the squared inputs. With the target's own rows instead of
+fitted ones, SmolLM2's head with 3,276 new rows began with 1 - TV at 0.25 instead of 0.44 (2026-11-25)."""
+
 _LAYER_TYPES = ("llama", "mistral", "qwen2", "smollm3")
 _CONFIG_KEYS = (
     "vocab_size",
@@ -141,7 +145,7 @@ class HeadDrafter(FeatureDrafter):
         """Take the weights of another head, see `FeatureDrafter.start_from`.
 
         The output's ids are taken, too, if there are as many. Otherwise ids that both have keep their rows,
-        and new ids begin with the target's.
+        and new ids begin with what the target's rows become by the linear map that fits the others best.
         """
         head, ids = load_head(init, target)
         own = self.config
@@ -154,9 +158,8 @@ class HeadDrafter(FeatureDrafter):
             self.take_ids(ids)
         elif ids is not None:
             rows = self.row_of[ids]
-            output = own_weights["lm_head.weight"].clone()
-            output[rows[rows >= 0]] = weights["lm_head.weight"][rows >= 0].to(output.dtype)
-            weights["lm_head.weight"] = output
+            trained = weights["lm_head.weight"][rows >= 0].float()
+            weights["lm_head.weight"] = _completed(own_weights["lm_head.weight"], rows[rows >= 0], trained)
         self.module.load_state_dict(weights)
 
     @property
@@ -197,6 +200,23 @@ class HeadDrafter(FeatureDrafter):
     def save(self, folder: Path, identity: dict[str, str], name: str, card: dict[str, Any]) -> int:
         """Write a directory in the `speculators` format, see `FeatureDrafter.save`."""
         return save_head(self, folder, identity, name, card)
+
+
+def _completed(begun: Tensor, known: Tensor, trained: Tensor) -> Tensor:
+    """Return the rows of an output matrix of which only some are trained.
+
+    Args:
+        begun: The target's rows, [rows, hidden_size].
+        known: Numbers of the rows that are trained, int64 [known].
+        trained: Those rows, [known, hidden_size].
+    """
+    inputs = F.pad(begun, (0, 1), value=1.0)
+    given = inputs[known]
+    product = given.T @ given
+    product += _RIDGE * product.diagonal().mean() * torch.eye(len(product))
+    rows: Tensor = inputs @ torch.linalg.solve(product, given.T @ trained)
+    rows[known] = trained
+    return rows
 
 
 class _Unrolled:

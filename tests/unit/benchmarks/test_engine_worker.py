@@ -102,13 +102,22 @@ def test_sessions_are_released(engine: Engine) -> None:
     assert all(engine.length(f"session-{number}") == 0 for number in range(3))
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"system": "generate"}, "got 'generate', allowed: engine, engine-lookup-N"),
-    ({"ignore_eos": False}, "ignore_eos"),
-])  # fmt: skip
-def test_add_what_it_cannot_do_raises(engine: Engine, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        EngineWorker(engine).add({**request(0, "engine"), **changes}, 0.0)
+@pytest.mark.parametrize("system", ["engine", "engine-lookup-8"])
+def test_completion_ends_at_an_end_of_sequence_token_unless_it_ignores_it(
+    engine: Engine, system: str
+) -> None:
+    whole = answers(EngineWorker(engine), [request(0, system)])[0]["token_ids"]
+    end = whole.index(whole[5])
+    worker = EngineWorker(engine, frozenset({whole[5]}))
+    assert answers(worker, [request(0, system)])[0]["token_ids"] == whole
+    made = answers(worker, [request(0, system, ignore_eos=False)])[0]
+    assert made["token_ids"] == whole[: end + 1]
+    assert sum(count for _, count in made["arrivals"]) == end + 1
+
+
+def test_unknown_system_is_refused(engine: Engine) -> None:
+    with pytest.raises(ValueError, match="got 'generate', allowed: engine, engine-lookup-N"):
+        EngineWorker(engine).add(request(0, "generate"), 0.0)
 
 
 async def test_running_engine_serves_systems_over_its_pipe(directory: Path, engine: Engine) -> None:

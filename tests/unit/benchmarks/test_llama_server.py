@@ -82,7 +82,9 @@ async def test_request_is_greedy_or_samples_from_the_models_distribution_alone(
     binary: str, log: Path, temperature: float, samplers: list[str], top_k: int
 ) -> None:
     await complete(binary, Ask(PROMPT, 1, temperature, seed=7))
-    body = entries(log)[1]
+    await complete(binary, Ask(PROMPT, 1, ignore_eos=False))
+    body, other = (entry for entry in entries(log) if "ignore_eos" in entry)
+    assert not other["ignore_eos"]
     assert (body["prompt"], body["n_predict"], body["seed"]) == (list(PROMPT), 1, 7)
     assert (body["samplers"], body["top_k"], body["temperature"]) == (samplers, top_k, temperature)
     assert body["ignore_eos"]
