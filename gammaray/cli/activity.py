@@ -62,7 +62,8 @@ class Worker:
         batch: Mean blocks per step; None before the first step.
         steps_per_s: Steps per second.
         cache_use: Share of the KV cache budget in use.
-        ahead_hit_rate: Share of proposals that were prepared ahead; None for targets and before the first.
+        ahead_hit_rate: Share of proposals that were prepared ahead; None before the first, and for
+            targets without a head.
     """
 
     role: str

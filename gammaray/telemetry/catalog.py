@@ -433,13 +433,14 @@ ENGINE = (
         labels=("role", "outcome"),
     ),
     Metric(
-        *("gammaray.draft_ahead.lookups", Kind.COUNTER, "{proposal}", DRAFT),
-        "Proposals after the first of a session, which draft-ahead could have prepared.",
+        *("gammaray.draft_ahead.lookups", Kind.COUNTER, "{proposal}", BOTH_WORKERS),
+        "Proposals after the first of a session, which draft-ahead could have prepared; on targets, "
+        "those of a head.",
         "sum(rate(gammaray_draft_ahead_hits_total[5m])) / sum(rate(gammaray_draft_ahead_lookups_total[5m]))",
         "Draft-ahead hit rate.",
     ),
     Metric(
-        *("gammaray.draft_ahead.hits", Kind.COUNTER, "{proposal}", DRAFT),
+        *("gammaray.draft_ahead.hits", Kind.COUNTER, "{proposal}", BOTH_WORKERS),
         "Those of them that were ready, without a forward.",
         "sum(rate(gammaray_draft_ahead_hits_total[5m]))",
         "Prepared proposals used per second.",

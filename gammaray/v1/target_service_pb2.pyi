@@ -225,10 +225,13 @@ class VerifyResult(_message.Message):
     TIMING_FIELD_NUMBER: _builtins.int
     DRAFTED_FIELD_NUMBER: _builtins.int
     FEATURES_FIELD_NUMBER: _builtins.int
+    IS_PREPARED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     """Echo of the block's id."""
     session_id: _builtins.str
     """The session."""
+    is_prepared: _builtins.bool
+    """Whether `drafted` was ready when the block came, so that it took no forward of the head. Default false."""
     @_builtins.property
     def verdict(self) -> Global___Verdict:
         """The verdict."""
@@ -268,10 +271,11 @@ class VerifyResult(_message.Message):
         timing: _types_pb2.WorkerTiming | None = ...,
         drafted: _types_pb2.Proposal | None = ...,
         features: _types_pb2.Features | None = ...,
+        is_prepared: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_drafted", b"_drafted", "_features", b"_features", "drafted", b"drafted", "error", b"error", "features", b"features", "need", b"need", "outcome", b"outcome", "timing", b"timing", "verdict", b"verdict"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drafted", b"_drafted", "_features", b"_features", "drafted", b"drafted", "error", b"error", "features", b"features", "need", b"need", "outcome", b"outcome", "request_id", b"request_id", "session_id", b"session_id", "timing", b"timing", "verdict", b"verdict"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drafted", b"_drafted", "_features", b"_features", "drafted", b"drafted", "error", b"error", "features", b"features", "is_prepared", b"is_prepared", "need", b"need", "outcome", b"outcome", "request_id", b"request_id", "session_id", b"session_id", "timing", b"timing", "verdict", b"verdict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__drafted: _TypeAlias = _typing.Literal["drafted"]  # noqa: Y015
     _WhichOneofArgType__drafted: _TypeAlias = _typing.Literal["_drafted", b"_drafted"]  # noqa: Y015

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from gammaray.blocks import (
@@ -210,7 +211,8 @@ def _drafted(result: target_pb.VerifyResult, vocab_size: int) -> Proposal | None
     if not result.HasField("drafted"):
         return None
     try:
-        return proposal_from_proto(result.drafted, vocab_size)
+        proposal = proposal_from_proto(result.drafted, vocab_size)
+        return replace(proposal, is_prepared=result.is_prepared)
     except InvalidArgumentError as error:
         raise InternalError(f"the peer sent a proposal that cannot be: {error}") from None
 

@@ -45,6 +45,7 @@ def cycle_record(
         emitted=len(cycle.token_ids),
         drafter=DRAFTERS[cycle.drafter],
         draft_failed=cycle.draft_failed,
+        draft_ahead_hit=cycle.is_prepared,
     )
     if cycle.origins and cycle.origins[-1] is not TokenOrigin.ACCEPTED:
         record.next_origin = ORIGINS[cycle.origins[-1]]

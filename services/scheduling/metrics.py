@@ -96,11 +96,13 @@ class WorkerMeter:
         meter.gauge("gammaray.worker.cache.retained", lambda: engine.stats().retained_bytes, role=role)
         meter.observed("gammaray.worker.cache.evictions", lambda: engine.stats().num_evictions, role=role)
 
-    def watch_ahead(self, stats: AheadStats) -> None:
-        """Read the counters of draft-ahead at every collection."""
+    def watch_ahead(self, stats: AheadStats, *, has_rows: bool = True) -> None:
+        """Read the counters of draft-ahead at every collection; those of rows only if they are counted."""
         self._ahead = stats
         self.meter.observed("gammaray.draft_ahead.lookups", lambda: stats.lookups)
         self.meter.observed("gammaray.draft_ahead.hits", lambda: stats.hits)
+        if not has_rows:
+            return
         self.meter.observed("gammaray.draft_ahead.rows", lambda: stats.used_rows, use="used")
         self.meter.observed("gammaray.draft_ahead.rows", lambda: stats.wasted_rows, use="wasted")
 

@@ -47,6 +47,7 @@ class Drafting:
     speculation: Speculation
     reading: ProposalBuilder
     nodes: list[Node] = field(default_factory=list)
+    is_fed: bool = False
 
 
 class LocalDrafter(ABC):
@@ -109,6 +110,9 @@ class LocalDrafter(ABC):
         Args:
             asked: Each session with the shape of its proposal and the number of its tokens whose hidden
                 states may be known: what is known of later positions is of other tokens.
+
+        Returns:
+            The proposals; those that took no forward are marked as prepared.
         """
         return self._try_draft(asked, None)
 
@@ -140,11 +144,15 @@ class LocalDrafter(ABC):
         drafting = [one for one in begun if one is not None]
         if unopened := [one for one in drafting if one.speculation.tree.root.prediction is None]:
             self._feed_committed(unopened)
+            for one in unopened:
+                one.is_fed = True
         while open_ones := [one for one in drafting if self._reads_on(one)]:
             if stop is not None and stop.value:
                 break
             self._feed_nodes(open_ones, stop)
-        return [Proposal() if one is None else one.reading.proposal() for one in begun]
+            for one in open_ones:
+                one.is_fed = True
+        return [Proposal() if one is None else _proposal(one) for one in begun]
 
     def _speculate(self, session: SessionCopy) -> Speculation:
         """Return a new tree for a session."""
@@ -184,3 +192,8 @@ class LocalDrafter(ABC):
         feeds = [one.speculation.feed(one.nodes) for one in drafting]
         for one, logits in zip(drafting, self.engine.step(feeds), strict=True):
             one.speculation.open(self.engine, one.nodes, logits)
+
+
+def _proposal(one: Drafting) -> Proposal:
+    proposal = one.reading.proposal()
+    return replace(proposal, is_prepared=len(proposal) > 0 and not one.is_fed)

@@ -24,6 +24,7 @@ from services.engine.engine import Engine, SequenceInput
 from services.engine.sampling.edits import LogitEdits, row_paths
 from services.engine.sampling.logits import edited_logits, gumbel_draw, processed_log_probs
 from services.scheduling.grammars import Grammars
+from services.scheduling.metrics import AheadStats
 from services.scheduling.planning import Limits, Running
 from services.scheduling.scheduler import Scheduler
 from services.scheduling.sessions import SessionCopy
@@ -43,6 +44,7 @@ class _Verifying(Running[VerifyTask]):
     Args:
         scores: Collects the requested log-probabilities of the prompt.
         must_draft: Whether the head has to draft before the first forward.
+        is_expected: Whether it may have done so ahead.
         states: Hidden states of the last feed's tokens, [tokens, taps, hidden_size]; for a head.
         drawn: The target's tokens of the last feed's rows where the engine drew them, as `Engine.drawn`.
         features: Features for a head elsewhere, if the block asks for them.
@@ -50,6 +52,7 @@ class _Verifying(Running[VerifyTask]):
 
     scores: PromptScores | None = None
     must_draft: bool = False
+    is_expected: bool = False
     states: Tensor | None = None
     drawn: list[int | None] | None = None
     features: BlockFeatures | None = None
@@ -88,7 +91,10 @@ class TargetScheduler(Scheduler[VerifyTask]):
         super().__init__(engine, limits, grammars=grammars)
         self._head, self._features = head, features
         self._drafts_ahead, self._ahead = draft_ahead, dict[str, tuple[SessionCopy, Shape]]()
-        self._stop = c_int32()
+        self._expected = set[str]()
+        self._stop, self._stats = c_int32(), AheadStats()
+        if head is not None and draft_ahead:
+            self.meter.watch_ahead(self._stats, has_rows=False)
         taps = (
             head.taps if features is None and head is not None else () if features is None else features.taps
         )
@@ -127,6 +133,8 @@ class TargetScheduler(Scheduler[VerifyTask]):
     def _start(self, task: VerifyTask, session: SessionCopy) -> Running[VerifyTask]:
         proposal = task.proposal
         self._ahead.pop(task.session_id, None)
+        was_expected = task.session_id in self._expected
+        self._expected.discard(task.session_id)
         self.limits.check_proposal(len(proposal))
         nodes, num_top = list(proposal.token_ids), task.num_prompt_logprobs
         running = _Verifying(task, session, nodes, num_logits=len(nodes) + 1, parents=proposal.parents)
@@ -135,6 +143,7 @@ class TargetScheduler(Scheduler[VerifyTask]):
             running.scores = PromptScores(prompt, num_top, self.engine.vocab_size)
             running.is_scored = True
         running.must_draft = self._head is not None and task.head is not None and task.head.depth > 0
+        running.is_expected = running.must_draft and was_expected
         if self._features is not None and task.features_from is not None:
             running.features = self._features.begin(task.base_position, task.features_from)
         return running
@@ -155,6 +164,9 @@ class TargetScheduler(Scheduler[VerifyTask]):
         took_us = int((time.perf_counter() - began) * 1e6)
         for running, proposal in zip(drafting, proposals, strict=True):
             running.timing.head_us = took_us
+            if running.is_expected:
+                self._stats.lookups += 1
+                self._stats.hits += proposal.is_prepared
             if len(proposal) < self.limits.max_batch_tokens:
                 running.propose(proposal)
 
@@ -244,6 +256,7 @@ class TargetScheduler(Scheduler[VerifyTask]):
             verdict = replace(verdict, drafted=replace(proposal, draft_distributions=None))
             if self._drafts_ahead and verdict.next_token_id not in session.spec.eos_token_ids:
                 self._ahead[session.session_id] = session, task.head
+                self._expected.add(session.session_id)
         emitted = [*(proposal.token_ids[node] for node in path), verdict.next_token_id]
         session.tokens += emitted
         if task.num_top_logprobs is None:
@@ -272,6 +285,7 @@ class TargetScheduler(Scheduler[VerifyTask]):
 
     def _forget(self, session: SessionCopy) -> None:
         self._ahead.pop(session.session_id, None)
+        self._expected.discard(session.session_id)
         if self._head is not None:
             self._head.drop(session.session_id)
         super()._forget(session)

@@ -132,6 +132,7 @@ def _result(reply: Reply) -> pb.VerifyResult:
         fill_verdict(result.verdict, reply.outcome)
         if reply.outcome.drafted is not None:
             result.drafted.CopyFrom(proposal_to_proto(reply.outcome.drafted))
+            result.is_prepared = reply.outcome.drafted.is_prepared
         if reply.outcome.features is not None:
             result.features.CopyFrom(features_to_proto(reply.outcome.features))
     return result

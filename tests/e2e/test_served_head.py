@@ -55,6 +55,8 @@ def test_text_is_that_of_plain_decoding(tmp_path):
                 made = client.complete(PROMPT, drafter="head", gamma=3, verification=method, max_tokens=32)
                 assert made.summary.head_cycles > 0
             assert eventually(lambda: DrafterKind.HEAD in drafters_of(client, made))
+            records = client.session_trace(made.session_id)
+            assert any(cycle.draft_ahead_hit for cycle in records if cycle.drafter is DrafterKind.HEAD)
         cluster.check_stop(signal.SIGINT)
 
 

@@ -29,6 +29,7 @@ class Run:
     tokens: list[int] = field(init=False)
     held: int = 0
     proposals: list[tuple[int, ...]] = field(default_factory=list)
+    prepared: list[bool] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
@@ -65,6 +66,7 @@ class Run:
         self.tokens += [drafted.token_ids[node] for node in verdict.accepted_path]
         self.tokens.append(verdict.next_token_id)
         self.proposals.append(drafted.token_ids)
+        self.prepared.append(drafted.is_prepared)
 
     def idle(self) -> None:
         while self.scheduler.has_work:

@@ -86,6 +86,11 @@ def test_proposals_and_tokens_are_those_without_draft_ahead(pair, shape, tempera
         forwards.count = 0
     assert_same(ours, theirs)
     assert sum(map(len, ours.proposals)) >= 11
+    assert ours.prepared == [False, *(len(proposal) > 0 for proposal in ours.proposals[1:])]
+    assert not any(theirs.prepared)
+    totals = ahead.meter.totals
+    assert (totals.ahead_lookups, totals.ahead_hits) == (11, sum(ours.prepared))
+    assert plain.meter.totals.ahead_lookups == 0
 
 
 def test_deeper_and_shallower_proposals_use_what_is_there(pair):
@@ -97,6 +102,17 @@ def test_deeper_and_shallower_proposals_use_what_is_there(pair):
             run.cycle(Shape(depth, max_nodes))
         ours.idle()
     assert_same(ours, theirs)
+
+
+def test_proposal_that_needs_a_forward_is_not_marked_as_prepared(pair):
+    (ahead, _), params = scheduler_of(pair), SamplingParams(seed=4)
+    run = Run(ahead, PROMPT, params)
+    run.cycle(Shape(1))
+    run.cycle(Shape(1))  # without a pause: nothing could be prepared
+    run.idle()
+    run.cycle(Shape(1))
+    assert run.prepared == [False, False, len(run.proposals[2]) > 0]
+    assert ahead.meter.totals.ahead_lookups == 2
 
 
 def test_cycles_of_other_drafters_between_leave_no_stale_proposal(pair):
