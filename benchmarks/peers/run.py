@@ -304,7 +304,14 @@ async def _measure(
     console: Console,
 ) -> Samples:
     asks = [
-        Ask(token_ids, settings.max_tokens, temperature, seed, task.prediction or "", settings.ignore_eos)
+        Ask(
+            token_ids,
+            settings.max_tokens,
+            temperature,
+            seed,
+            prediction=task.prediction or "",
+            ignore_eos=settings.ignore_eos,
+        )
         for seed, (task, token_ids) in enumerate(prompts.items())
     ]
     with Progress(console=console, transient=True) as progress:

@@ -37,7 +37,8 @@ others takes hundreds of steps to learn that, and 0.1 makes 32 sessions in "shar
 
 KNEE = 4
 """Rows of a proposal beyond which a row may cost more. On a core of Zen 5 that reads 37 GB/s, the second to
-fifth row of a forward cost 0.03 of it each, the sixth to twelfth 0.12 (SmolLM2, `benchmarks.rows`)."""
+fifth row of a forward cost 0.03 of it each, the sixth to twelfth 0.12 (SmolLM2, `benchmarks.rows`,
+2026-11-25)."""
 
 DRIFT = 0.02
 """Relative standard deviation of the change per cycle: of all coefficients together (a busy machine), and of

@@ -41,7 +41,7 @@ TOP_K, WEIGHT_BITS = 64, 24
 
 @dataclass(slots=True, eq=False)
 class Drafting:
-    """One proposal being drafted."""
+    """One proposal being drafted; `is_fed` once it took a forward."""
 
     session: SessionCopy
     speculation: Speculation

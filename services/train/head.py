@@ -33,7 +33,7 @@ _SPREAD = 0.02
 
 _RIDGE = 1e-4
 """Regularisation of a fit, as a share of the squared inputs. With the target's own rows instead of
-fitted ones, SmolLM2's head with 3,276 new rows began with 1 - TV at 0.25 instead of 0.44 (2026-11-25)."""
+fitted ones, SmolLM2's head with 3,276 new rows began with 1 - TV at 0.25 instead of 0.44 (by hand, 2026-11-25)."""
 
 _LAYER_TYPES = ("llama", "mistral", "qwen2", "smollm3")
 _CONFIG_KEYS = (
@@ -158,6 +158,9 @@ class HeadDrafter(FeatureDrafter):
             self.take_ids(ids)
         elif ids is not None:
             rows = self.row_of[ids]
+            if not bool((rows >= 0).any()):
+                allowed = f"a head with some of the {len(self.target_ids)} output tokens of this one"
+                raise InvalidArgumentError("init", f"{init}, which has none of them", allowed)
             trained = weights["lm_head.weight"][rows >= 0].float()
             weights["lm_head.weight"] = _completed(own_weights["lm_head.weight"], rows[rows >= 0], trained)
         self.module.load_state_dict(weights)

@@ -38,7 +38,8 @@
 #define PANEL (PANEL_VECTORS * LANES)
 #define GROUP 32 /* inputs that share a scale in int4 */
 #define BLOCK 96 /* inputs, some groups: two blocks of a panel fit into the first cache */
-#define GROUP_ROWS (4 * MAX_ROWS)
+#define GROUP_ROWS (4 * MAX_ROWS) /* rows whose sums are kept between blocks */
+_Static_assert(BLOCK % GROUP == 0, "a block of inputs begins with a group");
 #define MAX_HEAD_VECTORS (256 / LANES)
 #define EXPORT __attribute__((visibility("default")))
 #define INLINE static inline __attribute__((always_inline))

@@ -171,6 +171,12 @@ def test_head_of_other_rows_keeps_those_that_it_has(folder, tmp_path):
     assert all(torch.equal(value, layers[key]) for key, value in first.module.layers.named_parameters())
 
 
+def test_head_without_a_common_row_is_no_start(folder, tmp_path):
+    save_head(make_drafter(folder, target_ids=range(20)), tmp_path, IDENTITY, "tiny", {})
+    with pytest.raises(InvalidArgumentError, match="has none of them, allowed: a head with some of the 44"):
+        make_drafter(folder, target_ids=range(20, 64)).start_from(str(tmp_path), str(folder))
+
+
 @pytest.mark.parametrize("change", ["taps", "flag"])
 def test_head_of_another_shape_is_no_start(folder, tmp_path, change):
     first, then = make_drafter(folder), make_drafter(folder)
