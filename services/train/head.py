@@ -32,8 +32,8 @@ _SMALL = 0.1
 _SPREAD = 0.02
 
 _RIDGE = 1e-4
-"""Regularisation of a fit, as a share of the squared inputs. With the target's own rows instead of
-fitted ones, SmolLM2's head with 3,276 new rows began with 1 - TV at 0.25 instead of 0.44 (by hand, 2026-11-25)."""
+"""Regularisation of a fit, as a share of the squared inputs. With the target's own rows instead of fitted
+ones, SmolLM2's head with 3,276 new rows began with 1 - TV at 0.25 instead of 0.44 (by hand, 2026-11-25)."""
 
 _LAYER_TYPES = ("llama", "mistral", "qwen2", "smollm3")
 _CONFIG_KEYS = (
