@@ -93,8 +93,7 @@ class TargetScheduler(Scheduler[VerifyTask]):
         self._drafts_ahead, self._ahead = draft_ahead, dict[str, tuple[SessionCopy, Shape]]()
         self._expected = set[str]()
         self._stop, self._stats = c_int32(), AheadStats()
-        if head is not None and draft_ahead:
-            self.meter.watch_ahead(self._stats, has_rows=False)
+        self.meter.watch_ahead(self._stats, has_rows=False)
         taps = (
             head.taps if features is None and head is not None else () if features is None else features.taps
         )
