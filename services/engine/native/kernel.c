@@ -213,38 +213,55 @@ INLINE void weights_at(const int kind, const char *row, int u, const vf scale[PA
     }
 }
 
+/* Inputs of a row of a panel: the four bits of one vector are those of several. */
+INLINE int row_inputs(const int kind) { return kind == INT4 ? 8 / PANEL_VECTORS : 1; }
+
+/* Adds the products of a row of a panel to the sums of `rows` rows. */
+INLINE void add_row(const int rows, const int kind, const char *row, const float *x, int64_t x_stride,
+                    const vf scale[PANEL_VECTORS], const vf offset[PANEL_VECTORS], vf sum[][PANEL_VECTORS]) {
+    vf w[PANEL_VECTORS];
+#pragma GCC unroll 8
+    for (int u = 0; u < row_inputs(kind); u++) {
+        weights_at(kind, row, u, scale, offset, w);
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++) {
+            vf value = splat(x[r * x_stride + u]);
+#pragma GCC unroll 8
+            for (int j = 0; j < PANEL_VECTORS; j++) sum[r][j] += value * w[j];
+        }
+    }
+}
+
 /* Adds the products of `inputs` inputs of a panel to the sums of `rows` rows and fetches what is `ahead`, `step`
  * bytes with each row of the panel; `rows` and `kind` are constants where this is inlined. */
 INLINE void add_inputs(const int rows, const int kind, const char *panel, int64_t inputs, const float *x,
                        int64_t x_stride, const char *ahead, int64_t step, vf total[][PANEL_VECTORS]) {
-    const int row_inputs = kind == INT4 ? 8 / PANEL_VECTORS : 1, row_bytes = panel_bytes(kind, row_inputs);
+    const int row_bytes = panel_bytes(kind, row_inputs(kind));
+    /* Rows of the panel in a step, a cache line: else the loop bounds small tiles, not their arithmetic. Large ones
+     * have no registers for more. */
+    const int step_rows = rows > MAX_ROWS - 2 || row_bytes > 64 ? 1 : 64 / row_bytes;
     const int64_t group = kind == INT4 ? GROUP : inputs;
-    vf sum[MAX_ROWS][PANEL_VECTORS], w[PANEL_VECTORS], scale[PANEL_VECTORS], offset[PANEL_VECTORS];
+    vf sum[MAX_ROWS][PANEL_VECTORS], scale[PANEL_VECTORS], offset[PANEL_VECTORS];
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
         for (int j = 0; j < PANEL_VECTORS; j++) sum[r][j] = total[r][j];
     for (int64_t start = 0; start < inputs; start += group) {
-        int64_t end = start + group < inputs ? start + group : inputs;
+        int64_t k = start, end = start + group < inputs ? start + group : inputs;
         if (kind == INT4) {
             halves_at(panel, scale), halves_at(panel + 2 * PANEL, offset);
-            panel += 4 * PANEL, ahead += PANEL_VECTORS * step; /* 4 * PANEL of `row_bytes` */
+            panel += 4 * PANEL, ahead += 4 * PANEL / row_bytes * step;
         }
-        for (int64_t k = start; k < end; k += row_inputs, panel += row_bytes, ahead += step) {
+        for (; k + step_rows * row_inputs(kind) <= end; ahead += step_rows * step) {
             /* Arithmetic would wait for memory: what the hardware fetches by itself comes too late. */
             __builtin_prefetch(ahead);
             if (row_bytes > 64) __builtin_prefetch(ahead + 64);
 #pragma GCC unroll 8
-            for (int u = 0; u < row_inputs; u++) {
-                weights_at(kind, panel, u, scale, offset, w);
-#pragma GCC unroll 8
-                for (int r = 0; r < rows; r++) {
-                    vf value = splat(x[r * x_stride + k + u]);
-#pragma GCC unroll 8
-                    for (int j = 0; j < PANEL_VECTORS; j++) sum[r][j] += value * w[j];
-                }
-            }
+            for (int i = 0; i < step_rows; i++, k += row_inputs(kind), panel += row_bytes)
+                add_row(rows, kind, panel, x + k, x_stride, scale, offset, sum);
         }
+        for (; k < end; k += row_inputs(kind), panel += row_bytes)
+            add_row(rows, kind, panel, x + k, x_stride, scale, offset, sum);
     }
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
@@ -299,7 +316,7 @@ static void product(const gr_matrix *m, int rows, const float *x, int64_t x_stri
     static void (*const tiles[])(int, const char *, int64_t, const float *, int64_t, const char *, int64_t,
                                  vf[][PANEL_VECTORS]) = {tile_float32, tile_bfloat16, tile_int8, tile_int4};
     const int kind = m->kind;
-    const int64_t row_bytes = panel_bytes(kind, kind == INT4 ? 8 / PANEL_VECTORS : 1);
+    const int64_t row_bytes = panel_bytes(kind, row_inputs(kind));
     const char *panel = m->panels;
     for (int first = 0; first < m->outputs; first += PANEL, panel += panel_size(kind, m->inputs))
         for (int row = 0, size; row < rows; row += size) {
