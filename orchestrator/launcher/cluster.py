@@ -59,6 +59,7 @@ __all__ = [
     "missing_parts",
     "private_directory",
     "serve_environment",
+    "serve_errors",
 ]
 
 # The directory holds Unix sockets, whose paths are limited to 107 characters (97 for HAProxy) with node ids.
@@ -113,6 +114,8 @@ _RAY_TRIES = 4
 _POLL_S = 0.1
 _HOPELESS = re.compile(r"[\w.]*(UnsupportedModelError|InvalidArgumentError)\b")
 _ERROR_LINE = re.compile(r"[\w.]+(Error|Exception)\b")
+_LOGGED_ERROR = re.compile(r"ERROR (\d{4}-\S+ \S+) (.*)")  # of Ray Serve: the time, and the rest
+_NUM_LOGGED = 3
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -188,7 +191,11 @@ def serve_cluster(
     redis = None if settings.redis_url else _start_redis(directory, settings.redis_maxmemory_mb, started)
     trust = arrange_trust(settings, directory)
     _deploy(settings, settings.redis_url if redis is None else redis.url, trust, num_gpus)
-    _wait_until_healthy(settings, deadline, trust.api_key)
+    try:
+        _wait_until_healthy(settings, deadline, trust.api_key)
+    except DeadlineExceededError as error:
+        logged = "; ".join(["", *serve_errors(directory)])  # the directory and its logs are removed
+        raise DeadlineExceededError(f"{error}{logged}") from None
     signals.check()
     announce()
     _watch(redis)
@@ -363,6 +370,16 @@ def _reason(application: Any) -> str:
     lines = [line.strip() for story in stories for line in story.splitlines()]
     errors = [line for line in lines if _ERROR_LINE.match(line)]
     return str((errors or [line for line in lines if line] or ["no reason given"])[-1])
+
+
+def serve_errors(directory: Path) -> list[str]:
+    """Return the last errors that Ray Serve logged, of all its processes: "file: line", the latest last."""
+    found = []
+    for path in (directory / "ray" / "session_latest" / "logs" / "serve").glob("*.log"):
+        for line in path.read_text(errors="replace").splitlines():
+            if match := _LOGGED_ERROR.match(line):
+                found.append((match[1], f"{path.name}: {match[2]}"))
+    return [line for _, line in sorted(found)[-_NUM_LOGGED:]]
 
 
 def _watch(redis: RedisServer | None) -> NoReturn:

@@ -18,7 +18,7 @@ from gammaray.config import ClusterSettings, PoolSize
 from gammaray.deploy.serve_config import role_settings, serve_document
 from gammaray.errors import InvalidArgumentError, UnavailableError
 from orchestrator.launcher import cluster
-from orchestrator.launcher.cluster import private_directory, serve_environment
+from orchestrator.launcher.cluster import private_directory, serve_environment, serve_errors
 from orchestrator.launcher.options import parse_options
 from orchestrator.launcher.preflight import (
     check_models,
@@ -323,3 +323,21 @@ def test_ray_that_gives_up_is_started_again(monkeypatch, tmp_path, num_failures,
         start()
         assert len(tries) == num_tries
     assert ended == [tmp_path.name] * min(len(tries), num_failures)
+
+
+def test_last_errors_of_serve_are_found(tmp_path):
+    assert serve_errors(tmp_path) == []
+    logs = tmp_path / "ray" / "session_latest" / "logs" / "serve"
+    logs.mkdir(parents=True)
+    (logs / "proxy.log").write_text(
+        "ERROR 2026-11-25 09:00:03,000 proxy -- reload failed\n"
+        "WARNING 2026-11-25 09:00:09,000 proxy -- slow\nERROR in a traceback\n"
+    )
+    (logs / "controller.log").write_text(
+        "".join(f"ERROR 2026-11-25 09:00:0{second},000 controller -- {second}\n" for second in (1, 2, 4))
+    )
+    assert serve_errors(tmp_path) == [
+        "controller.log: controller -- 2",
+        "proxy.log: proxy -- reload failed",
+        "controller.log: controller -- 4",
+    ]
