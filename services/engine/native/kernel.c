@@ -213,7 +213,7 @@ INLINE void weights_at(const int kind, const char *row, int u, const vf scale[PA
     }
 }
 
-/* Inputs of a row of a panel: the four bits of one vector are those of several. */
+/* Inputs of a row of a panel: a vector of int4 has those of several, of which a matrix has whole rows. */
 INLINE int row_inputs(const int kind) { return kind == INT4 ? 8 / PANEL_VECTORS : 1; }
 
 /* Adds the products of a row of a panel to the sums of `rows` rows. */
@@ -260,7 +260,7 @@ INLINE void add_inputs(const int rows, const int kind, const char *panel, int64_
             for (int i = 0; i < step_rows; i++, k += row_inputs(kind), panel += row_bytes)
                 add_row(rows, kind, panel, x + k, x_stride, scale, offset, sum);
         }
-        for (; k < end; k += row_inputs(kind), panel += row_bytes)
+        for (; step_rows > 1 && k < end; k += row_inputs(kind), panel += row_bytes)
             add_row(rows, kind, panel, x + k, x_stride, scale, offset, sum);
     }
 #pragma GCC unroll 8
