@@ -1,4 +1,4 @@
-"""What a row costs: forwards of the target with 1 to 12 new tokens, in milliseconds, on one core.
+"""What a row costs: forwards of the target with 1 to 12 new tokens, in milliseconds.
 
     python -m benchmarks.rows
 
@@ -25,9 +25,9 @@ from services.engine.loader import load_engine
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12)
 
 
-def measure(model: Path, context: int, turns: int) -> list[dict[str, Any]]:
+def measure(model: Path, context: int, turns: int, threads: int) -> list[dict[str, Any]]:
     """Return the times of each number of rows after `context` tokens."""
-    engine = load_engine(str(model), threads=1)
+    engine = load_engine(str(model), threads=threads)
     tokens = [1 + index % 1000 for index in range(context)]
     engine.step([SequenceInput("s", 0, tokens, 1)])
     times: dict[int, list[float]] = {rows: [] for rows in ROWS}
@@ -49,8 +49,9 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=TARGET_DIR)
     parser.add_argument("--context", type=int, default=200, help="tokens before the rows")
     parser.add_argument("--turns", type=int, default=300)
+    parser.add_argument("--threads", type=int, default=1, help="threads of the forward; default 1")
     options = parser.parse_args()
-    points = measure(options.model, options.context, options.turns)
+    points = measure(options.model, options.context, options.turns, options.threads)
     table = plain_table(
         f"Forwards after {options.context} tokens", ("rows", "least (ms)", "median (ms)", "over one row")
     )
@@ -62,7 +63,12 @@ def main() -> None:
             f"{point['median_ms'] / points[0]['median_ms']:.2f}",
         )
     Console().print(table)
-    result = {"context": options.context, "turns": options.turns, "points": points}
+    result = {
+        "context": options.context,
+        "turns": options.turns,
+        "threads": options.threads,
+        "points": points,
+    }
     print(f"written to {write_result('rows', result)}")
 
 

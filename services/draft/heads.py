@@ -19,6 +19,8 @@ from gammaray.types import Proposal
 from services.draft.gain import GainMeter
 from services.engine.core.model import load_config, max_context_of, torch_device, torch_dtype
 from services.engine.loader import limit_cache
+from services.engine.native.library import use_threads
+from services.engine.native.runner import NativeRunner
 from services.heads.features import read_features
 from services.heads.loading import load_head
 from services.heads.runner import HeadEngine, head_engine
@@ -139,5 +141,7 @@ def load_head_engine(name: str, target: str, settings: DraftSettings) -> HeadEng
         kernel_cache=settings.kernel_cache,
         setting="draft_weights",
     )
+    if isinstance(engine.runner, NativeRunner):
+        use_threads(settings.threads)
     limit_cache(engine, settings)
     return engine

@@ -26,7 +26,7 @@ from services.engine.hf.deterministic import check_covered
 from services.engine.hf.probe import ModelLayout, probe_model
 from services.engine.hf.runner import TransformersRunner
 from services.engine.hf.torchao import quantise_module
-from services.engine.native.library import load_kernel
+from services.engine.native.library import load_kernel, use_threads
 from services.engine.native.runner import NativeRunner
 from services.engine.native.weights import build_native, native_obstacle
 
@@ -93,6 +93,8 @@ def load_engine(
         obstacle=obstacle,
         quantised=quantised,
     )
+    if isinstance(runner, NativeRunner):
+        use_threads(threads)
     kernel = ", ".join([kernel, *_weights_note(loaded, weights)])
     sizes = {"vocab_size": layout.vocab_size, "max_context": loaded.max_context}
     if isinstance(runner, GraphRunner):

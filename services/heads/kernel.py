@@ -13,7 +13,7 @@ from services.engine.core.batch import Batch, Taps
 from services.engine.core.kv_cache import CacheShape
 from services.engine.core.quantised import QuantisedMatrix, quantise_int4, quantise_int8
 from services.engine.native.bindings import BatchArguments, LayerWeights, MatrixWeights, ModelWeights
-from services.engine.native.library import load_kernel
+from services.engine.native.library import kernel_threads, load_kernel
 from services.engine.native.runner import NativeRunner
 from services.engine.native.weights import NativeModel, Packer
 from services.heads.eagle import EagleHead, EagleLayer
@@ -57,7 +57,8 @@ class KernelMap:
         """Return the images [rows, outputs] of rows [rows, inputs]."""
         rows = rows.contiguous()
         made = torch.empty(len(rows), self._size)
-        self._library.gr_map(byref(self._matrix), len(rows), rows.data_ptr(), made.data_ptr())
+        arguments = (len(rows), rows.data_ptr(), made.data_ptr(), kernel_threads())
+        self._library.gr_map(byref(self._matrix), *arguments)
         return made
 
 

@@ -181,52 +181,105 @@ static void attend_heads(int dim, int num_queries, int group, const float *const
 
 INLINE int64_t score_stride(int32_t position) { return position + 1 + 2 * LANES; }
 
-/* Keys and values of a segment's rows go to the cache, then each row attends. */
-static void attention(const gr_model *m, const gr_batch *b, const gr_layer *layer, int index,
-                      const gr_segment *s, int first_row, float *qkv, float *mixed, float *scores) {
-    int dim = m->head_dim, half = dim / 2, width = (m->heads + 2 * m->kv_heads) * dim;
+/* The attention of one layer; a chunk of it is some rows of a segment that see the same heads of keys. */
+typedef struct {
+    const gr_model *m;
+    const gr_batch *b;
+    const gr_layer *layer;
+    int index; /* of the layer */
+    float *qkv, *mixed, *scores;
+    int64_t score_size; /* numbers of `scores` that a thread has for itself */
+} attention_task;
+
+static float *layer_cache(const attention_task *t, const gr_segment *s) {
+    return s->cache + (int64_t)t->index * 2 * t->m->kv_heads * s->capacity * t->m->head_dim;
+}
+
+static int row_width(const gr_model *m) { return (m->heads + 2 * m->kv_heads) * m->head_dim; }
+
+/* Rotates the rows of a segment and copies their keys and values to the cache. */
+static void store_rows(const attention_task *t, const gr_segment *s, int first_row) {
+    const gr_model *m = t->m;
+    int dim = m->head_dim, half = dim / 2;
     int64_t head_size = s->capacity * dim;
-    float *cache = s->cache + (int64_t)index * 2 * m->kv_heads * head_size;
+    float *cache = layer_cache(t, s);
     for (int r = 0; r < s->count; r++) {
-        float *row = qkv + (int64_t)(first_row + r) * width;
-        const float *cos = b->cos + (int64_t)b->position[first_row + r] * half;
-        const float *sin = b->sin + (int64_t)b->position[first_row + r] * half;
+        float *row = t->qkv + (int64_t)(first_row + r) * row_width(m);
+        const float *cos = t->b->cos + (int64_t)t->b->position[first_row + r] * half;
+        const float *sin = t->b->sin + (int64_t)t->b->position[first_row + r] * half;
         for (int h = 0; h < m->heads + m->kv_heads; h++) {
-            const float *norm = h < m->heads ? layer->query_norm : layer->key_norm;
+            const float *norm = h < m->heads ? t->layer->query_norm : t->layer->key_norm;
             if (norm) rms_norm(row + h * dim, norm, row + h * dim, dim, m->norm_eps);
             rotate(row + h * dim, cos, sin, half, h < m->heads ? m->scaling : 1.0f);
         }
         for (int h = 0; h < 2 * m->kv_heads; h++)
             memcpy(cache + h * head_size + (s->slot + r) * dim, row + (m->heads + h) * dim, dim * sizeof(float));
     }
-    /* Heads of a group, and rows, that are computed at once. */
+}
+
+/* How the queries of a segment are divided: `rows` rows and `heads` heads of a group at once. A group of more than
+ * MAX_QUERIES heads comes in several parts. */
+typedef struct {
+    int group, heads, rows;
+    int parts; /* of all heads */
+} division;
+
+static division divide(const gr_model *m) {
     int group = m->heads / m->kv_heads, heads = group < MAX_QUERIES ? group : MAX_QUERIES;
-    int rows = MAX_QUERIES / heads;
+    return (division){group, heads, MAX_QUERIES / heads, m->kv_heads * ((group + heads - 1) / heads)};
+}
+
+static int segment_chunks(const division *d, const gr_segment *s) {
+    return (s->count + d->rows - 1) / d->rows * d->parts;
+}
+
+static void attention_chunk(const void *argument, int chunk, int thread) {
+    const attention_task *t = argument;
+    const gr_model *m = t->m;
+    const gr_batch *b = t->b;
+    const division d = divide(m);
+    const gr_segment *s = b->segment;
+    int first_row = 0, dim = m->head_dim, most = 0, per_group = d.parts / m->kv_heads;
+    for (; chunk >= segment_chunks(&d, s); first_row += s++->count) chunk -= segment_chunks(&d, s);
+    int r = chunk / d.parts * d.rows, count = s->count - r < d.rows ? s->count - r : d.rows;
+    int kv_head = chunk % d.parts / per_group, skipped = chunk % per_group * d.heads;
+    int part = d.group - skipped < d.heads ? d.group - skipped : d.heads, h = kv_head * d.group + skipped;
     view seen[MAX_QUERIES];
     const float *query[MAX_QUERIES];
     float *out[MAX_QUERIES];
-    for (int r = 0; r < s->count; r += rows) {
-        int count = s->count - r < rows ? s->count - r : rows, most = 0;
-        for (int i = 0; i < count; i++) {
-            int row = first_row + r + i, position = b->position[row];
-            seen[i] = (view){s->first, position, b->num_chain[row], b->path + b->path_offset[row]};
-            if (layer->window && position - layer->window >= s->first) seen[i].first = position - layer->window + 1;
-            if (position > most) most = position;
-        }
-        for (int h = 0, part; h < m->heads; h += part) {
-            const float *keys = cache + h / group * head_size;
-            /* A group of more than MAX_QUERIES heads comes in several parts. */
-            part = group - h % group < heads ? group - h % group : heads;
-            for (int q = 0; q < count * part; q++) {
-                int64_t row = first_row + r + q / part;
-                query[q] = qkv + row * width + (h + q % part) * dim;
-                out[q] = mixed + (row * m->heads + h + q % part) * dim;
-            }
-            attend_heads(dim, count * part, part, query, keys, keys + m->kv_heads * head_size, seen, scores,
-                         score_stride(most), out);
-        }
+    for (int i = 0; i < count; i++) {
+        int row = first_row + r + i, position = b->position[row];
+        seen[i] = (view){s->first, position, b->num_chain[row], b->path + b->path_offset[row]};
+        if (t->layer->window && position - t->layer->window >= s->first)
+            seen[i].first = position - t->layer->window + 1;
+        if (position > most) most = position;
     }
+    for (int q = 0; q < count * part; q++) {
+        int64_t row = first_row + r + q / part;
+        query[q] = t->qkv + row * row_width(m) + (h + q % part) * dim;
+        out[q] = t->mixed + (row * m->heads + h + q % part) * dim;
+    }
+    int64_t head_size = s->capacity * dim;
+    const float *keys = layer_cache(t, s) + kv_head * head_size;
+    attend_heads(dim, count * part, part, query, keys, keys + m->kv_heads * head_size, seen,
+                 t->scores + thread * t->score_size, score_stride(most), out);
 }
 
-/* Numbers of scratch that `attention` needs for rows up to `position`. */
+/* Numbers of scratch that a thread needs for the attention of rows up to `position`. */
 INLINE int64_t attention_scratch(int32_t position) { return MAX_QUERIES * score_stride(position); }
+
+/* Keys and values of all rows go to the caches, then each row attends. */
+static void attention(int threads, const gr_model *m, const gr_batch *b, const gr_layer *layer, int index, float *qkv,
+                      float *mixed, float *scores) {
+    const division d = divide(m);
+    attention_task t = {m, b, layer, index, qkv, mixed, scores, 0};
+    int chunks = 0, most = 0;
+    for (int r = 0; r < b->rows; r++)
+        if (b->position[r] > most) most = b->position[r];
+    t.score_size = attention_scratch(most);
+    for (int s = 0, row = 0; s < b->segments; row += b->segment[s++].count) {
+        store_rows(&t, b->segment + s, row);
+        chunks += segment_chunks(&d, b->segment + s);
+    }
+    run(attention_chunk, &t, chunks, threads);
+}

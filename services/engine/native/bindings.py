@@ -103,6 +103,7 @@ class BatchArguments(Structure):
         ("tap", c_void_p),
         ("tapped", c_void_p),
         ("feature", c_void_p),
+        ("threads", c_int32),
     )
 
 
@@ -113,14 +114,14 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.gr_lanes.restype = c_int32
     library.gr_lanes.argtypes = ()
     library.gr_scratch_size.restype = c_int64
-    library.gr_scratch_size.argtypes = (POINTER(ModelWeights), c_int32, c_int32)
+    library.gr_scratch_size.argtypes = (POINTER(ModelWeights), c_int32, c_int32, c_int32)
     for guesses in (library.gr_guesses_float32, library.gr_guesses_float64):
         guesses.restype = c_int32
         guesses.argtypes = (c_void_p, c_int64, c_int32, c_float, c_void_p, c_void_p)
     library.gr_forward.restype = None
     library.gr_forward.argtypes = (POINTER(ModelWeights), POINTER(BatchArguments))
     library.gr_map.restype = None
-    library.gr_map.argtypes = (POINTER(MatrixWeights), c_int32, c_void_p, c_void_p)
+    library.gr_map.argtypes = (POINTER(MatrixWeights), c_int32, c_void_p, c_void_p, c_int32)
     library.gr_chain.restype = c_int32
     library.gr_chain.argtypes = (
         POINTER(ModelWeights),

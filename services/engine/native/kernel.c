@@ -1,15 +1,17 @@
-/* A forward of Llama-like models on one CPU core, in one call and in float32 arithmetic.
+/* A forward of Llama-like models on CPU cores, in one call and in float32 arithmetic.
  *
  * What one row (one token) gets does not depend on the rows that come with it, to the last bit: every sum
- * runs over the same numbers in the same order, whatever the number of rows, the batch or the shape of a tree.
+ * runs over the same numbers in the same order, whatever the number of rows or threads, the batch or the shape of a
+ * tree.
  * A product adds up inputs one by one, per output, in one accumulator; attention walks a token's own path from
  * its first position to its last.
  *
  * Weights lie in panels of PANEL outputs: for each input the PANEL weights side by side, float32, bfloat16 or
  * int8 (the sum is multiplied by its output's scale), or four bits: each group of inputs has a row of bfloat16
  * scales, one of offsets, and vectors of 32-bit lanes of eight numbers. A number times its scale is exact in
- * float32, so that a weight is the same whatever multiplies and adds. A vector of bfloat16 holds two vectors' worth: the low halves of its 32-bit lanes are the first, the high
- * halves the second, so that a shift or a mask makes float32 numbers of them, without rounding.
+ * float32, so that a weight is the same whatever multiplies and adds. A vector of bfloat16 holds two vectors'
+ * worth: the low halves of its 32-bit lanes are the first, the high halves the second, so that a shift or a mask
+ * makes float32 numbers of them, without rounding.
  *
  * Plain GCC/Clang vector extensions, but for conversions of integers; the same file is compiled once per
  * instruction set, see build.py.
@@ -26,18 +28,20 @@
 #define LANES 16
 #define PANEL_VECTORS 4
 #define MAX_ROWS 6
+#define BLOCK 96 /* inputs, some groups: two blocks of a panel fit into the first cache */
 #elif defined(__AVX2__)
 #define LANES 8
 #define PANEL_VECTORS 2
 #define MAX_ROWS 6
+#define BLOCK 192
 #else
 #define LANES 4
 #define PANEL_VECTORS 2
 #define MAX_ROWS 4
+#define BLOCK 96
 #endif
 #define PANEL (PANEL_VECTORS * LANES)
 #define GROUP 32 /* inputs that share a scale in int4 */
-#define BLOCK 96 /* inputs, some groups: two blocks of a panel fit into the first cache */
 #define GROUP_ROWS (4 * MAX_ROWS) /* rows whose sums are kept between blocks */
 _Static_assert(BLOCK % GROUP == 0, "a block of inputs begins with a group");
 #define MAX_HEAD_VECTORS (256 / LANES)
@@ -108,6 +112,7 @@ typedef struct {
     const int32_t *tap;         /* [taps]: the layer that the state enters; `layers` for the last state */
     float *tapped;              /* [rows, taps, hidden] */
     const float *feature;       /* [rows, hidden] of a head, which has one tap: its last state */
+    int32_t threads;            /* to compute on, at most */
 } gr_batch;
 
 INLINE vf splat(float value) { return value - (vf){}; }
@@ -153,6 +158,8 @@ INLINE vf vector_exp(vf x) {
     vi exponent = (__builtin_convertvector(n, vi) + 127) << 23;
     return y * (vf)exponent;
 }
+
+#include "threads.h"
 
 /* ---- products ---- */
 
@@ -293,8 +300,20 @@ PRODUCT(tile_int8, INT8)
 PRODUCT(tile_int4, INT4)
 
 /* The outputs from `first` on of one row, from the sums of a panel. */
-static void put(const gr_matrix *m, const vf total[PANEL_VECTORS], float *y, int first, int add) {
-    int left = m->outputs - first, count = left < PANEL ? left : PANEL;
+INLINE void put(const gr_matrix *m, const vf total[PANEL_VECTORS], float *y, int first, int add) {
+    int count = m->outputs - first;
+    if (count >= PANEL) {
+#pragma GCC unroll 8
+        for (int j = 0; j < PANEL_VECTORS; j++) {
+            int at = first + LANES * j;
+            vf out = total[j];
+            if (m->kind == INT8) out *= load(m->scale + at);
+            if (m->bias) out += load(m->bias + at);
+            if (add) out += load(y + at);
+            store(y + at, out);
+        }
+        return;
+    }
     float out[PANEL], *to = y + first;
     for (int j = 0; j < PANEL_VECTORS; j++) store(out + LANES * j, total[j]);
     if (m->kind == INT8)
@@ -307,18 +326,29 @@ static void put(const gr_matrix *m, const vf total[PANEL_VECTORS], float *y, int
         memcpy(to, out, count * sizeof(float));
 }
 
-/* y = x W^T + b, or y += ...
- *
- * The tiles of a group of rows take a block of inputs before the next block, and each fetches its share of that:
+/* y = x W^T + b, or y += ...; a chunk of it is some panels. */
+typedef struct {
+    const gr_matrix *m;
+    const float *x; /* [rows, inputs], rows x_stride apart */
+    float *y;       /* [rows, outputs], rows y_stride apart */
+    int64_t x_stride, y_stride;
+    int rows, add, chunk_panels;
+} product_task;
+
+/* The tiles of a group of rows take a block of inputs before the next block, and each fetches its share of that:
  * weights are read from memory once, and while all rows compute. A single tile takes all inputs at once. */
-static void product(const gr_matrix *m, int rows, const float *x, int64_t x_stride, float *y, int64_t y_stride,
-                    int add) {
+static void product_chunk(const void *argument, int chunk, int thread) {
     static void (*const tiles[])(int, const char *, int64_t, const float *, int64_t, const char *, int64_t,
                                  vf[][PANEL_VECTORS]) = {tile_float32, tile_bfloat16, tile_int8, tile_int4};
-    const int kind = m->kind;
-    const int64_t row_bytes = panel_bytes(kind, row_inputs(kind));
-    const char *panel = m->panels;
-    for (int first = 0; first < m->outputs; first += PANEL, panel += panel_size(kind, m->inputs))
+    const product_task *t = argument;
+    const gr_matrix *m = t->m;
+    const int kind = m->kind, rows = t->rows;
+    const int64_t row_bytes = panel_bytes(kind, row_inputs(kind)), x_stride = t->x_stride;
+    const int begin = chunk * t->chunk_panels * PANEL, left = m->outputs - begin;
+    const int end = begin + (left < t->chunk_panels * PANEL ? left : t->chunk_panels * PANEL);
+    const char *panel = (const char *)m->panels + begin / PANEL * panel_size(kind, m->inputs);
+    (void)thread;
+    for (int first = begin; first < end; first += PANEL, panel += panel_size(kind, m->inputs))
         for (int row = 0, size; row < rows; row += size) {
             size = rows - row < GROUP_ROWS ? rows - row : GROUP_ROWS;
             vf sum[GROUP_ROWS][PANEL_VECTORS];
@@ -331,13 +361,22 @@ static void product(const gr_matrix *m, int rows, const float *x, int64_t x_stri
                 for (int tile = 0, at = 0, height; tile < count; tile++, at += height) {
                     height = (size - at + count - tile - 1) / (count - tile); /* 7 rows are 4 + 3, not 6 + 1 */
                     int64_t ahead = count == 1 ? PANEL * (kind == FLOAT32 ? 192 : 96) : bytes + bytes * tile / count;
-                    tiles[kind](height, from, inputs, x + (row + at) * x_stride + k, x_stride, from + ahead,
+                    tiles[kind](height, from, inputs, t->x + (row + at) * x_stride + k, x_stride, from + ahead,
                                 row_bytes / count, sum + at);
                 }
                 from += bytes;
             }
-            for (int r = 0; r < size; r++) put(m, sum[r], y + (row + r) * y_stride, first, add);
+            for (int r = 0; r < size; r++) put(m, sum[r], t->y + (row + r) * t->y_stride, first, t->add);
         }
+}
+
+#define CHUNKS_PER_THREAD 4 /* so that a thread that is late or slow leaves its share to others */
+
+static void product(int threads, const gr_matrix *m, int rows, const float *x, int64_t x_stride, float *y,
+                    int64_t y_stride, int add) {
+    int panels = (m->outputs + PANEL - 1) / PANEL, chunks = threads == 1 ? 1 : CHUNKS_PER_THREAD * threads;
+    product_task t = {m, x, y, x_stride, y_stride, rows, add, (panels + chunks - 1) / chunks};
+    run(product_chunk, &t, (panels + t.chunk_panels - 1) / t.chunk_panels, threads);
 }
 
 /* ---- the rest of a layer ---- */
@@ -391,11 +430,11 @@ static void gate(float *gate_up, int size) {
 EXPORT int32_t gr_panel(void) { return PANEL; }
 EXPORT int32_t gr_lanes(void) { return LANES; }
 
-/* Numbers of scratch that a forward of `rows` rows up to `position` needs. */
-EXPORT int64_t gr_scratch_size(const gr_model *m, int32_t rows, int32_t position) {
+/* Numbers of scratch that a forward of `rows` rows up to `position` needs on `threads` threads. */
+EXPORT int64_t gr_scratch_size(const gr_model *m, int32_t rows, int32_t position, int32_t threads) {
     int64_t width = (m->heads + 2 * m->kv_heads) * m->head_dim;
     int64_t per_row = (m->entry_kind ? 4 : 2) * m->hidden + width + m->heads * m->head_dim + 2 * m->intermediate;
-    return rows * per_row + attention_scratch(position);
+    return rows * per_row + threads * attention_scratch(position);
 }
 
 /* Records the rows of `x` for the taps at `layer`. */
@@ -407,7 +446,8 @@ static void record(const gr_batch *b, int layer, const float *x, int hidden) {
 }
 
 /* Computes what enters a head's layer: in `x` the residual; returns the input of its attention, [rows, *stride]. */
-static const float *enter(const gr_model *m, const gr_batch *b, float *x, float *joined, int64_t *stride) {
+static const float *enter(int threads, const gr_model *m, const gr_batch *b, float *x, float *joined,
+                          int64_t *stride) {
     int hidden = m->hidden;
     for (int r = 0; r < b->rows; r++) {
         const float *feature = b->feature + (int64_t)r * hidden;
@@ -424,13 +464,13 @@ static const float *enter(const gr_model *m, const gr_batch *b, float *x, float 
     }
     *stride = m->entry_kind == EAGLE1 ? hidden : 2 * hidden;
     if (m->entry_kind == EAGLE3) return joined;
-    product(&m->entry, b->rows, joined, 2 * hidden, x, hidden, 0);
+    product(threads, &m->entry, b->rows, joined, 2 * hidden, x, hidden, 0);
     return x;
 }
 
 /* Fills the rows' slots of the caches, the logits of the wanted rows and the tapped states. */
 EXPORT void gr_forward(const gr_model *m, const gr_batch *b) {
-    int hidden = m->hidden, inner = m->intermediate, rows = b->rows;
+    int hidden = m->hidden, inner = m->intermediate, rows = b->rows, threads = b->threads;
     int width = (m->heads + 2 * m->kv_heads) * m->head_dim, mixed_width = m->heads * m->head_dim;
     float *x = b->scratch, *h = x + (int64_t)rows * hidden, *qkv = h + (int64_t)rows * hidden;
     float *mixed = qkv + (int64_t)rows * width, *gate_up = mixed + (int64_t)rows * mixed_width;
@@ -438,7 +478,7 @@ EXPORT void gr_forward(const gr_model *m, const gr_batch *b) {
     const float *entered = 0;
     int64_t stride = hidden;
     if (m->entry_kind)
-        entered = enter(m, b, x, joined, &stride);
+        entered = enter(threads, m, b, x, joined, &stride);
     else
         for (int r = 0; r < rows; r++) embed(m, b->token[r], x + (int64_t)r * hidden);
     for (int i = 0; i < m->layers; i++) {
@@ -446,16 +486,15 @@ EXPORT void gr_forward(const gr_model *m, const gr_batch *b) {
         record(b, i, x, hidden);
         for (int r = 0; !entered && r < rows; r++)
             rms_norm(x + (int64_t)r * hidden, layer->attention_norm, h + (int64_t)r * hidden, hidden, m->norm_eps);
-        product(&layer->qkv, rows, entered ? entered : h, stride, qkv, width, 0);
+        product(threads, &layer->qkv, rows, entered ? entered : h, stride, qkv, width, 0);
         entered = 0, stride = hidden;
-        for (int s = 0, row = 0; s < b->segments; row += b->segment[s++].count)
-            attention(m, b, layer, i, b->segment + s, row, qkv, mixed, scores);
-        product(&layer->out, rows, mixed, mixed_width, x, hidden, 1);
+        attention(threads, m, b, layer, i, qkv, mixed, scores);
+        product(threads, &layer->out, rows, mixed, mixed_width, x, hidden, 1);
         for (int r = 0; r < rows; r++)
             rms_norm(x + (int64_t)r * hidden, layer->mlp_norm, h + (int64_t)r * hidden, hidden, m->norm_eps);
-        product(&layer->gate_up, rows, h, hidden, gate_up, 2 * inner, 0);
+        product(threads, &layer->gate_up, rows, h, hidden, gate_up, 2 * inner, 0);
         for (int r = 0; r < rows; r++) gate(gate_up + (int64_t)r * 2 * inner, inner);
-        product(&layer->down, rows, gate_up, 2 * inner, x, hidden, 1);
+        product(threads, &layer->down, rows, gate_up, 2 * inner, x, hidden, 1);
     }
     if (m->state_is_normed)
         for (int r = 0; r < rows; r++)
@@ -469,7 +508,7 @@ EXPORT void gr_forward(const gr_model *m, const gr_batch *b) {
         else
             memcpy(h + (int64_t)w * hidden, from, hidden * sizeof(float));
     }
-    product(&m->head, b->wanted, h, hidden, b->logits, m->head.outputs, 0);
+    product(threads, &m->head, b->wanted, h, hidden, b->logits, m->head.outputs, 0);
 }
 
 /* Feeds the rows of `b` one after another. All are wanted, in one segment that is a chain; after each, the
@@ -503,9 +542,9 @@ EXPORT int32_t gr_chain(const gr_model *m, const gr_batch *b, int32_t *token, co
     return row;
 }
 
-/* The products of rows [rows, inputs] with a matrix, [rows, outputs]. */
-EXPORT void gr_map(const gr_matrix *m, int32_t rows, const float *x, float *y) {
-    product(m, rows, x, m->inputs, y, m->outputs, 0);
+/* The products of rows [rows, inputs] with a matrix, [rows, outputs], on up to `threads` threads. */
+EXPORT void gr_map(const gr_matrix *m, int32_t rows, const float *x, float *y, int32_t threads) {
+    product(threads, m, rows, x, m->inputs, y, m->outputs, 0);
 }
 
 /* ---- noise ---- */

@@ -31,13 +31,22 @@ from services.engine.native.build import (
     find_library,
 )
 
-__all__ = ["MAX_GUESSES", "Kernel", "load_kernel", "open_kernel", "top_k_tokens"]
+__all__ = [
+    "MAX_GUESSES",
+    "Kernel",
+    "kernel_threads",
+    "load_kernel",
+    "open_kernel",
+    "top_k_tokens",
+    "use_threads",
+]
 
 # By torch's name of the processor's instruction set.
 _VARIANTS = {"AVX512": "x86-64-v4", "AVX2": "x86-64-v3"}
 
 _log = logging.getLogger(__name__)
 _loaded: Kernel | None = None
+_threads = 1
 
 
 @dataclass(frozen=True)
@@ -70,6 +79,22 @@ def load_kernel(cache_dir: str = "") -> Kernel:
             kernel = open_kernel(BASELINE, cache_dir)
         _loaded = kernel
     return _loaded
+
+
+def use_threads(count: int) -> None:
+    """Let the kernel compute on `count` threads of this process, and torch on one.
+
+    After an operation torch's threads look for the next one for milliseconds before they sleep, on cores that
+    the kernel's threads need; what torch still computes beside the kernel is small.
+    """
+    global _threads
+    _threads = count
+    torch.set_num_threads(1)
+
+
+def kernel_threads() -> int:
+    """Return the number of threads that the kernel computes on, see `use_threads`."""
+    return _threads
 
 
 def open_kernel(variant: str, cache_dir: str = "") -> Kernel:

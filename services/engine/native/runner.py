@@ -12,6 +12,7 @@ from torch import Tensor
 
 from services.engine.core.batch import Batch, node_path
 from services.engine.native.bindings import BatchArguments, SegmentArguments
+from services.engine.native.library import kernel_threads
 from services.engine.native.weights import NativeModel
 
 __all__ = ["NativeRunner"]
@@ -26,6 +27,7 @@ class NativeRunner:
 
     def __init__(self, model: NativeModel) -> None:
         self.model = model
+        self._threads = kernel_threads()
         self._scratch = torch.empty(0)
         self._cos, self._sin = model.rotation(1)
 
@@ -121,14 +123,16 @@ class NativeRunner:
             len(layers),
             at + 4 * (len(numbers) - len(layers)),
             None if batch.taps is None else batch.taps.states.data_ptr(),
+            None,
+            self._threads,
         )
         return logits, numbers, arguments, segments
 
     def _make_room(self, rows: int, position: int) -> None:
-        model = self.model
+        model, self._threads = self.model, kernel_threads()
         if position >= len(self._cos):
             self._cos, self._sin = model.rotation(2 * (position + 1))
-        size = model.kernel.gr_scratch_size(byref(model.weights), rows, position)
+        size = model.kernel.gr_scratch_size(byref(model.weights), rows, position, self._threads)
         if size > len(self._scratch):
             self._scratch = torch.empty(size * 5 // 4)
 

@@ -1,0 +1,109 @@
+"""The kernel on several threads: the same bits on any number, asleep or busy, for one caller or several."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from ctypes import byref
+from pathlib import Path
+
+import pytest
+import torch
+from engine_helpers import random_tokens, tiny_model
+from test_engine_native import scripted_steps, variants
+from test_products import packed, random
+from torch import Tensor
+
+from gammaray.demo_pair import resolve_model
+from services.engine.engine import Engine, SequenceInput
+from services.engine.loader import load_engine
+from services.engine.native import weights
+from services.engine.native.library import kernel_threads, open_kernel, use_threads
+
+
+@pytest.fixture(autouse=True)
+def one_thread_afterwards() -> Iterator[None]:
+    yield
+    use_threads(1)
+
+
+def logits(engine: Engine) -> list[Tensor]:
+    """The logits of prefills, single rows, chains and trees, then of a chain in one call."""
+    made = [rows for feeds in scripted_steps() for rows in engine.step(feeds)]
+    made.append(engine.chain(SequenceInput("c", 0, [5] * 6, 6))[1])
+    for session in "abc":
+        engine.release(session)
+    return made
+
+
+def assert_equal(made: list[Tensor], expected: list[Tensor]) -> None:
+    assert len(made) == len(expected)
+    for one, other in zip(made, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("variant", variants())
+def test_bits_do_not_depend_on_the_number_of_threads(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "load_kernel", lambda *_: open_kernel(variant))
+    engine = load_engine(resolve_model("demo", "draft"))
+    alone = logits(engine)
+    for count in (2, 5, 3, 1):
+        use_threads(count)
+        assert_equal(logits(engine), alone)
+
+
+@pytest.mark.parametrize("variant", variants())
+@pytest.mark.parametrize("kind", ["bfloat16", "int8", "int4"])
+def test_products_do_not_depend_on_the_number_of_threads(variant: str, kind: str) -> None:
+    """More threads than panels, and panels that do not divide evenly."""
+    library = open_kernel(variant).library
+    assert library is not None
+    matrix, _ = packed(library, kind, 100, kept := [])
+    rows = random(7, 100)
+    made = torch.empty(20, 7, 97)
+    for threads in range(1, 21):
+        library.gr_map(byref(matrix), 7, rows.data_ptr(), made[threads - 1].data_ptr(), threads)
+    assert kept
+    assert (made == made[0]).all()
+
+
+def test_callers_at_the_same_time_get_their_own_results(tmp_path: Path) -> None:
+    """Whoever finds the helpers taken computes alone; nobody waits, nobody gets another's rows."""
+    engines = [load_engine(str(tiny_model("qwen3", tmp_path / str(n), seed=n))) for n in range(3)]
+
+    def steps(engine: Engine) -> list[Tensor]:
+        made = []
+        for turn in range(60):
+            made += engine.step([SequenceInput("a", 0, random_tokens(20 + turn % 7, turn), 20)])
+            engine.release("a")
+        return made
+
+    alone = [steps(engine) for engine in engines]
+    use_threads(3)
+    with ThreadPoolExecutor(3) as threads:
+        for made, expected in zip(threads.map(steps, engines), alone, strict=True):
+            assert_equal(made, expected)
+
+
+def test_helpers_that_sleep_are_woken(tmp_path: Path) -> None:
+    """A pause longer than helpers look for the next task."""
+    engine = load_engine(str(tiny_model("llama", tmp_path)))
+    feed = SequenceInput("a", 0, random_tokens(60, 1), 60)
+    (alone,) = engine.step([feed])
+    use_threads(4)
+    for _ in range(20):
+        engine.release("a")
+        time.sleep(0.02)
+        (made,) = engine.step([feed])
+        assert torch.equal(made, alone)
+
+
+def test_threads_go_to_the_kernel_or_to_torch(tmp_path: Path) -> None:
+    directory = str(tiny_model("llama", tmp_path))
+    load_engine(directory, threads=3)
+    assert (kernel_threads(), torch.get_num_threads()) == (3, 1)
+    load_engine(directory, threads=3, fast_kernels=False)
+    assert torch.get_num_threads() == 3
+    load_engine(directory)
+    assert (kernel_threads(), torch.get_num_threads()) == (1, 1)
