@@ -284,16 +284,16 @@ def _deploy(settings: ClusterSettings, redis_url: str, trust: Trust, num_gpus: i
         "draft": (of_role["draft"], settings.draft_workers),
     }
     resources = _worker_resources(settings, num_gpus)
+    environment: dict[str, Any] = {}
+    usual = WorkerSettings(**environment)
     if settings.pin_cores and not resources["target"]["num_gpus"] and hasattr(psutil.Process, "cpu_affinity"):
         most = settings.target_workers.maximum, settings.draft_workers.maximum
-        cores = worker_cores(psutil.Process().cpu_affinity(), *most)
+        cores = worker_cores(psutil.Process().cpu_affinity(), *most, usual.threads)
         for role, (own, _) in workers.items():
             own["cpu_affinity"] = cores[role]
-    environment: dict[str, Any] = {}
-    whole = WorkerSettings(**environment).cache_memory_share
     for role, (own, _) in workers.items():
         if 0 < resources[role]["num_gpus"] < 1:  # workers share a GPU, and its memory
-            own["cache_memory_share"] = whole * resources[role]["num_gpus"]
+            own["cache_memory_share"] = usual.cache_memory_share * resources[role]["num_gpus"]
     # Targets report their load even if only the drafters scale: an empty draft pool scales up by it.
     scaling: dict[str, Any] | None = {} if any(size.is_elastic for _, size in workers.values()) else None
     targets = [

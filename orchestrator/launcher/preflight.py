@@ -41,26 +41,30 @@ __all__ = [
 ]
 
 
-def worker_cores(cores: Collection[int], num_targets: int, num_drafts: int) -> dict[str, str]:
-    """Assign each role as many exclusive cores as it has workers, the first ones to the targets.
+def worker_cores(
+    cores: Collection[int], num_targets: int, num_drafts: int, threads: int = 1
+) -> dict[str, str]:
+    """Assign each role as many exclusive cores as its workers have threads, the first ones to the targets.
 
-    Workers of one role share its cores; other processes may run on every core. With fewer cores than workers
+    Workers of one role share its cores; other processes may run on every core. With fewer cores than threads
     no worker is pinned.
 
     Args:
         cores: Available cores.
         num_targets: Number of target workers.
         num_drafts: Number of draft workers.
+        threads: Arithmetic threads of each worker.
 
     Returns:
         The `cpu_affinity` of the workers by role, empty if not pinned.
     """
-    if len(cores) < num_targets + num_drafts:
+    of_targets, of_drafts = num_targets * threads, num_drafts * threads
+    if len(cores) < of_targets + of_drafts:
         return {"target": "", "draft": ""}
     names = [str(core) for core in sorted(cores)]
     return {
-        "target": ",".join(names[:num_targets]),
-        "draft": ",".join(names[num_targets : num_targets + num_drafts]),
+        "target": ",".join(names[:of_targets]),
+        "draft": ",".join(names[of_targets : of_targets + of_drafts]),
     }
 
 
