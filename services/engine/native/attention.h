@@ -6,6 +6,7 @@
  */
 
 #define KEYS 4 /* whose products with a query are added up together */
+#define BLOCK_VALUES 4096 /* numbers that all queries add up before the next: they stay in the first cache */
 #define MAX_QUERIES 16
 #if LANES == 16
 #define VALUE_QUERIES 4 /* that share a read of values; their sums stay in registers */
@@ -155,14 +156,17 @@ INLINE void attend(const int dim, int num_queries, int group, const float *const
         for (int j = 0; j < vectors; j++) store_part(out[q], j, dim, splat(0));
         add_values(dim, 1, values, v, v->first, low < v->last + 1 ? low : v->last + 1, weight + q, out + q);
     }
-    int q = 0;
-    for (; q + VALUE_QUERIES <= num_queries; q += VALUE_QUERIES)
-        add_values(dim, VALUE_QUERIES, values, NULL, low, high, weight + q, out + q);
+    for (int32_t p = low, end; p < high; p = end) {
+        end = high - p < BLOCK_VALUES / dim ? high : p + BLOCK_VALUES / dim;
+        int q = 0;
+        for (; q + VALUE_QUERIES <= num_queries; q += VALUE_QUERIES)
+            add_values(dim, VALUE_QUERIES, values, NULL, p, end, weight + q, out + q);
 #if VALUE_QUERIES == 4
-    if (q + 2 <= num_queries) add_values(dim, 2, values, NULL, low, high, weight + q, out + q), q += 2;
-    if (q < num_queries) add_values(dim, 1, values, NULL, low, high, weight + q, out + q);
+        if (q + 2 <= num_queries) add_values(dim, 2, values, NULL, p, end, weight + q, out + q), q += 2;
+        if (q < num_queries) add_values(dim, 1, values, NULL, p, end, weight + q, out + q);
 #endif
-    for (q = 0; q < num_queries; q++) {
+    }
+    for (int q = 0; q < num_queries; q++) {
         const view *v = rows + q / group;
         add_values(dim, 1, values, v, high > v->first ? high : v->first, v->last + 1, weight + q, out + q);
         for (int j = 0; j < vectors; j++) store_part(out[q], j, dim, load_part(out[q], j, dim) * scale[q]);
