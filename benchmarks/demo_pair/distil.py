@@ -192,6 +192,7 @@ def main() -> None:
     corpus = train[: len(train) // _LENGTH * _LENGTH].view(-1, _LENGTH)
     corpus = corpus[torch.randperm(len(corpus))[: options.limit]]
     windows = torch.cat((corpus, write_samples(writer, train, options.samples, seed=options.seed + 1)))
+    torch.set_num_threads(options.threads)  # the writer left torch one
     print(f"{windows.numel() / 1e6:.2f} M tokens written and read", flush=True)
     lessons = read_lessons(target, windows)
     for progress, loss in distil(

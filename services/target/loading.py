@@ -11,6 +11,7 @@ from gammaray.demo_pair import resolve_model
 from gammaray.errors import InvalidArgumentError
 from services.engine.engine import Engine
 from services.engine.loader import load_engine
+from services.engine.native.runner import NativeRunner
 from services.heads.block_runners import dflash_engine, medusa_engine
 from services.heads.dflash_formats import load_dflash, names_dflash
 from services.heads.fusion import FeatureFusion
@@ -120,6 +121,8 @@ def _load_draft_model(settings: TargetSettings, name: str, target: str, engine: 
         weights=settings.head_weights,
         draft_for=target,
     )
+    if not isinstance(engine.runner, NativeRunner):
+        torch.set_num_threads(settings.threads)  # a draft model on the kernel leaves torch one
     allowed = f"an EAGLE, DFlash or Medusa head, or an ordinary draft model with the vocabulary of {target}"
     if drafting.mask_token is not None or drafting.vocab_size != engine.vocab_size:
         raise InvalidArgumentError("head", name, allowed)

@@ -93,7 +93,6 @@ class _Run:
         self, task: TrainTask, path: str, work: Path, tell: Callable[[str], None], stopped: Callable[[], bool]
     ) -> None:
         self.task, self.path, self.work, self.tell, self.stopped = task, path, work, tell, stopped
-        torch.set_num_threads(task.threads)
         self.target = load_model(path, device="cpu", dtype="float32")
         identity = model_identity(path, dtype="-", device="cpu", deterministic=False)
         self.identity = {"target": identity.partition("/")[0], "tokenizer": vocab_sha256(path)}
@@ -174,6 +173,7 @@ class _Run:
 
     def _train(self) -> bool:
         task = self.task
+        torch.set_num_threads(task.threads)  # the engine that wrote the answers may have left torch one
         sequences = [
             s for s in self.store.sequences() if s.num_prompt + 8 <= min(_MAX_LENGTH, len(s.token_ids))
         ]

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from gammaray.errors import FailedPreconditionError, InvalidArgumentError, ResourceExhaustedError
 from services.demo_pair import TARGET_DIR
+from services.engine.native.library import use_threads
 from services.process.fingerprints import vocab_sha256
 from services.train.answers.store import AnswerStore, Sequence, disk
 from services.train.batches import MASK, build_batch
@@ -37,6 +38,16 @@ def test_training_learns_and_resumes(tmp_path, kind):
     assert config["draft_vocab_size"] == len(weights["lm_head.weight"]) == len(weights["d2t"]) == 512
     assert "model.embed_tokens.weight" not in weights
     assert described["tokenizer"]["fingerprint"] == vocab_sha256(str(TARGET_DIR))
+
+
+def test_training_computes_on_its_threads_after_the_kernel_wrote_the_answers(tmp_path):
+    used = []
+    try:
+        run_until(make_task(tmp_path, threads=2), "steps 0 ")
+        used.append(torch.get_num_threads())
+    finally:
+        use_threads(1)
+    assert used == [2]
 
 
 @pytest.mark.parametrize(("first", "then"), [("plain", "parallel"), ("parallel", "plain")])
