@@ -123,6 +123,20 @@ class Settings:
         if self.llama_server and self.gguf is None and self.llama_convert is None:
             raise ValueError("LLAMA_SERVER needs --gguf, or LLAMA_CONVERT to make the file")
 
+    def recorded(self) -> dict[str, Any]:
+        """Return the settings for a result file, without the paths of this machine.
+
+        An absolute path is relative to the working directory, or only a name outside of it.
+        """
+        return {name: _without_machine(value) for name, value in asdict(self).items()}
+
+
+def _without_machine(value: object) -> object:
+    if not isinstance(value, (str, Path)) or not Path(value).is_absolute():
+        return str(value) if isinstance(value, Path) else value
+    path, here = Path(value), Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else path.name
+
 
 def encode(tokenizer: Tokenizer, tasks: Iterable[Task]) -> list[tuple[int, ...]]:
     """Return the prompts as token ids: by the chat template, or as plain text for models without one."""
@@ -213,9 +227,7 @@ async def compare(settings: Settings, console: Console) -> dict[str, Any]:
     if not points:
         raise ClusterError("; ".join(failures))
     return {
-        "settings": {
-            name: str(value) if isinstance(value, Path) else value for name, value in asdict(settings).items()
-        },
+        "settings": settings.recorded(),
         "llama_version": llama_version(settings.llama_server) if settings.llama_server else None,
         "prompts": {task.id: len(token_ids) for task, token_ids in prompts.items()},
         "left_out": left_out,

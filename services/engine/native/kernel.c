@@ -300,20 +300,8 @@ PRODUCT(tile_int8, INT8)
 PRODUCT(tile_int4, INT4)
 
 /* The outputs from `first` on of one row, from the sums of a panel. */
-INLINE void put(const gr_matrix *m, const vf total[PANEL_VECTORS], float *y, int first, int add) {
-    int count = m->outputs - first;
-    if (count >= PANEL) {
-#pragma GCC unroll 8
-        for (int j = 0; j < PANEL_VECTORS; j++) {
-            int at = first + LANES * j;
-            vf out = total[j];
-            if (m->kind == INT8) out *= load(m->scale + at);
-            if (m->bias) out += load(m->bias + at);
-            if (add) out += load(y + at);
-            store(y + at, out);
-        }
-        return;
-    }
+static void put(const gr_matrix *m, const vf total[PANEL_VECTORS], float *y, int first, int add) {
+    int left = m->outputs - first, count = left < PANEL ? left : PANEL;
     float out[PANEL], *to = y + first;
     for (int j = 0; j < PANEL_VECTORS; j++) store(out + LANES * j, total[j]);
     if (m->kind == INT8)
@@ -370,7 +358,7 @@ static void product_chunk(const void *argument, int chunk, int thread) {
         }
 }
 
-#define CHUNKS_PER_THREAD 4 /* so that a thread that is late or slow leaves its share to others */
+#define CHUNKS_PER_THREAD 4 /* more than one: a late or slow thread takes fewer of them */
 
 static void product(int threads, const gr_matrix *m, int rows, const float *x, int64_t x_stride, float *y,
                     int64_t y_stride, int add) {

@@ -84,8 +84,8 @@ def load_kernel(cache_dir: str = "") -> Kernel:
 def use_threads(count: int) -> None:
     """Let the kernel compute on `count` threads of this process, and torch on one.
 
-    After an operation torch's threads look for the next one for milliseconds before they sleep, on cores that
-    the kernel's threads need; what torch still computes beside the kernel is small.
+    After an operation torch's threads spin for milliseconds before they sleep, on cores that the kernel's
+    threads need; what torch computes beside the kernel is small.
     """
     global _threads
     _threads = count

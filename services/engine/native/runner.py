@@ -27,7 +27,6 @@ class NativeRunner:
 
     def __init__(self, model: NativeModel) -> None:
         self.model = model
-        self._threads = kernel_threads()
         self._scratch = torch.empty(0)
         self._cos, self._sin = model.rotation(1)
 
@@ -43,8 +42,9 @@ class NativeRunner:
 
     def forward(self, batch: Batch) -> Tensor:
         """Return the logits [wanted rows, vocab_size] in float32; writes new keys, values and the taps."""
-        self._make_room(len(batch.token_ids), max(batch.positions))
-        logits, _, arguments, _pointed_to = self._laid_out(batch)
+        threads = kernel_threads()
+        self._make_room(len(batch.token_ids), max(batch.positions), threads)
+        logits, _, arguments, _pointed_to = self._laid_out(batch, threads)
         self._begin(batch, arguments)
         self.model.kernel.gr_forward(byref(self.model.weights), byref(arguments))
         return logits
@@ -68,9 +68,10 @@ class NativeRunner:
             stop: If another thread sets it, the chain ends after the current row.
             target_ids: int32 [logits of a row]: the token of each logit; None: all, in order.
         """
-        self._make_room(1, max(batch.positions))
+        threads = kernel_threads()
+        self._make_room(1, max(batch.positions), threads)
         noise = None if noise is None else noise.contiguous()  # for some vocabulary sizes the rows are padded
-        logits, numbers, arguments, _pointed_to = self._laid_out(batch)
+        logits, numbers, arguments, _pointed_to = self._laid_out(batch, threads)
         self._begin(batch, arguments)
         count = self.model.kernel.gr_chain(
             byref(self.model.weights),
@@ -87,7 +88,9 @@ class NativeRunner:
     def _begin(self, batch: Batch, arguments: BatchArguments) -> None:
         """Set further arguments, for heads."""
 
-    def _laid_out(self, batch: Batch) -> tuple[Tensor, NDArray[np.int32], BatchArguments, object]:
+    def _laid_out(
+        self, batch: Batch, threads: int
+    ) -> tuple[Tensor, NDArray[np.int32], BatchArguments, object]:
         """Return the logits to be filled, all integers, the arguments, and other memory these point to."""
         rows = len(batch.token_ids)
         wanted = range(rows) if batch.logit_rows is None else batch.logit_rows
@@ -124,15 +127,15 @@ class NativeRunner:
             at + 4 * (len(numbers) - len(layers)),
             None if batch.taps is None else batch.taps.states.data_ptr(),
             None,
-            self._threads,
+            threads,
         )
         return logits, numbers, arguments, segments
 
-    def _make_room(self, rows: int, position: int) -> None:
-        model, self._threads = self.model, kernel_threads()
+    def _make_room(self, rows: int, position: int, threads: int) -> None:
+        model = self.model
         if position >= len(self._cos):
             self._cos, self._sin = model.rotation(2 * (position + 1))
-        size = model.kernel.gr_scratch_size(byref(model.weights), rows, position, self._threads)
+        size = model.kernel.gr_scratch_size(byref(model.weights), rows, position, threads)
         if size > len(self._scratch):
             self._scratch = torch.empty(size * 5 // 4)
 

@@ -268,6 +268,15 @@ def test_settings_bad_value_raises_naming_it(changes: dict[str, Any], message: s
         settings(**changes)
 
 
+def test_settings_are_recorded_without_paths_of_the_machine(tmp_path: Path) -> None:
+    inside, outside = Path.cwd() / "build" / "model.gguf", tmp_path / "llama-server"
+    recorded = settings(target="build/models/own", gguf=inside, llama_server=str(outside)).recorded()
+    assert recorded["gguf"] == str(Path("build", "model.gguf"))
+    assert recorded["llama_server"] == "llama-server"
+    assert recorded["target"] == "build/models/own"
+    assert recorded["max_tokens"] == settings().max_tokens
+
+
 def test_settings_llama_server_with_a_file_or_the_script_is_allowed() -> None:
     assert settings(llama_server="llama-server", gguf=Path("m.gguf")).gguf
     assert settings(llama_server="llama-server", llama_convert="convert.py").llama_convert

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import time
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import byref
@@ -15,11 +16,14 @@ from test_engine_native import scripted_steps, variants
 from test_products import packed, random
 from torch import Tensor
 
+from gammaray.config import TargetSettings
 from gammaray.demo_pair import resolve_model
 from services.engine.engine import Engine, SequenceInput
+from services.engine.hf.runner import TransformersRunner
 from services.engine.loader import load_engine
 from services.engine.native import weights
 from services.engine.native.library import kernel_threads, open_kernel, use_threads
+from services.target.loading import load_local_drafter
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +73,7 @@ def test_products_do_not_depend_on_the_number_of_threads(variant: str, kind: str
 
 
 def test_callers_at_the_same_time_get_their_own_results(tmp_path: Path) -> None:
-    """Whoever finds the helpers taken computes alone; nobody waits, nobody gets another's rows."""
+    """A caller computes alone during the task of another caller; each gets the results of its own input."""
     engines = [load_engine(str(tiny_model("qwen3", tmp_path / str(n), seed=n))) for n in range(3)]
 
     def steps(engine: Engine) -> list[Tensor]:
@@ -86,17 +90,43 @@ def test_callers_at_the_same_time_get_their_own_results(tmp_path: Path) -> None:
             assert_equal(made, expected)
 
 
-def test_helpers_that_sleep_are_woken(tmp_path: Path) -> None:
-    """A pause longer than helpers look for the next task."""
-    engine = load_engine(str(tiny_model("llama", tmp_path)))
-    feed = SequenceInput("a", 0, random_tokens(60, 1), 60)
-    (alone,) = engine.step([feed])
-    use_threads(4)
-    for _ in range(20):
+_USES_THREADS = """
+import sys, time
+import psutil
+from services.engine.engine import SequenceInput
+from services.engine.loader import load_engine
+
+def cpu_times():
+    return {thread.id: thread.user_time for thread in psutil.Process().threads()}
+
+engine = load_engine(sys.argv[1], threads=4)  # its checks compute, too: the pool's threads are started
+feed = SequenceInput("a", 0, list(range(60)), 60)
+for pause in (0.0, 0.2):  # the second one is longer than a thread spins
+    time.sleep(pause)
+    before, deadline, used = cpu_times(), time.monotonic() + 60, set()
+    while len(used) < 4 and time.monotonic() < deadline:
         engine.release("a")
-        time.sleep(0.02)
-        (made,) = engine.step([feed])
-        assert torch.equal(made, alone)
+        engine.step([feed])
+        used |= {thread for thread, taken in cpu_times().items() if taken > before[thread]}
+    print(len(used))
+"""
+
+
+def test_as_many_threads_compute_and_are_woken_after_a_pause(tmp_path: Path) -> None:
+    """In a process without other busy threads."""
+    directory = str(tiny_model("llama", tmp_path))
+    command = [sys.executable, "-c", _USES_THREADS, directory]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
+    assert done.stdout.split() == ["4", "4"]
+
+
+def test_target_that_torch_computes_keeps_its_threads_beside_a_draft_model(tmp_path: Path) -> None:
+    target, draft = (str(tiny_model(arch, tmp_path)) for arch in ("gpt2", "llama"))
+    settings = TargetSettings(model=target, head=draft, threads=2)
+    engine = load_engine(target, threads=2)
+    assert isinstance(engine.runner, TransformersRunner)
+    load_local_drafter(settings, engine)
+    assert (kernel_threads(), torch.get_num_threads()) == (2, 2)
 
 
 def test_threads_go_to_the_kernel_or_to_torch(tmp_path: Path) -> None:
