@@ -82,13 +82,13 @@ clients: install  ## benchmarking tools and client libraries against a cluster, 
 	$(BIN)/python -m benchmarks.clients $(ARGS)
 
 chaos: install  ## kill and stop every kind of process under load for five minutes; ARGS="--minutes N --seed S --drafters all"
-	$(BIN)/python tests/chaos $(ARGS)
+	$(BIN)/python -m tests.chaos $(ARGS)
 
 fuzz: install  ## hostile requests, frames, drafters and targets for ten minutes; ARGS="--seconds N --seed S"
-	$(BIN)/python tests/fuzz $(ARGS)
+	$(BIN)/python -m tests.fuzz $(ARGS)
 
 soak: install  ## half an hour of mixed load, and what processes and Redis hold meanwhile; ARGS="--minutes N --seed S --out FILE"
-	$(BIN)/python tests/soak $(ARGS)
+	$(BIN)/python -m tests.soak $(ARGS)
 
 dist: install  ## wheels and source archives of gammaray and of the demo pair's weights, in dist/
 	$(BIN)/python -m build --no-isolation --outdir dist .

@@ -21,9 +21,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from programs import PROGRAMS, Program
+from tests.programs import PROGRAMS, Program
 
 UPDATE_S, DOWNLOAD_S, INSTALL_S, COMMAND_S = 120, 400, 400, 30
 POLICY = Path("/usr/sbin/policy-rc.d")

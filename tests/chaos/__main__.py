@@ -1,4 +1,4 @@
-"""Chaos on clusters of its own: `python tests/chaos --minutes 5 --seed 0 --drafters all`, or `make chaos`.
+"""Chaos on clusters of its own: `python -m tests.chaos --minutes 5 --seed 0 --drafters all`, or `make chaos`.
 
 Starts two orchestrators, two target workers, what drafts for them, and a Redis; keeps streams running, kills
 and stops processes and has Redis fail in an order that the seed decides, and compares each stream with what
@@ -23,20 +23,18 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryFile
 
-TESTS = Path(__file__).resolve().parents[1]
-sys.path[1:1] = [str(TESTS / "e2e"), str(TESTS.parent)]
-
-from chaos_clusters import KINDS, started  # noqa: E402
-from report import figures, table  # noqa: E402
-from run import Options, Outcome, run  # noqa: E402
-
-from gammaray.bench.provenance import write_result  # noqa: E402
+from gammaray.bench.provenance import write_result
+from tests.chaos.chaos_clusters import KINDS, started
+from tests.chaos.report import figures, table
+from tests.chaos.run import Options, Outcome, run
 
 
 def main() -> int:
     """Run and print; return the exit status."""
     parser = argparse.ArgumentParser(
-        prog="python tests/chaos", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tests.chaos",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--minutes", type=float, default=5.0, help="Of strikes per cluster. Default: 5.")
     parser.add_argument("--seed", type=int, default=0, help="Of the order of strikes. Default: 0.")

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from chaos_drafters import DRAFTER, HEAD, PAIR, SERVER, VOCABULARY, Way
-from chaos_redis import ChaosRedis, chaos_redis
-from cluster_helpers import Cluster, running_cluster
-from other_vocabulary import with_fewer_merges
-from victims import ROLES
-
 from gammaray.demo_pair import resolve_model
+from tests.chaos.chaos_drafters import DRAFTER, HEAD, PAIR, SERVER, VOCABULARY, Way
+from tests.chaos.chaos_redis import ChaosRedis, chaos_redis
+from tests.chaos.other_vocabulary import with_fewer_merges
+from tests.chaos.victims import ROLES
+from tests.support.cluster.cluster_helpers import Cluster, running_cluster
 from tests.support.drafter_helpers import make_drafter
 from tests.support.head_helpers import bigram_head
 

@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from chaos_drafters import Way, cycles_by_drafter
-
 from gammaray import AsyncClient, RetryPolicy
 from gammaray.errors import GammarayError, ResourceExhaustedError
 from gammaray.grammar.texts import json_schema_grammar
+from tests.chaos.chaos_drafters import Way, cycles_by_drafter
 
 __all__ = [
     "PROMPTS",

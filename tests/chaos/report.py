@@ -6,8 +6,8 @@ from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
-from pauses import Row, rows
-from run import Options, Outcome
+from tests.chaos.pauses import Row, rows
+from tests.chaos.run import Options, Outcome
 
 __all__ = ["figures", "table"]
 

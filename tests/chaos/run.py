@@ -10,16 +10,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import psutil
-from chaos_clusters import Scene
-from chaos_drafters import unused
-from chaos_redis import ChaosRedis
-from load import Load, Tally, asks, reference, streams
-from pauses import SETTLE_S, Event, pause_s, usual_pause_s
-from suspension import suspend_owner
-from victims import ROLES, Action, Blow, Strike, find, plan, strike
-from watch import Watch
 
 from gammaray import RetryPolicy
+from tests.chaos.chaos_clusters import Scene
+from tests.chaos.chaos_drafters import unused
+from tests.chaos.chaos_redis import ChaosRedis
+from tests.chaos.load import Load, Tally, asks, reference, streams
+from tests.chaos.pauses import SETTLE_S, Event, pause_s, usual_pause_s
+from tests.chaos.suspension import suspend_owner
+from tests.chaos.victims import ROLES, Action, Blow, Strike, find, plan, strike
+from tests.chaos.watch import Watch
 
 __all__ = ["Options", "Outcome", "run"]
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 import psutil
-from cluster_helpers import Cluster
 
 from gammaray import AsyncClient, Chunk, RetryPolicy
 from gammaray.errors import FailedPreconditionError, GammarayError
+from tests.support.cluster.cluster_helpers import Cluster
 
 __all__ = ["suspend_owner"]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import sys
 import threading
 import time
 from collections import Counter
@@ -16,19 +15,16 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 from transformers import AutoTokenizer
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "e2e"))
-
-from chaos_clusters import KINDS, started
-from chaos_drafters import PAIR, SERVER, VOCABULARY, unused
-from chaos_redis import chaos_redis
-from load import Said, Tally, asks, difference, streams
-from other_vocabulary import with_fewer_merges
-from pauses import Event, pause_s, rows
-from run import Options, Outcome, run
-from victims import EVERYWHERE, ROLES, SPECIAL, Action, plan
-
 from gammaray.demo_pair import resolve_model
 from gammaray.deploy.redis_connection import reply_code
+from tests.chaos.chaos_clusters import KINDS, started
+from tests.chaos.chaos_drafters import PAIR, SERVER, VOCABULARY, unused
+from tests.chaos.chaos_redis import chaos_redis
+from tests.chaos.load import Said, Tally, asks, difference, streams
+from tests.chaos.other_vocabulary import with_fewer_merges
+from tests.chaos.pauses import Event, pause_s, rows
+from tests.chaos.run import Options, Outcome, run
+from tests.chaos.victims import EVERYWHERE, ROLES, SPECIAL, Action, plan
 
 SEED = 12
 """Whose first eight strikes kill every role and have Redis demoted, full, busy and loading."""

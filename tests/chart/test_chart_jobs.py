@@ -11,7 +11,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from chart_helpers import (
+
+from gammaray.security.certs import make_certificates
+from tests.support.chart.chart_helpers import (
     CHART,
     EVERYTHING,
     NAME,
@@ -23,8 +25,6 @@ from chart_helpers import (
     pods,
     render,
 )
-
-from gammaray.security.certs import make_certificates
 
 DOWNLOADS = {"modelCache": {"enabled": True}, "models": {"target": "team/large", "draft": "team/small"}}
 
@@ -357,7 +357,7 @@ def test_helm_test_fails_with_the_response(status):
 
 
 def test_helm_test_reaches_the_service_through_the_network_policies():
-    from reachability import Pod, may_reach
+    from tests.support.chart.reachability import Pod, may_reach
 
     manifests = render(EVERYTHING)
     service, pod = manifests["service-http.yaml"], manifests["pod-test.yaml"]

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import helm_python
 import pytest
-from chart_helpers import (
+
+from tests.support.chart.chart_helpers import (
     CHART,
     EXAMPLES,
     NAME,
@@ -18,7 +19,7 @@ from chart_helpers import (
     render,
     render_texts,
 )
-from manifest_schemas import check, check_by_kuberay, check_pod, needs_kuberay
+from tests.support.chart.manifest_schemas import check, check_by_kuberay, check_pod, needs_kuberay
 
 TEMPLATES = sorted(
     path.name

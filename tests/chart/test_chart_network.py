@@ -1,8 +1,18 @@
 """Allowed connections, as a table over every component and port of the release with everything enabled."""
 
 import pytest
-from chart_helpers import EVERYTHING, NOTHING, RELEASE, container, merged, passing_pods, pods, render
-from reachability import Pod, may_leave, may_reach
+
+from tests.support.chart.chart_helpers import (
+    EVERYTHING,
+    NOTHING,
+    RELEASE,
+    container,
+    merged,
+    passing_pods,
+    pods,
+    render,
+)
+from tests.support.chart.reachability import Pod, may_leave, may_reach
 
 RAY = {"head", "orchestrator", "draft", "target"}
 INSIDE = {*RAY, "redis", "jaeger", "collector"}
@@ -170,7 +180,7 @@ def test_reachability_check_finds_planted_holes(spoil, port):
 
 
 def test_ports_of_policies_follow_the_start_parameters_of_ray():
-    from chart_helpers import groups
+    from tests.support.chart.chart_helpers import groups
 
     for group in groups(merged(EVERYTHING)).values():
         params = group["rayStartParams"]

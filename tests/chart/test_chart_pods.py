@@ -5,7 +5,9 @@ import math
 
 import pytest
 import yaml
-from chart_helpers import (
+
+from gammaray.deploy.serve_config import APPLICATIONS, SERVE_ENVIRONMENT, WORKER_PORT
+from tests.support.chart.chart_helpers import (
     CHART,
     EVERYTHING,
     REGISTRY,
@@ -21,8 +23,6 @@ from chart_helpers import (
     pods,
     render,
 )
-
-from gammaray.deploy.serve_config import APPLICATIONS, SERVE_ENVIRONMENT, WORKER_PORT
 
 variants = pytest.mark.parametrize("values", VARIANTS.values(), ids=VARIANTS)
 

@@ -1,9 +1,9 @@
 """Pools of pods: bounds, autoscaling, spreading and disruption budgets."""
 
 import pytest
-from chart_helpers import application, cluster, groups, render, serve_config
 
 from gammaray.deploy.effective import effective_of_serve
+from tests.support.chart.chart_helpers import application, cluster, groups, render, serve_config
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,19 @@ from pathlib import Path
 
 import pytest
 import redis
-from chart_helpers import EVERYTHING, NAME, container, environment, groups, passing_pods, pods, render
 
 from gammaray.config import DraftSettings, OrchestratorSettings
 from orchestrator.launcher.preflight import free_ports
+from tests.support.chart.chart_helpers import (
+    EVERYTHING,
+    NAME,
+    container,
+    environment,
+    groups,
+    passing_pods,
+    pods,
+    render,
+)
 
 PASSWORDS = [
     "plain",
@@ -162,7 +171,7 @@ def test_password_of_an_external_redis_may_be_separate_from_its_url():
 
 def test_repeated_rendering_gives_the_same_manifests():
     """GitOps tools render charts repeatedly and without a cluster."""
-    from chart_helpers import chart
+    from tests.support.chart.chart_helpers import chart
 
     for values in ({}, EVERYTHING):
         given = {"image": {"registry": "r"}, **values}

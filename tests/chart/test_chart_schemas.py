@@ -1,8 +1,15 @@
 """The checks of manifests find planted errors."""
 
 import pytest
-from chart_helpers import VARIANTS, groups, render
-from manifest_schemas import InvalidManifestError, check, check_by_kuberay, check_pod, needs_kuberay
+
+from tests.support.chart.chart_helpers import VARIANTS, groups, render
+from tests.support.chart.manifest_schemas import (
+    InvalidManifestError,
+    check,
+    check_by_kuberay,
+    check_pod,
+    needs_kuberay,
+)
 
 
 def everything():

@@ -5,7 +5,14 @@ import importlib
 import helm_python
 import pytest
 import yaml
-from chart_helpers import (
+from click.testing import CliRunner
+
+from gammaray.cli import main
+from gammaray.config import ClusterSettings, OrchestratorSettings, ScalingSettings
+from gammaray.deploy.effective import effective_of_serve
+from gammaray.deploy.serve_config import APPLICATIONS, GRPC_SERVICERS, serve_document
+from gammaray.telemetry.catalog import CATALOG
+from tests.support.chart.chart_helpers import (
     CHART,
     EVERYTHING,
     ROOT,
@@ -17,14 +24,7 @@ from chart_helpers import (
     render,
     serve_config,
 )
-from click.testing import CliRunner
-from serve_helpers import deployment_of
-
-from gammaray.cli import main
-from gammaray.config import ClusterSettings, OrchestratorSettings, ScalingSettings
-from gammaray.deploy.effective import effective_of_serve
-from gammaray.deploy.serve_config import APPLICATIONS, GRPC_SERVICERS, serve_document
-from gammaray.telemetry.catalog import CATALOG
+from tests.support.serve_helpers import deployment_of
 
 variants = pytest.mark.parametrize("values", VARIANTS.values(), ids=VARIANTS)
 

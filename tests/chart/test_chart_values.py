@@ -8,7 +8,8 @@ from pathlib import Path
 
 import helm_python
 import pytest
-from chart_helpers import CHART, EVERYTHING, EXAMPLES, ROOT, VARIANTS, chart, render
+
+from tests.support.chart.chart_helpers import CHART, EVERYTHING, EXAMPLES, ROOT, VARIANTS, chart, render
 
 SCRIPTS = ROOT / "helm"
 WHY_STALE = "run `python helm/generate.py`: values.yaml or the settings classes have changed"

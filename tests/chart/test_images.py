@@ -9,9 +9,9 @@ from pathlib import Path
 import helm_python
 import pytest
 import yaml
-from chart_helpers import CHART, ROOT, chart, container, groups, render
 
 import gammaray
+from tests.support.chart.chart_helpers import CHART, ROOT, chart, container, groups, render
 
 DOCKERFILE = ROOT / "docker" / "Dockerfile"
 IGNORED = ROOT / "docker" / "Dockerfile.dockerignore"

@@ -6,12 +6,12 @@ import re
 
 import pytest
 import yaml
-from chart_helpers import CHART, EXAMPLES, ROOT, cluster
 from click import Group
 from click.testing import CliRunner
 
 from gammaray.cli import main
 from gammaray.deploy.serve_config import APPLICATIONS
+from tests.support.chart.chart_helpers import CHART, EXAMPLES, ROOT, cluster
 
 NAMES = ("install", "sizing", "drafters", "upgrade", "troubleshooting", "security", "slo")
 PAGES = [ROOT / "docs" / f"{name}.md" for name in NAMES]

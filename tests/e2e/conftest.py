@@ -7,11 +7,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from cluster_helpers import Cluster, running_cluster
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
 from benchmarks.otlp_receiver import Receiver, receiving
+from tests.support.cluster.cluster_helpers import Cluster, running_cluster
 
 OWN_CLUSTERS = (
     "test_lifecycle",

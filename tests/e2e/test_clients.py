@@ -6,9 +6,9 @@ import subprocess
 import sys
 
 import pytest
-from cluster_helpers import eventually
 
 from gammaray import Client, FinishReason, InvalidArgumentError
+from tests.support.cluster.cluster_helpers import eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("idle_afterwards"), pytest.mark.timeout(600)]
 

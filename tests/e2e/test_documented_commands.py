@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from docs_commands import ON_A_CLUSTER, commands
+
+from tests.support.docs_commands import ON_A_CLUSTER, commands
 
 pytestmark = pytest.mark.e2e
 

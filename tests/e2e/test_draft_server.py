@@ -6,9 +6,9 @@ from pathlib import Path
 
 import openai
 import pytest
-from cluster_helpers import Cluster, num_fallbacks, running_cluster, undisturbed
 
 from gammaray import Client, Completion
+from tests.support.cluster.cluster_helpers import Cluster, num_fallbacks, running_cluster, undisturbed
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("idle_afterwards"), pytest.mark.timeout(600)]
 

@@ -5,11 +5,11 @@ import signal
 from pathlib import Path
 
 import pytest
-from cluster_helpers import is_without_model, running_cluster, undisturbed
-from drafter_helpers import make_drafter
 
 from gammaray import Client
 from services.demo_pair import DRAFT_DIR, TARGET_DIR
+from tests.support.cluster.cluster_helpers import is_without_model, running_cluster, undisturbed
+from tests.support.drafter_helpers import make_drafter
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

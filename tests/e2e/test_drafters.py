@@ -1,9 +1,9 @@
 """The drafter of a request: every drafter gives the same text over both APIs."""
 
 import pytest
-from cluster_helpers import is_without_model, undisturbed_completion
 
 from gammaray import AsyncClient
+from tests.support.cluster.cluster_helpers import is_without_model, undisturbed_completion
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("idle_afterwards"), pytest.mark.timeout(600)]
 

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import pytest
-from cluster_helpers import Cluster
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "fuzz"))
-sys.path.append(str(Path(__file__).resolve().parents[1] / "integration"))
-
-from campaign import Campaign
-from census import Holding, growth
-from fuzz_run import run
-from openapi_fuzz import SURFACE, schemathesis
-from values import encode_json, mutate_bytes, mutate_json, mutate_message
 
 from gammaray.v1 import generation_service_pb2 as pb
 from orchestrator.api.http.server.openapi import document
+from tests.fuzz.campaign import Campaign
+from tests.fuzz.census import Holding, growth
+from tests.fuzz.fuzz_run import run
+from tests.fuzz.openapi_fuzz import SURFACE, schemathesis
+from tests.fuzz.values import encode_json, mutate_bytes, mutate_json, mutate_message
+from tests.support.cluster.cluster_helpers import Cluster
 
 SEED = 11
 TIMEOUT_S = 200.0

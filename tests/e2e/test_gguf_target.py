@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from cluster_helpers import running_cluster
-from gguf_helpers import END, tiny_gguf
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gammaray.gguf import pretrained_arguments
+from tests.support.cluster.cluster_helpers import running_cluster
+from tests.support.gguf_helpers import END, tiny_gguf
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

@@ -13,7 +13,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-from cluster_helpers import (
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from gammaray import Client
+from orchestrator.launcher.preflight import free_ports
+from orchestrator.launcher.reaper import MARK
+from services.demo_pair import TARGET_DIR
+from tests.support.cluster.cluster_helpers import (
     START_TIMEOUT_S,
     STOP_TIMEOUT_S,
     alive,
@@ -23,13 +29,7 @@ from cluster_helpers import (
     started_with,
     wait_until_gone,
 )
-from transformers import LlamaConfig, LlamaForCausalLM
-from vocabulary_helpers import CODE, byte_level
-
-from gammaray import Client
-from orchestrator.launcher.preflight import free_ports
-from orchestrator.launcher.reaper import MARK
-from services.demo_pair import TARGET_DIR
+from tests.support.vocabulary_helpers import CODE, byte_level
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

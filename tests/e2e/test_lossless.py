@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 import torch
-from cluster_helpers import undisturbed_completion
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gammaray import AsyncClient
 from services.demo_pair import TARGET_DIR
+from tests.support.cluster.cluster_helpers import undisturbed_completion
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("idle_afterwards"), pytest.mark.timeout(600)]
 

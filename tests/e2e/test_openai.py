@@ -4,7 +4,8 @@ import json
 import urllib.request
 
 import pytest
-from cluster_helpers import undisturbed
+
+from tests.support.cluster.cluster_helpers import undisturbed
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("idle_afterwards"), pytest.mark.timeout(600)]
 

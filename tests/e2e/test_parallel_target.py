@@ -5,9 +5,9 @@ import os
 import signal
 
 import pytest
-from cluster_helpers import running_cluster, wait_until_gone
 
 from gammaray import AsyncClient
+from tests.support.cluster.cluster_helpers import running_cluster, wait_until_gone
 
 pytestmark = [pytest.mark.e2e, pytest.mark.kills, pytest.mark.timeout(600)]
 

@@ -12,10 +12,10 @@ import grpc
 import helm_python
 import pytest
 import yaml
-from cluster_helpers import STOP_TIMEOUT_S, eventually, is_without_model, undisturbed
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from gammaray import Client
+from tests.support.cluster.cluster_helpers import STOP_TIMEOUT_S, eventually, is_without_model, undisturbed
 
 pytestmark = [pytest.mark.e2e, pytest.mark.kills, pytest.mark.timeout(600)]
 
@@ -48,7 +48,7 @@ def addresses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, s
     log = path.with_suffix(".log")
     with log.open("w") as errors:
         process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).parent / "served_chart.py"), str(path)],
+            [sys.executable, "-m", "tests.support.cluster.served_chart", str(path)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,

@@ -4,13 +4,13 @@ import signal
 from pathlib import Path
 
 import pytest
-from cluster_helpers import eventually, running_cluster
-from head_helpers import bigram_head
 
 from gammaray import Client
 from gammaray.errors import InvalidArgumentError
 from gammaray.types import DrafterKind, GammaPolicy
 from services.demo_pair import TARGET_DIR
+from tests.support.cluster.cluster_helpers import eventually, running_cluster
+from tests.support.head_helpers import bigram_head
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

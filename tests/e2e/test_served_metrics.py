@@ -6,13 +6,13 @@ import urllib.request
 
 import pytest
 from click.testing import CliRunner
-from cluster_helpers import Cluster, eventually, is_without_model, undisturbed
 from prometheus_client.parser import text_string_to_metric_families
-from prometheus_helpers import ROOT, get_json, running_prometheus
 
 from gammaray import Client, Completion
 from gammaray.cli import main
 from gammaray.telemetry.catalog import CATALOG, Role, by_name
+from tests.support.cluster.cluster_helpers import Cluster, eventually, is_without_model, undisturbed
+from tests.support.cluster.prometheus_helpers import ROOT, get_json, running_prometheus
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("idle_afterwards"), pytest.mark.timeout(600)]
 

@@ -4,9 +4,10 @@ import json
 import re
 
 import pytest
-from cluster_helpers import undisturbed
 from playwright.sync_api import expect, sync_playwright
-from programs import PROGRAMS
+
+from tests.programs import PROGRAMS
+from tests.support.cluster.cluster_helpers import undisturbed
 
 pytestmark = [
     pytest.mark.e2e,

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 import httpx
 import psutil
 import pytest
-from cluster_helpers import Cluster, eventually, running_cluster
 
 from gammaray import AsyncClient, Client, GammarayError, NotFoundError, RetryPolicy, SessionState
 from gammaray.types import FinishReason
 from orchestrator.launcher.reaper import runs
+from tests.support.cluster.cluster_helpers import Cluster, eventually, running_cluster
 
 pytestmark = [pytest.mark.e2e, pytest.mark.kills, pytest.mark.timeout(1200)]
 

@@ -8,11 +8,11 @@ import subprocess
 import sys
 
 import pytest
-from cluster_helpers import eventually, is_without_model, undisturbed
 from opentelemetry import trace
 
 from gammaray import Client
 from gammaray.telemetry import names as t
+from tests.support.cluster.cluster_helpers import eventually, is_without_model, undisturbed
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("idle_afterwards"), pytest.mark.timeout(600)]
 

@@ -19,8 +19,8 @@ from gammaray import AsyncClient
 
 pytestmark = [pytest.mark.e2e, pytest.mark.kills, pytest.mark.timeout(1500)]
 
-SCRIPT = Path(__file__).with_name("several_nodes.py")
-DEMO_DRAFT = SCRIPT.parents[2] / "services" / "demo_pair" / "draft"
+SCRIPT = Path(__file__).parents[1] / "support" / "cluster" / "several_nodes.py"
+DEMO_DRAFT = SCRIPT.parents[3] / "services" / "demo_pair" / "draft"
 START_TIMEOUT_S, ANSWER_TIMEOUT_S, STOP_TIMEOUT_S = 360.0, 60.0, 120.0
 READY_TIMEOUT_S = 400.0
 PATIENCE_S = 300.0
@@ -81,7 +81,7 @@ def nodes(tmp_path_factory):
             stdout=subprocess.PIPE,
             stderr=log,
             bufsize=0,
-            env={**os.environ, "PYTHONPATH": str(SCRIPT.parents[2])},
+            env={**os.environ, "PYTHONPATH": str(SCRIPT.parents[3])},
         )
     try:
         yield Nodes(process)

@@ -10,11 +10,11 @@ import httpx
 import openai
 import psutil
 import pytest
-from cluster_helpers import Cluster, running_cluster
 
 from gammaray import Client, InvalidArgumentError, NotFoundError, UnauthenticatedError
 from gammaray.security.keys import create_key, revoke_key
 from gammaray.v1 import target_service_pb2, target_service_pb2_grpc
+from tests.support.cluster.cluster_helpers import Cluster, running_cluster
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

@@ -1,4 +1,4 @@
-"""Fuzzes a cluster of its own: `python tests/fuzz --seconds 600 --seed 0`, or `make fuzz`.
+"""Fuzzes a cluster of its own: `python -m tests.fuzz --seconds 600 --seed 0`, or `make fuzz`.
 
 The HTTP API gets malformed bodies, headers and connections, and whatever schemathesis makes of
 its OpenAPI document; the gRPC API and the workers' own
@@ -12,18 +12,14 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
-from pathlib import Path
 
-TESTS = Path(__file__).resolve().parents[1]
-sys.path[1:1] = [str(TESTS / "e2e"), str(TESTS / "integration"), str(TESTS.parent)]
-
-from cluster_helpers import running_cluster  # noqa: E402
-from fuzz_run import run  # noqa: E402
+from tests.fuzz.fuzz_run import run
+from tests.support.cluster.cluster_helpers import running_cluster
 
 
 def main() -> int:
     """Run and print; return the exit status."""
-    parser = argparse.ArgumentParser(prog="python tests/fuzz", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--seconds", type=float, default=600.0, help="How long. Default: 600.")
     parser.add_argument("--seed", type=int, default=0, help="Of every choice. Default: 0.")
     given = parser.parse_args()

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from cluster_helpers import CACHE_BUDGET_MB
 
 from gammaray import ProcessStatus
+from tests.support.cluster.cluster_helpers import CACHE_BUDGET_MB
 
 __all__ = ["POOL_THREAD", "Holding", "census", "growth", "settled"]
 

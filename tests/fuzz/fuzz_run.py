@@ -10,18 +10,18 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import httpx
-from campaign import Campaign
-from census import Holding, growth, settled
-from grpc_fuzz import fuzz_public, fuzz_worker
-from hostile import fuzz_with_hostile_drafter, fuzz_with_hostile_target
-from http_fuzz import fuzz_http
-from openapi_fuzz import fuzz_openapi
 
 from gammaray import Client
 from orchestrator.launcher.redis_server import RedisServer
+from tests.fuzz.campaign import Campaign
+from tests.fuzz.census import Holding, growth, settled
+from tests.fuzz.grpc_fuzz import fuzz_public, fuzz_worker
+from tests.fuzz.hostile import fuzz_with_hostile_drafter, fuzz_with_hostile_target
+from tests.fuzz.http_fuzz import fuzz_http
+from tests.fuzz.openapi_fuzz import fuzz_openapi
 
 if TYPE_CHECKING:
-    from cluster_helpers import Cluster
+    from tests.support.cluster.cluster_helpers import Cluster
 
 __all__ = ["Report", "run"]
 

@@ -8,14 +8,14 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
-from campaign import Campaign
 from google.protobuf.message import DecodeError, Message
-from values import TEXTS, mutate_bytes, mutate_message
 
 from gammaray.v1 import draft_service_pb2 as draft_pb
 from gammaray.v1 import generation_service_pb2 as pb
 from gammaray.v1 import target_service_pb2 as target_pb
 from gammaray.v1 import types_pb2
+from tests.fuzz.campaign import Campaign
+from tests.fuzz.values import TEXTS, mutate_bytes, mutate_message
 
 __all__ = ["fuzz_public", "fuzz_worker"]
 

@@ -9,14 +9,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from campaign import Campaign
-from scripted_workers import ScriptedWorker
-from service_helpers import running, tokens_of
-
 from gammaray.errors import GammarayError, InternalError
 from gammaray.types import GammaPolicy, GenerationRequest, SamplingParams, VerificationMethod
 from gammaray.v1 import target_service_pb2 as target_pb
 from gammaray.v1 import types_pb2 as pb
+from tests.fuzz.campaign import Campaign
+from tests.support.workers.scripted_workers import ScriptedWorker
+from tests.support.workers.service_helpers import running, tokens_of
 
 __all__ = ["fuzz_with_hostile_drafter", "fuzz_with_hostile_target"]
 

@@ -9,8 +9,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
-from campaign import Campaign
-from values import TEXTS, encode_json, mutate_bytes, mutate_json
+
+from tests.fuzz.campaign import Campaign
+from tests.fuzz.values import TEXTS, encode_json, mutate_bytes, mutate_json
 
 __all__ = ["fuzz_http"]
 

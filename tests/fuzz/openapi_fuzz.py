@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from campaign import Campaign
+from tests.fuzz.campaign import Campaign
 
 __all__ = ["SURFACE", "fuzz_openapi", "schemathesis"]
 

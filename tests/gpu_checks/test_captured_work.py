@@ -7,7 +7,8 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from torch_helpers import TorchOperations
+
+from tests.support.torch_helpers import TorchOperations
 
 if find_spec("triton") is None:
     pytest.skip("Triton is not installed; to enable: make gpu-checks", allow_module_level=True)

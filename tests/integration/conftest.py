@@ -1,11 +1,11 @@
 """What all integration tests share."""
 
 import pytest
-from redis_helpers import running_redis
-from service_helpers import worker_process
 
 from orchestrator.storage.client import connect
 from orchestrator.workers.backoff import Patience
+from tests.support.workers.redis_helpers import running_redis
+from tests.support.workers.service_helpers import worker_process
 
 
 @pytest.fixture(autouse=True)

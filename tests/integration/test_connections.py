@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager
 
 import grpc
 import pytest
-from scripted_workers import ScriptedWorker, scripted, until
 
 from gammaray.errors import DeadlineExceededError, InvalidArgumentError, UnavailableError
 from gammaray.v1 import target_service_pb2 as target_pb
@@ -17,6 +16,7 @@ from gammaray.v1 import types_pb2 as pb
 from orchestrator.workers import connection as links
 from orchestrator.workers.connection import WorkerConnection
 from orchestrator.workers.protocol import TARGET
+from tests.support.workers.scripted_workers import ScriptedWorker, scripted, until
 
 pytestmark = pytest.mark.integration
 

@@ -7,10 +7,10 @@ import math
 import time
 
 import pytest
-from fleet_helpers import clients, emitted, fleet_of
-from scripted_workers import PROMPT, continuation, finish, make_session, scripted
 
 from gammaray.errors import DeadlineExceededError
+from tests.support.workers.fleet_helpers import clients, emitted, fleet_of
+from tests.support.workers.scripted_workers import PROMPT, continuation, finish, make_session, scripted
 
 pytestmark = pytest.mark.integration
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import helm_python
 import pytest
 import yaml
-from docs_commands import (
+
+from tests.support.docs_commands import (
     HERE,
     ON_A_CLUSTER,
     RENDERED,

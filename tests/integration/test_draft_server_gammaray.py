@@ -6,12 +6,12 @@ import itertools
 from contextlib import asynccontextmanager
 
 import pytest
-from draft_servers import served
-from scripted_workers import until
-from service_helpers import PROMPTS, complete, running, tokens_of, worker_process
 
 from gammaray.demo_pair import resolve_model
 from gammaray.types import DrafterKind, GammaPolicy, GenerationRequest, SamplingParams, VerificationMethod
+from tests.support.workers.draft_servers import served
+from tests.support.workers.scripted_workers import until
+from tests.support.workers.service_helpers import PROMPTS, complete, running, tokens_of, worker_process
 
 pytestmark = pytest.mark.integration
 

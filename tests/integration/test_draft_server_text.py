@@ -7,15 +7,15 @@ import logging
 from contextlib import asynccontextmanager
 
 import pytest
-from draft_servers import fake_server, found, http, served
-from scripted_workers import next_token, scripted
-from service_helpers import PROMPTS, complete, running, tokens_of, worker_process
-from vocabulary_helpers import recoded
 
 from gammaray.errors import InvalidArgumentError
 from gammaray.types import DrafterKind, GammaPolicy, GenerationRequest, SamplingParams, VerificationMethod
 from orchestrator.drafting.http.client import Failure
 from services.demo_pair import DRAFT_DIR
+from tests.support.vocabulary_helpers import recoded
+from tests.support.workers.draft_servers import fake_server, found, http, served
+from tests.support.workers.scripted_workers import next_token, scripted
+from tests.support.workers.service_helpers import PROMPTS, complete, running, tokens_of, worker_process
 
 pytestmark = pytest.mark.integration
 

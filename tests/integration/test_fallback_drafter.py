@@ -6,8 +6,6 @@ import asyncio
 import time
 
 import pytest
-from fleet_helpers import clients, emitted, fleet_of, stop_pauses_ending
-from scripted_workers import PROMPT, VOCAB, Steady, continuation, make_session, scripted, until
 
 from gammaray.blocks import Shape, Verdict
 from gammaray.errors import UnavailableError
@@ -21,6 +19,16 @@ from orchestrator.drafting.suffix_decoding import SuffixDrafter
 from orchestrator.gamma.cost_model import CostModel
 from orchestrator.gamma.fixed import FixedGamma
 from orchestrator.workers.drafter import Readiness
+from tests.support.workers.fleet_helpers import clients, emitted, fleet_of, stop_pauses_ending
+from tests.support.workers.scripted_workers import (
+    PROMPT,
+    VOCAB,
+    Steady,
+    continuation,
+    make_session,
+    scripted,
+    until,
+)
 
 pytestmark = pytest.mark.integration
 

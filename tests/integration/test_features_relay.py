@@ -8,11 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from engine_helpers import random_tokens, tiny_model
-from fleet_helpers import ListRegistry
-from head_helpers import DATA, bigram_head, bigram_target
-from scripted_workers import NoText, Steady, make_session, scripted, until_so
-from workers_helpers import running
 
 from gammaray.blocks import Shape
 from gammaray.types import DrafterKind, Proposal, SamplingParams, VerificationMethod
@@ -24,6 +19,11 @@ from orchestrator.workers.fleet import Fleet
 from orchestrator.workers.session_client import session_spec
 from orchestrator.workers.verifier import RemoteVerifier
 from services.target import worker as target_worker
+from tests.support.engine_helpers import random_tokens, tiny_model
+from tests.support.head_helpers import DATA, bigram_head, bigram_target
+from tests.support.workers.fleet_helpers import ListRegistry
+from tests.support.workers.scripted_workers import NoText, Steady, make_session, scripted, until_so
+from tests.support.workers.workers_helpers import running
 
 pytestmark = pytest.mark.integration
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from fleet_helpers import ListRegistry, clients, fleet_of
-from scripted_workers import (
-    finish,
-    make_session,
-    scripted,
-    until,
-)
 
 from gammaray.errors import (
     InvalidArgumentError,
     UnavailableError,
+)
+from tests.support.workers.fleet_helpers import ListRegistry, clients, fleet_of
+from tests.support.workers.scripted_workers import (
+    finish,
+    make_session,
+    scripted,
+    until,
 )
 
 pytestmark = pytest.mark.integration

@@ -8,10 +8,6 @@ import logging
 import ssl
 
 import pytest
-from draft_servers import fake_server, found, http
-from resume_helpers import request_of
-from scripted_workers import scripted, until, until_so
-from service_helpers import complete, running, tokens_of
 
 from gammaray.config import OrchestratorSettings
 from gammaray.errors import InvalidArgumentError
@@ -20,6 +16,10 @@ from gammaray.types import DrafterKind, GammaPolicy, SamplingParams, Verificatio
 from orchestrator.access.caller import ANONYMOUS
 from orchestrator.drafting.http.client import Failure
 from orchestrator.service import Orchestrator
+from tests.support.workers.draft_servers import fake_server, found, http
+from tests.support.workers.resume_helpers import request_of
+from tests.support.workers.scripted_workers import scripted, until, until_so
+from tests.support.workers.service_helpers import complete, running, tokens_of
 
 pytestmark = pytest.mark.integration
 

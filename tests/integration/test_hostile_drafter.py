@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from resume_helpers import request_of
-from scripted_workers import ScriptedWorker, judge, scripted
-from service_helpers import complete, running, tokens_of
 
 from gammaray.types import GammaPolicy
 from gammaray.v1 import draft_service_pb2 as draft_pb
@@ -17,6 +14,9 @@ from orchestrator.workers.proposal_cache import (
     MAX_SEEN,
     ProposalCache,
 )
+from tests.support.workers.resume_helpers import request_of
+from tests.support.workers.scripted_workers import ScriptedWorker, judge, scripted
+from tests.support.workers.service_helpers import complete, running, tokens_of
 
 pytestmark = pytest.mark.integration
 

@@ -6,19 +6,19 @@ import asyncio
 import dataclasses
 
 import pytest
-from engine_helpers import random_tokens, tiny_model
-from fleet_helpers import clients, emitted, fleet_of
-from resume_helpers import first_chunks, request_of, resumed, settled
-from scripted_workers import PROMPT, continuation, finish, make_session, scripted, until
-from service_helpers import complete, tokens_of
-from service_helpers import running as orchestrating
-from workers_helpers import running, spec_message, verify_block
 
 from gammaray.errors import FailedPreconditionError, ModelChangedError, UnavailableError
 from gammaray.types import FinishReason, TokenOrigin
 from orchestrator.storage.client import connect
 from orchestrator.storage.keys import keys_of
 from orchestrator.storage.session_store import RedisStore
+from tests.support.engine_helpers import random_tokens, tiny_model
+from tests.support.workers.fleet_helpers import clients, emitted, fleet_of
+from tests.support.workers.resume_helpers import first_chunks, request_of, resumed, settled
+from tests.support.workers.scripted_workers import PROMPT, continuation, finish, make_session, scripted, until
+from tests.support.workers.service_helpers import complete, tokens_of
+from tests.support.workers.service_helpers import running as orchestrating
+from tests.support.workers.workers_helpers import running, spec_message, verify_block
 
 pytestmark = pytest.mark.integration
 

@@ -11,13 +11,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from gguf_helpers import write_gguf
-from scripted_workers import until, until_so
-from service_helpers import PROMPTS, complete, running, tokens_of, worker_process
 from transformers import AutoModelForCausalLM
 
 from gammaray.demo_pair import resolve_model
 from gammaray.types import DrafterKind, GammaPolicy, GenerationRequest, SamplingParams
+from tests.support.gguf_helpers import write_gguf
+from tests.support.workers.scripted_workers import until, until_so
+from tests.support.workers.service_helpers import PROMPTS, complete, running, tokens_of, worker_process
 
 BINARY = os.environ.get("LLAMA_SERVER", "")
 

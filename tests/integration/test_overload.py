@@ -7,12 +7,12 @@ import math
 import time
 
 import pytest
-from scripted_workers import scripted
-from service_helpers import running, tokens_of
 
 from gammaray.errors import DeadlineExceededError, FailedPreconditionError, ResourceExhaustedError
 from gammaray.types import DrafterKind, GenerationRequest
 from orchestrator.access.caller import Caller
+from tests.support.workers.scripted_workers import scripted
+from tests.support.workers.service_helpers import running, tokens_of
 
 pytestmark = pytest.mark.integration
 

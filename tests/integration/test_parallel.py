@@ -8,10 +8,7 @@ import sys
 import psutil
 import pytest
 import torch
-from engine_helpers import random_tokens, tiny_model
-from held_engine import all_read
 from test_workers_process import EXIT_TIMEOUT_S, spawned
-from workers_helpers import Link, verify_block
 
 from gammaray.errors import FailedPreconditionError, InvalidArgumentError
 from services.demo_pair import TARGET_DIR
@@ -29,6 +26,9 @@ from services.engine.tensor_parallel.ranks import Ranks, RankSpec, meeting_place
 from services.scheduling.planning import Limits
 from services.streaming.engine_thread import EngineThread
 from services.target.scheduler import TargetScheduler
+from tests.support.engine_helpers import random_tokens, tiny_model
+from tests.support.workers.held_engine import all_read
+from tests.support.workers.workers_helpers import Link, verify_block
 
 pytestmark = [
     pytest.mark.integration,

@@ -7,12 +7,12 @@ import itertools
 from contextlib import aclosing
 
 import pytest
-from service_helpers import running, tokens_of, worker_process
 
 from gammaray.errors import NotFoundError
 from gammaray.types import GenerationRequest, SamplingParams
 from orchestrator.access.caller import ANONYMOUS, Caller
 from orchestrator.workers.prefix_affinity import prefix_keys
+from tests.support.workers.service_helpers import running, tokens_of, worker_process
 
 pytestmark = pytest.mark.integration
 

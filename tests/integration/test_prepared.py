@@ -7,10 +7,6 @@ import os
 from pathlib import Path
 
 import pytest
-from engine_helpers import plain_model, random_tokens, tiny_model
-from fleet_helpers import ListRegistry
-from scripted_workers import NoText, Steady
-from workers_helpers import running
 
 from gammaray.blocks import Shape
 from gammaray.config import DraftSettings
@@ -31,6 +27,10 @@ from orchestrator.workers.proposal_cache import (
 )
 from orchestrator.workers.session_client import session_spec
 from orchestrator.workers.verifier import RemoteVerifier
+from tests.support.engine_helpers import plain_model, random_tokens, tiny_model
+from tests.support.workers.fleet_helpers import ListRegistry
+from tests.support.workers.scripted_workers import NoText, Steady
+from tests.support.workers.workers_helpers import running
 
 VOCAB, LENGTH = 97, 60
 PROMPT = tuple(random_tokens(12, seed=3))

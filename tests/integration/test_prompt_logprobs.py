@@ -6,11 +6,17 @@ import asyncio
 
 import pytest
 import torch
-from engine_helpers import plain_logits, plain_model, random_tokens, tiny_model
-from workers_helpers import ANSWER_TIMEOUT_S, Driver, running, spec_message, verify_block
 
 from gammaray.types import MAX_PROMPT_LOGPROBS, SamplingParams
 from gammaray.v1 import types_pb2 as types
+from tests.support.engine_helpers import plain_logits, plain_model, random_tokens, tiny_model
+from tests.support.workers.workers_helpers import (
+    ANSWER_TIMEOUT_S,
+    Driver,
+    running,
+    spec_message,
+    verify_block,
+)
 
 pytestmark = pytest.mark.integration
 

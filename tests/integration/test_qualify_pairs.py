@@ -10,10 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_helpers import random_tokens, tiny_model
-from head_helpers import bigram_head, bigram_target
-from medusa_helpers import cyclic_heads, cyclic_target
-from vocabulary_helpers import byte_fallback
 
 import gammaray
 from gammaray.config import DraftSettings, TargetSettings
@@ -26,6 +22,10 @@ from services.engine.loader import load_engine
 from services.qualify.loop import Ask, Pair, draft_scheduler, target_scheduler
 from services.qualify.measure import is_tie, make_asks, measure, parting
 from services.qualify.models import encode, find, load, load_local
+from tests.support.engine_helpers import random_tokens, tiny_model
+from tests.support.head_helpers import bigram_head, bigram_target
+from tests.support.medusa_helpers import cyclic_heads, cyclic_target
+from tests.support.vocabulary_helpers import byte_fallback
 
 pytestmark = pytest.mark.integration
 

@@ -2,13 +2,13 @@
 and through worker processes with an orchestrator."""
 
 import pytest
-from service_helpers import PROMPTS, complete, running, tokens_of, worker_process
 
 from gammaray.config import DraftSettings, TargetSettings
 from gammaray.demo_pair import resolve_model
 from gammaray.types import ADAPTIVE, GammaPolicy, GenerationRequest, SamplingParams, TokenOrigin
 from services.engine.loader import load_worker_engine
 from services.qualify.loop import Ask, Pair, draft_scheduler, target_scheduler
+from tests.support.workers.service_helpers import PROMPTS, complete, running, tokens_of, worker_process
 
 pytestmark = pytest.mark.integration
 

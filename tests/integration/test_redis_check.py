@@ -7,10 +7,10 @@ from urllib.parse import urlsplit
 
 import psutil
 import pytest
-from redis_helpers import running_redis
 
 from gammaray.errors import InvalidArgumentError, UnavailableError
 from orchestrator.storage.client import CHECK_TIMEOUT_S, check_redis
+from tests.support.workers.redis_helpers import running_redis
 
 pytestmark = pytest.mark.integration
 

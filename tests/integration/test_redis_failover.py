@@ -10,8 +10,6 @@ from urllib.parse import urlsplit
 
 import pytest
 import redis as sync_redis
-from redis_helpers import configured_redis, follow, port_of, redis_name, replicated, wait_until
-from scripted_workers import make_session, until_so
 
 from gammaray.deploy import redis_connection
 from gammaray.errors import GammarayError, InvalidArgumentError, UnavailableError
@@ -20,6 +18,15 @@ from orchestrator.storage.client import address_of, answer, check_redis, connect
 from orchestrator.storage.registry import RedisRegistry
 from orchestrator.storage.session_store import RedisStore
 from services.process.registry import Announcer
+from tests.support.workers.redis_helpers import (
+    configured_redis,
+    follow,
+    port_of,
+    redis_name,
+    replicated,
+    wait_until,
+)
+from tests.support.workers.scripted_workers import make_session, until_so
 
 pytestmark = pytest.mark.integration
 

@@ -6,8 +6,6 @@ import asyncio
 import json
 
 import pytest
-from redis_helpers import RedisName, configured_redis, redis_name, running_redis
-from scripted_workers import scripted, until, until_so
 
 from gammaray.errors import InternalError, InvalidArgumentError, ResourceExhaustedError, UnavailableError
 from gammaray.types import ProcessStatus
@@ -22,6 +20,8 @@ from orchestrator.storage.client import (
 from orchestrator.storage.registry import RedisRegistry
 from orchestrator.workers.fleet import Fleet
 from services.process.registry import Announcer
+from tests.support.workers.redis_helpers import RedisName, configured_redis, redis_name, running_redis
+from tests.support.workers.scripted_workers import scripted, until, until_so
 
 pytestmark = pytest.mark.integration
 

@@ -9,10 +9,10 @@ import time
 
 import pytest
 import redis
-from redis_helpers import running_redis
 
 from gammaray.errors import UnavailableError
 from orchestrator.launcher import redis_server
+from tests.support.workers.redis_helpers import running_redis
 
 pytestmark = pytest.mark.integration
 

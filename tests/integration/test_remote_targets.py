@@ -6,11 +6,11 @@ import asyncio
 import time
 
 import pytest
-from fleet_helpers import clients, emitted, fleet_of
-from scripted_workers import PROMPT, continuation, finish, make_session, scripted, until
 
 from gammaray.errors import DeadlineExceededError, UnavailableError
 from gammaray.types import Proposal
+from tests.support.workers.fleet_helpers import clients, emitted, fleet_of
+from tests.support.workers.scripted_workers import PROMPT, continuation, finish, make_session, scripted, until
 
 pytestmark = pytest.mark.integration
 

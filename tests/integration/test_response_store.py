@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from redis_helpers import redis_name, running_redis
-from scripted_workers import make_session
 
 from gammaray.errors import InvalidArgumentError, NotFoundError, ResourceExhaustedError, UnavailableError
 from orchestrator.storage import client as storage_client
@@ -15,6 +13,8 @@ from orchestrator.storage.keys import StoreBounds, response_keys
 from orchestrator.storage.response_store import ResponseStore, StoredResponse
 from orchestrator.storage.session_scripts import REQUEST_OVERHEAD
 from orchestrator.storage.session_store import RedisStore
+from tests.support.workers.redis_helpers import redis_name, running_redis
+from tests.support.workers.scripted_workers import make_session
 
 pytestmark = pytest.mark.integration
 

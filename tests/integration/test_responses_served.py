@@ -9,12 +9,12 @@ from contextlib import asynccontextmanager
 import httpx
 import openai
 import pytest
-from service_helpers import running
 
 from gammaray.errors import NotFoundError
 from gammaray.wire.sessions import SessionState
 from orchestrator.access.caller import ANONYMOUS
 from orchestrator.api.http.server.app import create_app
+from tests.support.workers.service_helpers import running
 
 pytestmark = pytest.mark.integration
 

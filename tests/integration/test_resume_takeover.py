@@ -8,7 +8,14 @@ import time
 from contextlib import aclosing
 
 import pytest
-from resume_helpers import (
+
+from gammaray.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
+from gammaray.types import FinishReason, GammaPolicy, GenerationRequest, SamplingParams, TokenOrigin
+from gammaray.wire.sessions import SessionState
+from orchestrator.access.caller import ANONYMOUS, Caller
+from orchestrator.sessions.lifecycle import REPLAY_TOKENS, SessionManager
+from orchestrator.storage.keys import keys_of
+from tests.support.workers.resume_helpers import (
     first_chunks,
     request_of,
     resumed,
@@ -17,14 +24,7 @@ from resume_helpers import (
     two_orchestrators,
     undisturbed,
 )
-from service_helpers import PROMPTS, complete, text_of, tokens_of
-
-from gammaray.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
-from gammaray.types import FinishReason, GammaPolicy, GenerationRequest, SamplingParams, TokenOrigin
-from gammaray.wire.sessions import SessionState
-from orchestrator.access.caller import ANONYMOUS, Caller
-from orchestrator.sessions.lifecycle import REPLAY_TOKENS, SessionManager
-from orchestrator.storage.keys import keys_of
+from tests.support.workers.service_helpers import PROMPTS, complete, text_of, tokens_of
 
 pytestmark = pytest.mark.integration
 

@@ -10,8 +10,6 @@ from contextlib import aclosing
 
 import grpc
 import pytest
-from scripted_workers import until, until_so
-from service_helpers import PROMPTS, SEEDED, complete, running, text_of, tokens_of, worker_process
 
 from gammaray.demo_pair import resolve_model
 from gammaray.errors import (
@@ -31,6 +29,16 @@ from gammaray.types import (
 from orchestrator.storage.session_store import RedisStore
 from orchestrator.text.cpu_threads import INLINE_NUMBERS
 from orchestrator.workers.protocol import DRAFT, TARGET
+from tests.support.workers.scripted_workers import until, until_so
+from tests.support.workers.service_helpers import (
+    PROMPTS,
+    SEEDED,
+    complete,
+    running,
+    text_of,
+    tokens_of,
+    worker_process,
+)
 
 pytestmark = pytest.mark.integration
 

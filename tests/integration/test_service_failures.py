@@ -7,9 +7,6 @@ import dataclasses
 from contextlib import aclosing
 
 import pytest
-from redis_helpers import redis_name, running_redis
-from scripted_workers import scripted, until, until_so
-from service_helpers import PROMPTS, complete, running, tokens_of
 
 from gammaray.config import OrchestratorSettings
 from gammaray.errors import (
@@ -20,6 +17,9 @@ from gammaray.errors import (
 )
 from gammaray.types import ADAPTIVE, DrafterKind, GammaPolicy, GenerationRequest, SamplingParams
 from orchestrator.service import Orchestrator
+from tests.support.workers.redis_helpers import redis_name, running_redis
+from tests.support.workers.scripted_workers import scripted, until, until_so
+from tests.support.workers.service_helpers import PROMPTS, complete, running, tokens_of
 
 pytestmark = pytest.mark.integration
 

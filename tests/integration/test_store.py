@@ -12,9 +12,6 @@ import time
 from dataclasses import replace
 
 import pytest
-from cycle_helpers import LetterTokenizer
-from redis_helpers import running_redis
-from scripted_workers import PROMPT, make_session
 
 import orchestrator.launcher.redis_server as redis_server
 from gammaray.errors import (
@@ -35,6 +32,9 @@ from orchestrator.storage.session_store import RedisStore
 from orchestrator.storage.trace_store import RedisTraceStore
 from services.scheduling.sessions import SessionTable
 from services.scheduling.tasks import SessionSpec, Task
+from tests.support.cycle_helpers import LetterTokenizer
+from tests.support.workers.redis_helpers import running_redis
+from tests.support.workers.scripted_workers import PROMPT, make_session
 
 pytestmark = pytest.mark.integration
 

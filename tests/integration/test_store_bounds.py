@@ -6,8 +6,6 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from redis_helpers import running_redis
-from scripted_workers import make_session
 
 from gammaray.demo_pair import resolve_model
 from gammaray.errors import (
@@ -26,6 +24,8 @@ from orchestrator.storage.session_scripts import REQUEST_OVERHEAD, SESSION_OVERH
 from orchestrator.storage.session_store import RedisStore
 from orchestrator.storage.trace_store import RedisTraceStore
 from orchestrator.text.tokenizer import Tokenizer
+from tests.support.workers.redis_helpers import running_redis
+from tests.support.workers.scripted_workers import make_session
 
 pytestmark = pytest.mark.integration
 

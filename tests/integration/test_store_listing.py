@@ -7,8 +7,6 @@ import time
 import tracemalloc
 
 import pytest
-from redis_helpers import running_redis
-from scripted_workers import make_session
 
 from gammaray.blocks import TokenLogprobs
 from gammaray.errors import NotFoundError
@@ -19,6 +17,8 @@ from orchestrator.sessions.management import SessionCalls
 from orchestrator.storage.client import connect
 from orchestrator.storage.session_store import RedisStore
 from orchestrator.storage.trace_store import RedisTraceStore
+from tests.support.workers.redis_helpers import running_redis
+from tests.support.workers.scripted_workers import make_session
 
 pytestmark = pytest.mark.integration
 

@@ -22,8 +22,6 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from redis_helpers import running_redis
-from scripted_workers import make_session
 
 from gammaray.errors import CancelledError, FailedPreconditionError, InternalError, NotFoundError
 from gammaray.types import FinishReason, TokenOrigin
@@ -32,6 +30,8 @@ from orchestrator.storage import session_scripts as scripts
 from orchestrator.storage.client import connect
 from orchestrator.storage.keys import keys_of, request_keys
 from orchestrator.storage.session_store import RedisStore
+from tests.support.workers.redis_helpers import running_redis
+from tests.support.workers.scripted_workers import make_session
 
 pytestmark = pytest.mark.integration
 

@@ -6,12 +6,12 @@ import dataclasses
 from collections import Counter
 
 import pytest
-from scripted_workers import scripted
-from service_helpers import PROMPTS, SEEDED, running, tokens_of
 
 from gammaray.types import DrafterKind, GammaPolicy, GenerationRequest, TokenOrigin, VerificationMethod
 from orchestrator.access.caller import Caller
 from orchestrator.drafting.corpus import Corpus
+from tests.support.workers.scripted_workers import scripted
+from tests.support.workers.service_helpers import PROMPTS, SEEDED, running, tokens_of
 
 pytestmark = pytest.mark.integration
 

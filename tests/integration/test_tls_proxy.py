@@ -13,13 +13,13 @@ from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
-from sdk_helpers import PROCESSES, ScriptedService, answer, last, serve_in_thread
-from tls_front_helpers import certificate, http_front
-from tls_helpers import Authority
 
 from gammaray import Client, TlsError
 from gammaray.cli import main
 from orchestrator.launcher.preflight import free_ports
+from tests.support.sdk_helpers import PROCESSES, ScriptedService, answer, last, serve_in_thread
+from tests.support.tls_front_helpers import certificate, http_front
+from tests.support.tls_helpers import Authority
 
 pytestmark = pytest.mark.integration
 

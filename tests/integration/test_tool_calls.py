@@ -7,10 +7,10 @@ import json
 import httpx
 import jsonschema
 import pytest
-from http_helpers import CHAT
-from service_helpers import running
 
 from orchestrator.api.http.server.app import create_app
+from tests.support.http_helpers import CHAT
+from tests.support.workers.service_helpers import running
 
 pytestmark = pytest.mark.integration
 

@@ -8,11 +8,6 @@ from contextlib import aclosing
 from pathlib import Path
 
 import pytest
-from head_helpers import bigram_head
-from redis_helpers import running_redis
-from service_helpers import PROMPTS, running, tokens_of
-from tracing_helpers import exporting_worker
-from workers_helpers import Link, verify_block
 
 from benchmarks.otlp_receiver import receiving
 from gammaray.errors import UnavailableError
@@ -21,6 +16,11 @@ from gammaray.types import DrafterKind, GammaPolicy, GenerationRequest, Sampling
 from gammaray.v1 import types_pb2
 from orchestrator.access.caller import Caller
 from services.demo_pair import TARGET_DIR
+from tests.support.head_helpers import bigram_head
+from tests.support.workers.redis_helpers import running_redis
+from tests.support.workers.service_helpers import PROMPTS, running, tokens_of
+from tests.support.workers.tracing_helpers import exporting_worker
+from tests.support.workers.workers_helpers import Link, verify_block
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 

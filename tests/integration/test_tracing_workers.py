@@ -7,8 +7,15 @@ import dataclasses
 import time
 
 import pytest
-from service_helpers import PROMPTS, complete, running, tokens_of
-from tracing_helpers import (
+
+from benchmarks.otlp_receiver import receiving
+from gammaray.errors import NotFoundError, UnavailableError
+from gammaray.telemetry import names as t
+from gammaray.types import DrafterKind, GammaPolicy, GenerationRequest, SamplingParams
+from gammaray.wire.cycles import cycles_from_proto
+from orchestrator.access.caller import ANONYMOUS, Caller
+from tests.support.workers.service_helpers import PROMPTS, complete, running, tokens_of
+from tests.support.workers.tracing_helpers import (
     ASKING,
     SERVING,
     assert_as_documented,
@@ -20,13 +27,6 @@ from tracing_helpers import (
     named,
     of_trace,
 )
-
-from benchmarks.otlp_receiver import receiving
-from gammaray.errors import NotFoundError, UnavailableError
-from gammaray.telemetry import names as t
-from gammaray.types import DrafterKind, GammaPolicy, GenerationRequest, SamplingParams
-from gammaray.wire.cycles import cycles_from_proto
-from orchestrator.access.caller import ANONYMOUS, Caller
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 

@@ -4,9 +4,6 @@ import asyncio
 import random
 
 import pytest
-from engine_helpers import tiny_model
-from vocabulary_helpers import CODE, byte_fallback, byte_level, renumbered, single_bytes
-from workers_helpers import propose_block, running, spec_message
 
 from gammaray.config import DraftSettings, TargetSettings
 from gammaray.errors import InvalidArgumentError
@@ -16,6 +13,9 @@ from services.engine.loader import load_engine
 from services.process.fingerprints import vocab_sha256
 from services.qualify.loop import Ask, Pair, draft_scheduler, target_scheduler
 from services.vocabulary.translation import load_translation
+from tests.support.engine_helpers import tiny_model
+from tests.support.vocabulary_helpers import CODE, byte_fallback, byte_level, renumbered, single_bytes
+from tests.support.workers.workers_helpers import propose_block, running, spec_message
 
 pytestmark = pytest.mark.integration
 

@@ -14,9 +14,6 @@ from contextlib import asynccontextmanager
 import grpc
 import pytest
 from cryptography import x509
-from engine_helpers import tiny_model
-from redis_helpers import running_redis
-from service_helpers import complete, running, tokens_of
 
 from gammaray.config import TargetSettings
 from gammaray.errors import InvalidArgumentError
@@ -28,6 +25,9 @@ from gammaray.v1.target_service_pb2_grpc import TargetServiceStub
 from orchestrator.launcher.preflight import free_ports
 from orchestrator.storage.client import check_redis
 from services.target.worker import TargetWorker
+from tests.support.engine_helpers import tiny_model
+from tests.support.workers.redis_helpers import running_redis
+from tests.support.workers.service_helpers import complete, running, tokens_of
 
 pytestmark = pytest.mark.integration
 

@@ -6,13 +6,13 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
-from draft_servers import served
-from resume_helpers import first_chunks, sessions_on
-from service_helpers import PROMPTS, SEEDED, complete, running, text_of, tokens_of
 
 from gammaray.errors import InvalidArgumentError
 from gammaray.types import FinishReason, GenerationRequest
 from orchestrator.access.caller import ANONYMOUS, Caller
+from tests.support.workers.draft_servers import served
+from tests.support.workers.resume_helpers import first_chunks, sessions_on
+from tests.support.workers.service_helpers import PROMPTS, SEEDED, complete, running, text_of, tokens_of
 
 pytestmark = pytest.mark.integration
 

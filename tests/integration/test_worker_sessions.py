@@ -6,17 +6,6 @@ import asyncio
 import math
 
 import pytest
-from fleet_helpers import clients, emitted, fleet_of, stop_pauses_ending
-from scripted_workers import (
-    PROMPT,
-    VOCAB,
-    Steady,
-    continuation,
-    finish,
-    make_session,
-    scripted,
-    until,
-)
 
 from gammaray.errors import (
     DeadlineExceededError,
@@ -29,6 +18,17 @@ from gammaray.v1 import target_service_pb2 as target_pb
 from gammaray.v1 import types_pb2 as pb
 from orchestrator.cycle.run import run_cycle
 from orchestrator.workers.drafter import Readiness
+from tests.support.workers.fleet_helpers import clients, emitted, fleet_of, stop_pauses_ending
+from tests.support.workers.scripted_workers import (
+    PROMPT,
+    VOCAB,
+    Steady,
+    continuation,
+    finish,
+    make_session,
+    scripted,
+    until,
+)
 
 pytestmark = pytest.mark.integration
 

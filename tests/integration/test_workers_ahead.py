@@ -7,11 +7,17 @@ import time
 
 import pytest
 import torch
-from engine_helpers import plain_model, random_tokens, tiny_model
-from held_engine import HeldEngine, all_read
-from workers_helpers import ANSWER_TIMEOUT_S, Driver, propose_block, running, spec_message
 
 from gammaray.types import SamplingParams, VerificationMethod
+from tests.support.engine_helpers import plain_model, random_tokens, tiny_model
+from tests.support.workers.held_engine import HeldEngine, all_read
+from tests.support.workers.workers_helpers import (
+    ANSWER_TIMEOUT_S,
+    Driver,
+    propose_block,
+    running,
+    spec_message,
+)
 
 pytestmark = pytest.mark.integration
 

@@ -6,16 +6,16 @@ import asyncio
 
 import grpc
 import pytest
-from engine_helpers import random_tokens, tiny_model
-from held_engine import HeldEngine, all_read
-from scripted_workers import until
-from workers_helpers import ANSWER_TIMEOUT_S, Link, propose_block, running, verify_block
 
 from gammaray.types import SamplingParams, VerificationMethod
 from services.scheduling import sessions
 from services.scheduling.sessions import SessionTable
 from services.scheduling.tasks import SessionSpec, VerifyTask
 from services.streaming import streams
+from tests.support.engine_helpers import random_tokens, tiny_model
+from tests.support.workers.held_engine import HeldEngine, all_read
+from tests.support.workers.scripted_workers import until
+from tests.support.workers.workers_helpers import ANSWER_TIMEOUT_S, Link, propose_block, running, verify_block
 
 pytestmark = pytest.mark.integration
 

@@ -6,10 +6,7 @@ import asyncio
 
 import pytest
 import torch
-from engine_helpers import random_tokens, tiny_model
-from head_helpers import as_official_dflash, changed, complete_dflash
 from test_workers_head import COUNT, PROMPT, Headed, headed, params, plain
-from workers_helpers import running
 
 from gammaray.errors import InvalidArgumentError
 from gammaray.types import Proposal, VerificationMethod
@@ -18,6 +15,9 @@ from services.engine.core.errors import UnsupportedModelError
 from services.engine.engine import SequenceInput
 from services.engine.loader import load_engine
 from services.heads.dflash_formats import load_dflash
+from tests.support.engine_helpers import random_tokens, tiny_model
+from tests.support.head_helpers import as_official_dflash, changed, complete_dflash
+from tests.support.workers.workers_helpers import running
 
 pytestmark = pytest.mark.integration
 

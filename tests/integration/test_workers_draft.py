@@ -3,13 +3,13 @@
 import asyncio
 
 import pytest
-from engine_helpers import plain_logits, plain_model, random_tokens, tiny_model
-from held_engine import HeldEngine, all_read
-from workers_helpers import ANSWER_TIMEOUT_S, propose_block, running, spec_message
 
 from gammaray.types import SamplingParams, VerificationMethod
 from gammaray.v1 import types_pb2 as types
 from gammaray.wire.blocks import proposal_from_proto
+from tests.support.engine_helpers import plain_logits, plain_model, random_tokens, tiny_model
+from tests.support.workers.held_engine import HeldEngine, all_read
+from tests.support.workers.workers_helpers import ANSWER_TIMEOUT_S, propose_block, running, spec_message
 
 pytestmark = pytest.mark.integration
 

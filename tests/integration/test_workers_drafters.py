@@ -5,14 +5,14 @@ import json
 
 import pytest
 import torch
-from drafter_helpers import make_drafter
-from engine_helpers import plain_model, random_tokens, tiny_model
-from vocabulary_helpers import CODE, byte_level
-from workers_helpers import Driver, propose_block, running, spec_message
 
 from gammaray.errors import InvalidArgumentError
 from gammaray.types import SamplingParams, VerificationMethod
 from services.engine.core.errors import UnsupportedModelError
+from tests.support.drafter_helpers import make_drafter
+from tests.support.engine_helpers import plain_model, random_tokens, tiny_model
+from tests.support.vocabulary_helpers import CODE, byte_level
+from tests.support.workers.workers_helpers import Driver, propose_block, running, spec_message
 
 pytestmark = pytest.mark.integration
 

@@ -10,9 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from engine_helpers import random_tokens, tiny_model
-from head_helpers import DATA, bigram_head, bigram_target, changed
-from workers_helpers import Driver, propose_block, running
 
 from gammaray.blocks import Features
 from gammaray.errors import InvalidArgumentError
@@ -29,6 +26,9 @@ from services.draft import heads as draft_heads
 from services.heads.features import to_features
 from services.target import features as target_features
 from services.target import worker as target_worker
+from tests.support.engine_helpers import random_tokens, tiny_model
+from tests.support.head_helpers import DATA, bigram_head, bigram_target, changed
+from tests.support.workers.workers_helpers import Driver, propose_block, running
 
 pytestmark = pytest.mark.integration
 

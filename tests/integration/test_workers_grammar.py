@@ -12,10 +12,6 @@ from dataclasses import dataclass
 import jsonschema
 import numpy as np
 import pytest
-from drafter_helpers import make_drafter
-from engine_helpers import random_tokens, tiny_model
-from vocabulary_helpers import CODE, PROSE, byte_level
-from workers_helpers import Driver, propose_block, running, spec_message, verify_block
 
 from gammaray.grammar.matcher import GrammarCompiler
 from gammaray.grammar.texts import json_schema_grammar
@@ -24,6 +20,10 @@ from gammaray.v1 import types_pb2 as types
 from gammaray.wire.blocks import proposal_from_proto
 from services.engine.sampling.edits import row_paths
 from services.scheduling.grammars import Grammars
+from tests.support.drafter_helpers import make_drafter
+from tests.support.engine_helpers import random_tokens, tiny_model
+from tests.support.vocabulary_helpers import CODE, PROSE, byte_level
+from tests.support.workers.workers_helpers import Driver, propose_block, running, spec_message, verify_block
 
 pytestmark = pytest.mark.integration
 

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from engine_helpers import random_tokens, tiny_model
-from head_helpers import DATA, bigram_head, bigram_target, changed
-from workers_helpers import Driver, running, verify_block
 
 from gammaray.errors import InvalidArgumentError, NotFoundError
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from gammaray.v1 import target_service_pb2 as pb
 from gammaray.wire.blocks import proposal_from_proto, proposal_to_proto
 from services.engine.core.errors import UnsupportedModelError
+from tests.support.engine_helpers import random_tokens, tiny_model
+from tests.support.head_helpers import DATA, bigram_head, bigram_target, changed
+from tests.support.workers.workers_helpers import Driver, running, verify_block
 
 pytestmark = pytest.mark.integration
 

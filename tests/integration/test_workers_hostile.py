@@ -6,13 +6,20 @@ import time
 
 import grpc
 import pytest
-from engine_helpers import random_tokens, tiny_model
-from workers_helpers import ANSWER_TIMEOUT_S, GREEDY, propose_block, running, spec_message, verify_block
 
 from gammaray.types import SamplingParams, VerificationMethod
 from gammaray.v1 import target_service_pb2
 from gammaray.v1 import types_pb2 as types
 from services.streaming import streams
+from tests.support.engine_helpers import random_tokens, tiny_model
+from tests.support.workers.workers_helpers import (
+    ANSWER_TIMEOUT_S,
+    GREEDY,
+    propose_block,
+    running,
+    spec_message,
+    verify_block,
+)
 
 pytestmark = pytest.mark.integration
 

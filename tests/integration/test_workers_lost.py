@@ -11,15 +11,15 @@ from typing import Any
 import grpc
 import pytest
 import torch
-from engine_helpers import random_tokens, tiny_model
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from torch import Tensor
-from workers_helpers import ANSWER_TIMEOUT_S, Link, propose_block, running, verify_block
 
 from gammaray.errors import UnavailableError
 from services.engine.core.errors import EngineLostError
 from services.scheduling import scheduler as scheduling
 from services.streaming import engine_thread
+from tests.support.engine_helpers import random_tokens, tiny_model
+from tests.support.workers.workers_helpers import ANSWER_TIMEOUT_S, Link, propose_block, running, verify_block
 
 pytestmark = pytest.mark.integration
 

@@ -6,16 +6,23 @@ import asyncio
 
 import pytest
 import torch
-from engine_helpers import random_tokens, tiny_model
-from medusa_helpers import HEADS, cyclic_heads, cyclic_target, random_heads, write_own, write_vllm
 from test_workers_head import COUNT, PROMPT, Headed, headed, params, plain
-from workers_helpers import running
 
 from gammaray.errors import InvalidArgumentError
 from gammaray.types import Proposal, VerificationMethod
 from gammaray.v1 import target_service_pb2 as pb
 from services.engine.core.errors import UnsupportedModelError
 from services.target.medusa import MedusaDrafter
+from tests.support.engine_helpers import random_tokens, tiny_model
+from tests.support.medusa_helpers import (
+    HEADS,
+    cyclic_heads,
+    cyclic_target,
+    random_heads,
+    write_own,
+    write_vllm,
+)
+from tests.support.workers.workers_helpers import running
 
 pytestmark = pytest.mark.integration
 

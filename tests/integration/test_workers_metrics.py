@@ -5,13 +5,13 @@ import signal
 import urllib.request
 
 import pytest
-from engine_helpers import random_tokens, tiny_model
-from metrics_helpers import receiving_metrics
-from process_helpers import spawned
-from workers_helpers import Link, propose_block
 
 from orchestrator.launcher.preflight import free_ports
 from services.engine.native.library import load_kernel
+from tests.support.engine_helpers import random_tokens, tiny_model
+from tests.support.metrics_helpers import receiving_metrics
+from tests.support.workers.process_helpers import spawned
+from tests.support.workers.workers_helpers import Link, propose_block
 
 pytestmark = pytest.mark.integration
 

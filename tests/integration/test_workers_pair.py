@@ -3,10 +3,10 @@
 import asyncio
 
 import pytest
-from engine_helpers import random_tokens, tiny_model
-from workers_helpers import Driver, running, verify_block
 
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
+from tests.support.engine_helpers import random_tokens, tiny_model
+from tests.support.workers.workers_helpers import Driver, running, verify_block
 
 pytestmark = pytest.mark.integration
 

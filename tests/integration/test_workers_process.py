@@ -13,18 +13,18 @@ from contextlib import contextmanager, suppress
 
 import grpc
 import pytest
-from engine_helpers import random_tokens, tiny_model
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from held_engine import HeldEngine
-from process_helpers import START_TIMEOUT_S, spawned
 from redis.asyncio import Redis
-from scripted_workers import until, until_so
-from workers_helpers import Link, propose_block, running, verify_block
 
 from gammaray.config import DraftSettings, TargetSettings
 from orchestrator.launcher.preflight import free_ports
 from services.process.main import run
+from tests.support.engine_helpers import random_tokens, tiny_model
+from tests.support.workers.held_engine import HeldEngine
+from tests.support.workers.process_helpers import START_TIMEOUT_S, spawned
+from tests.support.workers.scripted_workers import until, until_so
+from tests.support.workers.workers_helpers import Link, propose_block, running, verify_block
 
 pytestmark = [
     pytest.mark.integration,

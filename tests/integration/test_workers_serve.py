@@ -1,13 +1,13 @@
 """Workers as Serve applications, as far as it goes without a cluster; e2e tests run them on one."""
 
 import pytest
-from engine_helpers import tiny_model
 from pydantic import ValidationError
-from serve_helpers import deployment_of, schema_of
 
 from gammaray.config import DraftSettings, TargetSettings
 from gammaray.errors import InvalidArgumentError, UnavailableError
 from services.serve.app import WorkerReplica, build
+from tests.support.engine_helpers import tiny_model
+from tests.support.serve_helpers import deployment_of, schema_of
 
 pytestmark = pytest.mark.integration
 

@@ -5,13 +5,20 @@ import math
 
 import pytest
 import torch
-from engine_helpers import plain_logits, plain_model, random_tokens, tiny_model
-from held_engine import HeldEngine, all_read
-from scripted_workers import until
-from workers_helpers import ANSWER_TIMEOUT_S, Driver, Link, running, spec_message, verify_block
 
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from gammaray.v1 import types_pb2 as types
+from tests.support.engine_helpers import plain_logits, plain_model, random_tokens, tiny_model
+from tests.support.workers.held_engine import HeldEngine, all_read
+from tests.support.workers.scripted_workers import until
+from tests.support.workers.workers_helpers import (
+    ANSWER_TIMEOUT_S,
+    Driver,
+    Link,
+    running,
+    spec_message,
+    verify_block,
+)
 
 pytestmark = pytest.mark.integration
 

@@ -1,4 +1,4 @@
-"""Soaks a cluster of its own: `python tests/soak --minutes 30 --seed 0`, or `make soak`.
+"""Soaks a cluster of its own: `python -m tests.soak --minutes 30 --seed 0`, or `make soak`.
 
 Starts a cluster with `gammaray up`, keeps clients of every kind busy, and looks every half minute, while
 nothing runs, what its processes and its Redis hold. Exits with 1 when something grew, when a completion with
@@ -13,23 +13,20 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-TESTS = Path(__file__).resolve().parents[1]
-sys.path[1:1] = [str(TESTS / name) for name in ("chaos", "fuzz", "e2e")] + [str(TESTS.parent)]
+from redis import Redis
 
-from cluster_helpers import CACHE_BUDGET_MB  # noqa: E402
-from redis import Redis  # noqa: E402
-from soak_census import Observer  # noqa: E402
-from soak_report import figures, table  # noqa: E402
-from soak_run import CLUSTER, TTL_S, Options, Outcome, run  # noqa: E402
-
-from benchmarks.cluster import run_or_exit, running_cluster  # noqa: E402
-from benchmarks.provenance import write_result  # noqa: E402
-from orchestrator.launcher.redis_server import RedisServer  # noqa: E402
+from benchmarks.cluster import run_or_exit, running_cluster
+from benchmarks.provenance import write_result
+from orchestrator.launcher.redis_server import RedisServer
+from tests.soak.soak_census import Observer
+from tests.soak.soak_report import figures, table
+from tests.soak.soak_run import CLUSTER, TTL_S, Options, Outcome, run
+from tests.support.cluster.cluster_helpers import CACHE_BUDGET_MB
 
 
 def main() -> int:
     """Run, print, write the result; return the exit status."""
-    parser = argparse.ArgumentParser(prog="python tests/soak", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0, help="How long. Default: 30.")
     parser.add_argument("--seed", type=int, default=0, help="Of every choice. Default: 0.")
     parser.add_argument("--clients", type=int, default=6, help="How many do something at once. Default: 6.")

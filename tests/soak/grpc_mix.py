@@ -7,9 +7,6 @@ import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from load import Ask, Said, difference, generate
-from samples import LENGTHS, Expected, SampleError, turns
-
 from gammaray import (
     AsyncClient,
     FinishReason,
@@ -20,6 +17,8 @@ from gammaray import (
 )
 from gammaray.client.request import Prompt
 from gammaray.types import Chunk
+from tests.chaos.load import Ask, Said, difference, generate
+from tests.soak.samples import LENGTHS, Expected, SampleError, turns
 
 __all__ = ["GRPC_MIX", "check", "draw"]
 

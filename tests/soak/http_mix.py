@@ -9,9 +9,10 @@ from contextlib import aclosing
 from typing import Any
 
 import httpx
-from grpc_mix import GAMMAS, check, draw
-from load import Ask, Said
-from samples import LENGTHS, Expected, SampleError, chat
+
+from tests.chaos.load import Ask, Said
+from tests.soak.grpc_mix import GAMMAS, check, draw
+from tests.soak.samples import LENGTHS, Expected, SampleError, chat
 
 __all__ = ["HTTP_MIX", "num_series", "num_tasks", "retained_mb"]
 

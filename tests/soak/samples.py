@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import httpx
-from load import PROMPTS, Ask, Said, reference
 
 from gammaray import AsyncClient
+from tests.chaos.load import PROMPTS, Ask, Said, reference
 
 __all__ = [
     "LENGTHS",

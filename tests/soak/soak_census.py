@@ -11,12 +11,12 @@ from pathlib import Path
 
 import httpx
 import psutil
-from census import Holding, census, settled
-from cluster_helpers import asked
-from http_mix import num_series, num_tasks, retained_mb
 from redis import Redis
 
 from gammaray import Client, ProcessStatus
+from tests.fuzz.census import Holding, census, settled
+from tests.soak.http_mix import num_series, num_tasks, retained_mb
+from tests.support.cluster.cluster_helpers import asked
 
 __all__ = ["Census", "Observer"]
 

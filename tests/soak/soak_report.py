@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from soak_run import TTL_S, Options, Outcome
-from trend import BOUNDS
+from tests.soak.soak_run import TTL_S, Options, Outcome
+from tests.soak.trend import BOUNDS
 
 __all__ = ["figures", "table"]
 

@@ -10,17 +10,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-from campaign import Campaign
 from grpc import RpcError
-from grpc_mix import GRPC_MIX, check
-from http_mix import HTTP_MIX
-from load import generate
 from redis import RedisError
-from samples import Expected, SampleError, first_said
-from soak_census import Census, Observer
-from trend import BOUNDS, MIN_COUNT, Trend, trend
 
 from gammaray import AsyncClient, GammarayError
+from tests.chaos.load import generate
+from tests.fuzz.campaign import Campaign
+from tests.soak.grpc_mix import GRPC_MIX, check
+from tests.soak.http_mix import HTTP_MIX
+from tests.soak.samples import Expected, SampleError, first_said
+from tests.soak.soak_census import Census, Observer
+from tests.soak.trend import BOUNDS, MIN_COUNT, Trend, trend
 
 __all__ = ["CLUSTER", "TTL_S", "Options", "Outcome", "run"]
 

@@ -5,27 +5,20 @@ from __future__ import annotations
 import json
 import os
 import random
-import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "soak"))
-sys.path.append(str(Path(__file__).resolve().parents[1] / "chaos"))
-sys.path.append(str(Path(__file__).resolve().parents[1] / "fuzz"))
-sys.path.append(str(Path(__file__).resolve().parents[1] / "e2e"))
-
-from campaign import Campaign
-from census import POOL_THREAD, census
-from samples import LENGTHS, samples
-from soak_census import Census
-from soak_report import figures, table
-from soak_run import Options, Outcome
-from trend import BOUNDS, Bound, trend
-
 from gammaray import ProcessStatus
+from tests.fuzz.campaign import Campaign
+from tests.fuzz.census import POOL_THREAD, census
+from tests.soak.samples import LENGTHS, samples
+from tests.soak.soak_census import Census
+from tests.soak.soak_report import figures, table
+from tests.soak.soak_run import Options, Outcome
+from tests.soak.trend import BOUNDS, Bound, trend
 
 BOUND = Bound(slack=4.0, per_hour=30.0)
 AT_S = [30.0 * number for number in range(60)]

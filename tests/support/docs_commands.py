@@ -42,7 +42,7 @@ WITHOUT_A_CLUSTER: Mapping[str, str] = {
     r"helm (history|rollback|uninstall) ": "needs a Kubernetes cluster",
     r"gammaray (generate|chat) .*--ca-file": "needs TLS in front, see tests/integration/test_tls_proxy.py",
     r"docker (build|push|run) ": "needs Docker, a registry, or the network",
-    r"serve run serve\.yaml": "tests/e2e/served_chart.py runs it, on a Ray of its own",
+    r"serve run serve\.yaml": "tests/support/cluster/served_chart.py runs it, on a Ray of its own",
     r"llama-server ": "tests/integration/test_openai_drafter_llama.py starts one where LLAMA_SERVER names it",
     r"((OTEL|GAMMARAY)_\w+=\S+ )?gammaray up\b": "tests/e2e start clusters by it; each takes a minute",
     r"gammaray qualify --target build/models/smollm2": "needs make smollm2, see test_qualify_pairs.py",

@@ -10,8 +10,9 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
-from engine_helpers import plain_model, tiny_model
 from transformers import PreTrainedModel
+
+from tests.support.engine_helpers import plain_model, tiny_model
 
 TOKENS = [*(chr(c) for c in range(33, 127)), "Ġ", "th", "the", "Ġthe", "in", "an", "<|start|>", "<|end|>"]
 MERGES = ["t h", "th e", "Ġ the", "i n", "a n"]

@@ -3,9 +3,9 @@
 import re
 
 import httpx
-from surface_helpers import SUMMARY
 
 from orchestrator.api.http.server.app import create_app
+from tests.support.surface_helpers import SUMMARY
 
 GAMMARAY = {
     "session_id": "s0",

@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from drafting_helpers import propose_token
-from processing_helpers import processed
 from scipy import stats
 from torch import Tensor
 
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from services.engine.sampling.noise import Noise
 from services.target.verification import verify
+from tests.support.drafting_helpers import propose_token
+from tests.support.processing_helpers import processed
 
 Context = tuple[int, ...]
 Drafter = Callable[["Speculator", Context], Proposal]

@@ -7,11 +7,11 @@ import re
 
 import httpx
 import openai
-from openapi_helpers import validator
 
 from orchestrator.access.caller import Authenticator
 from orchestrator.api.http.server.app import create_app
 from orchestrator.api.http.server.openapi import document
+from tests.support.openapi_helpers import validator
 
 PATH = "/v1/responses"
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import uvicorn
-from surface_helpers import ScriptedBackend
 
 from orchestrator.api.http.server.app import create_app
 from orchestrator.launcher.preflight import free_ports
+from tests.support.surface_helpers import ScriptedBackend
 
 
 @contextmanager

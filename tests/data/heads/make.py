@@ -1,6 +1,6 @@
 """Writes tiny heads with `speculators`' own classes, and the logits that these give.
 
-    HF_HUB_OFFLINE=1 PYTHONPATH=.:tests/support python tests/data/heads/make.py
+    HF_HUB_OFFLINE=1 python -m tests.data.heads.make
 
 needs `speculators` 0.9.0, which is no dependency of the project: it brings packages of other models. The
 results are committed, and `tests/unit/services/heads/test_head_formats.py` and `test_dflash_formats.py` read
@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engine_helpers import VOCAB_SIZE
 from safetensors.torch import save_file
 from speculators.config import SpeculatorsConfig, VerifierConfig
 from speculators.losses import resolve_loss_config
@@ -24,6 +23,8 @@ from speculators.models.eagle3 import Eagle3SpeculatorConfig
 from speculators.models.eagle3.core import Eagle3DraftModel
 from speculators.proposals.greedy import GreedyTokenProposalConfig
 from transformers import LlamaConfig, Qwen3Config
+
+from tests.support.engine_helpers import VOCAB_SIZE
 
 HERE = Path(__file__).parent
 NUM_TOKENS, STEPS, DRAFT_VOCAB = 14, 3, 40

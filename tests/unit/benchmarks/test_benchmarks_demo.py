@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 from rich.console import Console
-from sdk_helpers import SUMMARY, USAGE
 
 from benchmarks.demo import (
     Comparison,
@@ -20,6 +19,7 @@ from gammaray.bench.systems import Ask, Sample
 from gammaray.demo_pair import resolve_model
 from gammaray.errors import InvalidArgumentError
 from gammaray.types import Chunk, EmittedToken, FinishReason, TokenOrigin
+from tests.support.sdk_helpers import SUMMARY, USAGE
 
 PLAIN = replace(SUMMARY, alpha=None, plain_cycles=3)
 SPECULATIVE = replace(SUMMARY, cycles=4, prediction_cycles=3, plain_cycles=1, tokens_per_cycle=2.5)

@@ -8,12 +8,12 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from gguf_helpers import tiny_gguf
 
 from benchmarks import smollm2
 from gammaray.errors import InvalidArgumentError
 from services.engine.loader import load_engine
 from services.process.fingerprints import check_drafter
+from tests.support.gguf_helpers import tiny_gguf
 
 ROOT = Path(__file__).parents[3]
 DRAFTERS = [ROOT / "benchmarks/drafters/smollm2", ROOT / smollm2.HEAD]

@@ -9,7 +9,6 @@ from pathlib import Path
 import gguf
 import pytest
 import torch
-from gguf_helpers import dequantised, tiny_gguf
 from safetensors.torch import load_file
 
 from benchmarks.peers.bf16_gguf import main, write_bf16, write_llama
@@ -17,6 +16,7 @@ from gammaray.demo_pair import resolve_model
 from gammaray.errors import InvalidArgumentError
 from services.engine.convert import convert
 from services.engine.loader import load_engine
+from tests.support.gguf_helpers import dequantised, tiny_gguf
 
 
 def test_weights_are_the_dequantised_ones_rounded_to_bfloat16(tmp_path):

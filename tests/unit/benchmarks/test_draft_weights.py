@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
-from engine_helpers import random_tokens, tiny_model
 
 from benchmarks.draft_weights import TEMPERATURES, agreement, times, weight_bytes
 from services.engine.loader import load_engine
+from tests.support.engine_helpers import random_tokens, tiny_model
 
 
 @pytest.fixture

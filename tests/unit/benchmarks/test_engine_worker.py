@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from engine_helpers import plain_model, random_tokens, tiny_model
 
 from benchmarks.baselines import running_engine
 from benchmarks.engine_worker import Answer, EngineWorker
@@ -15,6 +14,7 @@ from benchmarks.systems import Peer
 from gammaray.bench.systems import Ask
 from services.engine.engine import Engine
 from services.engine.loader import load_engine
+from tests.support.engine_helpers import plain_model, random_tokens, tiny_model
 
 TOKENS = 40
 

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import fake_llama_server
 import httpx
 import psutil
 import pytest
@@ -17,6 +16,7 @@ import pytest
 from benchmarks.cluster import ClusterError
 from benchmarks.peers.llama_server import connected_llama, converted, modes, running_llama
 from gammaray.bench.systems import Ask, Sample
+from tests.support import fake_llama_server
 
 PROMPT = (10, 11, 12)
 """Continued by 34, 35, 36 and so on, of which the stream leaves out 36: it ends inside a character."""

@@ -1,13 +1,13 @@
 """Figures of the benchmark of drafts with another vocabulary."""
 
 import pytest
-from vocabulary_helpers import CODE, byte_level
 
 from benchmarks.vocabularies import Sums, share_of_common
 from gammaray.types import VerificationMethod
 from gammaray.vocabulary import Vocabulary
 from services.qualify.loop import MeasuredCycle
 from services.vocabulary.translation import Translation
+from tests.support.vocabulary_helpers import CODE, byte_level
 
 COUPLED, REJECTION, *_ = VerificationMethod
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gguf_helpers import tiny_gguf
 from transformers import AutoModelForCausalLM
 
 from benchmarks.weak_drafts import cut, noise
 from services.engine.convert import convert
+from tests.support.gguf_helpers import tiny_gguf
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from importlib.util import find_spec
 import gguf
 import numpy as np
 import pytest
-from gguf_helpers import END, START, VOCAB_SIZE, tiny_gguf
 
 from gammaray.errors import InvalidArgumentError
 from gammaray.gguf import (
@@ -18,6 +17,7 @@ from gammaray.gguf import (
     pretrained_arguments,
     read_header,
 )
+from tests.support.gguf_helpers import END, START, VOCAB_SIZE, tiny_gguf
 
 
 @pytest.fixture(scope="module")

@@ -3,9 +3,9 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from vocabulary_helpers import CODE, PROSE, byte_fallback, byte_level, word_pieces
 
 from gammaray.vocabulary import Vocabulary, incomplete_tail
+from tests.support.vocabulary_helpers import CODE, PROSE, byte_fallback, byte_level, word_pieces
 
 BYTE_LEVEL = Vocabulary(byte_level(CODE, 300))
 BYTE_FALLBACK = Vocabulary(byte_fallback(["▁the", "▁def", "return", "é", "aé"]))

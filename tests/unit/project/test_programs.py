@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from programs import PROGRAMS
+
+from tests.programs import PROGRAMS
 
 SCRIPT = Path(__file__).parents[3] / ".ci" / "packages.py"
 APT_GET = """#!/bin/sh

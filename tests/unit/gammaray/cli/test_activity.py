@@ -7,12 +7,12 @@ from collections import deque
 import pytest
 from click.testing import CliRunner
 from rich.console import Console
-from sdk_helpers import ScriptedService, serve_in_thread
 
 from gammaray.cli import main
 from gammaray.cli.activity import measure
 from gammaray.cli.commands.top import view
 from gammaray.types import ProcessStatus, SpeculationTotals, WorkerTotals
+from tests.support.sdk_helpers import ScriptedService, serve_in_thread
 
 FIRST = SpeculationTotals(
     cycles=10,

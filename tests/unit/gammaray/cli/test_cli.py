@@ -6,15 +6,6 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from sdk_helpers import (
-    ScriptedService,
-    answer,
-    last,
-    piece,
-    refuse,
-    serve_in_thread,
-    token,
-)
 
 import gammaray
 from gammaray import (
@@ -30,6 +21,15 @@ from gammaray import (
 )
 from gammaray.cli import main
 from gammaray.grammar.texts import choice_grammar, json_schema_grammar, regex_grammar
+from tests.support.sdk_helpers import (
+    ScriptedService,
+    answer,
+    last,
+    piece,
+    refuse,
+    serve_in_thread,
+    token,
+)
 
 ROOT = Path(gammaray.__file__).parents[1]
 GREEN, MAGENTA, YELLOW, RESET = "\x1b[32m", "\x1b[35m", "\x1b[33m", "\x1b[0m"

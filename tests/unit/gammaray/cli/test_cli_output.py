@@ -13,13 +13,13 @@ from click.testing import CliRunner
 from rich.console import Group
 from rich.rule import Rule
 from rich.table import Table
-from sdk_helpers import ScriptedService, serve_in_thread
 
 import gammaray
 from gammaray import ProcessStatus
 from gammaray.cli import main
 from gammaray.cli.output import output_console
 from gammaray.security.keys import create_key
+from tests.support.sdk_helpers import ScriptedService, serve_in_thread
 
 ROOT = Path(gammaray.__file__).parents[1]
 BOX = re.compile("[\u2500-\u257f\x1b]")

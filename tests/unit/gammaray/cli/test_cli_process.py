@@ -6,7 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from sdk_helpers import (
+import gammaray
+from tests.support.sdk_helpers import (
     WAIT_S,
     ScriptedService,
     answer,
@@ -15,8 +16,6 @@ from sdk_helpers import (
     serve_in_thread,
     token,
 )
-
-import gammaray
 
 ROOT = Path(gammaray.__file__).parents[1]
 

@@ -13,14 +13,14 @@ from types import SimpleNamespace
 import grpc
 import pytest
 from click.testing import CliRunner
-from sdk_helpers import PROCESSES, ScriptedService, answer, last, serve_in_thread
-from tls_front_helpers import certificate, http_front
-from tls_helpers import Authority
 
 from gammaray import AsyncClient, Client, InvalidArgumentError, TlsError, UnavailableError
 from gammaray.cli import main
 from gammaray.client.chat import Chat
 from orchestrator.launcher.preflight import free_ports
+from tests.support.sdk_helpers import PROCESSES, ScriptedService, answer, last, serve_in_thread
+from tests.support.tls_front_helpers import certificate, http_front
+from tests.support.tls_helpers import Authority
 
 
 @pytest.fixture(scope="module")

@@ -5,10 +5,10 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sdk_helpers import last, piece, token
 
 from gammaray import DrafterKind, TokenOrigin
 from gammaray.cli.render import OriginPainter, is_colored, paint, style_of
+from tests.support.sdk_helpers import last, piece, token
 
 ACCEPTED, CORRECTION, BONUS = TokenOrigin.ACCEPTED, TokenOrigin.CORRECTION, TokenOrigin.BONUS
 

@@ -5,7 +5,21 @@ import time
 from contextlib import aclosing
 
 import pytest
-from sdk_helpers import (
+
+from gammaray import (
+    AsyncClient,
+    CancelledError,
+    DeadlineExceededError,
+    GenerationRequest,
+    InternalError,
+    InvalidArgumentError,
+    ProcessStatus,
+    SamplingParams,
+    UnauthenticatedError,
+    UnavailableError,
+)
+from gammaray.wire.convert import request_to_proto
+from tests.support.sdk_helpers import (
     NO_RETRY,
     PROCESSES,
     SUMMARY,
@@ -21,20 +35,6 @@ from sdk_helpers import (
     silent,
     token,
 )
-
-from gammaray import (
-    AsyncClient,
-    CancelledError,
-    DeadlineExceededError,
-    GenerationRequest,
-    InternalError,
-    InvalidArgumentError,
-    ProcessStatus,
-    SamplingParams,
-    UnauthenticatedError,
-    UnavailableError,
-)
-from gammaray.wire.convert import request_to_proto
 
 
 async def test_generate_several_chunks_yields_them_as_sent():

@@ -7,16 +7,6 @@ import grpc
 import pytest
 from google.protobuf.any_pb2 import Any
 from google.rpc import error_details_pb2, status_pb2
-from sdk_helpers import (
-    FAST_RETRY,
-    NO_RETRY,
-    ScriptedService,
-    answer,
-    last,
-    piece,
-    refuse,
-    serve,
-)
 
 from gammaray import (
     AsyncClient,
@@ -37,6 +27,16 @@ from gammaray.v1 import generation_service_pb2 as pb
 from gammaray.v1.generation_service_pb2_grpc import GenerationServiceServicer
 from gammaray.wire.rpc_errors import DETAILS_KEY, error_from_status, error_to_status
 from orchestrator.launcher.preflight import free_ports
+from tests.support.sdk_helpers import (
+    FAST_RETRY,
+    NO_RETRY,
+    ScriptedService,
+    answer,
+    last,
+    piece,
+    refuse,
+    serve,
+)
 
 ERRORS = [
     InvalidArgumentError("sampling.top_p", 1.5, "a number in (0, 1]"),

@@ -5,7 +5,6 @@ import sys
 
 import grpc
 import pytest
-from sdk_helpers import FAST_RETRY, NO_RETRY, ScriptedService, answer, last, piece, refuse, serve, token
 
 from gammaray import AsyncClient, Client, RetryPolicy
 from gammaray.client.transport import Transport
@@ -19,6 +18,17 @@ from gammaray.errors import (
     NotFoundError,
     ResourceExhaustedError,
     UnavailableError,
+)
+from tests.support.sdk_helpers import (
+    FAST_RETRY,
+    NO_RETRY,
+    ScriptedService,
+    answer,
+    last,
+    piece,
+    refuse,
+    serve,
+    token,
 )
 
 WORDS = ["one ", "two ", "three ", "four ", "five"]
@@ -98,7 +108,7 @@ async def test_resume_stops_retrying_a_stream_that_keeps_failing():
 
 
 def test_resume_in_the_blocking_client():
-    from sdk_helpers import serve_in_thread
+    from tests.support.sdk_helpers import serve_in_thread
 
     service = ScriptedService(breaking((3, UnavailableError("gone"))))
     with serve_in_thread(service) as address, Client(address, retry=FAST_RETRY) as client:

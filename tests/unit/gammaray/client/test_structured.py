@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 import pytest
 from pydantic import BaseModel, TypeAdapter, ValidationError, field_validator
-from sdk_helpers import ScriptedService, answer, last, piece, refuse, serve, serve_in_thread
 
 from gammaray import AsyncClient, Client, FinishReason, GenerationRequest, SamplingParams
 from gammaray.client.request import build_request
@@ -17,6 +16,7 @@ from gammaray.client.structured import OutputForm
 from gammaray.errors import IncompleteOutputError, InvalidArgumentError
 from gammaray.grammar.texts import choice_grammar, json_schema_grammar, regex_grammar
 from gammaray.types import Chunk
+from tests.support.sdk_helpers import ScriptedService, answer, last, piece, refuse, serve, serve_in_thread
 
 
 class Person(BaseModel):

@@ -9,7 +9,16 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from sdk_helpers import (
+
+from gammaray import (
+    CancelledError,
+    Client,
+    DeadlineExceededError,
+    InvalidArgumentError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
+from tests.support.sdk_helpers import (
     FAST_RETRY,
     NO_RETRY,
     PROCESSES,
@@ -23,15 +32,6 @@ from sdk_helpers import (
     refuse,
     serve_in_thread,
     silent,
-)
-
-from gammaray import (
-    CancelledError,
-    Client,
-    DeadlineExceededError,
-    InvalidArgumentError,
-    ResourceExhaustedError,
-    UnavailableError,
 )
 
 

@@ -5,8 +5,6 @@ import json
 import struct
 
 import pytest
-from engine_helpers import tiny_model
-from head_helpers import DATA, VARIANTS, as_official, bigram_head, bigram_target
 
 from gammaray.config import ClusterSettings, DraftSettings
 from gammaray.deploy.draft_heads import check_draft_head, is_draft_head
@@ -16,6 +14,8 @@ from orchestrator.launcher.notes import model_notes
 from orchestrator.launcher.preflight import check_models
 from services.draft.worker import DraftWorker
 from services.heads.loading import names_head
+from tests.support.engine_helpers import tiny_model
+from tests.support.head_helpers import DATA, VARIANTS, as_official, bigram_head, bigram_target
 
 
 @pytest.fixture(scope="module")

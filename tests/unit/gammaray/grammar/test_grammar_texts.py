@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from llguidance import LLMatcher, LLTokenizer
 from pydantic import BaseModel, Field
-from schema_helpers import SCHEMAS, TEXTS, closed, variations, with_values
 from tokenizers import Tokenizer
 
 from gammaray import InvalidArgumentError
@@ -32,6 +31,7 @@ from gammaray.grammar.texts import (
     literal,
     regex_grammar,
 )
+from tests.support.schema_helpers import SCHEMAS, TEXTS, closed, variations, with_values
 
 
 @cache

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from processing_helpers import small_compiler
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
@@ -20,6 +19,7 @@ from gammaray.demo_pair import resolve_model
 from gammaray.errors import InvalidArgumentError
 from gammaray.grammar.matcher import GrammarCompiler, GrammarState
 from gammaray.grammar.texts import JSON_OBJECT, choice_grammar, json_schema_grammar, regex_grammar
+from tests.support.processing_helpers import small_compiler
 
 EOS = (0, 3)
 TOKENS = ("<eos>", "a", "b", "<eot>", "ab", "ba", "c", "abc", "bab")

@@ -3,12 +3,12 @@
 import math
 
 import pytest
-from qualify_helpers import facts, pair, plain_run, run, same
 
 from gammaray.bench.optimum import CURVE_GAMMAS
 from gammaray.maths import theory
 from gammaray.qualify.judgement import Fitness, has_other_vocabulary, judge
 from gammaray.qualify.measured import Decision, Overlap, check_gamma
+from tests.support.qualify_helpers import facts, pair, plain_run, run, same
 
 
 @pytest.mark.parametrize(

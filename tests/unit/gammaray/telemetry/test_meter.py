@@ -4,7 +4,6 @@ import asyncio
 import urllib.request
 
 import pytest
-from metrics_helpers import receiving_metrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from gammaray.errors import InvalidArgumentError
@@ -13,6 +12,7 @@ from gammaray.telemetry.export import MetricsExport
 from gammaray.telemetry.meter import Histogram, Meter
 from gammaray.telemetry.prometheus import MetricsServer
 from orchestrator.launcher.preflight import free_ports
+from tests.support.metrics_helpers import receiving_metrics
 
 
 def scrape(address):

@@ -4,8 +4,6 @@ import asyncio
 
 import grpc
 import pytest
-from grpc_helpers import Context
-from surface_helpers import ScriptedBackend
 
 from gammaray.errors import DeadlineExceededError, InvalidArgumentError, ResourceExhaustedError
 from gammaray.types import FinishReason, ProcessStatus
@@ -14,6 +12,8 @@ from gammaray.wire.convert import chunk_from_proto
 from orchestrator.api.grpc_handlers import Unread
 from orchestrator.api.grpc_servicer import GenerationServicer
 from orchestrator.text.cpu_threads import INLINE_NUMBERS
+from tests.support.grpc_helpers import Context
+from tests.support.surface_helpers import ScriptedBackend
 
 
 async def generate(backend, **fields):

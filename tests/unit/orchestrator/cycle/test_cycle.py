@@ -6,16 +6,6 @@ import random
 from dataclasses import replace
 
 import pytest
-from cycle_helpers import (
-    EOS,
-    PROMPT,
-    ConstantGamma,
-    FunctionDrafter,
-    ScriptedTarget,
-    make_session,
-    perfect_drafter,
-    run_to_end,
-)
 
 from gammaray.blocks import Shape, Verdict
 from gammaray.errors import DeadlineExceededError, InternalError, InvalidArgumentError, UnavailableError
@@ -28,6 +18,16 @@ from gammaray.types import (
     VerificationMethod,
 )
 from orchestrator.cycle.run import run_cycle
+from tests.support.cycle_helpers import (
+    EOS,
+    PROMPT,
+    ConstantGamma,
+    FunctionDrafter,
+    ScriptedTarget,
+    make_session,
+    perfect_drafter,
+    run_to_end,
+)
 
 ACCEPTED, CORRECTION, BONUS = TokenOrigin.ACCEPTED, TokenOrigin.CORRECTION, TokenOrigin.BONUS
 TOKENS = tuple(range(3, 23))

@@ -6,7 +6,10 @@ import asyncio
 from contextlib import aclosing
 
 import pytest
-from cycle_helpers import (
+
+from gammaray.errors import FailedPreconditionError, InternalError, UnavailableError
+from orchestrator.cycle.pipeline import run_cycles
+from tests.support.cycle_helpers import (
     PROMPT,
     ConstantGamma,
     FunctionDrafter,
@@ -16,9 +19,6 @@ from cycle_helpers import (
     perfect_drafter,
     run_to_end,
 )
-
-from gammaray.errors import FailedPreconditionError, InternalError, UnavailableError
-from orchestrator.cycle.pipeline import run_cycles
 
 TOKENS = tuple(range(3, 23))
 

@@ -6,7 +6,6 @@ import random
 from dataclasses import replace
 
 import pytest
-from cycle_helpers import make_session
 
 from benchmarks.simulation import Lone, make_cycle
 from benchmarks.worlds import World
@@ -22,6 +21,7 @@ from orchestrator.gamma.adaptive import AdaptiveGamma
 from orchestrator.gamma.cost_model import CostModel
 from orchestrator.gamma.fixed import FixedGamma
 from orchestrator.workers.drafter import Readiness
+from tests.support.cycle_helpers import make_session
 
 MODEL, NGRAM, SUFFIX = DrafterKind.MODEL, DrafterKind.NGRAM, DrafterKind.SUFFIX
 TEXT_DEPTH = 8

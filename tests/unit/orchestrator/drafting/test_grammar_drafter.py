@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from cycle_helpers import make_session
-from processing_helpers import small_compiler
 
 from gammaray.types import DrafterKind, Proposal, SparseDistribution
 from orchestrator.drafting.grammar import GrammarDrafter
 from orchestrator.drafting.matches import Match
+from tests.support.cycle_helpers import make_session
+from tests.support.processing_helpers import small_compiler
 
 TOKENS = ("<eos>", "a", "b", "c", "ab", "bc")
 END, A, B, C, AB, BC = range(6)

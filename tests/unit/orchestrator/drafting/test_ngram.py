@@ -6,7 +6,6 @@ import random
 
 import pytest
 import torch
-from cycle_helpers import make_session
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,6 +14,7 @@ from orchestrator.drafting.matches import to_proposal
 from orchestrator.drafting.prompt_lookup import LONGEST, SHORTEST, PromptLookup
 from services.engine.sampling.noise import Noise
 from services.target.verification import verify
+from tests.support.cycle_helpers import make_session
 
 
 def proposed(lookup, session, depth):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from cycle_helpers import PROMPT, make_session
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,6 +11,7 @@ from gammaray.types import DrafterKind, GenerationRequest, VerificationMethod
 from orchestrator.drafting.matches import Match, to_proposal
 from orchestrator.drafting.prediction import PredictionDrafter, prediction_ids
 from orchestrator.text.tokenizer import LONG_TEXT, Tokenizer
+from tests.support.cycle_helpers import PROMPT, make_session
 
 TEXT = (10, 11, 12, 13, 14, 15, 16, 17)
 

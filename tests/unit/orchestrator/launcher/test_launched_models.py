@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from gguf_helpers import VOCAB_SIZE, tiny_gguf
 
 import gammaray
 from gammaray.config import ClusterSettings, PoolSize
@@ -22,6 +21,7 @@ from orchestrator.launcher.preflight import (
     check_models,
     vocab_size,
 )
+from tests.support.gguf_helpers import VOCAB_SIZE, tiny_gguf
 
 ROOT = Path(gammaray.__file__).parents[1]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 
 import pytest
-from cycle_helpers import EOS, LetterTokenizer
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
@@ -14,6 +13,7 @@ from gammaray.demo_pair import resolve_model
 from gammaray.errors import InvalidArgumentError
 from orchestrator.text.detokenizer import Detokenizer
 from orchestrator.text.tokenizer import Tokenizer, served_name
+from tests.support.cycle_helpers import EOS, LetterTokenizer
 
 TEXTS = [
     "def read(path):\n    return 'x'\n",

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from gguf_helpers import END, START, TOKENS, VOCAB_SIZE, tiny_gguf
 
 from gammaray.errors import InvalidArgumentError
 from orchestrator.text.tokenizer import Tokenizer, served_name
 from services.process.fingerprints import vocab_sha256
+from tests.support.gguf_helpers import END, START, TOKENS, VOCAB_SIZE, tiny_gguf
 
 
 @pytest.fixture(scope="module")

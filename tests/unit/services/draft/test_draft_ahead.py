@@ -4,13 +4,13 @@ import random
 
 import pytest
 import torch
-from draft_helpers import VOCAB, ChainingEngine, Drafter, ParallelEngine, TableEngine, outcome
 
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from services.draft.lookahead import MIN_LOOKUPS, MIN_OUTCOME, PAUSE, RUN, Throttle
 from services.engine.sampling.noise import Noise
 from services.scheduling.tasks import Release
 from services.speculation.predictions import predictions
+from tests.support.draft_helpers import VOCAB, ChainingEngine, Drafter, ParallelEngine, TableEngine, outcome
 
 COUPLED, REJECTION, NAIVE = (
     VerificationMethod.COUPLED,

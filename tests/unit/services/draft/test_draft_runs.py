@@ -6,8 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from draft_helpers import VOCAB, ChainingEngine, Drafter, TableEngine
-from engine_helpers import tiny_model
 
 from gammaray.types import SamplingParams, VerificationMethod
 from services.engine.core.drafter import DraftFormat
@@ -16,6 +14,8 @@ from services.engine.graph_engine import GraphEngine
 from services.scheduling.tasks import Release
 from services.speculation.proposals import RUN
 from services.speculation.session import Speculation
+from tests.support.draft_helpers import VOCAB, ChainingEngine, Drafter, TableEngine
+from tests.support.engine_helpers import tiny_model
 
 COUPLED, REJECTION, NAIVE = (
     VerificationMethod.COUPLED,

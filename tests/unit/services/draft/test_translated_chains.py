@@ -5,8 +5,6 @@ from collections import Counter
 
 import pytest
 import torch
-from maths_loop_helpers import g_test
-from vocabulary_helpers import CODE, byte_fallback, byte_level
 
 from gammaray.blocks import Shape
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
@@ -18,6 +16,8 @@ from services.scheduling.tasks import SessionSpec
 from services.target.verification import verify
 from services.vocabulary.intersection import Intersection
 from services.vocabulary.translation import Translation
+from tests.support.maths_loop_helpers import g_test
+from tests.support.vocabulary_helpers import CODE, byte_fallback, byte_level
 
 COUPLED, REJECTION, NAIVE, BLOCK = VerificationMethod
 TARGET = Vocabulary(byte_fallback(["abcd"], num_bytes=0x65))

@@ -6,7 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_helpers import (
+
+from gammaray.errors import FailedPreconditionError, ResourceExhaustedError
+from services.engine.core.errors import CacheFullError, CacheGapError
+from services.engine.core.session_cache import SessionCache
+from services.engine.engine import Engine, SequenceInput
+from services.engine.loader import load_engine
+from tests.support.engine_helpers import (
     MAX_CONTEXT,
     VOCAB_SIZE,
     CheckedEngine,
@@ -14,12 +20,6 @@ from engine_helpers import (
     random_tokens,
     tiny_model,
 )
-
-from gammaray.errors import FailedPreconditionError, ResourceExhaustedError
-from services.engine.core.errors import CacheFullError, CacheGapError
-from services.engine.core.session_cache import SessionCache
-from services.engine.engine import Engine, SequenceInput
-from services.engine.loader import load_engine
 
 # Layers x key and value heads x head_dim x bytes of a float32.
 SLOT_BYTES = 3 * 4 * 8 * 4

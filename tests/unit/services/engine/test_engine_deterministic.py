@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_helpers import LEAN, SUPPORTED, random_tokens, tiny_model
 
 from gammaray.demo_pair import resolve_model
 from services.engine import loader as loading
 from services.engine.core.errors import UnsupportedModelError
 from services.engine.engine import Engine, SequenceInput
 from services.engine.loader import load_engine
+from tests.support.engine_helpers import LEAN, SUPPORTED, random_tokens, tiny_model
 
 NUM_POSITIONS = 330
 

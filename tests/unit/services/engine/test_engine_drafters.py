@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from drafter_helpers import EMBEDDING, HEAD, make_drafter
-from engine_helpers import VOCAB_SIZE, plain_logits, plain_model, random_tokens, tiny_model
 from safetensors.torch import load_file, save_file
 
 from gammaray.errors import InvalidArgumentError
@@ -21,6 +19,8 @@ from services.engine.core.errors import UnsupportedModelError
 from services.engine.engine import Engine, SequenceInput
 from services.engine.loader import load_engine
 from services.engine.sampling.noise import Noise
+from tests.support.drafter_helpers import EMBEDDING, HEAD, make_drafter
+from tests.support.engine_helpers import VOCAB_SIZE, plain_logits, plain_model, random_tokens, tiny_model
 
 MASK = 4
 TEXT = random_tokens(9, seed=1)

@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_helpers import (
+
+from services.engine.core import batch
+from services.engine.core import batch as feeds_module
+from services.engine.engine import SequenceInput
+from services.engine.hf import attention
+from services.engine.hf import runner as general
+from services.engine.loader import load_engine
+from tests.support.engine_helpers import (
     LEAN,
     SUPPORTED,
     CheckedEngine,
@@ -15,13 +22,6 @@ from engine_helpers import (
     random_tokens,
     tiny_model,
 )
-
-from services.engine.core import batch
-from services.engine.core import batch as feeds_module
-from services.engine.engine import SequenceInput
-from services.engine.hf import attention
-from services.engine.hf import runner as general
-from services.engine.loader import load_engine
 
 TOLERANCE = 1e-4
 # Two roots, a chain below one, siblings with equal positions, a leaf deeper than the window is narrow.

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_helpers import plain_logits, plain_model, random_tokens, tiny_model
 
 from services.engine.engine import Engine, SequenceInput
 from services.engine.loader import load_engine
+from tests.support.engine_helpers import plain_logits, plain_model, random_tokens, tiny_model
 
 ARCHS = ["llama", "mistral", "qwen3", "gemma3", "gpt2", "gpt_oss", "deepseek_v3"]
 CONTEXT = random_tokens(70, 1)

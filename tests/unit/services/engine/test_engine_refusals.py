@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from engine_helpers import tiny_model
 from transformers import T5Config
 from transformers.models.llama.modeling_llama import LlamaAttention
 
@@ -20,6 +19,7 @@ from services.engine.hf import probe
 from services.engine.hf.attention import LayerInput
 from services.engine.loader import load_engine
 from services.engine.native.weights import NativeModel
+from tests.support.engine_helpers import tiny_model
 
 NOT_THROUGH_INTERFACE = "0 of 3 layers attend through"
 UNSUPPORTED = {

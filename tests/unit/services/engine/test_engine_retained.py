@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from engine_helpers import CheckedEngine, plain_model, random_tokens, tiny_model
 
 from services.engine.core.errors import CacheGapError
 from services.engine.core.prefix_cache import MAX_RETAINED, MIN_PREFIX
 from services.engine.engine import Engine, SequenceInput
 from services.engine.loader import load_engine
+from tests.support.engine_helpers import CheckedEngine, plain_model, random_tokens, tiny_model
 
 # Layers x key and value heads x head_dim x bytes of a float32, 64 slots.
 BLOCK_BYTES = 64 * 3 * 4 * 8 * 4

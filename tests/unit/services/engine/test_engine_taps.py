@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_helpers import LEAN, MAX_CONTEXT, SUPPORTED, plain_model, random_tokens, tiny_model
-from tap_helpers import CheckedTaps, FaultyRunner, node_text, plain_states
 
 from gammaray.errors import InvalidArgumentError
 from services.engine.core.batch import GREEDY
@@ -22,6 +20,8 @@ from services.engine.native import weights
 from services.engine.native.build import VARIANTS
 from services.engine.native.library import Kernel, open_kernel
 from services.engine.native.runner import NativeRunner
+from tests.support.engine_helpers import LEAN, MAX_CONTEXT, SUPPORTED, plain_model, random_tokens, tiny_model
+from tests.support.tap_helpers import CheckedTaps, FaultyRunner, node_text, plain_states
 
 TOLERANCE = 1e-5
 LAST = 3

@@ -6,7 +6,6 @@ import json
 
 import pytest
 import torch
-from gguf_helpers import END, START, TEMPLATE, dequantised, tiny_gguf
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -15,6 +14,7 @@ from gammaray.gguf import pretrained_arguments
 from services.engine.convert import convert, main
 from services.engine.core.errors import UnsupportedModelError
 from services.engine.loader import load_engine
+from tests.support.gguf_helpers import END, START, TEMPLATE, dequantised, tiny_gguf
 
 TEXTS = ["the inn", " the", "<|start|>user: an inn<|end|>", "", "x" * 50]
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_helpers import CheckedEngine, path_tokens, plain_model, random_tokens, tiny_model
 
 from services.engine import loader as loading
 from services.engine.core.batch import GREEDY, GumbelDraw
@@ -22,6 +21,7 @@ from services.engine.graph_engine import GraphEngine
 from services.engine.hf.runner import TransformersRunner
 from services.engine.loader import load_engine
 from services.engine.sampling.noise import Noise
+from tests.support.engine_helpers import CheckedEngine, path_tokens, plain_model, random_tokens, tiny_model
 
 TOLERANCE = 1e-4
 TREE = (-1, -1, 0, 0, 1, 3)

@@ -6,8 +6,6 @@ import json
 
 import pytest
 import torch
-from engine_helpers import VOCAB_SIZE, tiny_model
-from head_helpers import DATA, as_official_dflash, changed, complete_dflash
 from safetensors.torch import load_file
 
 from gammaray.errors import InvalidArgumentError
@@ -16,6 +14,8 @@ from services.engine.engine import SequenceInput
 from services.heads.block_runners import dflash_engine
 from services.heads.dflash_formats import load_dflash, names_dflash
 from services.heads.loading import load_head
+from tests.support.engine_helpers import VOCAB_SIZE, tiny_model
+from tests.support.head_helpers import DATA, as_official_dflash, changed, complete_dflash
 
 KINDS = ("dflash", "dflash-anchor")
 

@@ -6,8 +6,6 @@ import json
 
 import pytest
 import torch
-from engine_helpers import VOCAB_SIZE, tiny_model
-from head_helpers import DATA, VARIANTS, as_official, changed
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
@@ -18,6 +16,8 @@ from services.engine.core.errors import UnsupportedModelError
 from services.engine.engine import SequenceInput
 from services.heads.loading import load_head
 from services.heads.runner import head_engine
+from tests.support.engine_helpers import VOCAB_SIZE, tiny_model
+from tests.support.head_helpers import DATA, VARIANTS, as_official, changed
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engine_helpers import VOCAB_SIZE, tiny_model
-from medusa_helpers import HEADS, LAYERS, random_heads, reference, write_own, write_vllm
 from safetensors.torch import load_file, save_file
 
 from gammaray.errors import InvalidArgumentError
@@ -14,6 +12,8 @@ from services.engine.engine import SequenceInput
 from services.heads.block_runners import medusa_engine
 from services.heads.loading import names_head
 from services.heads.medusa_formats import load_medusa, names_medusa
+from tests.support.engine_helpers import VOCAB_SIZE, tiny_model
+from tests.support.medusa_helpers import HEADS, LAYERS, random_heads, reference, write_own, write_vllm
 
 STATES = torch.randn(5, 32, generator=torch.Generator().manual_seed(1))
 

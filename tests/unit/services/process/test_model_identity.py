@@ -7,7 +7,6 @@ import shutil
 
 import pytest
 import torch
-from gguf_helpers import tiny_gguf
 from safetensors.torch import load_file, save_file
 
 from gammaray.gguf import read_header
@@ -17,6 +16,7 @@ from services.process.fingerprints import (
     WINDOW_BYTES,
     model_identity,
 )
+from tests.support.gguf_helpers import tiny_gguf
 
 ROWS, WIDTH = 512, 64  # 128 KiB of float32: above what is read whole
 ROPE = {"rope_type": "default", "rope_theta": 5e5}

@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable
 
 import pytest
-from draft_helpers import VOCAB, Drafter, TableEngine
 from test_draft_tree import EOS, Fixed, opened
 
 from benchmarks.calibration import chains, error
@@ -16,6 +15,7 @@ from services.speculation.calibration import LEAST, MOST, Calibration, scales
 from services.speculation.outcomes import OutcomeSet
 from services.speculation.proposals import ProposalBuilder
 from services.speculation.tree import Node
+from tests.support.draft_helpers import VOCAB, Drafter, TableEngine
 
 PROMPT = [1, 2, 3, 4]
 

@@ -6,12 +6,12 @@ from fractions import Fraction
 
 import pytest
 import torch
-from drafting_helpers import propose_token
-from maths_helpers import drawn_tokens
 
 from gammaray.types import SparseDistribution, VerificationMethod
 from services.engine.sampling.noise import Noise
 from services.speculation.predictions import draw_temperature, quantise, sample_sparse
+from tests.support.drafting_helpers import propose_token
+from tests.support.maths_helpers import drawn_tokens
 
 COUPLED, REJECTION, NAIVE, BLOCK = VerificationMethod
 VOCAB = 50

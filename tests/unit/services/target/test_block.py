@@ -6,7 +6,11 @@ from fractions import Fraction
 
 import pytest
 import torch
-from maths_helpers import (
+
+from gammaray.types import Proposal, SamplingParams, SparseDistribution, VerificationMethod
+from services.engine.sampling.noise import Noise
+from services.target import verification
+from tests.support.maths_helpers import (
     GREEDY,
     Blend,
     TinyModel,
@@ -19,11 +23,7 @@ from maths_helpers import (
     quantised_drafter,
     rejection_distribution,
 )
-from maths_loop_helpers import Speculator, chain_of, g_test
-
-from gammaray.types import Proposal, SamplingParams, SparseDistribution, VerificationMethod
-from services.engine.sampling.noise import Noise
-from services.target import verification
+from tests.support.maths_loop_helpers import Speculator, chain_of, g_test
 
 COUPLED, REJECTION, NAIVE, BLOCK = VerificationMethod
 START = (0,)

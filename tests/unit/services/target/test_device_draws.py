@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from engine_helpers import random_tokens, tiny_model
 from torch.overrides import TorchFunctionMode
 
 from gammaray.blocks import Verdict
@@ -24,6 +23,7 @@ from services.engine.sampling import noise
 from services.scheduling.planning import Limits
 from services.scheduling.tasks import SessionSpec, VerifyTask
 from services.target.scheduler import TargetScheduler
+from tests.support.engine_helpers import random_tokens, tiny_model
 
 COUPLED, REJECTION = VerificationMethod.COUPLED, VerificationMethod.REJECTION
 CHAIN = Proposal((5, 6, 7))

@@ -11,8 +11,13 @@ import random
 
 import pytest
 import torch
-from cycle_helpers import make_session
-from maths_helpers import (
+
+from gammaray.grammar.matcher import GrammarState
+from gammaray.types import Proposal, SamplingParams, VerificationMethod
+from orchestrator.drafting.grammar import GrammarDrafter
+from services.engine.sampling.edits import LogitEdits
+from tests.support.cycle_helpers import make_session
+from tests.support.maths_helpers import (
     TinyModel,
     block_distribution,
     chain_proposals,
@@ -24,12 +29,7 @@ from maths_helpers import (
     quantised_drafter,
     rejection_distribution,
 )
-from processing_helpers import small_compiler
-
-from gammaray.grammar.matcher import GrammarState
-from gammaray.types import Proposal, SamplingParams, VerificationMethod
-from orchestrator.drafting.grammar import GrammarDrafter
-from services.engine.sampling.edits import LogitEdits
+from tests.support.processing_helpers import small_compiler
 
 COUPLED, REJECTION, NAIVE, BLOCK = VerificationMethod
 EXACT = 1e-12

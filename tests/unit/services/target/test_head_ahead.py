@@ -5,9 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from engine_helpers import random_tokens, tiny_model
-from head_helpers import DATA, bigram_head, bigram_target, complete_dflash
-from target_helpers import Run
 
 from gammaray.blocks import Shape
 from gammaray.config import TargetSettings
@@ -19,6 +16,9 @@ from services.scheduling.tasks import Release
 from services.speculation.local_drafter import LocalDrafter
 from services.target.loading import load_local_drafter
 from services.target.scheduler import TargetScheduler
+from tests.support.engine_helpers import random_tokens, tiny_model
+from tests.support.head_helpers import DATA, bigram_head, bigram_target, complete_dflash
+from tests.support.target_helpers import Run
 
 PROMPT = random_tokens(20, seed=3)
 GUESS = Proposal((5, 6))

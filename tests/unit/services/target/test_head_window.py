@@ -5,9 +5,6 @@ from __future__ import annotations
 import shutil
 
 import pytest
-from engine_helpers import random_tokens
-from head_helpers import bigram_head, bigram_target
-from target_helpers import Run
 
 from gammaray.blocks import Shape
 from gammaray.config import TargetSettings
@@ -18,6 +15,9 @@ from services.scheduling.planning import Limits
 from services.target.loading import TRAINED_WINDOW, load_local_drafter
 from services.target.scheduler import TargetScheduler
 from services.train.answers.store import write_json
+from tests.support.engine_helpers import random_tokens
+from tests.support.head_helpers import bigram_head, bigram_target
+from tests.support.target_helpers import Run
 
 PROMPT = random_tokens(200, seed=3)
 

@@ -7,7 +7,10 @@ import itertools
 
 import pytest
 import torch
-from maths_helpers import (
+
+from gammaray.types import Proposal, SparseDistribution, VerificationMethod
+from services.target import verification
+from tests.support.maths_helpers import (
     TinyModel,
     chain_proposals,
     completed,
@@ -19,9 +22,6 @@ from maths_helpers import (
     quantised_drafter,
     rejection_distribution,
 )
-
-from gammaray.types import Proposal, SparseDistribution, VerificationMethod
-from services.target import verification
 
 START = (0,)
 CLEAR = 1e-3

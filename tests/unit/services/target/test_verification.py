@@ -6,13 +6,13 @@ from fractions import Fraction
 
 import pytest
 import torch
-from maths_helpers import GREEDY, SAMPLED, ScriptedNoise, TinyModel, rows_of
 
 from gammaray.blocks import Verdict
 from gammaray.errors import InternalError, InvalidArgumentError
 from gammaray.types import Proposal, SparseDistribution, TokenOrigin, VerificationMethod
 from services.engine.sampling.noise import Noise
 from services.target.verification import is_accepted, verify
+from tests.support.maths_helpers import GREEDY, SAMPLED, ScriptedNoise, TinyModel, rows_of
 
 COUPLED, REJECTION, NAIVE, BLOCK = VerificationMethod
 METHODS = list(VerificationMethod)

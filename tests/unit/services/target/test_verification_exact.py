@@ -8,8 +8,12 @@ import itertools
 
 import pytest
 import torch
-from drafting_helpers import propose_token
-from maths_helpers import (
+
+from gammaray.types import Proposal, VerificationMethod
+from services.engine.sampling.noise import Noise
+from services.speculation.predictions import ENTROPY_FACTOR, quantise
+from tests.support.drafting_helpers import propose_token
+from tests.support.maths_helpers import (
     Blend,
     TinyModel,
     chain_proposals,
@@ -21,10 +25,6 @@ from maths_helpers import (
     quantised_drafter,
     rejection_distribution,
 )
-
-from gammaray.types import Proposal, VerificationMethod
-from services.engine.sampling.noise import Noise
-from services.speculation.predictions import ENTROPY_FACTOR, quantise
 
 COUPLED, REJECTION, NAIVE, BLOCK = VerificationMethod
 START = (0,)

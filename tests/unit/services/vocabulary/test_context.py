@@ -3,11 +3,11 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from vocabulary_helpers import CODE, PROSE, byte_fallback, byte_level
 
 from gammaray.vocabulary import Vocabulary
 from services.vocabulary.context import MAX_SEGMENT, ContextTranslation
 from services.vocabulary.translation import Translation
+from tests.support.vocabulary_helpers import CODE, PROSE, byte_fallback, byte_level
 
 TARGET = Vocabulary(byte_level(CODE + PROSE, 400, specials=("<|im_end|>", "<|im_start|>", "<|end|>")))
 SAME_END = Vocabulary(byte_level(CODE, 300))

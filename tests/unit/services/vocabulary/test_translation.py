@@ -1,7 +1,6 @@
 """Which tokens two vocabularies share, and how a draft of another vocabulary is loaded."""
 
 import pytest
-from vocabulary_helpers import CODE, PROSE, byte_fallback, byte_level, word_pieces
 
 from gammaray.errors import InvalidArgumentError
 from gammaray.types import VerificationMethod
@@ -9,6 +8,7 @@ from gammaray.vocabulary import Vocabulary
 from services.demo_pair import DRAFT_DIR, TARGET_DIR
 from services.vocabulary.intersection import Intersection
 from services.vocabulary.translation import Translation, load_translation, load_vocabulary, target_size
+from tests.support.vocabulary_helpers import CODE, PROSE, byte_fallback, byte_level, word_pieces
 
 COUPLED, REJECTION, NAIVE, BLOCK = VerificationMethod
 TARGET = Vocabulary(byte_level(CODE + PROSE, 400, specials=("<|im_end|>", "<|end|>")))

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from sdk_helpers import SUMMARY, USAGE, ScriptedService, serve_in_thread, token
 
 from gammaray.cli import main
 from gammaray.types import Chunk, FinishReason
 from gammaray.v1 import generation_service_pb2 as pb
+from tests.support.sdk_helpers import SUMMARY, USAGE, ScriptedService, serve_in_thread, token
 
 
 def invoke(*arguments: object) -> Result:

@@ -9,13 +9,13 @@ import pytest
 import uvicorn
 from click.testing import CliRunner
 from pydantic import BaseModel
-from surface_helpers import ScriptedBackend
 
 from gammaray.cli import main
 from gammaray.client.chat import Chat
 from gammaray.errors import GammarayError, IncompleteOutputError, InvalidArgumentError, UnavailableError
 from gammaray.grammar.texts import choice_grammar, json_schema_grammar, regex_grammar
 from orchestrator.api.http.server.app import create_app
+from tests.support.surface_helpers import ScriptedBackend
 
 MAGENTA, RESET = "\x1b[35m", "\x1b[0m"
 

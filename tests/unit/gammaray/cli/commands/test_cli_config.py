@@ -5,12 +5,12 @@ import json
 import pytest
 import yaml
 from click.testing import CliRunner
-from serve_helpers import schema_of
 
 from gammaray.cli import main
 from gammaray.config import ClusterSettings
 from gammaray.deploy.effective import REDACTED, redacted
 from gammaray.deploy.serve_config import APPLICATIONS, SERVE_ENVIRONMENT, serve_document
+from tests.support.serve_helpers import schema_of
 
 PASSWORD = "hunter2"
 

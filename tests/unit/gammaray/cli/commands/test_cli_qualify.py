@@ -5,13 +5,13 @@ import sys
 
 import pytest
 from click.testing import CliRunner
-from qualify_helpers import facts, pair, plain_run, run, same
 
 from gammaray.cli import main
 from gammaray.cli.commands import qualify as command
 from gammaray.errors import GammarayError, InternalError, InvalidArgumentError, ResourceExhaustedError
 from gammaray.qualify.measured import QualifyTask
 from gammaray.qualify.process import measure_pairs
+from tests.support.qualify_helpers import facts, pair, plain_run, run, same
 
 FIT = pair([plain_run(), run(4)], draft=facts("good"))
 SLOWER = pair([plain_run(), run(4, alpha=0.1, step_ms=9.0)], draft=facts("slow"))

@@ -4,7 +4,6 @@ import json
 
 import pytest
 from click.testing import CliRunner
-from sdk_helpers import ScriptedService, last, piece, serve_in_thread
 
 from gammaray import Client, SessionInfo, SessionState
 from gammaray.cli import main
@@ -13,6 +12,7 @@ from gammaray.types import EmittedToken, FinishReason, TokenOrigin
 from gammaray.v1 import generation_service_pb2 as pb
 from gammaray.wire.convert import token_to_proto
 from gammaray.wire.sessions import info_from_proto, info_to_proto
+from tests.support.sdk_helpers import ScriptedService, last, piece, serve_in_thread
 
 RUNNING = SessionInfo("mine", 1, SessionState.RUNNING, None, 5, 7, 2**64 - 1, 3, 1_700_000_000_000, 59_400)
 CANCELLED = SessionInfo("old", 0, SessionState.FINISHED, FinishReason.CANCELLED, 5, 2, 1, 2, 0, 1000)

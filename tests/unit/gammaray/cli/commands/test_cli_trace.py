@@ -4,11 +4,11 @@ import json
 
 import pytest
 from click.testing import CliRunner
-from sdk_helpers import ScriptedService, answer, last, serve_in_thread
 
 from gammaray.cli import main
 from gammaray.v1 import generation_service_pb2 as pb
 from gammaray.v1 import types_pb2
+from tests.support.sdk_helpers import ScriptedService, answer, last, serve_in_thread
 
 
 def cycle(index: int, **fields: object) -> pb.CycleRecord:

@@ -5,8 +5,6 @@ import asyncio
 import grpc
 import httpx
 import pytest
-from grpc_helpers import Context
-from surface_helpers import ScriptedBackend
 
 from gammaray.errors import ResourceExhaustedError, UnauthenticatedError
 from gammaray.security.keys import create_key, make_secret
@@ -16,6 +14,8 @@ from orchestrator.api.grpc_servicer import GenerationServicer
 from orchestrator.api.http import bodies as http_bodies
 from orchestrator.api.http.auth import PUBLIC_PATHS
 from orchestrator.api.http.server.app import create_app
+from tests.support.grpc_helpers import Context
+from tests.support.surface_helpers import ScriptedBackend
 
 PROMPT = {"prompt": "x"}
 JSON = {"content-type": "application/json"}

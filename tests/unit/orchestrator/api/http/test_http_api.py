@@ -4,10 +4,10 @@ import asyncio
 import json
 
 import pytest
-from http_helpers import CHAT, GAMMARAY, call, complete, events
-from surface_helpers import ScriptedBackend
 
 from gammaray.types import DrafterKind, GammaPolicy, SamplingParams, VerificationMethod
+from tests.support.http_helpers import CHAT, GAMMARAY, call, complete, events
+from tests.support.surface_helpers import ScriptedBackend
 
 
 async def test_completion_returns_text_usage_and_gammaray():

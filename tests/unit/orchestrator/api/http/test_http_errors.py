@@ -4,7 +4,6 @@ import json
 
 import httpx
 import pytest
-from surface_helpers import ScriptedBackend
 
 from gammaray.errors import (
     DeadlineExceededError,
@@ -17,6 +16,7 @@ from gammaray.errors import (
 )
 from orchestrator.api.http.errors import error_body
 from orchestrator.api.http.server.app import MAX_BODY_BYTES, create_app
+from tests.support.surface_helpers import ScriptedBackend
 
 
 async def post(content, path="/v1/completions", backend=None):

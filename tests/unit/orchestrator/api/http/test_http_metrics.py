@@ -1,11 +1,11 @@
 """Prometheus' targets, and vLLM's metrics at /metrics."""
 
-from http_helpers import call
 from prometheus_client.parser import text_string_to_metric_families
-from surface_helpers import ScriptedBackend
 
 from gammaray.types import ProcessStatus, SpeculationTotals
 from orchestrator.api.http.server.app import targets, vllm_metrics
+from tests.support.http_helpers import call
+from tests.support.surface_helpers import ScriptedBackend
 
 
 def orchestrator(pid, totals, per_position, *, running=0, waiting=0):

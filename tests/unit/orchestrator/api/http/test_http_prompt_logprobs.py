@@ -3,11 +3,11 @@
 import json
 
 import pytest
-from http_helpers import CHAT, complete, events
-from openapi_helpers import check_answer, check_events
-from surface_helpers import ScriptedBackend
 
 from gammaray.types import MAX_PROMPT_LOGPROBS
+from tests.support.http_helpers import CHAT, complete, events
+from tests.support.openapi_helpers import check_answer, check_events
+from tests.support.surface_helpers import ScriptedBackend
 
 PROMPT = [7, 8, 9]
 LOGPROBS = {

@@ -3,14 +3,14 @@
 import json
 
 import pytest
-from http_helpers import CHAT, complete, events
 from hypothesis import given
 from hypothesis import strategies as st
-from surface_helpers import ScriptedBackend
 
 from gammaray.maths.acceptance import SpeculationCounters
 from gammaray.types import TokenOrigin
 from orchestrator.api.http.responses import speculative_decoding
+from tests.support.http_helpers import CHAT, complete, events
+from tests.support.surface_helpers import ScriptedBackend
 
 METRICS = {
     "speculative_decoding": {

@@ -3,11 +3,11 @@
 import json
 
 import pytest
-from http_helpers import CHAT, GAMMARAY, call, events_with_ids
-from surface_helpers import ScriptedBackend
 
 from gammaray.errors import InvalidArgumentError
 from orchestrator.api.http.stream import EventId
+from tests.support.http_helpers import CHAT, GAMMARAY, call, events_with_ids
+from tests.support.surface_helpers import ScriptedBackend
 
 WORDS = (b"one ", b"two ", b"three ", b"four")
 CHATS = "/v1/chat/completions"

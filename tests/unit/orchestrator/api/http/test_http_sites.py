@@ -3,13 +3,13 @@
 import httpx
 import pytest
 from pydantic import ValidationError
-from surface_helpers import ScriptedBackend
 
 from gammaray.config import ClusterSettings, OrchestratorSettings
 from gammaray.security.keys import create_key
 from orchestrator.access.caller import Authenticator
 from orchestrator.api.http.server.app import create_app
 from orchestrator.launcher.trust import arrange_trust
+from tests.support.surface_helpers import ScriptedBackend
 
 JSON = {"content-type": "application/json"}
 BODY = b'{"prompt": "x"}'

@@ -4,12 +4,12 @@ import asyncio
 import json
 
 import pytest
-from http_helpers import CHAT, GAMMARAY, complete, events, events_with_ids
-from surface_helpers import PIECES, ScriptedBackend
 
 from gammaray.errors import UnavailableError
 from orchestrator.api.http.server.app import create_app
 from orchestrator.api.http.stream import EVENT_BYTES
+from tests.support.http_helpers import CHAT, GAMMARAY, complete, events, events_with_ids
+from tests.support.surface_helpers import PIECES, ScriptedBackend
 
 
 async def test_stream_holds_partial_characters_and_ends_with_gammaray_and_done():

@@ -6,14 +6,14 @@ import json
 import time
 
 import pytest
-from http_helpers import CHAT, call, complete, events
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
-from openapi_helpers import validator
-from surface_helpers import ScriptedBackend
 
 from gammaray.errors import InvalidArgumentError
 from gammaray.grammar.texts import choice_grammar, json_schema_grammar, regex_grammar
 from orchestrator.api.http.server.openapi import document
+from tests.support.http_helpers import CHAT, call, complete, events
+from tests.support.openapi_helpers import validator
+from tests.support.surface_helpers import ScriptedBackend
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 JSON = {"content-type": "application/json"}

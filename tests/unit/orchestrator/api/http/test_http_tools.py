@@ -6,14 +6,14 @@ import json
 
 import httpx
 import pytest
-from http_helpers import CHAT, call, complete, events_with_ids
 from openai import AsyncOpenAI
-from openapi_helpers import validator
-from surface_helpers import ScriptedBackend
-from tool_helpers import BODY_TOOLS, LLAMA_CHAT, MISTRAL_CHAT, QWEN_CHAT, WEATHER
 
 from orchestrator.api.http.server.app import create_app
 from orchestrator.api.http.server.openapi import document
+from tests.support.http_helpers import CHAT, call, complete, events_with_ids
+from tests.support.openapi_helpers import validator
+from tests.support.surface_helpers import ScriptedBackend
+from tests.support.tool_helpers import BODY_TOOLS, LLAMA_CHAT, MISTRAL_CHAT, QWEN_CHAT, WEATHER
 
 CHATS = "/v1/chat/completions"
 TEXT = (

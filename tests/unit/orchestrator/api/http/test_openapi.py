@@ -7,10 +7,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from http_helpers import CHAT, call, complete, events
 from jsonschema import Draft202012Validator
-from openapi_helpers import validator
-from surface_helpers import ScriptedBackend
 
 from gammaray.sampling import SAMPLING_RULES
 from orchestrator.api.http.auth import DOCUMENT_PATH
@@ -23,6 +20,9 @@ from orchestrator.api.http.models import (
 )
 from orchestrator.api.http.server.app import create_app
 from orchestrator.api.http.server.openapi import document
+from tests.support.http_helpers import CHAT, call, complete, events
+from tests.support.openapi_helpers import validator
+from tests.support.surface_helpers import ScriptedBackend
 
 SCHEMAS = document()["components"]["schemas"]
 BODIES = {"/v1/completions": {"prompt": "x"}, "/v1/chat/completions": {"messages": CHAT}}

@@ -4,10 +4,9 @@ import base64
 import hashlib
 import re
 
-from http_helpers import call
-from surface_helpers import ScriptedBackend
-
 from gammaray.types import DrafterKind, TokenOrigin
+from tests.support.http_helpers import call
+from tests.support.surface_helpers import ScriptedBackend
 
 BROWSER = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
 

@@ -12,8 +12,6 @@ from pathlib import Path
 import grpc
 import httpx
 import pytest
-from loop_helpers import MAX_TURN_S, watching
-from surface_helpers import ScriptedBackend
 from transformers import AutoTokenizer
 
 from gammaray.demo_pair import resolve_model
@@ -26,6 +24,8 @@ from orchestrator.sessions.lifecycle import OpenSession, check_request, make_ses
 from orchestrator.sessions.progress import ChunkBuilder
 from orchestrator.text.cpu_threads import NUM_THREADS
 from orchestrator.text.tokenizer import Tokenizer
+from tests.support.loop_helpers import MAX_TURN_S, watching
+from tests.support.surface_helpers import ScriptedBackend
 
 JSON = {"content-type": "application/json"}
 MAX_MEMORY_MIB = 200

@@ -6,7 +6,6 @@ import asyncio
 from collections import Counter
 
 import pytest
-from vocabulary_helpers import CODE, byte_fallback, byte_level
 
 from gammaray.blocks import Shape
 from gammaray.draft_server import DraftServerUrl
@@ -20,6 +19,7 @@ from orchestrator.drafting.http.server import Identity
 from orchestrator.workers.backoff import Backoff, Patience
 from orchestrator.workers.drafter import LONG_CONTEXT, Readiness
 from orchestrator.workers.protocol import Traffic
+from tests.support.vocabulary_helpers import CODE, byte_fallback, byte_level
 
 VOCAB = 100
 EOS = 99

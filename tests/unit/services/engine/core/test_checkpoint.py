@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from engine_helpers import SUPPORTED, tiny_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, TorchAoConfig
@@ -23,6 +22,7 @@ from services.engine.core.model import load_model
 from services.engine.cuda.weights import has_graph_path
 from services.engine.engine import Engine, SequenceInput
 from services.engine.loader import load_engine
+from tests.support.engine_helpers import SUPPORTED, tiny_model
 
 Tensors = dict[str, Tensor]
 TEXT = list(range(3, 23))

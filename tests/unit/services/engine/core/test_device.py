@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from engine_helpers import tiny_model
 
 from gammaray.errors import InvalidArgumentError
 from services.engine import engine as engine_module
@@ -22,6 +21,7 @@ from services.engine.core.model import load_model, torch_device, torch_dtype
 from services.engine.cuda import weights
 from services.engine.engine import SequenceInput
 from services.engine.loader import load_engine
+from tests.support.engine_helpers import tiny_model
 
 CPU, CARD = torch.device("cpu"), torch.device("cuda", 0)
 

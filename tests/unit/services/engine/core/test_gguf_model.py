@@ -7,7 +7,6 @@ import logging
 import numpy as np
 import pytest
 import torch
-from gguf_helpers import SETTINGS, dequantised, tiny_gguf
 from transformers import AutoModelForCausalLM
 
 from gammaray.errors import InvalidArgumentError
@@ -16,6 +15,7 @@ from services.engine.core.errors import UnsupportedModelError
 from services.engine.core.model import load_model
 from services.engine.engine import SequenceInput
 from services.engine.loader import load_engine
+from tests.support.gguf_helpers import SETTINGS, dequantised, tiny_gguf
 
 PROMPT = [5, 17, 90, 3, 44, 61]
 NUM_TOKENS = 24

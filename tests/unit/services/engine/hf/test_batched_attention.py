@@ -8,15 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_helpers import (
-    CONFIGS,
-    SUPPORTED,
-    CheckedEngine,
-    plain_model,
-    random_tokens,
-    tiny_model,
-)
-from torch_helpers import TorchOperations
 
 from services.engine.core import batch as batch_module
 from services.engine.core.batch import Batch, Segment, allowed_slots
@@ -28,6 +19,15 @@ from services.engine.hf import batched_attention, runner
 from services.engine.hf.batched_attention import MAX_PADDED_ROWS, StepAttention, padded_mask
 from services.engine.hf.probe import probe_model
 from services.engine.hf.runner import TransformersRunner
+from tests.support.engine_helpers import (
+    CONFIGS,
+    SUPPORTED,
+    CheckedEngine,
+    plain_model,
+    random_tokens,
+    tiny_model,
+)
+from tests.support.torch_helpers import TorchOperations
 
 TOLERANCE = 1e-4
 # Two roots, a chain below one, siblings with equal positions, a leaf deeper than the window of 8.

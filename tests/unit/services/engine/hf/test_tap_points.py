@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_helpers import tiny_model
 from torch import nn
 
 from services.engine.core.batch import Taps
@@ -14,6 +13,7 @@ from services.engine.core.errors import UnsupportedModelError
 from services.engine.core.model import LoadedModel, load_model
 from services.engine.hf.probe import probe_model
 from services.engine.hf.taps import TapPoints, find_tap_points
+from tests.support.engine_helpers import tiny_model
 
 
 def found(loaded: LoadedModel) -> TapPoints:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_helpers import MAX_CONTEXT, CheckedEngine, plain_model, random_tokens, tiny_model
 
 from gammaray.demo_pair import resolve_model
 from services.engine import loader as loading
@@ -27,6 +26,7 @@ from services.engine.native.library import Kernel, open_kernel, top_k_tokens
 from services.engine.native.runner import NativeRunner
 from services.engine.native.weights import pack_panels
 from services.engine.sampling.noise import Noise
+from tests.support.engine_helpers import MAX_CONTEXT, CheckedEngine, plain_model, random_tokens, tiny_model
 
 
 def scripted_steps() -> list[list[SequenceInput]]:

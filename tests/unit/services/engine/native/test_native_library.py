@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from engine_helpers import tiny_model
 
 from services.engine.native.build import BASELINE, compile_library, find_compiler, find_library
 from services.engine.native.library import open_kernel
+from tests.support.engine_helpers import tiny_model
 
 CALLS = "calls.txt"
 

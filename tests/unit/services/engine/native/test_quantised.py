@@ -10,7 +10,6 @@ from types import ModuleType
 
 import pytest
 import torch
-from engine_helpers import LEAN, CheckedEngine, random_tokens, tiny_model
 from test_engine_native import variants
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -34,6 +33,7 @@ from services.engine.native import weights as packing
 from services.engine.native.library import Kernel, open_kernel
 from services.engine.native.runner import NativeRunner
 from services.engine.native.weights import pack_quantised
+from tests.support.engine_helpers import LEAN, CheckedEngine, random_tokens, tiny_model
 
 KINDS = {"int8": 2, "int4": 3}
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_helpers import random_tokens, tiny_model
 from test_engine_native import scripted_steps, variants
 from test_products import packed, random
 from torch import Tensor
@@ -24,6 +23,7 @@ from services.engine.loader import load_engine
 from services.engine.native import weights
 from services.engine.native.library import kernel_threads, open_kernel, use_threads
 from services.target.loading import load_local_drafter
+from tests.support.engine_helpers import random_tokens, tiny_model
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 import pytest
 import torch
-from processing_helpers import GRAMMAR, TOKENS, edited_row, follows_grammar, path_of, small_compiler
 
 from gammaray.errors import InvalidArgumentError
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
@@ -14,6 +13,14 @@ from services.engine.sampling.edits import LogitEdits, row_paths
 from services.engine.sampling.logits import edited_logits
 from services.scheduling.sessions import SessionTable
 from services.scheduling.tasks import SessionSpec, Task
+from tests.support.processing_helpers import (
+    GRAMMAR,
+    TOKENS,
+    edited_row,
+    follows_grammar,
+    path_of,
+    small_compiler,
+)
 
 EOS = (0, 3)
 PROMPT, OUTPUT = [1, 1, 4, 30], [4, 2, 2, 7, 31]

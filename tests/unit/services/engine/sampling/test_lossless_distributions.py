@@ -8,10 +8,10 @@ from collections import Counter
 
 import pytest
 import torch
-from maths_loop_helpers import Speculator, TableModel, chain_of, exact_joint, g_test
 
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from services.engine.sampling.noise import Noise, exponential
+from tests.support.maths_loop_helpers import Speculator, TableModel, chain_of, exact_joint, g_test
 
 pytestmark = pytest.mark.statistical
 

@@ -6,13 +6,13 @@ for every method.
 
 import random
 
-import processing_helpers
 import pytest
-from maths_loop_helpers import Speculator, TableModel, chain_of
 
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from services.engine.sampling.noise import Noise
 from services.target import verification
+from tests.support import processing_helpers
+from tests.support.maths_loop_helpers import Speculator, TableModel, chain_of
 
 COUPLED, REJECTION, NAIVE, BLOCK = VerificationMethod
 VOCAB, LENGTH, EOS = 12, 40, (3,)

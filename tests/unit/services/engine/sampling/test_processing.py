@@ -6,10 +6,10 @@ import random
 
 import pytest
 import torch
-from processing_helpers import GRAMMAR, follows_grammar, path_of, processed
 
 from gammaray.errors import InvalidArgumentError
 from gammaray.types import Proposal, SamplingParams
+from tests.support.processing_helpers import GRAMMAR, follows_grammar, path_of, processed
 
 PROMPT, OUTPUT, EOS = (1, 1, 4), (4, 2, 2, 7), (0, 3)
 CHAIN = Proposal((2, 9, 2, 0, 5))

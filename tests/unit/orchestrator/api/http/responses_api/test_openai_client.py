@@ -5,8 +5,9 @@ from __future__ import annotations
 import openai
 import pytest
 from pydantic import BaseModel
-from response_helpers import client
-from surface_helpers import ScriptedBackend
+
+from tests.support.response_helpers import client
+from tests.support.surface_helpers import ScriptedBackend
 
 CALL = [b"Well <tool", b'_call>\n{"name": "Look', b'up", "arguments": {"wo', b'rd": "a"}}\n</tool_call>']
 

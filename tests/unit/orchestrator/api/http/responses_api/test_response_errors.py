@@ -6,11 +6,11 @@ import json
 import time
 
 import pytest
-from openapi_helpers import validator
-from response_helpers import PATH, get, http_client, respond
-from surface_helpers import ScriptedBackend
 
 from orchestrator.api.http.server.openapi import document
+from tests.support.openapi_helpers import validator
+from tests.support.response_helpers import PATH, get, http_client, respond
+from tests.support.surface_helpers import ScriptedBackend
 
 TOOL = {"type": "function", "name": "f"}
 MESSAGE = {"role": "user", "content": "x"}

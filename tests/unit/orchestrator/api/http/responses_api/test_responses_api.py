@@ -6,13 +6,13 @@ import asyncio
 import json
 
 import pytest
-from http_helpers import GAMMARAY
-from response_helpers import check_response, events, get, http_client, parsed_events, respond
-from surface_helpers import ScriptedBackend
 
 from gammaray.errors import InvalidArgumentError, UnavailableError
 from gammaray.types import DrafterKind, GammaPolicy
 from orchestrator.api.http.server.app import create_app
+from tests.support.http_helpers import GAMMARAY
+from tests.support.response_helpers import check_response, events, get, http_client, parsed_events, respond
+from tests.support.surface_helpers import ScriptedBackend
 
 TOOL = {
     "type": "function",

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 
 import pytest
-from openapi_helpers import validator
-from response_helpers import PATH, get, http_client, respond
-from surface_helpers import ScriptedBackend
 
 from gammaray.security.keys import create_key
 from gammaray.wire.sessions import SessionState
 from orchestrator.access.caller import Authenticator
 from orchestrator.api.http.server.openapi import document
 from orchestrator.storage.response_store import StoredResponse
+from tests.support.openapi_helpers import validator
+from tests.support.response_helpers import PATH, get, http_client, respond
+from tests.support.surface_helpers import ScriptedBackend
 
 
 def described(path: str, method: str):

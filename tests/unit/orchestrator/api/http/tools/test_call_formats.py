@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
-from tool_helpers import ADDED, BODY_TOOLS, LLAMA, MISTRAL, QWEN, TOOLS, raw_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from gammaray.errors import InvalidArgumentError
 from orchestrator.api.http.tools.calls import ToolChoice, call_id, plan_calls, render_messages
 from orchestrator.api.http.tools.formats import CallFamily, CallFormat
 from orchestrator.text.chat import ChatFormat, chat_format, render
+from tests.support.tool_helpers import ADDED, BODY_TOOLS, LLAMA, MISTRAL, QWEN, TOOLS, raw_tokenizer
 
 PLAIN = "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}"
 OTHER = "{% if tools %}{{ tools | tojson }}{% endif %}" + PLAIN

@@ -5,7 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
-from tool_helpers import (
+
+from gammaray.errors import InvalidArgumentError
+from orchestrator.api.http.tools.calls import CallPlan, Tool, ToolChoice
+from orchestrator.api.http.tools.formats import CallFamily, CallFormat
+from orchestrator.api.http.tools.grammar import MAX_CALLS
+from tests.support.tool_helpers import (
     ADDED,
     LLAMA_CHAT,
     MISTRAL_CHAT,
@@ -17,11 +22,6 @@ from tool_helpers import (
     assembled,
     plan_text,
 )
-
-from gammaray.errors import InvalidArgumentError
-from orchestrator.api.http.tools.calls import CallPlan, Tool, ToolChoice
-from orchestrator.api.http.tools.formats import CallFamily, CallFormat
-from orchestrator.api.http.tools.grammar import MAX_CALLS
 
 PARIS, NOW = ("get_weather", '{"city": "Paris"}'), ("now", "{}")
 MISTRAL_TEXT = type(MISTRAL_CHAT)(MISTRAL_CHAT.template, True, {"[TOOL_CALLS]": False})

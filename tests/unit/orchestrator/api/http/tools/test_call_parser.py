@@ -9,10 +9,10 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tool_helpers import parsed, parser_of
 
 from orchestrator.api.http.tools.formats import CallFamily
 from orchestrator.api.http.tools.parser import ArgumentText, CallBegun, CallEnded, PlainText
+from tests.support.tool_helpers import parsed, parser_of
 
 FAMILIES = HERMES, LLAMA, MISTRAL = CallFamily.HERMES, CallFamily.LLAMA, CallFamily.MISTRAL
 F = '{"name": "f", "arguments": {"a": 1}}'

@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 
 import pytest
-from tool_helpers import MISTRAL_CHAT, PLAIN_CHAT, TOOLS, assembled
 
 from gammaray.types import Chunk, EmittedToken, FinishReason, TokenOrigin
 from orchestrator.api.http.tools.calls import CallPlan, ToolChoice
 from orchestrator.api.http.tools.formats import CallFormat
 from orchestrator.api.http.tools.reading import CallReader
+from tests.support.tool_helpers import MISTRAL_CHAT, PLAIN_CHAT, TOOLS, assembled
 
 SPECIAL = 0
 CALLS = '[{"name": "get_weather", "arguments": {"city": "Zürich 😀"}}, {"name": "now", "arguments": {}}]'

@@ -5,9 +5,6 @@ from __future__ import annotations
 import random
 
 import pytest
-from http_helpers import CHAT, complete, events_with_ids
-from surface_helpers import ScriptedBackend
-from tool_helpers import ADDED, BODY_TOOLS, QWEN, TOOLS, assembled, raw_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from gammaray.errors import InvalidArgumentError
@@ -15,6 +12,9 @@ from orchestrator.api.http.tools.calls import ToolChoice, plan_calls
 from orchestrator.api.http.tools.formats import CallFamily
 from orchestrator.api.http.tools.template_parser import TemplateParser
 from orchestrator.text.chat import ChatFormat, chat_format
+from tests.support.http_helpers import CHAT, complete, events_with_ids
+from tests.support.surface_helpers import ScriptedBackend
+from tests.support.tool_helpers import ADDED, BODY_TOOLS, QWEN, TOOLS, assembled, raw_tokenizer
 
 # That of Qwen 3.5 in transformers.
 XML = {

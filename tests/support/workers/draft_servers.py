@@ -11,11 +11,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import uvicorn
-from scripted_workers import next_token, until
 
 from gammaray.demo_pair import resolve_model
 from orchestrator.api.http.server.app import create_app
 from orchestrator.text.tokenizer import Tokenizer
+from tests.support.workers.scripted_workers import next_token, until
 
 
 @dataclass

@@ -19,13 +19,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from ray_start import patiently
-
 from gammaray.config import OrchestratorSettings
 from orchestrator.launcher.cluster import private_directory, serve_environment
 from orchestrator.launcher.preflight import free_ports
 from orchestrator.launcher.reaper import MARK, Guardian, die_with_parent
 from orchestrator.launcher.redis_server import RedisServer
+from tests.support.cluster.ray_start import patiently
 
 HOST = "127.0.0.1"
 MEMORY = 80 * 2**20

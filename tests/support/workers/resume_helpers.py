@@ -7,10 +7,10 @@ import dataclasses
 from contextlib import aclosing, asynccontextmanager
 
 import grpc
-from service_helpers import PROMPTS, SEEDED, running, tokens_of
 
 from gammaray.types import GenerationRequest
 from orchestrator.workers.protocol import DRAFT, TARGET
+from tests.support.workers.service_helpers import PROMPTS, SEEDED, running, tokens_of
 
 NAMES = iter(f"resume-{number}" for number in range(10_000))
 

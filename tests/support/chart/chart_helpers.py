@@ -11,7 +11,7 @@ from typing import Any
 import helm_python
 import yaml
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CHART = ROOT / "helm" / "gammaray"
 EXAMPLES = sorted((CHART / "examples").glob("*.yaml"))
 RELEASE, NAMESPACE = "demo", "somewhere"

@@ -6,7 +6,7 @@ import asyncio
 import threading
 from typing import Any
 
-from workers_helpers import ANSWER_TIMEOUT_S, Link, propose_block, verify_block
+from tests.support.workers.workers_helpers import ANSWER_TIMEOUT_S, Link, propose_block, verify_block
 
 
 class HeldEngine:

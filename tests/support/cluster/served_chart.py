@@ -1,6 +1,6 @@
 """A Ray node that serves the chart's own Serve configuration, in a process of its own.
 
-`python served_chart.py FILE` deploys it by `serve run`, as docs/install.md does without Helm: that hands the
+`python -m tests.support.cluster.served_chart FILE` deploys it by `serve run`, as docs/install.md does without Helm: that hands the
 document to Serve's controller, as KubeRay does. One node has the logical resources of every role, for two of
 each. Prints `ready HTTP_ADDRESS GRPC_ADDRESS`, serves until standard input ends.
 
@@ -19,13 +19,13 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 import yaml
-from ray_start import patiently
 
 from gammaray.deploy.serve_config import APPLICATIONS
 from orchestrator.launcher.cluster import private_directory, serve_environment
 from orchestrator.launcher.preflight import free_ports
 from orchestrator.launcher.reaper import MARK, Guardian, die_with_parent
 from orchestrator.launcher.redis_server import RedisServer
+from tests.support.cluster.ray_start import patiently
 
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 300.0

@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from programs import PROGRAMS
-
 from orchestrator.launcher.preflight import free_ports
+from tests.programs import PROGRAMS
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 START_TIMEOUT_S, SCRAPE_S = 60.0, 1.0
 
 

@@ -16,7 +16,8 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
-from chart_helpers import ROOT
+
+from tests.support.chart.chart_helpers import ROOT
 
 KUBERNETES_VERSIONS = ("1.27", "1.37")
 """The oldest that the chart allows, and the newest with schemas."""

@@ -6,13 +6,12 @@ import time
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
-from scripted_workers import PROMPT, VOCAB, ScriptedWorker
-
 from orchestrator.workers import backoff
 from orchestrator.workers.drafter import RemoteDrafter
 from orchestrator.workers.fleet import Fleet
 from orchestrator.workers.session_client import session_spec
 from orchestrator.workers.verifier import RemoteVerifier
+from tests.support.workers.scripted_workers import PROMPT, VOCAB, ScriptedWorker
 
 
 class ListRegistry:
