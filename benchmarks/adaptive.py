@@ -24,6 +24,7 @@ from rich.table import Table
 from benchmarks.cluster import connected, run_or_exit
 from benchmarks.provenance import write_result
 from gammaray import AsyncClient
+from gammaray.bench.loops import without_loops
 from gammaray.bench.measure import PLAIN, Median, differences, measure
 from gammaray.bench.optimum import optimum
 from gammaray.bench.rows import Row, row
@@ -85,7 +86,8 @@ async def _workload(
     asks = [Ask(text, settings.max_tokens, temperature, seed) for seed, text in enumerate(texts)]
     task = progress.add_task(name, total=len(systems) * len(asks) * settings.repetitions)
     samples = await measure(systems, asks, settings.repetitions, lambda: progress.advance(task))
-    rows = [row(system.name, samples) for system in systems]
+    kept, loops = without_loops(samples)
+    rows = [row(system.name, kept) for system in systems]
     return {
         "workload": name,
         "temperature": temperature,
@@ -95,6 +97,7 @@ async def _workload(
         "equality": differences(samples, {s.name: PLAIN for s in systems if s.name != PLAIN}),
         "optimum": optimum(rows),
         "adaptive": regret(rows),
+        "loops": loops,
     }
 
 

@@ -20,6 +20,7 @@ from rich.progress import Progress
 
 from benchmarks.cluster import connected, run_or_exit
 from benchmarks.provenance import write_result
+from gammaray.bench.loops import without_loops
 from gammaray.bench.measure import PLAIN, differences, measure, speeds
 from gammaray.bench.systems import Ask, Stack, System
 from gammaray.bench.tables import plain_table
@@ -72,6 +73,7 @@ async def _run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
                             "shares": ratios,
                             "tokens_per_s": {name: list(found) for name, found in values.items()},
                             "equality": equality,
+                            "loops": without_loops(samples)[1],
                         }
                         points.append(point)
                         title = f"{workload}, temperature {temperature:g}, {sessions} in flight, best {best}"

@@ -38,6 +38,7 @@ from benchmarks.provenance import write_result
 from benchmarks.relay import Relay
 from benchmarks.timed_stack import worker_process
 from gammaray import AsyncClient
+from gammaray.bench.loops import without_loops
 from gammaray.bench.measure import PLAIN, Samples, differences, measure
 from gammaray.bench.systems import Ask, stack_name
 from gammaray.bench.tables import plain_table
@@ -172,6 +173,7 @@ async def _point(
         "temperature": asks[0].temperature,
         "plain_tokens_per_s": ranged(plain),
         "equality": differences(samples, {system.name: PLAIN for system in systems[1:]}),
+        "loops": without_loops(samples)[1],
     }
     for system in systems[1:]:
         speeds = decode_speeds(samples[system.name])

@@ -26,6 +26,7 @@ from benchmarks.memory import memory_overhead, memory_table
 from benchmarks.probe import cycle_cost, cycle_cost_table, running_probe
 from benchmarks.provenance import write_result
 from gammaray import AsyncClient
+from gammaray.bench.loops import loops_line, without_loops
 from gammaray.bench.measure import PLAIN, differences, measure
 from gammaray.bench.optimum import optimum
 from gammaray.bench.rows import row
@@ -96,7 +97,8 @@ async def _compare(
             samples = await measure(
                 systems, asks, settings.repetitions, lambda task=task: progress.advance(task)
             )
-            rows = [row(name, samples, {"over_plain": PLAIN}) for name in samples]
+            kept, loops = without_loops(samples)
+            rows = [row(name, kept, {"over_plain": PLAIN}) for name in kept]
             equality = differences(samples, references)
             point = {
                 "temperature": temperature,
@@ -105,6 +107,7 @@ async def _compare(
                 "rows": rows,
                 "equality": equality,
                 "optimum": optimum(rows),
+                "loops": loops,
             }
             _show(console, f"temperature {temperature:g}, {settings.workload}", point)
             points.append(point)
@@ -122,6 +125,8 @@ def _show(console: Console, title: str, point: dict[str, Any]) -> None:
             f"{best['gamma_predicted']} predicted",
             soft_wrap=True,
         )
+    if line := loops_line(point["loops"]):
+        console.print(line, soft_wrap=True)
     console.print(f"same tokens: {equality['equal']} of {equality['compared']}\n")
 
 
@@ -153,7 +158,7 @@ def _settings(options: argparse.Namespace) -> Settings:
         num_prompts=options.prompts or (2 if quick else 6),
         max_tokens=options.tokens or (32 if quick else 128),
         repetitions=options.repetitions or (2 if quick else 5),
-        temperatures=(0.0, 1.0),
+        temperatures=(0.0, 0.7, 1.0),
         gammas=_QUICK_GAMMAS if quick else _GAMMAS,
     )
 

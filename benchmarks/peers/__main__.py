@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=int, default=96, help="tokens per completion; default 96")
     parser.add_argument("--to-end", action="store_true", help="completions end where the model ends them")
     parser.add_argument("--repetitions", type=int, default=3, help="default 3")
-    parser.add_argument("--temperature", default="0,1", help="comma-separated; default 0,1")
+    parser.add_argument("--temperature", default="0,0.7,1", help="comma-separated; default 0,0.7,1")
     parser.add_argument("--streams", default="1", help="completions in flight, comma-separated; default 1")
     parser.add_argument("--threads", type=int, default=1, help="arithmetic threads per model; default 1")
     parser.add_argument("--seed", type=int, default=0, help="of the order of the systems; default 0")

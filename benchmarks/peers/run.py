@@ -31,6 +31,7 @@ from benchmarks.peers.stacks import VARIANTS, TracedStack, running_stack
 from benchmarks.prompts import Task, load_tasks
 from benchmarks.systems import REFERENCE, Peer
 from gammaray import AsyncClient
+from gammaray.bench.loops import loops_line, without_loops
 from gammaray.bench.measure import PLAIN, Samples, measure
 from gammaray.bench.systems import Ask, Stack, System
 from gammaray.bench.workloads import fingerprint
@@ -219,8 +220,15 @@ async def compare(settings: Settings, console: Console) -> dict[str, Any]:
                 failures.append(f"temperature {temperature:g}, {streams} in flight: {error!r}")
                 console.print(failures[-1])
                 continue
-            for category, part in parts_of(samples, list(prompts), streams).items():
+            kept, loops = without_loops(samples)
+            if line := loops_line(loops):
+                console.print(line)
+            tasks_kept = [task for i, task in enumerate(prompts) if i in loops["kept"] or streams > 1]
+            compared = equality(samples, references(list(samples), temperature), tokenizer.eos_token_ids)
+            for category, part in parts_of(kept, tasks_kept, streams).items():
                 point = _point(category, part, temperature, streams, tokenizer.eos_token_ids)
+                if category == ALL:
+                    point |= {"equality": compared, "loops": loops}
                 title = f"temperature {temperature:g}, {streams} in flight, {category}"
                 console.print(table(title, point["rows"], point["equality"]))
                 points.append(point)

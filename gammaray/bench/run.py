@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any
 
+from gammaray.bench.loops import without_loops
 from gammaray.bench.measure import PLAIN, differences, measure
 from gammaray.bench.optimum import optimum
 from gammaray.bench.rows import row
@@ -76,7 +77,8 @@ async def run_bench(
         systems = [Stack(gamma, client, VerificationMethod(verification)) for gamma in gammas]
         asks = [Ask(text, settings.max_tokens, temperature, seed) for seed, text in enumerate(texts)]
         samples = await measure(systems, asks, settings.repetitions, begin(name), concurrency)
-        rows = [row(system.name, samples) for system in systems]
+        kept, loops = without_loops(samples)
+        rows = [row(system.name, kept) for system in systems]
         point = {
             "temperature": temperature,
             "verification": verification,
@@ -84,6 +86,7 @@ async def run_bench(
             "rows": rows,
             "equality": _equality(samples, verification, temperature),
             "optimum": optimum(rows),
+            "loops": loops,
         }
         show(point)
         points.append(point)

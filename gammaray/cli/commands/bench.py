@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from gammaray.bench.compare import compare, comparison_table, load_result, warnings
+from gammaray.bench.loops import loops_line
 from gammaray.bench.measure import loads
 from gammaray.bench.provenance import write_result
 from gammaray.bench.run import BenchSettings, Point, run_bench
@@ -163,6 +164,8 @@ def _show(console: Console, point: Point) -> None:
         )
     if equality := point["equality"]:
         console.print(f"same tokens as gamma 0: {equality['equal']} of {equality['compared']}")
+    if line := loops_line(point["loops"]):
+        console.print(line, soft_wrap=True)
     console.print()
 
 
