@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any
 
 from gammaray.bench.loops import without_loops
-from gammaray.bench.measure import PLAIN, differences, measure
+from gammaray.bench.measure import PLAIN, Samples, differences, measure
 from gammaray.bench.optimum import optimum
 from gammaray.bench.rows import row
 from gammaray.bench.systems import Ask, Stack
@@ -52,7 +52,7 @@ class BenchSettings:
 async def run_bench(
     client: AsyncClient,
     settings: BenchSettings,
-    texts: Sequence[str],
+    tasks: Sequence[tuple[str, str]],
     begin: Callable[[str], Callable[[], None]],
     show: Callable[[Point], None],
 ) -> dict[str, Any]:
@@ -61,13 +61,14 @@ async def run_bench(
     Args:
         client: Connected to the cluster.
         settings: What to measure.
-        texts: The prompts.
+        tasks: The prompts, each after the name of its category.
         begin: Called with each point's name; returns a callback that is called after each of its completions.
         show: Called with each finished point.
 
     Raises:
         GammarayError: A completion failed.
     """
+    categories, texts = [category for category, _ in tasks], [text for _, text in tasks]
     processes = await client.status()
     models = {process.role: process.model for process in processes if process.model}
     points = []
@@ -87,15 +88,33 @@ async def run_bench(
             "equality": _equality(samples, verification, temperature),
             "optimum": optimum(rows),
             "loops": loops,
+            "categories": _by_category(kept, [categories[i] for i in loops["kept"]], concurrency),
         }
         show(point)
         points.append(point)
     return {
         "models": models,
         "settings": asdict(settings),
-        "workload_fingerprint": fingerprint(list(texts)),
+        "workload_fingerprint": fingerprint(texts),
         "points": points,
     }
+
+
+def _by_category(
+    samples: Samples, categories: Sequence[str], concurrency: int
+) -> dict[str, dict[str, float]]:
+    """Return each system's speed over gamma 0 by category; empty if a turn has several completions."""
+    found: dict[str, dict[str, float]] = {}
+    for category in dict.fromkeys(categories) if concurrency == 1 else ():
+        part = {
+            system: [
+                [turn for turn, name in zip(turns, categories, strict=True) if name == category]
+                for turns in repetitions
+            ]
+            for system, repetitions in samples.items()
+        }
+        found[category] = {system: row(system, part)["over_plain"]["median"] for system in part}
+    return found
 
 
 def _equality(samples: Any, verification: str, temperature: float) -> dict[str, Any] | None:

@@ -14,11 +14,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from gammaray.bench.compare import compare, comparison_table, load_result, warnings
 from gammaray.bench.loops import loops_line
 from gammaray.bench.measure import loads
-from gammaray.bench.provenance import write_result
+from gammaray.bench.page import page
+from gammaray.bench.provenance import provenance, write_result
 from gammaray.bench.run import BenchSettings, Point, run_bench
 from gammaray.bench.systems import Ask, parse_gamma
 from gammaray.bench.tables import latency_table, speed_table, split_table
-from gammaray.bench.workloads import WORKLOADS, prompts
+from gammaray.bench.workloads import WORKLOADS, tasks
 from gammaray.cli.options import connection_options, read_prompts
 from gammaray.cli.output import output_console
 from gammaray.cli.values import IntRange, list_of, temperature
@@ -87,6 +88,12 @@ _METHODS = ", ".join(method.value for method in VerificationMethod)
     help="Completions in flight.",
 )
 @click.option("--json", "out", type=click.Path(dir_okay=False, path_type=Path), help="File for the result.")
+@click.option(
+    "--html",
+    "page_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="File for a page with charts: speed by gamma and category, acceptance by depth, latency.",
+)
 @click.pass_context
 def bench(context: click.Context, /, **options: Any) -> None:
     """Measure a running cluster: speed, acceptance and latency by gamma.
@@ -110,7 +117,7 @@ def compare_results(old: Path, new: Path) -> None:
 
 
 def _run(options: dict[str, Any]) -> None:
-    texts, workload = _texts(options)
+    found, workload = _tasks(options)
     settings = BenchSettings(
         workload=workload,
         max_tokens=options["tokens"],
@@ -120,17 +127,22 @@ def _run(options: dict[str, Any]) -> None:
         verifications=options["verification"],
         concurrencies=options["concurrency"],
     )
-    result = asyncio.run(_measure(options, settings, texts))
+    result = asyncio.run(_measure(options, settings, found))
     if options["out"] is not None:
         click.echo(f"written: {write_result('bench', result, options['out'])}")
+    if options["page_file"] is not None:
+        options["page_file"].write_text(page({"provenance": provenance(), **result}), encoding="utf-8")
+        click.echo(f"written: {options['page_file']}")
 
 
-async def _measure(options: dict[str, Any], settings: BenchSettings, texts: Sequence[str]) -> dict[str, Any]:
+async def _measure(
+    options: dict[str, Any], settings: BenchSettings, found: Sequence[tuple[str, str]]
+) -> dict[str, Any]:
     console = output_console()
     num_systems = len({"0", *settings.gammas})
     ask = Ask("", 1)
     per_point = {
-        n: num_systems * settings.repetitions * sum(map(len, loads([ask] * len(texts), n)))
+        n: num_systems * settings.repetitions * sum(map(len, loads([ask] * len(found), n)))
         for n in settings.concurrencies
     }
     total = sum(per_point[concurrency] for _, _, concurrency in settings.loads)
@@ -143,7 +155,7 @@ async def _measure(options: dict[str, Any], settings: BenchSettings, texts: Sequ
             return lambda: progress.advance(task)
 
         async with options["connection"].client() as client:
-            return await run_bench(client, settings, texts, begin, lambda point: _show(console, point))
+            return await run_bench(client, settings, found, begin, lambda point: _show(console, point))
 
 
 def _show(console: Console, point: Point) -> None:
@@ -169,14 +181,14 @@ def _show(console: Console, point: Point) -> None:
     console.print()
 
 
-def _texts(options: dict[str, Any]) -> tuple[list[str], str]:
-    """Return the prompts and the name of their source."""
+def _tasks(options: dict[str, Any]) -> tuple[list[tuple[str, str]], str]:
+    """Return the prompts, each after its category, and the name of their source."""
     if options["given"]:
-        return list(options["given"]), "--prompt"
+        return [("given", text) for text in options["given"]], "--prompt"
     path: Path | None = options["prompt_file"]
     if path is None:
         try:
-            return prompts(options["workload"], options["num_prompts"]), options["workload"]
+            return tasks(options["workload"], options["num_prompts"]), options["workload"]
         except ValueError as error:
             raise click.BadParameter(str(error), param_hint="--prompts") from None
-    return read_prompts(path, "--prompt-file"), path.name
+    return [("given", text) for text in read_prompts(path, "--prompt-file")], path.name

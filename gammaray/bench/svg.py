@@ -1,0 +1,148 @@
+"""Bar and line charts as SVG text: no library, readable on light and dark backgrounds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from html import escape
+
+COLOURS = ("#8a8f98", "#3b8fd9", "#e08a1e", "#2fa37c", "#b765b5", "#d5603a", "#6c7ae0", "#b0a11a")
+"""Of the series, in order; mid tones that differ for colour-blind people, too. Grey is the base line."""
+
+_STYLE = """text{font:12px system-ui,sans-serif;fill:#1f2328}
+.t{font-size:14px;font-weight:600}.m{fill:#59636e}.g{stroke:#8884;stroke-width:1}.b{stroke:#888;stroke-width:1}
+@media(prefers-color-scheme:dark){text{fill:#e6edf3}.m{fill:#9198a1}}"""
+_LEFT, _RIGHT, _TOP, _BOTTOM = 48, 12, 58, 30
+_MAX_TICKS = 6
+
+
+def bar_chart(
+    title: str,
+    groups: Sequence[str],
+    series: Mapping[str, Sequence[float | None]],
+    *,
+    unit: str = "",
+    base: float | None = None,
+    width: int = 760,
+    height: int = 300,
+) -> str:
+    """Return grouped bars with a number above each.
+
+    Args:
+        title: Above the chart.
+        groups: Names along the horizontal axis.
+        series: Name of a series -> its value in each group; None leaves a bar out.
+        unit: Of the values, at the vertical axis.
+        base: Value that a line marks, such as 1.0 for ratios.
+        width: In pixels.
+        height: In pixels.
+    """
+    values = [value for found in series.values() for value in found if value is not None]
+    top, ticks = _scale(max(values, default=1.0))
+    plot_w, plot_h = width - _LEFT - _RIGHT, height - _TOP - _BOTTOM
+    group_w = plot_w / max(1, len(groups))
+    bar_w = group_w * 0.86 / max(1, len(series))
+    parts = _frame(title, unit, list(series), ticks, top, width, height)
+    for i, (name, found) in enumerate(series.items()):
+        colour = COLOURS[i % len(COLOURS)]
+        for j, value in enumerate(found):
+            if value is None:
+                continue
+            x = _LEFT + group_w * (j + 0.07) + bar_w * i
+            y = _TOP + plot_h * (1 - value / top)
+            label = escape(f"{name}, {groups[j]}: {_text(value)}")
+            parts.append(
+                f'<rect x="{x:.1f}" y="{y:.1f}" width="{bar_w * 0.92:.1f}" height="{_TOP + plot_h - y:.1f}" '
+                f'fill="{colour}" rx="1.5"><title>{label}</title></rect>'
+            )
+            if bar_w >= 22:
+                at = x + bar_w * 0.46
+                parts.append(f'<text x="{at:.1f}" y="{y - 4:.1f}" text-anchor="middle">{_text(value)}</text>')
+    for j, group in enumerate(groups):
+        at = _LEFT + group_w * (j + 0.5)
+        parts.append(f'<text x="{at:.1f}" y="{height - 10}" text-anchor="middle">{escape(group)}</text>')
+    if base is not None:
+        y = _TOP + plot_h * (1 - base / top)
+        parts.append(f'<path class="b" stroke-dasharray="4 3" d="M{_LEFT} {y:.1f}H{width - _RIGHT}"/>')
+    return _svg(parts, width, height)
+
+
+def line_chart(
+    title: str,
+    at: Sequence[float],
+    series: Mapping[str, Sequence[float | None]],
+    *,
+    unit: str = "",
+    axis: str = "",
+    width: int = 760,
+    height: int = 300,
+) -> str:
+    """Return lines through points at equal distances.
+
+    Args:
+        title: Above the chart.
+        at: Numbers along the horizontal axis, at most some twenty.
+        series: Name of a line -> its values; None interrupts it.
+        unit: Of the values, at the vertical axis.
+        axis: Name of the horizontal axis.
+        width: In pixels.
+        height: In pixels.
+    """
+    values = [value for found in series.values() for value in found if value is not None]
+    top, ticks = _scale(max(values, default=1.0))
+    plot_w, plot_h = width - _LEFT - _RIGHT, height - _TOP - _BOTTOM
+    step = plot_w / max(1, len(at) - 1) if len(at) > 1 else 0.0
+    parts = _frame(title, unit, list(series), ticks, top, width, height)
+    for i, found in enumerate(series.values()):
+        colour = COLOURS[i % len(COLOURS)]
+        points = [
+            None if value is None else (_LEFT + step * j, _TOP + plot_h * (1 - value / top))
+            for j, value in enumerate(found)
+        ]
+        runs = " ".join(
+            f"{'M' if j == 0 or points[j - 1] is None else 'L'}{point[0]:.1f} {point[1]:.1f}"
+            for j, point in enumerate(points)
+            if point is not None
+        )
+        parts.append(f'<path d="{runs}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        parts += [f'<circle cx="{p[0]:.1f}" cy="{p[1]:.1f}" r="3" fill="{colour}"/>' for p in points if p]
+    for j, number in enumerate(at):
+        x = _LEFT + step * j
+        parts.append(f'<text x="{x:.1f}" y="{height - 12}" text-anchor="middle">{number:g}</text>')
+    parts.append(f'<text class="m" x="{width - _RIGHT}" y="{height}" text-anchor="end">{escape(axis)}</text>')
+    return _svg(parts, width, height)
+
+
+def _frame(
+    title: str, unit: str, names: Sequence[str], ticks: Sequence[float], top: float, width: int, height: int
+) -> list[str]:
+    parts = [f'<text class="t" x="{_LEFT}" y="18">{escape(title)}</text>']
+    x = float(_LEFT)
+    for i, name in enumerate(names):
+        parts.append(f'<rect x="{x:.0f}" y="30" width="10" height="10" fill="{COLOURS[i % len(COLOURS)]}"/>')
+        parts.append(f'<text x="{x + 15:.0f}" y="39">{escape(name)}</text>')
+        x += 32 + 6.6 * len(name)
+    parts.append(f'<text class="m" x="{_LEFT - 6}" y="{_TOP - 6}" text-anchor="end">{escape(unit)}</text>')
+    for tick in ticks:
+        y = _TOP + (height - _TOP - _BOTTOM) * (1 - tick / top)
+        parts.append(f'<path class="g" d="M{_LEFT} {y:.1f}H{width - _RIGHT}"/>')
+        parts.append(f'<text class="m" x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{tick:g}</text>')
+    return parts
+
+
+def _svg(parts: Sequence[str], width: int, height: int) -> str:
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height + 4}" width="{width}">'
+    return "\n".join([head, f"<style>{_STYLE}</style>", *parts, "</svg>\n"])
+
+
+def _scale(largest: float) -> tuple[float, list[float]]:
+    """Return the top of the axis and its ticks: multiples of 1, 2 or 5 times a power of ten."""
+    largest = max(largest, 1e-9) * 1.08
+    power = 10.0 ** math.floor(math.log10(largest / _MAX_TICKS))
+    step = next(power * factor for factor in (1, 2, 5, 10) if largest / (power * factor) <= _MAX_TICKS)
+    count = math.floor(largest / step)
+    return largest, [round(step * i, 10) for i in range(count + 1)]
+
+
+def _text(value: float) -> str:
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
