@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.progress import Progress
 from transformers import AutoTokenizer
 
+from benchmarks.chart import by_gamma, write_chart
 from benchmarks.cluster import connected, run_or_exit
 from benchmarks.memory import memory_overhead, memory_table
 from benchmarks.probe import cycle_cost, cycle_cost_table, running_probe
@@ -180,7 +181,9 @@ def main() -> None:
     )
     options = parser.parse_args()
     result = run_or_exit(run(_settings(options), Console()))
-    print(f"written: {write_result(options.name, result, options.out)}")
+    path = write_result(options.name, result, options.out)
+    print(f"written: {path}")
+    print(f"written: {write_chart(path, by_gamma(result, f'{options.target}: speed over plain decoding'))}")
     if options.markdown:
         for point in result["points"]:
             print(f"\ntemperature {point['temperature']:g}\n\n{markdown(point['rows'])}")

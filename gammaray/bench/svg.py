@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from html import escape
+from itertools import cycle
 
 COLOURS = ("#8a8f98", "#3b8fd9", "#e08a1e", "#2fa37c", "#b765b5", "#d5603a", "#6c7ae0", "#b0a11a")
 """Of the series, in order; mid tones that differ for colour-blind people, too. Grey is the base line."""
@@ -23,6 +24,7 @@ def bar_chart(
     *,
     unit: str = "",
     base: float | None = None,
+    colours: Sequence[str] = COLOURS,
     width: int = 760,
     height: int = 300,
 ) -> str:
@@ -34,6 +36,7 @@ def bar_chart(
         series: Name of a series -> its value in each group; None leaves a bar out.
         unit: Of the values, at the vertical axis.
         base: Value that a line marks, such as 1.0 for ratios.
+        colours: Of the series, in order.
         width: In pixels.
         height: In pixels.
     """
@@ -42,9 +45,9 @@ def bar_chart(
     plot_w, plot_h = width - _LEFT - _RIGHT, height - _TOP - _BOTTOM
     group_w = plot_w / max(1, len(groups))
     bar_w = group_w * 0.86 / max(1, len(series))
-    parts = _frame(title, unit, list(series), ticks, top, width, height)
+    parts = _frame(title, unit, dict(zip(series, cycle(colours), strict=False)), ticks, top, width, height)
     for i, (name, found) in enumerate(series.items()):
-        colour = COLOURS[i % len(COLOURS)]
+        colour = colours[i % len(colours)]
         for j, value in enumerate(found):
             if value is None:
                 continue
@@ -92,7 +95,7 @@ def line_chart(
     top, ticks = _scale(max(values, default=1.0))
     plot_w, plot_h = width - _LEFT - _RIGHT, height - _TOP - _BOTTOM
     step = plot_w / max(1, len(at) - 1) if len(at) > 1 else 0.0
-    parts = _frame(title, unit, list(series), ticks, top, width, height)
+    parts = _frame(title, unit, dict(zip(series, cycle(COLOURS), strict=False)), ticks, top, width, height)
     for i, found in enumerate(series.values()):
         colour = COLOURS[i % len(COLOURS)]
         points = [
@@ -114,12 +117,18 @@ def line_chart(
 
 
 def _frame(
-    title: str, unit: str, names: Sequence[str], ticks: Sequence[float], top: float, width: int, height: int
+    title: str,
+    unit: str,
+    names: Mapping[str, str],
+    ticks: Sequence[float],
+    top: float,
+    width: int,
+    height: int,
 ) -> list[str]:
     parts = [f'<text class="t" x="{_LEFT}" y="18">{escape(title)}</text>']
     x = float(_LEFT)
-    for i, name in enumerate(names):
-        parts.append(f'<rect x="{x:.0f}" y="30" width="10" height="10" fill="{COLOURS[i % len(COLOURS)]}"/>')
+    for name, colour in names.items():
+        parts.append(f'<rect x="{x:.0f}" y="30" width="10" height="10" fill="{colour}"/>')
         parts.append(f'<text x="{x + 15:.0f}" y="39">{escape(name)}</text>')
         x += 32 + 6.6 * len(name)
     parts.append(f'<text class="m" x="{_LEFT - 6}" y="{_TOP - 6}" text-anchor="end">{escape(unit)}</text>')
