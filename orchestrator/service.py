@@ -22,6 +22,7 @@ from gammaray.security.tls import tls_files
 from gammaray.telemetry.otel import Telemetry
 from gammaray.types import (
     Chunk,
+    DrafterKind,
     FinishReason,
     GenerationRequest,
     ProcessStatus,
@@ -316,6 +317,11 @@ class Orchestrator:
     def chat_format(self) -> ChatFormat:
         """What is known of the model's chat template."""
         return self.tokenizer.chat_format
+
+    @property
+    def drafters(self) -> list[DrafterKind]:
+        """What can draft for a session now: models first, then look-ups."""
+        return self._drafting.kinds
 
     async def status(self) -> list[ProcessStatus]:
         """Return the state of this orchestrator, the other orchestrators, the workers and Redis."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Protocol
 
-from gammaray.types import Chunk, GenerationRequest, ProcessStatus
+from gammaray.types import Chunk, DrafterKind, GenerationRequest, ProcessStatus
 from orchestrator.access.caller import ANONYMOUS, Caller
 from orchestrator.sessions.management import SessionCalls
 from orchestrator.storage.response_store import ResponseStore
@@ -60,6 +60,11 @@ class Backend(Protocol):
     @property
     def chat_format(self) -> ChatFormat:
         """What is known of the model's chat template."""
+        ...
+
+    @property
+    def drafters(self) -> list[DrafterKind]:
+        """What can draft for a session now: models first, then look-ups."""
         ...
 
     async def status(self) -> list[ProcessStatus]:

@@ -149,6 +149,16 @@ class Drafting:
         return RemoteDrafter(self._pool, spec, vocab_size=self._vocab_size, **bounds)
 
     @property
+    def kinds(self) -> list[DrafterKind]:
+        """What can draft for a session now: models first, then look-ups."""
+        found = [DrafterKind.SERVER] if self._server is not None else []
+        if not found and self._has_head:
+            found = [DrafterKind.HEAD]
+        elif not found and self._pool.pick_any() is not None:
+            found = [DrafterKind.MODEL]
+        return [*found, DrafterKind.NGRAM, DrafterKind.SUFFIX, DrafterKind.PREDICTION, DrafterKind.GRAMMAR]
+
+    @property
     def _has_head(self) -> bool:
         """Whether a usable target worker has a head."""
         return self._targets.pick_any(has_head) is not None

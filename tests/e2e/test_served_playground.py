@@ -38,7 +38,10 @@ def page(browser, cluster):
     page.close()
 
 
-def start(page, **fields):
+def start(page, mode="completion", **fields):
+    expect(page.locator("body")).to_have_attribute("data-state", "idle")
+    page.locator("#more").evaluate("details => { details.open = true; }")
+    page.locator("#mode").select_option(mode)
     for name, value in fields.items():
         control = page.locator(f"#{name}")
         if control.evaluate("control => control.tagName") == "SELECT":
@@ -116,6 +119,41 @@ def test_page_sends_a_chat_message(page):
     expect(page.locator("#tokens")).to_have_text("8")
     assert json.loads(answer.value.request.post_data)["messages"][0]["content"] == "a list of numbers"
     assert page.locator("#output span:not(.prompt)").count() > 0
+    said = page.locator("#output .turn").nth(1).inner_text()
+    with page.expect_response("**/v1/chat/completions") as answer:
+        page.locator("#prompt").fill("go on")
+        page.locator("#prompt").press("Enter")
+    expect(page.locator("body")).to_have_attribute("data-state", "idle")
+    sent = json.loads(answer.value.request.post_data)["messages"]
+    assert [message["role"] for message in sent] == ["user", "assistant", "user"]
+    assert sent[1]["content"].strip() == said.strip()
+    assert page.locator("#output .turn").count() == 4
+    page.locator("#clear").click()
+    assert page.locator("#output .turn").count() == 0
+
+
+def test_page_opens_as_the_model_is_used_and_names_the_drafters_of_the_cluster(page, cluster):
+    expect(page.locator("body")).to_have_attribute("data-state", "idle")
+    expect(page.locator("#mode")).to_have_value("chat")
+    expect(page.locator("#prediction")).not_to_be_visible()
+    legend = page.locator("#legend_drafters span").evaluate_all("spans => spans.map(span => span.className)")
+    assert legend == ["model", "ngram", "suffix", "prediction", "grammar"]
+    options = page.locator("#drafter option").evaluate_all("options => options.map(option => option.value)")
+    assert options == ["model", "ngram", "suffix", "prediction", "grammar", "none"]
+
+
+def test_page_compares_with_gamma_0_by_one_click(page):
+    expect(page.locator("#compare")).to_be_disabled()
+    generate(page, prompt="def read_lines(path):\n", gamma=4, max_tokens=48, temperature=0.7)
+    with page.expect_response("**/v1/completions") as answer:
+        page.locator("#compare").click()
+    expect(page.locator("body")).to_have_attribute("data-state", "idle")
+    sent = json.loads(answer.value.request.post_data)
+    assert sent["gammaray"]["gamma"] == 0
+    assert str(sent["seed"]) == page.locator("#used_seed").inner_text()
+    expect(page.locator("#beside")).to_have_text(
+        re.compile(r"^[0-9.]+ / [0-9.]+ tok/s, [0-9.]+×, same text$")
+    )
 
 
 SCHEMA = {"type": "object", "properties": {"name": {"enum": ["a", "b"]}}, "required": ["name"]}

@@ -204,6 +204,10 @@ class ScriptedBackend:
         told = "".join(f"tool: {tool['function']['name']}\n" for tool in tools)
         return told + "".join(f"{message['role']}: {message['content']}\n" for message in messages)
 
+    @property
+    def drafters(self) -> list[DrafterKind]:
+        return [DrafterKind.HEAD, DrafterKind.NGRAM]
+
     async def status(self) -> list[ProcessStatus]:
         return [
             ProcessStatus("orchestrator", 1, "", self.model_name, True, self.num_open),

@@ -343,6 +343,13 @@ class ChatCompletionPiece(_Piece):
     choices: list[ChatPieceChoice]
 
 
+class ModelInfo(TypedDict):
+    """What gammaray says of the model: whether it has a chat template, and what can draft for it now."""
+
+    chat: bool
+    drafters: list[DrafterKind]
+
+
 class Model(TypedDict):
     """The served model."""
 
@@ -351,6 +358,7 @@ class Model(TypedDict):
     created: _Count
     owned_by: Literal["gammaray"]
     max_model_len: Annotated[int, Field(ge=1)]
+    gammaray: ModelInfo
 
 
 class ModelList(TypedDict):

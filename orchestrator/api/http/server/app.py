@@ -258,6 +258,7 @@ def _add_information(app: FastAPI, backend: Backend) -> None:
             "created": started_at,
             "owned_by": "gammaray",
             "max_model_len": backend.max_context,
+            "gammaray": {"chat": bool(backend.chat_format.template), "drafters": backend.drafters},
         }
 
     @app.get("/")
