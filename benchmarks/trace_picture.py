@@ -1,6 +1,6 @@
 """A picture of a real trace: a cluster of the demo pair exports it to our own OTLP receiver.
 
-python -m benchmarks.trace_picture               # writes docs/trace.json, trace.png and into tracing.md
+python -m benchmarks.trace_picture               # writes docs/trace.json, trace.png and into observability.md
 python -m benchmarks.trace_picture --draw-only   # draws docs/trace.json again
 """
 
@@ -67,7 +67,7 @@ def write_timeline(cycles: Sequence[CycleRecord]) -> None:
     output = io.StringIO()
     Console(file=output, width=104).print(timeline(cycles, bar_width=36))
     lines = [line.rstrip() for line in output.getvalue().splitlines()]
-    page = DOCS / "tracing.md"
+    page = DOCS / "observability.md"
     before, command, rest = page.read_text().partition("$ gammaray trace SESSION\n")
     after = rest[rest.index("\n```") :]
     page.write_text(before + command + "\n".join(lines) + after)

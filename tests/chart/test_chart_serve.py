@@ -235,7 +235,7 @@ def test_alerts_are_about_metrics_that_exist():
         for rule in group["rules"]:
             assert rule["annotations"]["summary"]
             assert rule["labels"]["severity"] in ("critical", "warning")
-            assert rule["alert"] in (ROOT / "docs" / "slo.md").read_text()
+            assert rule["alert"] in (ROOT / "docs" / "observability.md").read_text()
 
 
 def test_dashboards_are_those_of_the_folder():

@@ -70,12 +70,12 @@ def test_settings_exist(page):
 def test_alerts_are_all_explained():
     rules = yaml.safe_load((CHART / "files" / "alerts.yaml").read_text())
     names = {rule["alert"] for group in rules for rule in group["rules"]}
-    page = (ROOT / "docs" / "slo.md").read_text()
+    page = (ROOT / "docs" / "observability.md").read_text()
     assert set(re.findall(r"`(Gammaray\w+)`", page)) == names
 
 
 def test_patch_for_the_number_of_pods_fits_the_cluster():
-    (text,) = re.findall(r"--patch '(\[.*?\])'", (ROOT / "docs" / "upgrade.md").read_text(), re.DOTALL)
+    (text,) = re.findall(r"--patch '(\[.*?\])'", (ROOT / "docs" / "install.md").read_text(), re.DOTALL)
     first, *others = json.loads(text)
     *_, number, name = first["path"].split("/")
     group = cluster()["workerGroupSpecs"][int(number)]
