@@ -18,6 +18,7 @@ from tests.fuzz.census import Holding, growth, settled
 from tests.fuzz.grpc_fuzz import fuzz_public, fuzz_worker
 from tests.fuzz.hostile import fuzz_with_hostile_drafter, fuzz_with_hostile_target
 from tests.fuzz.http_fuzz import fuzz_http
+from tests.fuzz.limits import FIELDS, grow_fields
 from tests.fuzz.openapi_fuzz import fuzz_openapi
 
 if TYPE_CHECKING:
@@ -28,6 +29,9 @@ __all__ = ["Report", "run"]
 NUM_HTTP, NUM_GRPC = 3, 3
 END_TIMEOUT_S = 75.0
 """How long the last calls may take when the time is up."""
+
+LIMITS_SHARE = 0.5
+"""Of the time, for growing fields."""
 
 WARM_UP_S = (3.0, 60.0)
 """Bounds of how long the cluster is fuzzed before its memory is looked at for the first time."""
@@ -41,12 +45,15 @@ class Report:
         campaign: Counts and violations.
         before: Resources after the warm-up.
         after: Resources at the end.
+        grown: What processes hold at the end and did not after the warm-up.
+        fields: Fields of requests that were grown to their limits.
     """
 
     campaign: Campaign
     before: dict[tuple[str, int], Holding]
     after: dict[tuple[str, int], Holding]
     grown: list[str] = field(default_factory=list)
+    fields: list[str] = field(default_factory=list)
 
     @property
     def is_clean(self) -> bool:
@@ -64,24 +71,32 @@ class Report:
             if complaints
             else ["clean"]
         )
-        return "\n".join([self.campaign.table(), "", *held, "", *outcome])
+        grown = f"{len(self.fields)} of {len(FIELDS)} fields grown to their limits beside a canary stream"
+        return "\n".join([self.campaign.table(), "", *held, "", grown, *outcome])
 
 
 def run(cluster: Cluster, seconds: float, seed: int, say: Callable[[str], None]) -> Report:
-    """Fuzz a cluster: a short warm-up, then for `seconds`, then compare its resources."""
+    """Fuzz a cluster: a short warm-up, then for `seconds`, then compare its resources.
+
+    In the last part of the time fields are grown, one request at a time.
+    """
     warm_up_s = min(max(WARM_UP_S[0], seconds / 5), WARM_UP_S[1])
     with TemporaryDirectory() as directory, RedisServer.start(Path(directory)) as redis:
         warm_up = Campaign(warm_up_s, seed + 1)
         asyncio.run(_fuzz(cluster, redis, warm_up, seed + 1))
         before = settled(lambda: _status(cluster))
         say(f"warmed up in {warm_up_s:g} s, {sum(warm_up.counts.values())} calls")
-        campaign = Campaign(seconds, seed)
+        campaign = Campaign((1 - LIMITS_SHARE) * seconds, seed)
         asyncio.run(_fuzz(cluster, redis, campaign, seed))
+    limits = Campaign(LIMITS_SHARE * seconds, seed)
+    fields = asyncio.run(grow_fields(cluster, limits))
     after = settled(lambda: _status(cluster), before)
-    campaign.num_wrong += warm_up.num_wrong
-    campaign.wrong.extend(warm_up.wrong)
+    for other in (warm_up, limits):
+        campaign.num_wrong += other.num_wrong
+        campaign.wrong.extend(other.wrong)
+    campaign.counts.update(limits.counts)
     _check_alive(cluster, campaign)
-    return Report(campaign, before, after, growth(before, after))
+    return Report(campaign, before, after, growth(before, after), fields)
 
 
 async def _fuzz(cluster: Cluster, redis: RedisServer, campaign: Campaign, seed: int) -> None:

@@ -1,0 +1,343 @@
+"""Grows each field of a request to its limit, beside a stream that must not notice.
+
+One request at a time is sent, with a field that is larger each time, up to the documented limit and one step
+beyond it. Meanwhile another client's stream (gamma 0) is read, the canary, and the memory of every process is
+watched. A field is wrong if the canary waits longer for a token than `MAX_GAP_S` and longer than it ever did
+alone, each time of `NUM_TRIES`, or if a process needs more memory than the request explains.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import psutil
+
+from gammaray import AsyncClient
+from tests.fuzz.campaign import Campaign
+
+if TYPE_CHECKING:
+    from tests.support.cluster.cluster_helpers import Cluster
+
+MAX_GAP_S = 0.25
+NUM_TRIES = 3
+ALONE_S = 6.0
+"""How long the canary is read alone at first, for the gaps that the machine itself makes."""
+
+DEADLINE_MS = 15_000
+ANSWER_TIMEOUT_S = 60.0
+SAMPLE_S = 0.05
+MAX_GROWTH_MB = 160.0
+"""Resident memory that one request may need in one process: a body of 8 MiB is held as text, as parsed values
+and as token ids, and a body with too many values is refused after 2^17 of them (docs/security.md)."""
+
+Make = Callable[[int], dict[str, Any]]
+COMPLETION, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+PATTERNS = ("a", "<[", "\\/", "(", '"', "{", "\\", " ", "\n", "é", "<tool_call>", "a?", "[^", "/x/ ")
+"""What texts are filled with; each is the worst input of some scanner, or looks like it."""
+
+
+@dataclass(frozen=True)
+class Growing:
+    """A field that is grown.
+
+    Args:
+        name: For reports.
+        path: Of the request.
+        make: Returns the part of the body that has the field, for a size.
+        limit: Documented limit of the size; twice as much is tried, too.
+        is_text: The size is a number of characters, filled with each of `PATTERNS`.
+    """
+
+    name: str
+    path: str
+    make: Callable[..., dict[str, Any]]
+    limit: int
+    is_text: bool = False
+
+    def bodies(self) -> list[tuple[str, dict[str, Any]]]:
+        """Return the bodies from small to large, each after its description."""
+        found = []
+        for size in dict.fromkeys([max(1, self.limit // 8), self.limit, 2 * self.limit]):
+            patterns = PATTERNS[: 1 if size > self.limit else None] if self.is_text else ("",)
+            for pattern in patterns:
+                given = ((pattern * (size // len(pattern) + 1))[:size],) if pattern else (size,)
+                label = f"{self.name} of {size}" + (f", {pattern!r}" if pattern else "")
+                found.append((label, _body(self.path, self.make(*given))))
+        return found
+
+
+def _body(path: str, part: Mapping[str, Any]) -> dict[str, Any]:
+    base: dict[str, dict[str, Any]] = {
+        COMPLETION: {"prompt": "x = ", "max_tokens": 2},
+        CHAT: {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2},
+        RESPONSES: {"input": "x", "max_output_tokens": 2, "store": False},
+    }
+    return {**base[path], **part}
+
+
+def _tools(count: int, text: str = "") -> dict[str, Any]:
+    function = {"parameters": {"type": "object", "properties": {"a": {"type": "string", "maxLength": 4}}}}
+    return {
+        "tools": [
+            {"type": "function", "function": {"name": f"f{i}", "description": text, **function}}
+            for i in range(count)
+        ]
+    }
+
+
+def _schema(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+
+
+def _nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema, "maxItems": 2}
+    return schema
+
+
+def _properties(count: int) -> dict[str, Any]:
+    return {"type": "object", "properties": {f"p{i}": {"type": "boolean"} for i in range(count)}}
+
+
+def _rules(count: int) -> str:
+    rules = "".join(f'r{i}: "x" | r{i + 1} r{i + 1}\n' for i in range(count))
+    return f'start: r0\n{rules}r{count}: "y"'
+
+
+def _call(arguments: str) -> dict[str, Any]:
+    call = {"id": "c", "type": "function", "function": {"name": "f0", "arguments": arguments}}
+    messages = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": arguments},
+    ]
+    return {"messages": messages, **_tools(1)}
+
+
+def _rich(count: int) -> dict[str, Any]:
+    return {"prompt": "x", "n": count, "max_tokens": 64, "logprobs": 20, "ignore_eos": True}
+
+
+FIELDS = (
+    Growing("prompt", COMPLETION, lambda text: {"prompt": text}, 2**20, is_text=True),
+    Growing("prompt of token ids", COMPLETION, lambda n: {"prompt": [88] * n}, 2**20),
+    Growing("list of prompts", COMPLETION, lambda n: {"prompt": ["x"] * n}, 128),
+    Growing("model", COMPLETION, lambda text: {"model": text}, 2**16, is_text=True),
+    Growing("unknown field", COMPLETION, lambda text: {text: 1}, 2**16, is_text=True),
+    Growing("stop", COMPLETION, lambda text: {"stop": [text] * 16, "max_tokens": 32}, 256, is_text=True),
+    Growing("stop_token_ids", COMPLETION, lambda n: {"stop_token_ids": list(range(n))}, 1024),
+    Growing("allowed_token_ids", COMPLETION, lambda n: {"allowed_token_ids": list(range(n))}, 1024),
+    Growing(
+        "logit_bias", COMPLETION, lambda n: {"logit_bias": {str(i): i % 100 for i in range(n)}}, 1024
+    ),
+    Growing(
+        "prediction", COMPLETION,
+        lambda text: {"prediction": {"type": "content", "content": text}, "max_tokens": 32}, 2**16,
+        is_text=True,
+    ),
+    Growing("n, tokens and log-probabilities", COMPLETION, _rich, 128),
+    Growing(
+        "log-probabilities of the prompt", COMPLETION,
+        lambda n: {"prompt": [88] * n, "prompt_logprobs": 20, "max_tokens": 1}, 1900,
+    ),
+    Growing("regex", COMPLETION, lambda text: {"structured_outputs": {"regex": text}}, 2**16, is_text=True),
+    Growing(
+        "grammar", COMPLETION, lambda text: {"structured_outputs": {"grammar": "start: " + text}}, 2**17,
+        is_text=True,
+    ),
+    Growing("string of a grammar", COMPLETION,
+            lambda text: {"structured_outputs": {"grammar": "start: /" + text + "/"}}, 2**17, is_text=True),
+    Growing(
+        "rules of a grammar", COMPLETION,
+        lambda n: {"structured_outputs": {"grammar": _rules(n)}}, 4096,
+    ),
+    Growing(
+        "choices", COMPLETION, lambda n: {"structured_outputs": {"choice": [f"c{i}" for i in range(n)]}}, 4096
+    ),
+    Growing("enum", CHAT, lambda n: _schema({"enum": list(range(n))}), 2**14),
+    Growing("properties", CHAT, lambda n: _schema(_properties(n)), 4096),
+    Growing("depth of a schema", CHAT, lambda n: _schema(_nested(n)), 256),
+    Growing(
+        "pattern", CHAT, lambda text: _schema({"type": "string", "pattern": text}), 2**16, is_text=True
+    ),
+    Growing(
+        "lengths of a schema", CHAT,
+        lambda n: _schema({"type": "string", "minLength": n, "maxLength": 2 * n}),
+        2**20,
+    ),
+    Growing("messages", CHAT, lambda n: {"messages": [{"role": "user", "content": "x"}] * n}, 2**14),
+    Growing(
+        "content", CHAT, lambda text: {"messages": [{"role": "user", "content": text}]}, 4 * 2**20,
+        is_text=True,
+    ),
+    Growing("role", CHAT, lambda text: {"messages": [{"role": text, "content": "x"}]}, 2**16, is_text=True),
+    Growing("tools", CHAT, _tools, 128),
+    Growing("description of a tool", CHAT, lambda text: _tools(1, text), 2**20, is_text=True),
+    Growing("arguments of a call", CHAT, _call, 2**20, is_text=True),
+    Growing("input items", RESPONSES, lambda n: {"input": [{"role": "user", "content": "x"}] * n}, 2**14),
+    Growing("instructions", RESPONSES, lambda text: {"instructions": text}, 2**20, is_text=True),
+)  # fmt: skip
+
+
+class Canary:
+    """A stream that is always read.
+
+    Attributes:
+        gaps: Seconds between two tokens of one stream, each after the time of the second.
+    """
+
+    def __init__(self) -> None:
+        self.gaps: list[tuple[float, float]] = []
+        self._seen = asyncio.Event()
+
+    async def run(self, client: AsyncClient) -> None:
+        """Read streams until cancelled; a stream that fails is started again."""
+        while True:
+            last: float | None = None
+            with contextlib.suppress(Exception):  # the fuzzer itself notices a server that is gone
+                options: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "gamma": 0, "store": False}
+                async for _ in client.generate("def f(x):\n", max_tokens=1500, **options):
+                    now = time.monotonic()
+                    if last is not None:
+                        self.gaps.append((now, now - last))
+                    last = now
+                    self._seen.set()
+            await asyncio.sleep(0.01)
+
+    async def longest_since(self, start: float) -> float:
+        """Return the longest gap that ended after `start`; waits for the next token, so that none is open."""
+        for _ in range(2):
+            self._seen.clear()
+            await asyncio.wait_for(self._seen.wait(), ANSWER_TIMEOUT_S)
+        return max((gap for at, gap in self.gaps if at >= start), default=0.0)
+
+
+class Memory:
+    """Resident memory of all processes of a cluster, in MiB.
+
+    Args:
+        launcher: Process id that all of them descend from.
+    """
+
+    def __init__(self, launcher: int) -> None:
+        self._launcher = psutil.Process(launcher)
+        self.peaks: dict[int, float] = {}
+
+    def sample(self) -> dict[int, float]:
+        """Return the memory by process id, and note peaks."""
+        found = {}
+        for process in self._launcher.children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                found[process.pid] = process.memory_info().rss / 2**20
+        for pid, rss in found.items():
+            self.peaks[pid] = max(rss, self.peaks.get(pid, 0.0))
+        return found
+
+    async def watch(self) -> None:
+        """Sample until cancelled."""
+        while True:
+            await asyncio.to_thread(self.sample)
+            await asyncio.sleep(SAMPLE_S)
+
+    def growth(self, before: Mapping[int, float]) -> list[str]:
+        """Return what grew by more than a request may explain, of processes that were there before."""
+        return [
+            f"{_name(pid)} needed {self.peaks[pid] - rss:.0f} MiB more"
+            for pid, rss in before.items()
+            if self.peaks.get(pid, 0.0) - rss > MAX_GROWTH_MB
+        ]
+
+
+def _name(pid: int) -> str:
+    with contextlib.suppress(psutil.Error):
+        return " ".join(psutil.Process(pid).cmdline()[:3])[:80]
+    return f"process {pid}"
+
+
+@asynccontextmanager
+async def _running(*work: Any) -> AsyncIterator[None]:
+    tasks = [asyncio.create_task(each) for each in work]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def grow_fields(cluster: Cluster, campaign: Campaign) -> list[str]:
+    """Grow the fields in an order that the seed draws, until all are done or the campaign is over.
+
+    Returns:
+        The names of the fields whose limit was reached.
+    """
+    dice, done = campaign.dice("limits"), list[str]()
+    canary, memory = Canary(), Memory(cluster.launcher.pid)
+    limits = httpx.Limits(max_connections=4)
+    async with (
+        AsyncClient(cluster.grpc) as client,
+        httpx.AsyncClient(base_url=cluster.http, timeout=ANSWER_TIMEOUT_S, limits=limits) as http,
+        _running(canary.run(client), memory.watch()),
+    ):
+        started = time.monotonic()
+        await asyncio.sleep(min(ALONE_S, campaign.left_s / 4))
+        alone_s = await canary.longest_since(started)
+        for growing in dice.sample(FIELDS, len(FIELDS)):
+            for label, body in growing.bodies():
+                if campaign.is_over:
+                    return done
+                await _try(http, growing.path, label, body, canary, memory, alone_s, campaign)
+            done.append(growing.name)
+    return done
+
+
+async def _try(
+    http: httpx.AsyncClient,
+    path: str,
+    label: str,
+    body: dict[str, Any],
+    canary: Canary,
+    memory: Memory,
+    alone_s: float,
+    campaign: Campaign,
+) -> None:
+    content = json.dumps(body).encode()
+    gaps: list[float] = []
+    grown: list[str] = []
+    for _ in range(NUM_TRIES):
+        before = memory.sample()
+        memory.peaks = dict(before)
+        started = time.monotonic()
+        try:
+            headers = {"content-type": "application/json", "gammaray-timeout-ms": str(DEADLINE_MS)}
+            answer = await http.post(path, content=content, headers=headers)
+        except httpx.HTTPError as error:
+            campaign.count("limits", "broken", wrong=f"{label}: {error!r}")
+            return
+        campaign.count("limits", str(answer.status_code), wrong=_wrong(answer, label))
+        gaps.append(await canary.longest_since(started))
+        grown = memory.growth(before)
+        if gaps[-1] <= max(MAX_GAP_S, alone_s) and not grown:
+            return
+    if min(gaps) > max(MAX_GAP_S, alone_s):
+        text = ", ".join(f"{gap:.2f}" for gap in gaps)
+        campaign.blame(f"limits: {label}: another stream waited {text} s ({alone_s:.2f} s alone)")
+    for (
+        complaint
+    ) in grown:  # of the last try: a process that keeps memory of the first does not need it again
+        campaign.blame(f"limits: {label}: {complaint}")
+
+
+def _wrong(answer: httpx.Response, label: str) -> str | None:
+    if answer.status_code in (200, 400, 413, 429, 503, 504):
+        return None
+    return f"{label}: status {answer.status_code} {answer.text[:300]!r}"
