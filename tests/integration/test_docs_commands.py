@@ -87,6 +87,7 @@ def shell(tmp_path):
 LOCAL = [block for block in blocks() if any("here" in kinds(command) for command in block.commands)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", LOCAL, ids=[f"{block.page}: {block.commands[0][:60]}" for block in LOCAL])
 def test_commands_of_a_block_run_in_their_order(block, shell):
     for command in block.commands:

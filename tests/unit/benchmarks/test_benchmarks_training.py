@@ -114,6 +114,7 @@ def test_read_split_names_the_command_if_the_corpus_is_missing(tmp_path: Path) -
         corpus.read_split(tmp_path, "train")
 
 
+@pytest.mark.slow
 def test_train_all_stages_learns_and_exports_a_target_that_loads(work: Path) -> None:
     reports: list[str] = []
     options = train.TrainingOptions(work, "cpu", batch=4, length=64, hidden_size=64, report=reports.append)

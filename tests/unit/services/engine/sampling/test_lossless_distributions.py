@@ -72,6 +72,7 @@ def test_generation_from_an_unrelated_draft_follows_the_target_distribution(meth
     assert g_test(counts, exact_joint(speculation)) > FAIR
 
 
+@pytest.mark.slow
 def test_rejection_without_draft_distributions_follows_the_target_distribution():
     speculation = speculator(REJECTION, SETTINGS["temperature_1"])
     counts = counts_of(speculation, lambda *_: Proposal((0, 0, 0)))
