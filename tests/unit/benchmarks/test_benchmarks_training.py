@@ -93,6 +93,7 @@ def test_rate_warms_up_stays_and_decays(progress: float, step: int, wanted: floa
     assert train.rate(progress, step) == pytest.approx(wanted)
 
 
+@pytest.mark.slow
 def test_corpus_split_is_encoded_without_loss(work: Path) -> None:
     tokenizer = corpus.Tokenizer.from_file(str(work / "tokenizer.json"))
     held = corpus.read_split(work, "held")
