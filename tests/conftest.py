@@ -1,7 +1,7 @@
 """What every test shares: no hub look-ups, one arithmetic thread (the machines have two cores), and skips.
 
-A test that needs a program outside Python is marked `needs`. At the end of a run the tests that were skipped
-are listed by reason, each with the command that enables them.
+A test that needs a program outside Python is marked `needs`. `tests/support/run_reports.py` prints at the end
+of a run what was skipped or left out; `tests/support/threads_left.py` finds threads that outlive their test.
 """
 
 import gc
@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.programs import PROGRAMS
+from tests.support import run_reports, threads_left
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -23,6 +24,11 @@ settings.register_profile(
     "gammaray", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("gammaray")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for plugin in (run_reports, threads_left):
+        config.pluginmanager.register(plugin)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -46,21 +52,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             for program in (PROGRAMS[name] for name in marker.args):
                 if program.path is None:
                     item.add_marker(pytest.mark.skip(reason=program.missing))
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print what was skipped and how to enable it."""
-    skipped: dict[str, list[str]] = {}
-    for report in terminalreporter.stats.get("skipped", []):
-        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-        skipped.setdefault(reason.removeprefix("Skipped: "), []).append(report.nodeid)
-    if not skipped:
-        return
-    terminalreporter.section("skipped tests, and how to enable them")
-    for reason, tests in sorted(skipped.items(), key=lambda entry: -len(entry[1])):
-        cause, _, command = reason.partition("; to enable: ")
-        terminalreporter.line(f"{len(tests)} skipped: {cause}")
-        for file in dict.fromkeys(test.partition("::")[0] for test in tests):
-            terminalreporter.line(f"    {file}")
-        if command:
-            terminalreporter.line(f"    to enable: {command}")

@@ -142,6 +142,10 @@ class Scheduler(ABC, Generic[TaskT]):
             self._end(session_id, error)
         self.engine.drop_retained()
 
+    def close(self) -> None:
+        """End what the scheduler and its engine started; no other method is called afterwards."""
+        self.engine.close()
+
     def step(self) -> list[tuple[TaskT, Reply]]:
         """Run one forward for as many blocks as fit and return the answers that are ready."""
         self._drop_dead()

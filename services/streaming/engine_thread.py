@@ -146,7 +146,7 @@ class EngineThread:
             self._answer_all(scheduler, error)
         finally:
             self._tell(self.ended.set)
-            scheduler.engine.close()
+            scheduler.close()
 
     def _answer_all(self, scheduler: Scheduler[Any], error: EngineLostError) -> None:
         try:

@@ -116,6 +116,11 @@ class TargetScheduler(Scheduler[VerifyTask]):
         """Make the current forward of draft-ahead the last one."""
         self._stop.value = 1
 
+    def close(self) -> None:
+        """End the thread of the masks, too."""
+        self._mask_thread.shutdown(wait=False)
+        super().close()
+
     def step(self) -> list[tuple[VerifyTask, Reply]]:
         """Serve as many blocks as fit, or draft ahead when there are none; return the answers."""
         if not self.is_idle or self._head is None:

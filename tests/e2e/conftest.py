@@ -14,10 +14,13 @@ from benchmarks.otlp_receiver import Receiver, receiving
 from tests.support.cluster.cluster_helpers import Cluster, running_cluster
 
 OWN_CLUSTERS = (
-    "test_lifecycle",
     "test_distributions",
+    "test_lifecycle",
     "test_trust",
+    "test_served_head",
+    "test_drafter_directories",
     "test_gguf_target",
+    "test_smoke",
 )
 """Files whose tests have clusters of their own, those that take longest first."""
 

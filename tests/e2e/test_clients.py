@@ -1,13 +1,12 @@
 """SDK and command line against a whole cluster."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
+from click.testing import CliRunner
 
 from gammaray import Client, FinishReason, InvalidArgumentError
+from gammaray.cli import main
 from tests.support.cluster.cluster_helpers import eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("idle_afterwards"), pytest.mark.timeout(600)]
@@ -16,13 +15,7 @@ PROMPT = "def read_lines(path):\n"
 
 
 def gammaray(*arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "gammaray", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, "NO_COLOR": "1"},
-    )
+    return CliRunner().invoke(main, arguments, env={"NO_COLOR": "1"})
 
 
 def test_streamed_chunks_equal_the_completion(cluster):
@@ -65,7 +58,7 @@ def test_status_lists_every_process(cluster):
 
 def test_cli_status_prints_json(cluster):
     done = gammaray("status", "--address", cluster.grpc, "--json")
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.stderr
     (first, *_) = json.loads(done.stdout)["processes"]
     assert {"role", "pid", "address", "model", "healthy", "sessions"} <= set(first)
 
@@ -73,7 +66,7 @@ def test_cli_status_prints_json(cluster):
 def test_cli_generate_streams_text_and_sums_up(cluster):
     options = ["--max-tokens", "16", "--seed", "4", "--temperature", "0.7"]
     done = gammaray("generate", PROMPT, "--address", cluster.grpc, *options)
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.stderr
     with Client(cluster.grpc) as client:
         text = client.complete(PROMPT, max_tokens=16, seed=4, temperature=0.7).text
     assert text.strip() in done.stdout
@@ -82,6 +75,6 @@ def test_cli_generate_streams_text_and_sums_up(cluster):
 
 def test_cli_reports_a_bad_option_in_one_line(cluster):
     done = gammaray("generate", "x = 1\n" * 5000, "--address", cluster.grpc)
-    assert done.returncode != 0
+    assert done.exit_code != 0
     assert "prompt" in done.stderr
     assert "Traceback" not in done.stderr

@@ -2,8 +2,9 @@
 
 import pytest
 
-from gammaray import AsyncClient
-from tests.support.cluster.cluster_helpers import is_without_model, undisturbed_completion
+from gammaray import AsyncClient, Client
+from gammaray.errors import InvalidArgumentError
+from tests.support.cluster.cluster_helpers import eventually, is_without_model, undisturbed_completion
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("idle_afterwards"), pytest.mark.timeout(600)]
 
@@ -52,3 +53,17 @@ def test_http_accepts_a_drafter_and_reports_its_cycles(cluster):
     assert cycles["ngram"] > 0
     assert cycles["model"] == 0
     assert sum(cycles.values()) == ngram.gammaray["cycles"]
+
+
+def test_head_is_refused_where_there_is_none(cluster):
+    with Client(cluster.grpc) as client:
+        client.wait_ready(60, roles=("target",))
+
+        def is_refused():
+            try:
+                client.complete(PROMPT, drafter="head", max_tokens=1)
+            except InvalidArgumentError as error:
+                return "no target worker" in str(error)
+            return False
+
+        assert eventually(is_refused)  # as soon as the orchestrator is connected to its target worker

@@ -1,4 +1,4 @@
-"""Start and stop of clusters: several workers, a killed launcher, starts that must fail, signals."""
+"""Starts of clusters that must fail, and starts that a signal ends."""
 
 import contextlib
 import json
@@ -13,23 +13,16 @@ from pathlib import Path
 
 import psutil
 import pytest
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from gammaray import Client
 from orchestrator.launcher.preflight import free_ports
-from orchestrator.launcher.reaper import MARK
 from services.demo_pair import TARGET_DIR
 from tests.support.cluster.cluster_helpers import (
     START_TIMEOUT_S,
     STOP_TIMEOUT_S,
-    alive,
-    eventually,
     launch,
-    running_cluster,
     started_with,
     wait_until_gone,
 )
-from tests.support.vocabulary_helpers import CODE, byte_level
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -51,22 +44,6 @@ def refuse(*options, timeout_s=FAIL_FAST_S):
     return complaint
 
 
-def workers(client):
-    """Return how many targets and drafters serve."""
-    roles = [process.role for process in client.status() if process.healthy]
-    return roles.count("target"), roles.count("draft")
-
-
-def is_unmarked(process):
-    """Whether this is a process of Ray's that runs and does not have the mark; one that ended has nothing."""
-    try:
-        environment = Path(f"/proc/{process.pid}/environ").read_bytes()
-        is_ray = process.name().startswith("ray::")
-    except (OSError, psutil.Error):
-        return False
-    return is_ray and MARK.encode() not in environment and bool(alive([process]))
-
-
 def raylet_and_guardian(process):
     """Return everything below a launcher and its guardian's directory once it has started a raylet."""
     commands = []
@@ -77,46 +54,6 @@ def raylet_and_guardian(process):
     if directories and any("raylet" in " ".join(command[:1]) for _, command in commands):
         return [child for child, _ in commands], directories[0]
     return None
-
-
-def test_several_workers_of_each_role_serve_and_end_with_a_killed_launcher():
-    with running_cluster("--target-workers", "2", "--draft-workers", "2", "--orchestrators", "2") as cluster:
-        with Client(cluster.grpc) as client:
-            # Each orchestrator finds the workers for itself.
-            assert eventually(lambda: workers(client) == (2, 2)), client.status()
-            texts = {client.complete("import ", max_tokens=24, seed=1, gamma=g).text for g in (0, 2, 4, 8)}
-        assert len(texts) == 1
-        below = cluster.processes()
-        assert len(below) > 8
-        # The guardian knows Ray's processes by the mark, whatever they do to their titles.
-        assert [process for process in below if is_unmarked(process)] == []
-        cluster.launcher.send_signal(signal.SIGKILL)
-        cluster.launcher.wait(STOP_TIMEOUT_S)
-        assert wait_until_gone(below, STOP_TIMEOUT_S) == []
-
-
-def test_draft_with_another_vocabulary_serves_and_changes_no_token(tmp_path):
-    tokenizer = byte_level(CODE, 400)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-    )
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "draft")
-    tokenizer.save_pretrained(tmp_path / "draft")
-    with running_cluster("--draft", str(tmp_path / "draft")) as cluster:
-        with Client(cluster.grpc) as client:
-            assert eventually(lambda: workers(client) == (1, 1)), client.status()
-            for temperature in (0.0, 1.0):
-                options = {"max_tokens": 24, "temperature": temperature, "seed": 1, "ignore_eos": True}
-                plain = client.complete(CODE, gamma=0, cache_salt="plain", **options)
-                drafted = client.complete(CODE, gamma=4, cache_salt="drafted", **options)
-                assert [t.token_id for t in drafted.tokens] == [t.token_id for t in plain.tokens]
-                assert drafted.summary.model_cycles > 0
-        cluster.check_stop(signal.SIGTERM)
 
 
 def test_model_that_is_missing_is_refused():

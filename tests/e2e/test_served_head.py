@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from gammaray import Client
-from gammaray.errors import InvalidArgumentError
 from gammaray.types import DrafterKind, GammaPolicy
 from services.demo_pair import TARGET_DIR
 from tests.support.cluster.cluster_helpers import eventually, running_cluster
@@ -58,42 +57,3 @@ def test_text_is_that_of_plain_decoding(tmp_path):
             records = client.session_trace(made.session_id)
             assert any(cycle.draft_ahead_hit for cycle in records if cycle.drafter is DrafterKind.HEAD)
         cluster.check_stop(signal.SIGINT)
-
-
-def test_head_on_draft_workers_gets_features(tmp_path):
-    head = bigram_head(tmp_path / "head", Path(TARGET_DIR))
-    with running_cluster("--target", str(TARGET_DIR), "--draft", str(head)) as cluster:
-        with Client(cluster.grpc) as client:
-            for temperature in (0.0, 1.0):
-
-                def run(drafter, gamma, prompt=PROMPT, temperature=temperature, **options):
-                    options |= {"seed": 7, "max_tokens": 64, "ignore_eos": True, "temperature": temperature}
-                    return client.complete(prompt, drafter=drafter, gamma=gamma, **options)
-
-                plain = run("none", 0)
-                for gamma in (4, GammaPolicy(fixed=4, max_nodes=16)):
-                    drafted = run("model", gamma)
-                    assert ids(drafted) == ids(plain)
-                    assert drafted.summary.model_cycles >= drafted.summary.cycles / 2
-                    assert drafted.summary.fallback_cycles == 0
-                assert ids(run("model", "adaptive")) == ids(plain)
-                long = PROMPT * 8
-                drafted = run("model", 4, long)
-                assert ids(drafted) == ids(run("none", 0, long))
-                assert drafted.summary.model_cycles > 0
-            assert eventually(lambda: DrafterKind.MODEL in drafters_of(client, drafted))
-        cluster.check_stop(signal.SIGINT)
-
-
-def test_head_is_refused_where_there_is_none(cluster):
-    with Client(cluster.grpc) as client:
-        client.wait_ready(60, roles=("target",))
-
-        def is_refused():
-            try:
-                client.complete(PROMPT, drafter="head", max_tokens=1)
-            except InvalidArgumentError as error:
-                return "no target worker" in str(error)
-            return False
-
-        assert eventually(is_refused)  # as soon as the orchestrator is connected to its target worker

@@ -1,11 +1,11 @@
 """Fuzzes a cluster of its own: `python -m tests.fuzz --seconds 600 --seed 0`, or `make fuzz`.
 
 The HTTP API gets malformed bodies, headers and connections, and whatever schemathesis makes of its OpenAPI
-document; the gRPC API and the workers' own ports get messages that were tampered with; a real orchestrator gets
-drafters and targets that break their contract. Then each field of a request is grown to its limit beside a
-stream of another client, while the memory of every process is watched. Exits with 1 when anything was refused
-without a type, hung, crashed, changed a token, delayed that stream, or when a process holds more afterwards
-than before.
+document; the gRPC API and the workers' own ports get messages that were tampered with; a real orchestrator
+gets drafters and targets that break their contract. Then each field of a request is grown to its limit
+beside a stream of another client, while the memory of every process is watched. Exits with 1 when anything
+was refused without a type, hung, crashed, changed a token, delayed that stream, or when a process holds
+more afterwards than before.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from benchmarks.draft_ahead import Pair, Run
 from gammaray.bench.workloads import prompts
 from gammaray.types import VerificationMethod
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 COUPLED, REJECTION = VerificationMethod.COUPLED, VerificationMethod.REJECTION
 TEXTS = prompts("mixed", 3)

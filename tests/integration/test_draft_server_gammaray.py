@@ -13,7 +13,7 @@ from tests.support.workers.draft_servers import served
 from tests.support.workers.scripted_workers import until
 from tests.support.workers.service_helpers import PROMPTS, complete, running, tokens_of, worker_process
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 NUM_TOKENS = 48
 NAMES = (f"drafted-{number}" for number in itertools.count())

@@ -17,7 +17,7 @@ from tests.support.workers.draft_servers import fake_server, found, http, served
 from tests.support.workers.scripted_workers import next_token, scripted
 from tests.support.workers.service_helpers import PROMPTS, complete, running, tokens_of, worker_process
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 COUPLED, REJECTION, NAIVE, BLOCK = VerificationMethod
 NAMES = (f"by-text-{number}" for number in itertools.count())

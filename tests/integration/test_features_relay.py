@@ -25,7 +25,7 @@ from tests.support.workers.fleet_helpers import ListRegistry
 from tests.support.workers.scripted_workers import NoText, Steady, make_session, scripted, until_so
 from tests.support.workers.workers_helpers import running
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 VOCAB, COUNT = 97, 60
 PROMPT = tuple(random_tokens(20, seed=3))

@@ -21,7 +21,7 @@ from tests.support.workers.resume_helpers import request_of
 from tests.support.workers.scripted_workers import scripted, until, until_so
 from tests.support.workers.service_helpers import complete, running, tokens_of
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 NUM_TOKENS, GAMMA = 24, 3
 SERVER = DrafterKind.SERVER

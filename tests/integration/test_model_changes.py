@@ -20,7 +20,7 @@ from tests.support.workers.service_helpers import complete, tokens_of
 from tests.support.workers.service_helpers import running as orchestrating
 from tests.support.workers.workers_helpers import running, spec_message, verify_block
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 OLD, NEW = "a" * 64 + "/float32", "b" * 64 + "/float32"
 DEMO = {"vocab_size": 2048, "max_context": 1024}

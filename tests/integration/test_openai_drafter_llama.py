@@ -22,6 +22,7 @@ from tests.support.workers.service_helpers import PROMPTS, complete, running, to
 BINARY = os.environ.get("LLAMA_SERVER", "")
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.integration,
     pytest.mark.skipif(
         not BINARY, reason="LLAMA_SERVER names no llama-server; to enable: LLAMA_SERVER=path of one"

@@ -14,7 +14,7 @@ from orchestrator.access.caller import Caller
 from tests.support.workers.scripted_workers import scripted
 from tests.support.workers.service_helpers import running, tokens_of
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 REQUEST = GenerationRequest("x = ", max_tokens=12, ignore_eos=True, drafter=DrafterKind.NONE)
 

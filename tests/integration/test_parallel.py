@@ -31,6 +31,7 @@ from tests.support.workers.held_engine import all_read
 from tests.support.workers.workers_helpers import Link, verify_block
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.integration,
     pytest.mark.skipif(sys.platform == "win32", reason="pipes are handed down by number"),
 ]

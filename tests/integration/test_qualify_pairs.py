@@ -27,7 +27,7 @@ from tests.support.head_helpers import bigram_head, bigram_target
 from tests.support.medusa_helpers import cyclic_heads, cyclic_target
 from tests.support.vocabulary_helpers import byte_fallback
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 ROOT = Path(gammaray.__file__).parents[1]
 TIMEOUT_S = 250

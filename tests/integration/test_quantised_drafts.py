@@ -10,7 +10,7 @@ from services.engine.loader import load_worker_engine
 from services.qualify.loop import Ask, Pair, draft_scheduler, target_scheduler
 from tests.support.workers.service_helpers import PROMPTS, complete, running, tokens_of, worker_process
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 WEIGHTS = ("auto", "int8", "int4")
 GAMMAS = (1, 6)

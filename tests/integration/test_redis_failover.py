@@ -28,7 +28,7 @@ from tests.support.workers.redis_helpers import (
 )
 from tests.support.workers.scripted_workers import make_session, until_so
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 
 async def commit(store, session, token_ids):

@@ -23,7 +23,7 @@ from services.process.registry import Announcer
 from tests.support.workers.redis_helpers import RedisName, configured_redis, redis_name, running_redis
 from tests.support.workers.scripted_workers import scripted, until, until_so
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 REPLIES = (
     "BUSY Redis is busy running a script. You can only call SCRIPT KILL or SHUTDOWN NOSAVE.",

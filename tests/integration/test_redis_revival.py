@@ -14,7 +14,7 @@ from gammaray.errors import UnavailableError
 from orchestrator.launcher import redis_server
 from tests.support.workers.redis_helpers import running_redis
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 
 def push(client, value):

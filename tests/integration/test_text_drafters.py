@@ -13,7 +13,7 @@ from orchestrator.drafting.corpus import Corpus
 from tests.support.workers.scripted_workers import scripted
 from tests.support.workers.service_helpers import PROMPTS, SEEDED, running, tokens_of
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 ALICE, BOB = Caller("alice"), Caller("bob")
 NUM_TOKENS = 48

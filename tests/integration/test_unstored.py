@@ -14,7 +14,7 @@ from tests.support.workers.draft_servers import served
 from tests.support.workers.resume_helpers import first_chunks, sessions_on
 from tests.support.workers.service_helpers import PROMPTS, SEEDED, complete, running, text_of, tokens_of
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 UNSTORED = GenerationRequest(PROMPTS[0], sampling=SEEDED, max_tokens=48, ignore_eos=True, store=False)
 

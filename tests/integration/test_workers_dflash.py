@@ -19,7 +19,7 @@ from tests.support.engine_helpers import random_tokens, tiny_model
 from tests.support.head_helpers import as_official_dflash, changed, complete_dflash
 from tests.support.workers.workers_helpers import running
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 KINDS = ("dflash", "dflash-anchor", "official")
 

@@ -14,7 +14,7 @@ from tests.support.engine_helpers import plain_model, random_tokens, tiny_model
 from tests.support.vocabulary_helpers import CODE, byte_level
 from tests.support.workers.workers_helpers import Driver, propose_block, running, spec_message
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "max_position_embeddings": 256}
 PROMPT = random_tokens(12, seed=3)

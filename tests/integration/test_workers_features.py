@@ -30,7 +30,7 @@ from tests.support.engine_helpers import random_tokens, tiny_model
 from tests.support.head_helpers import DATA, bigram_head, bigram_target, changed
 from tests.support.workers.workers_helpers import Driver, propose_block, running
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 COUPLED = VerificationMethod.COUPLED
 PROMPT = random_tokens(20, seed=3)

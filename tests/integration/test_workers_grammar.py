@@ -155,6 +155,7 @@ HOSTILE_TREES: dict[str, Drafter] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 async def test_coupled_tokens_do_not_depend_on_the_drafter(target, models, tokenizer, temperature, seed):
@@ -182,6 +183,7 @@ async def test_hostile_proposals_change_no_token(target, tokenizer, size, temper
     assert await decode(target, made, drafter=lambda _: unused) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE_CHAINS)
 @pytest.mark.parametrize("method", [REJECTION, NAIVE, BLOCK])
 async def test_other_methods_follow_the_grammar_against_hostile_proposals(target, tokenizer, method, name):
@@ -290,6 +292,7 @@ DRAFTERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [COUPLED, REJECTION, BLOCK])
 @pytest.mark.parametrize("kind", DRAFTERS)
 async def test_drafters_without_the_grammars_tokens_go_on(target, models, tokenizer, tmp_path, kind, method):

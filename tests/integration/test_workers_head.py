@@ -18,7 +18,7 @@ from tests.support.engine_helpers import random_tokens, tiny_model
 from tests.support.head_helpers import DATA, bigram_head, bigram_target, changed
 from tests.support.workers.workers_helpers import Driver, running, verify_block
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 COUPLED, REJECTION = VerificationMethod.COUPLED, VerificationMethod.REJECTION
 BLOCK, NAIVE = VerificationMethod.BLOCK, VerificationMethod.NAIVE

@@ -24,7 +24,7 @@ from tests.support.medusa_helpers import (
 )
 from tests.support.workers.workers_helpers import running
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 FEWEST = 1 + -(-(COUNT - 1) // (HEADS + 1))
 

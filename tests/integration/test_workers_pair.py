@@ -62,6 +62,7 @@ async def test_eight_sessions_at_once_decode_what_each_decodes_alone(pair):
     assert max(pair[0].frame_sizes) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method", [VerificationMethod.REJECTION, VerificationMethod.NAIVE, VerificationMethod.BLOCK]
 )
@@ -85,6 +86,7 @@ async def test_end_of_sequence_inside_a_block_ends_at_the_same_place(pair):
             assert tokens == expected[:stop]
 
 
+@pytest.mark.slow
 async def test_eviction_costs_feeds_and_changes_no_token(pair):
     prompts = [random_tokens(30, seed=seed, vocab_size=2048) for seed in range(6)]
 

@@ -27,6 +27,7 @@ from tests.support.workers.scripted_workers import until, until_so
 from tests.support.workers.workers_helpers import Link, propose_block, running, verify_block
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.integration,
     pytest.mark.skipif(sys.platform == "win32", reason="signals"),
 ]

@@ -9,7 +9,7 @@ from services.serve.app import WorkerReplica, build
 from tests.support.engine_helpers import tiny_model
 from tests.support.serve_helpers import deployment_of, schema_of
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 
 @pytest.mark.parametrize(("role", "name"), [("draft", "DraftWorker"), ("target", "TargetWorker")])

@@ -1,9 +1,8 @@
 """A Ray node that serves the chart's own Serve configuration, in a process of its own.
 
-`python -m tests.support.cluster.served_chart FILE` deploys it by `serve run`, as docs/install.md does
-without Helm: that hands the document to Serve's controller, as KubeRay does. One node has the logical
-resources of every role, for two of each. Prints `ready HTTP_ADDRESS GRPC_ADDRESS`, serves until standard
-input ends.
+`python -m tests.support.cluster.served_chart FILE` deploys it by `serve run`, as docs/install.md does without
+Helm: that hands the document to Serve's controller, as KubeRay does. One node has the logical resources of
+every role, for two of each. Prints `ready HTTP_ADDRESS GRPC_ADDRESS`, serves until standard input ends.
 
 Of the configuration only what pods have to themselves is changed: addresses and ports.
 """

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from benchmarks.ablation import CONTROLLERS, ablation
 from benchmarks.bandit import GAMMAS, Arms, BanditGamma
 from benchmarks.simulation import Lone, drive
@@ -19,6 +21,7 @@ def test_bandit_plays_the_best_of_its_gammas_most():
     assert run.speed >= 0.85 * world.speed(world.best(candidates(8, 0)))
 
 
+@pytest.mark.slow
 def test_ablation_takes_parts_out_and_puts_them_back():
     names = ["gamma 4", "adaptive, no forgetting", "adaptive"]
     rows = ablation(["turn"], names, 1, lambda: None)
@@ -32,6 +35,7 @@ def test_ablation_takes_parts_out_and_puts_them_back():
         assert [getattr(module, name) for module, name, _ in controller.patches] == before
 
 
+@pytest.mark.slow
 def test_ablation_shares_are_of_the_oracle():
     (row,) = ablation(["load"], ["gamma 0"], 1, lambda: None)
     assert 0.0 < row["then_worst"] <= row["then_tenth"] <= row["then_mean"] <= 1.0

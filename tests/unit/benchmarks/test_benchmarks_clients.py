@@ -33,6 +33,7 @@ def test_contexts_of_likelihoods_end_where_tokens_may_end():
         assert row["answer"] in (0, 1)
 
 
+@pytest.mark.slow
 def test_likelihoods_are_compared_with_the_models_own():
     tokenizer = AutoTokenizer.from_pretrained(TARGET_DIR)
     model = AutoModelForCausalLM.from_pretrained(TARGET_DIR, dtype=torch.float32)

@@ -70,6 +70,7 @@ def test_lessons_are_the_top_k_tokens_and_their_log_probabilities(saved_target: 
     assert (lessons.ids[..., 0] == wanted.indices[..., 0]).float().mean() > 0.9
 
 
+@pytest.mark.slow
 def test_distil_brings_the_draft_nearer_to_the_target(saved_target: Path) -> None:
     target, draft = models.load(saved_target).eval(), _model(1, seed=4)
     torch.manual_seed(0)

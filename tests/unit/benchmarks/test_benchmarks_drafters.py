@@ -25,6 +25,7 @@ def test_demo_target_continues_code_and_others_chat():
     assert len(set(chats)) == 7
 
 
+@pytest.mark.slow
 def test_drafts_of_other_weights_are_smaller_and_lossless():
     task = QualifyTask(
         target="demo",

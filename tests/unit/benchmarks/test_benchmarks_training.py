@@ -93,6 +93,7 @@ def test_rate_warms_up_stays_and_decays(progress: float, step: int, wanted: floa
     assert train.rate(progress, step) == pytest.approx(wanted)
 
 
+@pytest.mark.slow
 def test_corpus_split_is_encoded_without_loss(work: Path) -> None:
     tokenizer = corpus.Tokenizer.from_file(str(work / "tokenizer.json"))
     held = corpus.read_split(work, "held")
@@ -114,6 +115,7 @@ def test_read_split_names_the_command_if_the_corpus_is_missing(tmp_path: Path) -
         corpus.read_split(tmp_path, "train")
 
 
+@pytest.mark.slow
 def test_train_all_stages_learns_and_exports_a_target_that_loads(work: Path) -> None:
     reports: list[str] = []
     options = train.TrainingOptions(work, "cpu", batch=4, length=64, hidden_size=64, report=reports.append)

@@ -43,6 +43,7 @@ def test_metadata_is_kept_so_that_the_file_can_be_served(tmp_path):
     assert load_engine(str(tmp_path / "converted")).vocab_size == load_engine(str(out)).vocab_size
 
 
+@pytest.mark.slow
 def test_directory_of_a_llama_model_keeps_its_weights_and_tokens(tmp_path):
     source = Path(resolve_model("demo", "target"))
     out = tmp_path / "demo.gguf"

@@ -120,6 +120,7 @@ def test_unknown_system_is_refused(engine: Engine) -> None:
         EngineWorker(engine).add(request(0, "generate"), 0.0)
 
 
+@pytest.mark.slow
 async def test_running_engine_serves_systems_over_its_pipe(directory: Path, engine: Engine) -> None:
     prompt = tuple(random_tokens(12, 0))
     async with running_engine(str(directory)) as process:

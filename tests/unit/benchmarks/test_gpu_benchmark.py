@@ -29,6 +29,7 @@ def pair() -> Pair:
     return Pair.build(TINY, "cpu", torch.float32)
 
 
+@pytest.mark.slow
 def test_tiny_run_writes_every_phase_and_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--tiny", "--out", str(tmp_path)]) == 0
     result = json.loads((tmp_path / "gpu.json").read_text())

@@ -129,6 +129,7 @@ def test_best_tree_has_the_likeliest_nodes(ranks, nodes, expected):
     assert best_tree(ranks, nodes) == expected
 
 
+@pytest.mark.slow
 def test_small_run_writes_every_method(tmp_path):
     out = tmp_path / "result.json"
     options = ["--pairs", "synthetic", "demo", "--positions", "40", "--tokens", "20", "--draws", "2"]

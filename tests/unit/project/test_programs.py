@@ -1,6 +1,5 @@
-"""Programs that tests need: `.ci/packages.py` with a stand-in for apt-get, and the list of skipped tests."""
+"""Programs that tests need: `.ci/packages.py` with a stand-in for apt-get."""
 
-import os
 import shutil
 import subprocess
 import sys
@@ -138,21 +137,3 @@ def test_misspelt_package_is_refused(debian):
     assert done.returncode == 2
     assert "unknown: redis; known: chromium, prometheus, redis-server" in done.stderr
     assert debian.calls() == []
-
-
-def test_run_of_tests_ends_with_what_was_skipped_and_the_command_that_enables_it():
-    tests = Path(__file__).parents[3] / "tests/unit/gammaray/telemetry/test_dashboards.py"
-    options = ["-q", "-p", "no:cacheprovider", "-k", "alerts or dashboard"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, str(tests)],
-        env={**os.environ, "PATH": str(Path(sys.executable).parent)},
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
-    assert done.returncode == 0, done.stdout
-    _, _, reported = done.stdout.partition("skipped tests, and how to enable them")
-    reason, file, command = reported.splitlines()[1:4]
-    assert "skipped: prometheus is not installed" in reason
-    assert file.strip() == "tests/unit/gammaray/telemetry/test_dashboards.py"
-    assert command.strip() == "to enable: make test-programs"

@@ -75,6 +75,7 @@ def test_settings_of_the_environment(variables, words):
         (["certs", "x", "--host", "münchen"], "host: got münchen, allowed: a DNS name"),
         (["keys", "create", "--file", "k", "--note", "\udcff"], "note: got an unpaired surrogate"),
         (["generate", "Hi", "--model", "\udcff", "-a", NOWHERE], "model: got an unpaired surrogate"),
+        (["generate", "a\udcff", "-a", NOWHERE], "prompt: got an unpaired surrogate"),
         (["chat", "--url", NOWHERE, "--timeout", "inf"], "timeout_s: got inf"),
         (["chat", "--url", NOWHERE, "--timeout", "-1"], "timeout_s: got -1.0"),
         (["chat", "--url", NOWHERE, "--api-key", "a\nb"], "api_key: got a key (not shown)"),

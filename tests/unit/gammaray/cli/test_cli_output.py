@@ -73,6 +73,7 @@ def test_keys_in_a_pipe_keep_their_notes(tmp_path):
     assert lines[1].endswith(note)
 
 
+@pytest.mark.slow
 def test_size_in_a_pipe_has_no_box_and_on_a_terminal_has_one():
     plain = invoke(*SIZE).stdout
     assert not BOX.search(plain)
@@ -117,6 +118,7 @@ def test_help_imports_no_command_and_none_of_their_packages(arguments):
     assert {name for name in found if name.startswith("gammaray.cli.")} == set()
 
 
+@pytest.mark.slow
 def test_help_of_a_command_imports_no_other_command():
     names = {f"gammaray.cli.commands.{name}" for name in main.list_commands(None)}
     assert modules_of("status", "--help") & names == {"gammaray.cli.commands.status"}

@@ -1,4 +1,4 @@
-"""The `gammaray` command in a process of its own: signals, pipes and bytes that are no text."""
+"""The `gammaray` command in a process of its own: signals and pipes."""
 
 import os
 import signal
@@ -38,13 +38,6 @@ def test_module_runs_like_the_command():
     assert stdout.decode() == "one🙂 two\n"
     assert b"alpha 0.75" in stderr
     assert process.returncode == 0
-
-
-def test_invalid_utf8_prompt_argument_is_exit_code_2():
-    process = run_module("generate", b"a\xff")
-    _, stderr = process.communicate(timeout=WAIT_S)
-    assert process.returncode == 2
-    assert stderr.startswith(b"gammaray: prompt: got an unpaired surrogate")
 
 
 def test_interrupt_cancels_on_the_server_and_is_exit_code_130():

@@ -72,6 +72,7 @@ def test_file_is_not_spread_over_devices(file):
         check_heads(str(file), 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BROKEN)
 def test_up_ends_with_2_and_one_line_before_anything_starts(name, file, tmp_path):
     ended = subprocess.run(

@@ -23,6 +23,7 @@ print(can_give_way(), os.sched_getscheduler(0) == os.SCHED_OTHER)
 """
 
 
+@pytest.mark.slow
 def test_idle_priority_is_not_used_if_it_cannot_be_reverted():
     """An ordinary user: the thread would keep idle priority for good."""
     done = subprocess.run(

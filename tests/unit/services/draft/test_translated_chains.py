@@ -84,6 +84,7 @@ def first_tokens(method, samples, params=None, bias=0.0):
     return [counts[text] for text in P], accepted / samples
 
 
+@pytest.mark.slow
 @pytest.mark.statistical
 @pytest.mark.parametrize("method", list(VerificationMethod))
 def test_emitted_tokens_follow_the_target_distribution(method):

@@ -99,6 +99,7 @@ def test_tree_nodes_give_the_bits_of_a_chain(target: Engine, text: list[int], al
         target.keep_path("tree", start, [1, 2, 3, 4, 5, 6])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "fast_kernels"), [(arch, False) for arch in SUPPORTED] + [(arch, True) for arch in LEAN]
 )

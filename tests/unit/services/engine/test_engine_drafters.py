@@ -212,6 +212,7 @@ save_file({"logits": logits.contiguous()}, sys.argv[1])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_sharded", [False, True], ids=["one file", "shards"])
 def test_drafter_of_the_hub_is_loaded_as_its_directory_is(source, tmp_path, is_sharded):
     drafter = make_drafter(source, tmp_path / "d", draft_vocab_size=40, shares_embedding=True)

@@ -86,6 +86,7 @@ def test_taps_are_the_hidden_states_of_plain_forwards(arch: str, fast_kernels: b
     assert run.worst <= TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["gemma3", "qwen3", "gpt_neox"])
 def test_taps_of_padded_rows_are_the_hidden_states(arch: str, tmp_path: Path) -> None:
     """Deterministic mode feeds more rows than the step has."""
@@ -181,6 +182,7 @@ def test_logits_have_the_same_bits_with_taps(build: Callable[[Path], Engine], ll
     assert tapped.taps == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "build"), [("llama", native), ("qwen3", fixed), ("gemma2", fixed), ("gpt_neox", fixed)]
 )

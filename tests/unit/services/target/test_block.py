@@ -298,6 +298,7 @@ def triples_of(noise, p, q, samples=3000):
     return g_test(list(counts.values()), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.statistical
 @pytest.mark.parametrize(
     ("mutant", "p", "q"), [(DrawsByPosition, 1 / 3, 2 / 3), (TestsByPosition, 1 / 2, 0.9)]

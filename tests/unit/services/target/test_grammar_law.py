@@ -132,6 +132,7 @@ def drafts(gamma: int, seed: int) -> list[tuple[int, ...]]:
     return [*rng.sample(possible, min(len(possible), 12)), *rng.sample(every, min(len(every), 12))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", VerificationMethod, ids=lambda method: method.value)
 @pytest.mark.parametrize("gamma", range(5))
 def test_chains_under_a_grammar_are_lossless(method, gamma):
@@ -140,6 +141,7 @@ def test_chains_under_a_grammar_are_lossless(method, gamma):
         assert_lossless(target, cycle_of(method, target, Proposal(tokens)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_committed", range(1, 4))
 @pytest.mark.parametrize("method", VerificationMethod, ids=lambda method: method.value)
 def test_later_cycles_are_lossless(method, num_committed):

@@ -66,6 +66,7 @@ def drafter_of(kind, folder):
     return drafter.eval(), sequence
 
 
+@pytest.mark.slow
 def test_training_learns_and_resumes(trained):
     kind, folder, first, second = trained
     assert re.match("continues at step 1[01]", second[0])

@@ -18,6 +18,7 @@ from tests.support.engine_helpers import tiny_model
 from tests.support.train_helpers import PROMPTS, losses, make_task, overlaps, run_until
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["parallel", "plain"])
 def test_training_learns_and_resumes(tmp_path, kind):
     task = make_task(tmp_path, kind=kind)
@@ -40,6 +41,7 @@ def test_training_learns_and_resumes(tmp_path, kind):
     assert described["tokenizer"]["fingerprint"] == vocab_sha256(str(TARGET_DIR))
 
 
+@pytest.mark.slow
 def test_training_computes_on_its_threads_after_the_kernel_wrote_the_answers(tmp_path):
     used = []
     try:
@@ -50,6 +52,7 @@ def test_training_computes_on_its_threads_after_the_kernel_wrote_the_answers(tmp
     assert used == [2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "then"), [("plain", "parallel"), ("parallel", "plain")])
 def test_training_starts_from_a_drafter_of_the_other_kind(tmp_path, first, then):
     taught, _ = run_until(make_task(tmp_path / "first", kind=first), "steps 30 ")
@@ -61,6 +64,7 @@ def test_training_starts_from_a_drafter_of_the_other_kind(tmp_path, first, then)
     assert overlaps(taught)[-1][0] > overlaps(taught)[0][0] + 0.05
 
 
+@pytest.mark.slow
 def test_another_shape_or_target_is_refused(tmp_path):
     run_until(make_task(tmp_path), "steps 15 ")
     with pytest.raises(FailedPreconditionError, match="shape"):

@@ -252,6 +252,7 @@ def idle_resident_mib():
     return resident_mib("VmRSS")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("body", "message"), BODIES.values(), ids=BODIES)
 async def test_http_bodies_use_bounded_loop_time_and_memory(backend, body, message):
     content = body()
@@ -286,6 +287,7 @@ CALLS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", CALLS.values(), ids=CALLS)
 async def test_grpc_requests_use_bounded_loop_time(backend, fields):
     data = pb.GenerateRequest(**{"text": "a", **fields} if "token_ids" not in fields else fields)
@@ -317,6 +319,7 @@ async def test_grpc_requests_use_bounded_loop_time(backend, fields):
     assert watch.longest_s < MAX_TURN_S
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["a " * 100_000, "a" * 200_000], ids=["words", "one word"])
 async def test_long_prompt_of_many_choices_is_tokenised_off_the_loop(backend, text):
     tokenizer = backend.tokenizer
@@ -330,6 +333,7 @@ async def test_long_prompt_of_many_choices_is_tokenised_off_the_loop(backend, te
     assert list(sessions[0].prompt) == tokenizer.encode(text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("offset", "ended"),
     [(0, FinishReason.LENGTH), (0, None), (20_000, None), (40_000, FinishReason.LENGTH)],
@@ -380,6 +384,7 @@ def test_invalid_token_ids_are_not_cached(backend):
     assert sum(trace.size for trace in kept.traces) < 2**16
 
 
+@pytest.mark.slow
 async def test_large_answer_is_rendered_off_the_loop():
     backend = ScriptedBackend(pieces=[b"ab"] * 60)
     body = {"prompt": "a", "n": 64, "max_tokens": 60, "logprobs": 20}

@@ -6,6 +6,8 @@ import logging
 import os
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,15 +19,30 @@ from tests.support.engine_helpers import tiny_model
 CALLS = "calls.txt"
 
 
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The library that the compiler of this machine makes, once for all tests."""
+    compiler = find_compiler()
+    assert compiler is not None, "these tests need a C compiler"
+    return compile_library(tmp_path_factory.mktemp("compiled"), BASELINE, compiler)
+
+
 @pytest.fixture
-def counted_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A compiler that notes each use but those that ask for its version."""
-    real = find_compiler()
-    assert real is not None, "these tests need a C compiler"
+def counted_compiler(compiled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A compiler that notes each use but questions for its version, and copies what was compiled before.
+
+    It takes a moment, in which others that do not wait for it would compile, too.
+    """
     calls, script = tmp_path / CALLS, tmp_path / "counted-cc"
     calls.touch()
     script.write_text(
-        f'#!/bin/sh\n[ "$1" = --version ] || echo "$@" >> {calls}\nexec {" ".join(real.command)} "$@"\n'
+        f"""#!/bin/sh
+[ "$1" = --version ] && echo counted 1.0 && exit
+echo "$@" >> {calls}
+sleep 0.3
+while [ "$1" != -o ]; do shift; done
+exec cp {compiled} "$2"
+"""
     )
     script.chmod(0o755)
     monkeypatch.setenv("CC", str(script))
@@ -67,15 +84,18 @@ def test_kernel_folder_is_a_setting(
     assert find_library(tmp_path / "chosen", BASELINE) is not None
 
 
-def test_kernel_is_compiled_once_by_workers_that_start_together(
+def test_kernel_is_compiled_once_for_those_that_start_together(
     counted_compiler: Path, tmp_path: Path
 ) -> None:
-    program = (
-        "import sys; from services.engine.native.library import open_kernel;"
-        f"sys.exit(open_kernel({BASELINE!r}, {str(tmp_path / 'cache')!r}).library is None)"
-    )
-    started = [subprocess.Popen([sys.executable, "-c", program]) for _ in range(3)]
-    assert [process.wait(timeout=200) for process in started] == [0, 0, 0]
+    """Threads here: the lock is that of an open file, which each thread and each process has for itself."""
+    cache, start = str(tmp_path / "cache"), threading.Barrier(3)
+
+    def open_one(_: int) -> bool:
+        start.wait(60)
+        return open_kernel(BASELINE, cache).library is not None
+
+    with ThreadPoolExecutor(3) as threads:
+        assert list(threads.map(open_one, range(3))) == [True] * 3
     assert num_compiled(counted_compiler) == 1
 
 
@@ -128,6 +148,7 @@ def test_unwritable_kernel_cache_is_logged(
     assert "failed to store compiled kernels" in caplog.text
 
 
+@pytest.mark.slow
 def test_engine_without_a_compiler_logs_it_when_loading(tmp_path: Path) -> None:
     """As a worker does: in a process of its own, with nothing compiled before and no compiler in PATH."""
     model = tiny_model("llama", tmp_path)

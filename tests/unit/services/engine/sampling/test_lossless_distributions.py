@@ -41,6 +41,7 @@ def counts_of(speculation, drafter=FAITHFUL, samples=SAMPLES):
     return [counts[first, second] for first in range(VOCAB) for second in range(VOCAB)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("params", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("method", list(VerificationMethod))
 def test_generation_follows_the_target_distribution(method, params):
@@ -57,6 +58,7 @@ def with_bias(speculation, bias):
     return dataclasses.replace(speculation, bias=bias, known={})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", list(VerificationMethod))
 def test_generation_with_a_planted_two_per_cent_bias_is_caught(method):
     """The rows that verify gets are changed, the expected distribution is not."""
@@ -72,6 +74,7 @@ def test_generation_from_an_unrelated_draft_follows_the_target_distribution(meth
     assert g_test(counts, exact_joint(speculation)) > FAIR
 
 
+@pytest.mark.slow
 def test_rejection_without_draft_distributions_follows_the_target_distribution():
     speculation = speculator(REJECTION, SETTINGS["temperature_1"])
     counts = counts_of(speculation, lambda *_: Proposal((0, 0, 0)))

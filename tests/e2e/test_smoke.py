@@ -1,0 +1,218 @@
+"""One cluster for `make test`: what every change must keep; the last tests kill its processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import urllib.request
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal
+
+import openai
+import psutil
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from pydantic import BaseModel, Field
+
+from gammaray import AsyncClient, Client
+from orchestrator.launcher.reaper import MARK, runs
+from tests.support.cluster.cluster_helpers import (
+    STOP_TIMEOUT_S,
+    Cluster,
+    eventually,
+    is_without_model,
+    running_cluster,
+    undisturbed,
+    wait_until_gone,
+)
+from tests.support.cluster.takeover_helpers import (
+    PATIENT,
+    RECOVERY_S,
+    kill,
+    stream_over_http,
+    two_orchestrators,
+)
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+PROMPT = "def read_lines(path):\n"
+MESSAGES = [{"role": "user", "content": "What is the weather in Oslo?"}]
+NUM_TOKENS, NUM_HTTP_TOKENS = 250, 600
+"""So many that a stream still runs when it is disturbed, however late that is on a busy machine."""
+
+
+class Weather(BaseModel):
+    """What is asked for, and what the tool takes."""
+
+    city: Literal["Oslo", "Rome"]
+    days: int = Field(ge=1, le=9)
+
+
+@pytest.fixture(scope="module")
+def smoke() -> Iterator[Cluster]:
+    with running_cluster("--orchestrators", "2") as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def http(smoke: Cluster) -> Iterator[openai.OpenAI]:
+    with smoke.openai() as client:
+        yield client
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_tokens_do_not_depend_on_gamma(smoke: Cluster, temperature: float) -> None:
+    options = {"temperature": temperature, "seed": 1, "max_tokens": 64, "ignore_eos": True}
+    with Client(smoke.grpc) as client:
+        plain = client.complete(PROMPT, gamma=0, **options)
+        fixed = undisturbed(lambda: client.complete(PROMPT, gamma=4, **options), is_without_model)
+        adaptive = client.complete(PROMPT, gamma="adaptive", **options)
+        streamed = [token for chunk in client.generate(PROMPT, **options) for token in chunk.tokens]
+    expected = [token.token_id for token in plain.tokens]
+    assert len(expected) == 64
+    for tokens in (fixed.tokens, adaptive.tokens, streamed):
+        assert [token.token_id for token in tokens] == expected
+    assert (plain.summary.drafted_tokens, plain.summary.cycles) == (0, 64)
+    assert fixed.summary.accepted_tokens > 0
+
+
+def test_chat_streams_what_it_answers(http: openai.OpenAI) -> None:
+    options = {"model": "demo", "messages": MESSAGES, "max_tokens": 24, "seed": 5}
+    whole = http.chat.completions.create(**options)
+    chunks = list(http.chat.completions.create(**options, stream=True))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert text == whole.choices[0].message.content != ""
+    assert chunks[-1].gammaray["token_ids"] == whole.gammaray["token_ids"]
+
+
+def test_json_schema_and_tool_call_are_valid(http: openai.OpenAI) -> None:
+    options = {"model": "", "messages": MESSAGES, "seed": 1, "max_tokens": 128}
+    answer = http.chat.completions.parse(**options, response_format=Weather)
+    assert isinstance(answer.choices[0].message.parsed, Weather)
+    tool = openai.pydantic_function_tool(Weather)
+    named = {"type": "function", "function": {"name": "Weather"}}
+    (choice,) = http.chat.completions.parse(**options, tools=[tool], tool_choice=named).choices
+    (call,) = choice.message.tool_calls
+    assert choice.finish_reason == "tool_calls"
+    assert isinstance(call.function.parsed_arguments, Weather)
+
+
+def emitted_tokens(cluster: Cluster) -> float:
+    """Return how many tokens the orchestrators counted, by the metrics that Prometheus finds."""
+    with urllib.request.urlopen(f"{cluster.http}/metrics/targets", timeout=30) as answer:
+        targets = [entry["targets"][0] for entry in json.load(answer) if is_orchestrator(entry)]
+    assert len(targets) == 2
+    total = 0.0
+    for target in targets:
+        with urllib.request.urlopen(f"http://{target}/metrics", timeout=30) as answer:
+            families = list(text_string_to_metric_families(answer.read().decode()))
+        samples = [sample for family in families for sample in family.samples]
+        total += sum(sample.value for sample in samples if sample.name == "gammaray_tokens_total")
+    return total
+
+
+def is_orchestrator(entry: dict) -> bool:
+    return entry["labels"]["process"] == "orchestrator"
+
+
+def test_metrics_count_every_token_once(smoke: Cluster) -> None:
+    smoke.wait_until_idle()
+    before = emitted_tokens(smoke)
+    with Client(smoke.grpc) as client:
+        for seed in range(4):
+            client.complete(PROMPT, max_tokens=16, seed=seed, ignore_eos=True)
+    assert eventually(lambda: emitted_tokens(smoke) == before + 64), emitted_tokens(smoke) - before
+
+
+def test_stream_survives_the_loss_of_the_draft_worker_which_is_replaced(smoke: Cluster) -> None:
+    options = {"max_tokens": NUM_TOKENS, "seed": 3, "ignore_eos": True, "gamma": 4}
+    with Client(smoke.grpc) as client:
+        expected = [token.token_id for token in client.complete(PROMPT, **{**options, "gamma": 0}).tokens]
+        undisturbed(lambda: client.complete(PROMPT, **options), is_without_model)
+        (drafter,) = [process for process in client.status() if process.role == "draft"]
+        stream = client.generate(PROMPT, **options)
+        tokens = list(next(stream).tokens)
+        kill([psutil.Process(drafter.pid)], signal.SIGKILL)
+        tokens += [token for chunk in stream for token in chunk.tokens]
+        assert [token.token_id for token in tokens] == expected
+
+        def is_replaced() -> bool:
+            found = [process for process in client.status(timeout_s=30) if process.role == "draft"]
+            serving = [process for process in found if process.healthy and process.pid != drafter.pid]
+            return bool(serving) and not is_without_model(client.complete(PROMPT, **options))
+
+        assert eventually(is_replaced, RECOVERY_S)
+
+
+async def test_streams_survive_the_loss_of_every_orchestrator(smoke: Cluster) -> None:
+    serving = await asyncio.to_thread(two_orchestrators, smoke)
+    body = {"prompt": PROMPT, "max_tokens": NUM_HTTP_TOKENS, "ignore_eos": True, "seed": 5}
+    begun: dict[str, int] = {}
+    all_begun = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    temperatures = (0.0, 1.0)
+
+    def note(name: str) -> None:
+        begun[name] = begun.get(name, 0) + 1
+        if len(begun) == 1 + len(temperatures) and min(begun.values()) >= 4:
+            loop.call_soon_threadsafe(all_begun.set)
+
+    async with AsyncClient(smoke.grpc, retry=PATIENT) as client:
+
+        async def sdk_stream(temperature: float) -> tuple[list[int], str, int]:
+            """Return token ids, text and how often the session changed hands, plus one."""
+            tokens, text, name = [], "", ""
+            options = {"temperature": temperature, "seed": 7, "max_tokens": NUM_TOKENS, "ignore_eos": True}
+            async for chunk in client.generate(PROMPT, **options):
+                assert chunk.offset == len(tokens)
+                tokens += [token.token_id for token in chunk.tokens]
+                text, name = text + chunk.text, chunk.session_id
+                note(str(temperature))
+            session, _ = await client.get_session(name, timeout_s=60)
+            return tokens, text, session.epoch
+
+        def http_stream() -> tuple[str, list[int], int]:
+            return stream_over_http(smoke, "/v1/completions", body, lambda: note("http"))
+
+        async def all_streams() -> tuple[list[tuple[list[int], str, int]], tuple[str, list[int], int]]:
+            *over_sdk, over_http = await asyncio.gather(
+                *(sdk_stream(temperature) for temperature in temperatures), asyncio.to_thread(http_stream)
+            )
+            return over_sdk, over_http
+
+        whole, (http_text, http_ids, connections) = await all_streams()
+        assert (connections, len(http_ids)) == (1, NUM_HTTP_TOKENS)
+        begun.clear()
+        all_begun.clear()
+        running = asyncio.create_task(all_streams())
+        await asyncio.wait_for(all_begun.wait(), RECOVERY_S)
+        kill(serving, signal.SIGKILL)
+        assert not running.done(), "too late to disturb anything"
+        again, (text_again, ids_again, connections) = await running
+    assert [stream[:2] for stream in again] == [stream[:2] for stream in whole]
+    assert max(epoch for *_, epoch in again) > 1, "no stream changed hands"
+    assert (text_again, ids_again) == (http_text, http_ids)
+    assert connections > 1
+    await asyncio.to_thread(smoke.wait_until_idle)
+
+
+def is_unmarked(process: psutil.Process) -> bool:
+    """Whether this is a process of Ray's that runs and does not have the mark; one that ended has nothing."""
+    with suppress(OSError, psutil.Error):
+        environment = Path(f"/proc/{process.pid}/environ").read_bytes()
+        return process.name().startswith("ray::") and MARK.encode() not in environment and runs(process)
+    return False
+
+
+def test_no_process_outlives_a_killed_launcher(smoke: Cluster) -> None:
+    """This is the last test that needs the cluster."""
+    below = smoke.processes()
+    assert len(below) > 6
+    # The guardian knows Ray's processes by the mark, whatever they do to their titles.
+    assert [process for process in below if is_unmarked(process)] == []
+    smoke.launcher.send_signal(signal.SIGKILL)
+    smoke.launcher.wait(STOP_TIMEOUT_S)
+    assert wait_until_gone(below, STOP_TIMEOUT_S) == []
