@@ -70,6 +70,7 @@ lint: install  ## ruff, mypy strict, buf, hadolint, generated files are fresh
 	$(BIN)/python helm/dashboard.py --check
 	$(BIN)/python docs/make_metrics.py --check
 	$(BIN)/python docs/make_telemetry.py --check
+	$(BIN)/python docs/make_benchmarks.py --check
 	$(BIN)/hadolint docker/Dockerfile
 
 chart: install  ## regenerate the chart's schema, defaults and README from the package and values.yaml
