@@ -34,6 +34,9 @@ _OF_CHART = {
 }
 """Settings that the templates set; values must not contain them."""
 
+_QUANTITY = {"pattern": "^[0-9]+([.][0-9]+)?(m|k|[KMGTPE]i|[MGTPE]|[eE][0-9]+)?$"}
+_QUANTITIES = {"type": "object", "additionalProperties": {"type": ["string", "number"], **_QUANTITY}}
+
 _TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", dict: "object", list: "array"}
 
 
@@ -73,6 +76,13 @@ def _schema_of(value: Value) -> dict[str, Any]:
             "additionalProperties": False,
             "properties": {"name": {"type": "string"}, "key": {"type": "string", "minLength": 1}},
         }
+    if value.path[-1] == "resources":
+        schema |= {
+            "additionalProperties": False,
+            "properties": {"requests": _QUANTITIES, "limits": _QUANTITIES, "claims": {"type": "array"}},
+        }
+    if value.path[-1].lower().endswith("size"):
+        schema |= _QUANTITY
     return schema | value.constraints
 
 

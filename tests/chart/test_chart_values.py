@@ -92,6 +92,10 @@ def test_schema_takes_every_variant(values):
         ({"service": {"type": "Loadbalancer"}}, "type"),
         ({"telemetry": {"traceShare": 2}}, "traceShare"),
         ({"image": {"pullPolicy": "Sometimes"}}, "pullPolicy"),
+        ({"redis": {"size": "8gb"}}, "size"),
+        ({"head": {"resources": {"limits": {"memory": "4 GiB"}}}}, "memory"),
+        ({"helmTest": {"resources": {"limit": {}}}}, "limit"),
+        ({"monitoring": {"interval": "often"}}, "interval"),
     ],
 )
 def test_schema_rejects_values_and_names_them(values, reason):
