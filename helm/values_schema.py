@@ -26,7 +26,7 @@ OVERRIDES = {
     "redis.passwordJob": _OF_ALL_PODS,
     "helmTest": _OF_ALL_PODS,
 }
-"""Values of `pods` that components other than Ray pods may override. Those with an environment connect to other networks."""
+"""Values of `pods` that components without Ray override. Those with an environment connect to other networks."""
 
 _OF_CHART = {
     *("model", "device", "listen", "advertise", "redis_url", "redis_password", "api_keys_file"),
@@ -49,7 +49,7 @@ def values_schema(values: list[Value]) -> dict[str, Any]:
             parent = parent["properties"][key]
         parent["properties"][value.path[-1]] = _schema_of(value)
     pods = top["properties"]["pods"]["properties"]
-    for path, names in {**dict.fromkeys(ROLES, set(pods)), **OVERRIDES}.items():
+    for path, names in {**{role: set(pods) for role in ROLES}, **OVERRIDES}.items():
         component = top
         for key in path.split("."):
             component = component["properties"][key]

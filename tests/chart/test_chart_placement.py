@@ -1,4 +1,4 @@
-"""Placement, labels and rights of every pod: as given for all pods, overridden by a component, and left out."""
+"""Placement, labels and rights of every pod: given for all pods, overridden by a component, left out."""
 
 import helm_python
 import pytest
@@ -79,6 +79,7 @@ def assert_valid(values):
         check_pod(template)
 
 
+@pytest.mark.slow
 def test_every_pod_of_every_variant_has_what_is_given_for_all_pods():
     given, seen = fields("all"), set()
     for values in VARIANTS.values():
@@ -91,6 +92,7 @@ def test_every_pod_of_every_variant_has_what_is_given_for_all_pods():
     assert seen == COMPONENTS.keys()
 
 
+@pytest.mark.slow
 def test_a_component_overrides_what_is_given_for_all_pods():
     own = merged(*(of_component(component, fields(component)) for component in COMPONENTS))
     for values in VARIANTS.values():
@@ -177,9 +179,7 @@ def test_labels_and_annotations_of_the_chart_stay():
 
 def test_every_container_of_the_chart_has_resources_that_can_be_given():
     own = {"requests": {"cpu": "3"}, "limits": {"cpu": "3", "memory": "3Gi"}}
-    values = merged(
-        EVERYTHING, *(of_component(component, {"resources": own}) for component in COMPONENTS)
-    )
+    values = merged(EVERYTHING, *(of_component(component, {"resources": own}) for component in COMPONENTS))
     for component, template in every_pod(values).items():
         spec = template["spec"]
         for entry in (*spec["containers"], *spec.get("initContainers", [])):

@@ -106,7 +106,9 @@ def test_schema_rejects_values_and_names_them(values, reason):
 def test_no_value_holds_a_secret():
     """No value is named like a secret but references to Secrets, which are a name and a key."""
     for value in read(CHART / "values.yaml"):
-        if not re.search(r"(?i)password|token|secret|api_?key|credential", value.path[-1]):
+        if value.is_section or not re.search(
+            r"(?i)password|token|secret|api_?key|credential", value.path[-1]
+        ):
             continue
         is_reference = isinstance(value.default, dict) and value.default.keys() == {"name", "key"}
         is_name = value.path[-1] in ("secretName", "pullSecrets", "orchestratorSecret", "workerSecret")

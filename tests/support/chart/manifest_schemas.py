@@ -91,7 +91,7 @@ def _own_validator(kind: str) -> Validator | None:
 
 @functools.cache
 def _kubernetes_validator(release: str, version: str, kind: str) -> Validator:
-    """Return the validator of a kind. `kubernetes_validate.validate` reads the schemas of all kinds each time."""
+    """Return the validator of a kind; `kubernetes_validate.validate` reads all schemas each time."""
     name = re.sub(r"^([^./]*)(?:\.[^/]*)?/", r"\1-", version)
     schema = _kubernetes_schema(release, f"{kind.lower()}-{name}")
     definitions = Resource.from_contents(_kubernetes_schema(release, "_definitions"))
