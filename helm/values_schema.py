@@ -26,7 +26,7 @@ OVERRIDES = {
     "redis.passwordJob": _OF_ALL_PODS,
     "helmTest": _OF_ALL_PODS,
 }
-"""Values of `pods` that components without Ray override. Those with an environment connect to other networks."""
+"""Values of `pods` that components without Ray override; those with `env` connect to other networks."""
 
 _OF_CHART = {
     *("model", "device", "listen", "advertise", "redis_url", "redis_password", "api_keys_file"),
