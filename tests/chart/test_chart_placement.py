@@ -2,7 +2,7 @@
 
 import helm_python
 import pytest
-from ray.autoscaler._private.kuberay import autoscaling_config
+from ray.autoscaler._private.kuberay.autoscaling_config import _get_num_gpus
 
 from tests.support.chart.chart_helpers import (
     COMPONENTS,
@@ -254,7 +254,7 @@ def test_pools_may_have_different_gpu_resources():
             }
             assert asked == ({expected[role]} if role in expected else set()), role
             # Ray detects names that end with "gpu" only, so the chart gives it the number.
-            counted = autoscaling_config._get_num_gpus({}, group["rayStartParams"], resources, role)
+            counted = _get_num_gpus({}, group["rayStartParams"], resources, role)
             assert (counted or 0) == expected.get(role, ("", 0))[1], role
         assert_valid(given)
 
