@@ -127,13 +127,18 @@ def render_texts(values: dict[str, Any] | None = None, name: str = RELEASE) -> d
 
     Values without an image registry get `REGISTRY`.
     """
-    rendered = chart().render({**REGISTRY, **(values or {})}, name=name, namespace=NAMESPACE)
+    return dict(_render_texts(json.dumps(values or {}), name))
+
+
+@functools.cache
+def _render_texts(values: str, name: str) -> dict[str, str]:
+    rendered = chart().render({**REGISTRY, **json.loads(values)}, name=name, namespace=NAMESPACE)
     return {Path(path).name: text for path, text in rendered.items() if text.strip()}
 
 
 @functools.cache
 def _render(values: str, name: str) -> dict[str, dict[str, Any]]:
-    texts = render_texts(json.loads(values), name)
+    texts = _render_texts(values, name)
     return {file: read_yaml(text) for file, text in texts.items() if file != "NOTES.txt"}
 
 
