@@ -178,6 +178,7 @@ def test_some_templates_are_always_rendered():
         assert render(values).keys() >= ALWAYS, variant
 
 
+@pytest.mark.slow
 def test_optional_templates_are_rendered_only_if_enabled():
     for template, (on, off) in OPTIONAL.items():
         assert template in render_texts(on), template

@@ -79,7 +79,6 @@ def assert_valid(values):
         check_pod(template)
 
 
-@pytest.mark.slow
 def test_every_pod_of_every_variant_has_what_is_given_for_all_pods():
     given, seen = fields("all"), set()
     for values in VARIANTS.values():
@@ -92,7 +91,6 @@ def test_every_pod_of_every_variant_has_what_is_given_for_all_pods():
     assert seen == COMPONENTS.keys()
 
 
-@pytest.mark.slow
 def test_a_component_overrides_what_is_given_for_all_pods():
     own = merged(*(of_component(component, fields(component)) for component in COMPONENTS))
     for values in VARIANTS.values():
