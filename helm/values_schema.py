@@ -13,11 +13,29 @@ __all__ = ["values_schema"]
 SETTINGS = (OrchestratorSettings, DraftSettings, TargetSettings, ScalingSettings)
 ROLES = ("head", "orchestrator", "draft", "target")
 
+_OF_ALL_PODS = {
+    *("annotations", "labels", "nodeSelector", "affinity", "tolerations", "priorityClassName"),
+    *("runtimeClassName", "runAsImageUser", "securityContext", "containerSecurityContext"),
+}
+_OF_CLIENTS = {*_OF_ALL_PODS, "env", "volumes", "volumeMounts"}
+OVERRIDES = {
+    "modelCache.download": _OF_CLIENTS,
+    "telemetry.collector": _OF_CLIENTS,
+    "telemetry.jaeger": _OF_ALL_PODS,
+    "redis": _OF_ALL_PODS,
+    "redis.passwordJob": _OF_ALL_PODS,
+    "helmTest": _OF_ALL_PODS,
+}
+"""Values of `pods` that components without Ray override; those with `env` connect to other networks."""
+
 _OF_CHART = {
     *("model", "device", "listen", "advertise", "redis_url", "redis_password", "api_keys_file"),
     *("metrics_listen", "tls_ca", "tls_cert", "tls_key", "target_addresses", "draft_addresses"),
 }
 """Settings that the templates set; values must not contain them."""
+
+_QUANTITY = {"pattern": "^[0-9]+([.][0-9]+)?(m|k|[KMGTPE]i|[MGTPE]|[eE][0-9]+)?$"}
+_QUANTITIES = {"type": "object", "additionalProperties": {"type": ["string", "number"], **_QUANTITY}}
 
 _TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", dict: "object", list: "array"}
 
@@ -30,8 +48,13 @@ def values_schema(values: list[Value]) -> dict[str, Any]:
         for key in value.path[:-1]:
             parent = parent["properties"][key]
         parent["properties"][value.path[-1]] = _schema_of(value)
-    for role in ROLES:
-        _inherit(top["properties"][role], top["properties"]["pods"])
+    pods = top["properties"]["pods"]["properties"]
+    for path, names in {**{role: set(pods) for role in ROLES}, **OVERRIDES}.items():
+        component = top
+        for key in path.split("."):
+            component = component["properties"][key]
+        inherited = {name: schema for name, schema in pods.items() if name in names}
+        component["properties"] = {**inherited, **component["properties"]}
     # Helm passes this key to every chart.
     top["properties"]["global"] = {"type": "object"}
     return {
@@ -53,12 +76,14 @@ def _schema_of(value: Value) -> dict[str, Any]:
             "additionalProperties": False,
             "properties": {"name": {"type": "string"}, "key": {"type": "string", "minLength": 1}},
         }
+    if value.path[-1] == "resources":
+        schema |= {
+            "additionalProperties": False,
+            "properties": {"requests": _QUANTITIES, "limits": _QUANTITIES, "claims": {"type": "array"}},
+        }
+    if value.path[-1].lower().endswith("size"):
+        schema |= _QUANTITY
     return schema | value.constraints
-
-
-def _inherit(role: dict[str, Any], pods: dict[str, Any]) -> None:
-    """Let a role override what all pods have."""
-    role["properties"] = {**pods["properties"], **role["properties"]}
 
 
 def _settings_schema(settings: type[Any]) -> dict[str, Any]:

@@ -177,6 +177,7 @@ class Hub:
         return 200, {"ETag": f'"{hash(name):x}"', "X-Repo-Commit": commit, "content-length": len(data)}, data
 
 
+@pytest.mark.slow
 def test_download_fetches_the_files_that_workers_read_and_then_writes_the_mark(tmp_path):
     from gammaray.demo_pair import resolve_model
 
@@ -201,6 +202,7 @@ def test_download_fetches_the_files_that_workers_read_and_then_writes_the_mark(t
     assert read.stdout.split() == ["2048", "2048"], read.stderr
 
 
+@pytest.mark.slow
 def test_failed_download_leaves_no_mark(tmp_path):
     only = container(passing_pods(DOWNLOADS)["models"])
     here = tmp_path / "ready" / "mark"

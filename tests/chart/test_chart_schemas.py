@@ -16,13 +16,12 @@ def everything():
     return render(VARIANTS["everything"])
 
 
-@pytest.mark.parametrize("file", sorted(everything()))
-def test_unknown_field_is_found_in_every_kind(file):
-    manifest = everything()[file]
-    check(manifest)
-    (manifest["data"] if manifest["kind"] == "Secret" else manifest.get("spec", manifest))["planted"] = {}
-    with pytest.raises(InvalidManifestError):
+def test_unknown_field_is_found_in_every_kind():
+    for manifest in everything().values():
         check(manifest)
+        manifest.get("spec", manifest)["planted"] = {}
+        with pytest.raises(InvalidManifestError, match="planted"):
+            check(manifest)
 
 
 @pytest.mark.parametrize(

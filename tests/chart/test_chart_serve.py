@@ -141,6 +141,7 @@ def test_keys_and_certificates_are_where_they_are_mounted():
         assert all(name not in settings(role) for name in ("tls_ca", "tls_cert", "tls_key", "api_keys_file"))
 
 
+@pytest.mark.slow
 def test_head_can_build_every_application_without_torch():
     """Serve builds the applications on the head, whose image has no torch."""
     import subprocess

@@ -92,6 +92,10 @@ def test_schema_takes_every_variant(values):
         ({"service": {"type": "Loadbalancer"}}, "type"),
         ({"telemetry": {"traceShare": 2}}, "traceShare"),
         ({"image": {"pullPolicy": "Sometimes"}}, "pullPolicy"),
+        ({"redis": {"size": "8gb"}}, "size"),
+        ({"head": {"resources": {"limits": {"memory": "4 GiB"}}}}, "memory"),
+        ({"helmTest": {"resources": {"limit": {}}}}, "limit"),
+        ({"monitoring": {"interval": "often"}}, "interval"),
     ],
 )
 def test_schema_rejects_values_and_names_them(values, reason):
@@ -102,7 +106,9 @@ def test_schema_rejects_values_and_names_them(values, reason):
 def test_no_value_holds_a_secret():
     """No value is named like a secret but references to Secrets, which are a name and a key."""
     for value in read(CHART / "values.yaml"):
-        if not re.search(r"(?i)password|token|secret|api_?key|credential", value.path[-1]):
+        if value.is_section or not re.search(
+            r"(?i)password|token|secret|api_?key|credential", value.path[-1]
+        ):
             continue
         is_reference = isinstance(value.default, dict) and value.default.keys() == {"name", "key"}
         is_name = value.path[-1] in ("secretName", "pullSecrets", "orchestratorSecret", "workerSecret")

@@ -1,14 +1,17 @@
-{{/* Environment of every Ray container: (dict "root" $ "component" name "values" pod values). */}}
-{{- define "gammaray.env" -}}
+{{/* The chart's own environment of every Ray container: (dict "root" $ "component" name "values" pod values). */}}
+{{- define "gammaray.rayEnv" -}}
 {{- $values := .root.Values -}}
 {{- $generated := include "gammaray.generated" .root | fromYaml -}}
 {{- range $name, $value := $generated.environment }}
-- name: {{ $name }}
+- name: {{ $name | quote }}
   value: {{ $value | quote }}
 {{- end }}
 # The only writable directories; the root file system is read-only.
 - name: HOME
   value: /tmp
+# A user that the cluster assigns has no entry in /etc/passwd, where Python otherwise looks for the name.
+- name: USER
+  value: gammaray
 - name: TRITON_CACHE_DIR
   value: /tmp/triton
 - name: HF_HOME
@@ -21,7 +24,7 @@
 {{- if .name }}
 - name: HF_TOKEN
   valueFrom:
-    secretKeyRef: {name: {{ .name }}, key: {{ .key }}}
+    secretKeyRef: {name: {{ .name | quote }}, key: {{ .key | quote }}}
 {{- end }}
 {{- end }}
 {{- if and (include "gammaray.downloads" .root) (ne .component "head") }}
@@ -30,9 +33,6 @@
   value: "1"
 {{- end }}
 {{ include "gammaray.telemetryEnv" .root }}
-{{- with .values.env }}
-{{ toYaml . }}
-{{- end }}
 {{- end -}}
 
 {{/* URL and password of the session store. */}}
@@ -41,10 +41,10 @@
 {{- if .name -}}
 - name: GAMMARAY_REDIS_URL
   valueFrom:
-    secretKeyRef: {name: {{ .name }}, key: {{ .key }}}
+    secretKeyRef: {name: {{ .name | quote }}, key: {{ .key | quote }}}
 {{- else -}}
 - name: GAMMARAY_REDIS_URL
-  value: redis://{{ include "gammaray.fullname" $ }}-redis:6379/0
+  value: {{ printf "redis://%s-redis:6379/0" (include "gammaray.fullname" $) | quote }}
 {{- end -}}
 {{- if or (not .name) $.Values.redis.passwordSecret.name }}
 # Separate from the URL, in which a password with : / @ # % or a space would need encoding.
@@ -59,9 +59,9 @@
 {{- define "gammaray.redisPasswordRef" -}}
 {{- $given := .Values.redis.passwordSecret -}}
 {{- if $given.name -}}
-{name: {{ $given.name }}, key: {{ $given.key }}}
+{name: {{ $given.name | quote }}, key: {{ $given.key | quote }}}
 {{- else -}}
-{name: {{ include "gammaray.fullname" . }}-redis, key: password}
+{name: {{ include "gammaray.fullname" . | printf "%s-redis" | quote }}, key: password}
 {{- end -}}
 {{- end -}}
 

@@ -1,7 +1,7 @@
 {{/* Gateways that a route attaches to: (dict "root" $ "listener" name). */}}
 {{- define "gammaray.parentRefs" -}}
 {{- if .root.Values.gateway.className -}}
-- name: {{ include "gammaray.fullname" .root }}
+- name: {{ include "gammaray.fullname" .root | quote }}
   sectionName: {{ .listener }}
 {{- else if .root.Values.gateway.parentRefs -}}
 {{- toYaml .root.Values.gateway.parentRefs -}}

@@ -25,67 +25,67 @@ true
 /models/ready/{{ include "gammaray.hubModels" . | sha256sum | trunc 16 }}
 {{- end -}}
 
-{{/* Init container of a Ray pod that waits for that file: (dict "root" $ "image" name). */}}
+{{/* Init container of a Ray pod that waits for that file: (dict "root" $ "component" name "image" reference). */}}
 {{- define "gammaray.waitForModels" -}}
 - name: wait-for-models
-  image: {{ include "gammaray.image" (dict "root" .root "name" .image) }}
-  imagePullPolicy: {{ .root.Values.image.pullPolicy }}
-  securityContext: {{- include "gammaray.containerSecurity" . | nindent 4 }}
+  {{- /* With the resources of the pod's container, which no limit range rejects, and without GPUs. */}}
+  {{- include "gammaray.container" (omit . "gpus") | nindent 2 }}
   command:
     - timeout
-    - {{ .root.Values.modelCache.download.timeoutSeconds | quote }}
+    - {{ .root.Values.modelCache.download.timeoutSeconds | int64 | quote }}
     - sh
     - -c
     - until [ -e "$0" ]; do sleep 2; done
     - {{ include "gammaray.modelsMark" .root }}
-  resources: {requests: {cpu: 10m, memory: 16Mi}, limits: {cpu: 100m, memory: 64Mi}}
   volumeMounts:
     - {name: models, mountPath: /models, readOnly: true}
 {{- end -}}
 
-{{/* Spec of the pod that downloads models. */}}
+{{/* The pod that downloads models. */}}
 {{- define "gammaray.downloadPod" -}}
-restartPolicy: OnFailure
-automountServiceAccountToken: false
-enableServiceLinks: false
-{{- with .Values.image.pullSecrets }}
-imagePullSecrets: {{- toYaml . | nindent 2 }}
+{{- $pod := dict "root" . "component" "models" "user" 1000 "image" (include "gammaray.image" (dict "root" . "name" "orchestrator")) -}}
+{{- $values := include "gammaray.podValues" $pod | fromYaml -}}
+metadata: {{- include "gammaray.podMetadata" $pod | nindent 2 }}
+spec:
+  restartPolicy: OnFailure
+  {{- include "gammaray.podSpec" $pod | nindent 2 }}
+  containers:
+    - name: download
+      {{- include "gammaray.container" $pod | nindent 6 }}
+      command:
+        - python
+        - -c
+        - {{ .Files.Get "files/download_models.py" | quote }}
+        - {{ include "gammaray.modelsMark" . }}
+        {{- range include "gammaray.hubModels" . | fromJsonArray }}
+        - {{ . | quote }}
+        {{- end }}
+      env: {{- include "gammaray.env" (dict "own" (include "gammaray.downloadEnv" .) "values" $values) | nindent 8 }}
+      volumeMounts:
+        - {name: tmp, mountPath: /tmp}
+        - {name: models, mountPath: /models}
+        {{- with $values.volumeMounts }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
+  volumes:
+    - name: tmp
+      emptyDir: {sizeLimit: 1Gi}
+    - name: models
+      persistentVolumeClaim:
+        claimName: {{ include "gammaray.modelsClaim" . | quote }}
+    {{- with $values.volumes }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+{{- end -}}
+
+{{- define "gammaray.downloadEnv" -}}
+- {name: HOME, value: /tmp}
+- {name: HF_HOME, value: /models/huggingface}
+{{- with .Values.huggingFaceTokenSecret }}
+{{- if .name }}
+- name: HF_TOKEN
+  valueFrom:
+    secretKeyRef: {name: {{ .name | quote }}, key: {{ .key | quote }}}
 {{- end }}
-securityContext: {{- include "gammaray.podSecurity" 1000 | nindent 2 }}
-containers:
-  - name: download
-    image: {{ include "gammaray.image" (dict "root" . "name" "orchestrator") }}
-    imagePullPolicy: {{ .Values.image.pullPolicy }}
-    securityContext: {{- include "gammaray.containerSecurity" . | nindent 6 }}
-    command:
-      - python
-      - -c
-      - {{ .Files.Get "files/download_models.py" | quote }}
-      - {{ include "gammaray.modelsMark" . }}
-      {{- range include "gammaray.hubModels" . | fromJsonArray }}
-      - {{ . | quote }}
-      {{- end }}
-    env:
-      - {name: HOME, value: /tmp}
-      - {name: HF_HOME, value: /models/huggingface}
-      {{- with .Values.huggingFaceTokenSecret }}
-      {{- if .name }}
-      - name: HF_TOKEN
-        valueFrom:
-          secretKeyRef: {name: {{ .name }}, key: {{ .key }}}
-      {{- end }}
-      {{- end }}
-      {{- with .Values.pods.env }}
-      {{- toYaml . | nindent 6 }}
-      {{- end }}
-    resources: {{- toYaml .Values.modelCache.download.resources | nindent 6 }}
-    volumeMounts:
-      - {name: tmp, mountPath: /tmp}
-      - {name: models, mountPath: /models}
-volumes:
-  - name: tmp
-    emptyDir: {sizeLimit: 1Gi}
-  - name: models
-    persistentVolumeClaim:
-      claimName: {{ .Values.modelCache.existingClaim | default (printf "%s-models" (include "gammaray.fullname" .)) }}
+{{- end }}
 {{- end -}}

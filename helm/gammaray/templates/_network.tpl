@@ -33,7 +33,7 @@
 apiVersion: networking.k8s.io/v1
 kind: NetworkPolicy
 metadata:
-  name: {{ include "gammaray.fullname" .root }}-{{ .component }}
+  name: {{ printf "%s-%s" (include "gammaray.fullname" .root) .component | quote }}
   labels: {{- include "gammaray.labels" .root | nindent 4 }}
 spec:
   podSelector:

@@ -1,141 +1,96 @@
 {{/*
-Values of one role, merged over those of all pods: (dict "root" $ "component" name). The result is YAML.
+Values of a component's pod: those of all pods, overridden by the component's own: (dict "root" $ "component" name).
+The result is YAML.
 */}}
 {{- define "gammaray.podValues" -}}
-{{- mergeOverwrite (deepCopy .root.Values.pods) (deepCopy (get .root.Values .component)) | toYaml -}}
+{{- $all := .root.Values -}}
+{{- $nested := dict "redis-password" $all.redis.passwordJob "jaeger" $all.telemetry.jaeger "collector" $all.telemetry.collector "models" $all.modelCache.download "test" $all.helmTest -}}
+{{- $own := get $nested .component | default (get $all .component) -}}
+{{- mergeOverwrite (deepCopy $all.pods) (deepCopy $own) | toYaml -}}
 {{- end -}}
 
-{{/* Ports that Ray binds; they are fixed, so that network policies can name them. */}}
-{{- define "gammaray.rayStartParams" -}}
-node-manager-port: "6380"
-object-manager-port: "6381"
-runtime-env-agent-port: "6382"
-dashboard-agent-grpc-port: "6383"
-dashboard-agent-listen-port: "52365"
-metrics-export-port: "8080"
-min-worker-port: "10002"
-max-worker-port: "19999"
-{{- end -}}
-
-{{/* A Ray pod: (dict "root" $ "component" name "image" image "gpus" number "ports" list "readiness" probe). */}}
-{{- define "gammaray.pod" -}}
+{{/* Labels and annotations of a pod: (dict "root" $ "component" name), optional "labels" and "annotations" of the chart. */}}
+{{- define "gammaray.podMetadata" -}}
 {{- $values := include "gammaray.podValues" . | fromYaml -}}
-{{- $root := .root -}}
-metadata:
-  labels:
-    {{- include "gammaray.selector" . | nindent 4 }}
-    gammaray.io/ray: "true"
-    {{- with $values.labels }}{{ toYaml . | nindent 4 }}{{ end }}
-  {{- with $values.annotations }}
-  annotations: {{- toYaml . | nindent 4 }}
-  {{- end }}
-spec:
-  serviceAccountName: {{ include "gammaray.serviceAccountName" $root }}
-  # Only Ray's autoscaler, a container in the head's pod, calls the Kubernetes API.
-  automountServiceAccountToken: {{ and (eq .component "head") (include "gammaray.scales" $root | eq "true") }}
-  enableServiceLinks: false
-  terminationGracePeriodSeconds: {{ $values.terminationGracePeriodSeconds }}
-  {{- with $values.priorityClassName }}
-  priorityClassName: {{ . }}
-  {{- end }}
-  {{- with $values.runtimeClassName }}
-  runtimeClassName: {{ . }}
-  {{- end }}
-  {{- with $root.Values.image.pullSecrets }}
-  imagePullSecrets: {{- toYaml . | nindent 4 }}
-  {{- end }}
-  {{- $selector := $values.nodeSelector | default dict -}}
-  {{- with $values.acceleratorType }}
-  {{- $selector = merge (dict $root.Values.acceleratorLabel .) $selector }}
-  {{- end }}
-  {{- with $selector }}
-  nodeSelector: {{- toYaml . | nindent 4 }}
-  {{- end }}
-  {{- with $values.affinity }}
-  affinity: {{- toYaml . | nindent 4 }}
-  {{- end }}
-  {{- with $values.tolerations }}
-  tolerations: {{- toYaml . | nindent 4 }}
-  {{- end }}
-  {{- if and $values.topologySpread.enabled (ne .component "head") }}
-  topologySpreadConstraints:
-    - maxSkew: 1
-      topologyKey: {{ $values.topologySpread.topologyKey }}
-      whenUnsatisfiable: {{ $values.topologySpread.whenUnsatisfiable }}
-      labelSelector:
-        matchLabels: {{- include "gammaray.selector" . | nindent 10 }}
-  {{- end }}
-  securityContext: {{- include "gammaray.podSecurity" 1000 | nindent 4 }}
-  {{- $waits := and (include "gammaray.downloads" $root) (ne .component "head") }}
-  {{- if or $waits $values.initContainers }}
-  initContainers:
-    {{- if $waits }}
-    {{- include "gammaray.waitForModels" . | nindent 4 }}
-    {{- end }}
-    {{- with $values.initContainers }}
-    {{- toYaml . | nindent 4 }}
-    {{- end }}
-  {{- end }}
-  containers:
-    - name: ray-{{ .component }}
-      image: {{ include "gammaray.image" (dict "root" $root "name" .image) }}
-      imagePullPolicy: {{ $root.Values.image.pullPolicy }}
-      securityContext: {{- include "gammaray.containerSecurity" . | nindent 8 }}
-      env: {{- include "gammaray.env" (dict "root" $root "component" .component "values" $values) | nindent 8 }}
-      ports:
-        - {name: metrics, containerPort: 8080}
-        {{- range $name, $port := .ports }}
-        - {name: {{ $name }}, containerPort: {{ $port }}}
-        {{- end }}
-      resources: {{- include "gammaray.resources" (dict "root" $root "resources" $values.resources "gpus" .gpus) | nindent 8 }}
-      startupProbe:
-        httpGet: {path: /api/local_raylet_healthz, port: 52365}
-        {{- toYaml $values.probes.startup | nindent 8 }}
-      livenessProbe:
-        {{- if eq .component "head" }}
-        {{- include "gammaray.headAlive" . | nindent 8 }}
-        {{- else }}
-        httpGet: {path: /api/local_raylet_healthz, port: 52365}
-        {{- end }}
-        {{- toYaml $values.probes.liveness | nindent 8 }}
-      readinessProbe:
-        {{- toYaml .readiness | nindent 8 }}
-        {{- toYaml $values.probes.readiness | nindent 8 }}
-      volumeMounts: {{- include "gammaray.volumeMounts" (dict "root" $root "component" .component "values" $values) | nindent 8 }}
-    {{- with $values.sidecars }}
-    {{- toYaml . | nindent 4 }}
-    {{- end }}
-  volumes: {{- include "gammaray.volumes" (dict "root" $root "component" .component "values" $values) | nindent 4 }}
-{{- end -}}
-
-{{/* Liveness of the head: checks the Ray node and the control service (GCS), where an httpGet probe checks only one. */}}
-{{- define "gammaray.headAlive" -}}
-exec:
-  command:
-    - python
-    - -c
-    - {{ .root.Files.Get "files/is_alive.py" | quote }}
-    - http://127.0.0.1:52365/api/local_raylet_healthz
-    - http://127.0.0.1:8265/api/gcs_healthz
+{{- $selector := include "gammaray.selector" . | fromYaml -}}
+labels: {{- merge $selector (.labels | default dict) ($values.labels | default dict) | toYaml | nindent 2 }}
+{{- with merge (.annotations | default dict) ($values.annotations | default dict) }}
+annotations: {{- toYaml . | nindent 2 }}
+{{- end }}
 {{- end -}}
 
 {{/*
-`minAvailable` of a role's disruption budget: (dict "root" $ "component" name). A RayCluster has no scale subresource,
-so with `maxUnavailable` or a percentage Kubernetes would reject every eviction and no node could be drained.
+Fields of the spec of every pod: (dict "root" $ "component" name "user" id), optional "account" (service account),
+"token" (whether to mount its token) and "gpus" (number).
 */}}
-{{- define "gammaray.minAvailable" -}}
+{{- define "gammaray.podSpec" -}}
+{{- $all := .root.Values -}}
 {{- $values := include "gammaray.podValues" . | fromYaml -}}
-{{- $least := $values.replicas | default $values.workers | toString | splitList ":" | first | int -}}
-{{- max 0 (sub $least (int $values.disruptionBudget.maxUnavailable)) -}}
+serviceAccountName: {{ .account | default (include "gammaray.serviceAccountName" .root) | quote }}
+automountServiceAccountToken: {{ .token | default false }}
+enableServiceLinks: false
+{{- with $values.priorityClassName }}
+priorityClassName: {{ . | quote }}
+{{- end }}
+{{- with $values.runtimeClassName }}
+runtimeClassName: {{ . | quote }}
+{{- end }}
+{{- with $all.image.pullSecrets }}
+imagePullSecrets: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- $selector := $values.nodeSelector | default dict }}
+{{- with $values.acceleratorType }}
+{{- $selector = merge (dict $all.acceleratorLabel .) $selector }}
+{{- end }}
+{{- with $selector }}
+nodeSelector: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $values.affinity }}
+affinity: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- $tolerations := $values.tolerations | default list }}
+{{- if .gpus }}
+{{- $tolerations = concat $tolerations $all.gpuTolerations | uniq }}
+{{- end }}
+{{- with $tolerations }}
+tolerations: {{- toYaml . | nindent 2 }}
+{{- end }}
+securityContext: {{- include "gammaray.podSecurity" (dict "values" $values "user" .user) | nindent 2 }}
 {{- end -}}
 
-{{/* Requests and limits, GPUs included. */}}
+{{/* Fields of the first container of every pod: (dict "root" $ "component" name "image" reference), optional "gpus". */}}
+{{- define "gammaray.container" -}}
+{{- $values := include "gammaray.podValues" . | fromYaml -}}
+image: {{ .image | quote }}
+imagePullPolicy: {{ .root.Values.image.pullPolicy | quote }}
+securityContext: {{- include "gammaray.containerSecurity" $values | nindent 2 }}
+resources: {{- include "gammaray.resources" (dict "root" .root "values" $values "gpus" .gpus) | nindent 2 }}
+{{- end -}}
+
+{{/* Environment of a container: the chart's "own" entries (YAML), and those in the "values" of its pod, which replace them. */}}
+{{- define "gammaray.env" -}}
+{{- $given := .values.env | default list -}}
+{{- $names := list -}}
+{{- range $given -}}
+{{- $names = append $names .name -}}
+{{- end -}}
+{{- $entries := list -}}
+{{- range .own | fromYamlArray -}}
+{{- if not (has .name $names) -}}
+{{- $entries = append $entries . -}}
+{{- end -}}
+{{- end -}}
+{{- concat $entries $given | toYaml -}}
+{{- end -}}
+
+{{/* Requests and limits, GPUs included: (dict "root" $ "values" pod values "gpus" number or nil). */}}
 {{- define "gammaray.resources" -}}
-{{- $resources := deepCopy .resources -}}
+{{- $resources := deepCopy .values.resources -}}
 {{- if .gpus -}}
+{{- $name := .values.gpuResource | default .root.Values.gpuResource -}}
 {{- $count := toString .gpus -}}
 {{- range $kind := list "limits" "requests" -}}
-{{- $_ := set $resources $kind (set (get $resources $kind | default dict) $.root.Values.gpuResource $count) -}}
+{{- $_ := set $resources $kind (set (get $resources $kind | default dict) $name $count) -}}
 {{- end -}}
 {{- end -}}
 {{- toYaml $resources -}}

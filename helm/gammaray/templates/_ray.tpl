@@ -8,16 +8,16 @@
 {{- $given := .Values.ray.faultTolerance -}}
 {{- $bundled := not .Values.redis.urlSecret.name -}}
 {{- if $given.redisAddress -}}
-redisAddress: {{ $given.redisAddress }}
+redisAddress: {{ $given.redisAddress | quote }}
 {{- with $given.passwordSecret }}
 {{- if .name }}
 redisPassword:
   valueFrom:
-    secretKeyRef: {name: {{ .name }}, key: {{ .key }}}
+    secretKeyRef: {name: {{ .name | quote }}, key: {{ .key | quote }}}
 {{- end }}
 {{- end }}
 {{- else if $bundled -}}
-redisAddress: {{ include "gammaray.fullname" . }}-redis:6379
+redisAddress: {{ include "gammaray.fullname" . | printf "%s-redis:6379" | quote }}
 redisPassword:
   valueFrom:
     secretKeyRef: {{ include "gammaray.redisPasswordRef" . }}

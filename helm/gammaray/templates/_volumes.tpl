@@ -2,34 +2,34 @@
 {{- define "gammaray.volumes" -}}
 {{- $values := .root.Values -}}
 - name: tmp
-  emptyDir: {sizeLimit: {{ .values.tmpSize }}}
+  emptyDir: {sizeLimit: {{ .values.tmpSize | quote }}}
 - name: models
   {{- if $values.modelCache.enabled }}
   persistentVolumeClaim:
-    claimName: {{ $values.modelCache.existingClaim | default (printf "%s-models" (include "gammaray.fullname" .root)) }}
+    claimName: {{ include "gammaray.modelsClaim" .root | quote }}
   {{- else }}
-  emptyDir: {sizeLimit: {{ .values.modelsSize }}}
+  emptyDir: {sizeLimit: {{ .values.modelsSize | quote }}}
   {{- end }}
 {{- if eq .component "head" }}
 - name: serve
   configMap:
-    name: {{ include "gammaray.fullname" .root }}-serve
+    name: {{ include "gammaray.fullname" .root | printf "%s-serve" | quote }}
 {{- end }}
 {{- if and (eq .component "orchestrator") $values.apiKeysSecret.name }}
 - name: api-keys
   secret:
-    secretName: {{ $values.apiKeysSecret.name }}
+    secretName: {{ $values.apiKeysSecret.name | quote }}
 {{- end }}
 {{- if and (eq .component "orchestrator") $values.draftServer.keySecret.name }}
 - name: draft-server-key
   secret:
-    secretName: {{ $values.draftServer.keySecret.name }}
+    secretName: {{ $values.draftServer.keySecret.name | quote }}
 {{- end }}
 {{- if and $values.workerTls.enabled (ne .component "head") }}
 {{- $holder := ternary "orchestrator" "worker" (eq .component "orchestrator") }}
 - name: worker-tls
   secret:
-    secretName: {{ include "gammaray.workerTlsSecret" (dict "root" .root "holder" $holder) }}
+    secretName: {{ include "gammaray.workerTlsSecret" (dict "root" .root "holder" $holder) | quote }}
 {{- end }}
 {{- with .values.volumes }}
 {{ toYaml . }}
@@ -55,4 +55,16 @@
 {{- with .values.volumeMounts }}
 {{ toYaml . }}
 {{- end }}
+{{- end -}}
+
+{{/* Name of the claim with the shared models. */}}
+{{- define "gammaray.modelsClaim" -}}
+{{- .Values.modelCache.existingClaim | default (printf "%s-models" (include "gammaray.fullname" .)) -}}
+{{- end -}}
+
+{{/* Storage class of a claim, given as a string; as in Helm's own charts, "-" is no class. */}}
+{{- define "gammaray.storageClass" -}}
+{{- with . -}}
+storageClassName: {{ ternary "" . (eq . "-") | quote }}
+{{- end -}}
 {{- end -}}

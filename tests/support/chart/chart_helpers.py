@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,16 @@ EXAMPLES = sorted((CHART / "examples").glob("*.yaml"))
 RELEASE, NAMESPACE = "demo", "somewhere"
 NAME = "demo-gammaray"
 ROLES = ("head", "orchestrator", "draft", "target")
+COMPONENTS: dict[str, tuple[str, ...]] = {
+    **{role: (role,) for role in ROLES},
+    "redis": ("redis",),
+    "redis-password": ("redis", "passwordJob"),
+    "models": ("modelCache", "download"),
+    "test": ("helmTest",),
+    "jaeger": ("telemetry", "jaeger"),
+    "collector": ("telemetry", "collector"),
+}
+"""Every component with pods -> the key of its values."""
 
 REGISTRY: dict[str, Any] = {"image": {"registry": "registry.example.com/gammaray"}}
 """What every variant needs, since no image of gammaray is published."""
@@ -93,6 +104,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+class KubernetesLoader(yaml.CSafeLoader):
+    """Reads YAML like Kubernetes, to which also `1e3` is a number."""
+
+
+KubernetesLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def read_yaml(text: str) -> Any:
+    return yaml.load(text, KubernetesLoader)
+
+
 @functools.cache
 def chart() -> helm_python.Chart:
     return helm_python.Chart.load(CHART)
@@ -103,14 +127,19 @@ def render_texts(values: dict[str, Any] | None = None, name: str = RELEASE) -> d
 
     Values without an image registry get `REGISTRY`.
     """
-    rendered = chart().render({**REGISTRY, **(values or {})}, name=name, namespace=NAMESPACE)
+    return dict(_render_texts(json.dumps(values or {}), name))
+
+
+@functools.cache
+def _render_texts(values: str, name: str) -> dict[str, str]:
+    rendered = chart().render({**REGISTRY, **json.loads(values)}, name=name, namespace=NAMESPACE)
     return {Path(path).name: text for path, text in rendered.items() if text.strip()}
 
 
 @functools.cache
 def _render(values: str, name: str) -> dict[str, dict[str, Any]]:
-    texts = render_texts(json.loads(values), name)
-    return {file: yaml.safe_load(text) for file, text in texts.items() if file != "NOTES.txt"}
+    texts = _render_texts(values, name)
+    return {file: read_yaml(text) for file, text in texts.items() if file != "NOTES.txt"}
 
 
 def render(values: dict[str, Any] | None = None, name: str = RELEASE) -> dict[str, dict[str, Any]]:
@@ -147,6 +176,18 @@ def pods(values: dict[str, Any] | None = None) -> dict[str, dict[str, Any]]:
             template = manifest["spec"]["template"]
             found[template["metadata"]["labels"]["app.kubernetes.io/component"]] = template
     return found
+
+
+def every_pod(values: dict[str, Any] | None = None) -> dict[str, dict[str, Any]]:
+    """Return the template of every kind of pod of the release, by component."""
+    return {**pods(values), **passing_pods(values)}
+
+
+def of_component(component: str, values: dict[str, Any]) -> dict[str, Any]:
+    """Return values for one component's pods, under its key."""
+    for key in reversed(COMPONENTS[component]):
+        values = {key: values}
+    return values
 
 
 def container(template: dict[str, Any]) -> dict[str, Any]:

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from pathlib import Path
 from typing import Any
 
-import jsonschema
-import kubernetes_validate
 import pytest
 import yaml
+from jsonschema import Draft202012Validator
+from jsonschema.protocols import Validator
+from kubernetes_validate import utils as schemas
+from referencing import Registry, Resource
 
 from tests.support.chart.chart_helpers import ROOT
 
@@ -46,15 +49,16 @@ def check(manifest: dict[str, Any]) -> None:
     version, kind = manifest.get("apiVersion"), manifest.get("kind")
     if not version or not kind:
         raise InvalidManifestError(f"no manifest: {sorted(manifest)}")
-    if own := _own_schema(f"{version}/{kind}"):
+    if own := _own_validator(f"{version}/{kind}"):
         _check_by(own, manifest)
         _check_metadata(manifest)
         return
     for release in KUBERNETES_VERSIONS:
         try:
-            kubernetes_validate.validate(manifest, release, strict=True)
-        except (kubernetes_validate.ValidationError, kubernetes_validate.SchemaNotFoundError) as error:
-            raise InvalidManifestError(f"Kubernetes {release}: {error!r}") from None
+            validator = _kubernetes_validator(release, version, kind)
+        except FileNotFoundError:
+            raise InvalidManifestError(f"Kubernetes {release}: no kind {kind} in {version}") from None
+        _check_by(validator, manifest)
 
 
 def check_pod(template: dict[str, Any]) -> None:
@@ -65,11 +69,11 @@ def check_pod(template: dict[str, Any]) -> None:
 
 def check_by_kuberay(manifest: dict[str, Any]) -> None:
     """Check a RayService against KubeRay's schema, made strict."""
-    _check_by(_kuberay_schema(), manifest)
+    _check_by(_kuberay_validator(), manifest)
 
 
-def _check_by(schema: dict[str, Any], manifest: dict[str, Any]) -> None:
-    errors = sorted(jsonschema.Draft202012Validator(schema).iter_errors(manifest), key=str)
+def _check_by(validator: Validator, manifest: dict[str, Any]) -> None:
+    errors = sorted(validator.iter_errors(manifest), key=str)
     if errors:
         raise InvalidManifestError("; ".join(f"{error.json_path}: {error.message}" for error in errors))
 
@@ -80,18 +84,34 @@ def _check_metadata(manifest: dict[str, Any]) -> None:
 
 
 @functools.cache
-def _own_schema(kind: str) -> dict[str, Any] | None:
+def _own_validator(kind: str) -> Validator | None:
     path = SCHEMAS / f"{kind.replace('/', '_')}.yaml"
-    return yaml.safe_load(path.read_text()) if path.is_file() else None
+    return Draft202012Validator(yaml.safe_load(path.read_text())) if path.is_file() else None
 
 
 @functools.cache
-def _kuberay_schema() -> dict[str, Any]:
+def _kubernetes_validator(release: str, version: str, kind: str) -> Validator:
+    """Return the validator of a kind; `kubernetes_validate.validate` reads all schemas each time."""
+    name = re.sub(r"^([^./]*)(?:\.[^/]*)?/", r"\1-", version)
+    schema = _kubernetes_schema(release, f"{kind.lower()}-{name}")
+    definitions = Resource.from_contents(_kubernetes_schema(release, "_definitions"))
+    return Draft202012Validator(schema, registry=definitions @ Registry())
+
+
+@functools.cache
+def _kubernetes_schema(release: str, name: str) -> Any:
+    (folder,) = {found for found in schemas.all_versions() if schemas.major_minor(found) == release}
+    path = f"kubernetes-json-schema/v{folder}-local-strict/{name}.json"
+    return schemas.schema_contents(path, release)
+
+
+@functools.cache
+def _kuberay_validator() -> Validator:
     crd = yaml.load(KUBERAY_CRD.read_text(), yaml.CSafeLoader)
     (version,) = [version for version in crd["spec"]["versions"] if version["name"] == "v1"]
     schema: dict[str, Any] = version["schema"]["openAPIV3Schema"]
     schema["properties"]["metadata"] = {"type": "object"}
-    return _strict(schema)
+    return Draft202012Validator(_strict(schema))
 
 
 def _strict(schema: Any) -> Any:

@@ -22,6 +22,7 @@ ACCESSES = [
     "client._controller",
     "from ray._private import ray_constants",
     "from ray.autoscaler._private.kuberay.autoscaling_config import _get_custom_resources",
+    "from ray.autoscaler._private.kuberay.autoscaling_config import _get_num_gpus",
     "from ray.serve._private import constants",
     "from ray.serve.context import _get_global_client",
     "from torch.utils._python_dispatch import TorchDispatchMode",
