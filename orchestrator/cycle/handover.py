@@ -24,7 +24,7 @@ class SessionHandover:
     """Hints for the next owner: without them the tokens are the same, and generation is slower at first.
 
     The workers' addresses save the prefill of all tokens. The acceptance raises the tokens per second of the
-    first eight cycles by 1 to 14 % on a replica that has served other sessions (docs/performance.md).
+    first eight cycles by 1 to 14 % on a replica that has served other sessions (docs/lab.md).
 
     Args:
         counters: Counters of the turn so far; the last few cycles before the takeover may be missing.

@@ -16,7 +16,7 @@ __all__ = ["PromptLookup"]
 LONGEST, SHORTEST = 4, 1
 """N-gram lengths that are looked up; the longest match wins. What follows an earlier occurrence of a single
 token agrees in 22 % of the cases on SmolLM2's greedy text, and pays where a row costs little
-(docs/performance.md)."""
+(docs/lab.md)."""
 
 MAX_INDEXED = 16_384
 """Latest tokens that are indexed at the start: building the index blocks the event loop."""

@@ -29,7 +29,7 @@ LENGTHS = (1, 2, 3, 4, 8, 16, 32)
 PRIORS = {1: 0.2, 2: 0.5}
 """Acceptance after short matches before any proposal, by length. On SmolLM2's greedy text the token after an
 earlier single token agrees in 22 % of the cases, after two in 51 %, after four or more in 88 %
-(docs/performance.md). A prediction has no such prior: its first tokens are as likely as its others."""
+(docs/lab.md). A prediction has no such prior: its first tokens are as likely as its others."""
 
 PRIOR = 0.7
 """Acceptance of other proposals before any."""

@@ -22,7 +22,7 @@ __all__ = ["AdaptiveGamma"]
 
 FIRST_GAMMA = 4
 """Gamma of the first cycles, while no costs are known: about the best fixed gamma of the simulated worlds (3
-for chains, 4 with trees and under load; docs/performance.md)."""
+for chains, 4 with trees and under load; docs/lab.md)."""
 
 STRENGTH = 8.0
 """Weight of the replica's acceptance in a session's own, in tested tokens: half of it after about three
