@@ -1,10 +1,10 @@
-"""Keeps the keys of JSON objects apart while a completion is generated, which a context-free grammar cannot.
+"""Keeps the keys of JSON objects apart while a completion is generated, which no context-free grammar can.
 
-llguidance writes each property that a schema lists at most once. It does not compare keys that a schema leaves
-open (`additionalProperties`, `patternProperties`), and does not decode escapes: `"a"` may come twice, and so
-may `"a"` and `"\\u0061"`. A parser then keeps the last value, which may match another schema, and counts fewer
-properties. The guard forbids the token that completes a repeated key, and escapes in keys but for those
-that JSON requires, as `json.dumps(..., ensure_ascii=False)` writes them. So equal keys have equal texts.
+llguidance writes each property that a schema lists at most once. It does not compare keys that a schema
+leaves open (`additionalProperties`, `patternProperties`) and does not decode escapes: `"a"` may come twice,
+and so may `"a"` and `"\\u0061"`. A parser then keeps the last value, which may match another schema, and
+counts fewer properties. The guard forbids the token that completes a repeated key, and escapes in keys unless
+JSON requires them, as in `json.dumps(..., ensure_ascii=False)`. So equal keys have equal texts.
 
 Like the state of a grammar, that of the guard is a function of the tokens of the completion.
 """

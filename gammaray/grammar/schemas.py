@@ -1,7 +1,7 @@
 """Prepares a JSON schema for llguidance, so that every text of its grammar matches the schema.
 
-Keywords that restrict nothing are dropped, some others are rewritten as keywords that llguidance knows, and what
-cannot be followed exactly is refused with its place in the schema.
+Keywords that restrict nothing are dropped, some others are rewritten as keywords that llguidance knows, and
+what cannot be followed exactly is refused with its place in the schema.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Sequence
+from types import NoneType
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
@@ -23,7 +24,7 @@ MAX_CONSTANT = 2**53
 """Upper bound of the absolute value of numbers in `const` and `enum`."""
 
 KEYS_KEYWORD = "x-unique-keys"
-"""Keyword of schemas in grammars that keeps keys apart, see `gammaray.grammar.keys`; has one of two values:"""
+"""Keyword of schemas in grammars that asks to keep keys apart, see `gammaray.grammar.keys`. Its values:"""
 
 FREE_KEYS = "free"
 """Whatever a key begins with, it can go on in endlessly many ways."""
@@ -32,7 +33,10 @@ BOUNDED_KEYS = "bounded"
 """An object may have all keys that are possible, or all that begin alike."""
 
 _MAX_BOUND = 2**63 - 1024  # the largest number of 64 bits that a float has exactly
+_MAX_LENGTH = 2**31 - 1  # longer than any completion
 _FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+
+_TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 
 # Keywords with one schema, with a list of schemas, and with schemas by name.
 _ONE = (
@@ -40,7 +44,7 @@ _ONE = (
     *("else", "unevaluatedItems", "unevaluatedProperties"),
 )
 _SEVERAL = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
-_NAMED = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
+_NAMED = ("properties", "patternProperties", "dependentSchemas")
 
 _ANNOTATIONS = frozenset(
     [
@@ -87,18 +91,22 @@ def prepare(root: dict[str, Any], field: str) -> None:
     """
     for part in reversed(_parts(root, root, field)):
         _Simplifier(part, root, field).simplify()
-    schemas = [part.schema for part in _parts(root, root, field)]
-    if not any(map(_is_scattered, schemas)):
+    parts = _parts(root, root, field)
+    schemas = [part.schema for part in parts]
+    is_scattered = any(map(_is_scattered, schemas))
+    if not is_scattered:
         _close(schemas, root, field)
+    for schema in schemas:
+        _merge_options(schema, root)
     is_bounded = any(map(_has_bounded_keys, schemas))
-    if is_bounded:
-        _check_counts(_parts(root, root, field), field)
+    for part in parts:
+        _check_counts(part, field, is_scattered=is_scattered, is_bounded=is_bounded)
     if is_bounded or any(map(_has_free_keys, schemas)):
         root[KEYS_KEYWORD] = BOUNDED_KEYS if is_bounded else FREE_KEYS
 
 
 def _parts(start: Any, root: dict[str, Any], field: str) -> list[_Part]:
-    """Return a schema with all schemas in it, and those that references in them lead to."""
+    """Return a schema with the schemas that describe parts of its values, also by references."""
     found: dict[int, _Part] = {}
     starts: list[tuple[str, Any]] = [("", start)]
     while starts:
@@ -113,10 +121,7 @@ def _parts(start: Any, root: dict[str, Any], field: str) -> list[_Part]:
                 allowed = f"{MAX_DEPTH} levels"
                 raise InvalidArgumentError(field, "a schema that is nested too deeply", allowed)
             found.update((id(part.schema), part) for part in own)
-            starts += [
-                (part.schema["$ref"].lstrip("#/").replace("/", "."), _target(part.schema, root)) for part in own
-                if isinstance(part.schema.get("$ref"), str)
-            ]  # fmt: skip
+            starts += [_referenced(part.schema, root) for part in own if "$ref" in part.schema]
             level = [inner for part in own for inner in _inner(part)]
     return list(found.values())
 
@@ -129,11 +134,16 @@ def _inner(part: _Part) -> Iterator[tuple[str, Any]]:
     for name in _SEVERAL:
         schemas = part.schema.get(name)
         for index, schema in enumerate(schemas if isinstance(schemas, list) else ()):
-            yield f"{path}{name}[{index}]", schema
+            yield f"{path}{name}.{index}", schema
     for name in _NAMED:
         by_name = part.schema.get(name)
         for key, schema in by_name.items() if isinstance(by_name, dict) else ():
             yield f"{path}{name}.{key}", schema
+
+
+def _referenced(schema: dict[str, Any], root: dict[str, Any]) -> tuple[str, Any]:
+    """Return the path and the value that the reference of a schema leads to."""
+    return str(schema["$ref"]).lstrip("#/").replace("/", "."), _target(schema, root)
 
 
 def _target(schema: dict[str, Any], root: dict[str, Any]) -> Any:
@@ -154,7 +164,7 @@ def _target(schema: dict[str, Any], root: dict[str, Any]) -> Any:
 
 
 class _Simplifier:
-    """Drops and rewrites keywords of one schema, and refuses what remains of those that cannot be followed."""
+    """Drops and rewrites keywords of one schema, and refuses those that then cannot be followed."""
 
     def __init__(self, part: _Part, root: dict[str, Any], field: str) -> None:
         self._schema, self._root = part.schema, root
@@ -162,6 +172,10 @@ class _Simplifier:
 
     def simplify(self) -> None:
         schema = self._schema
+        types = schema.get("type", [])
+        for name in types if isinstance(types, list) else [types]:
+            if name not in _TYPES:
+                self._refuse("type", ", ".join(_TYPES))
         for kind, keywords in _KINDS.items():
             if not _admits(schema, kind):
                 self._drop(*keywords)
@@ -173,8 +187,7 @@ class _Simplifier:
         self._constants()
         if "format" in schema and schema["format"] not in _FORMATS:
             del schema["format"]
-        if isinstance(schema.get("pattern"), str):
-            schema["pattern"] = _PATTERNS.get(schema["pattern"], schema["pattern"])
+        self._pattern()
         self._array()
         self._logic()
         self._dependencies()
@@ -185,12 +198,25 @@ class _Simplifier:
             if keyword in schema:
                 self._refuse(keyword, "references by $ref")
 
+    def _pattern(self) -> None:
+        pattern = self._schema.get("pattern")
+        if not isinstance(pattern, str):
+            return
+        self._schema["pattern"] = pattern = _PATTERNS.get(pattern, pattern)
+        marks = _marks(pattern)
+        around = [sign for sign in ("(?=", "(?!", "(?<=", "(?<!") if sign in "".join(marks)]
+        around += [mark for mark in marks if mark[:1] == "\\" and mark[1:] in "bB123456789"]
+        if around:
+            self._refuse("pattern", f"a regular expression without {around[0]}")
+
     def _lengths(self) -> None:
         for name in ("Length", "Items", "Properties"):
             for keyword in (f"min{name}", f"max{name}"):
                 value = self._schema.get(keyword)
                 if isinstance(value, float) and value.is_integer():
-                    self._schema[keyword] = int(value)
+                    self._schema[keyword] = value = int(value)
+                if keyword[:3] == "max" and isinstance(value, int):
+                    self._schema[keyword] = min(value, _MAX_LENGTH)
 
     def _bounds(self) -> None:
         """Make bounds exact, as llguidance reads them as floats and counts in 64 bits."""
@@ -260,7 +286,7 @@ class _Simplifier:
                 self._refuse(keyword, "required or anyOf")
 
     def _unevaluated(self, keyword: str, here: str) -> None:
-        """Rewrite a keyword about what no other keyword describes, if that is described in this place only."""
+        """Rewrite a keyword about what no other keyword describes, if all of that is described here."""
         schema = self._schema
         if keyword not in schema:
             return
@@ -392,6 +418,15 @@ def _lists_all_properties(schema: dict[str, Any]) -> bool:
     return all(isinstance(name, str) and name in known for name in required)
 
 
+def _merge_options(schema: dict[str, Any], root: dict[str, Any]) -> None:
+    """Write `oneOf` as `anyOf` where no value can match two of its alternatives, in the same place."""
+    options = schema.get("oneOf")
+    if isinstance(options, list) and "anyOf" not in schema and _are_exclusive(options, root):
+        items = list(schema.items())
+        schema.clear()
+        schema.update(("anyOf" if name == "oneOf" else name, value) for name, value in items)
+
+
 def _are_exclusive(options: Sequence[Any], root: dict[str, Any]) -> bool:
     """Return whether it is sure that no value matches two of the alternatives."""
     return all(
@@ -459,7 +494,7 @@ def _has_free_keys(schema: dict[str, Any]) -> bool:
         return True
     if "type" not in schema and any(name in schema for name in _IN_PLACE) and _OWN_NAMES.isdisjoint(schema):
         return False
-    if _admits(schema, "array") and "items" not in schema or schema.get("items") is True:
+    if (_admits(schema, "array") and "items" not in schema) or schema.get("items") is True:
         prefix, most = schema.get("prefixItems"), schema.get("maxItems")
         if not isinstance(prefix, list) or not isinstance(most, int) or most > len(prefix):
             return True
@@ -488,7 +523,7 @@ def _is_endless(pattern: str) -> bool:
 
 
 def _marks(pattern: str) -> list[str]:
-    """Return the characters of an expression: escapes as one, classes as [], a repetition without end as +."""
+    """Return the characters of an expression: escapes as one, classes as [], an endless repetition as +."""
     found: list[str] = []
     at = 0
     while at < len(pattern):
@@ -506,13 +541,34 @@ def _marks(pattern: str) -> list[str]:
     return found
 
 
-def _check_counts(parts: Sequence[_Part], field: str) -> None:
-    """Check that objects that may run out of keys need not have several of them."""
-    is_scattered = any(_is_scattered(part.schema) for part in parts)
-    for path, schema in parts:
-        low = schema.get("minProperties", 0)
-        is_count = isinstance(low, int) and low - len(set(_required(schema))) > 1
-        if is_count and (is_scattered or _has_bounded_keys(schema)):
-            place = f"{field}.{path}.minProperties" if path else f"{field}.minProperties"
-            allowed = "at most 1 more than required has, with patternProperties that may have few names"
-            raise InvalidArgumentError(place, f"minProperties {low}", allowed)
+def _check_counts(part: _Part, field: str, *, is_scattered: bool, is_bounded: bool) -> None:
+    """Check bounds of the number of properties.
+
+    llguidance counts properties that are not listed only. An object that may run out of keys must not need
+    several of them.
+
+    Args:
+        part: The schema with the bounds.
+        field: Name of the root, for errors.
+        is_scattered: Whether the properties of an object may be in several schemas.
+        is_bounded: Whether one of them may run out of keys.
+    """
+    schema, place = part.schema, f"{field}.{part.path}." if part.path else f"{field}."
+    low, high = schema.get("minProperties", 0), schema.get("maxProperties")
+    known, required = schema.get("properties", {}), set(_required(schema))
+    if not isinstance(low, int) or not isinstance(high, (int, NoneType)) or not isinstance(known, dict):
+        return
+    is_closed = schema.get("additionalProperties", True) is False and not schema.get("patternProperties")
+    if is_closed and high is not None and high >= len(required.union(known)):
+        schema.pop("maxProperties")
+        high = None
+    more, most = low - len(required), None if high is None else high - len(required)
+    if more > 1 and is_bounded and (is_scattered or _has_bounded_keys(schema)):
+        allowed = "at most 1 more than required has, with patternProperties that may have few names"
+        raise InvalidArgumentError(f"{place}minProperties", f"minProperties {low}", allowed)
+    if required.issuperset(known) or (more <= 0 and most is None):
+        return
+    if not (is_closed and more <= 1 and most in (None, 1)):
+        keyword = "minProperties" if more > 0 else "maxProperties"
+        allowed = "no such bound of an object that lists optional properties"
+        raise InvalidArgumentError(f"{place}{keyword}", f"{keyword} {schema[keyword]}", allowed)
