@@ -34,6 +34,7 @@ BOUNDED_KEYS = "bounded"
 
 _MAX_BOUND = 2**63 - 1024  # the largest number of 64 bits that a float has exactly
 _MAX_LENGTH = 2**31 - 1  # longer than any completion
+_MAX_COMPARISONS = 2000  # of alternatives of `oneOf` in one schema
 _FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 
 _TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
@@ -75,8 +76,14 @@ _PATTERNS = {r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$": r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]
 class _Part(NamedTuple):
     """A schema, and where it is in the root."""
 
-    path: str
     schema: dict[str, Any]
+    step: str = ""  # from the outer schema; without one, from the root
+    outer: _Part | None = None
+
+    @property
+    def path(self) -> str:
+        """Names and indices from the root, with a dot before each."""
+        return (self.outer.path if self.outer is not None else "") + (f".{self.step}" if self.step else "")
 
 
 def prepare(root: dict[str, Any], field: str) -> None:
@@ -89,15 +96,23 @@ def prepare(root: dict[str, Any], field: str) -> None:
     Raises:
         InvalidArgumentError: It has a keyword that cannot be followed, or is nested too deeply.
     """
-    for part in reversed(_parts(root, root, field)):
-        _Simplifier(part, root, field).simplify()
-    parts = _parts(root, root, field)
+    whole = _Root(root, field)
+    for part in reversed(whole.parts([root])):
+        _Simplifier(part, whole).simplify()
+    parts = whole.parts([root])
     schemas = [part.schema for part in parts]
     is_scattered = any(map(_is_scattered, schemas))
+    exclusive = {
+        id(schema) for schema in schemas if "oneOf" in schema and whole.are_exclusive(schema["oneOf"])
+    }
     if not is_scattered:
-        _close(schemas, root, field)
+        options = [schema["oneOf"] for schema in schemas if "oneOf" in schema and id(schema) not in exclusive]
+        _close(
+            schemas, whole.parts([one for several in options if isinstance(several, list) for one in several])
+        )
     for schema in schemas:
-        _merge_options(schema, root)
+        if id(schema) in exclusive and "anyOf" not in schema:
+            _rename(schema, "oneOf", "anyOf")
     is_bounded = any(map(_has_bounded_keys, schemas))
     for part in parts:
         _check_counts(part, field, is_scattered=is_scattered, is_bounded=is_bounded)
@@ -105,70 +120,120 @@ def prepare(root: dict[str, Any], field: str) -> None:
         root[KEYS_KEYWORD] = BOUNDED_KEYS if is_bounded else FREE_KEYS
 
 
-def _parts(start: Any, root: dict[str, Any], field: str) -> list[_Part]:
-    """Return a schema with the schemas that describe parts of its values, also by references."""
-    found: dict[int, _Part] = {}
-    starts: list[tuple[str, Any]] = [("", start)]
-    while starts:
-        level = [starts.pop()]
-        for depth in range(MAX_DEPTH + 2):
-            own = [
-                _Part(path, schema)
-                for path, schema in level
-                if isinstance(schema, dict) and id(schema) not in found
-            ]
-            if own and depth > MAX_DEPTH:
-                allowed = f"{MAX_DEPTH} levels"
-                raise InvalidArgumentError(field, "a schema that is nested too deeply", allowed)
-            found.update((id(part.schema), part) for part in own)
-            starts += [_referenced(part.schema, root) for part in own if "$ref" in part.schema]
-            level = [inner for part in own for inner in _inner(part)]
-    return list(found.values())
+class _Root:
+    """A whole schema, within which references are resolved."""
+
+    def __init__(self, root: dict[str, Any], field: str) -> None:
+        self.field = field
+        self._root = root
+        self._targets: dict[str, Any] = {}
+        self._num_comparisons = 0
+
+    def parts(self, starts: Sequence[Any]) -> list[_Part]:
+        """Return schemas and those that describe parts of their values, also by references.
+
+        Raises:
+            InvalidArgumentError: They are nested too deeply.
+        """
+        found: dict[int, _Part] = {}
+        rest = [[_Part(start) for start in starts if isinstance(start, dict)]]
+        while rest:
+            level, depth = rest.pop(), 0
+            while level:
+                if depth > MAX_DEPTH:
+                    got = "a schema that is nested too deeply"
+                    raise InvalidArgumentError(self.field, got, f"{MAX_DEPTH} levels")
+                own = list({id(part.schema): part for part in level if id(part.schema) not in found}.values())
+                found.update((id(part.schema), part) for part in own)
+                for part in own:
+                    target = self.target(part.schema)
+                    if isinstance(target, dict) and id(target) not in found:
+                        rest.append([_Part(target, part.schema["$ref"].lstrip("#/").replace("/", "."))])
+                level, depth = [inner for part in own for inner in _inner(part)], depth + 1
+        return list(found.values())
+
+    def target(self, schema: dict[str, Any]) -> Any:
+        """Return what the reference of a schema leads to; None if it has none to a place in the root."""
+        reference = schema.get("$ref")
+        if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
+            return None
+        if reference not in self._targets:
+            self._targets[reference] = _found(self._root, unquote(reference[1:]).split("/")[1:])
+        return self._targets[reference]
+
+    def are_exclusive(self, options: Any) -> bool:
+        """Return whether it is sure that no value matches two of the alternatives."""
+        if not isinstance(options, list):
+            return False
+        return all(
+            self._exclude(one, other, 4)
+            for index, one in enumerate(options)
+            for other in options[index + 1 :]
+        )
+
+    def _exclude(self, one: Any, other: Any, depth: int) -> bool:
+        self._num_comparisons += 1
+        if depth == 0 or self._num_comparisons > _MAX_COMPARISONS:
+            return False
+        for _ in range(4):
+            one, other = (
+                self.target(each) or each if isinstance(each, dict) else each for each in (one, other)
+            )
+        if not isinstance(one, dict) or not isinstance(other, dict):
+            return False
+        types, others = _types(one), _types(other)
+        if types and others and not types & others:
+            return True
+        values, other_values = _texts(one), _texts(other)
+        if values is not None and other_values is not None and not values & other_values:
+            return True
+        known, other_known = one.get("properties"), other.get("properties")
+        if (
+            not isinstance(known, dict)
+            or not isinstance(other_known, dict)
+            or {"object"} not in (types, others)
+        ):
+            return False
+        return any(
+            self._exclude(known[name], other_known[name], depth - 1)
+            for schema in (one, other)
+            for name in _required(schema)
+            if name in known and name in other_known
+        )
 
 
-def _inner(part: _Part) -> Iterator[tuple[str, Any]]:
-    """Yield the values directly in a schema that are schemas if it is a right one, with their paths."""
-    path = f"{part.path}." if part.path else ""
+def _inner(part: _Part) -> Iterator[_Part]:
+    """Yield the schemas directly in a schema, without those that are true or false."""
     for name in _ONE:
-        yield f"{path}{name}", part.schema.get(name)
-    for name in _SEVERAL:
-        schemas = part.schema.get(name)
-        for index, schema in enumerate(schemas if isinstance(schemas, list) else ()):
-            yield f"{path}{name}.{index}", schema
-    for name in _NAMED:
-        by_name = part.schema.get(name)
-        for key, schema in by_name.items() if isinstance(by_name, dict) else ():
-            yield f"{path}{name}.{key}", schema
+        if isinstance(part.schema.get(name), dict):
+            yield _Part(part.schema[name], name, part)
+    for names, kind in ((_SEVERAL, list), (_NAMED, dict)):
+        for name in names:
+            schemas = part.schema.get(name)
+            if isinstance(schemas, kind):
+                pairs = schemas.items() if isinstance(schemas, dict) else enumerate(schemas)
+                yield from (_Part(one, f"{name}.{key}", part) for key, one in pairs if isinstance(one, dict))
 
 
-def _referenced(schema: dict[str, Any], root: dict[str, Any]) -> tuple[str, Any]:
-    """Return the path and the value that the reference of a schema leads to."""
-    return str(schema["$ref"]).lstrip("#/").replace("/", "."), _target(schema, root)
-
-
-def _target(schema: dict[str, Any], root: dict[str, Any]) -> Any:
-    """Return what the reference of a schema leads to; None if it is not in the root."""
-    reference = schema.get("$ref")
-    if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
-        return None
-    target: Any = root
-    for step in unquote(reference[1:]).split("/")[1:]:
+def _found(root: Any, steps: Sequence[str]) -> Any:
+    """Return what the steps of a pointer lead to, None if there is no such place."""
+    place = root
+    for step in steps:
         name = step.replace("~1", "/").replace("~0", "~")
-        if isinstance(target, list) and name.isdecimal() and int(name) < len(target):
-            target = target[int(name)]
-        elif isinstance(target, dict) and name in target:
-            target = target[name]
+        if isinstance(place, list) and name.isdecimal() and int(name) < len(place):
+            place = place[int(name)]
+        elif isinstance(place, dict) and name in place:
+            place = place[name]
         else:
             return None
-    return target
+    return place
 
 
 class _Simplifier:
     """Drops and rewrites keywords of one schema, and refuses those that then cannot be followed."""
 
-    def __init__(self, part: _Part, root: dict[str, Any], field: str) -> None:
-        self._schema, self._root = part.schema, root
-        self._place = f"{field}.{part.path}" if part.path else field
+    def __init__(self, part: _Part, whole: _Root) -> None:
+        self._part, self._whole, self._schema = part, whole, part.schema
 
     def simplify(self) -> None:
         schema = self._schema
@@ -303,7 +368,7 @@ class _Simplifier:
         if "propertyNames" not in schema:
             return
         names = schema["propertyNames"]
-        target = _target(names, self._root) if isinstance(names, dict) else None
+        target = self._whole.target(names) if isinstance(names, dict) else None
         if isinstance(target, dict) and _ANNOTATIONS.union(["$ref"]).issuperset(names):
             names = target
         known, others = schema.get("properties", {}), schema.get("additionalProperties", True)
@@ -336,7 +401,7 @@ class _Simplifier:
         raise self._error(keyword, f"{keyword} {json.dumps(self._schema[keyword])[:100]}", allowed)
 
     def _error(self, keyword: str, got: str, allowed: str) -> InvalidArgumentError:
-        return InvalidArgumentError(f"{self._place}.{keyword}", got, allowed)
+        return InvalidArgumentError(f"{self._whole.field}{self._part.path}.{keyword}", got, allowed)
 
 
 def _admits(schema: dict[str, Any], kind: str) -> bool:
@@ -395,20 +460,25 @@ def _is_scattered(schema: dict[str, Any]) -> bool:
     return places + sum(name in schema for name in _ELSEWHERE) + (not _OWN.isdisjoint(schema)) > 1
 
 
-def _close(schemas: Sequence[dict[str, Any]], root: dict[str, Any], field: str) -> None:
-    """Let objects that list properties have no other ones, unless that could make a value match `oneOf`.
+def _close(schemas: Sequence[dict[str, Any]], kept: Sequence[_Part]) -> None:
+    """Let objects that list properties have no other ones.
 
-    Of the alternatives of `oneOf` exactly one must match. A value that matches a closed alternative may match
-    another one as it was before it was closed.
+    Args:
+        schemas: The schemas.
+        kept: Those that stay as they are: alternatives of `oneOf`, of which exactly one must match. A value
+            that does not match a closed one may match it as it was, beside another one.
     """
-    kept: set[int] = set()
+    kept_ids = {id(part.schema) for part in kept}
     for schema in schemas:
-        options = schema.get("oneOf")
-        if isinstance(options, list) and not _are_exclusive(options, root):
-            kept.update(id(part.schema) for option in options for part in _parts(option, root, field))
-    for schema in schemas:
-        if id(schema) not in kept and _lists_all_properties(schema):
+        if id(schema) not in kept_ids and _lists_all_properties(schema):
             schema.setdefault("additionalProperties", False)
+
+
+def _rename(schema: dict[str, Any], keyword: str, other: str) -> None:
+    """Write a keyword as another one in its place, as the order of keywords is that of properties."""
+    items = list(schema.items())
+    schema.clear()
+    schema.update((other if name == keyword else name, value) for name, value in items)
 
 
 def _lists_all_properties(schema: dict[str, Any]) -> bool:
@@ -416,48 +486,6 @@ def _lists_all_properties(schema: dict[str, Any]) -> bool:
     if not isinstance(known, dict) or not isinstance(required, list) or "patternProperties" in schema:
         return False
     return all(isinstance(name, str) and name in known for name in required)
-
-
-def _merge_options(schema: dict[str, Any], root: dict[str, Any]) -> None:
-    """Write `oneOf` as `anyOf` where no value can match two of its alternatives, in the same place."""
-    options = schema.get("oneOf")
-    if isinstance(options, list) and "anyOf" not in schema and _are_exclusive(options, root):
-        items = list(schema.items())
-        schema.clear()
-        schema.update(("anyOf" if name == "oneOf" else name, value) for name, value in items)
-
-
-def _are_exclusive(options: Sequence[Any], root: dict[str, Any]) -> bool:
-    """Return whether it is sure that no value matches two of the alternatives."""
-    return all(
-        _exclude(one, other, root, 4) for index, one in enumerate(options) for other in options[index + 1 :]
-    )
-
-
-def _exclude(one: Any, other: Any, root: dict[str, Any], depth: int) -> bool:
-    for _ in range(4):
-        one, other = (
-            _target(each, root) or each if isinstance(each, dict) else each for each in (one, other)
-        )
-    if not isinstance(one, dict) or not isinstance(other, dict) or depth == 0:
-        return False
-    types, others = _types(one), _types(other)
-    if types and others and not types & others:
-        return True
-    values, other_values = _texts(one), _texts(other)
-    if values is not None and other_values is not None and not values & other_values:
-        return True
-    if {"object"} not in (types, others):
-        return False
-    known, other_known = one.get("properties"), other.get("properties")
-    if not isinstance(known, dict) or not isinstance(other_known, dict):
-        return False
-    return any(
-        _exclude(known[name], other_known[name], root, depth - 1)
-        for schema in (one, other)
-        for name in _required(schema)
-        if name in known and name in other_known
-    )
 
 
 def _required(schema: dict[str, Any]) -> list[str]:
@@ -553,7 +581,7 @@ def _check_counts(part: _Part, field: str, *, is_scattered: bool, is_bounded: bo
         is_scattered: Whether the properties of an object may be in several schemas.
         is_bounded: Whether one of them may run out of keys.
     """
-    schema, place = part.schema, f"{field}.{part.path}." if part.path else f"{field}."
+    schema, place = part.schema, f"{field}{part.path}."
     low, high = schema.get("minProperties", 0), schema.get("maxProperties")
     known, required = schema.get("properties", {}), set(_required(schema))
     if not isinstance(low, int) or not isinstance(high, (int, NoneType)) or not isinstance(known, dict):

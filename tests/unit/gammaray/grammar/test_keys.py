@@ -85,7 +85,8 @@ def test_keys_have_only_the_escapes_that_they_need():
     state.extend(spelt("u00"))
     assert possible(state) == {"0", "006", "1"}
     state.truncate(2)
-    assert state.count_possible(spelt("\\u00611")) == 5  # up to the 6, as \u001f is a control character
+    assert state.count_possible(spelt("\\u0061")) == len("\\u00")
+    assert state.count_possible(spelt('\\u0016"')) == len('\\u0016"')
     state.extend(spelt("a"))
     values = json_schema_grammar({"type": "object", "properties": {"a": {"type": "string"}}})
     assert begin(values).count_possible(spelt('{"a": "\\u0061"}')) == 15
@@ -114,7 +115,7 @@ def test_masks_of_paths_equal_those_of_a_replay(grammar, seed):
             break
         paths.append([*paths[-1], rng.choice(sorted(choices))])
     paths += [[*path, token_id] for path in paths for token_id in range(1, len(TOKENS))]
-    paths = rng.sample(paths, 100)
+    paths = rng.sample(paths, min(len(paths), 100))
     state, start = begin(grammar), paths[-1][:2]
     replayed = []
     for path in paths:
