@@ -210,7 +210,8 @@ def without(mask: bytes, token_ids: Sequence[int]) -> bytes:
 def _chosen(token_ids: np.ndarray, bits: np.ndarray) -> list[int]:
     """Return those of some tokens that a mask has."""
     is_chosen = (bits[token_ids >> 3] >> (token_ids & 7)) & 1
-    return token_ids[is_chosen.astype(bool)].tolist()
+    chosen: list[int] = token_ids[is_chosen.astype(bool)].tolist()
+    return chosen
 
 
 def _mark(value: str) -> str:

@@ -290,7 +290,7 @@ class _Simplifier:
             *(("maximum", 1), ("exclusiveMaximum", 1)),
         ):
             value = self._schema.get(keyword)
-            if type(value) not in (int, float):
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
                 continue
             if sign * value < -_MAX_BOUND:
                 self._refuse(keyword, f"an absolute value of at most {_MAX_BOUND}")
