@@ -12,10 +12,12 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from gammaray.checks import check_encodable
 from gammaray.errors import InvalidArgumentError
+from gammaray.grammar.keys import KeyGuard, KeyTokens, without
 from gammaray.grammar.texts import check_multiples
 
 if TYPE_CHECKING:
@@ -103,7 +105,12 @@ class GrammarCompiler:
             InvalidArgumentError: The grammar is wrong, unsupported or too complex.
         """
         self.check(grammar)
-        return GrammarState(self._compile(grammar), self._vocab_size, self._eos)
+        keys = KeyGuard.of(grammar, lambda: self._key_tokens)
+        return GrammarState(self._compile(grammar), self._vocab_size, self._eos, keys)
+
+    @cached_property
+    def _key_tokens(self) -> KeyTokens:
+        return KeyTokens([self._tokenizer.decode_bytes([token_id]) for token_id in range(self._vocab_size)])
 
     def _compile(self, grammar: str) -> LLMatcher:
         from llguidance import LLMatcher, LLParserLimits
@@ -149,10 +156,14 @@ class GrammarState:
         vocab_size: Number of token ids of the model; no other one is possible.
         eos_token_ids: End-of-sequence tokens. They are possible where the grammar is complete, and whatever
             follows one is not tested.
+        keys: Keeps keys apart, at its beginning; None if the grammar does so.
     """
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+    def __init__(
+        self, matcher: LLMatcher, vocab_size: int, eos_token_ids: frozenset[int], keys: KeyGuard | None = None
+    ) -> None:
         self._matcher, self._vocab_size, self._eos = matcher, vocab_size, eos_token_ids
+        self._keys = keys
         self._num_consumed = 0  # tokens in the matcher
         self._num_tokens = 0  # these, and those from the first end of sequence on
 
@@ -217,8 +228,7 @@ class GrammarState:
                 del current[shared:]
                 current += path[shared : shared + self._consume(path[shared:])]
                 if len(current) == len(path):
-                    masks[index] = self._matcher.compute_bitmask()
-                    self._check()
+                    masks[index] = self._mask()
         finally:
             self._rollback(len(current))
         return masks
@@ -228,7 +238,7 @@ class GrammarState:
         if self.is_ended:
             return []
         self._renew_limits()
-        return self._matcher.compute_ff_tokens()[:limit]
+        return self._forced(limit)
 
     def count_possible(self, token_ids: Sequence[int]) -> int:
         """Return how many leading tokens the grammar allows, one end of sequence included."""
@@ -244,7 +254,7 @@ class GrammarState:
         if self.is_ended:
             return []
         taken = self._consume(token_ids)
-        found = self._matcher.compute_ff_tokens()[:limit] if taken == len(token_ids) else []
+        found = self._forced(limit) if taken == len(token_ids) else []
         self._rollback(taken)
         return found
 
@@ -256,8 +266,49 @@ class GrammarState:
             # A lexer beyond its limits refuses every token, and tells so in a mask only.
             self._renew_limits()
         self._check()
+        if self._keys is not None:
+            right = self._keys.extend(token_ids[:taken])
+            self._matcher.rollback(taken - right)
+            taken = right
         self._num_consumed += taken
         return taken
+
+    def _mask(self) -> bytes:
+        mask: bytes = self._matcher.compute_bitmask()
+        self._check()
+        if self._keys is None:
+            return mask
+        mask, full = self._keys.restrict(mask), set[bytes]()
+        ends = [token_id for token_id in self._keys.doubtful(mask) if not self._leads_on(token_id, full)]
+        return without(mask, ends) if ends else mask
+
+    def _leads_on(self, token_id: int, full: set[bytes]) -> bool:
+        """Return whether a possible token can be followed by a key that its object does not have.
+
+        Args:
+            token_id: The token.
+            full: Beginnings of keys that have no such end; is added to.
+        """
+        if not self._consume([token_id]) or self._keys is None:
+            return False
+        found = self._keys.key not in full
+        if found:
+            mask = self._keys.restrict(self._matcher.compute_bitmask())
+            doubtful = self._keys.doubtful(mask)
+            found = int.from_bytes(mask, "little").bit_count() > len(doubtful)
+            found = found or any(self._leads_on(one, full) for one in doubtful)
+            if not found and self._keys.key is not None:
+                full.add(self._keys.key)
+        self._rollback(1)
+        return found
+
+    def _forced(self, limit: int) -> list[int]:
+        found: list[int] = self._matcher.compute_ff_tokens()[:limit]
+        if self._keys is not None:
+            right = self._keys.extend(found)
+            self._keys.drop(right)
+            found = found[:right]
+        return found
 
     def _is_apart(self, token_id: int) -> bool:
         # An id beyond the vocabulary would be an error of the matcher, which stays.
@@ -272,6 +323,8 @@ class GrammarState:
         if count > 0:
             self._matcher.rollback(count)
             self._num_consumed -= count
+            if self._keys is not None:
+                self._keys.drop(count)
 
     def _check(self) -> None:
         # An error stays, and the mask would then be the end of sequence alone.

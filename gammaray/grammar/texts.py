@@ -10,15 +10,17 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
 from gammaray.checks import check_encodable
 from gammaray.errors import InvalidArgumentError
+from gammaray.grammar.schemas import MAX_DEPTH, prepare
 
 __all__ = [
     "JSON_OBJECT",
+    "THOUGHT_RULE",
     "check_multiples",
     "choice_grammar",
     "json_rule",
@@ -30,18 +32,15 @@ __all__ = [
 JSON_OBJECT: Mapping[str, Any] = {"type": "object"}
 """Schema of any JSON object."""
 
-MAX_DEPTH = 100
-"""Upper bound of the nesting of a JSON schema."""
-
-MAX_CONSTANT = 2**53
-"""Upper bound of the absolute value of numbers in `const` and `enum`."""
-
 MAX_MULTIPLE = 10_000
 """Upper bound of the product of the different values of `multipleOf` in a schema, decimal points left out.
 
 llguidance 1.9.1 may need a state for each remainder, and none of its limits applies: with 1,000,003 beside a
 string it takes 10 s and 300 MB, with 2,147,483,647 it does not end.
 """
+
+THOUGHT_RULE = "thought"
+"""Name of the rule with which a grammar starts where the completion begins in a thinking part."""
 
 # What `json.dumps` writes, whether or not it escapes non-ASCII characters; no endless whitespace.
 _STYLE = {
@@ -50,14 +49,6 @@ _STYLE = {
     "key_separator": ": ",
     "json_allow_general_unicode_escapes": True,
 }
-_FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
-# Keywords with one schema, with a list of schemas, and with schemas by name.
-_ONE = ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
-_SEVERAL = ("anyOf", "oneOf", "allOf", "prefixItems")
-_NAMED = ("properties", "patternProperties", "$defs", "definitions")
-# Keywords that describe an object here, and keywords whose schemas describe it elsewhere.
-_OWN = frozenset(["properties", "patternProperties", "additionalProperties", "required"])
-_ELSEWHERE = ("$ref", "anyOf", "oneOf", "not", "if")
 
 
 def json_schema_grammar(schema: Mapping[str, Any] | bool, field: str = "json_schema") -> str:
@@ -94,15 +85,8 @@ def json_rule(schema: Mapping[str, Any] | bool, field: str = "json_schema") -> s
         raise InvalidArgumentError(field, f"a value that is no JSON ({error})", "a JSON schema") from None
     except RecursionError:
         raise _too_deep(field) from None
-    schemas = _schemas(copied, field)
     check_multiples(copied, field)
-    is_closed = not any(map(_is_scattered, schemas))
-    for one in schemas:
-        _check_constants([one.get("const"), one.get("enum")], field)
-        if "format" in one and one["format"] not in _FORMATS:
-            del one["format"]
-        if is_closed and _lists_all_properties(one):
-            one.setdefault("additionalProperties", False)
+    prepare(copied, field)
     return f"%json {_escaped(json.dumps({**copied, 'x-guidance': _STYLE}))}"
 
 
@@ -154,39 +138,6 @@ def _in_lark(found: re.Match[str]) -> str:
     return _IN_LARK.get(found.group()[-1], found.group())
 
 
-def _schemas(root: dict[str, Any], field: str) -> list[dict[str, Any]]:
-    """Return a schema and the schemas in it, without those that are true or false."""
-    found: list[dict[str, Any]] = []
-    level: list[Any] = [root]
-    for _ in range(MAX_DEPTH + 1):
-        own = [schema for schema in level if isinstance(schema, dict)]
-        found += own
-        level = [inner for schema in own for inner in _inner(schema)]
-    if any(isinstance(schema, dict) for schema in level):
-        raise _too_deep(field)
-    return found
-
-
-def _inner(schema: dict[str, Any]) -> Iterator[Any]:
-    """Yield the values directly in a schema that are schemas if it is a right one."""
-    for name in _ONE:
-        yield schema.get(name)
-    for name in _SEVERAL:
-        yield from schema[name] if isinstance(schema.get(name), list) else ()
-    for name in _NAMED:
-        yield from schema[name].values() if isinstance(schema.get(name), dict) else ()
-
-
-def _check_constants(values: list[Any], field: str) -> None:
-    while values:
-        value = values.pop()
-        if isinstance(value, (list, dict)):
-            values += value if isinstance(value, list) else value.values()
-        elif isinstance(value, (int, float)) and abs(value) > MAX_CONSTANT:
-            # llguidance would round it.
-            raise InvalidArgumentError(field, f"the constant {value}", f"at most {MAX_CONSTANT}")
-
-
 def check_multiples(schema: Any, field: str) -> None:
     """Check `multipleOf` anywhere in a schema, since references may lead anywhere, see `MAX_MULTIPLE`.
 
@@ -216,20 +167,6 @@ def _without_point(value: float) -> int:
     number = Decimal(repr(value)).as_tuple()
     size: int = int("".join(map(str, number.digits))) * 10 ** max(0, int(number.exponent))
     return max(1, size)
-
-
-def _is_scattered(schema: dict[str, Any]) -> bool:
-    """Return whether several places describe one object, each of which may list a part of its properties."""
-    parts = schema.get("allOf")
-    places = len(parts) if isinstance(parts, list) else 0
-    return places + sum(name in schema for name in _ELSEWHERE) + (not _OWN.isdisjoint(schema)) > 1
-
-
-def _lists_all_properties(schema: dict[str, Any]) -> bool:
-    known, required = schema.get("properties"), schema.get("required", [])
-    if not isinstance(known, dict) or not isinstance(required, list) or "patternProperties" in schema:
-        return False
-    return all(isinstance(name, str) and name in known for name in required)
 
 
 def _too_deep(field: str) -> InvalidArgumentError:

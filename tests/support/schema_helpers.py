@@ -10,7 +10,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-__all__ = ["SCHEMAS", "TEXTS", "closed", "variations", "with_values"]
+__all__ = ["HARD_SCHEMAS", "SCHEMAS", "TEXTS", "closed", "variations", "with_values"]
 
 _CHARACTERS = st.characters(exclude_categories=["Cs"])
 TEXTS = st.text(_CHARACTERS, max_size=12)
@@ -134,3 +134,107 @@ def variations(value: Any) -> Iterator[Any]:
         yield from (f"{value}?", value[1:], f"{value}{value}")
     elif isinstance(value, int):
         yield from (value + 1, value - 1, value * 1000)
+
+
+# Schemas and walks that look for texts which do not match
+
+_HARD_NAMES = st.sampled_from(["a", "b", "ab", "", '"', "\\", "\n", "\x01", "\x7f", "é", "😀", "u0061"])
+_KEY_PATTERNS = st.sampled_from(
+    [
+        "^a",
+        "^[ab]{1,2}$",
+        "b$",
+        "^(a|bb*)$",
+        "^b+$",
+        "^[^a]$",
+        "^é?$",
+        "^\\\\$",
+        "^(ab|a|)$",
+        "^\\w$",
+        "^..",
+        "\n",
+    ]
+)
+_STEPS = (1, 2, 3, 7, 0.5, 0.1, 0.25, 1.5, 0.01)
+_BOUNDS = st.integers(-12, 12) | st.sampled_from(
+    [0.5, -0.5, 1.25, -0.1, 99.9, 2**53 + 1, -(2**53) - 1, 2**63 - 1]
+)
+
+
+def _some(**keywords: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    """Draw a few keywords."""
+    return st.fixed_dictionaries({}, optional=keywords)
+
+
+_NUMBERS = st.builds(
+    lambda kind, more: {"type": kind, **more},
+    st.sampled_from(["integer", "number"]),
+    _some(
+        minimum=_BOUNDS,
+        maximum=_BOUNDS,
+        exclusiveMinimum=_BOUNDS,
+        exclusiveMaximum=_BOUNDS,
+        multipleOf=st.sampled_from(_STEPS),
+    ),
+)
+_STRINGS = _some(
+    minLength=st.integers(0, 3),
+    maxLength=st.integers(0, 4),
+    pattern=_KEY_PATTERNS,
+    format=st.sampled_from(["date", "uuid", "unknown"]),
+).map(lambda more: {"type": "string", **more})
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 3) | st.sampled_from([0.5, 1.0, -0.0]) | _HARD_NAMES,
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(_HARD_NAMES, inner, max_size=2),
+    max_leaves=3,
+)
+_HARD_LEAVES = st.one_of(
+    _NUMBERS,
+    _STRINGS,
+    _VALUES.map(lambda value: {"const": value}),
+    st.lists(_VALUES, min_size=1, max_size=3).map(lambda values: {"enum": values}),
+    st.sampled_from(
+        [True, False, {}, {"type": "boolean"}, {"type": ["null", "integer"]}, {"$ref": "#/$defs/a"}]
+    ),
+)
+
+
+def _hard(inner: st.SearchStrategy) -> st.SearchStrategy[Any]:
+    objects = _some(
+        type=st.just("object"),
+        properties=st.dictionaries(_HARD_NAMES, inner, max_size=3),
+        patternProperties=st.dictionaries(_KEY_PATTERNS, inner, max_size=2),
+        additionalProperties=st.just(False) | inner,
+        required=st.lists(_HARD_NAMES, max_size=2, unique=True),
+        minProperties=st.integers(0, 3),
+        maxProperties=st.integers(0, 4),
+        propertyNames=_STRINGS
+        | st.lists(_HARD_NAMES, min_size=1, max_size=3).map(lambda names: {"enum": names}),
+        unevaluatedProperties=st.booleans(),
+    )
+    arrays = _some(
+        type=st.just("array"),
+        items=inner,
+        prefixItems=st.lists(inner, max_size=2),
+        additionalItems=st.booleans(),
+        minItems=st.integers(0, 2),
+        maxItems=st.integers(0, 3),
+        uniqueItems=st.just(False),
+        unevaluatedItems=st.booleans(),
+        minContains=st.just(1),
+    )
+    options = st.lists(inner, min_size=1, max_size=3)
+    logic = _some(anyOf=options, oneOf=options, allOf=options)
+    mixed = st.builds(lambda *parts: {**parts[0], **parts[1], **parts[2]}, objects, arrays, logic)
+    return objects | objects | arrays | logic | mixed
+
+
+HARD_SCHEMAS: st.SearchStrategy[dict[str, Any]] = st.builds(
+    lambda schema, other: {
+        **(schema if isinstance(schema, dict) else {"anyOf": [schema]}),
+        "$defs": {"a": other},
+    },
+    st.recursive(_HARD_LEAVES, _hard, max_leaves=6),
+    st.recursive(_HARD_LEAVES, _hard, max_leaves=2),
+)
+"""Schemas with many keywords together, with names and numbers that are hard to compare; some are refused."""

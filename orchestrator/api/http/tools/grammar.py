@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gammaray.grammar.texts import json_rule, literal
+from gammaray.grammar.texts import THOUGHT_RULE, json_rule, literal
 from orchestrator.api.http.tools.formats import CLOSE, OPEN, CallFamily, CallFormat
 
 __all__ = ["MAX_CALLS", "call_grammar"]
@@ -47,9 +47,9 @@ def call_grammar(
     lines += ["message: calls | answer", f"answer: {answer}"] if answer else ["message: calls"]
     if not form.can_think or form.marker_in_prompt:
         return "\n".join(["start: message", *lines])
-    thought = ["thought: TEXT </think> /[ \\n]{0,4}/", "TEXT: /(.|\\n)*/"]
-    start = "start: thought message" if is_thinking else "start: (<think> thought)? message"
-    return "\n".join([start, *lines, *thought])
+    thought = [f"{THOUGHT_RULE}: TEXT </think> /[ \\n]{{0,4}}/", "TEXT: /(.|\\n)*/"]
+    start = f"{THOUGHT_RULE} message" if is_thinking else f"(<think> {THOUGHT_RULE})? message"
+    return "\n".join([f"start: {start}", *lines, *thought])
 
 
 def _calls(form: CallFormat, *, is_parallel: bool) -> str:

@@ -175,7 +175,7 @@ REFUSAL = InvalidArgumentError("grammar", 'Unimplemented keys: ["not"]', "a gram
 @pytest.mark.parametrize(
     ("options", "field"),
     [
-        ({"json_schema": {"not": {}}}, "json_schema"),
+        ({"json_schema": {"type": "string"}}, "json_schema"),
         ({"regex": "a"}, "regex"),
         ({"choice": ["a"]}, "choice"),
         ({"grammar": "start: x"}, "grammar"),

@@ -1,0 +1,178 @@
+"""Every completion that ends matches its schema: random schemas, and random walks that look for a way out."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from decimal import Decimal
+from functools import cache
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
+from tokenizers.pre_tokenizers import ByteLevel
+
+from gammaray.errors import InvalidArgumentError
+from gammaray.grammar.matcher import GrammarCompiler
+from gammaray.grammar.schemas import KEYS_KEYWORD
+from gammaray.grammar.texts import json_schema_grammar
+from tests.support.processing_helpers import small_compiler
+from tests.support.schema_helpers import HARD_SCHEMAS
+
+# Every byte, and tokens that go over the ends of keys or are parts of escapes.
+LONGER = (
+    '",Ġ"',
+    '":Ġ',
+    '"a',
+    'a"',
+    '{"a":Ġ',
+    '{"',
+    ',Ġ"a":Ġ',
+    '"b"',
+    "\\u",
+    "\\u00",
+    "\\u0061",
+    "61",
+    "0061",
+    '\\"',
+    '"}',
+    '1,Ġ"a"',
+)
+TOKENS = ("<eos>", *sorted(ByteLevel.alphabet()), *LONGER)
+KEY_SIGNS = ('"', "\\", "a", "b", "u", "0", "6", "1", ",", "}", "]", "Ġ", *LONGER)
+
+
+@cache
+def compiler() -> GrammarCompiler:
+    return small_compiler(TOKENS, len(TOKENS), (0,))
+
+
+@cache
+def pieces() -> list[bytes]:
+    """Return the bytes of each token."""
+    signs = [byte for byte in range(256) if chr(byte) in ByteLevel.alphabet()]
+    others = [byte for byte in range(256) if byte not in signs]
+    bytes_of = {chr(byte): byte for byte in signs} | {chr(256 + at): byte for at, byte in enumerate(others)}
+    return [b"", *(bytes(bytes_of[sign] for sign in token) for token in TOKENS[1:])]
+
+
+def strict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    assert len(found) == len(pairs), f"repeated keys: {pairs}"
+    return found
+
+
+def exact(text: str) -> Any:
+    """Return a JSON text with exact numbers."""
+    return json.loads(text, parse_float=Decimal, object_pairs_hook=strict)
+
+
+def completion(grammar: str, rng: random.Random, limit: int = 80) -> str | None:
+    """Return a text that a grammar lets end, None if it is longer than the limit."""
+    state, token_ids = compiler().begin(grammar), []
+    liked = [TOKENS.index(sign) for sign in KEY_SIGNS]
+    for _ in range(limit):
+        mask = int.from_bytes(state.masks([()])[0] or b"", "little")
+        assert mask, f"nothing can follow {b''.join(pieces()[one] for one in token_ids)!r}"
+        possible = [token_id for token_id in range(len(TOKENS)) if mask >> token_id & 1]
+        preferred = [token_id for token_id in liked if mask >> token_id & 1]
+        token_id = 0 if possible[0] == 0 and rng.random() < 0.7 else rng.choice(preferred or possible)
+        if rng.random() < 0.1:
+            token_id = rng.choice(possible)
+        if token_id == 0:
+            return b"".join(pieces()[one] for one in token_ids).decode()
+        state.extend([token_id])
+        token_ids.append(token_id)
+    return None
+
+
+def check(schema: dict[str, Any], seeds: Sequence[int]) -> int:
+    """Check completions of a schema; return how many there were, 0 if it is refused."""
+    try:
+        grammar = json_schema_grammar(schema)
+        compiler().check(grammar)
+    except InvalidArgumentError:
+        return 0
+    validator = Draft202012Validator(exact(json.dumps(schema)))
+    texts = [completion(grammar, random.Random(seed)) for seed in seeds]
+    for text in texts:
+        if text is not None:
+            validator.validate(exact(text))
+    return sum(text is not None for text in texts)
+
+
+# Schemas that llguidance alone follows in a part of these texts only.
+PROMISES: dict[str, dict[str, Any]] = {
+    "repeated keys of any name": {"type": "object", "additionalProperties": {"enum": [1, {"a": 2}]}},
+    "a listed key written with an escape": {
+        "type": "object",
+        "properties": {"a": {"const": 1}},
+        "additionalProperties": {"const": True},
+    },
+    "a key of a pattern written with an escape": {
+        "type": "object",
+        "patternProperties": {"^a": {"const": 1}},
+        "additionalProperties": {"const": True},
+    },
+    "a number of keys of a pattern": {
+        "type": "object",
+        "patternProperties": {"^a+$": {"const": 1}},
+        "additionalProperties": False,
+        "minProperties": 3,
+        "maxProperties": 3,
+    },
+    "keys that are control characters": {
+        "type": "object",
+        "properties": {name: {"const": 1} for name in ("\x01", "\n", "\x7f", '"', "\\")},
+        "additionalProperties": {"const": True},
+    },
+    "objects in arrays in objects": {
+        "type": "object",
+        "additionalProperties": {
+            "type": "array",
+            "items": {"type": "object", "maxProperties": 3},
+            "maxItems": 2,
+        },
+    },
+    "few names": {
+        "type": "object",
+        "patternProperties": {"^[ab]?$": {"const": 1}},
+        "additionalProperties": False,
+    },
+    "few names that begin alike": {
+        "type": "object",
+        "patternProperties": {"^(a|ab|b+)$": {"const": {}}},
+        "additionalProperties": False,
+        "minProperties": 1,
+    },
+    "few names beside forbidden ones": {
+        "type": "object",
+        "patternProperties": {"..": False},
+        "additionalProperties": {"enum": [1, [1]]},
+    },
+}
+
+
+@pytest.mark.parametrize("name", PROMISES)
+def test_completions_match_their_schema_and_repeat_no_key(name):
+    assert check(PROMISES[name], range(12)) >= 4
+
+
+def test_walks_find_repeated_keys_where_no_guard_forbids_them():
+    """A control: the walks of this file would find the fault."""
+    for name in ("repeated keys of any name", "few names"):
+        grammar = json_schema_grammar(PROMISES[name])
+        free = grammar.replace(KEYS_KEYWORD, "x-nothing")
+        texts = [completion(free, random.Random(seed)) for seed in range(12)]
+        pairs = [json.loads(text, object_pairs_hook=list) for text in texts if text is not None]
+        assert any(len(dict(one)) < len(one) for one in pairs)
+
+
+@pytest.mark.slow
+@settings(max_examples=1500, deadline=None, suppress_health_check=list(HealthCheck))
+@given(HARD_SCHEMAS, st.integers(0, 2**32))
+def test_every_completion_of_a_hard_schema_matches_it(schema, seed):
+    check(schema, range(seed, seed + 4))
