@@ -10,8 +10,8 @@ import torch
 
 from gammaray.config import DraftSettings, WorkerSettings
 from gammaray.errors import GammarayError, InvalidArgumentError
+from services.engine.cache_budget import DEFAULT_CACHE_BUDGET_BYTES, CacheBudget
 from services.engine.checks import check_deterministic, check_model
-from services.engine.core.cache_budget import DEFAULT_CACHE_BUDGET_BYTES, CacheBudget
 from services.engine.core.device import on_device, raise_if_lost
 from services.engine.core.drafter import load_drafter
 from services.engine.core.errors import UnsupportedModelError
@@ -153,17 +153,21 @@ def limit_cache(engine: Engine, settings: WorkerSettings) -> None:
 
 
 def _probe(loaded: LoadedModel) -> ModelLayout:
-    """Probe a model; a package for quantised weights may miss a kernel or a device in the first forward."""
+    """Probe a model, in the first forward of its module.
+
+    Raises:
+        UnsupportedModelError: The forward fails: sizes of its configuration contradict each other, or a
+            package for quantised weights misses a kernel or a device.
+    """
     try:
         with on_device(loaded.device):
             return probe_model(loaded)
-    except (GammarayError, torch.OutOfMemoryError):
+    except (GammarayError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         raise_if_lost(error)
-        if loaded.stored is None:
-            raise
-        reason = f"{loaded.stored.described(loaded.dtype)} do not run on {loaded.device}: {error}"
+        what = "its weights" if loaded.stored is None else loaded.stored.described(loaded.dtype)
+        reason = f"{what} do not run on {loaded.device}: {' '.join(str(error).split())}"
         raise UnsupportedModelError(loaded.name, reason) from error
 
 
