@@ -186,9 +186,9 @@ def _assembled(
             {"pard_embedding": mask},
         )
         embedding, mask_token = torch.cat([embedding.to(dtype), mask.to(dtype)]), vocab_size
-    rows = nn.Embedding(len(embedding), shape[1], _weight=embedding.to(dtype))
-    module.set_input_embeddings(rows)
-    output = cast(LlamaModel, module).get_output_embeddings()
+    parts = cast(LlamaModel, module)
+    rows, output = parts.get_input_embeddings(), parts.get_output_embeddings()
+    rows.weight, rows.num_embeddings = nn.Parameter(embedding.to(dtype)), len(embedding)
     if not has_head:
         output.weight = rows.weight
     elif target_ids is not None:

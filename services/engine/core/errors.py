@@ -26,8 +26,8 @@ class UnsupportedModelError(FailedPreconditionError):
     """
 
     def __init__(self, model: str, reason: str) -> None:
-        self.model, self.reason = model, reason
-        super().__init__(f"{model} cannot be served: {reason}")
+        self.model, self.reason = model, " ".join(reason.split())  # one line, whatever a library wrote
+        super().__init__(f"{model} cannot be served: {self.reason}")
 
 
 class InvalidModelError(UnsupportedModelError):

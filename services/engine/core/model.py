@@ -62,6 +62,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 _MOST_PACKED = 8
 """Upper bound of the quantised weights in a byte."""
 
+_LEAST_CONTEXT = 2
+
 _TRANSIENT = (MemoryError, torch.OutOfMemoryError, torch.distributed.DistError)
 """Errors of loading that are not the model's."""
 
@@ -359,8 +361,7 @@ def load_config(name: str) -> PretrainedConfig:
         check_fields(name, stored)  # transformers divides by some
         config: PretrainedConfig = AutoConfig.from_pretrained(name)
     except StrictDataclassError as error:
-        reason = " ".join(str(error).split())
-        raise InvalidModelError(name, CONFIG, "a field", reason, "what transformers reads") from error
+        raise InvalidModelError(name, CONFIG, "a field", str(error), "what transformers reads") from error
     except ValueError as error:
         raise UnsupportedModelError(name, f"transformers does not know it: {error}") from error
     except (ArithmeticError, AttributeError, LookupError, TypeError) as error:  # fields of a wrong type
@@ -397,10 +398,14 @@ def max_context_of(name: str, config: PretrainedConfig) -> int:
 
     Raises:
         UnsupportedModelError: The configuration does not say it.
+        InvalidModelError: A token and its successor do not fit.
     """
     limit = getattr(config, "max_position_embeddings", None)
-    if not isinstance(limit, int) or limit < 1:
+    if not isinstance(limit, int):
         raise UnsupportedModelError(name, "its configuration has no max_position_embeddings")
+    if limit < _LEAST_CONTEXT:
+        file = Path(name).name if is_gguf(name) else CONFIG
+        raise InvalidModelError(name, file, "max_position_embeddings", limit, f"at least {_LEAST_CONTEXT}")
     for rope in _rope_settings(config):
         # Past this length longrope changes the rotation of all positions, so cached keys would be wrong; up
         # to it, it is exact.
