@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
+from services.engine.cache_budget import DEFAULT_CACHE_BUDGET_BYTES
 from services.engine.core.batch import GumbelDraw, SequenceInput
-from services.engine.core.cache_budget import DEFAULT_CACHE_BUDGET_BYTES
 from services.engine.core.device import on_device
 from services.engine.core.errors import UnsupportedModelError
 from services.engine.core.kv_cache import CacheShape

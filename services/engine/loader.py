@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 
 from gammaray.config import DraftSettings, WorkerSettings
 from gammaray.errors import GammarayError, InvalidArgumentError
+from services.engine.cache_budget import DEFAULT_CACHE_BUDGET_BYTES, CacheBudget
 from services.engine.checks import check_deterministic, check_model
-from services.engine.core.cache_budget import DEFAULT_CACHE_BUDGET_BYTES, CacheBudget
 from services.engine.core.device import on_device, raise_if_lost
 from services.engine.core.drafter import load_drafter
 from services.engine.core.errors import UnsupportedModelError
@@ -81,7 +82,8 @@ def load_engine(
         check_covered(loaded)
     obstacle = native_obstacle(loaded, kernel_cache) if fast_kernels else "fast_kernels is off"
     quantised = None if weights == "auto" else _quantised(loaded, weights, obstacle)
-    layout = _probe(loaded)
+    with _first_forwards(loaded), on_device(loaded.device):
+        layout = probe_model(loaded)
     if draft is not None:
         layout = replace(layout, vocab_size=min(layout.vocab_size, draft.vocab_size))
     runner, shape, kernel = _choose_runner(
@@ -107,7 +109,8 @@ def load_engine(
     _log_kernel(engine)
     if isinstance(engine, GraphEngine):
         engine.warm_up()
-    check_model(engine, loaded)
+    with _first_forwards(loaded):
+        check_model(engine, loaded)
     if deterministic:
         check_deterministic(engine)
     if draft is not None:
@@ -152,19 +155,22 @@ def limit_cache(engine: Engine, settings: WorkerSettings) -> None:
     engine.limit_cache(budget.on(engine.device))
 
 
-def _probe(loaded: LoadedModel) -> ModelLayout:
-    """Probe a model; a package for quantised weights may miss a kernel or a device in the first forward."""
+@contextmanager
+def _first_forwards(loaded: LoadedModel) -> Iterator[None]:
+    """Run forwards of a model that never ran.
+
+    Raises:
+        UnsupportedModelError: One fails: sizes of its configuration contradict each other, or a package for
+            quantised weights misses a kernel or a device.
+    """
     try:
-        with on_device(loaded.device):
-            return probe_model(loaded)
-    except (GammarayError, torch.OutOfMemoryError):
+        yield
+    except (GammarayError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         raise_if_lost(error)
-        if loaded.stored is None:
-            raise
-        reason = f"{loaded.stored.described(loaded.dtype)} do not run on {loaded.device}: {error}"
-        raise UnsupportedModelError(loaded.name, reason) from error
+        what = "its weights" if loaded.stored is None else loaded.stored.described(loaded.dtype)
+        raise UnsupportedModelError(loaded.name, f"{what} do not run on {loaded.device}: {error}") from error
 
 
 def _weights_note(loaded: LoadedModel, weights: str) -> list[str]:

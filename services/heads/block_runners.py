@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from gammaray.errors import InvalidArgumentError
-from services.engine.core.batch import Batch, Segment
+from services.engine.core.batch import Batch, Segment, SequenceInput
 from services.engine.core.drafter import DraftFormat
 from services.engine.core.kv_cache import CacheShape, CacheStore
 from services.heads.dflash import DFlashConfig, DFlashHead, head_dim, kv_heads
 from services.heads.medusa import MedusaHeads
-from services.heads.runner import HEAD_CACHE_BYTES, HeadEngine
+from services.heads.runner import CHECK, HEAD_CACHE_BYTES, HeadEngine
 
 __all__ = ["DFlashEngine", "DFlashRunner", "MedusaEngine", "MedusaRunner", "dflash_engine", "medusa_engine"]
 
@@ -93,6 +93,7 @@ def dflash_engine(
 
     Raises:
         InvalidArgumentError: Other weights.
+        InvalidModelError: It computes no finite logits.
     """
     if weights != "auto":
         raise InvalidArgumentError("head_weights", weights, "auto: a DFlash head is computed as stored")
@@ -106,6 +107,10 @@ def dflash_engine(
         kernel="none: a DFlash head",
     )
     engine.draft_for(DraftFormat(config.layer.vocab_size, config.mask_token, target_ids))
+    count = min(config.block_size, max_context - 1)
+    features = engine.fuse(torch.ones(1, len(config.taps), config.layer.hidden_size))
+    tokens = [0, 0, *[config.mask_token] * (count - 1)]
+    engine.check(SequenceInput(CHECK, 0, tokens, count, features=features))
     return engine
 
 
@@ -177,6 +182,7 @@ def medusa_engine(
 
     Raises:
         InvalidArgumentError: Other weights.
+        InvalidModelError: It computes no finite logits.
     """
     if weights != "auto":
         raise InvalidArgumentError("head_weights", weights, "auto: Medusa heads are computed as stored")
@@ -193,4 +199,9 @@ def medusa_engine(
     engine.num_heads = heads.config.num_heads
     # The id after the target's stands for a mask; it is never embedded.
     engine.draft_for(DraftFormat(vocab_size, vocab_size, target_ids))
+    count = min(heads.config.num_heads, max_context - 1)
+    features = engine.fuse(torch.ones(1, 1, heads.config.hidden_size))
+    engine.skip(CHECK, [0])
+    tokens = [0, *[vocab_size] * (count - 1)]
+    engine.check(SequenceInput(CHECK, 1, tokens, count, features=features))
     return engine

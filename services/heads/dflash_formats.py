@@ -20,13 +20,19 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
-from services.engine.core.drafter import reduced_ids
+from services.engine.core.drafter import target_tensor
 from services.engine.core.errors import UnsupportedModelError
 from services.engine.core.model import load_config
-from services.engine.core.tensor_files import checkpoint_folder, read_tensor, target_tensor, tensor_names
-from services.heads.dflash import DFlashConfig, DFlashHead
+from services.engine.core.shapes import (
+    check_fields,
+    check_head_dim,
+    check_rotary,
+    check_token_map,
+    check_weights,
+)
+from services.engine.core.tensor_files import checkpoint_folder, read_tensor, tensor_names
+from services.heads.dflash import DFlashConfig, DFlashHead, head_dim
 from services.heads.formats import refuse_unknown
-from services.heads.loading import check_weights
 
 __all__ = ["load_dflash", "names_dflash"]
 
@@ -102,18 +108,19 @@ def load_dflash(name: str, target: str) -> tuple[DFlashHead, Tensor | None]:
     weights = {key: read_tensor(name, folder, key) for key in tensors if key not in _UNUSED}
     vocab_size = config.layer.vocab_size
     count = config.num_outputs if "d2t" in weights or config.num_outputs != vocab_size else None
-    target_ids = reduced_ids(name, count, vocab_size, weights.pop("d2t", None))
+    target_ids = check_token_map(name, count, vocab_size, weights.pop("d2t", None))
     if _EMBEDDING not in weights:
-        weights[_EMBEDDING] = target_tensor(name, target, [_EMBEDDING], "embedding")
+        weights[_EMBEDDING] = target_tensor(name, target, "embedding")
     if _HEAD not in weights:
         if target_ids is not None:
             raise UnsupportedModelError(name, f"it lacks {_HEAD}")
-        weights[_HEAD] = target_tensor(name, target, [_HEAD, _EMBEDDING], "output matrix")
+        weights[_HEAD] = target_tensor(name, target, "output matrix")
     with torch.device("meta"):
         head = DFlashHead(config)
     check_weights(name, head.state_dict(), weights)
     with torch.device("cpu"):
         rotary = type(head.rotary)(config.layer)  # its buffers are no weights
+        check_rotary(name, rotary, head_dim(config.layer))
     head.load_state_dict({key: tensor.float() for key, tensor in weights.items()}, assign=True)
     head.rotary = rotary
     return head.eval().requires_grad_(False), target_ids
@@ -129,6 +136,7 @@ def _stored(folder: Path) -> dict[str, Any]:
 
 
 def _config(name: str, stored: Mapping[str, Any], target: PretrainedConfig) -> DFlashConfig:
+    check_fields(name, stored)
     if "dflash_config" not in stored:
         refuse_unknown(name, "flag", stored, _SPECULATORS_KEYS)
         layer, given = stored.get("transformer_layer_config"), stored
@@ -191,6 +199,8 @@ def _layer(name: str, layer: object, target: PretrainedConfig) -> LlamaConfig:
         made = LlamaConfig(**{**Qwen3Config(**ours).to_dict(), "model_type": "llama"})
     except Exception as error:  # transformers raises different ones
         raise UnsupportedModelError(name, f"its configuration cannot be read: {error}") from error
+    check_fields(name, made.to_dict())
+    check_head_dim(name, head_dim(made))
     if made.hidden_act != "silu":
         raise UnsupportedModelError(name, f"its hidden_act is {made.hidden_act!r}; served is 'silu'")
     if "sliding_attention" in (layer.get("layer_types") or ()) or layer.get("use_sliding_window"):

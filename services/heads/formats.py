@@ -20,6 +20,7 @@ from typing import Any
 from transformers import LlamaConfig, PretrainedConfig
 
 from services.engine.core.errors import UnsupportedModelError
+from services.engine.core.shapes import check_fields, check_head_dim
 from services.heads.eagle import EagleConfig
 
 __all__ = ["LAYER", "OFFICIAL_LAYER", "RMS_NORMED", "is_head", "read_config", "refuse_unknown"]
@@ -98,6 +99,7 @@ def read_config(name: str, folder: Path, tensors: Sequence[str], target: Pretrai
         UnsupportedModelError: The format, a flag or a size is not supported, or does not fit the target.
     """
     stored = _stored(folder)
+    check_fields(name, stored)
     kind = stored.get("speculators_model_type")
     if "dflash_config" in stored:
         raise UnsupportedModelError(name, "it is a DFlash head, which drafts in the target worker only")
@@ -127,7 +129,8 @@ def _stored(folder: Path) -> dict[str, Any]:
 
 
 def _is_official(stored: Mapping[str, Any]) -> bool:
-    return not _OFFICIAL.isdisjoint(stored.get("architectures") or ())
+    given = stored.get("architectures")
+    return isinstance(given, list) and any(one in _OFFICIAL for one in given if isinstance(one, str))
 
 
 def _speculators(name: str, stored: Mapping[str, Any], target: PretrainedConfig) -> EagleConfig:
@@ -213,6 +216,7 @@ def _config(
         rope = LlamaConfig(**{key: value for key, value in layer.items() if key != "model_type"})
     except Exception as error:  # transformers raises different ones
         raise UnsupportedModelError(name, f"its configuration cannot be read: {error}") from error
+    check_fields(name, rope.to_dict())
     if layer.get("num_hidden_layers", 1) != 1:
         raise UnsupportedModelError(name, f"it has {layer['num_hidden_layers']} layers; served is one")
     if rope.hidden_act != "silu":
@@ -222,6 +226,8 @@ def _config(
     if taps is None:
         depth = target.num_hidden_layers
         taps = (2, depth // 2, depth - 3)
+    head_dim = rope.head_dim or rope.hidden_size // rope.num_attention_heads
+    check_head_dim(name, head_dim)
     return EagleConfig(
         taps=tuple(_numbers(name, taps)),
         hidden_size=rope.hidden_size,
@@ -229,7 +235,7 @@ def _config(
         intermediate_size=rope.intermediate_size,
         num_heads=rope.num_attention_heads,
         num_kv_heads=rope.num_key_value_heads or rope.num_attention_heads,
-        head_dim=rope.head_dim or rope.hidden_size // rope.num_attention_heads,
+        head_dim=head_dim,
         vocab_size=rope.vocab_size,
         num_outputs=num_outputs or rope.vocab_size,
         norm_eps=rope.rms_norm_eps,

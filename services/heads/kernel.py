@@ -15,14 +15,13 @@ from services.engine.core.quantised import QuantisedMatrix, quantise_int4, quant
 from services.engine.native.bindings import BatchArguments, LayerWeights, MatrixWeights, ModelWeights
 from services.engine.native.library import kernel_threads, load_kernel
 from services.engine.native.runner import NativeRunner
-from services.engine.native.weights import NativeModel, Packer
+from services.engine.native.weights import EAGLE_1, EAGLE_3, NativeModel, Packer, check_layout
 from services.heads.eagle import EagleHead, EagleLayer
 from services.heads.states import HeadStates
 
 __all__ = ["HeadKernelRunner", "KernelMap", "kernel_obstacle"]
 
 _MAX_HEAD_DIM = 256
-_EAGLE_1, _EAGLE_3 = 1, 2
 
 
 def kernel_obstacle(head: EagleHead, kernel_cache: str = "") -> str:
@@ -66,13 +65,14 @@ class HeadKernelRunner(NativeRunner):
     """Runs steps of an EAGLE head with the compiled kernel.
 
     Args:
+        name: Of the head, for errors.
         head: A head for which `kernel_obstacle` is empty.
         max_context: Positions lie below it.
         weights: "auto" (as stored), "int8" or "int4".
     """
 
-    def __init__(self, head: EagleHead, max_context: int, weights: str = "auto") -> None:
-        super().__init__(_packed(head, max_context, weights))
+    def __init__(self, name: str, head: EagleHead, max_context: int, weights: str = "auto") -> None:
+        super().__init__(_packed(name, head, max_context, weights))
         config = head.config
         self.head = head
         self._fc = KernelMap(head.fc, self.model.kernel) if config.is_fused else None
@@ -125,7 +125,7 @@ class HeadKernelRunner(NativeRunner):
         return states[:, 0]
 
 
-def _packed(head: EagleHead, max_context: int, weights: str) -> NativeModel:
+def _packed(name: str, head: EagleHead, max_context: int, weights: str) -> NativeModel:
     """Lay out a head for `kernel.c`."""
     library = load_kernel().library
     assert library is not None
@@ -163,7 +163,7 @@ def _packed(head: EagleHead, max_context: int, weights: str) -> NativeModel:
     made.embedding, made.embedding_scale = packer.embedding(head.embed_tokens.weight)
     made.head = _joined(packer, head.lm_head)
     made.layer = layers
-    made.entry_kind = _EAGLE_3 if config.is_fused else _EAGLE_1
+    made.entry_kind = EAGLE_3 if config.is_fused else EAGLE_1
     if config.is_fused:
         made.last_norm, made.feature_norm = (
             packer.vector(head.norm.weight),
@@ -172,6 +172,7 @@ def _packed(head: EagleHead, max_context: int, weights: str) -> NativeModel:
         made.residual_is_normed, made.state_is_normed = config.norm_before_residual, config.norm_output
     else:
         made.entry = _joined(packer, head.fc)
+    check_layout(name, model)
     return model
 
 

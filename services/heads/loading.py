@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from services.engine.core.drafter import reduced_ids
+from services.engine.core.drafter import target_tensor
 from services.engine.core.errors import UnsupportedModelError
 from services.engine.core.model import load_config
-from services.engine.core.tensor_files import (
-    checkpoint_folder,
-    read_tensor,
-    target_tensor,
-    tensor_names,
-)
+from services.engine.core.shapes import check_rotary, check_token_map, check_weights
+from services.engine.core.tensor_files import checkpoint_folder, read_tensor, tensor_names
 from services.heads.eagle import EagleConfig, EagleHead
 from services.heads.formats import LAYER, OFFICIAL_LAYER, is_head, read_config
 
-__all__ = ["check_weights", "load_fusion", "load_head", "names_head"]
+__all__ = ["load_fusion", "load_head", "names_head"]
 
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 # The target's mask of the tokens that have a row follows from d2t; the verifier's weights are of training.
@@ -51,20 +46,21 @@ def load_head(name: str, target: str) -> tuple[EagleHead, Tensor | None]:
     folder, tensors, config = _described(name, target)
     weights = {_ours(key): read_tensor(name, folder, key) for key in tensors if key not in _UNUSED}
     count = config.num_outputs if "d2t" in weights or config.num_outputs != config.vocab_size else None
-    target_ids = reduced_ids(name, count, config.vocab_size, weights.pop("d2t", None))
+    target_ids = check_token_map(name, count, config.vocab_size, weights.pop("d2t", None))
     with torch.device("meta"):
         head = EagleHead(config)
     if _EMBEDDING not in weights:
-        weights[_EMBEDDING] = target_tensor(name, target, [_EMBEDDING], "embedding")
+        weights[_EMBEDDING] = target_tensor(name, target, "embedding")
     if _HEAD not in weights:
         if target_ids is not None:
             raise UnsupportedModelError(name, f"it lacks {_HEAD}")
-        weights[_HEAD] = target_tensor(name, target, [_HEAD, _EMBEDDING], "output matrix")
+        weights[_HEAD] = target_tensor(name, target, "output matrix")
     if not config.is_fused:
-        weights["feature_norm.weight"] = target_tensor(name, target, ["model.norm.weight"], "last norm")
+        weights["feature_norm.weight"] = target_tensor(name, target, "last norm")
     check_weights(name, head.state_dict(), weights)
     with torch.device("cpu"):
         rotary = type(head.rotary)(config.rope)  # its buffers are no weights
+        check_rotary(name, rotary, config.head_dim)
     head.load_state_dict({key: tensor.float() for key, tensor in weights.items()}, assign=True)
     head.rotary = rotary
     return head.eval().requires_grad_(False), target_ids
@@ -93,7 +89,7 @@ def load_fusion(name: str, target: str) -> EagleHead:
     expected = head.state_dict()
     weights = {key: read_tensor(name, folder, key) for key in tensors if key in expected}
     if not config.is_fused:
-        weights["feature_norm.weight"] = target_tensor(name, target, ["model.norm.weight"], "last norm")
+        weights["feature_norm.weight"] = target_tensor(name, target, "last norm")
     check_weights(name, expected, weights)
     head.load_state_dict({key: tensor.float() for key, tensor in weights.items()}, assign=True)
     return head.eval().requires_grad_(False)
@@ -112,29 +108,3 @@ def _ours(key: str) -> str:
     if key.startswith(OFFICIAL_LAYER):
         return LAYER + key.removeprefix(OFFICIAL_LAYER)
     return key
-
-
-def check_weights(name: str, expected: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
-    """Check weights against the parameters of a module.
-
-    Args:
-        name: The head, for errors.
-        expected: The parameters.
-        weights: The stored tensors, by the same names.
-
-    Raises:
-        UnsupportedModelError: Weights are missing, of another shape, not finite, or of no use.
-    """
-    _compare(name, "lacks", expected.keys() - weights.keys())
-    _compare(name, "has no place for", weights.keys() - expected.keys())
-    for key, tensor in weights.items():
-        if tensor.shape != expected[key].shape:
-            got, wanted = list(tensor.shape), list(expected[key].shape)
-            raise UnsupportedModelError(name, f"{key} has the shape {got}, its configuration says {wanted}")
-        if not tensor.isfinite().all():
-            raise UnsupportedModelError(name, f"{key} has values that are not finite")
-
-
-def _compare(name: str, verb: str, keys: Set[str]) -> None:
-    if keys:
-        raise UnsupportedModelError(name, f"it {verb} {len(keys)} weights, such as {min(keys)}")

@@ -26,11 +26,17 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.utils.hub import cached_file
 
+from services.engine.core.drafter import target_tensor
 from services.engine.core.errors import UnsupportedModelError
 from services.engine.core.model import load_config
-from services.engine.core.tensor_files import check_shape, read_tensor, target_tensor, tensor_names
+from services.engine.core.shapes import (
+    check_fields,
+    check_integers,
+    check_shape,
+    check_weights,
+)
+from services.engine.core.tensor_files import read_tensor, tensor_names
 from services.heads.formats import RMS_NORMED, refuse_unknown
-from services.heads.loading import check_weights
 from services.heads.medusa import MedusaConfig, MedusaHeads
 
 __all__ = ["load_medusa", "names_medusa"]
@@ -93,6 +99,7 @@ def load_medusa(name: str, target: str) -> tuple[MedusaHeads, Tensor | None]:
             name, f"Medusa is served for targets of types {', '.join(sorted(RMS_NORMED))}"
         )
     is_vllm = stored.get("model_type") == "medusa"
+    check_fields(name, stored)
     refuse_unknown(name, "flag", stored, _VLLM_KEYS if is_vllm else _OWN_KEYS)
     weights = _vllm_weights(name) if is_vllm else _own_weights(name)
     shape = _config(name, stored, config, is_vllm=is_vllm)
@@ -108,10 +115,10 @@ def load_medusa(name: str, target: str) -> tuple[MedusaHeads, Tensor | None]:
                 rows = config.vocab_size if is_whole else shape.num_outputs
                 check_shape(name, key, weights[key], (rows, shape.hidden_size))
                 weights[key] = weights[key][target_ids if is_whole else order]
-    weights["feature_norm.weight"] = target_tensor(name, target, ["model.norm.weight"], "last norm")
+    weights["feature_norm.weight"] = target_tensor(name, target, "last norm")
     with torch.device("meta"):
         heads = MedusaHeads(shape)
-    check_weights(name, heads.state_dict(), weights)
+    check_weights(name, heads.state_dict(), weights, "" if is_vllm else _WEIGHTS)
     heads.load_state_dict({key: tensor.float() for key, tensor in weights.items()}, assign=True)
     return heads.eval().requires_grad_(False), target_ids
 
@@ -121,8 +128,7 @@ def _share_matrix(name: str, target: str, weights: dict[str, Tensor]) -> None:
     if "lm_head.weight" in weights:
         weights["lm_heads.0.weight"] = weights.pop("lm_head.weight")
     elif "lm_heads.0.weight" not in weights:
-        names = ["lm_head.weight", "embed_tokens.weight"]
-        weights["lm_heads.0.weight"] = target_tensor(name, target, names, "output matrix")
+        weights["lm_heads.0.weight"] = target_tensor(name, target, "output matrix")
 
 
 def _stored(name: str) -> dict[str, Any]:
@@ -238,8 +244,9 @@ def _target_ids(name: str, token_map: Tensor | None, shape: MedusaConfig) -> Ten
     if token_map is None:
         return None
     check_shape(name, "token_map", token_map, (shape.num_outputs,))
+    check_integers(name, "token_map", token_map)
     ids = token_map.long()
-    if token_map.is_floating_point() or len(set(ids.tolist())) < len(ids) or ids.min() < 0:
+    if len(set(ids.tolist())) < len(ids) or ids.min() < 0:
         raise UnsupportedModelError(name, "its token_map names no different tokens")
     if ids.max() >= shape.vocab_size:
         raise UnsupportedModelError(

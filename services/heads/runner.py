@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 
 from gammaray.errors import InvalidArgumentError
-from services.engine.core.batch import Batch
+from services.engine.core.batch import Batch, SequenceInput
 from services.engine.core.drafter import DraftFormat
+from services.engine.core.errors import InvalidModelError
 from services.engine.core.kv_cache import CacheShape, CacheStore
+from services.engine.core.shapes import weights_file
 from services.engine.engine import Engine
 from services.engine.hf.attention import LayerInput, attend
 from services.engine.native.library import load_kernel
@@ -16,7 +18,10 @@ from services.heads.eagle import EagleHead
 from services.heads.kernel import HeadKernelRunner, kernel_obstacle
 from services.heads.states import HeadStates
 
-__all__ = ["HEAD_CACHE_BYTES", "HeadEngine", "HeadRunner", "head_engine"]
+__all__ = ["CHECK", "HEAD_CACHE_BYTES", "HeadEngine", "HeadRunner", "head_engine"]
+
+CHECK = "check"
+"""Session of the check at the end of loading."""
 
 HEAD_CACHE_BYTES = 1 << 30
 """Budget of the caches of what drafts in a target worker, and of a head until its worker sets one."""
@@ -82,6 +87,19 @@ class HeadEngine(Engine):
         with torch.inference_mode():
             return self.runner.fuse(states)
 
+    def check(self, feed: SequenceInput) -> None:
+        """Run a feed of a new session, and forget it.
+
+        Raises:
+            InvalidModelError: Its logits are not finite.
+        """
+        (logits,) = self.step([feed])
+        self.release(feed.session_id)
+        if not logits.isfinite().all():
+            file = weights_file(self.model_name)
+            got = "numbers that are not finite"
+            raise InvalidModelError(self.model_name, file, "its logits", got, "finite numbers")
+
 
 def head_engine(
     head: EagleHead,
@@ -110,12 +128,13 @@ def head_engine(
 
     Raises:
         InvalidArgumentError: Weights without a kernel.
+        InvalidModelError: The head computes no finite logits.
     """
     obstacle = kernel_obstacle(head, kernel_cache) if fast_kernels else "fast_kernels is off"
     if obstacle and weights != "auto":
         allowed = f"auto: {weights} needs the compiled CPU kernel ({obstacle})"
         raise InvalidArgumentError(setting, weights, allowed)
-    runner = HeadRunner(head) if obstacle else HeadKernelRunner(head, max_context, weights)
+    runner = HeadRunner(head) if obstacle else HeadKernelRunner(name, head, max_context, weights)
     engine = HeadEngine(
         runner,
         CacheStore(runner.cache_shape, budget_bytes),
@@ -125,4 +144,8 @@ def head_engine(
         kernel=f"none: {obstacle}" if obstacle else load_kernel(kernel_cache).variant,
     )
     engine.draft_for(DraftFormat(head.config.vocab_size, None, target_ids))
+    count = min(3, max_context - 1)
+    features = engine.fuse(torch.ones(count, len(head.config.taps), head.config.target_hidden_size))
+    engine.skip(CHECK, [0])
+    engine.check(SequenceInput(CHECK, 1, [0] * count, count, features=features))
     return engine

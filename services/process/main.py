@@ -33,8 +33,8 @@ def run(
         argv: Command line; None is that of the process.
 
     Returns:
-        0 after a drain, 1 when the drain lost blocks or the engine was lost, 2 for settings that cannot be
-        used, 3 for a model that cannot be served.
+        0 after a drain, 1 when the drain lost blocks or the engine was lost, 2 for settings or files of
+        a model that are invalid, 3 for a model that cannot be served.
 
     Raises:
         SystemExit: After `--help`.
@@ -53,7 +53,7 @@ def run(
 
 
 async def _serve(prog: str, worker: Any) -> int:
-    from services.engine.core.errors import UnsupportedModelError
+    from services.engine.core.errors import InvalidModelError, UnsupportedModelError
 
     stop = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
@@ -69,7 +69,7 @@ async def _serve(prog: str, worker: Any) -> int:
     except GammarayError as error:
         await worker.stop()
         print(f"python -m {prog}: {error}", file=sys.stderr)
-        is_unsupported = isinstance(error, UnsupportedModelError)
+        is_unsupported = isinstance(error, UnsupportedModelError) and not isinstance(error, InvalidModelError)
         return EXIT_UNSUPPORTED_MODEL if is_unsupported else EXIT_BAD_SETTINGS
     print(f"listening {address}", flush=True)
     ended = asyncio.create_task(worker.ended.wait())

@@ -12,7 +12,7 @@ if find_spec("triton") is None:
     pytest.skip("Triton is not installed; to enable: make gpu-checks", allow_module_level=True)
 
 from benchmarks.gpu.compiled import meta_model
-from services.engine.core.cache_budget import CacheBudget
+from services.engine.cache_budget import CacheBudget
 from services.engine.core.errors import CacheFullError
 from services.engine.core.kv_cache import CacheShape
 from services.engine.cuda.pages import PagedStore

@@ -23,7 +23,8 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils.import_utils import is_kernels_available
 
 from services.engine.core.device import device_capability
-from services.engine.core.errors import MissingPackageError, UnsupportedModelError
+from services.engine.core.errors import InvalidModelError, MissingPackageError, UnsupportedModelError
+from services.engine.core.shapes import weights_file
 from services.engine.core.tensor_files import checkpoint_folder, tensor_types
 
 __all__ = [
@@ -200,12 +201,13 @@ def check_loading(name: str, info: Mapping[str, Iterable[Any]], num_layers: int)
         num_layers: Layers of the model; those from this one on may be in the checkpoint.
 
     Raises:
-        UnsupportedModelError: Weights are missing, of another shape, or have no place in the model.
+        UnsupportedModelError: Weights are missing, or have no place in the model.
+        InvalidModelError: A weight has another shape.
     """
     if mismatched := sorted(info["mismatched_keys"]):
         key, stored, expected = mismatched[0]
-        shapes = f"the shape {list(stored)}, its configuration says {list(expected)}"
-        raise UnsupportedModelError(name, f"{_counted(mismatched)} of another shape: {key} has {shapes}")
+        allowed = f"{list(expected)}, which its configuration says"
+        raise InvalidModelError(name, weights_file(name), key, f"the shape {list(stored)}", allowed)
     if missing := sorted(info["missing_keys"]):
         raise UnsupportedModelError(name, f"it lacks {_counted(missing)}, such as {_first(missing)}")
     unexpected = [key for key in sorted(info["unexpected_keys"]) if not _is_harmless(key, num_layers)]

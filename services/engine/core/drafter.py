@@ -7,7 +7,7 @@ A drafter is a causal model in Hugging Face's format. In addition to it:
   the mask's embedding; the id is then not used.
 - `draft_vocab_size` in its configuration: `lm_head.weight` has that many rows, and row i stands for the
   target's token i + d2t[i], as in EAGLE-3 checkpoints (tensor `d2t`, int64, ids ascending).
-- `model.embed_tokens.weight` may be absent: then it is the target's.
+- The input embedding may be absent: then it is the target's.
 """
 
 from __future__ import annotations
@@ -36,22 +36,23 @@ from services.engine.core.model import (
     torch_device,
     torch_dtype,
 )
-from services.engine.core.tensor_files import (
-    EMBEDDING,
-    check_shape,
-    checkpoint_folder,
-    read_tensor,
-    target_tensor,
-    tensor_names,
+from services.engine.core.shapes import (
+    check_token_map,
+    check_weights,
+    input_names,
+    output_names,
+    skeleton,
+    stored_as,
 )
+from services.engine.core.tensor_files import checkpoint_folder, read_tensor, tensor_names
 
-__all__ = ["NOT_DRAFTED", "DraftFormat", "load_drafter", "reduced_ids"]
+__all__ = ["NOT_DRAFTED", "DraftFormat", "load_drafter", "target_tensor"]
 
 NOT_DRAFTED = -1e9
 """Logit of a token that a reduced draft vocabulary lacks: probability 0, and finite, so that a request that
 allows only such tokens still has a distribution."""
 
-HEAD = "lm_head.weight"
+_LAST_NORM = "model.norm.weight"
 
 # Tensors of a drafter that are no weights of its module; EAGLE-3's t2d follows from d2t.
 _EXTRA = ("d2t", "t2d", "pard_embedding")
@@ -132,7 +133,7 @@ def _mask_token(name: str, config: PretrainedConfig, num_rows: int) -> int | Non
     mask_token = getattr(config, "pard_token", None)
     if mask_token is None:
         return None
-    if not isinstance(mask_token, int) or not 0 <= mask_token < num_rows:
+    if type(mask_token) is not int or not 0 <= mask_token < num_rows:
         raise UnsupportedModelError(name, f"its pard_token is {mask_token!r}, allowed: [0, {num_rows})")
     return mask_token
 
@@ -141,22 +142,37 @@ def _is_special(folder: Path, config: PretrainedConfig) -> bool:
     """Whether a directory is no model that transformers loads by itself."""
     if getattr(config, "draft_vocab_size", None) is not None:
         return True
-    names = set(tensor_names(folder))
-    return bool(names) and ("pard_embedding" in names or EMBEDDING not in names)
+    names, module = tensor_names(folder), skeleton(config)
+    if not names or module is None:
+        return False
+    has_embedding = not set(stored_as(module, names).values()).isdisjoint(input_names(module))
+    return "pard_embedding" in names or not has_embedding
 
 
 def _assembled(
     name: str, folder: Path, config: PretrainedConfig, target: str, dtype: torch.dtype
 ) -> tuple[PreTrainedModel, DraftFormat]:
     """Return the module of a drafter, with the target's embedding where it shares that."""
-    vocab_size = int(config.vocab_size)
-    weights = {key: read_tensor(name, folder, key) for key in tensor_names(folder)}
+    described = skeleton(config)
+    if described is None:
+        raise UnsupportedModelError(name, "transformers has no causal model of its configuration")
+    vocab_size = int(config.get_text_config().vocab_size)
+    expected: dict[str, Tensor] = described.state_dict()
+    weights = _stored(name, folder, described)
     d2t, _, mask = (weights.pop(key, None) for key in _EXTRA)
-    target_ids = reduced_ids(name, getattr(config, "draft_vocab_size", None), vocab_size, d2t)
-    embedding = weights.pop(EMBEDDING, None)
+    target_ids = check_token_map(name, getattr(config, "draft_vocab_size", None), vocab_size, d2t)
+    own, head = input_names(described)[0], output_names(described)[0]
+    shape = expected.pop(own).shape
+    embedding = weights.pop(own, None)
     if embedding is None:
-        embedding = target_tensor(name, target, [EMBEDDING.removeprefix("model.")], "embedding")
-    check_shape(name, EMBEDDING, embedding, (vocab_size, config.hidden_size))
+        embedding = target_tensor(name, target, "embedding")
+    check_weights(name, {own: torch.empty(shape, device="meta")}, {own: embedding})
+    has_head = head in weights
+    if target_ids is not None:
+        expected[head] = torch.empty(len(target_ids), expected[head].shape[1], device="meta")
+    elif not has_head and config.tie_word_embeddings:
+        del expected[head]
+    check_weights(name, expected, weights)
     with no_init_weights():
         module: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             config, dtype=dtype, attn_implementation="eager"
@@ -164,56 +180,55 @@ def _assembled(
     if mask is None:
         mask_token = _mask_token(name, config, vocab_size)
     else:
-        check_shape(name, "pard_embedding", mask, (1, config.hidden_size))
+        check_weights(
+            name,
+            {"pard_embedding": torch.empty(1, shape[1], device="meta")},
+            {"pard_embedding": mask},
+        )
         embedding, mask_token = torch.cat([embedding.to(dtype), mask.to(dtype)]), vocab_size
-    rows = nn.Embedding(len(embedding), config.hidden_size, _weight=embedding.to(dtype))
-    module.set_input_embeddings(rows)
-    head = cast(LlamaModel, module).get_output_embeddings()
-    if HEAD not in weights:
-        if target_ids is not None or not config.tie_word_embeddings:
-            raise UnsupportedModelError(name, f"it lacks {HEAD}")
-        head.weight = rows.weight
+    parts = cast(LlamaModel, module)
+    rows, output = parts.get_input_embeddings(), parts.get_output_embeddings()
+    rows.weight, rows.num_embeddings = nn.Parameter(embedding.to(dtype)), len(embedding)
+    if not has_head:
+        output.weight = rows.weight
     elif target_ids is not None:
-        head.weight = nn.Parameter(torch.empty(len(target_ids), config.hidden_size, dtype=dtype))
-    _fill(name, module, weights)
+        output.weight = nn.Parameter(torch.empty(expected[head].shape, dtype=dtype))
+    module.load_state_dict(weights, strict=False)  # all but the embedding, and a head that is tied to it
     return module, DraftFormat(vocab_size, mask_token, target_ids)
 
 
-def _fill(name: str, module: PreTrainedModel, weights: dict[str, Tensor]) -> None:
-    """Copy the stored weights into the module, whose embedding is there already.
+def _stored(name: str, folder: Path, module: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the tensors of a drafter by the names of its module.
 
     Raises:
-        UnsupportedModelError: Weights are missing, of another shape, or of no use.
+        UnsupportedModelError: transformers would join several of them.
     """
-    try:
-        missing, unexpected = module.load_state_dict(weights, strict=False)
-    except RuntimeError as error:  # another shape
-        raise UnsupportedModelError(name, f"its weights do not fit its configuration: {error}") from error
-    missing = [key for key in missing if key != EMBEDDING and not (key == HEAD and HEAD not in weights)]
-    if missing:
-        raise UnsupportedModelError(name, f"it lacks {len(missing)} weights, such as {sorted(missing)[0]}")
-    if unexpected:
-        raise UnsupportedModelError(name, f"its weight {sorted(unexpected)[0]} has no place in the model")
+    names = stored_as(module, tensor_names(folder))
+    if len(set(names.values())) < len(names):
+        raise UnsupportedModelError(name, "its weights are stored in parts, which such drafters cannot be")
+    return {own: read_tensor(name, folder, key) for key, own in names.items()}
 
 
-def reduced_ids(name: str, count: int | None, vocab_size: int, d2t: Tensor | None) -> Tensor | None:
-    """Return the target's token of each row of a drafter's head; None: row i is token i.
+def target_tensor(name: str, target: str, what: str) -> Tensor:
+    """Return one tensor of a target, of which nothing else is read.
 
     Args:
-        name: The drafter.
-        count: Its `draft_vocab_size`, if it has one.
-        vocab_size: Number of the target's token ids.
-        d2t: int64 [count], how far each row's token lies above the row.
+        name: The drafter that needs it.
+        target: The target's directory or hub name; "" if it is not known.
+        what: "embedding", "output matrix", or "last norm" of a Llama-like model.
 
     Raises:
-        UnsupportedModelError: The offsets are missing or give no ascending ids below `vocab_size`.
+        InvalidArgumentError: The target is not known, or has no such tensor in safetensors.
     """
-    if count is None or (d2t is None and count == vocab_size):
-        return None
-    if d2t is None:
-        raise UnsupportedModelError(name, "it has a draft_vocab_size, but no tensor d2t")
-    check_shape(name, "d2t", d2t, (count,))
-    ids = torch.arange(count) + d2t.long()
-    if (ids.diff() <= 0).any() or ids[0] < 0 or ids[-1] >= vocab_size:
-        raise UnsupportedModelError(name, f"its d2t does not give ascending ids in [0, {vocab_size})")
-    return ids
+    allowed = f"a directory or hub name with safetensors, as {name} shares the target's {what}"
+    if not target or is_gguf(target):
+        raise InvalidArgumentError("target_model", target, allowed)
+    folder, module = checkpoint_folder(target), skeleton(load_config(target))
+    if folder is None or module is None:
+        raise InvalidArgumentError("target_model", target, allowed)
+    find = {"embedding": input_names, "output matrix": output_names, "last norm": lambda _: [_LAST_NORM]}
+    stored = {own: key for key, own in stored_as(module, tensor_names(folder)).items()}
+    for own in find[what](module):
+        if own in stored:
+            return read_tensor(target, folder, stored[own])
+    raise InvalidArgumentError("target_model", target, allowed)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from gammaray.errors import FailedPreconditionError, ResourceExhaustedError, UnavailableError
+from gammaray.errors import FailedPreconditionError, ResourceExhaustedError, UnavailableError, rendering
 
 __all__ = [
     "CacheFullError",
     "CacheGapError",
     "EngineLostError",
+    "InvalidModelError",
     "MissingPackageError",
     "UnsupportedModelError",
 ]
+
+_MOST_RENDERED = 120
+"""Characters of a value in an error."""
 
 
 class UnsupportedModelError(FailedPreconditionError):
@@ -22,8 +26,24 @@ class UnsupportedModelError(FailedPreconditionError):
     """
 
     def __init__(self, model: str, reason: str) -> None:
-        self.model, self.reason = model, reason
-        super().__init__(f"{model} cannot be served: {reason}")
+        self.model, self.reason = model, " ".join(reason.split())  # one line, whatever a library wrote
+        super().__init__(f"{model} cannot be served: {self.reason}")
+
+
+class InvalidModelError(UnsupportedModelError):
+    """A file of a model, draft or head contradicts itself, or has a value that no model can have.
+
+    Attributes:
+        file: Name of the file.
+        field: The key of a configuration, or the tensor.
+        got: Short rendering of the value.
+        allowed: Description of the allowed values.
+    """
+
+    def __init__(self, model: str, file: str, field: str, got: object, allowed: str) -> None:
+        rendered = got if isinstance(got, str) else rendering(got)
+        self.file, self.field, self.got, self.allowed = file, field, rendered[:_MOST_RENDERED], allowed
+        super().__init__(model, f"{file}: {field}: got {self.got}, allowed: {allowed}")
 
 
 class MissingPackageError(UnsupportedModelError):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from transformers import (
 )
 
 from gammaray.gguf import check_packages, pretrained_arguments, read_header
-from services.engine.core.errors import UnsupportedModelError
+from services.engine.core.errors import InvalidModelError, UnsupportedModelError
 
 __all__ = ["load_gguf_config", "load_gguf_module"]
 
@@ -83,8 +84,8 @@ def load_gguf_module(name: str, config: PretrainedConfig, dtype: torch.dtype) ->
     info: Mapping[str, Any] = result[1]
     if mismatched := sorted(info["mismatched_keys"]):
         key, stored, expected = mismatched[0]
-        shapes = f"the shape {list(stored)}; transformers expects {list(expected)} from its metadata"
-        raise UnsupportedModelError(name, f"its weight {key} has {shapes}")
+        allowed = f"{list(expected)}, which its metadata say"
+        raise InvalidModelError(name, Path(name).name, key, f"the shape {list(stored)}", allowed)
     if missing := sorted(info["missing_keys"]):
         raise UnsupportedModelError(
             name, f"it lacks {len(missing)} weights of the model, such as {missing[0]}"

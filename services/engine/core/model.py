@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -25,8 +27,18 @@ from services.engine.core.checkpoint import (
     quant_method,
 )
 from services.engine.core.device import device_capability, raise_if_lost
-from services.engine.core.errors import UnsupportedModelError
+from services.engine.core.errors import InvalidModelError, UnsupportedModelError
 from services.engine.core.gguf_model import load_gguf_config, load_gguf_module
+from services.engine.core.shapes import (
+    CONFIG,
+    check_fields,
+    check_finite,
+    check_size,
+    check_types,
+    size_of,
+    skeleton,
+)
+from services.engine.core.tensor_files import tensor_types
 
 __all__ = [
     "DTYPES",
@@ -47,6 +59,11 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_MOST_PACKED = 8
+"""Upper bound of the quantised weights in a byte."""
+
+_LEAST_CONTEXT = 2
+
 _TRANSIENT = (MemoryError, torch.OutOfMemoryError, torch.distributed.DistError)
 """Errors of loading that are not the model's."""
 
@@ -185,18 +202,27 @@ def load_model(
     if num_layers is not None:
         _keep_layers(config.get_text_config(), num_layers)
     max_context_of(name, config.get_text_config())  # refused before the weights are read
+    method = None if is_gguf(name) else quant_method(name, config)
+    _check_weights(name, config, is_packed=method is not None or is_gguf(name))
     if is_gguf(name):
         if num_ranks > 1:
             raise UnsupportedModelError(name, "a GGUF file cannot be spread over several devices")
         module = load_gguf_module(name, config, kind)
         return loaded_model(name, module, config, where, StoredWeights("GGUF", True))
-    method = quant_method(name, config)
     if method is not None:
         if num_ranks > 1:
             raise UnsupportedModelError(name, f"its {method} weights cannot be spread over several devices")
         return _load_quantised(name, config, method, where, kind)
     module = _load_pretrained(name, None if num_layers is None else config, kind, num_ranks)
     return loaded_model(name, module, config, where if num_ranks == 1 else None)
+
+
+def _check_weights(name: str, config: PretrainedConfig, *, is_packed: bool) -> None:
+    """Check a model's files before its weights are read; `is_packed`: a byte may hold several weights."""
+    described, file = skeleton(config), Path(name).name if is_gguf(name) else CONFIG
+    check_size(name, described, size_of(name), _MOST_PACKED if is_packed else 1, file)
+    if not is_packed and Path(name).is_dir():
+        check_types(name, described, tensor_types(Path(name)))
 
 
 def _load_quantised(
@@ -225,12 +251,17 @@ def loaded_model(
     device: torch.device | None,
     stored: StoredWeights | None = None,
 ) -> LoadedModel:
-    """Return a module in evaluation mode, moved to a device if one is given."""
+    """Return a module in evaluation mode, moved to a device if one is given.
+
+    Raises:
+        InvalidModelError: A weight is not finite.
+    """
     typed: nn.Module = module  # transformers overrides `to` and `eval` without types
     if device is not None:  # else each rank's share is already on its device
         typed.to(device)
     typed.eval().requires_grad_(False)
     text = config.get_text_config()
+    check_finite(name, module.state_dict())
     return LoadedModel(name, module, text, max_context_of(name, text), stored)
 
 
@@ -320,15 +351,20 @@ def load_config(name: str) -> PretrainedConfig:
     Raises:
         NotFoundError: There is no such model.
         UnsupportedModelError: transformers does not know the architecture.
+        InvalidModelError: A number of the configuration is not one that a model can have.
         InvalidArgumentError: It is a GGUF file that cannot be read.
     """
     if is_gguf(name):
         return load_gguf_config(name)
     try:
+        stored, _ = PretrainedConfig.get_config_dict(name)
+        check_fields(name, stored)  # transformers divides by some
         config: PretrainedConfig = AutoConfig.from_pretrained(name)
+    except StrictDataclassError as error:
+        raise InvalidModelError(name, CONFIG, "a field", str(error), "what transformers reads") from error
     except ValueError as error:
         raise UnsupportedModelError(name, f"transformers does not know it: {error}") from error
-    except (AttributeError, KeyError, TypeError) as error:  # fields of a wrong type
+    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:  # fields of a wrong type
         raise UnsupportedModelError(name, f"transformers cannot read its configuration: {error}") from error
     except OSError as error:
         raise NotFoundError(f"model {name!r}: {error}") from error
@@ -350,6 +386,7 @@ def check_config(name: str, config: PretrainedConfig) -> None:
         raise UnsupportedModelError(
             name, f"its layers are of types {sorted(odd)}; served are {sorted(LAYER_TYPES)}"
         )
+    check_fields(name, text.to_dict(), Path(name).name if is_gguf(name) else CONFIG)
 
 
 def max_context_of(name: str, config: PretrainedConfig) -> int:
@@ -361,10 +398,14 @@ def max_context_of(name: str, config: PretrainedConfig) -> int:
 
     Raises:
         UnsupportedModelError: The configuration does not say it.
+        InvalidModelError: A token and its successor do not fit.
     """
     limit = getattr(config, "max_position_embeddings", None)
-    if not isinstance(limit, int) or limit < 1:
+    if not isinstance(limit, int):
         raise UnsupportedModelError(name, "its configuration has no max_position_embeddings")
+    if limit < _LEAST_CONTEXT:
+        file = Path(name).name if is_gguf(name) else CONFIG
+        raise InvalidModelError(name, file, "max_position_embeddings", limit, f"at least {_LEAST_CONTEXT}")
     for rope in _rope_settings(config):
         # Past this length longrope changes the rotation of all positions, so cached keys would be wrong; up
         # to it, it is exact.

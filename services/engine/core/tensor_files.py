@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 from huggingface_hub.errors import HFValidationError
@@ -11,51 +10,17 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.utils.hub import cached_file
 
-from gammaray.errors import InvalidArgumentError
-from gammaray.gguf import is_gguf
-from services.engine.core.errors import UnsupportedModelError
+from services.engine.core.errors import InvalidModelError, UnsupportedModelError
 
 __all__ = [
-    "EMBEDDING",
-    "check_shape",
     "checkpoint_folder",
     "read_tensor",
-    "target_tensor",
     "tensor_names",
     "tensor_types",
 ]
 
-EMBEDDING = "model.embed_tokens.weight"
-
 _WEIGHTS = "model.safetensors"
 _INDEX = f"{_WEIGHTS}.index.json"
-
-
-def target_tensor(name: str, target: str, suffixes: Sequence[str], what: str) -> Tensor:
-    """Return one tensor of a target, of which nothing else is read.
-
-    Args:
-        name: The drafter that needs it.
-        target: The target's directory or hub name; "" if it is not known.
-        suffixes: Ends of the tensor's possible names, the preferred one first.
-        what: What it is, for errors.
-
-    Raises:
-        InvalidArgumentError: The target is not known, or has no such tensor in safetensors.
-    """
-    allowed = f"a directory or hub name with safetensors, as {name} shares the target's {what}"
-    if not target or is_gguf(target):
-        raise InvalidArgumentError("target_model", target, allowed)
-    try:
-        folder = Path(target) if Path(target).is_dir() else _hub_folder(target)
-        names = tensor_names(folder)
-        for suffix in suffixes:
-            for key in names:
-                if key.endswith(suffix):
-                    return read_tensor(target, folder, key)
-    except (OSError, HFValidationError) as error:
-        raise InvalidArgumentError("target_model", f"{target!r} ({error})", allowed) from error
-    raise InvalidArgumentError("target_model", target, allowed)
 
 
 def checkpoint_folder(name: str) -> Path | None:
@@ -75,13 +40,31 @@ def _hub_folder(name: str) -> Path:
 
 
 def tensor_names(folder: Path) -> list[str]:
-    """Return the names of all tensors of a directory; none without safetensors."""
+    """Return the names of all tensors of a directory; none without safetensors.
+
+    Raises:
+        UnsupportedModelError: A file is truncated or damaged.
+    """
     if (folder / _WEIGHTS).is_file():
         with _opened(folder, folder / _WEIGHTS) as file:
             return list(file.keys())
     if (folder / _INDEX).is_file():
-        return sorted(json.loads((folder / _INDEX).read_text())["weight_map"])
+        return sorted(_index(folder))
     return []
+
+
+def _index(folder: Path) -> dict[str, str]:
+    """Return the file of each tensor.
+
+    Raises:
+        InvalidModelError: The index is damaged.
+    """
+    try:
+        files = json.loads((folder / _INDEX).read_text())["weight_map"]
+        return {str(key): str(file) for key, file in files.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        allowed = "an object with the file of each tensor"
+        raise InvalidModelError(str(folder), _INDEX, "weight_map", repr(error), allowed) from error
 
 
 def tensor_types(folder: Path) -> dict[str, str]:
@@ -109,25 +92,19 @@ def read_tensor(name: str, folder: Path, key: str) -> Tensor:
     if not Path(name).is_dir():
         cached_file(name, path.name)
     with _opened(folder, path) as file:
-        tensor: Tensor = file.get_tensor(key)
+        try:
+            tensor: Tensor = file.get_tensor(key)
+        except SafetensorError as error:
+            raise InvalidModelError(
+                name, path.name, key, "no tensor", f"the one that {_INDEX} names"
+            ) from error
     return tensor
-
-
-def check_shape(name: str, key: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    """Check a tensor's shape.
-
-    Raises:
-        UnsupportedModelError: It differs.
-    """
-    if tuple(tensor.shape) != shape:
-        reason = f"{key} has the shape {list(tensor.shape)}, its configuration says {list(shape)}"
-        raise UnsupportedModelError(name, reason)
 
 
 def _file_of(folder: Path, key: str) -> Path:
     if (folder / _WEIGHTS).is_file():
         return folder / _WEIGHTS
-    return folder / str(json.loads((folder / _INDEX).read_text())["weight_map"][key])
+    return folder / _index(folder)[key]
 
 
 def _opened(folder: Path, path: Path) -> safe_open:

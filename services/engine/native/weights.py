@@ -14,12 +14,27 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from services.engine.core.errors import InvalidModelError
 from services.engine.core.model import LLAMA_TYPES, LlamaLayer, LoadedModel, head_norms
 from services.engine.core.quantised import GROUP, QuantisedMatrix, concatenate
+from services.engine.core.shapes import check_fields, check_head_dim, check_rotary, weights_file
 from services.engine.native.bindings import LayerWeights, MatrixWeights, ModelWeights
 from services.engine.native.library import load_kernel
 
-__all__ = ["NativeModel", "Packer", "build_native", "native_obstacle", "pack_panels", "pack_quantised"]
+__all__ = [
+    "EAGLE_1",
+    "EAGLE_3",
+    "NativeModel",
+    "Packer",
+    "build_native",
+    "check_layout",
+    "native_obstacle",
+    "pack_panels",
+    "pack_quantised",
+]
+
+EAGLE_1, EAGLE_3 = 1, 2
+"""Kinds of entry of a head's layer, as `kernel.c` numbers them."""
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.uint8: 3}
 
@@ -122,7 +137,51 @@ def build_native(
     weights.last_norm = packer.vector(body.norm.weight)
     weights.head = packer.matrix([(output.weight[:vocab_size], output.bias)])
     weights.layer = layers
+    check_layout(loaded.name, model)
     return model
+
+
+def check_layout(name: str, model: NativeModel) -> None:
+    """Check the sizes that the kernel takes on trust against each other; call it before the first forward.
+
+    Args:
+        name: The model or head, for errors.
+        model: It, laid out.
+
+    Raises:
+        InvalidModelError: The kernel would divide by zero or read past a matrix.
+    """
+    made = model.weights
+    sizes = {
+        "hidden_size": made.hidden,
+        "intermediate_size": made.intermediate,
+        "num_attention_heads": made.heads,
+        "num_key_value_heads": made.kv_heads,
+        "num_hidden_layers": made.layers,
+    }
+    check_fields(name, {**sizes, "scaling": made.scaling})
+    check_head_dim(name, made.head_dim)
+    check_rotary(name, model.rotary, made.head_dim)
+    mixed = made.heads * made.head_dim
+    projected = mixed + 2 * made.kv_heads * made.head_dim
+    entering = made.hidden * (2 if made.entry_kind == EAGLE_3 else 1)
+    matrices = [("head", made.head, made.head.outputs, made.hidden)]
+    if made.entry_kind == EAGLE_1:
+        matrices.append(("entry", made.entry, made.hidden, 2 * made.hidden))
+    for number in range(made.layers):
+        layer = made.layer[number]
+        matrices += [
+            (f"layer {number}: query, key, value", layer.qkv, projected, entering),
+            (f"layer {number}: output", layer.out, made.hidden, mixed),
+            (f"layer {number}: gate, up", layer.gate_up, 2 * made.intermediate, made.hidden),
+            (f"layer {number}: down", layer.down, made.hidden, made.intermediate),
+        ]
+    for part, matrix, outputs, inputs in matrices:
+        got = [matrix.outputs, matrix.inputs]
+        if got != [outputs, inputs]:
+            raise InvalidModelError(
+                name, weights_file(name), part, f"the shape {got}", f"{[outputs, inputs]}"
+            )
 
 
 def pack_panels(weight: Tensor, panel: int, lanes: int) -> Tensor:

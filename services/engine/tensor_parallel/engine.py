@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from gammaray.errors import InvalidArgumentError
+from services.engine.cache_budget import DEFAULT_CACHE_BUDGET_BYTES
 from services.engine.checks import check_model
 from services.engine.core.batch import Batch, GumbelDraw, SequenceInput
-from services.engine.core.cache_budget import DEFAULT_CACHE_BUDGET_BYTES
 from services.engine.core.errors import EngineLostError, UnsupportedModelError
 from services.engine.core.kv_cache import CacheShape, CacheStore, Source
 from services.engine.core.model import load_config, load_model

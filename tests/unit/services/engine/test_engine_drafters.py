@@ -131,9 +131,42 @@ def test_drafter_that_needs_its_target_is_refused_without_it(source, tmp_path, d
     assert caught.value.field == "target_model"
 
 
+@pytest.mark.parametrize("arch", ["gpt2", "gpt_neox", "opt", "gemma2"])
+def test_embedding_is_found_by_the_name_that_the_model_gives_it(tmp_path, arch):
+    """It is shared if it is absent, and not if it has another name than Llama's."""
+    target = tiny_model(arch, tmp_path, seed=1)
+    drafter = tiny_model(arch, tmp_path, seed=2)
+    reference = plain_model(drafter)
+    assert torch.allclose(logits_of(load(drafter), TEXT), plain_logits(reference, TEXT), atol=1e-4)
+    file = drafter / "model.safetensors"
+    weights = load_file(file)
+    (name,) = [
+        key for key in weights if key.endswith(("wte.weight", "embed_in.weight", "embed_tokens.weight"))
+    ]
+    del weights[name]
+    save_file(weights, file, metadata={"format": "pt"})
+    with torch.no_grad():
+        reference.get_input_embeddings().weight.copy_(plain_model(target).get_input_embeddings().weight)
+    made = logits_of(load(drafter, target), TEXT)
+    assert torch.allclose(made, plain_logits(reference, TEXT), atol=1e-4)
+    with pytest.raises(InvalidArgumentError, match="shares the target's embedding"):
+        load(drafter)
+
+
+def test_names_without_the_prefix_of_the_body_are_those_of_an_ordinary_draft(tmp_path):
+    """GPT-2 is published so."""
+    drafter = tiny_model("gpt2", tmp_path)
+    expected = plain_logits(plain_model(drafter), TEXT)
+    file = drafter / "model.safetensors"
+    bare = {key.removeprefix("transformer."): weight for key, weight in load_file(file).items()}
+    assert "wte.weight" in bare
+    save_file(bare, file, metadata={"format": "pt"})
+    assert torch.allclose(logits_of(load(drafter), TEXT), expected, atol=1e-4)
+
+
 def test_target_of_another_width_is_refused(source, tmp_path):
     wide = tiny_model("llama", tmp_path, hidden_size=64)
-    with pytest.raises(UnsupportedModelError, match="has the shape"):
+    with pytest.raises(UnsupportedModelError, match="got the shape"):
         load(make_drafter(source, tmp_path / "d", shares_embedding=True), wide)
 
 
@@ -163,7 +196,7 @@ def test_missing_weights_are_refused(source, tmp_path, key, shares):
     if shares:
         del weights[EMBEDDING]
     save_file(weights, file, metadata={"format": "pt"})
-    with pytest.raises(UnsupportedModelError, match=r"lacks|no tensor"):
+    with pytest.raises(UnsupportedModelError, match=r"lacks|got no tensor"):
         load(tmp_path / "d", source)
 
 

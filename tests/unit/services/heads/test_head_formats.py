@@ -172,10 +172,10 @@ def layer(**values):
         (put(norm_output="yes"), "norm_output is 'yes'"),
         (put(eagle_aux_hidden_state_layer_ids=[1, 2, 4]), r"layers \[1, 2, 4\], allowed: \[0, 3\]"),
         (put(eagle_aux_hidden_state_layer_ids="all"), "layer ids are 'all'"),
-        (put(eagle_aux_hidden_state_layer_ids=[1, 2]), r"fc.weight has the shape \[32, 96\]"),
+        (put(eagle_aux_hidden_state_layer_ids=[1, 2]), r"fc.weight: got the shape \[32, 96\]"),
         (put(target_hidden_size=64), "states of width 64"),
         (put(norm_before_fc=True, fc_norm=True), "exclude each other"),
-        (put(draft_vocab_size=41), r"d2t has the shape \[40\]"),
+        (put(draft_vocab_size=41), r"d2t: got the shape \[40\]"),
         (layer(vocab_size=98), "98 token ids"),
         (layer(num_hidden_layers=2), "2 layers"),
         (layer(hidden_act="gelu"), "hidden_act is 'gelu'"),
@@ -198,11 +198,11 @@ def nan(stored):
     ("change", "reason"),
     [
         (drop("fc.weight"), "lacks 1 weights, such as fc.weight"),
-        (drop("d2t"), "no tensor d2t"),
+        (drop("d2t"), "d2t: got no tensor"),
         (drop("lm_head.weight"), "lacks lm_head.weight"),
         (lambda stored: stored | {"layers.1.mlp.up_proj.weight": torch.ones(2)}, "no place for 1 weights"),
         (lambda stored: stored | {"d2t": torch.zeros(40, dtype=torch.int64) - 1}, "ascending ids"),
-        (nan, "fc.weight has values that are not finite"),
+        (nan, "fc.weight: got numbers that are not finite"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused(tmp_path, target, change, reason):

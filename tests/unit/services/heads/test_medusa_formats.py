@@ -121,7 +121,7 @@ def test_map_of_tokens_selects_rows(is_whole, tmp_path, target, weights):
     ("write", "changes", "reason"),
     [
         (write_own, {"medusa_num_heads": None}, r"medusa_num_heads is .*, allowed: 1 to 64"),
-        (write_own, {"medusa_num_layers": 0}, "medusa_num_layers is"),
+        (write_own, {"medusa_num_layers": 0}, "medusa_num_layers: got 0"),
         (write_own, {"medusa_num_heads": 2}, "no place for 5 weights"),
         (write_own, {"medusa_num_layers": 3}, "weights"),
         (write_own, {"medusa_mixer": True}, "flag 'medusa_mixer' is not known"),
@@ -130,14 +130,14 @@ def test_map_of_tokens_selects_rows(is_whole, tmp_path, target, weights):
         (write_vllm, {"num_heads": None}, "medusa_num_heads is missing"),
         (write_vllm, {"medusa_num_heads": 2}, "medusa_num_heads is"),
         (write_vllm, {"num_hidden_layers": None}, "medusa_num_layers is missing"),
-        (write_vllm, {"num_hidden_layers": 10**9}, "medusa_num_layers is"),
+        (write_vllm, {"num_hidden_layers": 10**9}, "num_hidden_layers: got 1000000000"),
         (write_vllm, {"medusa_fc_bias": None}, "no place for 6 weights"),
         (write_vllm, {"original_lm_head": True}, "no place for 2 weights"),
         (write_vllm, {"original_lm_head": "yes"}, "original_lm_head is 'yes'"),
         (write_vllm, {"logit_scale": -1}, "logit_scale is -1"),
         (write_vllm, {"truncated_vocab_size": 20}, "only one of token_map"),
         (write_vllm, {"truncated_vocab_size": 2000}, "truncated_vocab_size is 2000"),
-        (write_vllm, {"truncated_vocab_size": "all"}, "truncated_vocab_size is 'all'"),
+        (write_vllm, {"truncated_vocab_size": "all"}, "truncated_vocab_size: got all"),
         (write_vllm, {"dropout": 0.1}, "flag 'dropout' is not known"),
     ],
 )
@@ -151,7 +151,7 @@ def test_configuration_that_is_not_served_is_refused(write, changes, reason, tmp
     ("change", "reason"),
     [
         ({"0.0.linear.bias": None}, "lacks 1 weights, such as blocks.0.layers.0.bias"),
-        ({"0.2.weight": torch.ones(VOCAB_SIZE, 31)}, "lm_heads.0.weight has the shape"),
+        ({"0.2.weight": torch.ones(VOCAB_SIZE, 31)}, "lm_heads.0.weight: got the shape"),
         ({"1.0.linear.weight": torch.full((32, 32), torch.nan)}, "not finite"),
         ({"norm.weight": torch.ones(32)}, "no place for 1 weights"),
         ({"token_map": torch.arange(VOCAB_SIZE)}, "only one of token_map"),
@@ -168,9 +168,9 @@ def test_weights_that_do_not_fit_are_refused(change, reason, tmp_path, target, w
     [
         (torch.zeros(20, dtype=torch.int64), "no different tokens"),
         (torch.arange(20) - 1, "no different tokens"),
-        (torch.arange(20.0), "no different tokens"),
+        (torch.arange(20.0), "token_map: got numbers of type torch.float32"),
         (torch.arange(20) + VOCAB_SIZE - 19, f"names {VOCAB_SIZE}"),
-        (torch.arange(19), r"token_map has the shape \[19\]"),
+        (torch.arange(19), r"token_map: got the shape \[19\]"),
     ],
 )
 def test_map_that_names_no_tokens_is_refused(token_map, reason, tmp_path, target, weights):

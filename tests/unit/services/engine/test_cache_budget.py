@@ -5,7 +5,7 @@ import torch
 from pydantic import ValidationError
 
 from gammaray.config import TargetSettings
-from services.engine.core.cache_budget import CacheBudget, available_memory, free_memory
+from services.engine.cache_budget import CacheBudget, available_memory, free_memory
 from services.engine.loader import load_worker_engine
 
 GIB = 2**30

@@ -1,0 +1,432 @@
+"""Checks of what the files of a model, draft or head say, before a kernel computes with it.
+
+The compiled kernels take sizes on trust: they divide by numbers of heads, and read as many numbers as the
+configuration says. transformers checks types and little else, and allocates what a configuration asks for
+before it compares that with the weights. Every loader therefore calls the checks of this module, whose errors
+name the file, the field, what was got and what is allowed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.initialization import no_init_weights
+
+from services.engine.core.errors import InvalidModelError, UnsupportedModelError
+
+__all__ = [
+    "CONFIG",
+    "check_fields",
+    "check_finite",
+    "check_head_dim",
+    "check_integers",
+    "check_rotary",
+    "check_shape",
+    "check_size",
+    "check_token_map",
+    "check_types",
+    "check_weights",
+    "input_names",
+    "output_names",
+    "size_of",
+    "skeleton",
+    "stored_as",
+    "weights_file",
+]
+
+CONFIG = "config.json"
+_WEIGHTS = "model.safetensors"
+
+_MOST = 2**31 - 1
+"""The kernels count in 32 bits."""
+
+_MOST_LAYERS = 1024
+_LEAST_EPS = 1e-37
+"""Smaller ones are zero in float32, which divides zero by zero."""
+
+_SIZES = frozenset(
+    {
+        "block_size",
+        "d_model",
+        "draft_vocab_size",
+        "ffn_dim",
+        "head_dim",
+        "hidden_size",
+        "intermediate_size",
+        "kv_lora_rank",
+        "max_position_embeddings",
+        "max_seq_len",
+        "medusa_num_heads",
+        "n_embd",
+        "n_group",
+        "n_head",
+        "n_inner",
+        "n_positions",
+        "num_attention_heads",
+        "num_heads",
+        "num_key_value_heads",
+        "num_kv_heads",
+        "original_max_position_embeddings",
+        "q_lora_rank",
+        "qk_head_dim",
+        "qk_nope_head_dim",
+        "qk_rope_head_dim",
+        "sliding_window",
+        "target_hidden_size",
+        "topk_group",
+        "truncated_vocab_size",
+        "v_head_dim",
+        "vocab_size",
+        "word_embed_proj_dim",
+    }
+)
+_LAYERS = frozenset({"medusa_num_layers", "n_layer", "num_hidden_layers", "num_layers", "num_target_layers"})
+_EXPERTS = frozenset(
+    {
+        "moe_intermediate_size",
+        "n_routed_experts",
+        "n_shared_experts",
+        "num_experts",
+        "num_experts_per_tok",
+        "num_local_experts",
+    }
+)
+"""Zero in models of an architecture with experts that have none."""
+
+_EPS = frozenset({"layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon", "rms_norm_eps"})
+_POSITIVE = frozenset(
+    {
+        "attn_logit_softcapping",
+        "factor",
+        "final_logit_softcapping",
+        "query_pre_attn_scalar",
+        "rope_local_base_freq",
+        "rope_theta",
+        "rotary_emb_base",
+    }
+)
+_SHARES = frozenset({"partial_rotary_factor", "rotary_pct"})
+_ROTARY = ("rope_parameters", "rope_scaling")
+_INSIDE = ("text_config", "transformer_layer_config", "dflash_config", "eagle_config")
+"""Keys of configurations inside a configuration."""
+
+_HEADS = ("num_attention_heads", "n_head")
+_FLOATS = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
+_FLOATING = "floating-point numbers"
+_NARROW = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
+
+
+def check_fields(name: str, stored: Mapping[str, Any], file: str = CONFIG) -> None:
+    """Check the numbers of a configuration, and those of the configurations in it.
+
+    Args:
+        name: Directory, hub name or GGUF file of the model, draft or head.
+        stored: The configuration, as it is stored or as transformers completed it.
+        file: Where it is, for errors.
+
+    Raises:
+        InvalidModelError: A number is of another type, out of range or not finite, or contradicts another.
+    """
+    for key, value in stored.items():
+        if isinstance(value, Mapping):
+            if key in _ROTARY:
+                _check_rotary(name, file, key, value)
+            elif key in _INSIDE:
+                check_fields(name, value, file)
+        elif value is not None:
+            _check_value(name, file, key, key, value)
+    heads = next((stored[key] for key in _HEADS if stored.get(key) is not None), None)
+    kv_heads = stored.get("num_key_value_heads")
+    if isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads:
+        allowed = f"a divisor of the {heads} query heads, which share them in groups of one size"
+        raise InvalidModelError(name, file, "num_key_value_heads", kv_heads, allowed)
+
+
+def _check_rotary(name: str, file: str, path: str, stored: Mapping[str, Any]) -> None:
+    """Check the settings of a rotary embedding, or those of several layer types."""
+    for key, value in stored.items():
+        place = f"{path}.{key}"
+        if isinstance(value, Mapping):
+            _check_rotary(name, file, place, value)
+        elif isinstance(value, (list, tuple)):  # factors of frequencies
+            for one in value:
+                if not _is_number(one) or not 0 < one < math.inf:
+                    raise InvalidModelError(name, file, place, one, "finite numbers above 0")
+        elif value is not None:
+            _check_value(name, file, key, place, value)
+
+
+def _check_value(name: str, file: str, key: str, place: str, value: object) -> None:
+    """Check a value by its name; other numbers must be finite."""
+    if key in _SIZES | _LAYERS | _EXPERTS:
+        least, most = int(key not in _EXPERTS), _MOST_LAYERS if key in _LAYERS else _MOST
+        # Some architectures have a size per layer.
+        for one in value if isinstance(value, (list, tuple)) else [value]:
+            if type(one) is not int or not least <= one <= most:
+                raise InvalidModelError(name, file, place, one, f"an integer in [{least}, {most}]")
+    elif key in _EPS:
+        if not _is_number(value) or not _LEAST_EPS <= value < math.inf:
+            raise InvalidModelError(name, file, place, value, f"a finite number of at least {_LEAST_EPS}")
+    elif key in _POSITIVE:
+        if not _is_number(value) or not 0 < value < math.inf:
+            raise InvalidModelError(name, file, place, value, "a finite number above 0")
+    elif key in _SHARES:
+        if not _is_number(value) or not 0 < value <= 1:
+            raise InvalidModelError(name, file, place, value, "a number in (0, 1]")
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise InvalidModelError(name, file, place, value, "a finite number")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def skeleton(config: PretrainedConfig) -> PreTrainedModel | None:
+    """Return the module of a configuration without memory for its weights; None if transformers has none.
+
+    Its parameters have names and shapes, and no values.
+    """
+    try:
+        with torch.device("meta"), no_init_weights():
+            module: PreTrainedModel = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    except Exception:  # of any kind; loading the weights fails with the same, and says so
+        return None
+    return module
+
+
+def stored_as(module: PreTrainedModel, keys: Iterable[str]) -> dict[str, str]:
+    """Return the module's name of each tensor of a checkpoint, as transformers maps them when it loads it."""
+    transforms = get_model_conversion_mapping(module)
+    renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
+    converters = [one for one in transforms if isinstance(one, WeightConverter)]
+    own = module.state_dict()
+    mapped = {}
+    for key in keys:
+        renamed, _ = rename_source_key(key, renamings, converters, module.base_model_prefix, own)
+        mapped[key] = key if renamed not in own and key in own else renamed
+    return mapped
+
+
+def input_names(module: PreTrainedModel) -> list[str]:
+    """Return the names of the input embedding's weight: its own, then the output matrix's if that is tied."""
+    tied = _names_of(module, _output(module)) if module.config.tie_word_embeddings else []
+    return _names_of(module, module.get_input_embeddings()) + tied
+
+
+def output_names(module: PreTrainedModel) -> list[str]:
+    """Return the names of the output matrix: its own, then the input embedding's if that is tied."""
+    tied = _names_of(module, module.get_input_embeddings()) if module.config.tie_word_embeddings else []
+    return _names_of(module, _output(module)) + tied
+
+
+def _output(module: PreTrainedModel) -> nn.Module | None:
+    output: nn.Module | None = module.get_output_embeddings()
+    return output
+
+
+def _names_of(module: nn.Module, part: nn.Module | None) -> list[str]:
+    return [f"{name}.weight" for name, one in module.named_modules() if one is part]
+
+
+def check_size(
+    name: str, module: PreTrainedModel | None, num_bytes: int, weights_per_byte: int, file: str = CONFIG
+) -> None:
+    """Check that the files could hold the weights that a configuration describes, before they are allocated.
+
+    Args:
+        name: The model.
+        module: Its skeleton.
+        num_bytes: Size of its files of weights; 0 if that is not known.
+        weights_per_byte: Upper bound of the weights in a byte.
+        file: Where the configuration is, for errors.
+
+    Raises:
+        InvalidModelError: They are too small.
+    """
+    if module is None or not num_bytes:
+        return
+    described = sum(parameter.numel() for parameter in module.parameters())
+    output = _output(module)
+    if module.config.tie_word_embeddings and isinstance(output, nn.Linear):
+        described -= output.weight.numel()
+    if described > num_bytes * weights_per_byte:
+        allowed = f"at most {num_bytes * weights_per_byte:,}, as its files have {num_bytes:,} bytes"
+        raise InvalidModelError(name, file, "weights that it describes", f"{described:,}", allowed)
+
+
+def size_of(name: str) -> int:
+    """Return the bytes of the weights of a file or directory; 0 for a name on the hub."""
+    folder = Path(name)
+    if folder.is_file():
+        return folder.stat().st_size
+    return sum(file.stat().st_size for kind in ("safetensors", "bin") for file in folder.glob(f"*.{kind}"))
+
+
+def check_shape(name: str, key: str, tensor: Tensor, shape: tuple[int, ...], file: str = "") -> None:
+    """Check a tensor's shape.
+
+    Raises:
+        InvalidModelError: It differs.
+    """
+    if tuple(tensor.shape) != shape:
+        allowed = f"{list(shape)}, which its configuration says"
+        raise InvalidModelError(
+            name, file or weights_file(name), key, f"the shape {list(tensor.shape)}", allowed
+        )
+
+
+def check_weights(
+    name: str, expected: Mapping[str, Tensor], weights: Mapping[str, Tensor], file: str = ""
+) -> None:
+    """Check stored weights against the parameters of a module.
+
+    Args:
+        name: The model, draft or head.
+        expected: The parameters, which need no values.
+        weights: The stored tensors, by the same names.
+        file: Where they are, for errors; empty: the model's file of weights.
+
+    Raises:
+        UnsupportedModelError: Weights are missing, or have no place in the module.
+        InvalidModelError: A weight is of another shape or type, or not finite.
+    """
+    for verb, keys in (
+        ("lacks", expected.keys() - weights.keys()),
+        ("has no place for", weights.keys() - expected.keys()),
+    ):
+        if keys:
+            raise UnsupportedModelError(name, f"it {verb} {len(keys)} weights, such as {min(keys)}")
+    for key, tensor in weights.items():
+        check_shape(name, key, tensor, tuple(expected[key].shape), file)
+        if tensor.dtype not in _FLOATS | _NARROW:
+            raise InvalidModelError(
+                name, file or weights_file(name), key, f"numbers of type {tensor.dtype}", _FLOATING
+            )
+    check_finite(name, weights, file)
+
+
+def check_types(name: str, module: PreTrainedModel | None, types: Mapping[str, str]) -> None:
+    """Check that the weights of a checkpoint that is not quantised are stored as floating-point numbers.
+
+    Args:
+        name: The model.
+        module: Its skeleton.
+        types: The type of each stored tensor, by safetensors' names.
+
+    Raises:
+        InvalidModelError: transformers would take integers for weights.
+    """
+    if module is None or all(_is_float(kind) for kind in types.values()):
+        return
+    parameters = {key for key, _ in module.named_parameters()}
+    for key, own in stored_as(module, types).items():
+        if own in parameters and not _is_float(types[key]):
+            raise _invalid(name, "", key, f"numbers of type {types[key]}", _FLOATING)
+
+
+def _is_float(kind: str) -> bool:
+    return kind.startswith(("F", "BF"))
+
+
+def check_finite(name: str, weights: Mapping[str, Tensor], file: str = "") -> None:
+    """Check that all plain floating-point tensors have finite numbers, also in float32.
+
+    Raises:
+        InvalidModelError: One has others.
+    """
+    for key, tensor in weights.items():
+        if type(tensor.detach()) is not Tensor or tensor.is_meta or not tensor.numel():
+            continue
+        if tensor.dtype in _NARROW | {torch.float64}:
+            tensor = tensor.float()
+        if tensor.dtype in _FLOATS and not torch.stack(torch.aminmax(tensor.detach())).isfinite().all():
+            raise InvalidModelError(
+                name, file or weights_file(name), key, "numbers that are not finite", "finite numbers"
+            )
+
+
+def check_head_dim(name: str, head_dim: int, file: str = CONFIG) -> None:
+    """Check the width of a head whose halves are rotated.
+
+    Raises:
+        InvalidModelError: It has no halves.
+    """
+    if head_dim < 2 or head_dim % 2:
+        raise InvalidModelError(name, file, "head_dim", head_dim, "an even number above 0")
+
+
+def check_rotary(name: str, rotary: nn.Module, head_dim: int, file: str = CONFIG) -> None:
+    """Check a rotary embedding, whose tables the kernels read by the width of a head.
+
+    Raises:
+        InvalidModelError: Its frequencies are not finite, or it rotates a part of a head.
+    """
+    check_finite(name, dict(rotary.named_buffers()), file)
+    cos, _ = rotary(torch.zeros(1), torch.zeros(1, 1, dtype=torch.long))
+    if cos.shape[-1] != head_dim:
+        allowed = f"one of all {head_dim} numbers of a head"
+        raise InvalidModelError(name, file, "rope_parameters", f"a rotation of {cos.shape[-1]}", allowed)
+
+
+def check_token_map(
+    name: str, count: int | None, vocab_size: int, d2t: Tensor | None, file: str = ""
+) -> Tensor | None:
+    """Return the target's token of each row of a drafter's head; None: row i is token i.
+
+    Args:
+        name: The drafter.
+        count: Its `draft_vocab_size`, if it has one.
+        vocab_size: Number of the target's token ids.
+        d2t: Integers [count]: how far each row's token lies above the row.
+        file: Where they are, for errors; empty: the model's file of weights.
+
+    Raises:
+        InvalidModelError: The offsets are missing or give no ascending ids below `vocab_size`.
+    """
+    if count is None or (d2t is None and count == vocab_size):
+        return None
+    if d2t is None:
+        raise InvalidModelError(
+            name, file or weights_file(name), "d2t", "no tensor", f"one, as draft_vocab_size is {count}"
+        )
+    check_shape(name, "d2t", d2t, (count,), file)
+    check_integers(name, "d2t", d2t, file)
+    ids = torch.arange(count) + d2t.long()
+    if ids.min() < 0 or ids.max() >= vocab_size or (ids.diff() <= 0).any():
+        allowed = f"offsets that give ascending ids in [0, {vocab_size})"
+        raise InvalidModelError(
+            name, file or weights_file(name), "d2t", f"ids in [{ids.min()}, {ids.max()}]", allowed
+        )
+    return ids
+
+
+def _invalid(name: str, file: str, field: str, got: str, allowed: str) -> InvalidModelError:
+    return InvalidModelError(name, file or weights_file(name), field, got, allowed)
+
+
+def weights_file(name: str) -> str:
+    """Return the name of the file of weights of a model, draft or head, for errors."""
+    path = Path(name)
+    if path.is_file():
+        return path.name
+    return "its weights" if path.is_dir() and not (path / _WEIGHTS).is_file() else _WEIGHTS
+
+
+def check_integers(name: str, key: str, tensor: Tensor, file: str = "") -> None:
+    """Check that a tensor of token ids has integers.
+
+    Raises:
+        InvalidModelError: It has numbers of another type.
+    """
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+        raise InvalidModelError(
+            name, file or weights_file(name), key, f"numbers of type {tensor.dtype}", "integers"
+        )
