@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from gammaray.checks import check_token_ids
 from gammaray.errors import (
+    ContextLengthError,
     FailedPreconditionError,
     InternalError,
     InvalidArgumentError,
@@ -42,18 +43,18 @@ __all__ = [
 ]
 
 
+_DRAWN_SEED_BITS = 53
+"""A drawn seed is exact as a JSON number, which many clients read as a double."""
+
+
 def check_prompt_length(num_tokens: int, max_context: int) -> None:
     """Check that a prompt leaves room for a token in the model's context.
 
     Raises:
-        InvalidArgumentError: The prompt is too long.
+        ContextLengthError: The prompt is too long.
     """
     if num_tokens >= max_context:
-        raise InvalidArgumentError(
-            "prompt",
-            f"{num_tokens} tokens",
-            f"at most {max_context - 1} tokens, one less than the model's context of {max_context}",
-        )
+        raise ContextLengthError("prompt", num_tokens, max_context)
 
 
 async def check_request(
@@ -122,7 +123,7 @@ async def open_session(
     if request.num_prompt_logprobs is not None:
         check_prompt_logprobs(request.num_prompt_logprobs, len(prompt))
     if request.sampling.seed is None:
-        seed = secrets.randbits(64) if seed is None else seed
+        seed = secrets.randbits(_DRAWN_SEED_BITS) if seed is None else seed
         request = replace(request, sampling=replace(request.sampling, seed=seed))
     name = caller.qualify(request.session_id or uuid.uuid4().hex)
     return make_session(name, request, prompt, min(request.max_tokens, max_context - len(prompt)), tokenizer)

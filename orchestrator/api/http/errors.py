@@ -17,6 +17,7 @@ from starlette.requests import ClientDisconnect
 
 from gammaray.errors import (
     CancelledError,
+    ContextLengthError,
     GammarayError,
     InternalError,
     InvalidArgumentError,
@@ -159,6 +160,13 @@ def error_body(error: GammarayError) -> Error:
         param = _HTTP_NAMES.get(error.field, error.field)
         message = f"{param}: got {error.got}, allowed: {error.allowed}"
     code = _CODES.get(error.http_status)
+    if isinstance(error, ContextLengthError):
+        # Clients recognise OpenAI's code and its words "maximum context length".
+        code = "context_length_exceeded"
+        message = (
+            f"This model's maximum context length is {error.max_context} tokens. However, your {param} resulted "
+            f"in {error.num_tokens} tokens, which leaves no room for an answer. Please reduce the length."
+        )
     if isinstance(error, NotFoundError) and error.kind:
         code = f"{error.kind}_not_found"
     return _object(message, error.http_status, param, code)

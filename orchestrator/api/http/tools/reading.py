@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Callable, Sequence
 
-from gammaray.types import Chunk, EmittedToken
+from gammaray.types import Chunk, EmittedToken, FinishReason
 from orchestrator.api.http.tools.calls import CallPlan, call_id
 from orchestrator.api.http.tools.parser import CallEvent
 
@@ -20,9 +20,6 @@ class CallReader:
         is_special: Returns whether decoded text omits a token.
         stop: Stop strings of the request.
         prompt: The rendered prompt.
-
-    Attributes:
-        num_calls: Calls so far.
     """
 
     def __init__(
@@ -42,15 +39,17 @@ class CallReader:
         self._held = ""
 
     @property
-    def num_calls(self) -> int:
-        """Number of calls so far."""
-        return self._parser.num_calls
+    def has_whole_calls(self) -> bool:
+        """Whether there are calls, all closed and with valid JSON as arguments."""
+        return self._parser.is_whole
 
     def read(self, chunk: Chunk) -> list[CallEvent]:
         """Return what the next chunk adds."""
         self._seed = f"{chunk.session_id}:{chunk.seed}"
         events = self._parser.push(self._with_markers(chunk.tokens, chunk.text))
-        return events if chunk.finish_reason is None else events + self._parser.finish()
+        if chunk.finish_reason is None:
+            return events
+        return events + self._parser.finish(is_cut=chunk.finish_reason is not FinishReason.STOP)
 
     def recall(self, tokens: Sequence[EmittedToken]) -> None:
         """Read tokens whose text the client of a resumed completion has already.

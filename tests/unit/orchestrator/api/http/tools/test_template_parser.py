@@ -96,12 +96,12 @@ CASES = {
     "json": (
         JSON,
         '[CALL]{"name": "now", "arguments": {"a": "ü"}}[/CALL] ok',
-        " ok",
+        "",
         [("c0", "now", '{"a": "ü"}', True)],
     ),
     "json without arguments": (JSON, '[CALL]{"name": "now"}[/CALL]', "", [("c0", "now", "{}", True)]),
     "json that is none": (JSON, 'a[CALL]{"name"[/CALL] b [CALL]', 'a[CALL]{"name"[/CALL] b [CALL]', []),
-    "json that is cut": (JSON, 'a[CALL]{"name"', 'a[CALL]{"name"', []),
+    "json that is cut": (JSON, 'a[CALL]{"name"', "a", []),
     "json of another type": (JSON, "a[CALL][1][/CALL]b", "a[CALL][1][/CALL]b", []),
     "json of a list as arguments": (
         JSON,
