@@ -112,6 +112,24 @@ MISTRAL = """{{- bos_token }}
 {%- endfor %}
 """
 
+# That of Qwen 3.5 in transformers.
+XML_RESPONSE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "reasoning_content": {"open": "<think>", "close": "</think>", "content": "text"},
+        "tool_calls": {
+            "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
+            "close_pattern": r"</function>\s*</tool_call>",
+            "repeats": True,
+            "content": "xml-inline",
+            "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>"},
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+        },
+        "content": {"close_pattern": r"\s*(?:<\|im_end\|>|<\|python_tag\|>)", "content": "text"},
+    },
+}
+
 ADDED = {
     "<tool_call>": False,
     "</tool_call>": False,

@@ -161,11 +161,12 @@ def error_body(error: GammarayError) -> Error:
         message = f"{param}: got {error.got}, allowed: {error.allowed}"
     code = _CODES.get(error.http_status)
     if isinstance(error, ContextLengthError):
-        # Clients recognise OpenAI's code and its words "maximum context length".
+        # Clients recognise OpenAI's code, or the words of one of OpenAI's two messages.
         code = "context_length_exceeded"
         message = (
-            f"This model's maximum context length is {error.max_context} tokens. However, your {param} resulted "
-            f"in {error.num_tokens} tokens, which leaves no room for an answer. Please reduce the length."
+            f"This model's maximum context length is {error.max_context} tokens. "
+            f"Input tokens exceed the configured limit of {error.max_context - 1} tokens. "
+            f"Your {param} resulted in {error.num_tokens} tokens. Please reduce the length of the {param}."
         )
     if isinstance(error, NotFoundError) and error.kind:
         code = f"{error.kind}_not_found"

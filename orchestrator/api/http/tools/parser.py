@@ -2,7 +2,7 @@
 
 Texts and calls are the same however the text is split. A call is reported as soon as its name is known and
 its arguments begin, and its arguments as they come. So the arguments of a call that breaks off, or that are
-no JSON, are what the model wrote. A call that breaks off before its name is known is no text either. What only
+no JSON, are what the model wrote. A call that breaks off before its name is known is dropped. What only
 resembles a call is text: no JSON, no name of a tool, or arguments that are no object. Text after a call is
 dropped: a message is text and then calls.
 """
@@ -17,11 +17,14 @@ from typing import Any, TypeAlias
 
 from orchestrator.api.http.tools.formats import CLOSE, OPEN, CallFamily
 
-__all__ = ["ArgumentText", "CallBegun", "CallEnded", "CallEvent", "CallParser", "PlainText"]
+__all__ = ["MIN_BEGUN", "ArgumentText", "CallBegun", "CallEnded", "CallEvent", "CallParser", "PlainText"]
 
 _SPACE = " \t\r\n"
 _MAX_HELD_SPACE = 64
 """Whitespace that is held back, as it is dropped before a call."""
+
+MIN_BEGUN = 2
+"""Characters of a marker that are no text at the end of a completion; text may end with a single one."""
 
 _MAX_DEPTH = 200
 """Nesting of a call's JSON; a deeper one is text."""
@@ -138,12 +141,8 @@ class CallParser:
                 at += self._takes(text[at])
         return self._taken()
 
-    def finish(self, *, is_cut: bool = False) -> list[CallEvent]:
-        """Return what is left at the end of the completion.
-
-        Args:
-            is_cut: Whether the model would have written more. Then the beginning of a marker is no text.
-        """
+    def finish(self) -> list[CallEvent]:
+        """Return what is left at the end of the completion; the beginning of a marker is no text."""
         if self._in_arguments:
             rest = "".join(self._raw) if self._state is _State.BROKEN else ""
             self._emit(ArgumentText(self._num_seen - 1, rest))
@@ -151,11 +150,11 @@ class CallParser:
         elif self._state is _State.LEAD or (self._state is _State.OBJECT and not self._is_begun):
             self._cut_call("".join(self._raw))
         elif self._state is _State.TEXT:
-            is_begun = _num_begun(self._pending, self._marker) > 0
-            if is_begun and self._sole_name:
+            num_begun = _num_begun(self._pending, self._marker)
+            if num_begun and self._sole_name:
                 self._begin(self._sole_name)
                 self._emit(CallEnded(self._num_seen - 1, is_whole=False))
-            elif not (is_begun and is_cut):
+            elif num_begun < MIN_BEGUN:
                 self._emit(PlainText(self._pending))
         self._pending, self._raw, self._in_arguments = "", [], False
         return self._taken()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Callable, Sequence
 
-from gammaray.types import Chunk, EmittedToken, FinishReason
+from gammaray.types import Chunk, EmittedToken
 from orchestrator.api.http.tools.calls import CallPlan, call_id
 from orchestrator.api.http.tools.parser import CallEvent
 
@@ -47,9 +47,7 @@ class CallReader:
         """Return what the next chunk adds."""
         self._seed = f"{chunk.session_id}:{chunk.seed}"
         events = self._parser.push(self._with_markers(chunk.tokens, chunk.text))
-        if chunk.finish_reason is None:
-            return events
-        return events + self._parser.finish(is_cut=chunk.finish_reason is not FinishReason.STOP)
+        return events if chunk.finish_reason is None else events + self._parser.finish()
 
     def recall(self, tokens: Sequence[EmittedToken]) -> None:
         """Read tokens whose text the client of a resumed completion has already.

@@ -17,6 +17,7 @@ from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_parsing.response_templates import ResponseTemplate, load_response_template
 
 from orchestrator.api.http.tools.parser import (
+    MIN_BEGUN,
     ArgumentText,
     CallBegun,
     CallEnded,
@@ -81,35 +82,40 @@ class TemplateParser:
             found += self._read(partial(self._parser.feed, char))
         return _joined(found)
 
-    def finish(self, *, is_cut: bool = False) -> list[CallEvent]:
+    def finish(self) -> list[CallEvent]:
         """Return what is left at the end of the completion, see `CallParser.finish`."""
         if self._is_broken:
             return []
-        if self._in_call and not self._is_closed(is_cut=is_cut):
-            return self._cut_call()
-        if is_cut and not self._in_call and self._held.strip():  # the beginning of a marker
+        is_in_call = self._in_call
+        if not is_in_call and len(self._held.strip()) >= MIN_BEGUN:
             return []
-        return _joined(self._read(lambda: self._parser.finalize()[1]))
+        try:
+            ended = self._parser.finalize()[1]
+        except ValueError:
+            return self._named_call() if is_in_call else self._text(self._held)
+        if is_in_call and not self._is_closed():
+            return self._cut_call(ended)
+        return _joined(self._read(lambda: ended))
 
-    def _is_closed(self, *, is_cut: bool) -> bool:
-        """Return whether a call that transformers has not closed ends here: more text could prolong its end."""
+    def _is_closed(self) -> bool:
+        """Return whether a call ends with the text, where transformers waits for a longer end."""
         close = self._fields[_CALLS].close_re
-        if close is None or (not is_cut and close.fullmatch("") is not None):
-            return not is_cut
+        if close is None or close.fullmatch("") is not None:
+            return True
         found = close.search(self._held)
         return found is not None and bool(found.group())
 
-    def _cut_call(self) -> list[CallEvent]:
-        """Report a call in which the completion ends, if its name is known."""
-        try:
-            events = self._parser.finalize()[1]
-        except ValueError:
-            events = []
-        ended = (event["value"] for event in events if event["type"] == "region_close")
-        known = [call for value in ended for call in self._calls(value) if call is not None]
-        if known:
-            name, arguments = known[-1]
-            return self._events(name, "" if arguments == "{}" else arguments[:-1], is_whole=False)
+    def _cut_call(self, ended: Sequence[Mapping[str, Any]]) -> list[CallEvent]:
+        """Report a call in which the completion ends, with the arguments that were read."""
+        values = (event["value"] for event in ended if event["type"] == "region_close")
+        known = [call for value in values for call in self._calls(value) if call is not None]
+        if not known:
+            return self._named_call()
+        name, arguments = known[-1]
+        return self._events(name, "" if arguments == "{}" else arguments[:-1], is_whole=False)
+
+    def _named_call(self) -> list[CallEvent]:
+        """Report a call of which only the name can be read, if it is clear."""
         named = self._names.intersection(_WORD.findall(self._held))
         return self._events(named.pop(), "", is_whole=False) if len(named) == 1 else []
 

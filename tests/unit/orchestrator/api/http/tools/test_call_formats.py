@@ -6,7 +6,6 @@ import json
 
 import pytest
 
-from gammaray.errors import InvalidArgumentError
 from orchestrator.api.http.tools.calls import ToolChoice, call_id, plan_calls, render_messages
 from orchestrator.api.http.tools.formats import CallFamily, CallFormat
 from orchestrator.text.chat import ChatFormat
