@@ -71,6 +71,8 @@ _CODES = {
 }
 # Fields whose HTTP name differs from that of the request type.
 _HTTP_NAMES = {
+    "verification": "gammaray.verification",
+    "drafter": "gammaray.drafter",
     "gamma": "gammaray.gamma",
     "max_gamma": "gammaray.max_gamma",
     "max_nodes": "gammaray.max_nodes",
