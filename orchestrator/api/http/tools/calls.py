@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -247,7 +247,8 @@ def _prompt(
         if not form.is_native:
             raise
     else:
-        if not form.is_native or all(_has(prompt, text) for text in _broken_arguments(messages)):
+        texts = list(_broken_arguments(messages))
+        if not form.is_native or _has(prompt, texts) or _has(prompt, map(_quoted, texts)):
             return prompt
     return model.render_chat(as_texts(messages), tools)
 
@@ -259,9 +260,19 @@ def _broken_arguments(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
                 yield call["function"]["arguments"]
 
 
-def _has(prompt: str, text: str) -> bool:
-    """Return whether a prompt has a text, as it is or as a JSON string."""
-    return text in prompt or json.dumps(text, ensure_ascii=False)[1:-1] in prompt
+def _has(prompt: str, texts: Iterable[str]) -> bool:
+    """Return whether a prompt has texts in their order."""
+    at = 0
+    for text in texts:
+        at = prompt.find(text, at)
+        if at < 0:
+            return False
+        at += len(text)
+    return True
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def _refused(render: Callable[[int], str], num_messages: int, fields: Sequence[str]) -> str:

@@ -166,7 +166,7 @@ class CallParser:
         name = head.get("name")
         if name is None and self._sole_name and (begun or self._is_marked):
             name = self._sole_name
-        if self._is_tool(name):
+        if isinstance(name, str) and name in self._names:
             self._begin(name)
             if not head.keys().isdisjoint(_ARGUMENTS):
                 self._emit(ArgumentText(self._num_seen - 1, _arguments(head) or ""))

@@ -6,6 +6,7 @@ import httpx
 import pytest
 
 from gammaray.errors import (
+    ContextLengthError,
     DeadlineExceededError,
     FailedPreconditionError,
     InternalError,
@@ -242,3 +243,26 @@ async def test_failure_has_its_status(error, status, kind, retry_after, stream):
     assert answer.json()["error"]["type"] == kind
     assert answer.headers.get("retry-after") == retry_after
     assert "secret" not in answer.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "content", "param"),
+    [
+        ("/v1/chat/completions", {"messages": HI}, "messages"),
+        ("/v1/chat/completions", {"messages": HI, "n": 2}, "messages"),
+        ("/v1/completions", {"prompt": "x"}, "prompt"),
+        ("/v1/completions", {"prompt": [5] * 64, "echo": True}, "prompt"),
+        ("/v1/responses", {"input": "x"}, "input"),
+    ],
+    ids=str,
+)
+async def test_prompt_beyond_the_context_has_openais_code_and_words(path, content, param, stream):
+    def overflow(request, number):
+        raise ContextLengthError("prompt", 64, 64)
+
+    answer = await post({**content, "stream": stream}, path, ScriptedBackend(overflow))
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", param)
+    assert "This model's maximum context length is 64 tokens" in error["message"]  # for LiteLLM
+    assert "Input tokens exceed the configured limit" in error["message"]  # for LangChain

@@ -234,8 +234,11 @@ ANSWERS = {
         '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
     ),
     "broken": '<tool_call>{"name": "now", "arguments": {a: 1}}</tool_call> <tool_call>',
-    "llama": '{"name": "get_weather", "parameters": {"city": "Zürich"}}; {"name": "now", "parameters": {}}',
-    "mistral": '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Zürich"}}, {"name": "now", "arguments": {}}]',
+    "llama": ('{"name": "get_weather", "parameters": {"city": "Zürich"}}; {"name": "now", "parameters": {}}'),
+    "mistral": (
+        '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Zürich"}}, '
+        '{"name": "now", "arguments": {}}]'
+    ),
     "xml": (
         "<tool_call>\n<function=get_weather>\n<parameter=city>\nZürich\n</parameter>\n</function>\n</tool_call>"
         "\n<tool_call>\n<function=now>\n</function>\n</tool_call>"
