@@ -2,7 +2,6 @@
 
     GammarayError
     ├── InvalidArgumentError      a field is invalid; names it, its value and what is allowed
-    │   └── ContextLengthError    the prompt leaves no room in the model's context
     ├── NotFoundError             no such model or session
     ├── UnauthenticatedError      no valid API key
     ├── ResourceExhaustedError    a limit is reached; `retry_after_s` says when to retry
@@ -28,7 +27,6 @@ import grpc
 
 __all__ = [
     "CancelledError",
-    "ContextLengthError",
     "DeadlineExceededError",
     "FailedPreconditionError",
     "GammarayError",
@@ -79,24 +77,6 @@ class InvalidArgumentError(GammarayError):
     def renamed(self, field: str) -> InvalidArgumentError:
         """Return the same error about a field of another name."""
         return InvalidArgumentError(field, self.got, self.allowed)
-
-
-class ContextLengthError(InvalidArgumentError):
-    """A prompt leaves no room for a token in the model's context. Raised by servers.
-
-    Attributes:
-        num_tokens: Tokens of the prompt.
-        max_context: The model's context, in tokens.
-    """
-
-    def __init__(self, field: str, num_tokens: int, max_context: int) -> None:
-        self.num_tokens, self.max_context = num_tokens, max_context
-        allowed = f"at most {max_context - 1} tokens, one less than the model's context of {max_context}"
-        super().__init__(field, f"{num_tokens} tokens", allowed)
-
-    def renamed(self, field: str) -> ContextLengthError:
-        """Return the same error about a field of another name."""
-        return ContextLengthError(field, self.num_tokens, self.max_context)
 
 
 class NotFoundError(GammarayError):

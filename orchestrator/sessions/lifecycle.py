@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 
 from gammaray.checks import check_token_ids
 from gammaray.errors import (
-    ContextLengthError,
     FailedPreconditionError,
     InternalError,
     InvalidArgumentError,
@@ -34,6 +33,7 @@ from orchestrator.text.detokenizer import Detokenizer
 from orchestrator.text.tokenizer import LONG_TEXT, Tokenizer
 
 __all__ = [
+    "ContextLengthError",
     "OpenSession",
     "SessionManager",
     "check_prompt_length",
@@ -45,6 +45,24 @@ __all__ = [
 
 _DRAWN_SEED_BITS = 53
 """A drawn seed is exact as a JSON number, which many clients read as a double."""
+
+
+class ContextLengthError(InvalidArgumentError):
+    """A prompt leaves no room for a token in the model's context.
+
+    Attributes:
+        num_tokens: Tokens of the prompt.
+        max_context: The model's context, in tokens.
+    """
+
+    def __init__(self, field: str, num_tokens: int, max_context: int) -> None:
+        self.num_tokens, self.max_context = num_tokens, max_context
+        allowed = f"at most {max_context - 1} tokens, one less than the model's context of {max_context}"
+        super().__init__(field, f"{num_tokens} tokens", allowed)
+
+    def renamed(self, field: str) -> ContextLengthError:
+        """Return the same error about a field of another name."""
+        return ContextLengthError(field, self.num_tokens, self.max_context)
 
 
 def check_prompt_length(num_tokens: int, max_context: int) -> None:

@@ -17,7 +17,6 @@ from starlette.requests import ClientDisconnect
 
 from gammaray.errors import (
     CancelledError,
-    ContextLengthError,
     GammarayError,
     InternalError,
     InvalidArgumentError,
@@ -28,6 +27,7 @@ from gammaray.errors import (
     rendering,
 )
 from orchestrator.api.http.response_types import Error, ErrorType
+from orchestrator.sessions.lifecycle import ContextLengthError
 
 __all__ = [
     "STATUSES",

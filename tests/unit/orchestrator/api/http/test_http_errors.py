@@ -6,7 +6,6 @@ import httpx
 import pytest
 
 from gammaray.errors import (
-    ContextLengthError,
     DeadlineExceededError,
     FailedPreconditionError,
     InternalError,
@@ -17,6 +16,7 @@ from gammaray.errors import (
 )
 from orchestrator.api.http.errors import error_body
 from orchestrator.api.http.server.app import MAX_BODY_BYTES, create_app
+from orchestrator.sessions.lifecycle import ContextLengthError
 from tests.support.surface_helpers import ScriptedBackend
 
 

@@ -230,7 +230,8 @@ async def test_several_calls_without_results_render(name):
 
 ANSWERS = {
     "hermes": (
-        'Sure 😀.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich \\ud83d"}}\n</tool_call>\n'
+        'Sure 😀.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich \\ud83d"}}\n'
+        "</tool_call>\n"
         '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
     ),
     "broken": '<tool_call>{"name": "now", "arguments": {a: 1}}</tool_call> <tool_call>',
