@@ -74,6 +74,10 @@ class InvalidArgumentError(GammarayError):
         self.field, self.got, self.allowed = _shorten(field), _shorten(rendered), allowed
         super().__init__(f"{self.field}: got {self.got}, allowed: {allowed}")
 
+    def renamed(self, field: str) -> InvalidArgumentError:
+        """Return the same error about a field of another name."""
+        return InvalidArgumentError(field, self.got, self.allowed)
+
 
 class NotFoundError(GammarayError):
     """No such model or session.
@@ -225,7 +229,7 @@ def renaming(field: str, own: str) -> Iterator[None]:
     except InvalidArgumentError as error:
         if error.field != field or not own:
             raise
-        raise InvalidArgumentError(own, error.got, error.allowed) from error
+        raise error.renamed(own) from error
 
 
 def rendering(value: object) -> str:

@@ -33,6 +33,7 @@ from orchestrator.text.detokenizer import Detokenizer
 from orchestrator.text.tokenizer import LONG_TEXT, Tokenizer
 
 __all__ = [
+    "ContextLengthError",
     "OpenSession",
     "SessionManager",
     "check_prompt_length",
@@ -42,18 +43,36 @@ __all__ = [
 ]
 
 
+_DRAWN_SEED_BITS = 53
+"""A drawn seed is exact as a JSON number, which many clients read as a double."""
+
+
+class ContextLengthError(InvalidArgumentError):
+    """A prompt leaves no room for a token in the model's context.
+
+    Attributes:
+        num_tokens: Tokens of the prompt.
+        max_context: The model's context, in tokens.
+    """
+
+    def __init__(self, field: str, num_tokens: int, max_context: int) -> None:
+        self.num_tokens, self.max_context = num_tokens, max_context
+        allowed = f"at most {max_context - 1} tokens, one less than the model's context of {max_context}"
+        super().__init__(field, f"{num_tokens} tokens", allowed)
+
+    def renamed(self, field: str) -> ContextLengthError:
+        """Return the same error about a field of another name."""
+        return ContextLengthError(field, self.num_tokens, self.max_context)
+
+
 def check_prompt_length(num_tokens: int, max_context: int) -> None:
     """Check that a prompt leaves room for a token in the model's context.
 
     Raises:
-        InvalidArgumentError: The prompt is too long.
+        ContextLengthError: The prompt is too long.
     """
     if num_tokens >= max_context:
-        raise InvalidArgumentError(
-            "prompt",
-            f"{num_tokens} tokens",
-            f"at most {max_context - 1} tokens, one less than the model's context of {max_context}",
-        )
+        raise ContextLengthError("prompt", num_tokens, max_context)
 
 
 async def check_request(
@@ -122,7 +141,7 @@ async def open_session(
     if request.num_prompt_logprobs is not None:
         check_prompt_logprobs(request.num_prompt_logprobs, len(prompt))
     if request.sampling.seed is None:
-        seed = secrets.randbits(64) if seed is None else seed
+        seed = secrets.randbits(_DRAWN_SEED_BITS) if seed is None else seed
         request = replace(request, sampling=replace(request.sampling, seed=seed))
     name = caller.qualify(request.session_id or uuid.uuid4().hex)
     return make_session(name, request, prompt, min(request.max_tokens, max_context - len(prompt)), tokenizer)

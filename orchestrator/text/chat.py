@@ -1,16 +1,21 @@
-"""A model's chat template: what it makes of messages and tools, and what is known of its form."""
+"""A model's chat template: what it makes of messages and tools, and what is known of its form.
+
+A template may not know the role `developer`, may take only one message of the system, at the beginning, or
+none, and may require that user and assistant take turns. `render` adapts conversations to that.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
 from gammaray.errors import InvalidArgumentError
 
-__all__ = ["ChatFormat", "chat_format", "render"]
+__all__ = ["ChatFormat", "Roles", "SystemRole", "chat_format", "render"]
 
 _PROBE = {
     "type": "function",
@@ -20,6 +25,78 @@ _PROBE = {
         "parameters": {"type": "object", "properties": {}},
     },
 }
+_UNKNOWN_ROLE = "probe_of_roles"
+_SEPARATOR = "\n\n"
+"""Between the texts of messages that become one."""
+
+
+class SystemRole(Enum):
+    """Where a chat template takes messages of the system."""
+
+    ANYWHERE = "anywhere"
+    FIRST = "first"
+    """Only one, at the beginning."""
+    NONE = "none"
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Which sequences of roles a chat template renders.
+
+    Args:
+        has_developer: Whether `developer` has a form of its own.
+        system: Where messages of the system may be.
+        repeats: Whether messages of the same role may follow each other.
+    """
+
+    has_developer: bool = True
+    system: SystemRole = SystemRole.ANYWHERE
+    repeats: bool = True
+
+    def adapted(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return a conversation in roles that the template renders, with the same texts."""
+        found = [dict(message) for message in messages]
+        if not self.has_developer:
+            found = [
+                {**message, "role": "system"} if message["role"] == "developer" else message
+                for message in found
+            ]
+        if self.system is not SystemRole.ANYWHERE:
+            found = self._with_one_system(found)
+        return found if self.repeats else _joined_repeats(found)
+
+    def _with_one_system(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        texts = [str(message["content"]) for message in messages if _is_system(message)]
+        others = [message for message in messages if not _is_system(message)]
+        if not texts:
+            return messages
+        text = _SEPARATOR.join(filter(None, texts))
+        if self.system is SystemRole.FIRST:
+            return [{"role": "system", "content": text}, *others]
+        if others and others[0]["role"] == "user":
+            return [_joined({"role": "user", "content": text}, others[0]), *others[1:]]
+        return [{"role": "user", "content": text}, *others]
+
+
+def _is_system(message: Mapping[str, Any]) -> bool:
+    return message["role"] in ("system", "developer")
+
+
+def _joined_repeats(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages of which those of the same role in a row are one; calls and results stay apart."""
+    found: list[dict[str, Any]] = []
+    for message in messages:
+        is_text = message["role"] in ("user", "assistant") and "tool_calls" not in message
+        if is_text and found and found[-1]["role"] == message["role"] and "tool_calls" not in found[-1]:
+            found[-1] = _joined(found[-1], message)
+        else:
+            found.append(message)
+    return found
+
+
+def _joined(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    texts = (str(message["content"]) for message in (one, other))
+    return {**other, "content": _SEPARATOR.join(filter(None, texts))}
 
 
 @dataclass(frozen=True)
@@ -33,12 +110,14 @@ class ChatFormat:
             says whether it is a special token, which decoded text omits.
         response_template: Description of the model's messages and their tool calls, which transformers
             reads; None without.
+        roles: Which sequences of roles the template renders.
     """
 
     template: str = ""
     has_tools: bool = False
     added_tokens: Mapping[str, bool] = field(default_factory=dict)
     response_template: Mapping[str, Any] | None = None
+    roles: Roles = Roles()
 
 
 def chat_format(tokenizer: Any) -> ChatFormat:
@@ -56,7 +135,45 @@ def chat_format(tokenizer: Any) -> ChatFormat:
         template = str(tokenizer.get_chat_template(tools=[_PROBE]))
     except (InvalidArgumentError, ValueError):  # it refuses tools, or even a single message
         has_tools, template = False, str(tokenizer.chat_template)
-    return ChatFormat(template, has_tools, added, _response_template(tokenizer))
+    return ChatFormat(template, has_tools, added, _response_template(tokenizer), _roles(tokenizer))
+
+
+def _roles(tokenizer: Any) -> Roles:
+    """Return what a template makes of some short conversations."""
+    if not _shows(tokenizer, "user", "assistant", "user"):
+        return Roles()
+    if _shows(tokenizer, "system", "user", "assistant", "system", "user"):
+        system = SystemRole.ANYWHERE
+    else:
+        system = SystemRole.FIRST if _shows(tokenizer, "system", "user") else SystemRole.NONE
+    repeats = _shows(tokenizer, "user", "user", "assistant", "assistant", "user")
+    return Roles(_has_developer(tokenizer), system, repeats)
+
+
+def _has_developer(tokenizer: Any) -> bool:
+    """Return whether `developer` is rendered, in another way than a role that no template knows."""
+    if not _shows(tokenizer, "developer", "user"):
+        return False
+    own, unknown = (_probed(tokenizer, role, "user") for role in ("developer", _UNKNOWN_ROLE))
+    return unknown is None or own != unknown.replace(_UNKNOWN_ROLE, "developer")
+
+
+def _shows(tokenizer: Any, *roles: str) -> bool:
+    """Return whether a template renders a conversation in these roles, with all its texts."""
+    prompt = _probed(tokenizer, *roles)
+    return prompt is not None and all(_probe_text(number) in prompt for number in range(len(roles)))
+
+
+def _probed(tokenizer: Any, *roles: str) -> str | None:
+    messages = [{"role": role, "content": _probe_text(number)} for number, role in enumerate(roles)]
+    try:
+        return render(tokenizer, messages)
+    except InvalidArgumentError:
+        return None
+
+
+def _probe_text(number: int) -> str:
+    return f"probe-text-{number}"
 
 
 def _response_template(tokenizer: Any) -> Mapping[str, Any] | None:
@@ -70,7 +187,10 @@ def _response_template(tokenizer: Any) -> Mapping[str, Any] | None:
 
 
 def render(
-    tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] = (),
+    roles: Roles = Roles(),
 ) -> str:
     """Return the prompt that a tokenizer's chat template makes of messages.
 
@@ -78,6 +198,7 @@ def render(
         tokenizer: A tokenizer of transformers.
         messages: The conversation.
         tools: Tools in OpenAI's form.
+        roles: Which sequences of roles the template renders; the conversation is adapted to them.
 
     Raises:
         InvalidArgumentError: The model has no chat template, or the template refuses the messages or tools.
@@ -88,7 +209,7 @@ def render(
     try:
         return str(
             tokenizer.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True, **options
+                roles.adapted(messages), tokenize=False, add_generation_prompt=True, **options
             )
         )
     except Exception as error:  # templates are third-party code and may raise anything

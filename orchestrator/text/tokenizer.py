@@ -53,6 +53,7 @@ class Tokenizer:
         max_context: Longest sequence that the model supports, in tokens.
         eos_token_ids: Tokens that end a completion.
         vocab_sha256: Fingerprint of the vocabulary, see `gammaray.vocabulary`.
+        chat_format: What is known of the model's chat template.
     """
 
     def __init__(self, model: str) -> None:
@@ -85,6 +86,7 @@ class Tokenizer:
         self._added = dict(self._tokenizer.added_tokens_decoder)
         special = (token_id for token_id, token in self._added.items() if token.special)
         self._special_ids = frozenset(special) | frozenset(self._tokenizer.all_special_ids)
+        self.chat_format: ChatFormat = chat_format(self._tokenizer)
         self._bytes: dict[int, bytes] = {}
         self._encoding: dict[tuple[str, bool], _SharedEncoding] = {}
 
@@ -162,12 +164,7 @@ class Tokenizer:
         Raises:
             InvalidArgumentError: The model has no chat template, or the template refuses the messages.
         """
-        return render(self._tokenizer, messages, tools)
-
-    @cached_property
-    def chat_format(self) -> ChatFormat:
-        """What is known of the model's chat template."""
-        return chat_format(self._tokenizer)
+        return render(self._tokenizer, messages, tools, self.chat_format.roles)
 
     def has_checked(self, grammar: str) -> bool:
         """Return whether `check_grammar` takes no time."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as RawTokenizer
+from transformers import PreTrainedTokenizerFast
 
 from gammaray.demo_pair import resolve_model
 from gammaray.grammar.matcher import GrammarCompiler
@@ -20,7 +22,7 @@ from orchestrator.api.http.tools.parser import (
     CallParser,
     PlainText,
 )
-from orchestrator.text.chat import ChatFormat
+from orchestrator.text.chat import ChatFormat, chat_format, render
 
 WEATHER = {
     "type": "object",
@@ -110,6 +112,24 @@ MISTRAL = """{{- bos_token }}
 {%- endfor %}
 """
 
+# That of Qwen 3.5 in transformers.
+XML_RESPONSE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "reasoning_content": {"open": "<think>", "close": "</think>", "content": "text"},
+        "tool_calls": {
+            "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
+            "close_pattern": r"</function>\s*</tool_call>",
+            "repeats": True,
+            "content": "xml-inline",
+            "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>"},
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+        },
+        "content": {"close_pattern": r"\s*(?:<\|im_end\|>|<\|python_tag\|>)", "content": "text"},
+    },
+}
+
 ADDED = {
     "<tool_call>": False,
     "</tool_call>": False,
@@ -127,6 +147,24 @@ MISTRAL_CHAT = ChatFormat(MISTRAL, True, ADDED)
 PLAIN_CHAT = ChatFormat("messages only")
 
 
+STRICT = """{%- for message in messages %}
+    {%- if message.role == "system" %}
+        {%- if not loop.first %}{{- raise_exception("System message must be at the beginning.") }}{%- endif %}
+        {{- '<|im_start|>system\\n' + message.content + '<|im_end|>\\n' }}
+    {%- elif message.role == "user" or message.role == "assistant" %}
+        {%- if not loop.first and loop.previtem.role == message.role %}
+            {{- raise_exception("Roles must alternate.") }}
+        {%- endif %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+    {%- else %}
+        {{- raise_exception("Unexpected message role.") }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+"""Takes one message of the system, at the beginning, and turns of user and assistant alone."""
+
+
 def raw_tokenizer(added: Mapping[str, bool]) -> RawTokenizer:
     """Return the demo model's tokenizer with further tokens."""
     tokenizer = RawTokenizer.from_file(str(Path(resolve_model("demo")) / "tokenizer.json"))
@@ -135,6 +173,23 @@ def raw_tokenizer(added: Mapping[str, bool]) -> RawTokenizer:
             [AddedToken(text, special=special)]
         )
     return tokenizer
+
+
+class TemplateModel:
+    """A chat template of transformers, with a tokenizer that has the tokens of all families."""
+
+    def __init__(self, template: str | dict[str, str] | None, response_template: object = None) -> None:
+        self.tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=raw_tokenizer(ADDED), chat_template=template, bos_token="", eos_token="<|end|>"
+        )
+        self.tokenizer.response_template = response_template
+        self.chat_format = chat_format(self.tokenizer)
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
+        """Return the prompt of a conversation."""
+        return render(self.tokenizer, messages, tools, self.chat_format.roles)
 
 
 class Follower:

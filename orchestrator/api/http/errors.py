@@ -27,6 +27,7 @@ from gammaray.errors import (
     rendering,
 )
 from orchestrator.api.http.response_types import Error, ErrorType
+from orchestrator.sessions.lifecycle import ContextLengthError
 
 __all__ = [
     "STATUSES",
@@ -70,6 +71,8 @@ _CODES = {
 }
 # Fields whose HTTP name differs from that of the request type.
 _HTTP_NAMES = {
+    "verification": "gammaray.verification",
+    "drafter": "gammaray.drafter",
     "gamma": "gammaray.gamma",
     "max_gamma": "gammaray.max_gamma",
     "max_nodes": "gammaray.max_nodes",
@@ -159,6 +162,14 @@ def error_body(error: GammarayError) -> Error:
         param = _HTTP_NAMES.get(error.field, error.field)
         message = f"{param}: got {error.got}, allowed: {error.allowed}"
     code = _CODES.get(error.http_status)
+    if isinstance(error, ContextLengthError):
+        # Clients recognise OpenAI's code, or the words of one of OpenAI's two messages.
+        code = "context_length_exceeded"
+        message = (
+            f"This model's maximum context length is {error.max_context} tokens. "
+            f"Input tokens exceed the configured limit of {error.max_context - 1} tokens. "
+            f"Your {param} resulted in {error.num_tokens} tokens. Please reduce the length of the {param}."
+        )
     if isinstance(error, NotFoundError) and error.kind:
         code = f"{error.kind}_not_found"
     return _object(message, error.http_status, param, code)

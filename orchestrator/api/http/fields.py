@@ -32,11 +32,13 @@ __all__ = [
     "JsonSchemaFormat",
     "Prediction",
     "Prompts",
+    "RefusalPart",
     "ResponseFormat",
     "Stop",
     "StrictModel",
     "StructuredOutputs",
     "TextPart",
+    "answer_part",
     "at_most",
     "is_text",
     "is_token_ids",
@@ -70,6 +72,13 @@ class TextPart(BaseModel):
 
     type: Literal["text"]
     text: str
+
+
+class RefusalPart(BaseModel):
+    """A part of a message in which the assistant refuses; further fields are ignored."""
+
+    type: Literal["refusal"]
+    refusal: str
 
 
 class Prediction(BaseModel):
@@ -257,6 +266,12 @@ def joined(content: Any, kinds: tuple[str, ...] = ("text",)) -> str:
     if not all(_is_text_part(part, kinds) for part in parts[-1:]):
         raise ValueError(allowed)
     return "".join(part["text"] for part in parts)
+
+
+def answer_part(part: Any) -> Any:
+    """Return a part of the assistant's message as a text part, if it is a refusal."""
+    is_refusal = isinstance(part, dict) and part.get("type") == "refusal"
+    return {"type": "text", "text": part.get("refusal")} if is_refusal else part
 
 
 def _is_text_part(part: Any, kinds: tuple[str, ...]) -> bool:

@@ -47,11 +47,13 @@ from orchestrator.api.http.fields import (
     CheckedInteger,
     Prediction,
     Prompts,
+    RefusalPart,
     ResponseFormat,
     Stop,
     StrictModel,
     StructuredOutputs,
     TextPart,
+    answer_part,
     at_most,
     is_text,
     is_token_ids,
@@ -64,10 +66,11 @@ from orchestrator.api.http.fields import (
 from orchestrator.api.http.json_text import MAX_VALUES, Decoded, decode
 from orchestrator.api.http.tool_fields import (
     MAX_TOOLS,
+    CalledFunction,
     FunctionTool,
     MessageCall,
     NamedTool,
-    argument_objects,
+    argument_values,
     check_schemas,
     check_tools,
     parse_choice,
@@ -359,63 +362,80 @@ class CompletionRequest(OpenAIRequest):
         return tuple(prompt if isinstance(prompt, str) else tuple(prompt) for prompt in value)
 
 
-_CALL_FIELDS = ("tool_calls", "tool_call_id")
+_NULLABLE = ("tool_calls", "tool_call_id", "function_call", "name")
+_OF_ASSISTANT = ("tool_calls", "function_call")
 
 
 def _describe_message(schema: dict[str, Any]) -> None:
-    """Let the content of a message with calls be null, and be absent."""
+    """Let the content of the assistant's messages be null, and be absent."""
     null_is_absent(schema)
     schema["required"].remove("content")
     content = schema["properties"]["content"]
     schema["properties"]["content"] = {"anyOf": [*content.pop("anyOf"), {"type": "null"}], **content}
-    has_calls = {"role": {"const": "assistant"}, "tool_calls": {"type": "array", "minItems": 1}}
-    schema["if"] = {"properties": has_calls, "required": ["role", "tool_calls"]}
+    schema["if"] = {"properties": {"role": {"const": "assistant"}}, "required": ["role"]}
     schema["else"] = {"required": ["content"], "properties": {"content": {"not": {"type": "null"}}}}
 
 
 class ChatMessage(BaseModel):
-    """One message of a chat; further fields (`name`, ...) are ignored and not passed to the model."""
+    """One message of a chat; further fields are ignored and not passed to the model."""
 
     model_config = ConfigDict(strict=True, extra="ignore", json_schema_extra=_describe_message)
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str = Field(description="Text, or text parts.")
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    name: str = Field("", description="Ignored, except with role function: the function that was called.")
+    content: str = Field(description="Text, or text parts; of the assistant also its refusal.")
     tool_calls: Annotated[list[MessageCall], FailFast(), at_most(MAX_TOOLS, "calls")] = Field(
-        default=[], description="Calls of the assistant, whose content may then be null."
+        default=[], description="Calls of the assistant."
+    )
+    function_call: CalledFunction | None = Field(
+        None, description="OpenAI's former field: the assistant's only call, answered by the role function."
     )
     tool_call_id: str = Field("", description="With role tool: the call whose result this is.")
 
     @model_validator(mode="before")
     @classmethod
     def _without_null(cls, value: Any) -> Any:
-        if isinstance(value, dict) and not value.keys().isdisjoint(_CALL_FIELDS):
-            dropped = {name for name in _CALL_FIELDS if value.get(name) is None}
-            if value.get("role") != "assistant":
-                dropped.add("tool_calls")
-            value = {name: field for name, field in value.items() if name not in dropped}
-            if value.get("tool_calls") and value.get("content") is None:
-                return {**value, "content": ""}
-        return value
+        if not isinstance(value, dict):
+            return value
+        is_answer = value.get("role") == "assistant"
+        dropped = {name for name in _NULLABLE if value.get(name) is None}
+        dropped.update(() if is_answer else _OF_ASSISTANT)
+        value = {name: field for name, field in value.items() if name not in dropped}
+        if not is_answer:
+            return value
+        content = value.get("content")
+        if content is None:
+            content = value.get("refusal") or ""
+        elif isinstance(content, list):
+            content = [answer_part(part) for part in content]
+        return {**value, "content": content}
 
-    @field_validator("content", mode="plain", json_schema_input_type=str | list[TextPart])
+    @field_validator("content", mode="plain", json_schema_input_type=str | list[TextPart | RefusalPart])
     @classmethod
     def _join_parts(cls, value: Any) -> str:
         return joined(value)
 
-    def rendered(self, arguments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    @property
+    def calls(self) -> list[tuple[str, CalledFunction, str]]:
+        """The assistant's calls: id, function, and the path of the function in the message."""
+        found = [
+            (call.id, call.function, f"tool_calls.{number}.function")
+            for number, call in enumerate(self.tool_calls)
+        ]
+        former = self.function_call
+        return found if former is None else [*found, (former.name, former, "function_call")]
+
+    def rendered(self, arguments: Sequence[Mapping[str, Any] | str]) -> dict[str, Any]:
         """Return the message as chat templates take it, with the arguments of its calls as objects."""
-        message: dict[str, Any] = {"role": self.role, "content": self.content}
-        if self.tool_calls:
+        is_result = self.role in ("tool", "function")
+        message: dict[str, Any] = {"role": "tool" if is_result else self.role, "content": self.content}
+        if calls := self.calls:
             message["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": call.function.name, "arguments": own},
-                }
-                for call, own in zip(self.tool_calls, arguments, strict=True)
+                {"id": call_id, "type": "function", "function": {"name": function.name, "arguments": own}}
+                for (call_id, function, _), own in zip(calls, arguments, strict=True)
             ]
-        if self.role == "tool" and self.tool_call_id:
-            message["tool_call_id"] = self.tool_call_id
+        if is_result and (call_id := self.tool_call_id or (self.name if self.role == "function" else "")):
+            message["tool_call_id"] = call_id
         return message
 
 
@@ -457,13 +477,13 @@ class ChatRequest(OpenAIRequest):
         """Return the messages as chat templates take them.
 
         Raises:
-            InvalidArgumentError: The arguments of a call are no JSON object.
+            InvalidArgumentError: The arguments of the calls are too long in all.
         """
-        arguments = argument_objects(
+        arguments = argument_values(
             [
                 [
-                    (f"messages.{index}.tool_calls.{number}.function.arguments", call.function.arguments)
-                    for number, call in enumerate(message.tool_calls)
+                    (f"messages.{index}.{path}.arguments", function.arguments)
+                    for _, function, path in message.calls
                 ]
                 for index, message in enumerate(self.messages)
             ]

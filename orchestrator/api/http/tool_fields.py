@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
@@ -10,15 +11,16 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from gammaray.errors import InvalidArgumentError
 from orchestrator.api.http.errors import lasting
-from orchestrator.api.http.fields import StrictModel, null_is_absent, present
+from orchestrator.api.http.fields import StrictModel, is_text, null_is_absent, present
 from orchestrator.api.http.tools.calls import Tool, ToolChoice
 
 __all__ = [
     "MAX_TOOLS",
+    "CalledFunction",
     "FunctionTool",
     "MessageCall",
     "NamedTool",
-    "argument_objects",
+    "argument_values",
     "check_schemas",
     "check_tools",
     "is_deeper",
@@ -36,6 +38,7 @@ MAX_ARGUMENT_CHARS = 2**20
 
 _MAX_DEPTH = 64
 _ENCODER = json.JSONEncoder()
+_ENCODER_OF_TEXT = json.JSONEncoder(ensure_ascii=False)
 _NAME = r"^[A-Za-z0-9_.\-]{1,64}$"
 
 
@@ -92,11 +95,13 @@ class NamedTool(BaseModel):
     function: _ToolName
 
 
-class _CalledFunction(BaseModel):
+class CalledFunction(BaseModel):
+    """A function and the text of its arguments; further fields are ignored."""
+
     model_config = ConfigDict(strict=True, extra="ignore")
 
     name: str
-    arguments: str = Field(description="JSON object.")
+    arguments: str = Field(description="JSON of an object; any other text reaches the model as it is.")
 
 
 class MessageCall(BaseModel):
@@ -106,7 +111,7 @@ class MessageCall(BaseModel):
 
     id: str
     type: Literal["function"] = "function"
-    function: _CalledFunction
+    function: CalledFunction
 
 
 def parse_choice(value: Any) -> ToolChoice:
@@ -171,14 +176,16 @@ def check_schemas(tools: Sequence[Tool]) -> None:
                 raise InvalidArgumentError(tool.field, got, f"at most {MAX_SCHEMA_CHARS} in all tools")
 
 
-def argument_objects(calls: Sequence[Sequence[tuple[str, str]]]) -> Iterator[list[dict[str, Any]]]:
-    """Yield the arguments of the calls of each message, which chat templates take as objects.
+def argument_values(calls: Sequence[Sequence[tuple[str, str]]]) -> Iterator[list[dict[str, Any] | str]]:
+    """Yield the arguments of the calls of each message: objects, as chat templates take them.
+
+    Arguments that are no JSON object, such as those of a call that was cut, stay texts.
 
     Args:
         calls: For each message its calls' arguments, each with the name of the field, for errors.
 
     Raises:
-        InvalidArgumentError: Arguments are no JSON object, or are too long in all.
+        InvalidArgumentError: Arguments are too long in all.
     """
     num_chars = 0
     for message in calls:
@@ -188,17 +195,25 @@ def argument_objects(calls: Sequence[Sequence[tuple[str, str]]]) -> Iterator[lis
             if num_chars > MAX_ARGUMENT_CHARS:
                 got = f"more than {MAX_ARGUMENT_CHARS} characters of arguments so far"
                 raise InvalidArgumentError(field, got, f"at most {MAX_ARGUMENT_CHARS} in all calls")
-            found.append(_parsed(field, arguments))
+            found.append(_parsed(arguments))
         yield found
 
 
-def _parsed(field: str, arguments: str) -> dict[str, Any]:
+_ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def _parsed(arguments: str) -> dict[str, Any] | str:
+    if not arguments.strip():
+        return {}
     try:
-        value = json.loads(arguments) if arguments.strip() else {}
+        value = json.loads(arguments)
     except (ValueError, RecursionError):
-        value = None
+        return arguments
     if not isinstance(value, dict) or is_deeper(value, _MAX_DEPTH):
-        raise InvalidArgumentError(field, arguments, f"a JSON object of at most {_MAX_DEPTH} levels")
+        return arguments
+    # A lone surrogate, which only an escape can stand for, cannot be encoded in a prompt.
+    if _ESCAPED_SURROGATE.search(arguments) and not is_text(_ENCODER_OF_TEXT.encode(value)):
+        return arguments
     return value
 
 

@@ -58,7 +58,10 @@ class ResponseRun:
         self._records = ResponseRecords(backend, caller)
         self._builder = ResponseBuilder(plan.response)
         self._state = ChoiceState(ChoicePlan(0, 0, plan.request), None)
-        self._reader = None if plan.calls is None else CallReader(plan.calls, backend.is_special)
+        prompt = plan.request.prompt if isinstance(plan.request.prompt, str) else ""
+        self._reader = None
+        if plan.calls is not None:
+            self._reader = CallReader(plan.calls, backend.is_special, prompt=prompt)
         self._logprobs = ChatLogprobs() if plan.request.num_top_logprobs is not None else None
         self._has_begun = self._has_ended = False
 

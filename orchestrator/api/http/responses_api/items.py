@@ -15,7 +15,7 @@ from orchestrator.api.http.responses_api.models import (
     ReasoningInput,
     ResultInput,
 )
-from orchestrator.api.http.tool_fields import argument_objects
+from orchestrator.api.http.tool_fields import argument_values
 
 __all__ = ["conversation", "new_id", "stored_items", "text_part"]
 
@@ -74,8 +74,8 @@ def _stored(item: MessageInput | CallInput | ResultInput) -> types.InputListItem
 
 def conversation(
     items: Sequence[types.InputListItem], num_earlier: int, instructions: str | None
-) -> list[Mapping[str, Any]]:
-    """Return the messages of a conversation, as chat templates take them.
+) -> tuple[list[Mapping[str, Any]], list[str]]:
+    """Return the messages of a conversation, as chat templates take them, and the field of each.
 
     Calls are part of the assistant's message before them, as the model wrote them.
 
@@ -85,36 +85,35 @@ def conversation(
         instructions: Text of a message of the system before the items.
 
     Raises:
-        InvalidArgumentError: There is no item, a result without its call, or a call whose arguments are no
-            JSON object.
+        InvalidArgumentError: There is no item, or the arguments of the calls are too long in all.
     """
     if not items:
         raise InvalidArgumentError("input", "no items", "a text or at least one item")
     messages: list[dict[str, Any]] = []
+    fields: list[str] = []
     calls: list[tuple[dict[str, Any], list[tuple[str, str]]]] = []  # functions, with their argument texts
-    call_ids: set[str] = set()
+
+    def add(field: str, **message: Any) -> None:
+        messages.append(message)
+        fields.append(field)
+
     if instructions:
-        messages.append({"role": "system", "content": instructions})
+        add("instructions", role="system", content=instructions)
     for number, item in enumerate(items):
         field = "previous_response_id" if number < num_earlier else f"input.{number - num_earlier}"
         if item["type"] == "message":
-            text = "".join(part["text"] for part in item["content"])
-            messages.append({"role": item["role"], "content": text})
+            add(field, role=item["role"], content="".join(part["text"] for part in item["content"]))
         elif item["type"] == "function_call":
-            call_ids.add(item["call_id"])
             if not messages or messages[-1]["role"] != "assistant":
-                messages.append({"role": "assistant", "content": ""})
+                add(field, role="assistant", content="")
             function: dict[str, Any] = {"name": item["name"]}
             call = {"id": item["call_id"], "type": "function", "function": function}
             messages[-1].setdefault("tool_calls", []).append(call)
             path = field if number < num_earlier else f"{field}.arguments"
             calls.append((function, [(path, item["arguments"])]))
         else:
-            if item["call_id"] not in call_ids:
-                allowed = "the call_id of an earlier function_call"
-                raise InvalidArgumentError(f"{field}.call_id", item["call_id"], allowed)
-            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]})
-    found = argument_objects([texts for _, texts in calls])
+            add(field, role="tool", tool_call_id=item["call_id"], content=item["output"])
+    found = argument_values([texts for _, texts in calls])
     for (function, _), (arguments,) in zip(calls, found, strict=True):
         function["arguments"] = arguments
-    return list(messages)
+    return list(messages), fields

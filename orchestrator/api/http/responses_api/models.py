@@ -26,7 +26,9 @@ from gammaray.errors import InvalidArgumentError
 from gammaray.types import MAX_TOP_LOGPROBS
 from orchestrator.api.http.fields import (
     CheckedInteger,
+    RefusalPart,
     StrictModel,
+    answer_part,
     at_most,
     is_text,
     joined,
@@ -112,6 +114,15 @@ def _joined(value: Any) -> str:
     return joined(value, _PART_KINDS)
 
 
+def _joined_content(value: Any) -> str:
+    """Return the text of a message's content, whose parts may be refusals of the assistant."""
+    return _joined([answer_part(part) for part in value] if isinstance(value, list) else value)
+
+
+MessageText = Annotated[
+    str,
+    BeforeValidator(_joined_content, json_schema_input_type=str | list[TextInputPart | RefusalPart]),
+]
 JoinedText = Annotated[str, BeforeValidator(_joined, json_schema_input_type=str | list[TextInputPart])]
 
 
@@ -128,7 +139,7 @@ class MessageInput(_Item):
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: JoinedText = Field(description="Text, or text parts.")
+    content: MessageText = Field(description="Text, or parts of text or refusal.")
 
 
 class CallInput(_Item):

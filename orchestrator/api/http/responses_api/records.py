@@ -132,14 +132,12 @@ class ResponseRecords:
 
         Raises:
             NotFoundError: The caller has no such response (any more).
-            InvalidArgumentError: The response has not ended, or has failed.
+            InvalidArgumentError: The response is in progress.
             UnavailableError: Redis cannot be reached.
         """
         record = await self.read(response_id, "previous_response")
-        status = record.response["status"]
-        if status not in ("completed", "incomplete"):
-            allowed = "a response that is completed or incomplete"
-            raise InvalidArgumentError("previous_response_id", f"a response that is {status}", allowed)
+        if record.response["status"] == "in_progress":
+            raise InvalidArgumentError("previous_response_id", "a response in progress", "one that has ended")
         items = record.items if record.size <= INLINE_BYTES else await in_thread(lambda: record.items)
         return [*items, *record.response["output"]]
 

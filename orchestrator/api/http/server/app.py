@@ -18,7 +18,7 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from gammaray.errors import NotFoundError, UnavailableError
+from gammaray.errors import NotFoundError, UnavailableError, renaming
 from gammaray.types import ProcessStatus, SpeculationTotals
 from orchestrator.access.caller import Authenticator
 from orchestrator.api.backend import Backend
@@ -243,7 +243,8 @@ def _add_generation(app: FastAPI, backend: Backend, bodies: BodyReader) -> None:
             async with bodies.read(request) as data:
                 body, plans = await _planned(_plan_chat, backend, data)
             response = ChatResponse(backend.model_name, plans, backend.token_bytes, backend.is_special)
-            return await _generate(backend, plans, response, body, request)
+            with renaming("prompt", "messages"):
+                return await _generate(backend, plans, response, body, request)
 
         return await guarded(answer)
 

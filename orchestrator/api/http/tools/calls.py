@@ -7,18 +7,23 @@ Nothing here depends on the JSON of one API. For each request: `plan_calls`, the
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from gammaray.errors import InvalidArgumentError
-from orchestrator.api.http.tools.formats import CallFamily, CallFormat
+from orchestrator.api.http.tools.formats import CallFamily, CallFormat, as_texts
 from orchestrator.api.http.tools.grammar import call_grammar
 from orchestrator.api.http.tools.parser import CallParser
 from orchestrator.api.http.tools.template_parser import TemplateParser
 from orchestrator.text.chat import ChatFormat
 
 __all__ = ["CallPlan", "ChatModel", "Tool", "ToolChoice", "call_id", "plan_calls", "render_messages"]
+
+
+_MAX_SEARCHED = 256
+"""Messages of a refused conversation up to which the refused one is looked for, in some 20 ms."""
 
 
 class ChatModel(Protocol):
@@ -103,14 +108,16 @@ class CallPlan:
         """Whether a grammar enforces a call."""
         return self.choice.mode == "required"
 
-    def prompt(self, messages: Sequence[Mapping[str, Any]], model: ChatModel) -> str:
+    def prompt(
+        self, messages: Sequence[Mapping[str, Any]], model: ChatModel, fields: Sequence[str] = ()
+    ) -> str:
         """Return the prompt of a conversation, see `render_messages`.
 
         Raises:
             InvalidArgumentError: The chat template refuses the messages or the tools.
         """
         tools = [tool.to_template() for tool in self.tools]
-        rendered = model.render_chat(*self.form.messages(messages, tools))
+        rendered = _rendered(messages, tools, self.form, model, fields)
         return rendered + self.form.marker_in_prompt if self.is_forced else rendered
 
     def grammar(self, prompt: str, answer: str = "") -> str:
@@ -151,12 +158,14 @@ class CallPlan:
         if self.form.family is CallFamily.TEMPLATE and described is not None:
             tools = [tool.to_template() for tool in self.tools]
             return TemplateParser(described, tools, new_id, prompt=prompt, max_calls=max_calls)
+        allowed = [tool.name for tool in self.tools if self.choice.name in ("", tool.name)]
         return CallParser(
             self.form.family,
             frozenset(tool.name for tool in self.tools),
             new_id,
             max_calls=max_calls,
             is_after_marker=self.is_forced and bool(self.form.marker_in_prompt),
+            sole_name=allowed[0] if self.is_forced and len(allowed) == 1 else "",
         )
 
     @property
@@ -183,15 +192,101 @@ def plan_calls(
     return CallPlan(tuple(tools), choice, is_parallel and not choice.name, form)
 
 
-def render_messages(messages: Sequence[Mapping[str, Any]], model: ChatModel) -> str:
+def render_messages(
+    messages: Sequence[Mapping[str, Any]], model: ChatModel, fields: Sequence[str] = ()
+) -> str:
     """Return the prompt of a conversation without tools, whose messages may still have calls and results.
 
+    Args:
+        messages: The conversation. Calls have objects as arguments, or texts that are no JSON object.
+        model: The model's chat template.
+        fields: For each message the request's field with it, for errors; without them, `messages.<index>`.
+
     Raises:
-        InvalidArgumentError: The chat template refuses the messages.
+        InvalidArgumentError: The chat template refuses the messages; the error names the first of them with
+            which it does.
     """
-    if any("tool_calls" in message or message["role"] == "tool" for message in messages):
-        messages, _ = CallFormat.of(model.chat_format).messages(messages, ())
-    return model.render_chat(messages)
+    return _rendered(messages, (), CallFormat.of(model.chat_format), model, fields)
+
+
+def _rendered(
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    form: CallFormat,
+    model: ChatModel,
+    fields: Sequence[str],
+) -> str:
+    def render(number: int) -> str:
+        return _prompt(messages[:number], tools, form, model)
+
+    try:
+        return render(len(messages))
+    except InvalidArgumentError as error:
+        is_refused = error.field == "messages" and model.chat_format.template
+        if not is_refused or len(messages) > _MAX_SEARCHED:
+            raise
+        raise error.renamed(_refused(render, len(messages), fields)) from error
+
+
+def _prompt(
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    form: CallFormat,
+    model: ChatModel,
+) -> str:
+    """Return the prompt of a conversation.
+
+    A template may refuse calls or results, such as several calls in a message, a call without a result, or
+    arguments that are no object; or it may leave such arguments out. Then they are written as text.
+    """
+    if not any("tool_calls" in message or message["role"] == "tool" for message in messages):
+        return model.render_chat(*(form.messages(messages, tools) if tools else (messages,)))
+    try:
+        prompt = model.render_chat(*form.messages(messages, tools))
+    except InvalidArgumentError:
+        if not form.is_native:
+            raise
+    else:
+        texts = list(_broken_arguments(messages))
+        if not form.is_native or _has(prompt, texts) or _has(prompt, map(_quoted, texts)):
+            return prompt
+    return model.render_chat(as_texts(messages), tools)
+
+
+def _broken_arguments(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            if isinstance(call["function"]["arguments"], str):
+                yield call["function"]["arguments"]
+
+
+def _has(prompt: str, texts: Iterable[str]) -> bool:
+    """Return whether a prompt has texts in their order."""
+    at = 0
+    for text in texts:
+        at = prompt.find(text, at)
+        if at < 0:
+            return False
+        at += len(text)
+    return True
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def _refused(render: Callable[[int], str], num_messages: int, fields: Sequence[str]) -> str:
+    """Return the field of a message up to which a conversation is refused, and before which it is not."""
+    low, high = 0, num_messages
+    while high - low > 1:
+        middle = (low + high) // 2
+        try:
+            render(middle)
+        except InvalidArgumentError:
+            high = middle
+        else:
+            low = middle
+    return fields[high - 1] if fields else f"messages.{high - 1}"
 
 
 def call_id(seed: str, index: int) -> str:

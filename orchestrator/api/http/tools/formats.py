@@ -20,7 +20,7 @@ from typing import Any
 
 from orchestrator.text.chat import ChatFormat
 
-__all__ = ["CLOSE", "OPEN", "CallFamily", "CallFormat"]
+__all__ = ["CLOSE", "OPEN", "CallFamily", "CallFormat", "as_texts"]
 
 
 class CallFamily(Enum):
@@ -113,11 +113,12 @@ class CallFormat:
         """Return the messages and tools to be rendered by the chat template.
 
         Args:
-            messages: The conversation, with `tool_calls` whose arguments are objects, and `tool_call_id`.
+            messages: The conversation, with `tool_calls` whose arguments are objects, or texts if they are no
+                JSON object, and `tool_call_id`.
             tools: Tools in OpenAI's form.
         """
         if not self.is_native:
-            return _plain(messages, tools), ()
+            return _with_tools(as_texts(messages), tools), ()
         if self.family is CallFamily.MISTRAL:
             return [_with_short_ids(message) for message in messages], tools
         return list(messages), tools
@@ -133,10 +134,8 @@ def _family(chat: ChatFormat) -> CallFamily | None:
     return CallFamily.LLAMA if _LLAMA_TEXT in template else None
 
 
-def _plain(
-    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
-) -> list[Mapping[str, Any]]:
-    """Return messages of text alone: calls in Hermes' form, results as the user's, tools as the system's."""
+def as_texts(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return messages of text alone: calls in Hermes' form, results as the user's."""
     written: list[Mapping[str, Any]] = []
     was_result = False
     for message in messages:
@@ -153,18 +152,27 @@ def _plain(
         else:
             written.append(message)
         was_result = role == "tool"
+    return written
+
+
+def _with_tools(
+    messages: list[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+) -> list[Mapping[str, Any]]:
+    """Return messages of which one of the system explains the tools."""
     if not tools:
-        return written
+        return messages
     text = _INSTRUCTION.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
-    if written and written[0]["role"] in ("system", "developer"):
-        first = written[0]
-        return [{**first, "content": f"{first['content']}\n\n{text}"}, *written[1:]]
-    return [{"role": "system", "content": text}, *written]
+    if messages and messages[0]["role"] in ("system", "developer"):
+        first = messages[0]
+        return [{**first, "content": f"{first['content']}\n\n{text}"}, *messages[1:]]
+    return [{"role": "system", "content": text}, *messages]
 
 
 def _call_text(call: Mapping[str, Any]) -> str:
-    function = call["function"]
-    return json.dumps({"name": function["name"], "arguments": function["arguments"]}, ensure_ascii=False)
+    name, arguments = call["function"]["name"], call["function"]["arguments"]
+    if isinstance(arguments, str):
+        return f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": {arguments}'
+    return json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
 
 
 def _with_short_ids(message: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -2,8 +2,9 @@
 
 Texts and calls are the same however the text is split. A call is reported as soon as its name is known and
 its arguments begin, and its arguments as they come. So the arguments of a call that breaks off, or that are
-no JSON, are what the model wrote. What only resembles a call is text: no JSON, no name of a tool, or
-arguments that are no object.
+no JSON, are what the model wrote. A call that breaks off before its name is known is dropped. What only
+resembles a call is text: no JSON, no name of a tool, or arguments that are no object. Text after a call is
+dropped: a message is text and then calls.
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ from typing import Any, TypeAlias
 
 from orchestrator.api.http.tools.formats import CLOSE, OPEN, CallFamily
 
-__all__ = ["ArgumentText", "CallBegun", "CallEnded", "CallEvent", "CallParser", "PlainText"]
+__all__ = ["MIN_BEGUN", "ArgumentText", "CallBegun", "CallEnded", "CallEvent", "CallParser", "PlainText"]
 
 _SPACE = " \t\r\n"
 _MAX_HELD_SPACE = 64
 """Whitespace that is held back, as it is dropped before a call."""
+
+MIN_BEGUN = 2
+"""Characters of a marker that are no text at the end of a completion; text may end with a single one."""
 
 _MAX_DEPTH = 200
 """Nesting of a call's JSON; a deeper one is text."""
@@ -57,7 +61,7 @@ class ArgumentText:
 
 @dataclass(frozen=True)
 class CallEnded:
-    """The arguments of a call end; they are not whole if they are no JSON or the completion ends in them."""
+    """The arguments of a call end; they are whole if they are valid JSON."""
 
     index: int
     is_whole: bool
@@ -83,6 +87,7 @@ class CallParser:
         new_id: Returns the id of the call with this index.
         max_calls: Further calls are dropped; None: no bound.
         is_after_marker: Whether the prompt ends with the marker before the calls.
+        sole_name: Name of the tool that is called if any call begins; empty if it is open.
     """
 
     def __init__(
@@ -93,15 +98,22 @@ class CallParser:
         *,
         max_calls: int | None = None,
         is_after_marker: bool = False,
+        sole_name: str = "",
     ) -> None:
         self._family, self._names, self._new_id, self._max_calls = family, names, new_id, max_calls
+        self._sole_name = sole_name
         self._marker = OPEN[family]
         is_bare = family is CallFamily.LLAMA  # a message may begin with a call without a marker
         self._state = _State.LEAD if is_bare or is_after_marker else _State.TEXT
         self._pending = ""  # text that may be the beginning of a marker, and whitespace before
         self._raw: list[str] = []  # characters of what may become a call
+        self._num_again = 0  # characters of a second marker after the first
         self._json = _JsonObject()
         self._start = 0  # of the object in `_raw`
+        self._num_members = 0  # characters of the object up to the last comma between its members
+        self._arguments: list[str] = []
+        self._is_marked = is_after_marker
+        self._num_whole = 0  # calls that were reported with whole arguments
         self._in_arguments = self._is_begun = self._is_list = False
         self._num_seen = 0  # calls, dropped ones included
         self._events: list[CallEvent] = []
@@ -111,6 +123,13 @@ class CallParser:
     def num_calls(self) -> int:
         """Number of calls so far."""
         return self._num_seen if self._max_calls is None else min(self._num_seen, self._max_calls)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether there are calls, all closed and with valid JSON as arguments."""
+        is_dropped = self._max_calls is not None and self._num_seen > self._max_calls
+        is_open = self._state is _State.OBJECT and self._is_begun and not is_dropped
+        return 0 < self.num_calls == self._num_whole and not is_open
 
     def push(self, text: str) -> list[CallEvent]:
         """Add the next piece of the completion; return what it completes."""
@@ -123,17 +142,42 @@ class CallParser:
         return self._taken()
 
     def finish(self) -> list[CallEvent]:
-        """Return what is left at the end of the completion."""
-        rest, raw = self._pending, "".join(self._raw)
+        """Return what is left at the end of the completion; the beginning of a marker is no text."""
         if self._in_arguments:
-            self._emit(ArgumentText(self._num_seen - 1, raw if self._state is _State.BROKEN else ""))
+            rest = "".join(self._raw) if self._state is _State.BROKEN else ""
+            self._emit(ArgumentText(self._num_seen - 1, rest))
             self._emit(CallEnded(self._num_seen - 1, is_whole=False))
         elif self._state is _State.LEAD or (self._state is _State.OBJECT and not self._is_begun):
-            rest = raw
-        if rest.strip(_SPACE + ",;") or self._num_seen == 0:
-            self._emit(PlainText(rest))
-        self._state, self._pending, self._raw, self._in_arguments = _State.TEXT, "", [], False
+            self._cut_call("".join(self._raw))
+        elif self._state is _State.TEXT:
+            num_begun = _num_begun(self._pending, self._marker)
+            if num_begun and self._sole_name:
+                self._begin(self._sole_name)
+                self._emit(CallEnded(self._num_seen - 1, is_whole=False))
+            elif num_begun < MIN_BEGUN:
+                self._emit(PlainText(self._pending))
+        self._pending, self._raw, self._in_arguments = "", [], False
         return self._taken()
+
+    def _cut_call(self, raw: str) -> None:
+        """Report a call that ends before its arguments, or in an unusual order of its members."""
+        begun = raw[self._start :] if self._state is _State.OBJECT else ""
+        head = _loaded(begun + "}") or _loaded(begun[: self._num_members] + "}") or {}
+        name = head.get("name")
+        if name is None and self._sole_name and (begun or self._is_marked):
+            name = self._sole_name
+        if isinstance(name, str) and name in self._names:
+            self._begin(name)
+            if not head.keys().isdisjoint(_ARGUMENTS):
+                self._emit(ArgumentText(self._num_seen - 1, _arguments(head) or ""))
+            self._emit(CallEnded(self._num_seen - 1, is_whole=False))
+        elif name is not None or not (self._is_marked or self._may_be_call(begun)):
+            self._emit(PlainText(raw))
+
+    def _may_be_call(self, begun: str) -> bool:
+        """Return whether an object begins like that of a call; without a marker it may be another one."""
+        compact = "".join(begun.split())
+        return bool(compact) and any(f'{{"name":"{name}"'.startswith(compact) for name in self._names)
 
     def _emit(self, event: CallEvent) -> None:
         """Add an event; pieces of the same text are joined."""
@@ -143,8 +187,10 @@ class CallParser:
             and event.index >= self._max_calls
         ):
             return
+        if isinstance(event, CallEnded):
+            self._num_whole += event.is_whole
         if isinstance(event, (PlainText, ArgumentText)):
-            if not event.text:
+            if not event.text or (isinstance(event, PlainText) and self._num_seen > 0):
                 return
             last = self._events[-1] if self._events else None
             if type(last) is type(event):
@@ -176,7 +222,7 @@ class CallParser:
             return len(text)
         cut, end = _before_space(pending, found), found + len(self._marker)
         self._emit(PlainText(pending[:cut]))
-        self._pending, self._is_list = "", False
+        self._pending, self._is_list, self._is_marked, self._num_again = "", False, True, 0
         self._state, self._raw = _State.LEAD, list(pending[cut:end])
         return len(text) - (len(pending) - end)
 
@@ -191,15 +237,27 @@ class CallParser:
         return self._after(char)
 
     def _lead(self, char: str) -> bool:
-        if char == "{":
+        if char == "{" and not self._num_again:
             self._state, self._json, self._start = _State.OBJECT, _JsonObject(), len(self._raw)
-            self._is_begun = False
+            self._is_begun, self._num_members = False, 0
             return False
+        if self._family is CallFamily.HERMES and (self._num_again or char == self._marker[0]):
+            return self._again(char)
         opens = char == "[" and self._family is CallFamily.MISTRAL and not self._is_list
         if not opens and char not in _SPACE:
             return self._fail()
         self._is_list = self._is_list or opens
         self._raw.append(char)
+        return True
+
+    def _again(self, char: str) -> bool:
+        """Read a marker that follows another one, which it replaces."""
+        if char != self._marker[self._num_again]:
+            return self._fail()
+        self._raw.append(char)
+        self._num_again += 1
+        if self._num_again == len(self._marker):
+            self._raw, self._num_again = list(self._marker), 0
         return True
 
     def _object(self, char: str) -> bool:
@@ -214,9 +272,10 @@ class CallParser:
         depth = self._json.depth
         if self._in_arguments:
             self._emit(ArgumentText(self._num_seen - 1, char))
+            self._arguments.append(char)
             if depth == 1:
                 self._in_arguments = False
-                self._emit(CallEnded(self._num_seen - 1, is_whole=True))
+                self._emit(CallEnded(self._num_seen - 1, is_whole=_is_json("".join(self._arguments))))
         elif self._is_begun:
             if depth == 0:
                 self._state, self._raw = _State.AFTER, []
@@ -227,12 +286,14 @@ class CallParser:
 
     def _begins(self, char: str, depth: int) -> None:
         """Begin a call if its name is known and its arguments begin, or if the object is read."""
+        if char == "," and depth == 1 and not self._json.in_string:
+            self._num_members = len(self._raw) - self._start - 1
         if char == "{" and depth == 2 and not self._json.in_string:
             # The name after the arguments is rarer: then the call begins once all is read.
             head = _loaded("".join(self._raw[self._start : -1]) + "null}")
             if head and next(reversed(head)) in _ARGUMENTS and self._is_tool(head.get("name")):
                 self._begin(head["name"])
-                self._in_arguments = True
+                self._in_arguments, self._arguments = True, [char]
                 self._emit(ArgumentText(self._num_seen - 1, char))
         elif depth == 0:
             call = _loaded("".join(self._raw[self._start :]))
@@ -242,7 +303,7 @@ class CallParser:
                 return
             self._begin(call["name"])
             self._emit(ArgumentText(self._num_seen - 1, arguments))
-            self._emit(CallEnded(self._num_seen - 1, is_whole=True))
+            self._emit(CallEnded(self._num_seen - 1, is_whole=_is_json(arguments)))
             self._state, self._raw = _State.AFTER, []
 
     def _is_tool(self, name: Any) -> bool:
@@ -257,7 +318,7 @@ class CallParser:
     def _fail(self) -> bool:
         """Make text of what was read."""
         self._emit(PlainText("".join(self._raw)))
-        self._state, self._raw = _State.TEXT, []
+        self._state, self._raw, self._num_again = _State.TEXT, [], 0
         return False
 
     def _broken(self, char: str) -> bool:
@@ -341,6 +402,14 @@ def _loaded(text: str) -> dict[str, Any] | None:
     except ValueError:
         return None
     return value if isinstance(value, dict) else None
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _arguments(call: Mapping[str, Any]) -> str | None:

@@ -20,9 +20,6 @@ class CallReader:
         is_special: Returns whether decoded text omits a token.
         stop: Stop strings of the request.
         prompt: The rendered prompt.
-
-    Attributes:
-        num_calls: Calls so far.
     """
 
     def __init__(
@@ -42,9 +39,9 @@ class CallReader:
         self._held = ""
 
     @property
-    def num_calls(self) -> int:
-        """Number of calls so far."""
-        return self._parser.num_calls
+    def has_whole_calls(self) -> bool:
+        """Whether there are calls, all closed and with valid JSON as arguments."""
+        return self._parser.is_whole
 
     def read(self, chunk: Chunk) -> list[CallEvent]:
         """Return what the next chunk adds."""

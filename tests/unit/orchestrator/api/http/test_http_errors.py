@@ -16,6 +16,7 @@ from gammaray.errors import (
 )
 from orchestrator.api.http.errors import error_body
 from orchestrator.api.http.server.app import MAX_BODY_BYTES, create_app
+from orchestrator.sessions.lifecycle import ContextLengthError
 from tests.support.surface_helpers import ScriptedBackend
 
 
@@ -130,11 +131,11 @@ CHATS = {
     "no messages": ({}, "messages"),
     "empty messages": ({"messages": []}, "messages"),
     "message without role": ({"messages": [{"content": "x"}]}, "messages.0.role"),
-    "unknown role": ({"messages": [{"role": "function", "content": "x"}]}, "messages.0.role"),
+    "unknown role": ({"messages": [{"role": "critic", "content": "x"}]}, "messages.0.role"),
     "messages too many": ({"messages": HI * 16385}, "messages"),
     "no content": ({"messages": [{"role": "user"}]}, "messages.0.content"),
     "an image": ({"messages": [{"role": "user", "content": IMAGE}]}, "messages.0.content"),
-    "refused by the template": ({"messages": [{"role": "assistant", "content": "x"}]}, "messages"),
+    "refused by the template": ({"messages": [{"role": "assistant", "content": "x"}]}, "messages.0"),
     "top_logprobs without logprobs": ({"messages": HI, "top_logprobs": 2}, "top_logprobs"),
     "top_logprobs too many": ({"messages": HI, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     "tools": ({"messages": HI, "tools": [{"type": "function"}]}, "tools.0.function"),
@@ -242,3 +243,26 @@ async def test_failure_has_its_status(error, status, kind, retry_after, stream):
     assert answer.json()["error"]["type"] == kind
     assert answer.headers.get("retry-after") == retry_after
     assert "secret" not in answer.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "content", "param"),
+    [
+        ("/v1/chat/completions", {"messages": HI}, "messages"),
+        ("/v1/chat/completions", {"messages": HI, "n": 2}, "messages"),
+        ("/v1/completions", {"prompt": "x"}, "prompt"),
+        ("/v1/completions", {"prompt": [5] * 64, "echo": True}, "prompt"),
+        ("/v1/responses", {"input": "x"}, "input"),
+    ],
+    ids=str,
+)
+async def test_prompt_beyond_the_context_has_openais_code_and_words(path, content, param, stream):
+    def overflow(request, number):
+        raise ContextLengthError("prompt", 64, 64)
+
+    answer = await post({**content, "stream": stream}, path, ScriptedBackend(overflow))
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", param)
+    assert "This model's maximum context length is 64 tokens" in error["message"]  # for LiteLLM
+    assert "Input tokens exceed the configured limit" in error["message"]  # for LangChain

@@ -82,11 +82,6 @@ async def test_wrong_field_is_named_and_forbidden_by_the_document(wrong, param):
         ({"input": None}, "input"),
         ({"input": "x" * (2**20 + 1)}, "input"),
         ({"input": "\ud800"}, "input.0.content"),
-        ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}, "input.0.call_id"),
-        (
-            {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "x"}]},
-            "input.0.arguments",
-        ),
         ({"input": [MESSAGE] * (2**14 + 1)}, "input"),
         ({"tools": [TOOL, TOOL]}, "tools.1.name"),
         ({"tool_choice": "required"}, "tool_choice"),
@@ -119,7 +114,7 @@ KEYS = {f"k{number}": 0 for number in range(50_000)}
 HOSTILE = {
     "deep values": ({"text": {"format": {**SCHEMA, "schema": {"enum": nested(500)}}}}, "text.format.schema"),
     "deep arguments": (
-        {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "[" * 100_000}]},
+        {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "[" * (2**20 + 1)}]},
         "input.0.arguments",
     ),
     "deep parameters": ({"tools": [{**TOOL, "parameters": {"a": nested(500)}}]}, "tools.0.parameters"),

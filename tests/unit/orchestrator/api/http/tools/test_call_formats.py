@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
-from transformers import PreTrainedTokenizerFast
 
-from gammaray.errors import InvalidArgumentError
 from orchestrator.api.http.tools.calls import ToolChoice, call_id, plan_calls, render_messages
 from orchestrator.api.http.tools.formats import CallFamily, CallFormat
-from orchestrator.text.chat import ChatFormat, chat_format, render
-from tests.support.tool_helpers import ADDED, BODY_TOOLS, LLAMA, MISTRAL, QWEN, TOOLS, raw_tokenizer
+from orchestrator.text.chat import ChatFormat
+from tests.support.tool_helpers import ADDED, BODY_TOOLS, LLAMA, MISTRAL, QWEN, TOOLS, TemplateModel
 
 PLAIN = "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}"
 OTHER = "{% if tools %}{{ tools | tojson }}{% endif %}" + PLAIN
@@ -25,19 +23,6 @@ TALK = [
     {"role": "assistant", "content": "", "tool_calls": [CALL]},
     {"role": "tool", "content": "17", "tool_call_id": "call_1"},
 ]
-
-
-class Model:
-    """A chat template of transformers."""
-
-    def __init__(self, template):
-        self.tokenizer = PreTrainedTokenizerFast(
-            tokenizer_object=raw_tokenizer(ADDED), chat_template=template, bos_token="", eos_token="<|end|>"
-        )
-        self.chat_format = chat_format(self.tokenizer)
-
-    def render_chat(self, messages, tools=()):
-        return render(self.tokenizer, messages, tools)
 
 
 def planned(model, mode="auto", is_parallel=True):
@@ -58,33 +43,33 @@ def planned(model, mode="auto", is_parallel=True):
     ids=["qwen", "llama", "mistral", "no tools", "unknown", "qwen coder", "late mistral"],
 )
 def test_family_is_recognised_by_the_template(template, family, is_native):
-    form = CallFormat.of(Model(template).chat_format)
+    form = CallFormat.of(TemplateModel(template).chat_format)
     assert (form.family, form.is_native) == (family, is_native)
 
 
 def test_chat_format_says_what_the_tokenizer_has():
-    found = Model(QWEN).chat_format
+    found = TemplateModel(QWEN).chat_format
     assert found.template == QWEN
     assert found.has_tools
     assert ADDED.items() <= found.added_tokens.items()
-    assert not Model(PLAIN).chat_format.has_tools
-    assert Model(None).chat_format == ChatFormat()
+    assert not TemplateModel(PLAIN).chat_format.has_tools
+    assert TemplateModel(None).chat_format == ChatFormat()
 
 
 def test_chat_format_of_a_template_that_refuses_tools():
     refusing = "{% if tools %}{{ raise_exception('no tools') }}{% endif %}" + PLAIN
-    assert not Model(refusing).chat_format.has_tools
-    assert "<tools>" in planned(Model(refusing)).prompt(TALK, Model(refusing))
+    assert not TemplateModel(refusing).chat_format.has_tools
+    assert "<tools>" in planned(TemplateModel(refusing)).prompt(TALK, TemplateModel(refusing))
 
 
 def test_chat_format_of_a_template_for_tools_of_its_own():
-    model = Model({"default": PLAIN, "tool_use": QWEN})
+    model = TemplateModel({"default": PLAIN, "tool_use": QWEN})
     assert model.chat_format.template == QWEN
     assert CallFormat.of(model.chat_format).is_native
 
 
 def test_qwen_renders_tools_calls_and_results():
-    model = Model(QWEN)
+    model = TemplateModel(QWEN)
     prompt = planned(model).prompt(TALK, model)
     assert json.dumps(BODY_TOOLS[0]) in prompt
     assert '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>' in prompt
@@ -93,19 +78,15 @@ def test_qwen_renders_tools_calls_and_results():
 
 
 def test_llama_renders_tools_calls_and_results():
-    model = Model(LLAMA)
+    model = TemplateModel(LLAMA)
     prompt = planned(model).prompt(TALK, model)
     assert '"name": "now"' in prompt
     assert '{"name": "get_weather", "parameters": {"city": "Paris"}}<|eot_id|>' in prompt
     assert "ipython<|end_header_id|>\n\n17" in prompt
-    with pytest.raises(InvalidArgumentError) as error:
-        planned(model).prompt([TALK[0], {**TALK[1], "tool_calls": [CALL, CALL]}], model)
-    assert error.value.field == "messages"
-    assert "single tool-calls" in error.value.got
 
 
 def test_mistral_gets_ids_that_it_takes_and_forced_calls_a_marker():
-    model = Model(MISTRAL)
+    model = TemplateModel(MISTRAL)
     prompt = planned(model).prompt(TALK, model)
     call, result = prompt.partition('"id": "')[2][:9], prompt.partition('"call_id": "')[2][:9]
     assert call == result
@@ -120,7 +101,7 @@ def test_mistral_gets_ids_that_it_takes_and_forced_calls_a_marker():
 
 @pytest.mark.parametrize("template", [PLAIN, OTHER], ids=["no tools", "unknown"])
 def test_model_without_a_known_form_is_told_in_messages(template):
-    model = Model(template)
+    model = TemplateModel(template)
     prompt = planned(model).prompt(TALK, model)
     system, _, rest = prompt.partition("<user>")
     assert system.startswith("<system># Tools")
@@ -135,7 +116,7 @@ def test_model_without_a_known_form_is_told_in_messages(template):
 
 
 def test_results_of_several_calls_are_one_message():
-    model = Model(PLAIN)
+    model = TemplateModel(PLAIN)
     talk = [
         *TALK,
         {"role": "tool", "content": "now", "tool_call_id": "call_2"},
@@ -152,6 +133,8 @@ def test_results_of_several_calls_are_one_message():
 
 def test_messages_without_tools_are_rendered_as_they_are():
     class Unknown:
+        chat_format = ChatFormat()
+
         def render_chat(self, messages, tools=()):
             assert tools == ()
             return str(messages)
@@ -160,7 +143,7 @@ def test_messages_without_tools_are_rendered_as_they_are():
 
 
 def test_no_tool_can_be_called_without_tools_or_with_none():
-    model = Model(QWEN)
+    model = TemplateModel(QWEN)
     assert plan_calls([], ToolChoice("auto"), True, model) is None
     assert plan_calls(TOOLS, ToolChoice("none"), True, model) is None
     assert not plan_calls(TOOLS, None, True, model).is_forced

@@ -14,25 +14,8 @@ from orchestrator.api.http.tools.template_parser import TemplateParser
 from orchestrator.text.chat import ChatFormat, chat_format
 from tests.support.http_helpers import CHAT, complete, events_with_ids
 from tests.support.surface_helpers import ScriptedBackend
-from tests.support.tool_helpers import ADDED, BODY_TOOLS, QWEN, TOOLS, assembled, raw_tokenizer
+from tests.support.tool_helpers import ADDED, BODY_TOOLS, QWEN, TOOLS, XML_RESPONSE, assembled, raw_tokenizer
 
-# That of Qwen 3.5 in transformers.
-XML = {
-    "defaults": {"role": "assistant"},
-    "start_anchor": "<|im_start|>assistant\n",
-    "fields": {
-        "reasoning_content": {"open": "<think>", "close": "</think>", "content": "text"},
-        "tool_calls": {
-            "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
-            "close_pattern": r"</function>\s*</tool_call>",
-            "repeats": True,
-            "content": "xml-inline",
-            "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>"},
-            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
-        },
-        "content": {"close_pattern": r"\s*(?:<\|im_end\|>|<\|python_tag\|>)", "content": "text"},
-    },
-}
 # JSON between markers.
 JSON = {
     "start_anchor": "<|im_start|>assistant\n",
@@ -78,17 +61,22 @@ def run(template, pieces, prompt=PROMPT, **options):
 
 
 CASES = {
-    "one": (XML, XML_CALL, "", [WEATHER]),
+    "one": (XML_RESPONSE, XML_CALL, "", [WEATHER]),
     "two after text": (
-        XML,
+        XML_RESPONSE,
         f"Hm.\n{XML_CALL}\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
         "Hm.",
         [WEATHER, ("c1", "now", "{}", True)],
     ),
-    "thinking": (XML, f"<think>\nWell\n</think>\n\n{XML_CALL}", "<think>\nWell\n</think>", [WEATHER]),
-    "text": (XML, "no call <tool", "no call <tool", []),
+    "thinking": (
+        XML_RESPONSE,
+        f"<think>\nWell\n</think>\n\n{XML_CALL}",
+        "<think>\nWell\n</think>",
+        [WEATHER],
+    ),
+    "text": (XML_RESPONSE, "no call <tool", "no call", []),
     "unknown name": (
-        XML,
+        XML_RESPONSE,
         XML_CALL.replace("get_weather", "other"),
         XML_CALL.replace("get_weather", "other"),
         [],
@@ -96,12 +84,12 @@ CASES = {
     "json": (
         JSON,
         '[CALL]{"name": "now", "arguments": {"a": "ü"}}[/CALL] ok',
-        " ok",
+        "",
         [("c0", "now", '{"a": "ü"}', True)],
     ),
     "json without arguments": (JSON, '[CALL]{"name": "now"}[/CALL]', "", [("c0", "now", "{}", True)]),
     "json that is none": (JSON, 'a[CALL]{"name"[/CALL] b [CALL]', 'a[CALL]{"name"[/CALL] b [CALL]', []),
-    "json that is cut": (JSON, 'a[CALL]{"name"', 'a[CALL]{"name"', []),
+    "json that is cut": (JSON, 'a[CALL]{"name"', "a", []),
     "json of another type": (JSON, "a[CALL][1][/CALL]b", "a[CALL][1][/CALL]b", []),
     "json of a list as arguments": (
         JSON,
@@ -110,6 +98,25 @@ CASES = {
         [],
     ),
     "nothing": (JSON, "", "", []),
+    "xml that is cut": (
+        XML_RESPONSE,
+        XML_CALL.partition("3")[0],
+        "",
+        [("c0", "get_weather", '{"city": "Zürich"', False)],
+    ),
+    "xml that is cut before arguments": (
+        XML_RESPONSE,
+        XML_CALL.partition("Z")[0],
+        "",
+        [("c0", "get_weather", "", False)],
+    ),
+    "xml that is cut in the name": (XML_RESPONSE, XML_CALL.partition("weather")[0], "", []),
+    "json that is cut after the name": (
+        JSON,
+        '[CALL]{"name": "now", "arguments": {"a"',
+        "",
+        [("c0", "now", "", False)],
+    ),
 }
 
 
@@ -127,18 +134,18 @@ def test_every_split_gives_the_calls(template, text, rest, calls):
 
 
 def test_message_that_the_prompt_begins():
-    found, calls = run(XML, [f"Well\n</think>\n\n{XML_CALL}"], prompt=f"{PROMPT}<think>\n")
+    found, calls = run(XML_RESPONSE, [f"Well\n</think>\n\n{XML_CALL}"], prompt=f"{PROMPT}<think>\n")
     assert (found.strip(), calls) == ("Well\n</think>", [WEATHER])
 
 
 @pytest.mark.parametrize("prompt", [PROMPT + "<think>\n\n</think>\n\n", "no anchor \n", ""])
 def test_nothing_of_the_prompt_is_text(prompt):
-    assert run(XML, ["Hi"], prompt=prompt) == ("Hi", [])
-    assert run(XML, [XML_CALL], prompt=prompt) == ("", [WEATHER])
+    assert run(XML_RESPONSE, ["Hi"], prompt=prompt) == ("Hi", [])
+    assert run(XML_RESPONSE, [XML_CALL], prompt=prompt) == ("", [WEATHER])
 
 
 def test_further_calls_are_dropped_where_one_is_allowed():
-    assert run(XML, [XML_CALL + XML_CALL], max_calls=1) == ("", [WEATHER])
+    assert run(XML_RESPONSE, [XML_CALL + XML_CALL], max_calls=1) == ("", [WEATHER])
 
 
 def model_of(response_template, template=CHAT_XML):
@@ -150,10 +157,12 @@ def model_of(response_template, template=CHAT_XML):
 
 
 def test_template_is_used_for_forms_that_are_not_known():
-    own, forced = (plan_calls(TOOLS, ToolChoice(mode), True, model_of(XML)) for mode in ("auto", "required"))
+    own, forced = (
+        plan_calls(TOOLS, ToolChoice(mode), True, model_of(XML_RESPONSE)) for mode in ("auto", "required")
+    )
     assert (own.form.family, own.form.is_native) == (CallFamily.TEMPLATE, True)
     assert (forced.form.family, forced.form.is_native) == (CallFamily.HERMES, False)
-    known = plan_calls(TOOLS, None, True, model_of(XML, QWEN))
+    known = plan_calls(TOOLS, None, True, model_of(XML_RESPONSE, QWEN))
     assert (known.form.family, known.form.is_native) == (CallFamily.HERMES, True)
     assert own.markers == {b"<|python_tag|>"}  # the only special token of the template's
     assert own.grammar("") == ""
@@ -170,7 +179,7 @@ def test_template_is_used_for_forms_that_are_not_known():
         "x",
         {},
         {"fields": {}},
-        {**XML, "version": 2},
+        {**XML_RESPONSE, "version": 2},
         {"start_anchor": "a", "fields": {"content": {}}},
     ],
     ids=str,
@@ -189,7 +198,7 @@ async def test_chat_has_the_calls():
         max_context = 1000
 
     def backend():
-        return Backend(pieces=data, chat_format=ChatFormat(CHAT_XML, True, ADDED, XML))
+        return Backend(pieces=data, chat_format=ChatFormat(CHAT_XML, True, ADDED, XML_RESPONSE))
 
     body = {"messages": CHAT, "tools": BODY_TOOLS}
     path = "/v1/chat/completions"
