@@ -17,7 +17,7 @@ from typing import Any, Literal
 from gammaray.errors import GammarayError, NotFoundError
 from orchestrator.storage import session_scripts as scripts
 from orchestrator.storage.client import Redis, answer
-from orchestrator.storage.keys import StoreBounds, response_keys
+from orchestrator.storage.keys import DEFAULT_KEYS, Keys, StoreBounds
 from orchestrator.storage.session_scripts import COMMON
 
 __all__ = ["Ending", "ResponseStore", "StoredResponse"]
@@ -110,11 +110,14 @@ class ResponseStore:
         redis: A connected client.
         ttl_s: Seconds that a response is kept after its last change.
         bounds: Upper bounds of stored bytes.
+        keys: The cluster's keys.
     """
 
-    def __init__(self, redis: Redis, ttl_s: int, bounds: StoreBounds | None = None) -> None:
+    def __init__(
+        self, redis: Redis, ttl_s: int, bounds: StoreBounds | None = None, keys: Keys = DEFAULT_KEYS
+    ) -> None:
         self._redis, self._ttl_ms = redis, ttl_s * 1000
-        self._bounds = bounds or StoreBounds(redis)
+        self._bounds, self._keys = bounds or StoreBounds(redis), keys
         self._create = redis.register_script(_CREATE)
         self._finish = redis.register_script(_FINISH)
         self._delete = redis.register_script(_DELETE)
@@ -129,7 +132,7 @@ class ResponseStore:
             UnavailableError: Redis cannot be reached.
         """
         args = [*self._common(name), *await self._bounds.of(name), stored.input, stored.response, room]
-        keys = response_keys(name)
+        keys = self._keys.response(name)
         field = "max_output_tokens" if room > len(stored.input) else "input"
         await self._bounds.admitted(lambda: self._create(keys=keys, args=args), name, self._ttl_ms, field)
 
@@ -148,7 +151,7 @@ class ResponseStore:
         args = [*self._common(name), *await self._bounds.of(name), response, pieces, short]
         result = scripts.AGAIN
         while result == scripts.AGAIN:
-            result = int(await answer(self._finish(keys=response_keys(name), args=args)))
+            result = int(await answer(self._finish(keys=self._keys.response(name), args=args)))
         return _ENDINGS[result]
 
     def finish_later(self, name: str, response: bytes, pieces: bytes, short: bytes) -> None:
@@ -165,7 +168,7 @@ class ResponseStore:
             UnavailableError: Redis cannot be reached.
         """
         found: list[Any] = await answer(
-            self._redis.hmget(response_keys(name)[0], ["input", "response", "pieces"])
+            self._redis.hmget(self._keys.response(name)[0], ["input", "response", "pieces"])
         )
         if found[0] is None or found[1] is None:
             raise NotFoundError(f"no response {name}", "response")
@@ -177,7 +180,7 @@ class ResponseStore:
         Raises:
             UnavailableError: Redis cannot be reached.
         """
-        return bool(await answer(self._delete(keys=response_keys(name), args=self._common(name))))
+        return bool(await answer(self._delete(keys=self._keys.response(name), args=self._common(name))))
 
     async def close(self) -> None:
         """Wait for the writes in the background, which end at the latest when Redis gave them up."""

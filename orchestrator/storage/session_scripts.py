@@ -1,6 +1,6 @@
 """The Lua scripts of the session store: each is one atomic step in Redis.
 
-KEYS are those of `orchestrator.storage.keys.keys_of`, then those of `request_keys`; `COMMIT` and `READ` take
+KEYS are those of `orchestrator.storage.keys.Keys.of`, then those of `Keys.request`; `COMMIT` and `READ` take
 only the first two. The ARGV of every script except `COMMIT`, `READ` and `LIST` begin with the name of the
 session, the digest of its request (or ''), the ttl (ms) and the lease (ms).
 

@@ -9,7 +9,7 @@ import pytest
 from gammaray.errors import InvalidArgumentError, NotFoundError, ResourceExhaustedError, UnavailableError
 from orchestrator.storage import client as storage_client
 from orchestrator.storage.client import connect
-from orchestrator.storage.keys import StoreBounds, response_keys
+from orchestrator.storage.keys import Keys, StoreBounds
 from orchestrator.storage.response_store import ResponseStore, StoredResponse
 from orchestrator.storage.session_scripts import REQUEST_OVERHEAD
 from orchestrator.storage.session_store import RedisStore
@@ -51,7 +51,7 @@ async def test_response_begins_ends_and_is_deleted(redis):
     assert await store.read("resp_1") == BEGUN
     assert await store.finish("resp_1", DONE, PIECES, SHORT) == "whole"
     assert await store.read("resp_1") == StoredResponse(BEGUN.input, DONE, PIECES)
-    assert 50_000 < await redis.pttl(response_keys("resp_1")[0]) <= 60_000
+    assert 50_000 < await redis.pttl(Keys().response("resp_1")[0]) <= 60_000
     assert await store.delete("resp_1")
     assert not await store.delete("resp_1")
     with pytest.raises(NotFoundError):
@@ -116,7 +116,7 @@ async def test_ends_never_exceed_the_bounds(redis):
     begun = [name for name, error in zip(names, made, strict=True) if error is None]
     assert 25 < len(begun) < 35
     assert await used(redis) <= total / 2
-    within, beyond = begun[::2], begun[1::2]
+    within = begun[::2]
     ends = {name: b"x" * (15_000 if name in within else 2**19) for name in begun}
     finished = await asyncio.gather(*(store.finish(name, end, PIECES, SHORT) for name, end in ends.items()))
     assert dict(zip(ends, finished, strict=True)) == {

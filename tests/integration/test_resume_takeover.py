@@ -14,7 +14,7 @@ from gammaray.types import FinishReason, GammaPolicy, GenerationRequest, Samplin
 from gammaray.wire.sessions import SessionState
 from orchestrator.access.caller import ANONYMOUS, Caller
 from orchestrator.sessions.lifecycle import REPLAY_TOKENS, SessionManager
-from orchestrator.storage.keys import keys_of
+from orchestrator.storage.keys import Keys
 from tests.support.workers.resume_helpers import (
     first_chunks,
     request_of,
@@ -225,7 +225,7 @@ async def test_delete_ends_the_stream_and_frees_everything(pair, redis):
                 pass
     await settled(one)
     assert not await other.sessions.delete(request.session_id, ANONYMOUS)
-    assert await redis.exists(*keys_of(request.session_id)[:4]) == 0
+    assert await redis.exists(*Keys().of(request.session_id)[:4]) == 0
     assert request.session_id not in [info.session_id for info in await one.sessions.recent(9, ANONYMOUS)]
     assert await sessions_on(one, 0) == 0
 

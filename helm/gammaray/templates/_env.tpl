@@ -42,6 +42,9 @@
 - name: GAMMARAY_REDIS_URL
   valueFrom:
     secretKeyRef: {name: {{ .name }}, key: {{ .key }}}
+# Other releases may use the same database.
+- name: GAMMARAY_REDIS_PREFIX
+  value: {{ printf "%s.%s" $.Release.Namespace (include "gammaray.fullname" $) }}
 {{- else -}}
 - name: GAMMARAY_REDIS_URL
   value: redis://{{ include "gammaray.fullname" $ }}-redis:6379/0

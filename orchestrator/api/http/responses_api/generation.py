@@ -159,7 +159,7 @@ class ResponseRun:
 
     async def _pieces(self) -> list[bytes]:
         """Return the response as JSON, in pieces."""
-        return await self._off_loop(lambda: list(sliced(encode_pieces(self._plan.response))))
+        return await self._off_loop(lambda: list(encode_pieces(self._plan.response)))
 
     async def _off_loop(self, work: Callable[[], T]) -> T:
         """Run what takes time by the number of tokens; in a thread if there are many."""

@@ -25,7 +25,7 @@ from orchestrator.api.backend import Backend
 from orchestrator.api.http.auth import DOCUMENT_PATH, AccessControl, caller_of
 from orchestrator.api.http.bodies import MAX_BODY_BYTES, BodyReader
 from orchestrator.api.http.errors import guarded, install_handlers
-from orchestrator.api.http.json_text import encode_pieces, sliced
+from orchestrator.api.http.json_text import encode_pieces
 from orchestrator.api.http.models import ChatRequest, CompletionRequest, parse_body
 from orchestrator.api.http.requests import ChoicePlan, chat_choices, completion_choices
 from orchestrator.api.http.response_types import Health, MetricsTarget, Model, ModelList, Root
@@ -345,5 +345,5 @@ async def _generate(
         async for index, chunk in pieces:
             response.add(index, chunk)
     if response.num_entries <= INLINE_ENTRIES:
-        return JsonPieces(list(sliced(encode_pieces(response.whole()))))
-    return JsonPieces(await in_thread(lambda: list(sliced(encode_pieces(response.whole())))))
+        return JsonPieces(list(encode_pieces(response.whole())))
+    return JsonPieces(await in_thread(lambda: list(encode_pieces(response.whole()))))
