@@ -25,6 +25,7 @@ from orchestrator.api.http.models import StreamOptions
 from orchestrator.api.http.requests import ChoicePlan
 from orchestrator.api.http.responses import Response
 from orchestrator.api.http.structured import naming
+from orchestrator.api.stalls import while_read
 from orchestrator.sessions.lifecycle import REPLAY_TOKENS
 from orchestrator.text.cpu_threads import INLINE_NUMBERS, in_thread
 
@@ -153,13 +154,16 @@ async def generate_all(
     of any generation. `grammar_field` names the field of the caller's request that asked for the grammar.
     """
     if len(requests) == 1:
-        async with aclosing(_numbered(backend.generate(requests[0], caller), grammar_field)) as pieces:
+        generation = while_read(backend.generate(requests[0], caller))
+        async with aclosing(_numbered(generation, grammar_field)) as pieces:
             yield pieces
         return
     queue: _Queue = asyncio.Queue()
     slots = asyncio.Semaphore(_MAX_HELD)
     tasks = [
-        asyncio.create_task(_pump(backend.generate(request, caller), index, queue, slots, grammar_field))
+        asyncio.create_task(
+            _pump(while_read(backend.generate(request, caller)), index, queue, slots, grammar_field)
+        )
         for index, request in enumerate(requests)
     ]
     try:

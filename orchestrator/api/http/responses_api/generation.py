@@ -23,6 +23,7 @@ from orchestrator.api.http.stream import sse_pieces, yielding
 from orchestrator.api.http.tools.calls import call_id
 from orchestrator.api.http.tools.parser import ArgumentText, CallBegun, CallEnded, CallEvent, PlainText
 from orchestrator.api.http.tools.reading import CallReader
+from orchestrator.api.stalls import while_read
 from orchestrator.text.cpu_threads import in_thread
 
 __all__ = ["ResponseRun", "last_event", "rendered"]
@@ -103,7 +104,8 @@ class ResponseRun:
     async def _events(self) -> AsyncGenerator[Sequence[types.Event], None]:
         """Yield the events of each chunk, without the last event."""
         try:
-            async with aclosing(self._backend.generate(self._plan.request, self._caller)) as chunks:
+            generation = self._backend.generate(self._plan.request, self._caller)
+            async with aclosing(while_read(generation)) as chunks:
                 with self._plan.naming():
                     async for chunk in chunks:
                         opening = [] if self._has_begun else await self._begin(chunk)
