@@ -28,6 +28,7 @@ async def while_read(pieces: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]
     loop = asyncio.get_running_loop()
     since: float | None = None  # when the piece was yielded that is not taken yet
     closing: asyncio.Task[None] | None = None
+    timer: asyncio.TimerHandle
 
     def look() -> None:
         nonlocal timer, closing
