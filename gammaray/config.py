@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = [
     "MAX_WORKERS",
     "METRICS_PORT",
+    "REDIS_PREFIX",
     "ClusterSettings",
     "DraftSettings",
     "OrchestratorSettings",
@@ -41,6 +42,9 @@ __all__ = [
 ]
 
 MAX_WORKERS = 64
+
+REDIS_PREFIX = "gammaray"
+"""Default of the setting `redis_prefix`."""
 
 _FORM = re.compile(r"(\d+)(?::(\d+))?")
 
@@ -237,6 +241,13 @@ class _ServingSettings(_Settings):
         "",
         repr=False,
         description="Password of that Redis if redis_url has none; any characters, not percent-encoded.",
+    )
+
+    redis_prefix: str = Field(
+        REDIS_PREFIX,
+        pattern=r"^[A-Za-z0-9_.-]{1,128}$",
+        description="Beginning of all keys in Redis: the same for all processes of a cluster; clusters that "
+        "use the same database need different ones.",
     )
 
     @property

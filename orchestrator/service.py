@@ -43,7 +43,7 @@ from orchestrator.sessions.management import SessionCalls
 from orchestrator.sessions.progress import ChunkBuilder
 from orchestrator.status import StatusBoard
 from orchestrator.storage.client import Redis, connect, wait_for_redis
-from orchestrator.storage.keys import StoreBounds
+from orchestrator.storage.keys import Keys, StoreBounds
 from orchestrator.storage.registry import RedisRegistry
 from orchestrator.storage.response_store import ResponseStore
 from orchestrator.storage.session_store import RedisStore
@@ -99,22 +99,23 @@ class Orchestrator:
         self.vocab_size = tokenizer.vocab_size
         self._settings, self._redis, self.tokenizer = settings, redis, tokenizer
         bounds = StoreBounds(redis, settings.max_stored_mb * 2**20, settings.max_tenant_stored_share)
-        self.store = RedisStore(redis, settings.session_ttl_s, bounds=bounds)
+        keys = Keys(settings.redis_prefix)
+        self.store = RedisStore(redis, settings.session_ttl_s, bounds=bounds, keys=keys)
         self.unstored = UnstoredSessions()
-        self.responses = ResponseStore(redis, settings.session_ttl_s, bounds)
+        self.responses = ResponseStore(redis, settings.session_ttl_s, bounds, keys)
         self.admission = Admission(
             settings.max_concurrent_requests,
             settings.max_waiting_requests,
             settings.max_wait_s,
             math.ceil(settings.max_tenant_share * settings.max_concurrent_requests),
         )
-        records = RedisTraceStore(redis, settings.session_ttl_s, bounds)
+        records = RedisTraceStore(redis, settings.session_ttl_s, bounds, keys)
         self.meter = OrchestratorMeter()
         self.tracing = Tracing(Telemetry("orchestrator"), records, self.model_name)
         self._tasks: set[asyncio.Task[None]] = set()
         self._upkeep: asyncio.Task[None] | None = None
         self.fleet = Fleet(
-            RedisRegistry(redis),
+            RedisRegistry(redis, keys),
             tokenizer.vocab_size,
             vocab_sha256=tokenizer.vocab_sha256,
             target_addresses=settings.target_addresses,
@@ -128,7 +129,7 @@ class Orchestrator:
         )
         self.corpus = self._drafting.corpus
         self._board = StatusBoard(
-            self.meter, self.admission, self.fleet, redis, self.model_name, self.draft_server
+            self.meter, self.admission, self.fleet, redis, keys, self.model_name, self.draft_server
         )
         self.leases = LeaseManager(self.store, self.fleet.release)
         self.sessions = SessionCalls(self.store, tokenizer, self._release, records)

@@ -27,6 +27,7 @@ from orchestrator.access.admission import Admission
 from orchestrator.drafting.http.client import Failure
 from orchestrator.drafting.http.server import DraftServer
 from orchestrator.storage.client import Redis, address_of, answer
+from orchestrator.storage.keys import Keys
 from orchestrator.storage.registry import RedisRegistry
 from orchestrator.telemetry.metrics import OrchestratorMeter
 from orchestrator.workers.fleet import Fleet
@@ -149,6 +150,7 @@ class StatusBoard:
         admission: Running and waiting requests.
         fleet: The draft and target workers.
         redis: A connected client.
+        keys: The cluster's keys in it.
         model_name: Name under which the target model is served.
         draft_server: The server that drafts, if any.
     """
@@ -159,13 +161,14 @@ class StatusBoard:
         admission: Admission,
         fleet: Fleet,
         redis: Redis,
+        keys: Keys,
         model_name: str,
         draft_server: DraftServer | None = None,
     ) -> None:
         self._draft_server = draft_server
         self._meter, self._admission, self._fleet = meter, admission, fleet
         self._redis, self._model_name = redis, model_name
-        self._presence = Presence(RedisRegistry(redis), self.own)
+        self._presence = Presence(RedisRegistry(redis, keys), self.own)
         self._export: MetricsExport | None = None
         meter.watch(admission, fleet)
         failures = Counter[Failure]() if draft_server is None else draft_server.failures

@@ -20,6 +20,7 @@ from gammaray.wire.sessions import info_to_proto
 from orchestrator.access.caller import Authenticator, Caller
 from orchestrator.api.backend import Backend
 from orchestrator.api.grpc_handlers import Unread, read
+from orchestrator.api.stalls import while_read
 from orchestrator.sessions.lifecycle import REPLAY_TOKENS
 from orchestrator.sessions.management import SessionCalls
 from orchestrator.text.cpu_threads import INLINE_NUMBERS, in_thread
@@ -86,7 +87,7 @@ class GenerationServicer:
         """Stream one completion; cancelling the call cancels it."""
         try:
             caller = caller_of(context, self._authenticator)
-            chunks = self._backend.generate(await read(request, request_from_proto), caller)
+            chunks = while_read(self._backend.generate(await read(request, request_from_proto), caller))
             async with aclosing(chunks):
                 async for chunk in chunks:
                     prompt = chunk.prompt_logprobs

@@ -171,9 +171,13 @@ def serve_cluster(
     # These imports are slow, so they come after the cheap checks.
     if settings.redis_url:
         from orchestrator.storage.client import check_redis
+        from orchestrator.storage.keys import Keys
+        from orchestrator.storage.registry import check_unused
 
-        # The password may be in the environment, as GAMMARAY_REDIS_PASSWORD.
-        check_redis(OrchestratorSettings(redis_url=settings.redis_url).redis_login_url)
+        # The password may be in the environment, as GAMMARAY_REDIS_PASSWORD, and the prefix is.
+        used = OrchestratorSettings(redis_url=settings.redis_url)
+        check_redis(used.redis_login_url)
+        check_unused(used.redis_login_url, Keys(used.redis_prefix))
     else:
         from orchestrator.launcher.redis_server import redis_binary
 

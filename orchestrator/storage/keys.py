@@ -1,25 +1,24 @@
-"""Redis keys of sessions, and bounds of the bytes stored per tenant and in total."""
+"""Redis keys of a cluster, and bounds of the bytes stored per tenant and in total."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
+from gammaray.config import REDIS_PREFIX
 from gammaray.errors import GammarayError, InvalidArgumentError, ResourceExhaustedError
 from orchestrator.access.caller import tenant_of
 from orchestrator.storage import session_scripts as scripts
 from orchestrator.storage.client import Redis, answer
 
 __all__ = [
+    "DEFAULT_KEYS",
     "DEFAULT_TOTAL",
-    "RUNNING",
+    "Keys",
     "StoreBounds",
-    "index_of",
-    "keys_of",
-    "request_keys",
-    "response_keys",
 ]
 
 DEFAULT_TOTAL = 2**30
@@ -98,39 +97,62 @@ class StoreBounds:
         return self._derived
 
 
-RUNNING = "gammaray:running"
-_STORED = "gammaray:stored"
-_EPOCH = "gammaray:epoch"
+@dataclass(frozen=True)
+class Keys:
+    """The keys of one cluster: all of its orchestrators and workers have the same prefix, no others do.
+
+    Args:
+        prefix: The setting `redis_prefix`. It has no colon, so that no key of a cluster is one of another.
+    """
+
+    prefix: str = REDIS_PREFIX
+
+    def of(self, session_id: str) -> list[str]:
+        """Return the keys passed to a session's scripts; the first four belong to the session alone."""
+        head, stored = f"{self.prefix}:session:{{{session_id}}}", f"{self.prefix}:stored"
+        return [
+            head,
+            f"{head}:tokens",
+            f"{head}:cycles",
+            f"{head}:trace",
+            self.running,
+            self.index(tenant_of(session_id)),
+            stored,
+            f"{stored}:bytes",
+            f"{stored}:used",
+            f"{self.prefix}:epoch",
+        ]
+
+    def request(self, session_id: str, digest: str) -> list[str]:
+        """Return the keys of a session's request: the request, and the set of sessions that use it."""
+        key = f"{self.prefix}:request:{tenant_of(session_id)}/{digest}"
+        return [key, f"{key}:users"]
+
+    def response(self, name: str) -> list[str]:
+        """Return the keys passed to the scripts of a response: its own, then those of `of`."""
+        return [f"{self.prefix}:response:{{{name}}}", *self.of(name)[1:]]
+
+    def index(self, tenant: str) -> str:
+        """Return the key of the index of a tenant's sessions."""
+        return f"{self.prefix}:sessions:{tenant}"
+
+    @property
+    def running(self) -> str:
+        """The key of the set of sessions that have an owner."""
+        return f"{self.prefix}:running"
+
+    @property
+    def orchestrators(self) -> str:
+        """The key of the set of orchestrators."""
+        return f"{self.prefix}:orchestrators"
+
+    def orchestrator(self, name: str) -> str:
+        """Return the key of an orchestrator's state."""
+        return f"{self.prefix}:orchestrator:{name}"
+
+    def workers(self, role: str) -> str:
+        """Return the pattern of the keys of a role's workers, which `services.process.registry` writes."""
+        return f"{self.prefix}:worker:{role}:*"
 
 
-def keys_of(session_id: str) -> list[str]:
-    """Return the keys passed to a session's scripts; the first four belong to the session alone."""
-    head = f"gammaray:session:{{{session_id}}}"
-    return [
-        head,
-        f"{head}:tokens",
-        f"{head}:cycles",
-        f"{head}:trace",
-        RUNNING,
-        index_of(tenant_of(session_id)),
-        _STORED,
-        f"{_STORED}:bytes",
-        f"{_STORED}:used",
-        _EPOCH,
-    ]
-
-
-def request_keys(session_id: str, digest: str) -> list[str]:
-    """Return the keys of a session's request: the request, and the set of sessions that use it."""
-    key = f"gammaray:request:{tenant_of(session_id)}/{digest}"
-    return [key, f"{key}:users"]
-
-
-def response_keys(name: str) -> list[str]:
-    """Return the keys passed to the scripts of a response: its own, then those of `keys_of`."""
-    return [f"gammaray:response:{{{name}}}", *keys_of(name)[1:]]
-
-
-def index_of(tenant: str) -> str:
-    """Return the key of the index of a tenant's sessions."""
-    return f"gammaray:sessions:{tenant}"
+DEFAULT_KEYS = Keys()

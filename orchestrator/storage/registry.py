@@ -2,32 +2,68 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
+import time
 from typing import Any
 
 from redis.asyncio import Redis
 
-from orchestrator.storage.client import answer
+from gammaray.deploy.redis_connection import without_password
+from gammaray.errors import InvalidArgumentError
+from orchestrator.storage.client import answer, connect
+from orchestrator.storage.keys import DEFAULT_KEYS, Keys
 
-__all__ = ["RedisRegistry"]
+__all__ = ["RedisRegistry", "check_unused"]
 
 _log = logging.getLogger(__name__)
 
-_ORCHESTRATOR, _ORCHESTRATORS = "gammaray:orchestrator:", "gammaray:orchestrators"
+UNUSED_WAIT_S = 8.0
+"""Time for the entries of a cluster that was killed to expire, which takes five seconds."""
+
+LOOK_PERIOD_S = 0.5
+
+
+def check_unused(redis_url: str, keys: Keys) -> None:
+    """Check that no other cluster runs with these keys, before one is started; blocks.
+
+    Raises:
+        InvalidArgumentError: Orchestrators are announced, and still are after `UNUSED_WAIT_S`.
+        UnavailableError: Redis cannot be reached.
+    """
+    asyncio.run(_check_unused(redis_url, keys))
+
+
+async def _check_unused(redis_url: str, keys: Keys) -> None:
+    redis, since = connect(redis_url), time.monotonic()
+    try:
+        registry = RedisRegistry(redis, keys)
+        while found := await registry.orchestrators():
+            if time.monotonic() - since > UNUSED_WAIT_S:
+                got = f"{without_password(redis_url)} with redis_prefix {keys.prefix}"
+                allowed = (
+                    f"a database that no other cluster uses ({len(found)} orchestrators of one are announced "
+                    "in it), or another GAMMARAY_REDIS_PREFIX for this cluster"
+                )
+                raise InvalidArgumentError("redis_url", got, allowed)
+            await asyncio.sleep(LOOK_PERIOD_S)
+    finally:
+        await redis.aclose()
 
 
 class RedisRegistry:
-    """Reads `gammaray:worker:<role>:<worker id>`, which each worker renews while it serves.
+    """Reads `<prefix>:worker:<role>:<worker id>`, which each worker renews while it serves.
 
-    Orchestrators renew `gammaray:orchestrator:<name>`; their names are the set `gammaray:orchestrators`.
+    Orchestrators renew `<prefix>:orchestrator:<name>`; their names are the set `<prefix>:orchestrators`.
 
     Args:
         redis: A connected client.
+        keys: The cluster's keys.
     """
 
-    def __init__(self, redis: Redis) -> None:
-        self._redis = redis
+    def __init__(self, redis: Redis, keys: Keys = DEFAULT_KEYS) -> None:
+        self._redis, self._keys = redis, keys
 
     async def addresses(self, role: str) -> set[str]:
         """Return the addresses of the announced workers of a role; malformed entries are skipped.
@@ -35,7 +71,7 @@ class RedisRegistry:
         Raises:
             GammarayError: Redis cannot be reached, or refuses the command.
         """
-        keys = await answer(self._keys(f"gammaray:worker:{role}:*"))
+        keys = await answer(self._found(self._keys.workers(role)))
         if not keys:
             return set()
         found = set()
@@ -54,8 +90,8 @@ class RedisRegistry:
         Raises:
             GammarayError: Redis cannot be reached, or refuses the command.
         """
-        await answer(self._redis.set(f"{_ORCHESTRATOR}{name}", state, px=round(ttl_s * 1e3)))
-        await answer(self._redis.sadd(_ORCHESTRATORS, name))
+        await answer(self._redis.set(self._keys.orchestrator(name), state, px=round(ttl_s * 1e3)))
+        await answer(self._redis.sadd(self._keys.orchestrators, name))
 
     async def withdraw(self, name: str) -> None:
         """Delete an orchestrator's state.
@@ -63,8 +99,8 @@ class RedisRegistry:
         Raises:
             GammarayError: Redis cannot be reached, or refuses the command.
         """
-        await answer(self._redis.delete(f"{_ORCHESTRATOR}{name}"))
-        await answer(self._redis.srem(_ORCHESTRATORS, name))
+        await answer(self._redis.delete(self._keys.orchestrator(name)))
+        await answer(self._redis.srem(self._keys.orchestrators, name))
 
     async def orchestrators(self) -> dict[str, bytes]:
         """Return the state of each orchestrator.
@@ -72,16 +108,16 @@ class RedisRegistry:
         Raises:
             GammarayError: Redis cannot be reached, or refuses the command.
         """
-        members: set[Any] = await answer(self._redis.smembers(_ORCHESTRATORS))
+        members: set[Any] = await answer(self._redis.smembers(self._keys.orchestrators))
         names = sorted(str(member, "utf-8", "replace") for member in members)
         if not names:
             return {}
-        values: list[Any] = await answer(self._redis.mget([f"{_ORCHESTRATOR}{name}" for name in names]))
+        values: list[Any] = await answer(self._redis.mget([self._keys.orchestrator(name) for name in names]))
         found = {name: value for name, value in zip(names, values, strict=True) if value is not None}
         gone = [name for name in names if name not in found]
         if gone:  # they died without withdrawing; one that was only slow adds itself again
-            await answer(self._redis.srem(_ORCHESTRATORS, *gone))
+            await answer(self._redis.srem(self._keys.orchestrators, *gone))
         return found
 
-    async def _keys(self, pattern: str) -> list[bytes]:
+    async def _found(self, pattern: str) -> list[bytes]:
         return [key async for key in self._redis.scan_iter(match=pattern, count=1000)]

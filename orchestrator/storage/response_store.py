@@ -1,8 +1,9 @@
 """Responses of the Responses API in Redis, each a hash of three JSON texts.
 
 Names are qualified as those of sessions, so that a tenant finds only its own. A response is charged to its
-tenant like a session (see `orchestrator.storage.session_scripts`). Its bytes are checked against the bounds
-when it begins; its output is charged when it ends, without a check.
+tenant like a session (see `orchestrator.storage.session_scripts`). Bytes for its output (`room`) are charged
+when it begins, and given back when it ends or when its session has lost its owner. An end that takes more
+than was charged is checked against the bounds; if it does not fit, a short end is stored in its place.
 """
 
 from __future__ import annotations
@@ -11,14 +12,20 @@ import asyncio
 import logging
 from collections.abc import Coroutine
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from gammaray.errors import GammarayError, NotFoundError
+from orchestrator.storage import session_scripts as scripts
 from orchestrator.storage.client import Redis, answer
-from orchestrator.storage.keys import StoreBounds, response_keys
+from orchestrator.storage.keys import DEFAULT_KEYS, Keys, StoreBounds
 from orchestrator.storage.session_scripts import COMMON
 
-__all__ = ["ResponseStore", "StoredResponse"]
+__all__ = ["Ending", "ResponseStore", "StoredResponse"]
+
+Ending = Literal["whole", "cut", "gone"]
+"""How a response ended in the store: with its output, with a short end in its place, or it was deleted."""
+
+_ENDINGS: dict[int, Ending] = {0: "gone", 1: "whole", 2: "cut"}
 
 _log = logging.getLogger(__name__)
 
@@ -27,37 +34,46 @@ _log = logging.getLogger(__name__)
 _HEAD = COMMON + "local item = tenant .. '/' .. name\n"
 
 _KEEP = """
-local function keep()
+local function keep(room)
   local size = 0
   for _, text in ipairs(redis.call('HVALS', KEYS[1])) do size = size + #text end
   redis.call('PEXPIRE', KEYS[1], ttl)
   redis.call('ZADD', KEYS[7], now + ttl, item)
-  charge(item, request_overhead + size, 0)
+  charge(item, request_overhead + size + room, room)
+end
+
+local function more_than_charged(size)
+  return request_overhead + size - (redis.call('HGET', KEYS[8], item) or 0)
 end
 """
 
-# ARGV: tenant's bound, total bound, input, response. Returns 1, or the refusal.
+# ARGV: tenant's bound, total bound, input, response, room. Returns 1, or the refusal.
 _CREATE = (
     _HEAD
     + _KEEP
     + """
-local no = refusal(request_overhead + #ARGV[7] + #ARGV[8], tonumber(ARGV[5]), tonumber(ARGV[6]))
+local need = more_than_charged(#ARGV[7] + #ARGV[8] + ARGV[9])
+local no = refusal(need, tonumber(ARGV[5]), tonumber(ARGV[6]))
 if no then return no end
 redis.call('HSET', KEYS[1], 'input', ARGV[7], 'response', ARGV[8])
-keep()
+keep(tonumber(ARGV[9]))
 return {1}
 """
 )
 
-# ARGV: response, pieces. Returns whether there is such a response.
+# ARGV: tenant's bound, total bound, response, pieces, short response. Returns a key of _ENDINGS, or -9.
 _FINISH = (
     _HEAD
     + _KEEP
     + """
 if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end
-redis.call('HSET', KEYS[1], 'response', ARGV[5], 'pieces', ARGV[6])
-keep()
-return 1
+local need = more_than_charged(redis.call('HSTRLEN', KEYS[1], 'input') + #ARGV[7] + #ARGV[8])
+local no = refusal(need, tonumber(ARGV[5]), tonumber(ARGV[6]))
+if no and no[1] == -9 then return -9 end
+if no then redis.call('HSET', KEYS[1], 'response', ARGV[9], 'pieces', '[]')
+else redis.call('HSET', KEYS[1], 'response', ARGV[7], 'pieces', ARGV[8]) end
+keep(0)
+return no and 2 or 1
 """
 )
 
@@ -78,7 +94,7 @@ class StoredResponse:
 
     Args:
         input: JSON list of the items before the response's output, those of earlier responses included.
-        response: JSON of the response object.
+        response: JSON of the response object, without log-probabilities.
         pieces: JSON of how its output was streamed; empty while it is in progress.
     """
 
@@ -94,42 +110,53 @@ class ResponseStore:
         redis: A connected client.
         ttl_s: Seconds that a response is kept after its last change.
         bounds: Upper bounds of stored bytes.
+        keys: The cluster's keys.
     """
 
-    def __init__(self, redis: Redis, ttl_s: int, bounds: StoreBounds | None = None) -> None:
+    def __init__(
+        self, redis: Redis, ttl_s: int, bounds: StoreBounds | None = None, keys: Keys = DEFAULT_KEYS
+    ) -> None:
         self._redis, self._ttl_ms = redis, ttl_s * 1000
-        self._bounds = bounds or StoreBounds(redis)
+        self._bounds, self._keys = bounds or StoreBounds(redis), keys
         self._create = redis.register_script(_CREATE)
         self._finish = redis.register_script(_FINISH)
         self._delete = redis.register_script(_DELETE)
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def create(self, name: str, stored: StoredResponse) -> None:
-        """Store a response that begins; `name` is qualified and new.
+    async def create(self, name: str, stored: StoredResponse, room: int) -> None:
+        """Store a response that begins, and reserve `room` bytes; `name` is qualified and new.
 
         Raises:
             ResourceExhaustedError: A bound of stored bytes is reached; has a retry delay.
             InvalidArgumentError: The response alone exceeds that bound.
             UnavailableError: Redis cannot be reached.
         """
-        args = [*self._common(name), *await self._bounds.of(name), stored.input, stored.response]
-        keys = response_keys(name)
-        await self._bounds.admitted(
-            lambda: self._create(keys=keys, args=args), name, self._ttl_ms, field="input"
-        )
+        args = [*self._common(name), *await self._bounds.of(name), stored.input, stored.response, room]
+        keys = self._keys.response(name)
+        field = "max_output_tokens" if room > len(stored.input) else "input"
+        await self._bounds.admitted(lambda: self._create(keys=keys, args=args), name, self._ttl_ms, field)
 
-    async def finish(self, name: str, response: bytes, pieces: bytes) -> bool:
-        """Store the end of a response; return False if it was deleted or has expired.
+    async def finish(self, name: str, response: bytes, pieces: bytes, short: bytes) -> Ending:
+        """Store the end of a response.
+
+        Args:
+            name: The response.
+            response: The response with its output.
+            pieces: How it was streamed.
+            short: What is stored in place of both if they take more than was reserved, and do not fit.
 
         Raises:
             UnavailableError: Redis cannot be reached.
         """
-        args = [*self._common(name), response, pieces]
-        return bool(await answer(self._finish(keys=response_keys(name), args=args)))
+        args = [*self._common(name), *await self._bounds.of(name), response, pieces, short]
+        result = scripts.AGAIN
+        while result == scripts.AGAIN:
+            result = int(await answer(self._finish(keys=self._keys.response(name), args=args)))
+        return _ENDINGS[result]
 
-    def finish_later(self, name: str, response: bytes, pieces: bytes) -> None:
+    def finish_later(self, name: str, response: bytes, pieces: bytes, short: bytes) -> None:
         """Store the end of a response in the background, as its request is being cancelled."""
-        task = asyncio.create_task(self._logged(self.finish(name, response, pieces), name))
+        task = asyncio.create_task(self._logged(self.finish(name, response, pieces, short), name))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -141,7 +168,7 @@ class ResponseStore:
             UnavailableError: Redis cannot be reached.
         """
         found: list[Any] = await answer(
-            self._redis.hmget(response_keys(name)[0], ["input", "response", "pieces"])
+            self._redis.hmget(self._keys.response(name)[0], ["input", "response", "pieces"])
         )
         if found[0] is None or found[1] is None:
             raise NotFoundError(f"no response {name}", "response")
@@ -153,7 +180,7 @@ class ResponseStore:
         Raises:
             UnavailableError: Redis cannot be reached.
         """
-        return bool(await answer(self._delete(keys=response_keys(name), args=self._common(name))))
+        return bool(await answer(self._delete(keys=self._keys.response(name), args=self._common(name))))
 
     async def close(self) -> None:
         """Wait for the writes in the background, which end at the latest when Redis gave them up."""
@@ -162,7 +189,7 @@ class ResponseStore:
     def _common(self, name: str) -> list[Any]:
         return [name, "", self._ttl_ms, 0]
 
-    async def _logged(self, work: Coroutine[Any, Any, bool], name: str) -> None:
+    async def _logged(self, work: Coroutine[Any, Any, Ending], name: str) -> None:
         try:
             await work
         except GammarayError as error:

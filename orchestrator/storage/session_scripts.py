@@ -1,6 +1,6 @@
 """The Lua scripts of the session store: each is one atomic step in Redis.
 
-KEYS are those of `orchestrator.storage.keys.keys_of`, then those of `request_keys`; `COMMIT` and `READ` take
+KEYS are those of `orchestrator.storage.keys.Keys.of`, then those of `Keys.request`; `COMMIT` and `READ` take
 only the first two. The ARGV of every script except `COMMIT`, `READ` and `LIST` begin with the name of the
 session, the digest of its request (or ''), the ttl (ms) and the lease (ms).
 
@@ -364,7 +364,8 @@ return epoch
 
 # Returns the state of a session that was running: -1 it does not exist, 0 it has an owner, else the epoch of
 # the owner that detached it, finished it, or died. The epoch is kept: an owner that was only slow may
-# continue. A lease longer than `lease_ms` was written before the clock was set back, and is shortened.
+# continue. A lease longer than `lease_ms` was written before the clock was set back, and is shortened. What
+# is reserved for the session's response (see `orchestrator.storage.response_store`) is given back.
 REAP = (
     COMMON
     + """
@@ -375,6 +376,9 @@ if head[1] and head[3] and not head[2] then
   if left > 0 then return 0 end
   redis.call('HDEL', KEYS[1], 'lease')
   charge_session(now + redis.call('PTTL', KEYS[1]))
+  local item = tenant .. '/' .. name
+  local charged = redis.call('HMGET', KEYS[8], item, item .. '+')
+  if charged[2] then charge(item, charged[1] - charged[2], 0) end
 end
 redis.call('SREM', KEYS[5], name)
 return tonumber(head[1] or -1)

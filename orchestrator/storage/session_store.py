@@ -27,7 +27,7 @@ from gammaray.types import FinishReason, TokenOrigin
 from orchestrator.cycle.session import Session
 from orchestrator.storage import session_scripts as scripts
 from orchestrator.storage.client import BatchedScript, answer
-from orchestrator.storage.keys import RUNNING, StoreBounds, index_of, keys_of, request_keys
+from orchestrator.storage.keys import DEFAULT_KEYS, Keys, StoreBounds
 from orchestrator.storage.token_records import StoredToken, TokenRecords
 from orchestrator.text.cpu_threads import INLINE_BYTES, in_thread
 
@@ -262,13 +262,19 @@ class RedisStore:
             once a second, or ten times per `ttl_s` if that is more often.
         lease_s: Seconds until a lease expires without renewal.
         bounds: Upper bounds of stored bytes.
+        keys: The cluster's keys.
     """
 
     def __init__(
-        self, redis: Redis, ttl_s: int, lease_s: float = LEASE_S, bounds: StoreBounds | None = None
+        self,
+        redis: Redis,
+        ttl_s: int,
+        lease_s: float = LEASE_S,
+        bounds: StoreBounds | None = None,
+        keys: Keys = DEFAULT_KEYS,
     ) -> None:
         self._redis, self._ttl_ms, self._lease_ms = redis, ttl_s * 1000, round(lease_s * 1e3)
-        self._bounds = bounds or StoreBounds(redis)
+        self._bounds, self._keys = bounds or StoreBounds(redis), keys
         self._renew_below = self._ttl_ms - min(1000, self._ttl_ms // 10)
         self._create = redis.register_script(scripts.CREATE)
         self._delete = redis.register_script(scripts.DELETE)
@@ -294,7 +300,7 @@ class RedisStore:
         """
         name, packed = session.session_id, pack_request(request, session.prompt)
         digest = digest_of(packed)
-        keys = [*keys_of(name), *request_keys(name, digest)]
+        keys = [*self._keys.of(name), *self._keys.request(name, digest)]
         args = [uuid.uuid4().hex, *await self._bounds.of(name), packed, room_of(session), *fields_of(session)]
         epoch = await self._admitted(self._create, name, keys, [*self._common(name, digest), *args])
         if epoch == 0:
@@ -313,7 +319,11 @@ class RedisStore:
         """
         name, packed = session.session_id, pack_request(request, session.prompt)
         digest = digest_of(packed)
-        keys = [*keys_of(name), *request_keys(name, digest), *request_keys(name, before.digest)]
+        keys = [
+            *self._keys.of(name),
+            *self._keys.request(name, digest),
+            *self._keys.request(name, before.digest),
+        ]
         args = [uuid.uuid4().hex, *await self._bounds.of(name), packed, room_of(session)]
         args += [before.epoch, before.digest, *fields_of(session)]
         epoch = await self._admitted(self._next_turn, name, keys, [*self._common(name, digest), *args])
@@ -352,7 +362,7 @@ class RedisStore:
             args = [*self._common(name, session.digest), *args, reason]
             result = await answer(self._end.call(self._keys_of(session), args))
         else:
-            result = await answer(self._commit.call(keys_of(name)[:2], [*args, self._renew_below]))
+            result = await answer(self._commit.call(self._keys.of(name)[:2], [*args, self._renew_below]))
             if isinstance(result, list):
                 result, is_due = result
         if result == scripts.OTHER_MODEL:
@@ -398,7 +408,7 @@ class RedisStore:
         bounds = await self._bounds.of(session_id)
 
         async def attempt(digest: str) -> int:
-            keys = [*keys_of(session_id), *request_keys(session_id, digest)]
+            keys = [*self._keys.of(session_id), *self._keys.request(session_id, digest)]
             args = [*self._common(session_id, digest), "", *bounds]
             return await self._admitted(self._take_over, session_id, keys, args)
 
@@ -412,7 +422,9 @@ class RedisStore:
             UnavailableError: Redis cannot be reached.
         """
         args = self._common(session_id, "")
-        return _checked(int(await answer(self._cancel(keys=keys_of(session_id), args=args))), session_id)
+        return _checked(
+            int(await answer(self._cancel(keys=self._keys.of(session_id), args=args))), session_id
+        )
 
     async def read(self, session_id: str, before: StoredSession | None = None) -> StoredSession:
         """Return a session.
@@ -427,7 +439,7 @@ class RedisStore:
             UnavailableError: Redis cannot be reached.
         """
         for _ in range(READ_TRIES):
-            now_ms, pairs, data, ttl_ms = await answer(self._read(keys=keys_of(session_id)[:2]))
+            now_ms, pairs, data, ttl_ms = await answer(self._read(keys=self._keys.of(session_id)[:2]))
             fields = dict(zip(pairs[::2], pairs[1::2], strict=True))
             if b"digest" not in fields:  # no session, or one stored by an earlier version
                 raise NotFoundError(f"no session {session_id}", "session")
@@ -435,7 +447,7 @@ class RedisStore:
             if before is not None and before.digest == digest:
                 request: Any = pack_request(before.request, before.prompt)
             else:
-                request = await answer(self._redis.get(request_keys(session_id, digest)[0]))
+                request = await answer(self._redis.get(self._keys.request(session_id, digest)[0]))
             if request is None:
                 continue  # a new turn began or the session is gone; else Redis lost the request
             stored = session_id, fields, request, data, ttl_ms, now_ms
@@ -465,7 +477,10 @@ class RedisStore:
             UnavailableError: Redis cannot be reached.
         """
         found: list[SessionSummary] = []
-        names = [_text(name) for name in await answer(self._redis.zrevrange(index_of(tenant), 0, limit - 1))]
+        names = [
+            _text(name)
+            for name in await answer(self._redis.zrevrange(self._keys.index(tenant), 0, limit - 1))
+        ]
         for start in range(0, len(names), LIST_PAGE):
             found += await self._summaries(names[start : start + LIST_PAGE])
         return found
@@ -478,7 +493,7 @@ class RedisStore:
         """
         found: list[bool] = []
         for start in range(0, len(session_ids), LIST_PAGE):
-            heads = [keys_of(name)[0] for name in session_ids[start : start + LIST_PAGE]]
+            heads = [self._keys.of(name)[0] for name in session_ids[start : start + LIST_PAGE]]
             _, lines = await answer(self._list(keys=heads, args=["digest"]))
             found += map(bool, lines)
         return found
@@ -489,7 +504,7 @@ class RedisStore:
         Raises:
             UnavailableError: Redis cannot be reached.
         """
-        return [_text(name) for name in await answer(self._redis.smembers(RUNNING))]
+        return [_text(name) for name in await answer(self._redis.smembers(self._keys.running))]
 
     async def reap(self, session_id: str) -> int | None:
         """End the lease of a session if it has expired.
@@ -500,7 +515,7 @@ class RedisStore:
         Raises:
             UnavailableError: Redis cannot be reached.
         """
-        epoch = int(await answer(self._reap.call(keys_of(session_id), self._common(session_id, ""))))
+        epoch = int(await answer(self._reap.call(self._keys.of(session_id), self._common(session_id, ""))))
         return epoch or None
 
     async def delete(self, session_id: str) -> bool:
@@ -511,7 +526,7 @@ class RedisStore:
         """
 
         async def attempt(digest: str) -> int:
-            keys = [*keys_of(session_id), *request_keys(session_id, digest)]
+            keys = [*self._keys.of(session_id), *self._keys.request(session_id, digest)]
             existed = int(await answer(self._delete(keys=keys, args=self._common(session_id, digest))))
             # With a digest the session existed just before: the answer of a first attempt may have been lost.
             return existed or (1 if digest else 0)
@@ -522,7 +537,7 @@ class RedisStore:
         return [session_id, digest, self._ttl_ms, self._lease_ms]
 
     def _keys_of(self, session: Session) -> list[str]:
-        return [*keys_of(session.session_id), *request_keys(session.session_id, session.digest)]
+        return [*self._keys.of(session.session_id), *self._keys.request(session.session_id, session.digest)]
 
     async def _with_digest(
         self, session_id: str, attempt: Callable[[str], Awaitable[int]], known: str = ""
@@ -530,7 +545,7 @@ class RedisStore:
         """Run a script that needs the digest of a session's request; retry if the digest has changed."""
         result = await attempt(known) if known else scripts.MOVED
         while result == scripts.MOVED:
-            digest = await answer(self._redis.hget(keys_of(session_id)[0], "digest"))
+            digest = await answer(self._redis.hget(self._keys.of(session_id)[0], "digest"))
             result = await attempt(_text(digest or b""))
         return result
 
@@ -541,7 +556,7 @@ class RedisStore:
         )
 
     async def _summaries(self, names: Sequence[str]) -> list[SessionSummary]:
-        heads = [keys_of(name)[0] for name in names]
+        heads = [self._keys.of(name)[0] for name in names]
         now_ms, lines = await answer(self._list(keys=heads, args=SUMMARY_FIELDS))
         rows = zip(names, lines, strict=True)
         return [split_summary(name, line, now_ms) for name, line in rows if line]

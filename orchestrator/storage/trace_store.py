@@ -15,7 +15,7 @@ from typing import Any
 from gammaray.v1 import generation_service_pb2 as pb
 from orchestrator.storage import session_scripts as scripts
 from orchestrator.storage.client import BatchedScript, Redis, answer
-from orchestrator.storage.keys import StoreBounds, keys_of
+from orchestrator.storage.keys import DEFAULT_KEYS, Keys, StoreBounds
 
 __all__ = ["RedisTraceStore"]
 
@@ -30,11 +30,14 @@ class RedisTraceStore:
         redis: A connected client.
         ttl_s: Seconds that a session is kept after its last change.
         bounds: Upper bounds of stored bytes.
+        keys: The cluster's keys.
     """
 
-    def __init__(self, redis: Redis, ttl_s: int, bounds: StoreBounds | None = None) -> None:
+    def __init__(
+        self, redis: Redis, ttl_s: int, bounds: StoreBounds | None = None, keys: Keys = DEFAULT_KEYS
+    ) -> None:
         self._redis, self._ttl_ms = redis, ttl_s * 1000
-        self._bounds = bounds or StoreBounds(redis)
+        self._bounds, self._keys = bounds or StoreBounds(redis), keys
         self._record = BatchedScript(redis, scripts.RECORD)
         self._note_trace = BatchedScript(redis, scripts.NOTE_TRACE)
 
@@ -51,7 +54,7 @@ class RedisTraceStore:
         args = [session_id, "", self._ttl_ms, 0, epoch, records, *bounds]
         result = scripts.AGAIN
         while result == scripts.AGAIN:
-            result = int(await answer(self._record.call(keys_of(session_id), args)))
+            result = int(await answer(self._record.call(self._keys.of(session_id), args)))
         return result > 0
 
     async def read(self, session_id: str) -> pb.GetSessionTraceResponse:
@@ -60,7 +63,7 @@ class RedisTraceStore:
         Raises:
             UnavailableError: Redis cannot be reached.
         """
-        data: Any = await answer(self._redis.get(keys_of(session_id)[2]))
+        data: Any = await answer(self._redis.get(self._keys.of(session_id)[2]))
         return pb.GetSessionTraceResponse.FromString(data or b"")
 
     async def serving(self, session_id: str) -> str:
@@ -69,7 +72,7 @@ class RedisTraceStore:
         Raises:
             UnavailableError: Redis cannot be reached.
         """
-        return _text(await answer(self._redis.get(keys_of(session_id)[3])))
+        return _text(await answer(self._redis.get(self._keys.of(session_id)[3])))
 
     async def serve(self, session_id: str, epoch: int, traceparent: str) -> str:
         """Store the sampled generation of an epoch's owner; return the previous one as `serving` does.
@@ -78,7 +81,7 @@ class RedisTraceStore:
             UnavailableError: Redis cannot be reached.
         """
         args = [session_id, "", self._ttl_ms, 0, epoch, traceparent]
-        return _text(await answer(self._note_trace.call(keys_of(session_id), args)))
+        return _text(await answer(self._note_trace.call(self._keys.of(session_id), args)))
 
 
 def _text(value: bytes | str | None) -> str:

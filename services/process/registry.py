@@ -14,6 +14,7 @@ from collections.abc import Awaitable
 from typing import Any
 
 from gammaray.aio import end_tasks
+from gammaray.config import REDIS_PREFIX
 from gammaray.deploy.redis_connection import connect
 
 __all__ = ["Announcer"]
@@ -32,13 +33,14 @@ class Announcer:
         redis_url: URL of the registry.
         role: draft or target.
         address: host:port at which orchestrators reach the worker; its info call returns the rest.
+        prefix: Beginning of the keys of the worker's cluster.
 
     Raises:
         InvalidArgumentError: The URL is not a Redis URL.
     """
 
-    def __init__(self, redis_url: str, role: str, address: str) -> None:
-        self.key = f"gammaray:worker:{role}:{uuid.uuid4().hex[:12]}"
+    def __init__(self, redis_url: str, role: str, address: str, prefix: str = REDIS_PREFIX) -> None:
+        self.key = f"{prefix}:worker:{role}:{uuid.uuid4().hex[:12]}"
         self._value = json.dumps({"address": address})
         # The next refresh is the retry: a longer timeout would only delay it.
         self._redis = connect(redis_url, timeout_s=CALL_TIMEOUT_S, num_retries=1)

@@ -119,7 +119,8 @@ class Worker(ABC, Generic[SettingsT]):
         self._add_servicer(self._server.server, self.streams, self._model)
         self.address = await self._server.start(settings.listen)
         if settings.redis_url:
-            self._announcer = Announcer(settings.redis_login_url, self.role, self._advertised())
+            url, prefix = settings.redis_login_url, settings.redis_prefix
+            self._announcer = Announcer(url, self.role, self._advertised(), prefix)
             await self._announcer.start()
         self._watcher = asyncio.create_task(self._watch(), name=f"{self.role} watcher")
         return self.address

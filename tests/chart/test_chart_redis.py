@@ -18,6 +18,7 @@ from orchestrator.launcher.preflight import free_ports
 from tests.support.chart.chart_helpers import (
     EVERYTHING,
     NAME,
+    NAMESPACE,
     container,
     environment,
     groups,
@@ -167,6 +168,16 @@ def test_password_of_an_external_redis_may_be_separate_from_its_url():
     shown = environment(groups(values)["draft"]["template"])
     assert shown["GAMMARAY_REDIS_URL"] == {"secretKeyRef": {"name": "mine", "key": "url"}}
     assert shown["GAMMARAY_REDIS_PASSWORD"] == {"secretKeyRef": {"name": "pw", "key": "p"}}
+
+
+def test_releases_on_one_external_redis_have_keys_of_their_own():
+    values = {"redis": {"urlSecret": {"name": "mine"}}}
+    for role in ("draft", "target", "orchestrator"):
+        shown = environment(groups(values)[role]["template"])
+        assert shown["GAMMARAY_REDIS_PREFIX"] == f"{NAMESPACE}.{NAME}"
+        OrchestratorSettings(redis_prefix=shown["GAMMARAY_REDIS_PREFIX"])
+    # The bundled Redis belongs to one release.
+    assert "GAMMARAY_REDIS_PREFIX" not in environment(groups()["draft"]["template"])
 
 
 def test_repeated_rendering_gives_the_same_manifests():

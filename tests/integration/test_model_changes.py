@@ -10,7 +10,7 @@ import pytest
 from gammaray.errors import FailedPreconditionError, ModelChangedError, UnavailableError
 from gammaray.types import FinishReason, TokenOrigin
 from orchestrator.storage.client import connect
-from orchestrator.storage.keys import keys_of
+from orchestrator.storage.keys import Keys
 from orchestrator.storage.session_store import RedisStore
 from tests.support.engine_helpers import random_tokens, tiny_model
 from tests.support.workers.fleet_helpers import clients, emitted, fleet_of
@@ -216,7 +216,7 @@ async def test_session_stored_without_a_model_adopts_that_of_its_next_worker(red
         async with orchestrating(redis_server, unnamed.address, "") as one:
             chunks = await first_chunks(one, request, 2)
             await settled(one)
-            head = await redis.hgetall(keys_of(request.session_id)[0])
+            head = await redis.hgetall(Keys().of(request.session_id)[0])
             assert b"model_identity" not in head
     async with scripted("target", identity=NEW, **DEMO) as new:
         async with orchestrating(redis_server, new.address, "") as other:

@@ -9,12 +9,14 @@ from contextlib import aclosing
 
 import pytest
 
-from gammaray.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
+from gammaray.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError, UnavailableError
 from gammaray.types import FinishReason, GammaPolicy, GenerationRequest, SamplingParams, TokenOrigin
 from gammaray.wire.sessions import SessionState
 from orchestrator.access.caller import ANONYMOUS, Caller
+from orchestrator.api import stalls
+from orchestrator.api.stalls import while_read
 from orchestrator.sessions.lifecycle import REPLAY_TOKENS, SessionManager
-from orchestrator.storage.keys import keys_of
+from orchestrator.storage.keys import Keys
 from tests.support.workers.resume_helpers import (
     first_chunks,
     request_of,
@@ -225,7 +227,7 @@ async def test_delete_ends_the_stream_and_frees_everything(pair, redis):
                 pass
     await settled(one)
     assert not await other.sessions.delete(request.session_id, ANONYMOUS)
-    assert await redis.exists(*keys_of(request.session_id)[:4]) == 0
+    assert await redis.exists(*Keys().of(request.session_id)[:4]) == 0
     assert request.session_id not in [info.session_id for info in await one.sessions.recent(9, ANONYMOUS)]
     assert await sessions_on(one, 0) == 0
 
@@ -240,6 +242,27 @@ async def test_list_begins_with_the_most_recently_active_session(pair):
     assert names == [request.session_id for request in reversed(requests)]
     with pytest.raises(InvalidArgumentError, match="limit"):
         await other.sessions.recent(1001, ANONYMOUS)
+
+
+async def test_stream_that_is_not_read_loses_its_place_and_is_resumed(pair, monkeypatch):
+    one, other = pair
+    monkeypatch.setattr(stalls, "READ_TIMEOUT_S", 0.2)
+    request = request_of(max_tokens=200)
+    whole = await complete(one, undisturbed(request))
+    stream = while_read(one.generate(request))
+    chunks = [await anext(stream) for _ in range(3)]
+    assert one.admission.num_running == 1
+    deadline = time.monotonic() + 30
+    while one.admission.num_running:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.05)
+    await settled(one)
+    info, _ = await other.sessions.get(request.session_id, ANONYMOUS)
+    assert info.state is SessionState.DETACHED
+    with pytest.raises(UnavailableError, match="not read"):
+        await anext(stream)
+    chunks += await complete(other, resumed(request, chunks))
+    assert text_of(chunks) == text_of(whole)
 
 
 async def test_reaper_frees_the_caches_of_a_dead_owner(pair, redis, monkeypatch):

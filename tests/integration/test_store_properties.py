@@ -28,7 +28,7 @@ from gammaray.types import FinishReason, TokenOrigin
 from orchestrator.cycle.session import Session
 from orchestrator.storage import session_scripts as scripts
 from orchestrator.storage.client import connect
-from orchestrator.storage.keys import keys_of, request_keys
+from orchestrator.storage.keys import Keys
 from orchestrator.storage.session_store import RedisStore
 from tests.support.workers.redis_helpers import running_redis
 from tests.support.workers.scripted_workers import make_session
@@ -107,7 +107,7 @@ class StoreMachine(RuleBasedStateMachine):
         except (NotFoundError, InternalError):
             assert not (self.model.exists and self.model.is_whole)
             if self.model.exists and self.model.finish_reason is None:
-                self.rises(int(self.run(self.redis.hget(keys_of("s")[0], "epoch"))))
+                self.rises(int(self.run(self.redis.hget(Keys().of("s")[0], "epoch"))))
             return
         if self.model.finish_reason is None:
             self.rises(epoch)
@@ -173,10 +173,10 @@ class StoreMachine(RuleBasedStateMachine):
         session = self.views[owner]
         if session is None:
             return
-        before = self.run(self.redis.hget(keys_of("s")[0], "lease"))
+        before = self.run(self.redis.hget(Keys().of("s")[0], "lease"))
         self.run(self.store.detach(session))
         if session.epoch != self.model.epoch:  # a former owner lets go of nothing
-            assert self.run(self.redis.hget(keys_of("s")[0], "lease")) == before
+            assert self.run(self.redis.hget(Keys().of("s")[0], "lease")) == before
 
     @rule()
     def cancel(self) -> None:
@@ -210,7 +210,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(jump_ms=JUMPS)
     def clock_jumps(self, jump_ms: int) -> None:
         """Redis's clock jumps by `jump_ms`, which ages the lease by as much."""
-        head, *_ = keys_of("s")
+        head, *_ = Keys().of("s")
         lease = self.run(self.redis.hget(head, "lease"))
         if lease is not None:
             self.run(self.redis.hset(head, "lease", int(lease) - jump_ms))
@@ -218,13 +218,13 @@ class StoreMachine(RuleBasedStateMachine):
     @rule()
     def reap(self) -> None:
         """The reaper must not change which commits are accepted."""
-        lease = self.run(self.redis.hget(keys_of("s")[0], "lease"))
+        lease = self.run(self.redis.hget(Keys().of("s")[0], "lease"))
         epoch = self.run(self.store.reap("s"))
         if not self.model.exists:
             assert epoch == -1
         elif lease is not None and int(lease) > time.time() * 1e3 + 1000:
             assert epoch is None
-            left = int(self.run(self.redis.hget(keys_of("s")[0], "lease"))) - time.time() * 1e3
+            left = int(self.run(self.redis.hget(Keys().of("s")[0], "lease"))) - time.time() * 1e3
             assert left < 11_000, "a lease from before the clock was set back would last for ever"
         elif lease is None or int(lease) < time.time() * 1e3 - 1000:
             assert epoch == self.model.epoch
@@ -233,7 +233,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(how=st.sampled_from(["evicted", "torn"]))
     def tokens_are_lost(self, how: str) -> None:
         """A partial write: the hash exists, the tokens do not. Commits and reads must fail."""
-        _, tokens, *_ = keys_of("s")
+        _, tokens, *_ = Keys().of("s")
         data = self.run(self.redis.get(tokens)) or b""
         if not data:
             return
@@ -251,8 +251,8 @@ class StoreMachine(RuleBasedStateMachine):
     @rule()
     def expires(self) -> None:
         """The session expires; suspended owners resume later without knowing it."""
-        digest = self.run(self.redis.hget(keys_of("s")[0], "digest")).decode()
-        self.run(self.redis.delete(*keys_of("s")[:4], *request_keys("s", digest)))
+        digest = self.run(self.redis.hget(Keys().of("s")[0], "digest")).decode()
+        self.run(self.redis.delete(*Keys().of("s")[:4], *Keys().request("s", digest)))
         self.model = Model(exists=False, epoch=self.model.epoch)
 
     @precondition(lambda self: self.has_gone_far)
@@ -281,11 +281,11 @@ class StoreMachine(RuleBasedStateMachine):
         assert sums.get(b":+", 0) == sums.get(b"+", 0) == spare
         if not self.model.exists or not self.model.is_whole:
             return
-        head_key, tokens_key, cycles_key, *_ = keys_of("s")
+        head_key, tokens_key, cycles_key, *_ = Keys().of("s")
         head = self.run(self.redis.hgetall(head_key))
         size, cycles = self.run(self.redis.strlen(tokens_key)), self.run(self.redis.strlen(cycles_key))
         room = max(int(head[b"room"]) - size, 0) if b"lease" in head else 0
-        request = self.run(self.redis.strlen(request_keys("s", head[b"digest"].decode())[0]))
+        request = self.run(self.redis.strlen(Keys().request("s", head[b"digest"].decode())[0]))
         assert request > 0
         # A session that was reaped takes the commits of its owner, that was only slow, until this renews.
         assert charged[b"s"] == scripts.SESSION_OVERHEAD + size + cycles + room

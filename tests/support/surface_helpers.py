@@ -23,7 +23,7 @@ from gammaray.types import (
 )
 from gammaray.wire.sessions import SessionState
 from orchestrator.access.caller import ANONYMOUS, Caller
-from orchestrator.storage.response_store import StoredResponse
+from orchestrator.storage.response_store import Ending, StoredResponse
 from orchestrator.text.chat import ChatFormat
 
 SUMMARY = SpeculationSummary(
@@ -41,24 +41,29 @@ class MemoryResponses:
     Attributes:
         kept: The responses by qualified name.
         failure: Raised by every call, if not None.
+        is_full: Whether ends do not fit.
     """
 
     def __init__(self) -> None:
         self.kept: dict[str, StoredResponse] = {}
         self.failure: Exception | None = None
+        self.is_full = False
 
-    async def create(self, name: str, stored: StoredResponse) -> None:
+    async def create(self, name: str, stored: StoredResponse, room: int) -> None:
         self._check()
         self.kept[name] = stored
 
-    async def finish(self, name: str, response: bytes, pieces: bytes) -> bool:
+    async def finish(self, name: str, response: bytes, pieces: bytes, short: bytes) -> Ending:
         self._check()
         if name not in self.kept:
-            return False
+            return "gone"
+        if self.is_full:
+            self.kept[name] = StoredResponse(self.kept[name].input, short, b"[]")
+            return "cut"
         self.kept[name] = StoredResponse(self.kept[name].input, response, pieces)
-        return True
+        return "whole"
 
-    def finish_later(self, name: str, response: bytes, pieces: bytes) -> None:
+    def finish_later(self, name: str, response: bytes, pieces: bytes, short: bytes) -> None:
         self.kept[name] = StoredResponse(self.kept[name].input, response, pieces)
 
     async def read(self, name: str) -> StoredResponse:

@@ -42,6 +42,9 @@
 - name: GAMMARAY_REDIS_URL
   valueFrom:
     secretKeyRef: {name: {{ .name | quote }}, key: {{ .key | quote }}}
+# Other releases may use the same database.
+- name: GAMMARAY_REDIS_PREFIX
+  value: {{ printf "%s.%s" $.Release.Namespace (include "gammaray.fullname" $) | quote }}
 {{- else -}}
 - name: GAMMARAY_REDIS_URL
   value: {{ printf "redis://%s-redis:6379/0" (include "gammaray.fullname" $) | quote }}

@@ -5,18 +5,19 @@
 has read so far, which is enough to name the first wrong field. Integers in lists are cheap and not limited: a
 prompt of token ids has hundreds of thousands.
 
-`json.dumps` holds the GIL as well, even in a thread, so `encode` calls it on short lists only.
+`json.dumps` holds the GIL as well, even in a thread, so `encode` calls it on short lists only. A list that
+grows with a response, such as its log-probabilities, is encoded as it grows (`EncodedList`).
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["MAX_VALUES", "Decoded", "decode", "encode"]
+__all__ = ["MAX_VALUES", "Decoded", "EncodedList", "decode", "encode", "encode_pieces", "sliced"]
 
 MAX_VALUES = 2**17
 """Values in one body, not counting integers in lists: 16,384 messages of one text part have 98,304."""
@@ -26,6 +27,9 @@ _RUN_CHARS = 2**16
 
 _SLICE_ITEMS = 64
 """Items of a long list per encoding call, which takes a few milliseconds with 20 alternatives each."""
+
+_SLICE_BYTES = 2**16
+"""Bytes from which the pieces of a JSON text are sent, so that joining and sending take little time."""
 
 _MAX_SPLIT_ITEMS = 128
 """A list up to this length, such as the list of choices, is encoded item by item instead."""
@@ -70,36 +74,97 @@ def decode(text: str) -> Decoded:
     return Decoded(value)
 
 
+class EncodedList:
+    """A list that is kept as JSON; its items are encoded once, when they are added.
+
+    Args:
+        items: The first items.
+
+    Attributes:
+        num_bytes: Bytes of its JSON, without the brackets.
+    """
+
+    def __init__(self, items: Sequence[Any] = ()) -> None:
+        self._parts: list[bytes] = []
+        self.num_bytes = 0
+        self.extend(items)
+
+    def extend(self, items: Sequence[Any] | EncodedList) -> None:
+        """Add items; another list's are not encoded again."""
+        if isinstance(items, EncodedList):
+            parts: Iterable[bytes] = items._parts
+        else:
+            starts = range(0, len(items), _SLICE_ITEMS)
+            parts = (_encode(items[start : start + _SLICE_ITEMS])[1:-1].encode() for start in starts)
+        for part in parts:
+            self.num_bytes += len(part) + (1 if self._parts else 0)
+            self._parts.append(part)
+
+    def pieces(self) -> Iterator[bytes]:
+        """Yield its JSON in pieces."""
+        yield b"["
+        for index, part in enumerate(self._parts):
+            if index:
+                yield b","
+            yield part
+        yield b"]"
+
+    def __bool__(self) -> bool:
+        return bool(self._parts)
+
+
 def encode(value: Any) -> bytes:
     """Return a value as JSON, the same bytes as starlette's `JSONResponse`, encoded in many short calls.
 
     Raises:
         ValueError: A number is not finite.
     """
-    return "".join(_pieces(value)).encode()
+    return b"".join(encode_pieces(value))
 
 
-def _pieces(value: Any) -> Iterator[str]:
-    if isinstance(value, dict) and any(isinstance(entry, (dict, list)) for entry in value.values()):
-        yield "{"
+def encode_pieces(value: Any) -> Iterator[bytes]:
+    """Yield the JSON of a value in pieces, see `encode`; lists in it may be `EncodedList`s.
+
+    Raises:
+        ValueError: A number is not finite.
+    """
+    nested = (dict, list, EncodedList)
+    if isinstance(value, EncodedList):
+        yield from value.pieces()
+    elif isinstance(value, dict) and any(isinstance(entry, nested) for entry in value.values()):
+        yield b"{"
         for index, (name, entry) in enumerate(value.items()):
-            yield f"{',' if index else ''}{_encode(name)}:"
-            yield from _pieces(entry)
-        yield "}"
+            yield f"{',' if index else ''}{_encode(name)}:".encode()
+            yield from encode_pieces(entry)
+        yield b"}"
     elif isinstance(value, list) and len(value) <= _MAX_SPLIT_ITEMS:
-        yield "["
+        yield b"["
         for index, entry in enumerate(value):
             if index:
-                yield ","
-            yield from _pieces(entry)
-        yield "]"
+                yield b","
+            yield from encode_pieces(entry)
+        yield b"]"
     elif isinstance(value, list):
         for start in range(0, len(value), _SLICE_ITEMS):
-            yield "," if start else "["
-            yield _encode(value[start : start + _SLICE_ITEMS])[1:-1]
-        yield "]"
+            yield b"," if start else b"["
+            yield _encode(value[start : start + _SLICE_ITEMS])[1:-1].encode()
+        yield b"]"
     else:
-        yield _encode(value)
+        yield _encode(value).encode()
+
+
+def sliced(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield the same bytes in fewer pieces, each of some `_SLICE_BYTES`."""
+    waiting: list[bytes] = []
+    size = 0
+    for piece in pieces:
+        waiting.append(piece)
+        size += len(piece)
+        if size >= _SLICE_BYTES:
+            yield b"".join(waiting)
+            waiting, size = [], 0
+    if waiting:
+        yield b"".join(waiting)
 
 
 class _Reader:

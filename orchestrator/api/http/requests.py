@@ -26,7 +26,27 @@ from orchestrator.api.http.structured import grammar_field, grammar_of, naming
 from orchestrator.api.http.tools.calls import CallPlan
 from orchestrator.sessions.lifecycle import check_prompt_length
 
-__all__ = ["ChoicePlan", "chat_choices", "check_num_logprobs", "common_request", "completion_choices"]
+__all__ = [
+    "LOGPROB_BYTES",
+    "MAX_RESPONSE_BYTES",
+    "TOKEN_BYTES",
+    "ChoicePlan",
+    "chat_choices",
+    "check_num_logprobs",
+    "check_size",
+    "common_request",
+    "completion_choices",
+    "expected_bytes",
+]
+
+MAX_RESPONSE_BYTES = 2**28
+"""Upper bound of what is kept of one response until it is sent: text, token ids and log-probabilities."""
+
+TOKEN_BYTES = 64
+"""Bytes of a response that are reckoned per token: its text, its id and its origin."""
+
+LOGPROB_BYTES = 96
+"""Bytes of a response that are reckoned per log-probability: a token's own, and each alternative."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +81,39 @@ class ChoicePlan:
         """Return how many log-probabilities of a prompt of `num_tokens` the choice returns."""
         num_top = _larger(self.echo_logprobs, self.prompt_logprobs)
         return 0 if num_top is None else num_tokens * (num_top + 1)
+
+
+def expected_bytes(request: GenerationRequest, max_context: int) -> int:
+    """Return the bytes that are reckoned for the longest completion of a request."""
+    num_logprobs = 0 if request.num_top_logprobs is None else 1 + request.num_top_logprobs
+    return min(request.max_tokens, max_context) * (TOKEN_BYTES + num_logprobs * LOGPROB_BYTES)
+
+
+def check_size(plans: Sequence[ChoicePlan], num_bytes: int) -> None:
+    """Check that a response that is kept until its end is not too large.
+
+    Args:
+        plans: Its choices.
+        num_bytes: Its size, as expected or so far.
+
+    Raises:
+        InvalidArgumentError: It is; the error names the fields that decide.
+    """
+    if num_bytes > MAX_RESPONSE_BYTES:
+        request = plans[0].request
+        top, count = request.num_top_logprobs, len(plans)
+        each = "" if top is None else f" x {top + 1} log-probabilities"
+        raise InvalidArgumentError(
+            "max_tokens",
+            f"{count} choices x {request.max_tokens} tokens{each}: {num_bytes} bytes",
+            f"at most {MAX_RESPONSE_BYTES} bytes, {TOKEN_BYTES} a token and {LOGPROB_BYTES} a "
+            "log-probability; ask for less of n, max_tokens or logprobs, or stream the response",
+        )
+
+
+def _check_whole(body: OpenAIRequest, plans: Sequence[ChoicePlan], max_context: int) -> None:
+    if not body.stream:
+        check_size(plans, sum(expected_bytes(plan.request, max_context) for plan in plans))
 
 
 def completion_choices(
@@ -110,6 +163,7 @@ def completion_choices(
                 num_logprobs += plan.num_logprobs(len(prompt))
                 check_num_logprobs(plan, num_logprobs)
             plans.append(plan)
+    _check_whole(body, plans, max_context)
     return plans
 
 
@@ -154,7 +208,7 @@ def chat_choices(
         max_tokens=body.asked_max_tokens,
         num_prompt_logprobs=body.prompt_logprobs,
     )
-    return [
+    plans = [
         ChoicePlan(
             index,
             0,
@@ -166,6 +220,8 @@ def chat_choices(
         )
         for index, request in enumerate(requests)
     ]
+    _check_whole(body, plans, max_context)
+    return plans
 
 
 def _larger(one: int | None, other: int | None) -> int | None:

@@ -5,14 +5,24 @@ from __future__ import annotations
 import time
 import uuid
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
-from gammaray.types import Chunk, EmittedToken, FinishReason, PromptLogprobs, SpeculationSummary, Usage
+from gammaray.types import (
+    Chunk,
+    EmittedToken,
+    FinishReason,
+    PromptLogprobs,
+    SpeculationSummary,
+    TokenOrigin,
+    Usage,
+)
 from orchestrator.api.http import response_types as types
+from orchestrator.api.http.json_text import EncodedList
 from orchestrator.api.http.models import StreamOptions
-from orchestrator.api.http.requests import ChoicePlan, check_num_logprobs
+from orchestrator.api.http.requests import ChoicePlan, check_num_logprobs, check_size
 from orchestrator.api.http.tools.parser import ArgumentText, CallBegun, CallEvent, PlainText
 from orchestrator.api.http.tools.reading import CallReader
 
@@ -25,6 +35,7 @@ __all__ = [
     "EchoedPrompt",
     "LogprobFormat",
     "Response",
+    "WholeLogprobs",
     "prompt_entries",
     "speculative_decoding",
 ]
@@ -180,14 +191,55 @@ def _text(token_bytes: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token_bytes)
 
 
+class WholeLogprobs:
+    """The log-probabilities of a whole choice, encoded as its tokens arrive: a tenth of the tokens' memory.
+
+    Args:
+        form: Renders them.
+    """
+
+    def __init__(self, form: LogprobFormat) -> None:
+        self._form = form
+        self._fields: dict[str, Any] = {
+            name: EncodedList() if isinstance(value, list) else value
+            for name, value in form.render(()).items()
+        }
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the JSON so far."""
+        return sum(items.num_bytes for items in self._fields.values() if isinstance(items, EncodedList))
+
+    def add(self, tokens: Sequence[EmittedToken]) -> None:
+        """Add the next tokens."""
+        for name, items in self._form.render(tokens).items():
+            if isinstance(items, list):
+                self._fields[name].extend(items)
+
+    def after(self, prompt: EchoedPrompt | None) -> dict[str, Any]:
+        """Return the JSON object of all tokens, preceded by those of an echoed prompt."""
+        if prompt is None:
+            return self._fields
+        whole: dict[str, Any] = {}
+        for name, items in self._form.render((), prompt).items():
+            whole[name] = EncodedList(items) if isinstance(items, list) else items
+            if isinstance(items, list):
+                whole[name].extend(self._fields[name])
+        return whole
+
+
 @dataclass
 class ChoiceState:
-    """The accumulated output of one choice."""
+    """The accumulated output of one choice.
+
+    `add` accumulates what each last event needs, `keep` what only a whole response needs.
+    """
 
     plan: ChoicePlan
     logprobs: LogprobFormat | None
-    text: list[str] = field(default_factory=list)
-    tokens: list[EmittedToken] = field(default_factory=list)
+    token_ids: array[int] = field(default_factory=lambda: array("I"))
+    origins: list[TokenOrigin] = field(default_factory=list)
+    text: bytearray = field(default_factory=bytearray)
     session_id: str = ""
     seed: int = 0
     finish_reason: FinishReason | None = None
@@ -198,22 +250,41 @@ class ChoiceState:
     new_events: list[CallEvent] = field(default_factory=list)
     """Text and calls of the last chunk, if the message may have calls."""
     events: list[CallEvent] = field(default_factory=list)
+    whole_logprobs: WholeLogprobs | None = None
 
     def add(self, chunk: Chunk) -> Chunk:
         """Add the next piece; return it as sent to the client."""
         if self.plan.is_prompt_only:
             chunk = _without_completion(chunk)
-        self.text.append(chunk.text)
         if self.calls is not None:
             self.new_events = self.calls.read(chunk)
-            self.events += self.new_events
-        self.tokens.extend(chunk.tokens)
+        self.note(chunk.tokens)
         self.session_id = chunk.session_id
         self.seed = chunk.seed
         self.finish_reason = chunk.finish_reason
         self.usage = chunk.usage
         self.summary = chunk.summary
         return chunk
+
+    def note(self, tokens: Sequence[EmittedToken]) -> None:
+        """Add the next tokens' ids and origins."""
+        self.token_ids.extend(token.token_id for token in tokens)
+        self.origins.extend(token.origin for token in tokens)
+
+    def keep(self, chunk: Chunk) -> int:
+        """Keep a piece, which `add` returned, for the whole response; return the bytes that it takes."""
+        before = self._num_kept
+        self.text += chunk.text.encode()
+        self.events += self.new_events
+        if self.logprobs is not None:
+            if self.whole_logprobs is None:
+                self.whole_logprobs = WholeLogprobs(self.logprobs)
+            self.whole_logprobs.add(chunk.tokens)
+        return self._num_kept - before
+
+    @property
+    def _num_kept(self) -> int:
+        return len(self.text) + (self.whole_logprobs.num_bytes if self.whole_logprobs is not None else 0)
 
     @property
     def finish(self) -> str | None:
@@ -238,8 +309,8 @@ class ChoiceState:
             "gamma_mean": summary.gamma_mean,
             "drafted_tokens": summary.drafted_tokens,
             "accepted_tokens": summary.accepted_tokens,
-            "origins": [token.origin for token in self.tokens],
-            "token_ids": [token.token_id for token in self.tokens],
+            "origins": self.origins,
+            "token_ids": self.token_ids.tolist(),
             "time_ms": {
                 "draft": summary.draft_ms,
                 "verify": summary.verify_ms,
@@ -310,7 +381,7 @@ class Response(ABC):
         self.states = [
             ChoiceState(plan, self.new_logprobs(plan), calls=self._new_reader(plan)) for plan in plans
         ]
-        self._num_logprobs = 0
+        self._num_logprobs = self._num_bytes = 0
         self._head = {"created": int(time.time()), "model": model}
         self._id = f"{self.id_prefix}-{uuid.uuid4().hex}"
 
@@ -349,19 +420,26 @@ class Response(ABC):
     def recall(self, tokens: Sequence[EmittedToken]) -> None:
         """Add tokens of a resumed stream's only choice that the client has already received."""
         (state,) = self.states
-        state.tokens.extend(tokens)
+        state.note(tokens)
         if state.logprobs is not None:
             state.logprobs.render(tokens)
         if state.calls is not None:
             state.calls.recall(tokens)
 
-    def add(self, index: int, chunk: Chunk) -> Chunk:
-        """Add a piece of choice `index`; return it as sent to the client.
+    def add(self, index: int, chunk: Chunk) -> None:
+        """Add a piece of choice `index` to a response that is sent whole.
 
         Raises:
             InvalidArgumentError: The prompts received so far have too many log-probabilities for one
-                response. The token count of a text prompt is known only now.
+                response, or the response takes too much memory. The token count of a text prompt, and the
+                length of the tokens, are known only now.
         """
+        chunk = self._add(index, chunk)
+        self._num_bytes += self.states[index].keep(chunk)
+        check_size([state.plan for state in self.states], self._num_bytes)
+
+    def _add(self, index: int, chunk: Chunk) -> Chunk:
+        """Add a piece of choice `index`; return it as sent to the client."""
         state, prompt = self.states[index], chunk.prompt_logprobs
         if prompt is not None:
             for other in self.states:
@@ -376,9 +454,13 @@ class Response(ABC):
         """Add a piece of choice `index`; return its events, none if there is nothing to send yet.
 
         The first has what belongs to the tokens, the last has the finish reason.
+
+        Raises:
+            InvalidArgumentError: The prompts received so far have too many log-probabilities for one
+                response.
         """
         state = self.states[index]
-        chunk = self.add(index, chunk)
+        chunk = self._add(index, chunk)
         has_prompt = chunk.prompt_logprobs is not None
         has_logprobs = has_prompt or bool(chunk.tokens)
         logprobs = self._logprobs(state, chunk.tokens, with_prompt=has_prompt) if has_logprobs else None
@@ -411,18 +493,19 @@ class Response(ABC):
 
     @property
     def num_entries(self) -> int:
-        """Number of tokens and alternatives in the whole response."""
-        tokens = [token for state in self.states for token in state.tokens]
+        """Number of values that are encoded for the whole response at its end."""
         prompts = [state.prompt_logprobs for state in self.states if state.prompt_logprobs is not None]
-        count = sum(1 + len(token.top_logprobs) for token in tokens)
+        count = sum(len(state.token_ids) for state in self.states)
         return count + sum(len(prompt.token_ids) + len(prompt.top_token_ids) for prompt in prompts)
 
     def whole(self) -> dict[str, Any]:
-        """Return the whole response; with several choices each also has its own `gammaray`."""
+        """Return the whole response, with `EncodedList`s; each of several choices has its own `gammaray`."""
         choices = []
         for state in self.states:
             assert state.finish_reason is not None, "whole() comes after the last chunk of every choice"
-            logprobs = self._logprobs(state, state.tokens, with_prompt=state.prompt_logprobs is not None)
+            logprobs = None
+            if state.whole_logprobs is not None:
+                logprobs = state.whole_logprobs.after(self._echoed(state))
             choice = {"index": state.plan.index, **self.content(state), "logprobs": logprobs}
             choice["finish_reason"] = state.finish
             if len(self.states) > 1:
@@ -448,10 +531,13 @@ class Response(ABC):
         """Return the log-probabilities of tokens, preceded by those of the echoed prompt if `with_prompt`."""
         if state.logprobs is None:
             return None
+        return state.logprobs.render(tokens, self._echoed(state) if with_prompt else None)
+
+    def _echoed(self, state: ChoiceState) -> EchoedPrompt | None:
         num_top, prompt = state.plan.echo_logprobs, state.prompt_logprobs
-        if not with_prompt or num_top is None or prompt is None:
-            return state.logprobs.render(tokens)
-        return state.logprobs.render(tokens, EchoedPrompt(prompt, num_top, self._spell, self._is_special))
+        if num_top is None or prompt is None:
+            return None
+        return EchoedPrompt(prompt, num_top, self._spell, self._is_special)
 
     def _add_prompt_logprobs(self, state: ChoiceState, body: dict[str, Any], choice: dict[str, Any]) -> None:
         """Set vLLM's `prompt_logprobs` if it was requested."""
@@ -503,7 +589,7 @@ class CompletionResponse(Response):
 
     def content(self, state: ChoiceState) -> dict[str, Any]:
         """Return the whole text."""
-        return {"text": state.plan.echo + "".join(state.text)}
+        return {"text": state.plan.echo + state.text.decode()}
 
 
 class ChatResponse(Response):
@@ -536,7 +622,7 @@ class ChatResponse(Response):
     def content(self, state: ChoiceState) -> dict[str, Any]:
         """Return the whole message."""
         if state.calls is None:
-            return {"message": {"role": "assistant", "content": "".join(state.text), "refusal": None}}
+            return {"message": {"role": "assistant", "content": state.text.decode(), "refusal": None}}
         return {"message": _message(state.events)}
 
 

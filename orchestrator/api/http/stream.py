@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-from fastapi.responses import StreamingResponse
+import fastapi
+from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from gammaray.aio import end_tasks
@@ -19,25 +20,29 @@ from gammaray.types import Chunk, GenerationRequest
 from orchestrator.access.caller import ANONYMOUS, Caller
 from orchestrator.api.backend import Backend
 from orchestrator.api.http.errors import as_gammaray_error, error_body
-from orchestrator.api.http.json_text import encode
+from orchestrator.api.http.json_text import encode_pieces, sliced
 from orchestrator.api.http.models import StreamOptions
 from orchestrator.api.http.requests import ChoicePlan
 from orchestrator.api.http.responses import Response
 from orchestrator.api.http.structured import naming
+from orchestrator.api.stalls import while_read
 from orchestrator.sessions.lifecycle import REPLAY_TOKENS
-from orchestrator.text.cpu_threads import in_thread
+from orchestrator.text.cpu_threads import INLINE_NUMBERS, in_thread
 
 __all__ = [
     "EVENT_BYTES",
     "HEADER",
     "EventId",
     "EventStream",
+    "JsonPieces",
     "Pieces",
     "compact",
     "generate_all",
     "recall",
     "resumed",
     "sse",
+    "sse_pieces",
+    "yielding",
 ]
 
 HEADER = "last-event-id"
@@ -149,13 +154,16 @@ async def generate_all(
     of any generation. `grammar_field` names the field of the caller's request that asked for the grammar.
     """
     if len(requests) == 1:
-        async with aclosing(_numbered(backend.generate(requests[0], caller), grammar_field)) as pieces:
+        generation = while_read(backend.generate(requests[0], caller))
+        async with aclosing(_numbered(generation, grammar_field)) as pieces:
             yield pieces
         return
     queue: _Queue = asyncio.Queue()
     slots = asyncio.Semaphore(_MAX_HELD)
     tasks = [
-        asyncio.create_task(_pump(backend.generate(request, caller), index, queue, slots, grammar_field))
+        asyncio.create_task(
+            _pump(while_read(backend.generate(request, caller)), index, queue, slots, grammar_field)
+        )
         for index, request in enumerate(requests)
     ]
     try:
@@ -204,6 +212,24 @@ async def _drain(queue: _Queue, slots: asyncio.Semaphore, num_open: int) -> Piec
         else:
             slots.release()
             yield index, item
+
+
+class JsonPieces(fastapi.Response):
+    """A JSON response that is sent in pieces: a large one is never joined, nor sent in one step."""
+
+    media_type = JSONResponse.media_type
+
+    def __init__(self, pieces: Sequence[bytes]) -> None:
+        super().__init__(headers={"Content-Length": str(sum(map(len, pieces)))})
+        self._pieces = pieces
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the response."""
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        for piece in sliced(self._pieces):
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await asyncio.sleep(0)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 class EventStream(StreamingResponse):
@@ -278,17 +304,17 @@ async def _events(
 ) -> AsyncGenerator[bytes, None]:
     is_padded, is_resumable = options.include_obfuscation, len(requests) == 1 and requests[0].store
 
-    def rendered(index: int, chunk: Chunk) -> bytes:
+    def rendered(index: int, chunk: Chunk, *, is_large: bool) -> list[bytes]:
         events = response.pieces(index, chunk, options)
         if not events or (seen and seen.has_ended):
-            return b""
-        write = compact if chunk.prompt_logprobs is None else encode
+            return []
         # Only after its last event a client has the whole chunk, so that it can resume after it.
         last = f"id: {EventId.of(chunk)}\n" if is_resumable else ""
-        return b"".join(
-            sse(write(event), fields, is_padded=is_padded)
-            for event, fields in zip(events, [*("" for _ in events[1:]), last], strict=True)
-        )
+        pieces: list[bytes] = []
+        for event, fields in zip(events, [*("" for _ in events[1:]), last], strict=True):
+            data = encode_pieces(event) if is_large else (compact(event),)
+            pieces += sse_pieces(data, fields, is_padded=is_padded)
+        return list(sliced(pieces))
 
     async with generate_all(backend, requests, caller, grammar_field=grammar_field) as pieces:
         openings: Sequence[bytes] | None = (
@@ -296,14 +322,17 @@ async def _events(
         )
         try:
             async for index, chunk in pieces:
-                if chunk.prompt_logprobs is None:
-                    data = rendered(index, chunk)
+                # The last chunk's events have all token ids.
+                num_ids = 0 if chunk.finish_reason is None else chunk.offset + len(chunk.tokens)
+                if chunk.prompt_logprobs is None and num_ids <= INLINE_NUMBERS:
+                    data = rendered(index, chunk, is_large=False)
                 else:  # up to a million numbers: do not block other streams
-                    data = await in_thread(rendered, index, chunk)
+                    data = await in_thread(rendered, index, chunk, is_large=True)
                 if openings is not None:
-                    data, openings = b"".join((*openings, data)), None
-                if data:
-                    yield data
+                    data, openings = [b"".join((*openings, *data[:1])), *data[1:]], None
+                async for piece in yielding(data):
+                    if piece:
+                        yield piece
         except Exception as error:
             if openings is not None:
                 raise
@@ -319,19 +348,33 @@ def compact(body: Mapping[str, Any]) -> bytes:
     return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
 
 
+async def yielding(pieces: Iterable[bytes]) -> AsyncIterator[bytes]:
+    """Yield pieces of a large text; other tasks run between two of them, also if no send blocks."""
+    for index, piece in enumerate(pieces):
+        if index:
+            await asyncio.sleep(0)
+        yield piece
+
+
 def sse(data: bytes, fields: str = "", *, is_padded: bool = False) -> bytes:
-    """Return the event of a JSON object that has at least one field.
+    """Return the event of a JSON object, see `sse_pieces`."""
+    return b"".join(sse_pieces((data,), fields, is_padded=is_padded))
+
+
+def sse_pieces(data: Iterable[bytes], fields: str = "", *, is_padded: bool = False) -> list[bytes]:
+    """Return the event of a JSON object that has at least one field, in pieces.
 
     Args:
-        data: The object.
+        data: The pieces of the object.
         fields: Lines of further fields of the event, such as its id.
         is_padded: Whether a last field `obfuscation` of random characters pads the event to a multiple of
             EVENT_BYTES.
     """
     head = f"{fields}data: ".encode()
     if not is_padded:
-        return b"".join((head, data, b"\n\n"))
+        return [head, *data, b"\n\n"]
+    *before, last = data
     field, end = b',"obfuscation":"', b'"}\n\n'
-    size = len(head) + len(data) - 1 + len(field) + len(end)
+    size = len(head) + sum(map(len, before)) + len(last) - 1 + len(field) + len(end)
     padding = secrets.token_hex(EVENT_BYTES)[: -size % EVENT_BYTES].encode()
-    return b"".join((head, memoryview(data)[:-1], field, padding, end))
+    return [head, *before, last[:-1], field, padding, end]

@@ -2,7 +2,9 @@
 
 A stream has the response as it begins, then for each item the item as it begins, its text in pieces and the
 whole item, then the whole response. `replay` makes the same events again of a stored response, for which only
-the lengths of the pieces are kept.
+the lengths of the pieces are kept; a stored response has no log-probabilities.
+
+Log-probabilities are encoded when they arrive, and these bytes are part of each event that has them.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import Any
 
 from gammaray.errors import GammarayError, InvalidArgumentError, ResourceExhaustedError
 from gammaray.types import FinishReason, Usage
+from orchestrator.api.http.json_text import EncodedList
 from orchestrator.api.http.responses_api import types
 from orchestrator.api.http.responses_api.items import new_id, text_part
 
@@ -34,7 +37,7 @@ class ResponseBuilder:
 
     Attributes:
         response: The response so far; items are added when they are whole.
-        pieces: For each item the lengths of its pieces of text, each with its number of log-probabilities.
+        pieces: For each item the lengths of its pieces of text.
     """
 
     def __init__(self, response: types.ResponseObject, make_id: Callable[[str], str] = new_id) -> None:
@@ -45,7 +48,7 @@ class ResponseBuilder:
         self._message: types.MessageItem | None = None
         self._call: types.CallItem | None = None
         self._texts: list[str] = []  # of the open item
-        self._logprobs: list[Any] = []
+        self._logprobs = EncodedList()
 
     def begin(self) -> list[types.Event]:
         """Begin the stream."""
@@ -58,11 +61,12 @@ class ResponseBuilder:
         """Add text to the last message; begin one if there is none."""
         events = [] if self._message is not None else self.begin_message()
         assert self._message is not None
+        encoded = EncodedList(logprobs)
         self._texts.append(text)
-        self._logprobs += logprobs
-        self.pieces[-1] += (len(text), len(logprobs))
+        self._logprobs.extend(encoded)
+        self.pieces[-1].append(len(text))
         place = {"item_id": self._message["id"], "output_index": self._index, "content_index": 0}
-        delta = {"type": "response.output_text.delta", **place, "delta": text, "logprobs": list(logprobs)}
+        delta = {"type": "response.output_text.delta", **place, "delta": text, "logprobs": encoded}
         return [*events, self._event(delta)]
 
     def begin_message(self) -> list[types.Event]:
@@ -97,7 +101,7 @@ class ResponseBuilder:
         """Add text to the arguments of the call that is open."""
         assert self._call is not None
         self._texts.append(text)
-        self.pieces[-1] += (len(text), 0)
+        self.pieces[-1].append(len(text))
         place = {"item_id": self._call["id"], "output_index": self._index}
         return [self._event({"type": "response.function_call_arguments.delta", **place, "delta": text})]
 
@@ -133,6 +137,28 @@ class ResponseBuilder:
         self._break_off("cancelled")
 
     @property
+    def num_logprob_bytes(self) -> int:
+        """Bytes of the log-probabilities of the open message."""
+        return self._logprobs.num_bytes
+
+    def stored(self) -> types.ResponseObject:
+        """Return the response as it is stored: without log-probabilities, which are most of its bytes."""
+        return {**self.response, "output": [*map(_without_logprobs, self.response["output"])]}
+
+    def unstored(self, error: GammarayError) -> types.ResponseObject:
+        """Return what is stored of a response whose output is not: why it is not."""
+        short: types.ResponseObject = {
+            **self.response,
+            "status": "failed",
+            "completed_at": None,
+            "error": _error(error),
+            "incomplete_details": None,
+            "output": [],
+        }
+        short.pop("gammaray", None)
+        return short
+
+    @property
     def end(self) -> tuple[str, int]:
         """Type and number of the last event, which has the whole response."""
         status = self.response["status"]
@@ -148,6 +174,7 @@ class ResponseBuilder:
         self.end_item(is_whole=False)
         self._num_events = number  # the client is not told of the end of the item
         self.response["status"], self.response["completed_at"] = status, None
+        self.response["incomplete_details"] = None
 
     def _end_message(self, *, is_whole: bool) -> list[types.Event]:
         message, self._message = self._message, None
@@ -185,9 +212,9 @@ class ResponseBuilder:
         }
         return [self._event(whole), self._ended(done)]
 
-    def _taken(self) -> tuple[str, list[Any]]:
+    def _taken(self) -> tuple[str, EncodedList]:
         text, logprobs = "".join(self._texts), self._logprobs
-        self._texts, self._logprobs = [], []
+        self._texts, self._logprobs = [], EncodedList()
         return text, logprobs
 
     def _begun(self, item: types.OutputItem) -> types.Event:
@@ -225,24 +252,27 @@ def replay(
     builder = ResponseBuilder(_before(response), lambda _: next(ids))
     yield from builder.begin()
     for item, lengths in zip(output, pieces, strict=True):
-        starts = zip(lengths[::2], lengths[1::2], strict=True)
-        at = logprob_at = 0
+        at = 0
         if item["type"] == "message":
-            part = item["content"][0]
             yield from builder.begin_message()
-            for length, num_logprobs in starts:
-                shown = part["logprobs"][logprob_at : logprob_at + num_logprobs]
-                yield from builder.add_text(part["text"][at : at + length], shown)
-                at, logprob_at = at + length, logprob_at + num_logprobs
+            for length in lengths:
+                yield from builder.add_text(item["content"][0]["text"][at : at + length])
+                at += length
         else:
             yield from builder.begin_call(item["call_id"], item["name"])
-            for length, _ in starts:
+            for length in lengths:
                 yield from builder.add_arguments(item["arguments"][at : at + length])
                 at += length
         if item is not output[-1] or response["status"] != "failed":
             yield from builder.end_item(is_whole=item["status"] == "completed")
     builder.response["status"] = response["status"]
     yield builder.end
+
+
+def _without_logprobs(item: types.OutputItem) -> types.OutputItem:
+    if item["type"] != "message":
+        return item
+    return {**item, "content": [text_part(part["text"]) for part in item["content"]]}
 
 
 def _before(response: types.ResponseObject) -> types.ResponseObject:

@@ -2,50 +2,60 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeVar
 
-from gammaray.errors import GammarayError
+from gammaray.errors import GammarayError, ResourceExhaustedError
 from gammaray.types import Chunk
 from orchestrator.access.caller import Caller
 from orchestrator.api.backend import Backend
 from orchestrator.api.http.errors import as_gammaray_error
-from orchestrator.api.http.requests import ChoicePlan
+from orchestrator.api.http.json_text import encode, encode_pieces, sliced
+from orchestrator.api.http.requests import TOKEN_BYTES, ChoicePlan, check_size
 from orchestrator.api.http.responses import ChatLogprobs, ChoiceState
 from orchestrator.api.http.responses_api import types
 from orchestrator.api.http.responses_api.events import ResponseBuilder
-from orchestrator.api.http.responses_api.records import ResponseRecords, encoded
+from orchestrator.api.http.responses_api.records import INLINE_ENTRIES, ResponseRecords, encoded
 from orchestrator.api.http.responses_api.requests import ResponsePlan
-from orchestrator.api.http.stream import compact, sse
+from orchestrator.api.http.stream import sse_pieces, yielding
 from orchestrator.api.http.tools.calls import call_id
 from orchestrator.api.http.tools.parser import ArgumentText, CallBegun, CallEnded, CallEvent, PlainText
 from orchestrator.api.http.tools.reading import CallReader
+from orchestrator.api.stalls import while_read
+from orchestrator.text.cpu_threads import in_thread
 
 __all__ = ["ResponseRun", "last_event", "rendered"]
 
 _log = logging.getLogger(__name__)
 
-
-def rendered(event: types.Event, *, is_padded: bool = False) -> bytes:
-    """Return an event as it is sent."""
-    return sse(compact(event), f"event: {event['type']}\n", is_padded=is_padded)
+T = TypeVar("T")
 
 
-def last_event(end: tuple[str, int], response: bytes) -> bytes:
-    """Return the last event as it is sent, see `ResponseBuilder.end`; `response` is JSON."""
+END_BYTES = 4096
+"""Bytes reserved for the end of a stored response, besides its tokens: usage, times, an error."""
+
+
+def rendered(event: types.Event, *, is_padded: bool = False) -> list[bytes]:
+    """Return an event as it is sent, in pieces."""
+    return sse_pieces(encode_pieces(event), f"event: {event['type']}\n", is_padded=is_padded)
+
+
+def last_event(end: tuple[str, int], response: Iterable[bytes]) -> list[bytes]:
+    """Return the last event as it is sent, see `ResponseBuilder.end`; `response` is JSON in pieces."""
     kind, number = end
-    data = b'{"type":"%b","sequence_number":%d,"response":%b}' % (kind.encode(), number, response)
-    return sse(data, f"event: {kind}\n")
+    head = b'{"type":"%b","sequence_number":%d,"response":' % (kind.encode(), number)
+    return sse_pieces((head, *response, b"}"), f"event: {kind}\n")
 
 
 class ResponseRun:
     """Generates one response.
 
     A stored response is stored when its first tokens are there, and again at its end, before the client is
-    told of it. If the client goes earlier, it is stored as cancelled.
+    told of it. If the client goes earlier, it is stored as cancelled. Bytes for its longest output are
+    reserved at the beginning. An output of longer tokens that then does not fit the bounds of stored bytes is
+    not stored, and the response has failed.
 
     Args:
         backend: Generates the text.
@@ -65,8 +75,8 @@ class ResponseRun:
         self._logprobs = ChatLogprobs() if plan.request.num_top_logprobs is not None else None
         self._has_begun = self._has_ended = False
 
-    async def whole(self) -> bytes:
-        """Return the response as JSON.
+    async def whole(self) -> list[bytes]:
+        """Return the response as JSON, in pieces.
 
         Raises:
             GammarayError: The request is refused, or the generation fails.
@@ -74,7 +84,7 @@ class ResponseRun:
         async with aclosing(self._events()) as events:
             async for _ in events:
                 pass
-        return await self._text()
+        return await self._pieces()
 
     async def stream(self, *, is_padded: bool = False) -> AsyncGenerator[bytes, None]:
         """Yield the events as they are sent; a failure after the first one is an event.
@@ -85,19 +95,23 @@ class ResponseRun:
         try:
             async with aclosing(self._events()) as batches:
                 async for events in batches:
-                    yield b"".join(rendered(event, is_padded=is_padded) for event in events)
+                    data = (piece for event in events for piece in rendered(event, is_padded=is_padded))
+                    async for piece in yielding(sliced(data)):
+                        yield piece
         except Exception:
             if not self._has_begun:
                 raise
-        yield last_event(self._builder.end, await self._text())
+        async for piece in yielding(sliced(last_event(self._builder.end, await self._pieces()))):
+            yield piece
 
     async def _events(self) -> AsyncGenerator[Sequence[types.Event], None]:
         """Yield the events of each chunk, without the last event."""
         try:
-            async with aclosing(self._backend.generate(self._plan.request, self._caller)) as chunks:
+            generation = self._backend.generate(self._plan.request, self._caller)
+            async with aclosing(while_read(generation)) as chunks:
                 with self._plan.naming():
                     async for chunk in chunks:
-                        opening = [] if self._has_begun else await self._begin()
+                        opening = [] if self._has_begun else await self._begin(chunk)
                         if events := [*opening, *self._read(chunk)]:
                             yield events
             await self._store_end()
@@ -109,10 +123,13 @@ class ResponseRun:
             if self._has_begun and not self._has_ended:  # the client has gone
                 self._cancel()
 
-    async def _begin(self) -> list[types.Event]:
-        if self._plan.request.store:
+    async def _begin(self, chunk: Chunk) -> list[types.Event]:
+        request = self._plan.request
+        if request.store:
             items = await encoded(self._plan.items, len(self._plan.items))
-            await self._records.create(self._plan.response["id"], items, await self._text())
+            num_tokens = min(request.max_tokens, self._backend.max_context - chunk.prompt_tokens)
+            room = END_BYTES + max(0, num_tokens) * TOKEN_BYTES
+            await self._records.create(self._plan.response["id"], items, encode(self._plan.response), room)
         self._has_begun = True
         return self._builder.begin()
 
@@ -128,6 +145,7 @@ class ResponseRun:
                 logprobs = self._logprobs.render(chunk.tokens)["content"]
             if chunk.text or logprobs:
                 events += self._builder.add_text(chunk.text, logprobs)
+                check_size((self._state.plan,), self._builder.num_logprob_bytes)
         if chunk.finish_reason is not None:
             events += self._builder.finish(chunk.finish_reason, chunk.usage)
             self._plan.response["gammaray"] = self._state.gammaray()
@@ -144,14 +162,23 @@ class ResponseRun:
             case CallEnded(_, is_whole):
                 return self._builder.end_item(is_whole=is_whole)
 
-    async def _text(self) -> bytes:
-        tokens = self._state.tokens
-        return await encoded(self._plan.response, sum(1 + len(token.top_logprobs) for token in tokens))
+    async def _pieces(self) -> list[bytes]:
+        """Return the response as JSON, in pieces."""
+        return await self._off_loop(lambda: list(encode_pieces(self._plan.response)))
+
+    async def _off_loop(self, work: Callable[[], T]) -> T:
+        """Run what takes time by the number of tokens; in a thread if there are many."""
+        return work() if len(self._state.token_ids) <= INLINE_ENTRIES else await in_thread(work)
+
+    def _stored(self) -> tuple[bytes, bytes, bytes]:
+        short = self._builder.unstored(_TOO_LARGE)
+        return encode(self._builder.stored()), encode(self._builder.pieces), encode(short)
 
     async def _store_end(self) -> None:
         if self._plan.request.store:
-            pieces = json.dumps(self._builder.pieces).encode()
-            await self._records.finish(self._plan.response["id"], await self._text(), pieces)
+            end = await self._off_loop(self._stored)
+            if await self._records.finish(self._plan.response["id"], *end) == "cut":
+                self._builder.fail(_TOO_LARGE)
         self._has_ended = True
 
     async def _fail(self, error: GammarayError) -> None:
@@ -166,5 +193,10 @@ class ResponseRun:
         self._has_ended = True
         if self._plan.request.store:
             self._builder.cancel()
-            pieces = json.dumps(self._builder.pieces).encode()
-            self._records.finish_later(self._plan.response["id"], compact(self._plan.response), pieces)
+            self._records.finish_later(self._plan.response["id"], *self._stored())
+
+
+_TOO_LARGE = ResourceExhaustedError(
+    f"the output takes more than the {TOKEN_BYTES} bytes a token that were reserved for it, and does not fit "
+    "the bounds of stored bytes (max_tenant_stored_share, max_stored_mb): it is not stored"
+)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gammaray.errors import InvalidArgumentError
+from orchestrator.api.http.json_text import EncodedList
 from orchestrator.api.http.responses_api import types
 from orchestrator.api.http.responses_api.models import (
     CallInput,
@@ -25,9 +26,10 @@ def new_id(prefix: str) -> str:
     return f"{prefix}_{uuid.uuid4().hex}"
 
 
-def text_part(text: str, logprobs: Sequence[Any] = ()) -> types.OutputTextPart:
+def text_part(text: str, logprobs: EncodedList | None = None) -> types.OutputTextPart:
     """Return a part of a message that the model wrote."""
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
+    shown: Any = [] if logprobs is None else logprobs
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": shown}
 
 
 def stored_items(items: Sequence[InputItem]) -> list[types.InputListItem]:

@@ -14,10 +14,18 @@ from orchestrator.access.caller import Caller
 from orchestrator.api.backend import Backend
 from orchestrator.api.http.json_text import encode
 from orchestrator.api.http.responses_api import types
-from orchestrator.storage.response_store import ResponseStore, StoredResponse
+from orchestrator.storage.response_store import Ending, ResponseStore, StoredResponse
 from orchestrator.text.cpu_threads import INLINE_BYTES, in_thread
 
-__all__ = ["MAX_LISTED", "MAX_SEQUENCE_NUMBER", "MAX_STORED_BYTES", "Record", "ResponseRecords", "encoded"]
+__all__ = [
+    "INLINE_ENTRIES",
+    "MAX_LISTED",
+    "MAX_SEQUENCE_NUMBER",
+    "MAX_STORED_BYTES",
+    "Record",
+    "ResponseRecords",
+    "encoded",
+]
 
 MAX_STORED_BYTES = 2**23
 """Upper bound of the JSON of a response's input, that of earlier responses included."""
@@ -80,30 +88,30 @@ class ResponseRecords:
         self._backend, self._caller = backend, caller
         self._store: ResponseStore = backend.responses
 
-    async def create(self, response_id: str, items: bytes, response: bytes) -> None:
-        """Store a response that begins.
+    async def create(self, response_id: str, items: bytes, response: bytes, room: int) -> None:
+        """Store a response that begins, and reserve `room` bytes for its output.
 
         Raises:
-            InvalidArgumentError: Its input is too large to be stored.
+            InvalidArgumentError: Its input, or what its output may take, is too large to be stored.
             ResourceExhaustedError: A bound of stored bytes is reached; has a retry delay.
             UnavailableError: Redis cannot be reached.
         """
         if len(items) > MAX_STORED_BYTES:
             got = f"{len(items)} bytes with the input of earlier responses"
             raise InvalidArgumentError("input", got, f"at most {MAX_STORED_BYTES} bytes, or store: false")
-        await self._store.create(self._caller.qualify(response_id), StoredResponse(items, response))
+        await self._store.create(self._caller.qualify(response_id), StoredResponse(items, response), room)
 
-    async def finish(self, response_id: str, response: bytes, pieces: bytes) -> None:
-        """Store the end of a response, unless it was deleted.
+    async def finish(self, response_id: str, response: bytes, pieces: bytes, short: bytes) -> Ending:
+        """Store the end of a response, see `ResponseStore.finish`.
 
         Raises:
             UnavailableError: Redis cannot be reached.
         """
-        await self._store.finish(self._caller.qualify(response_id), response, pieces)
+        return await self._store.finish(self._caller.qualify(response_id), response, pieces, short)
 
-    def finish_later(self, response_id: str, response: bytes, pieces: bytes) -> None:
+    def finish_later(self, response_id: str, response: bytes, pieces: bytes, short: bytes) -> None:
         """Store the end of a response whose client has gone."""
-        self._store.finish_later(self._caller.qualify(response_id), response, pieces)
+        self._store.finish_later(self._caller.qualify(response_id), response, pieces, short)
 
     async def read(self, response_id: str, kind: str = "response") -> Record:
         """Return a response. One whose orchestrator has died while it was in progress has failed.

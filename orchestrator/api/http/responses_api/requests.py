@@ -12,7 +12,7 @@ from gammaray.errors import InvalidArgumentError, renaming
 from gammaray.grammar.texts import JSON_OBJECT, json_rule
 from gammaray.types import GenerationRequest
 from orchestrator.api.http.models import MAX_MESSAGES
-from orchestrator.api.http.requests import common_request
+from orchestrator.api.http.requests import ChoicePlan, check_size, common_request, expected_bytes
 from orchestrator.api.http.responses_api import types
 from orchestrator.api.http.responses_api.items import conversation, new_id, stored_items
 from orchestrator.api.http.responses_api.models import LOGPROBS, ChosenTool, ResponsesRequest, TextFormatInput
@@ -105,6 +105,7 @@ def plan_response(
             store=body.store,
         )
         request.validate()
+        check_size((ChoicePlan(0, 0, request),), expected_bytes(request, model.max_context))
     head = _head(body, request, response_id, model.model_name)
     return ResponsePlan(head, items, request, calls, naming)
 

@@ -17,7 +17,7 @@ from orchestrator.api.http.bodies import BodyReader
 from orchestrator.api.http.errors import guarded
 from orchestrator.api.http.responses_api.events import replay
 from orchestrator.api.http.responses_api.generation import ResponseRun, last_event, rendered
-from orchestrator.api.http.responses_api.models import INCLUDABLE, parse_request
+from orchestrator.api.http.responses_api.models import INCLUDABLE, LOGPROBS, parse_request
 from orchestrator.api.http.responses_api.records import (
     MAX_LISTED,
     MAX_SEQUENCE_NUMBER,
@@ -27,7 +27,7 @@ from orchestrator.api.http.responses_api.records import (
 )
 from orchestrator.api.http.responses_api.requests import plan_response
 from orchestrator.api.http.responses_api.types import DeletedResponse
-from orchestrator.api.http.stream import EventStream
+from orchestrator.api.http.stream import EventStream, JsonPieces
 from orchestrator.text.cpu_threads import INLINE_BYTES, in_parser_thread
 
 __all__ = ["add_responses"]
@@ -49,6 +49,9 @@ def add_responses(app: FastAPI, backend: Backend, bodies: BodyReader) -> None:
     async def retrieve(response_id: str, request: Request) -> fastapi.Response:
         async def answer() -> fastapi.Response:
             query = _query(request, ("stream", "starting_after", "include_obfuscation", "include"))
+            if LOGPROBS in request.query_params.values():
+                allowed = "nothing that is not stored: only the answer to POST has log-probabilities"
+                raise InvalidArgumentError("include", LOGPROBS, allowed)
             is_streamed, is_padded = _flag(query, "stream"), _flag(query, "include_obfuscation")
             after = _integer(query, "starting_after", 0, MAX_SEQUENCE_NUMBER, -1)
             if after >= 0 and not is_streamed:
@@ -108,7 +111,7 @@ async def _create(backend: Backend, bodies: BodyReader, request: Request) -> fas
             plan = await in_parser_thread(plan_response, body, backend, earlier)
     run = ResponseRun(backend, plan, caller)
     if not body.stream:
-        return fastapi.Response(await run.whole(), media_type=JSONResponse.media_type)
+        return JsonPieces(await run.whole())
     events = run.stream(is_padded=body.stream_options.include_obfuscation)
     return EventStream(await anext(events), events)
 
@@ -118,9 +121,9 @@ async def _replayed(record: Record, after: int, *, is_padded: bool) -> AsyncGene
     for number, event in enumerate(replay(record.response, record.pieces)):
         if isinstance(event, tuple):
             if event[1] > after:
-                yield last_event(event, record.text)
+                yield b"".join(last_event(event, (record.text,)))
         elif event["sequence_number"] > after:
-            yield rendered(event, is_padded=is_padded)
+            yield b"".join(rendered(event, is_padded=is_padded))
         if number % _REPLAY_BATCH == 0:
             await asyncio.sleep(0)
 

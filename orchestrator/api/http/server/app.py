@@ -25,7 +25,7 @@ from orchestrator.api.backend import Backend
 from orchestrator.api.http.auth import DOCUMENT_PATH, AccessControl, caller_of
 from orchestrator.api.http.bodies import MAX_BODY_BYTES, BodyReader
 from orchestrator.api.http.errors import guarded, install_handlers
-from orchestrator.api.http.json_text import encode
+from orchestrator.api.http.json_text import encode_pieces
 from orchestrator.api.http.models import ChatRequest, CompletionRequest, parse_body
 from orchestrator.api.http.requests import ChoicePlan, chat_choices, completion_choices
 from orchestrator.api.http.response_types import Health, MetricsTarget, Model, ModelList, Root
@@ -33,7 +33,15 @@ from orchestrator.api.http.responses import ChatResponse, CompletionResponse, Re
 from orchestrator.api.http.responses_api.routes import add_responses
 from orchestrator.api.http.server.openapi import document
 from orchestrator.api.http.sites import Hosts, SiteControl
-from orchestrator.api.http.stream import HEADER, EventId, EventStream, generate_all, recall, resumed
+from orchestrator.api.http.stream import (
+    HEADER,
+    EventId,
+    EventStream,
+    JsonPieces,
+    generate_all,
+    recall,
+    resumed,
+)
 from orchestrator.api.http.tools.calls import plan_calls, render_messages
 from orchestrator.text.cpu_threads import INLINE_BYTES, in_parser_thread, in_thread
 
@@ -184,7 +192,7 @@ def _policy(page: str) -> str:
 _MAX_BODIES_BYTES = 256 * 2**20
 
 INLINE_ENTRIES = 1024
-"""Responses up to this many tokens and alternatives are rendered on the event loop, in some milliseconds."""
+"""Responses up to this many tokens are encoded on the event loop, in a millisecond."""
 
 _Body = TypeVar("_Body", CompletionRequest, ChatRequest)
 
@@ -339,6 +347,5 @@ async def _generate(
         async for index, chunk in pieces:
             response.add(index, chunk)
     if response.num_entries <= INLINE_ENTRIES:
-        return JSONResponse(response.whole())
-    content = await in_thread(lambda: encode(response.whole()))
-    return fastapi.Response(content, media_type=JSONResponse.media_type)
+        return JsonPieces(list(encode_pieces(response.whole())))
+    return JsonPieces(await in_thread(lambda: list(encode_pieces(response.whole()))))

@@ -240,7 +240,27 @@ async def test_logprobs_are_in_deltas_and_in_the_text():
     assert [entry["token"] for entry in whole] == ["caf", "bytes:\\xc3", "bytes:\\xa9"]
     assert [len(entry["top_logprobs"]) for entry in whole] == [1, 1, 1]
     assert [entry for event in found if "delta" in event for entry in event["logprobs"]] == whole
+    for event in found:  # what is stored has none
+        for holder in (event, event.get("part", {}), *event.get("item", {}).get("content", [])):
+            holder.update({"logprobs": []} if "logprobs" in holder else {})
+    body["output"][0]["content"][0]["logprobs"] = []
     assert await replayed(backend, body["id"]) == found
+    answer = await get(backend, body["id"], include=include[0])
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "include")
+
+
+async def test_output_that_does_not_fit_the_store_fails_and_is_not_stored():
+    backend = ScriptedBackend()
+    backend.responses.is_full = True
+    found = await events(backend, input="x")
+    last = found[-1]["response"]
+    assert found[-1]["type"] == "response.failed"
+    assert last["error"]["code"] == "rate_limit_exceeded"
+    assert last["output"][0]["content"][0]["text"] == "café"
+    stored = (await get(backend, last["id"])).json()
+    assert (stored["status"], stored["output"], stored["error"]) == ("failed", [], last["error"])
+    assert [event["type"] for event in await replayed(backend, last["id"])][-1] == "response.failed"
+    assert check_response(await respond(backend, input="x"))["error"] == last["error"]
 
 
 async def replayed(backend, response_id, **query):

@@ -1,0 +1,169 @@
+"""Clients that stop reading a stream: their place is given back, and others are served meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+
+import grpc
+import pytest
+import uvicorn
+
+from gammaray.errors import UnavailableError
+from gammaray.types import EmittedToken, FinishReason, TokenOrigin
+from gammaray.v1 import generation_service_pb2 as pb
+from gammaray.v1 import generation_service_pb2_grpc as rpc
+from orchestrator.access.admission import Admission
+from orchestrator.access.caller import ANONYMOUS
+from orchestrator.api import stalls
+from orchestrator.api.grpc_handlers import add_generation_service
+from orchestrator.api.grpc_servicer import GenerationServicer
+from orchestrator.api.http.server.app import create_app
+from orchestrator.api.stalls import while_read
+from tests.support.surface_helpers import ScriptedBackend
+
+TEXT = "x" * 2**16
+WAIT_S = 30.0
+
+
+class EndlessBackend(ScriptedBackend):
+    """Has one place; its streams are longer than what the buffers up to a client hold."""
+
+    def __init__(self):
+        super().__init__()
+        self.admission = Admission(1, 8, WAIT_S)
+
+    async def generate(self, request, caller=ANONYMOUS):
+        chunks = super().generate(request, caller)
+        async with self.admission.place(caller), contextlib.aclosing(chunks):
+            async for chunk in chunks:
+                if request.max_tokens < 100:
+                    yield chunk
+                    continue
+                for _ in range(2000):
+                    token = EmittedToken(1, TokenOrigin.BONUS, b"x")
+                    await asyncio.sleep(0)
+                    yield type(chunk)(chunk.session_id, text=TEXT, tokens=(token,), seed=0)
+                yield chunk
+
+
+@pytest.fixture(autouse=True)
+def short_timeout(monkeypatch):
+    monkeypatch.setattr(stalls, "READ_TIMEOUT_S", 0.2)
+
+
+async def until(condition):
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+
+
+async def test_generation_that_is_not_read_is_closed_and_a_late_reader_is_told():
+    ended = []
+
+    async def generation():
+        try:
+            for number in range(3):
+                yield number
+        finally:
+            await asyncio.sleep(0)
+            ended.append(True)
+
+    pieces = while_read(generation())
+    assert await anext(pieces) == 0
+    await until(lambda: ended)
+    with pytest.raises(UnavailableError, match="not read"):
+        await anext(pieces)
+    assert [number async for number in while_read(generation())] == [0, 1, 2]
+
+
+async def test_generation_that_takes_long_between_pieces_is_not_ended():
+    async def generation():
+        for number in range(3):
+            await asyncio.sleep(0.5)
+            yield number
+
+    assert [number async for number in while_read(generation())] == [0, 1, 2]
+
+
+async def test_unread_grpc_stream_gives_its_place_back():
+    backend = EndlessBackend()
+    server = grpc.aio.server()
+    servicer = GenerationServicer(backend)
+
+    class Methods:
+        def __getattr__(self, name):
+            return servicer.get_status if name == "GetStatus" else servicer.generate
+
+    add_generation_service(Methods(), server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(address) as idle, grpc.aio.insecure_channel(address) as other:
+            unread = rpc.GenerationServiceStub(idle).Generate(pb.GenerateRequest(text="a", max_tokens=100))
+            await unread.read()
+            stub = rpc.GenerationServiceStub(other)
+            waiting = stub.Generate(pb.GenerateRequest(text="a", max_tokens=3), timeout=WAIT_S)
+            assert (await stub.GetStatus(pb.GetStatusRequest(), timeout=WAIT_S)).processes
+            chunks = [chunk async for chunk in waiting]
+            assert sum(len(chunk.tokens) for chunk in chunks) == 3
+            assert unread.done() is False
+            with pytest.raises(grpc.RpcError) as ended:
+                while True:
+                    await unread.read()
+            assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
+            await until(lambda: backend.admission.num_running == 0)
+    finally:
+        await server.stop(None)
+
+
+@contextlib.asynccontextmanager
+async def serving(app):
+    server = uvicorn.Server(
+        uvicorn.Config(app, port=0, log_level="error", lifespan="off", timeout_graceful_shutdown=1)
+    )
+    task = asyncio.create_task(server.serve())
+    try:
+        await until(lambda: server.started)
+        yield server.servers[0].sockets[0].getsockname()[1]
+    finally:
+        server.should_exit = True
+        await task
+
+
+async def asked(port, path, body):
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**10)
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    writer.write(f"{head}Content-Length: {len(data)}\r\nConnection: close\r\n\r\n".encode() + data)
+    await writer.drain()
+    return reader, writer
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "a", "max_tokens": 100}),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 100, "n": 2}),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 100}),
+    ],
+    ids=["one", "several", "response"],
+)
+async def test_unread_http_stream_gives_its_place_back(path, body):
+    backend = EndlessBackend()
+    backend.max_context = 1000
+    async with serving(create_app(backend)) as port:
+        reader, writer = await asked(port, path, {**body, "stream": True})
+        await reader.readexactly(10)
+        served, other = await asked(port, "/v1/completions", {"prompt": "a", "max_tokens": 3})
+        answer = await asyncio.wait_for(served.read(), WAIT_S)
+        assert answer.startswith(b"HTTP/1.1 200"), answer[:200]
+        assert FinishReason.LENGTH.value.encode() in answer
+        rest = await asyncio.wait_for(reader.read(), WAIT_S)
+        assert b"was not read for" in rest
+        await until(lambda: backend.admission.num_running == 0)
+        for stream in (writer, other):
+            stream.close()
