@@ -10,6 +10,7 @@ dropped: a message is text and then calls.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum, auto
@@ -30,6 +31,8 @@ _MAX_DEPTH = 200
 """Nesting of a call's JSON; a deeper one is text."""
 
 _ARGUMENTS = ("arguments", "parameters")
+
+_STRING_OR_SPACE = re.compile(r'("[^"]*"?)|\s+')
 
 _JSON_CHARS = frozenset(_SPACE + '"{}[]:,+-.0123456789aeflnrstuE')
 """Characters of JSON outside of strings."""
@@ -176,7 +179,7 @@ class CallParser:
 
     def _may_be_call(self, begun: str) -> bool:
         """Return whether an object begins like that of a call; without a marker it may be another one."""
-        compact = "".join(begun.split())
+        compact = _STRING_OR_SPACE.sub(lambda match: match[1] or "", begun)
         return bool(compact) and any(f'{{"name":"{name}"'.startswith(compact) for name in self._names)
 
     def _emit(self, event: CallEvent) -> None:

@@ -215,6 +215,57 @@ def test_any_arguments_are_the_text_that_the_model_wrote(arguments, is_ascii, rn
     assert parsed(parser_of(HERMES), splits(text, rng)) == ("", [("c0", "f", written, True)])
 
 
+WRITTEN = {
+    "hermes": (HERMES, f"Hi.\n<tool_call>\n{F}\n</tool_call>\n<tool_call>\n{G}\n</tool_call>"),
+    "hermes arguments first": (HERMES, '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>'),
+    "hermes arguments in a string": (
+        HERMES,
+        '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>',
+    ),
+    "llama": (LLAMA, f"{F}; {G}".replace("arguments", "parameters")),
+    "llama python tag": (LLAMA, f"Hi.<|python_tag|>{F}"),
+    "mistral": (MISTRAL, f"Hi.[TOOL_CALLS] [{F}, {G}]"),
+}
+
+
+@pytest.mark.parametrize(("family", "text"), WRITTEN.values(), ids=WRITTEN)
+def test_calls_that_are_cut_anywhere_are_no_text(family, text):
+    whole = [call for call in (CALL_F, CALL_G) if f'"name": "{call[1]}"' in text]
+    for end in range(len(text) + 1):
+        parser = parser_of(family)
+        rest, calls = parsed(parser, splits(text[:end], random.Random(end)))
+        assert "Hi.".startswith(rest.rstrip("<[\n"))  # a single character of a marker, and a line before it
+        assert len(rest) <= len("Hi.\n<")
+        for (own_id, name, arguments, is_whole), own in zip(calls, whole, strict=False):
+            assert (own_id, name) == own[:2]
+            assert own[2].startswith(arguments)
+            assert is_whole <= (arguments == own[2])
+        assert parser.is_whole <= all(is_whole for *_, is_whole in calls)
+    assert parser.is_whole
+    assert calls == whole
+
+
+@pytest.mark.parametrize(("family", "text"), WRITTEN.values(), ids=WRITTEN)
+def test_calls_of_the_only_tool_have_its_name_as_soon_as_they_begin(family, text):
+    first = len("Hi.\n") if text.startswith("Hi.\n") else len("Hi.") if text.startswith("Hi.") else 0
+    name = "f"
+    for end in range(first + 1, len(text)):
+        parser = parser_of(family, sole_name=name)
+        rest, calls = parsed(parser, [text[:end]])
+        assert rest in ("", "Hi.")
+        assert calls[0][1] == name
+
+
+def test_objects_that_are_no_calls_stay_text_where_calls_have_no_marker():
+    for text in ('{"name": "Bo', '{"na me', '{"a": 1', '{"name": 1', '{"name": "h", "parameters": {"a'):
+        assert parsed(parser_of(LLAMA), [text]) == (text, [])
+
+
+def test_single_character_of_a_marker_ends_a_text():
+    assert parsed(parser_of(HERMES), ["1 <"]) == ("1 <", [])
+    assert parsed(parser_of(HERMES), ["1 <t"]) == ("1", [])
+
+
 def test_events_come_as_soon_as_they_are_certain():
     parser = parser_of(HERMES)
     assert parser.push("Hi <tool_") == [PlainText("Hi")]
