@@ -1,7 +1,6 @@
 """Thread pools for the CPU work of requests, so that it does not block other clients' streams.
 
-Parsing has one thread, since a large body takes up to ten times its size in memory during parsing. Checking
-grammars has one, as hostile ones take as long as their limits allow. Everything else (tokenising, decoding,
+Parsing has one thread, since a large body takes up to ten times its size in memory during parsing. Everything else (tokenising, decoding,
 chat templates) shares `NUM_THREADS`. Work is queued in order of arrival; limits on request size bound the
 work per request, and with it the wait.
 """
@@ -18,7 +17,6 @@ __all__ = [
     "INLINE_BYTES",
     "INLINE_NUMBERS",
     "NUM_THREADS",
-    "in_compiler_thread",
     "in_parser_thread",
     "in_thread",
 ]
@@ -35,18 +33,12 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _parser = ThreadPoolExecutor(1, thread_name_prefix="gammaray-parser")
-_compiler = ThreadPoolExecutor(1, thread_name_prefix="gammaray-compiler")
 _threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="gammaray-cpu")
 
 
 async def in_parser_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Run `work` in the single thread that parses large requests; return its result."""
     return await asyncio.get_running_loop().run_in_executor(_parser, partial(work, *args, **kwargs))
-
-
-async def in_compiler_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run `work` in the single thread that checks grammars; return its result."""
-    return await asyncio.get_running_loop().run_in_executor(_compiler, partial(work, *args, **kwargs))
 
 
 async def in_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
