@@ -140,7 +140,10 @@ class CheckPool:
                         f"the process that checks grammars ended twice ({ended})"
                     ) from None
             except BaseException:
-                process.end()
+                if process.is_idle:
+                    self._idle.append(process)
+                else:
+                    process.end()
                 raise
             else:
                 self._idle.append(process)
@@ -173,7 +176,11 @@ class _EndedError(Exception):
 
 
 class _Process:
-    """A process of `check_process`; used by one thread at a time."""
+    """A process of `check_process`; used by one thread at a time.
+
+    Attributes:
+        is_idle: Whether it has started, and waits for a grammar.
+    """
 
     def __init__(self, settings: str) -> None:
         # Without the settings of the parent, which may be secret; `subprocess` does not copy its memory.
@@ -186,6 +193,7 @@ class _Process:
             env=environment,
         )
         self._settings: str | None = settings
+        self.is_idle = False
 
     def ask(self, check: GrammarCheck) -> list[str] | None:
         """Return the error of a grammar, as what was got and what is allowed.
@@ -198,12 +206,16 @@ class _Process:
         """
         if self._settings is not None:
             self._write(self._settings)
-            if error := self._read(check, START_S):
+            # Not cancelled with the check, as the next one would begin anew.
+            if error := self._read(GrammarCheck(""), START_S):
                 allowed = "none: the model's tokenizer cannot be used by llguidance"
                 raise InvalidArgumentError("grammar", f"a grammar ({error})", allowed)
-            self._settings = None
+            self._settings, self.is_idle = None, True
+        check.check_wanted()
+        self.is_idle = False
         self._write(check.grammar)
         answer: list[str] | None = json.loads(self._read(check, MAX_DURATION_S))
+        self.is_idle = True
         return answer
 
     def end(self) -> None:

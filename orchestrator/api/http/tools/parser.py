@@ -25,6 +25,12 @@ _MAX_HELD_SPACE = 64
 _MAX_DEPTH = 200
 """Nesting of a call's JSON; a deeper one is text."""
 
+_PIECE = 1024
+"""Characters that are read at once."""
+
+_MAX_EARLY = 8
+"""Objects in a call that are tried as its arguments before the call is read to its end: each try decodes it."""
+
 _ARGUMENTS = ("arguments", "parameters")
 
 _JSON_CHARS = frozenset(_SPACE + '"{}[]:,+-.0123456789aeflnrstuE')
@@ -103,6 +109,7 @@ class CallParser:
         self._json = _JsonObject()
         self._start = 0  # of the object in `_raw`
         self._in_arguments = self._is_begun = self._is_list = False
+        self._num_early = 0  # objects of the call that were tried as its arguments
         self._num_seen = 0  # calls, dropped ones included
         self._events: list[CallEvent] = []
         self._texts: list[str] = []  # of the last event, to be joined
@@ -114,13 +121,18 @@ class CallParser:
 
     def push(self, text: str) -> list[CallEvent]:
         """Add the next piece of the completion; return what it completes."""
+        # In pieces, as the rest of a piece is copied at each marker in it.
+        for start in range(0, len(text), _PIECE):
+            self._read(text[start : start + _PIECE])
+        return self._taken()
+
+    def _read(self, text: str) -> None:
         at = 0
         while at < len(text):
             if self._state is _State.TEXT:
                 at = self._in_text(text, at)
             else:
                 at += self._takes(text[at])
-        return self._taken()
 
     def finish(self) -> list[CallEvent]:
         """Return what is left at the end of the completion."""
@@ -193,7 +205,7 @@ class CallParser:
     def _lead(self, char: str) -> bool:
         if char == "{":
             self._state, self._json, self._start = _State.OBJECT, _JsonObject(), len(self._raw)
-            self._is_begun = False
+            self._is_begun, self._num_early = False, 0
             return False
         opens = char == "[" and self._family is CallFamily.MISTRAL and not self._is_list
         if not opens and char not in _SPACE:
@@ -227,7 +239,8 @@ class CallParser:
 
     def _begins(self, char: str, depth: int) -> None:
         """Begin a call if its name is known and its arguments begin, or if the object is read."""
-        if char == "{" and depth == 2 and not self._json.in_string:
+        if char == "{" and depth == 2 and not self._json.in_string and self._num_early < _MAX_EARLY:
+            self._num_early += 1
             # The name after the arguments is rarer: then the call begins once all is read.
             head = _loaded("".join(self._raw[self._start : -1]) + "null}")
             if head and next(reversed(head)) in _ARGUMENTS and self._is_tool(head.get("name")):
