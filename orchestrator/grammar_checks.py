@@ -1,4 +1,4 @@
-"""Checks the grammars of requests, in turn between tenants, and remembers the results."""
+"""Checks and compiles the grammars of requests, in turn between tenants, and remembers results of checks."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from collections import OrderedDict
 from gammaray.aio import end_tasks
 from gammaray.errors import DeadlineExceededError, InvalidArgumentError
 from gammaray.grammar.check_pool import CheckPool, GrammarCheck
+from gammaray.grammar.matcher import GrammarState
 from orchestrator.access.admission import Admission
 from orchestrator.access.caller import Caller
-from orchestrator.text.cpu_threads import in_thread
+from orchestrator.text.cpu_threads import NUM_COMPILER_THREADS, in_compiler_thread, in_thread
 from orchestrator.text.tokenizer import Tokenizer
 
 __all__ = ["GrammarChecks"]
@@ -22,16 +23,16 @@ __all__ = ["GrammarChecks"]
 MAX_REMEMBERED = 4096
 """Grammars whose result is remembered, least recently used first out."""
 
-NUM_PROCESSES = 2
-"""Checks at once; a named tenant has at most one of them, so that another tenant's need not wait for it."""
+MAX_RUNNING = NUM_COMPILER_THREADS
+"""Checks and compilations at once; a named tenant has at most one, so that others do not wait for it."""
 
 MAX_WAITING = 256
 MAX_WAIT_S = 30.0
-"""Bounds of the queue for a process."""
+"""Bounds of the queue."""
 
 
 class GrammarChecks:
-    """Checks grammars for one tokenizer, each at most once at a time.
+    """Checks and compiles grammars for one tokenizer; checks each at most once at a time.
 
     Args:
         tokenizer: The target model's.
@@ -41,7 +42,7 @@ class GrammarChecks:
         self._tokenizer = tokenizer
         self._results: OrderedDict[bytes, InvalidArgumentError | None] = OrderedDict()
         self._running: dict[bytes, _Shared] = {}
-        self._places = Admission(NUM_PROCESSES, MAX_WAITING, MAX_WAIT_S, tenant_capacity=1)
+        self._places = Admission(MAX_RUNNING, MAX_WAITING, MAX_WAIT_S, tenant_capacity=1)
         self._pool: asyncio.Task[CheckPool] | None = None
 
     def is_remembered(self, grammar: str) -> bool:
@@ -66,6 +67,22 @@ class GrammarChecks:
         if work.cancelled():
             raise DeadlineExceededError("the deadline passed while the grammar was checked")
         work.result()
+
+    async def begin(self, grammar: str, caller: Caller) -> GrammarState:
+        """Compile a checked grammar, and return its state before the first token.
+
+        Raises:
+            InvalidArgumentError: It is wrong or too complex.
+            ResourceExhaustedError: Too many wait.
+            DeadlineExceededError: The caller's deadline came first.
+        """
+        async with self._places.place(caller):
+            work = asyncio.ensure_future(in_compiler_thread(self._tokenizer.begin_grammar, grammar))
+            try:
+                return await asyncio.shield(work)
+            finally:
+                if not work.done():  # a thread cannot be cancelled, and holds the place until it ends
+                    await asyncio.wait({work})
 
     async def close(self) -> None:
         """End the processes."""
@@ -111,7 +128,7 @@ class GrammarChecks:
     async def _get_pool(self) -> CheckPool:
         failed = self._pool is not None and self._pool.done() and self._pool.exception() is not None
         if self._pool is None or failed:
-            make = in_thread(self._tokenizer.check_pool, NUM_PROCESSES)
+            make = in_thread(self._tokenizer.check_pool, MAX_RUNNING)
             self._pool = asyncio.create_task(make, name="tokenizer of the grammar checks")
         return await asyncio.shield(self._pool)
 

@@ -53,7 +53,6 @@ from orchestrator.telemetry.cycle_log import CycleLog
 from orchestrator.telemetry.metrics import OrchestratorMeter
 from orchestrator.telemetry.tracing import RequestSpan, Tracing
 from orchestrator.text.chat import ChatFormat
-from orchestrator.text.cpu_threads import in_thread
 from orchestrator.text.tokenizer import Tokenizer, served_name
 from orchestrator.workers.fleet import Fleet
 from orchestrator.workers.session_client import session_spec
@@ -223,7 +222,7 @@ class Orchestrator:
             prediction = await prediction_ids(opened.request, self.tokenizer)
             grammar = None
             if session.params.grammar:
-                grammar = await in_thread(self.tokenizer.begin_grammar, session.params.grammar)
+                grammar = await self._grammars.begin(session.params.grammar, caller)
             turn = stack.enter_context(self._turn(opened, progress, span, prediction, grammar))
             cycles = await stack.enter_async_context(contextlib.aclosing(turn.run_cycles()))
             try:

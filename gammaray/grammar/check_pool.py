@@ -1,9 +1,9 @@
 """Checks grammars of users in processes with limits of CPU time, memory and duration.
 
-llguidance cannot be interrupted, and its own limits do not bound all of its work: what a grammar costs is known
-only once it has been compiled. So an untrusted grammar is first compiled in a process of its own, together
-with its first masks, and only one that ends within the limits is compiled elsewhere: in the orchestrator, for
-forced tokens, and in workers. What this costs there is bounded:
+llguidance cannot be interrupted, and its own limits do not bound all of its work: what a grammar costs is
+known only once it has been compiled. So an untrusted grammar is first compiled in a process of its own,
+together with its first masks, and only one that ends within the limits is compiled elsewhere: in the
+orchestrator, for forced tokens, and in workers. What this costs there is bounded:
 
 - The compilation is the same work, on the same input with the same limits of llguidance: at most the
   `MAX_CPU_S` and `MAX_MEMORY_BYTES` of the check. llguidance releases the GIL meanwhile.
@@ -40,7 +40,7 @@ from gammaray.errors import (
 
 __all__ = ["MAX_CPU_S", "MAX_DURATION_S", "MAX_MEMORY_BYTES", "CheckPool", "GrammarCheck"]
 
-MAX_CPU_S = 2.0
+MAX_CPU_S = 1.0
 """CPU time of the check of a grammar; ordinary ones take a few to 100 ms."""
 
 MAX_MEMORY_BYTES = 256 * 2**20

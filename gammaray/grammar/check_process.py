@@ -1,9 +1,9 @@
 """Process that checks grammars of users for `gammaray.grammar.check_pool`: `python -m` this module.
 
 On standard input it reads frames of 4 bytes of length and UTF-8 text: first the tokenizer's settings, then
-grammars; to each it answers with a frame on standard output. It ends at the end of its input, which comes with
-the end of its parent at the latest, or by a signal at its limits of CPU time and memory, which the system
-enforces while llguidance works.
+grammars; to each it answers with a frame on standard output. It ends at the end of its input, which comes
+with the end of its parent at the latest, or by a signal at its limits of CPU time and memory, which the
+system enforces while llguidance works.
 """
 
 from __future__ import annotations

@@ -11,9 +11,10 @@ Why the probe finds each refused part, whatever the text is:
 
 - llguidance lexes the whole text before it parses, and parses all of it before it compiles.
 - `;` begins no lexeme of Lark. Inside the lexemes that may contain it (strings, expressions, comments, JSON
-  and special tokens such as `<|end|>`), `&`, `~` and `;` are members of the same character classes, and so is
-  `<` in all but special tokens, which contain none. So the lexer is in the same state at each character of
-  both texts, up to the first operator or token by number outside such a lexeme. There it meets `;`, and fails.
+  and special tokens such as `<|end|>`), `&`, `~` and `;` are members of the same character classes, and so
+  is `<` in all but special tokens, which contain none. So the lexer is in the same state at each character
+  of both texts, up to the first operator or token by number outside such a lexeme. There it meets `;`, and
+  fails.
 - `~` before a number stays. It only repeats, since no complement has a number after it.
 - The name of an attribute is a lexeme. The probe has another name of the same length instead, which is no
   attribute of llguidance. A rule of that name is renamed in all places.
@@ -74,7 +75,9 @@ def check_syntax(grammar: str, tokenizer: LLTokenizer) -> None:
         )
     if found is not None and what == "lexer error":
         _refuse_part(grammar, int(found[1]), int(found[2]))
-    raise InvalidArgumentError("grammar", error.partition("\n")[0][:500], "a grammar that llguidance can parse")
+    raise InvalidArgumentError(
+        "grammar", error.partition("\n")[0][:500], "a grammar that llguidance can parse"
+    )
 
 
 def _parse_error(text: str, tokenizer: LLTokenizer) -> str:
@@ -86,7 +89,7 @@ def _parse_error(text: str, tokenizer: LLTokenizer) -> str:
 
 
 def _refuse_part(grammar: str, line: int, column: int) -> None:
-    """Raise the error of the refused part at a place, of which the column counts bytes; return without one."""
+    """Raise the error of the refused part at a place, if one is there. The column counts bytes."""
     start = 0
     for _ in range(line - 1):
         start = grammar.find("\n", start) + 1

@@ -179,9 +179,7 @@ class Tokenizer:
         return CheckPool(self._definition, self.vocab_size, self.eos_token_ids, num_processes)
 
     def begin_grammar(self, grammar: str) -> GrammarState:
-        """Compile a grammar that has passed a check of `check_pool`, and return its state before the first token.
-
-        Thread-safe.
+        """Compile a checked grammar, and return its state before the first token. Thread-safe.
 
         Raises:
             InvalidArgumentError: The grammar is wrong or too complex, or the tokenizer cannot be used.

@@ -1,7 +1,7 @@
 """Every regular expression of the product takes a time that grows like the length of its text, not faster.
 
-`re` holds the GIL, so that one expression that backtracks over a client's text stops all streams of a process.
-The expressions are found in the source, and each is attacked with texts that are made of its own characters,
+`re` holds the GIL, so one expression that backtracks over a client's text stops all streams of a process. The
+expressions are found in the source, and each is attacked with texts that are made of its own characters,
 so that a new one is tested without an entry here.
 """
 
@@ -137,7 +137,7 @@ def cpu_s(use: Use, text: str, tries: int = 1) -> float:
 
 
 def slow_attack(use: Use) -> str | None:
-    """Return the piece of an attack under which the time grows faster than the text; None if none is found."""
+    """Return the beginning of an attack under which the time grows faster than the text; None without one."""
     for attack in attacks(use.pattern.pattern):
         for length in LENGTHS:
             if cpu_s(use, attack(length)) < SLOW_S or cpu_s(use, attack(length), 3) < SLOW_S:

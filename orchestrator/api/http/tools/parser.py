@@ -29,7 +29,7 @@ _PIECE = 1024
 """Characters that are read at once."""
 
 _MAX_EARLY = 8
-"""Objects in a call that are tried as its arguments before the call is read to its end: each try decodes it."""
+"""Objects in a call that are tried as its arguments before all of it is read. Each try decodes the call."""
 
 _ARGUMENTS = ("arguments", "parameters")
 

@@ -22,7 +22,6 @@ from tokenizers import Tokenizer
 
 from gammaray import InvalidArgumentError
 from gammaray.demo_pair import resolve_model
-from gammaray.grammar.matcher import GrammarCompiler
 from gammaray.grammar.texts import (
     JSON_OBJECT,
     MAX_DEPTH,

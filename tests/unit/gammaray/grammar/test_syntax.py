@@ -1,4 +1,4 @@
-"""Parts of grammars that are refused, found as llguidance reads the text, and the same characters elsewhere."""
+"""Parts of grammars that are refused, as llguidance reads the text, and the same characters elsewhere."""
 
 from __future__ import annotations
 
@@ -58,7 +58,11 @@ HIDING = [
 
 @pytest.mark.parametrize("before", HIDING)
 def test_operators_are_found_whatever_comes_before(before):
-    for part, operator in (("A: /a+/ & /b*a/", "&"), ("A: ~/a+/", "~"), ("A: /a/\nc: A <[5-7,9]>", "<[5-7,9]>")):
+    for part, operator in (
+        ("A: /a+/ & /b*a/", "&"),
+        ("A: ~/a+/", "~"),
+        ("A: /a/\nc: A <[5-7,9]>", "<[5-7,9]>"),
+    ):
         grammar = f"start: A\n{before}\n{part}"
         assert operator in refused(grammar) or not compiles(grammar)
 
@@ -101,20 +105,28 @@ def quoted(chars: str) -> st.SearchStrategy[str]:
     return st.text(st.sampled_from(chars), max_size=6)
 
 
+PLAIN = SPECIAL.translate(dict.fromkeys(map(ord, '"\\\t')))
+
 LEXEMES = st.one_of(
-    quoted(SPECIAL.replace('"', "").replace("\\", "").replace("\t", "")).map('"{}"'.format),
+    quoted(PLAIN).map('"{}"'.format),
     quoted(SPECIAL.replace("/", "").replace("\\", "")).map("/x{}/".format),
-    quoted(SPECIAL.replace("\\", "").replace('"', "").replace("\t", "")).map('%json {{"const": "{}"}}'.format),
+    quoted(SPECIAL.replace("\\", "").replace('"', "").replace("\t", "")).map(
+        '%json {{"const": "{}"}}'.format
+    ),
     quoted(SPECIAL).map("// {}\n".format),
     quoted(SPECIAL).map("# {}\n".format),
     quoted("&~;|/\"'#a").map("<x{}>".format),
-    st.sampled_from(["a", "B", "|", "(", ")", "[", "]", '"x"~3', '"x" ~ 1..2', "\n", "/[a&&b]/", '"&"i', ":", "->"]),
+    st.sampled_from(
+        ["a", "B", "|", "(", ")", "[", "]", '"x"~3', '"x" ~ 1..2', "\n", "/[a&&b]/", '"&"i', ":", "->"]
+    ),
 )
 """Lexemes without a refused part."""
 
 
 @settings(deadline=None, max_examples=400)
-@given(st.lists(LEXEMES, max_size=8), st.sampled_from(["&", "~ ", "~(", "<[7]>", "<[^1-2]>"]), st.integers(0, 8))
+@given(
+    st.lists(LEXEMES, max_size=8), st.sampled_from(["&", "~ ", "~(", "<[7]>", "<[^1-2]>"]), st.integers(0, 8)
+)
 def test_a_part_among_lexemes_is_refused_and_lexemes_are_not(lexemes, part, at):
     """Lexemes in any order: only an error of llguidance's own, about the same text, may come before."""
     text = " ".join(lexemes)
@@ -127,10 +139,9 @@ def test_a_part_among_lexemes_is_refused_and_lexemes_are_not(lexemes, part, at):
 @settings(deadline=None, max_examples=600)
 @given(st.text(st.sampled_from(SPECIAL + "\n&~"), max_size=24))
 def test_grammar_of_any_text_that_compiles_is_refused_or_has_no_operator(noise):
-    r"""The oracle is llguidance: an operator outside of quotes needs an operand, a quoted one is any character.
+    """The oracle is llguidance: an operator needs operands, where a quoted one is any character.
 
-    So where a text that passes compiles, it does so as well with each operator doubled: `&&` and `~&` are no
-    expressions.
+    So a text that passes and compiles does so as well with each `&` doubled, which is no expression.
     """
     grammar = f'start: "x"\na: "b" {noise}\nB: /c/'
     if refused(grammar) or not compiles(grammar):
