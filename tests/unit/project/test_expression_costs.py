@@ -75,7 +75,7 @@ def uses_of(path: Path) -> Iterator[Use]:
             yield Use(made, method, f"{place}:{node.lineno}")
         elif owner.id == "re" and method == "compile":
             made = evaluated(node, module)
-            names = [name for name, value in vars(module).items() if value is made]
+            names = [name for name, value in vars(module).items() if is_same(value, made)]
             assert names, f"{place}:{node.lineno}: an expression without a name in the module is not tested"
             methods = {one.func.attr for one in ast.walk(tree) if is_use(one, names)}
             for used in sorted(methods or METHODS):
@@ -97,6 +97,10 @@ def is_use(node: ast.AST, names: list[str]) -> bool:
         and isinstance(node.func.value, ast.Name)
         and node.func.value.id in names
     )
+
+
+def is_same(value: object, pattern: re.Pattern[str]) -> bool:
+    return isinstance(value, re.Pattern) and value == pattern
 
 
 def evaluated(node: ast.expr, module: Any) -> re.Pattern[str]:
