@@ -100,6 +100,7 @@ def main() -> None:
     table = plain_table(f"Per node, vocabulary of {vocab_size:,}", columns)
     for name, (grammar, text) in CASES.items():
         began = time.perf_counter()
+        compiler.check(grammar)
         compiler.begin(grammar)
         checked_ms = 1000 * (time.perf_counter() - began)
         tokens = tokenizer.encode(text, add_special_tokens=False)

@@ -37,6 +37,7 @@ from orchestrator.drafting.factory import Drafting
 from orchestrator.drafting.http.server import DraftServer
 from orchestrator.drafting.prediction import prediction_ids
 from orchestrator.drafting.session_drafter import SessionDrafter
+from orchestrator.grammar_checks import GrammarChecks
 from orchestrator.sessions.leases import LeaseManager, repeat
 from orchestrator.sessions.lifecycle import OpenSession, SessionManager, check_request
 from orchestrator.sessions.management import SessionCalls
@@ -53,7 +54,6 @@ from orchestrator.telemetry.cycle_log import CycleLog
 from orchestrator.telemetry.metrics import OrchestratorMeter
 from orchestrator.telemetry.tracing import RequestSpan, Tracing
 from orchestrator.text.chat import ChatFormat
-from orchestrator.text.cpu_threads import in_compiler_thread, in_thread
 from orchestrator.text.tokenizer import Tokenizer, served_name
 from orchestrator.workers.fleet import Fleet
 from orchestrator.workers.session_client import session_spec
@@ -112,6 +112,7 @@ class Orchestrator:
         records = RedisTraceStore(redis, settings.session_ttl_s, bounds, keys)
         self.meter = OrchestratorMeter()
         self.tracing = Tracing(Telemetry("orchestrator"), records, self.model_name)
+        self._grammars = GrammarChecks(tokenizer)
         self._tasks: set[asyncio.Task[None]] = set()
         self._upkeep: asyncio.Task[None] | None = None
         self.fleet = Fleet(
@@ -208,7 +209,7 @@ class Orchestrator:
             if request.resume_from is None:
                 self._drafting.check(request)
             await stack.enter_async_context(self.admission.place(caller))
-            await self._check_grammar(request.sampling.grammar, span)
+            await self._check_grammar(request.sampling.grammar, caller, span)
             self._fit_context()
             opened = await self._opener.open(request, self.max_context, caller)
             session, progress = opened.session, self._progress(opened)
@@ -223,7 +224,7 @@ class Orchestrator:
             prediction = await prediction_ids(opened.request, self.tokenizer)
             grammar = None
             if session.params.grammar:
-                grammar = await in_thread(self.tokenizer.begin_grammar, session.params.grammar)
+                grammar = await self._grammars.begin(session.params.grammar, caller)
             turn = stack.enter_context(self._turn(opened, progress, span, prediction, grammar))
             cycles = await stack.enter_async_context(contextlib.aclosing(turn.run_cycles()))
             try:
@@ -232,20 +233,16 @@ class Orchestrator:
             except CancelledError as error:
                 yield deliver(turn.cancelled(error))
 
-    async def _check_grammar(self, grammar: str, span: RequestSpan) -> None:
-        """Check a grammar that is not empty.
-
-        Raises:
-            InvalidArgumentError: It is wrong or too complex, or the model's tokenizer cannot be used.
-        """
+    async def _check_grammar(self, grammar: str, caller: Caller, span: RequestSpan) -> None:
+        """Check a grammar that is not empty; raises as `GrammarChecks.check`."""
         if not grammar:
             return
-        if self.tokenizer.has_checked(grammar):
+        if self._grammars.is_remembered(grammar):
             self.meter.grammar_hits.value += 1
-            self.tokenizer.check_grammar(grammar)
+            await self._grammars.check(grammar, caller)
             return
         began = time.perf_counter()
-        await in_compiler_thread(self.tokenizer.check_grammar, grammar)
+        await self._grammars.check(grammar, caller)
         took = time.perf_counter() - began
         self.meter.grammar_s.observe(took)
         span.compiled(took)
@@ -337,6 +334,7 @@ class Orchestrator:
             await self.draft_server.close()
         await self.fleet.close()
         await self.leases.close()
+        await self._grammars.close()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.responses.close()
         await self.tracing.shutdown()

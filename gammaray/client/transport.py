@@ -55,7 +55,7 @@ _EXPLAIN_PLAIN_S = 1.0
 
 _SCHEME = re.compile(r"(?P<scheme>https|grpcs|grpc)://(?P<place>[^/?#@\s]+)/?")
 _ADDRESS = re.compile(
-    r"(?!(?:https?|grpcs?)://)\S*?\[?(?P<host>[^\s/\[\]]+)\]?:(?P<port>[0-9]{1,5})|unix:\S+"
+    r"(?!(?:https?|grpcs?)://)(?:\S*[/\[\]])?(?P<host>[^\s/\[\]]+)\]?:(?P<port>[0-9]{1,5})|unix:\S+"
 )
 _ALLOWED = "host:port, or https://host:port for TLS"
 _TLS_PORT = 443

@@ -107,7 +107,7 @@ def torch_build(folder: Path | None = None) -> TorchBuild | None:
         text = (folder / "version.py").read_text()
     except OSError:
         return None
-    found = dict(re.findall(r"^(\w+)(?:: [^=]+)? = '([^']*)'", text, re.MULTILINE))
+    found = dict(re.findall(r"^(\w+)(?:: [^=\n]+)? = '([^']*)'", text, re.MULTILINE))
     if "__version__" not in found or not re.search(r"^cuda\b", text, re.MULTILINE):
         return None
     return TorchBuild(found["__version__"], found.get("cuda"), found.get("hip"))

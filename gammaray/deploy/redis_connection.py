@@ -119,7 +119,8 @@ def reply_code(error: BaseException) -> str:
 
 def without_password(redis_url: str) -> str:
     """Return a URL with its password removed, for display."""
-    shown = re.sub(r"//.*@", "//...@", redis_url)
+    start, end = redis_url.find("//"), redis_url.rfind("@")
+    shown = redis_url if not 0 <= start < end else f"{redis_url[:start]}//...{redis_url[end:]}"
     return re.sub(r"(password=)[^&]*", r"\1...", shown)
 
 

@@ -6,27 +6,18 @@ rollback, failover and resumed sessions replay tokens.
 
 from __future__ import annotations
 
-import hashlib
-import json
-import re
-import threading
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from gammaray.checks import check_encodable
 from gammaray.errors import InvalidArgumentError
 from gammaray.grammar.keys import KeyGuard, KeyTokens, without
-from gammaray.grammar.texts import check_multiples
+from gammaray.grammar.syntax import check_syntax
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 __all__ = ["GrammarCompiler", "GrammarState"]
-
-MAX_CHECKED = 4096
-"""Grammars whose check is remembered, least recently used first out."""
 
 _LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
@@ -42,15 +33,6 @@ The time of a step grows with the third power of the items in a row: the ambiguo
 24 ms at 500 items and 165 ms at 1,000. An object has four items per optional property.
 """
 
-# By number; llguidance restores a wrong state when it rolls back over such a token (llguidance issue 364).
-_NUMBERED_TOKEN = re.compile(r"<\[[^\]\n]*\]>")
-
-# Where an operator of Lark stands for itself: strings, expressions, comments. JSON has it in strings only.
-_QUOTED = re.compile(r'"(?:\\.|[^"\\\x00-\x1f])*"|/(?:\\.|[^/\\])+/|(?:#|//)[^\n]*', re.DOTALL)
-# Not `~` before a number, which repeats. Intersections and complements of expressions are compiled without
-# limits: that of /([ab]{10007})*c/ and /([ab]{10009})*c/ does not end (llguidance 1.9.1).
-_SET_OPERATOR = re.compile(r"&|~(?!\s*[0-9])")
-
 
 class GrammarCompiler:
     """Checks and compiles grammars for one tokenizer. Thread-safe.
@@ -61,91 +43,67 @@ class GrammarCompiler:
     Args:
         tokenizer_json: The tokenizer in the format of `tokenizers`, as `to_str` of its backend gives it.
         vocab_size: Number of token ids of the model.
-        eos_token_ids: Its end-of-sequence tokens, all of them.
+        eos_token_ids: Its end-of-sequence tokens; without any, those that llguidance finds.
     """
 
-    def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
+    def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Iterable[int] = ()) -> None:
         from llguidance import LLTokenizer  # clients do not need it
 
-        self._eos = frozenset(eos_token_ids)
         self._vocab_size = vocab_size
-        self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=sorted(self._eos) or None)
-        self._checked: OrderedDict[bytes, InvalidArgumentError | None] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def is_checked(self, grammar: str) -> bool:
-        """Return whether the result of `check` is remembered, so that it takes no time."""
-        return _digest(grammar) in self._checked
+        eos = sorted(set(eos_token_ids)) or None
+        self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=eos)
+        self._eos = frozenset(self._tokenizer.eos_tokens)
 
     def check(self, grammar: str) -> None:
-        """Check a grammar once, which takes at most some 100 ms and releases the GIL most of the time.
+        """Check a grammar: its syntax, its compilation, its first masks and forced text.
+
+        llguidance cannot be interrupted. Grammars of users are checked in a process with limits instead, see
+        `gammaray.grammar.check_pool`, which calls this.
 
         Raises:
             InvalidArgumentError: The grammar is wrong, unsupported or too complex.
         """
-        key = _digest(grammar)
-        with self._lock:
-            is_new = key not in self._checked
-            if not is_new:
-                self._checked.move_to_end(key)
-                found = self._checked[key]
-        if is_new:
-            found = self._find_error(grammar)
-            with self._lock:
-                self._checked[key] = found
-                if len(self._checked) > MAX_CHECKED:
-                    self._checked.popitem(last=False)
-        if found is not None:
-            raise InvalidArgumentError(found.field, found.got, found.allowed)
+        matcher = self._compile(grammar)
+        if not matcher.is_error():
+            # As far as a forced special token, whose bytes are not its text.
+            matcher.try_consume_tokens(self._tokenizer.tokenize_bytes(matcher.compute_ff_bytes()))
+            matcher.compute_bitmask()
+        _check(matcher)
 
-    def begin(self, grammar: str) -> GrammarState:
-        """Return the state of a grammar before the first token; takes about half as long as its check.
+    def begin(self, grammar: str, end_token_ids: Iterable[int] | None = None) -> GrammarState:
+        """Compile a grammar, and return its state before the first token.
+
+        For a grammar that has passed a check this takes no longer than the check, whose limits of time and
+        memory are those of `check_pool`: it repeats a part of the same work.
+
+        Args:
+            grammar: In Lark.
+            end_token_ids: Tokens that end this completion, where the grammar is complete; None for the
+                end-of-sequence tokens.
 
         Raises:
             InvalidArgumentError: The grammar is wrong, unsupported or too complex.
         """
-        self.check(grammar)
+        matcher = self._compile(grammar)
+        _check(matcher)
+        ends = self._eos if end_token_ids is None else frozenset(end_token_ids)
         keys = KeyGuard.of(grammar, lambda: self._key_tokens)
-        return GrammarState(self._compile(grammar), self._vocab_size, self._eos, keys)
+        return GrammarState(matcher, self._vocab_size, ends, self._eos, keys)
 
     @cached_property
     def _key_tokens(self) -> KeyTokens:
         return KeyTokens([self._tokenizer.decode_bytes([token_id]) for token_id in range(self._vocab_size)])
 
     def _compile(self, grammar: str) -> LLMatcher:
+        """Return the matcher of a grammar after its first mask, which may find an error of its own."""
         from llguidance import LLMatcher, LLParserLimits
 
+        check_syntax(grammar, self._tokenizer)
         limits = LLParserLimits(**_LIMITS, verbose_errors=False)
-        return LLMatcher(self._tokenizer, LLMatcher.grammar_from_lark(grammar), log_level=0, limits=limits)
-
-    def _find_error(self, grammar: str) -> InvalidArgumentError | None:
-        try:
-            self._try(grammar)
-        except InvalidArgumentError as error:
-            return error
-        return None
-
-    def _try(self, grammar: str) -> None:
-        check_encodable("grammar", grammar)
-        numbered = _NUMBERED_TOKEN.search(grammar)
-        if numbered is not None:
-            raise InvalidArgumentError("grammar", numbered.group(), "no tokens by number")
-        operator = _SET_OPERATOR.search(_QUOTED.sub(_without_quotes, grammar))
-        if operator is not None:
-            allowed = "strings, expressions, alternatives and repetition"
-            raise InvalidArgumentError("grammar", f"the operator {operator.group()}", allowed)
-        for schema in _schemas(grammar):
-            check_multiples(schema, "grammar")
-        matcher = self._compile(grammar)
-        # The first masks may find that the grammar is too complex, or empty.
+        matcher = LLMatcher(self._tokenizer, LLMatcher.grammar_from_lark(grammar), log_level=0, limits=limits)
         if not matcher.is_error():
             matcher.compute_bitmask()
-        if not matcher.is_error():
-            # As far as a forced special token, whose bytes are not its text.
-            matcher.try_consume_tokens(self._tokenizer.tokenize_bytes(matcher.compute_ff_bytes()))
-            matcher.compute_bitmask()
-        if matcher.is_error():
-            raise InvalidArgumentError("grammar", _reason(matcher), "a grammar that llguidance can compile")
+        return matcher
 
 
 class GrammarState:
@@ -154,16 +112,25 @@ class GrammarState:
     Args:
         matcher: At its beginning.
         vocab_size: Number of token ids of the model; no other one is possible.
-        eos_token_ids: End-of-sequence tokens. They are possible where the grammar is complete, and whatever
-            follows one is not tested.
+        eos_token_ids: Tokens that end the completion. They are possible where the grammar is complete, and
+            whatever follows one is not tested.
+        matcher_eos: End-of-sequence tokens of the matcher itself.
         keys: Keeps keys apart, at its beginning; None if the grammar does so.
     """
 
     def __init__(
-        self, matcher: LLMatcher, vocab_size: int, eos_token_ids: frozenset[int], keys: KeyGuard | None = None
+        self,
+        matcher: LLMatcher,
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
+        matcher_eos: frozenset[int],
+        keys: KeyGuard | None = None,
     ) -> None:
         self._matcher, self._vocab_size, self._eos = matcher, vocab_size, eos_token_ids
+        self._matcher_eos = matcher_eos
         self._keys = keys
+        self._ends = _bits(eos_token_ids, vocab_size)
+        self._no_ends = _bits(matcher_eos - eos_token_ids, vocab_size)
         self._num_consumed = 0  # tokens in the matcher
         self._num_tokens = 0  # these, and those from the first end of sequence on
 
@@ -277,10 +244,10 @@ class GrammarState:
         mask: bytes = self._matcher.compute_bitmask()
         self._check()
         if self._keys is None:
-            return mask
+            return self._with_ends(mask)
         mask, full = self._keys.restrict(mask), set[bytes]()
         ends = [token_id for token_id in self._keys.doubtful(mask) if not self._leads_on(token_id, full)]
-        return without(mask, ends) if ends else mask
+        return self._with_ends(without(mask, ends) if ends else mask)
 
     def _leads_on(self, token_id: int, full: set[bytes]) -> bool:
         """Return whether a possible token can be followed by a key that its object does not have.
@@ -312,7 +279,17 @@ class GrammarState:
 
     def _is_apart(self, token_id: int) -> bool:
         # An id beyond the vocabulary would be an error of the matcher, which stays.
-        return token_id in self._eos or not 0 <= token_id < self._vocab_size
+        ends = token_id in self._eos or token_id in self._matcher_eos
+        return ends or not 0 <= token_id < self._vocab_size
+
+    def _with_ends(self, mask: bytes) -> bytes:
+        """Return a mask of the matcher with the tokens that end this completion."""
+        if self._eos == self._matcher_eos:
+            return mask
+        bits = int.from_bytes(mask, "little") & ~self._no_ends
+        if self._matcher.is_accepting():
+            bits |= self._ends
+        return bits.to_bytes(len(mask), "little")
 
     def _renew_limits(self) -> None:
         # The limits of a step are renewed by a mask only, and consuming tokens spends them.
@@ -332,22 +309,18 @@ class GrammarState:
             raise InvalidArgumentError("grammar", _reason(self._matcher), "a grammar of less complexity")
 
 
-def _digest(grammar: str) -> bytes:
-    return hashlib.sha256(grammar.encode("utf-8", "surrogatepass")).digest()
+def _check(matcher: LLMatcher) -> None:
+    if matcher.is_error():
+        raise InvalidArgumentError("grammar", _reason(matcher), "a grammar that llguidance can compile")
 
 
-def _without_quotes(found: re.Match[str]) -> str:
-    # A comment stays, so that nothing depends on where one ends.
-    return found.group() if found.group()[0] == "#" or found.group()[:2] == "//" else '""'
-
-
-def _schemas(grammar: str) -> Iterator[Any]:
-    """Yield the JSON schemas in a grammar, and what looks like one in a comment or string."""
-    for found in re.finditer(r"%json\s*", grammar):
-        try:
-            yield json.JSONDecoder().raw_decode(grammar, found.end())[0]
-        except (ValueError, RecursionError):  # llguidance, which is stricter, refuses it
-            continue
+def _bits(token_ids: Iterable[int], vocab_size: int) -> int:
+    """Return a mask of tokens as an integer, without ids outside of the vocabulary."""
+    mask = bytearray(vocab_size // 8 + 1)
+    for token_id in token_ids:
+        if token_id < vocab_size:
+            mask[token_id // 8] |= 1 << token_id % 8
+    return int.from_bytes(mask, "little")
 
 
 def _reason(matcher: LLMatcher) -> str:

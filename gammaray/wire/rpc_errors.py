@@ -150,7 +150,7 @@ def _invalid_argument(status: status_pb2.Status, message: str) -> InvalidArgumen
             return InvalidArgumentError(match["field"], match["got"], match["allowed"])
         return InvalidArgumentError("request", message, "see the message")
     violation = request.field_violations[0]
-    if match := _VIOLATION.search(violation.description):
+    if match := _VIOLATION.match(violation.description, max(0, violation.description.find("got "))):
         return InvalidArgumentError(violation.field, match["got"], match["allowed"])
     return InvalidArgumentError(violation.field, violation.description or message, "see the message")
 

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from gammaray.demo_pair import DEMO_PAIR
 from gammaray.errors import InvalidArgumentError
 from gammaray.gguf import check_packages, is_gguf, pretrained_arguments, read_header
+from gammaray.grammar.check_pool import CheckPool
 from gammaray.grammar.matcher import GrammarCompiler, GrammarState
 from gammaray.vocabulary import Vocabulary, decoder_kind, spell, vocabulary_sha256
 from orchestrator.text.chat import ChatFormat, chat_format, render
@@ -166,20 +167,16 @@ class Tokenizer:
         """
         return render(self._tokenizer, messages, tools, self.chat_format.roles)
 
-    def has_checked(self, grammar: str) -> bool:
-        """Return whether `check_grammar` takes no time."""
-        return "_grammars" in vars(self) and self._grammars.is_checked(grammar)
-
-    def check_grammar(self, grammar: str) -> None:
-        """Check a grammar; the result is remembered. Thread-safe.
+    def check_pool(self, num_processes: int) -> CheckPool:
+        """Return processes that check grammars; takes some 100 ms for a large vocabulary.
 
         Raises:
-            InvalidArgumentError: The grammar is wrong or too complex, or the tokenizer cannot be used.
+            InvalidArgumentError: The tokenizer cannot be used.
         """
-        self._grammars.check(grammar)
+        return CheckPool(self._definition, self.vocab_size, self.eos_token_ids, num_processes)
 
     def begin_grammar(self, grammar: str) -> GrammarState:
-        """Compile a grammar and return its state before the first token. Thread-safe.
+        """Compile a checked grammar, and return its state before the first token. Thread-safe.
 
         Raises:
             InvalidArgumentError: The grammar is wrong or too complex, or the tokenizer cannot be used.
@@ -189,12 +186,19 @@ class Tokenizer:
     @cached_property
     def _grammars(self) -> GrammarCompiler:
         try:
-            definition = self._tokenizer.backend_tokenizer.to_str()
-            return GrammarCompiler(definition, self.vocab_size, self.eos_token_ids)
+            return GrammarCompiler(self._definition, self.vocab_size, self.eos_token_ids)
+        except InvalidArgumentError:
+            raise
         except Exception as error:  # llguidance raises different ones
-            got = f"a grammar ({type(error).__name__}: {error})"
-            allowed = "none: the model's tokenizer cannot be used by llguidance"
-            raise InvalidArgumentError("grammar", got, allowed) from error
+            raise _unusable(error) from error
+
+    @property
+    def _definition(self) -> str:
+        try:
+            definition: str = self._tokenizer.backend_tokenizer.to_str()
+        except Exception as error:  # tokenizers in Python have no backend
+            raise _unusable(error) from error
+        return definition
 
     def is_special(self, token_id: int) -> bool:
         """Whether a token is a special token, which decoded text omits."""
@@ -241,6 +245,11 @@ class Tokenizer:
     @cached_property
     def _decoder_kind(self) -> str:
         return decoder_kind(self._tokenizer)
+
+
+def _unusable(error: Exception) -> InvalidArgumentError:
+    got = f"a grammar ({type(error).__name__}: {error})"
+    return InvalidArgumentError("grammar", got, "none: the model's tokenizer cannot be used by llguidance")
 
 
 def _eos_token_ids(model: str, config: Any, tokenizer: Any) -> frozenset[int]:

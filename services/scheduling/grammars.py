@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from transformers import AutoTokenizer
 
@@ -20,6 +20,10 @@ _log = logging.getLogger(__name__)
 class Grammars:
     """Compiles the grammars of sessions; the tokenizer is read for the first one. Thread-safe.
 
+    The orchestrator has checked each grammar, in a process with limits, so that to compile it once more is
+    bounded (`gammaray.grammar.check_pool`). The parts of Lark that may compile without end are refused here
+    as well, before anything is compiled. One compiler serves all sets of end tokens.
+
     Args:
         model: Directory, hub name or GGUF file of the target, whose tokenizer is used.
         vocab_size: Number of the target's token ids.
@@ -28,7 +32,6 @@ class Grammars:
     def __init__(self, model: str, vocab_size: int) -> None:
         self._model, self._vocab_size = model, vocab_size
         self._compiler: GrammarCompiler | None = None
-        self._eos: frozenset[int] = frozenset()
         self._lock = threading.Lock()
 
     def begin(self, grammar: str, eos_token_ids: Sequence[int]) -> GrammarState:
@@ -41,20 +44,17 @@ class Grammars:
         if not eos_token_ids:
             allowed = "a grammar with end-of-sequence tokens (ignore_eos false)"
             raise InvalidArgumentError("grammar", "a grammar with ignore_eos", allowed)
-        return self._compiler_for(eos_token_ids).begin(grammar)
-
-    def _compiler_for(self, eos_token_ids: Iterable[int]) -> GrammarCompiler:
         with self._lock:
-            eos = frozenset(eos_token_ids)
-            if self._compiler is None or eos != self._eos:
-                self._compiler, self._eos = self._make(eos), eos
-            return self._compiler
+            if self._compiler is None:
+                self._compiler = self._make()
+        return self._compiler.begin(grammar, eos_token_ids)
 
-    def _make(self, eos_token_ids: Iterable[int]) -> GrammarCompiler:
+    def _make(self) -> GrammarCompiler:
         try:
             with pretrained_arguments(self._model) as (source, arguments):
                 tokenizer = AutoTokenizer.from_pretrained(source, **arguments)
-            return GrammarCompiler(tokenizer.backend_tokenizer.to_str(), self._vocab_size, eos_token_ids)
+            eos = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+            return GrammarCompiler(tokenizer.backend_tokenizer.to_str(), self._vocab_size, eos)
         except Exception as error:  # transformers and llguidance raise different ones
             _log.warning("no grammars with the tokenizer of %s: %s", self._model, error)
             raise FailedPreconditionError(

@@ -30,12 +30,17 @@ def small_compiler(
     tokens: tuple[str, ...], vocab_size: int, eos_token_ids: tuple[int, ...]
 ) -> GrammarCompiler:
     """Return the compiler for a vocabulary that begins with `tokens`."""
+    return GrammarCompiler(small_tokenizer(tokens, eos_token_ids), vocab_size, eos_token_ids)
+
+
+def small_tokenizer(tokens: tuple[str, ...], eos_token_ids: tuple[int, ...]) -> str:
+    """Return the tokenizer of a vocabulary, as JSON."""
     vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
     tokenizer = Tokenizer(BPE(vocabulary, [tuple(token) for token in tokens if len(token) == 2]))
     tokenizer.pre_tokenizer, tokenizer.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
     tokenizer.add_special_tokens([AddedToken(tokens[token_id], special=True) for token_id in eos_token_ids])
     assert tokenizer.get_vocab_size() == len(tokens)
-    return GrammarCompiler(tokenizer.to_str(), vocab_size, eos_token_ids)
+    return str(tokenizer.to_str())
 
 
 def follows_grammar(output: Sequence[int], token_id: int, eos: Sequence[int]) -> bool:

@@ -137,21 +137,22 @@ def _family(chat: ChatFormat) -> CallFamily | None:
 def as_texts(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return messages of text alone: calls in Hermes' form, results as the user's."""
     written: list[Mapping[str, Any]] = []
-    was_result = False
+    results: list[str] = []  # of the last message
     for message in messages:
         role, content = message["role"], message["content"]
         if role == "tool":
-            text = f"<tool_response>\n{content}\n</tool_response>"
-            if was_result:
-                written[-1] = {"role": "user", "content": f"{written[-1]['content']}\n{text}"}
-            else:
-                written.append({"role": "user", "content": text})
-        elif calls := message.get("tool_calls"):
+            results.append(f"<tool_response>\n{content}\n</tool_response>")
+            continue
+        if results:
+            written.append({"role": "user", "content": "\n".join(results)})
+            results = []
+        if calls := message.get("tool_calls"):
             texts = [f"{OPEN[CallFamily.HERMES]}\n{_call_text(call)}\n{CLOSE}" for call in calls]
             written.append({"role": role, "content": "\n".join([*([content] if content else []), *texts])})
         else:
             written.append(message)
-        was_result = role == "tool"
+    if results:
+        written.append({"role": "user", "content": "\n".join(results)})
     return written
 
 

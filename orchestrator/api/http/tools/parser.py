@@ -30,6 +30,12 @@ MIN_BEGUN = 2
 _MAX_DEPTH = 200
 """Nesting of a call's JSON; a deeper one is text."""
 
+_PIECE = 1024
+"""Characters that are read at once."""
+
+_MAX_EARLY = 8
+"""Objects in a call that are tried as its arguments before all of it is read. Each try decodes the call."""
+
 _ARGUMENTS = ("arguments", "parameters")
 
 _STRING_OR_SPACE = re.compile(r'("[^"]*"?)|\s+')
@@ -118,6 +124,7 @@ class CallParser:
         self._is_marked = is_after_marker
         self._num_whole = 0  # calls that were reported with whole arguments
         self._in_arguments = self._is_begun = self._is_list = False
+        self._num_early = 0  # objects of the call that were tried as its arguments
         self._num_seen = 0  # calls, dropped ones included
         self._events: list[CallEvent] = []
         self._texts: list[str] = []  # of the last event, to be joined
@@ -136,13 +143,18 @@ class CallParser:
 
     def push(self, text: str) -> list[CallEvent]:
         """Add the next piece of the completion; return what it completes."""
+        # In pieces, as the rest of a piece is copied at each marker in it.
+        for start in range(0, len(text), _PIECE):
+            self._read(text[start : start + _PIECE])
+        return self._taken()
+
+    def _read(self, text: str) -> None:
         at = 0
         while at < len(text):
             if self._state is _State.TEXT:
                 at = self._in_text(text, at)
             else:
                 at += self._takes(text[at])
-        return self._taken()
 
     def finish(self) -> list[CallEvent]:
         """Return what is left at the end of the completion; the beginning of a marker is no text."""
@@ -242,7 +254,7 @@ class CallParser:
     def _lead(self, char: str) -> bool:
         if char == "{" and not self._num_again:
             self._state, self._json, self._start = _State.OBJECT, _JsonObject(), len(self._raw)
-            self._is_begun, self._num_members = False, 0
+            self._is_begun, self._num_members, self._num_early = False, 0, 0
             return False
         if self._family is CallFamily.HERMES and (self._num_again or char == self._marker[0]):
             return self._again(char)
@@ -291,7 +303,8 @@ class CallParser:
         """Begin a call if its name is known and its arguments begin, or if the object is read."""
         if char == "," and depth == 1 and not self._json.in_string:
             self._num_members = len(self._raw) - self._start - 1
-        if char == "{" and depth == 2 and not self._json.in_string:
+        if char == "{" and depth == 2 and not self._json.in_string and self._num_early < _MAX_EARLY:
+            self._num_early += 1
             # The name after the arguments is rarer: then the call begins once all is read.
             head = _loaded("".join(self._raw[self._start : -1]) + "null}")
             if head and next(reversed(head)) in _ARGUMENTS and self._is_tool(head.get("name")):

@@ -19,7 +19,7 @@ from gammaray.demo_pair import resolve_model
 from gammaray.errors import InvalidArgumentError
 from gammaray.grammar.matcher import GrammarCompiler, GrammarState
 from gammaray.grammar.texts import JSON_OBJECT, choice_grammar, json_schema_grammar, regex_grammar
-from tests.support.processing_helpers import small_compiler
+from tests.support.processing_helpers import small_compiler, small_tokenizer
 
 EOS = (0, 3)
 TOKENS = ("<eos>", "a", "b", "<eot>", "ab", "ba", "c", "abc", "bab")
@@ -311,3 +311,30 @@ def test_wrong_grammars_are_refused_with_the_reason(grammar, reason):
 def test_wrong_expression_is_refused():
     with pytest.raises(InvalidArgumentError):
         begin(regex_grammar("a("))
+
+
+@pytest.mark.parametrize("ends", [(0,), (0, 3), (0, 5), (0, 3, 5, 7), (3,), (2, 8)])
+def test_tokens_that_end_a_completion_are_as_those_of_a_compiler_that_has_them(ends):
+    """One compiler serves every set of end tokens, whether or not they are text of the grammar."""
+    rng = random.Random(0)
+    shared = small_compiler(TOKENS, len(TOKENS) + 3, EOS)
+    own = GrammarCompiler(small_tokenizer(TOKENS, EOS), len(TOKENS) + 3, ends)
+    for grammar in LANGUAGES:
+        for _ in range(20):
+            one, other = shared.begin(grammar, ends), own.begin(grammar)
+            for _ in range(8):
+                (mask,), (expected,) = one.masks([()]), other.masks([()])
+                assert ids_of(mask) == ids_of(expected)
+                possible = ids_of(mask)
+                if not possible or one.is_ended:
+                    break
+                token_id = rng.choice(possible)
+                assert one.count_possible([token_id]) == other.count_possible([token_id])
+                one.extend([token_id])
+                other.extend([token_id])
+
+
+def test_end_token_outside_of_the_vocabulary_is_ignored():
+    compiler = small_compiler(TOKENS, len(TOKENS) + 3, EOS)
+    masks = [compiler.begin("start: /a?/", ends).masks([()]) for ends in ((0, 10**6), (0,))]
+    assert masks[0] == masks[1]

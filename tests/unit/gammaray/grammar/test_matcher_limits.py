@@ -72,37 +72,6 @@ def test_a_completion_beyond_its_limits_does_not_end_another_one():
         assert possible(other)
 
 
-@pytest.mark.parametrize(
-    ("grammar", "operator"),
-    [
-        ("start: A\nA: /a+/ & /b*a/", "&"),
-        ("start: A\nA: ~/a+/", "~"),
-        ("start: A // a comment with &\nA: /a/", "&"),
-        ('start: A "&"\nA: /a/ &/b/', "&"),
-    ],
-)
-def test_operators_that_compile_without_limits_are_refused(grammar, operator):
-    with pytest.raises(InvalidArgumentError, match=f"^grammar: got the operator {operator}, "):
-        compiler().begin(grammar)
-
-
-@pytest.mark.parametrize(
-    ("grammar", "text"),
-    [
-        ('start: "a&b~c"', "a&b~c"),
-        ("start: /a&b~/", "a&b~"),
-        ('start: "x"~3', "xxx"),
-        ('start: "x" ~ 2..3', "xx"),
-        (r'start: "\"&" /\/~/', '"&/~'),
-        ('start: %json {"const": "a & ~b"}', '"a & ~b"'),
-    ],
-)
-def test_the_same_characters_in_strings_and_repetitions_are_no_operators(grammar, text):
-    state = compiler().begin(grammar)
-    state.extend(ids(text))
-    assert state.is_complete
-
-
 def test_ambiguity_ends_in_an_error_instead_of_ever_slower_steps():
     state = compiler().begin('start: a\na: "x" | a a | ""')
     with pytest.raises(InvalidArgumentError, match=r"^grammar: .*items"):
@@ -123,17 +92,3 @@ def test_many_optional_properties_are_possible():
     state = compiler().begin(json_schema_grammar(schema))
     state.extend(ids('{"p3": true, "p99": false}'))
     assert state.is_complete
-
-
-def test_result_of_a_check_is_remembered_by_content():
-    made = GrammarCompiler(tokenizer().to_str(), tokenizer().get_vocab_size(), [0])
-    for grammar, is_good in (('start: "a"', True), ("start: A\nA: /a(?=b)/", False)):
-        assert not made.is_checked(grammar)
-        for _ in range(2):
-            if is_good:
-                made.check(grammar)
-            else:
-                with pytest.raises(InvalidArgumentError, match=r"^grammar: "):
-                    made.check(grammar)
-            assert made.is_checked(grammar)
-            assert not made.is_checked(grammar + " ")

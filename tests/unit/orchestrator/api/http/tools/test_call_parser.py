@@ -318,3 +318,28 @@ def test_long_texts_take_linear_time(family, text):
     start = time.process_time()
     parsed(parser_of(family), (text[at : at + 4] for at in range(0, len(text), 4)))
     assert time.process_time() - start < 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "piece",
+    [
+        "<tool_call>x",
+        '<tool_call>{"name": "f", "arguments": {}}</x',
+        "<tool_call>{",
+        '{"a":{},',
+        '"arguments":{},',
+        '{"arguments": {"a": [',
+        "</tool_call>",
+    ],
+)
+@pytest.mark.parametrize("begins", ["", "<tool_call>{"])
+def test_time_grows_like_the_text(piece, begins):
+    def cpu_s(size: int) -> float:
+        text = begins + piece * (size // len(piece))
+        began = time.process_time()
+        parsed(parser_of(HERMES), [text])
+        return time.process_time() - began
+
+    once, twice = (min(cpu_s(size) for _ in range(3)) for size in (2**16, 2**17))
+    assert twice < 3 * once

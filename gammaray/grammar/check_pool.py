@@ -1,0 +1,267 @@
+"""Checks grammars of users in processes with limits of CPU time, memory and duration.
+
+llguidance cannot be interrupted, and its own limits do not bound all of its work: what a grammar costs is
+known only once it has been compiled. So an untrusted grammar is first compiled in a process of its own,
+together with its first masks, and only one that ends within the limits is compiled elsewhere: in the
+orchestrator, for forced tokens, and in workers. What this costs there is bounded:
+
+- The compilation is the same work, on the same input with the same limits of llguidance: at most the
+  `MAX_CPU_S` and `MAX_MEMORY_BYTES` of the check. llguidance releases the GIL meanwhile.
+- A step after that, for one token or mask, is bounded by llguidance's limits of a step (`matcher`), which it
+  applies to each lexer state and each row. They do not bound a compilation, and they did not bound the
+  intersections and complements of Lark, which `syntax` refuses by llguidance's own parse.
+
+A process checks one grammar at a time. The grammar whose check ends it is refused, and no other one: its next
+grammar gets a new process. A process starts from a fresh interpreter, as a copy of one with threads might
+inherit locked locks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from gammaray.errors import (
+    CancelledError,
+    InvalidArgumentError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
+
+__all__ = ["MAX_CPU_S", "MAX_DURATION_S", "MAX_MEMORY_BYTES", "CheckPool", "GrammarCheck"]
+
+MAX_CPU_S = 1.0
+"""CPU time of the check of a grammar; ordinary ones take a few to 100 ms."""
+
+MAX_MEMORY_BYTES = 256 * 2**20
+"""Memory of a process beyond the tokenizer's."""
+
+MAX_DURATION_S = 10.0
+"""Duration of a check, which may have to wait for the CPU."""
+
+START_S = 60.0
+"""Duration of the start of a process, with the tokenizer."""
+
+_POLL_S = 0.05
+_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "LANG", "TMPDIR")
+
+# Raised by the process's own memory limit, or by a fault of llguidance.
+_FAULTS = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP)
+
+
+class GrammarCheck:
+    """One check; `cancel` ends it."""
+
+    def __init__(self, grammar: str) -> None:
+        self.grammar = grammar
+        self._is_cancelled = threading.Event()
+
+    def cancel(self) -> None:
+        """End the check within `_POLL_S`; thread-safe."""
+        self._is_cancelled.set()
+
+    def check_wanted(self) -> None:
+        """Raise CancelledError after `cancel`."""
+        if self._is_cancelled.is_set():
+            raise CancelledError("the check of the grammar was cancelled")
+
+
+class CheckPool:
+    """Up to `num_processes` processes that check grammars for one tokenizer. Thread-safe.
+
+    Args:
+        tokenizer_json: The tokenizer in the format of `tokenizers`.
+        vocab_size: Number of token ids of the model.
+        eos_token_ids: Its end-of-sequence tokens.
+        num_processes: Most checks at once. A process starts when it is first needed.
+    """
+
+    def __init__(
+        self, tokenizer_json: str, vocab_size: int, eos_token_ids: Iterable[int], num_processes: int = 2
+    ) -> None:
+        self._settings = json.dumps(
+            {
+                "tokenizer": tokenizer_json,
+                "vocab_size": vocab_size,
+                "eos_token_ids": sorted(eos_token_ids),
+                "max_cpu_s": MAX_CPU_S,
+                "max_memory_bytes": MAX_MEMORY_BYTES,
+            }
+        )
+        self._idle: list[_Process] = []
+        self._threads = ThreadPoolExecutor(num_processes, thread_name_prefix="gammaray-grammar-check")
+
+    def submit(self, check: GrammarCheck) -> Future[None]:
+        """Begin a check; its result is None, or one of the errors of `check`."""
+        return self._threads.submit(self._run, check)
+
+    def check(self, grammar: str) -> None:
+        """Check a grammar.
+
+        Raises:
+            InvalidArgumentError: The grammar is wrong, unsupported, or exceeds the limits, or llguidance
+                cannot use the tokenizer.
+            ResourceExhaustedError: The check took too long without having used its CPU time.
+            UnavailableError: The process was ended from outside, twice.
+        """
+        self.submit(GrammarCheck(grammar)).result()
+
+    def close(self) -> None:
+        """End the processes; checks that wait or run fail."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        while self._idle:
+            self._idle.pop().end()
+
+    def _run(self, check: GrammarCheck) -> None:
+        for is_last in (False, True):
+            check.check_wanted()
+            try:
+                process = self._idle.pop()
+            except IndexError:
+                process = _Process(self._settings)
+            try:
+                answer = process.ask(check)
+            except _EndedError as ended:
+                _raise_limit(ended.by_signal)
+                if is_last:
+                    if ended.by_signal in _FAULTS:
+                        _raise_memory()
+                    raise UnavailableError(
+                        f"the process that checks grammars ended twice ({ended})"
+                    ) from None
+            except BaseException:
+                if process.is_idle:
+                    self._idle.append(process)
+                else:
+                    process.end()
+                raise
+            else:
+                self._idle.append(process)
+                if answer is not None:
+                    raise InvalidArgumentError("grammar", *answer)
+                return
+
+
+def _raise_limit(by_signal: int) -> None:
+    if by_signal == signal.SIGPROF:
+        got = f"a grammar whose check takes more than {MAX_CPU_S:g} s of CPU time"
+        raise InvalidArgumentError("grammar", got, "a grammar of less complexity") from None
+
+
+def _raise_memory() -> None:
+    got = f"a grammar whose check fails, with {MAX_MEMORY_BYTES // 2**20} MiB of memory"
+    raise InvalidArgumentError("grammar", got, "a grammar of less complexity") from None
+
+
+class _EndedError(Exception):
+    """A process ended.
+
+    Attributes:
+        by_signal: The signal's number; 0 if it ended otherwise.
+    """
+
+    def __init__(self, returncode: int) -> None:
+        self.by_signal = max(0, -returncode)
+        super().__init__(f"signal {self.by_signal}" if self.by_signal else f"exit status {returncode}")
+
+
+class _Process:
+    """A process of `check_process`; used by one thread at a time.
+
+    Attributes:
+        is_idle: Whether it has started, and waits for a grammar.
+    """
+
+    def __init__(self, settings: str) -> None:
+        # Without the settings of the parent, which may be secret; `subprocess` does not copy its memory.
+        environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", "gammaray.grammar.check_process"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+        )
+        self._settings: str | None = settings
+        self.is_idle = False
+
+    def ask(self, check: GrammarCheck) -> list[str] | None:
+        """Return the error of a grammar, as what was got and what is allowed.
+
+        Raises:
+            _EndedError: The process has ended.
+            CancelledError: The check was cancelled.
+            ResourceExhaustedError: The check took too long.
+            InvalidArgumentError: llguidance cannot use the tokenizer.
+        """
+        if self._settings is not None:
+            self._write(self._settings)
+            # Not cancelled with the check, as the next one would begin anew.
+            if error := self._read(GrammarCheck(""), START_S):
+                allowed = "none: the model's tokenizer cannot be used by llguidance"
+                raise InvalidArgumentError("grammar", f"a grammar ({error})", allowed)
+            self._settings, self.is_idle = None, True
+        check.check_wanted()
+        self.is_idle = False
+        self._write(check.grammar)
+        answer: list[str] | None = json.loads(self._read(check, MAX_DURATION_S))
+        self.is_idle = True
+        return answer
+
+    def end(self) -> None:
+        """Kill the process and wait for its end."""
+        self._child.kill()
+        with contextlib.suppress(OSError):
+            self._child.__exit__(None, None, None)  # closes the pipes, and waits
+
+    def _write(self, text: str) -> None:
+        body = text.encode("utf-8", "surrogatepass")
+        assert self._child.stdin is not None
+        try:
+            self._child.stdin.write(struct.pack(">I", len(body)) + body)
+            self._child.stdin.flush()
+        except OSError:
+            raise self._ended() from None
+
+    def _read(self, check: GrammarCheck, timeout_s: float) -> str:
+        header = self._read_bytes(4, check, deadline := time.monotonic() + timeout_s)
+        (length,) = struct.unpack(">I", header)
+        return self._read_bytes(length, check, deadline).decode("utf-8", "surrogatepass")
+
+    def _read_bytes(self, count: int, check: GrammarCheck, deadline: float) -> bytes:
+        assert self._child.stdout is not None
+        read = bytearray()
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._child.stdout, selectors.EVENT_READ)
+            while len(read) < count:
+                check.check_wanted()
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    raise ResourceExhaustedError(
+                        f"the check of the grammar took more than {MAX_DURATION_S:g} s"
+                    )
+                if not selector.select(min(left_s, _POLL_S)):
+                    continue
+                piece = os.read(self._child.stdout.fileno(), count - len(read))
+                if not piece:
+                    raise self._ended()
+                read += piece
+        return bytes(read)
+
+    def _ended(self) -> _EndedError:
+        try:
+            returncode = self._child.wait(1.0)  # it has closed a pipe
+        except subprocess.TimeoutExpired:
+            returncode = 1
+        self.end()
+        return _EndedError(returncode)

@@ -1,0 +1,192 @@
+"""Processes that check grammars: what ends them, whom that concerns, and that they end with their parent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import cache
+from pathlib import Path
+
+import psutil
+import pytest
+from tokenizers import Tokenizer
+
+from gammaray.demo_pair import resolve_model
+from gammaray.errors import InvalidArgumentError
+from gammaray.grammar import check_pool
+from gammaray.grammar.check_pool import CheckPool, GrammarCheck
+
+pytestmark = pytest.mark.slow
+
+ENDLESS = 'start: %json {"type": ["string", "integer"], "multipleOf": 2147483647}'
+END_S = 60.0
+"""Longest wait for another process."""
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(Path(resolve_model("demo")) / "tokenizer.json"))
+
+
+@pytest.fixture
+def make_pool():
+    made = []
+
+    def make(num_processes=1):
+        made.append(CheckPool(tokenizer().to_str(), tokenizer().get_vocab_size(), [0], num_processes))
+        return made[-1]
+
+    yield make
+    for pool in made:
+        pool.close()
+
+
+def children() -> list[psutil.Process]:
+    processes = psutil.Process().children()
+    return [one for one in processes if "gammaray.grammar.check_process" in one.cmdline()]
+
+
+def wait_until(is_true) -> None:
+    deadline = time.monotonic() + END_S
+    while not is_true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_grammars_are_checked(make_pool):
+    pool = make_pool()
+    pool.check('start: "a"')
+    for grammar, match in (
+        ("start: A\nA: /a/ & /b/", "the operator &"),
+        ('start[temperature=1]: "a"', "the attribute temperature"),
+        ("start: /a", "lexer error"),
+        ("start: A\nA: /a(?=b)/", "look-around"),
+        ('start: "\ud800"', "surrogate"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=rf"^grammar: .*{match}"):
+            pool.check(grammar)
+    assert len(children()) == 1
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        '{"type": ["string", "integer"], "multipleOf": 2147483647}',
+        '\n{"type": ["string", "integer"], "multiple\\u004ff": 2147483647}',
+        '{"$ref": "#/x", "x": {"type": ["string", "integer"], "multipleOf": 2147483647}}',
+    ],
+)
+def test_grammar_that_does_not_end_compiling_is_refused_and_others_go_on(make_pool, monkeypatch, schema):
+    monkeypatch.setattr(check_pool, "MAX_CPU_S", 0.4)
+    monkeypatch.setattr(check_pool, "MAX_DURATION_S", 100.0)
+    pool = make_pool()
+    pool.check('start: "a"')
+    checks = [GrammarCheck(text) for text in (f"start: %json {schema}", 'start: "b"', 'start: "c"')]
+    results = [pool.submit(check) for check in checks]
+    with pytest.raises(InvalidArgumentError, match=r"more than 0\.4 s of CPU time"):
+        results[0].result()
+    assert [result.result() for result in results[1:]] == [None, None]
+
+
+def test_grammar_beyond_the_memory_is_refused_and_others_go_on(make_pool, monkeypatch):
+    monkeypatch.setattr(check_pool, "MAX_CPU_S", 100.0)
+    monkeypatch.setattr(check_pool, "MAX_DURATION_S", 100.0)
+    monkeypatch.setattr(check_pool, "MAX_MEMORY_BYTES", 2**25)
+    pool = make_pool()
+    with pytest.raises(InvalidArgumentError, match="with 32 MiB of memory"):
+        pool.check(ENDLESS)
+    pool.check('start: "a"')
+
+
+def test_duration_is_bounded_where_the_cpu_time_is_not(make_pool, monkeypatch):
+    monkeypatch.setattr(check_pool, "MAX_CPU_S", 100.0)
+    pool = make_pool()
+    pool.check('start: "a"')
+    monkeypatch.setattr(check_pool, "MAX_DURATION_S", 0.2)
+    with pytest.raises(check_pool.ResourceExhaustedError, match=r"more than 0\.2 s"):
+        pool.check(ENDLESS)
+    monkeypatch.setattr(check_pool, "MAX_DURATION_S", 100.0)
+    pool.check('start: "b"')
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_grammar_is_checked_again_after_its_process_was_killed(make_pool, monkeypatch, is_busy):
+    monkeypatch.setattr(check_pool, "MAX_CPU_S", 0.5)
+    monkeypatch.setattr(check_pool, "MAX_DURATION_S", 100.0)
+    pool = make_pool()
+    pool.check('start: "a"')
+    (first,) = children()
+    if not is_busy:
+        os.kill(first.pid, signal.SIGKILL)
+        pool.check('start: "b"')
+    else:
+        os.kill(first.pid, signal.SIGSTOP)  # so that it is killed during the check
+        result = pool.submit(GrammarCheck('start: "b"'))
+        os.kill(first.pid, signal.SIGKILL)
+        assert result.result() is None
+    (second,) = children()
+    assert second.pid != first.pid
+
+
+def test_cancelled_check_ends_its_process(make_pool, monkeypatch):
+    monkeypatch.setattr(check_pool, "MAX_CPU_S", 100.0)
+    monkeypatch.setattr(check_pool, "MAX_DURATION_S", 100.0)
+    pool = make_pool()
+    pool.check('start: "a"')
+    (first,) = children()
+    check = GrammarCheck(ENDLESS)
+    result = pool.submit(check)
+    wait_until(result.running)
+    check.cancel()
+    with pytest.raises(check_pool.CancelledError):
+        result.result(END_S)
+    pool.check('start: "b"')
+    assert first not in children()
+
+
+def test_cancelled_check_does_not_end_a_start(make_pool):
+    pool = make_pool()
+    check = GrammarCheck('start: "a"')
+    result = pool.submit(check)
+    check.cancel()
+    with pytest.raises(check_pool.CancelledError):
+        result.result(END_S)
+    pool.check('start: "b"')
+    assert len(children()) == 1
+
+
+def test_process_ends_with_its_parent_also_within_a_check():
+    script = f"""
+import sys
+from pathlib import Path
+from tokenizers import Tokenizer
+from gammaray.grammar.check_pool import CheckPool, GrammarCheck
+tokenizer = Tokenizer.from_file({str(Path(resolve_model("demo")) / "tokenizer.json")!r})
+pool = CheckPool(tokenizer.to_str(), tokenizer.get_vocab_size(), [0], 2)
+pool.submit(GrammarCheck({ENDLESS!r}))
+pool.check('start: "a"')
+print("ready", flush=True)
+sys.stdin.read()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == "ready\n"
+        made = psutil.Process(parent.pid).children()
+        assert len(made) == 2
+        parent.kill()
+    wait_until(lambda: not any(one.is_running() and one.status() != "zombie" for one in made))
+
+
+def test_process_imports_little_and_has_no_settings_of_its_parent(make_pool, monkeypatch):
+    monkeypatch.setenv("GAMMARAY_SECRET", "x")
+    make_pool().check('start: "a"')
+    (child,) = children()
+    assert "GAMMARAY_SECRET" not in child.environ()
+    script = "import sys, gammaray.grammar.check_process; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert {"torch", "ray", "transformers", "numpy"}.isdisjoint(loaded.stdout.split())

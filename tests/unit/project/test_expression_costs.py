@@ -1,0 +1,172 @@
+"""Every regular expression of the product takes a time that grows like the length of its text, not faster.
+
+`re` holds the GIL, so one expression that backtracks over a client's text stops all streams of a process. The
+expressions are found in the source, and each is attacked with texts that are made of its own characters,
+so that a new one is tested without an entry here.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import itertools
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+OURS = ("gammaray", "orchestrator", "services")
+
+METHODS = ("match", "fullmatch", "search", "split", "findall", "finditer", "sub", "subn")
+FUNCTIONS = ("compile", *METHODS)
+"""Functions of `re` whose first argument is an expression."""
+
+LENGTHS = (16, 20, 24, 28, 32, 64, 256, 1000, 4000)
+"""Characters of the attacks; the short ones end before an exponential expression takes minutes."""
+
+SLOW_S = 0.004
+"""A quadratic expression takes some 20 ms for the longest attack, a linear one less than 1 ms."""
+
+MOST_GROWTH = 3.0
+"""Of the CPU time when the text is doubled: 2 for a linear expression, 4 for a quadratic one."""
+
+FORMER = (
+    (r"<\[[^\]\n]*\]>", "search"),
+    (r'"(?:\\.|[^"\\\x00-\x1f])*"|/(?:\\.|[^/\\])+/|(?:#|//)[^\n]*', "sub"),
+    (r"//.*@", "sub"),
+    (r"got (?P<got>.*), allowed: (?P<allowed>.*)", "search"),
+    (r"(a+)+b", "search"),
+    (r"x(a|a)*b", "match"),
+)
+"""Expressions that the product had, and two that are worse."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """An expression, and the method of `re.Pattern` by which it is used."""
+
+    pattern: re.Pattern[str]
+    method: str
+    place: str
+
+
+def uses_of(path: Path) -> Iterator[Use]:
+    """Yield the uses in a module: those of `re` itself, and those of the names of compiled expressions."""
+    tree = ast.parse(path.read_text())
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import)]
+    if not any(name.name == "re" for node in imports for name in node.names):
+        return
+    module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+    place = str(path.relative_to(ROOT))
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        owner, method = node.func.value, node.func.attr
+        if not isinstance(owner, ast.Name):
+            continue
+        if owner.id == "re" and method in METHODS:
+            made = evaluated(ast.Call(ast.Attribute(owner, "compile", ast.Load()), *compiling(node)), module)
+            yield Use(made, method, f"{place}:{node.lineno}")
+        elif owner.id == "re" and method == "compile":
+            made = evaluated(node, module)
+            names = [name for name, value in vars(module).items() if is_same(value, made)]
+            assert names, f"{place}:{node.lineno}: an expression without a name in the module is not tested"
+            methods = {one.func.attr for one in ast.walk(tree) if is_use(one, names)}
+            for used in sorted(methods or METHODS):
+                yield Use(made, used, f"{place}:{node.lineno}")
+
+
+def compiling(node: ast.Call) -> tuple[list[ast.expr], list[ast.keyword]]:
+    """Return the arguments of the expression alone: without the text, and with the flags."""
+    flags = [one for one in node.keywords if one.arg == "flags"]
+    further = [one for one in node.args[2:] if isinstance(one, ast.Attribute)]
+    return [node.args[0], *further], flags
+
+
+def is_use(node: ast.AST, names: list[str]) -> bool:
+    return (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in METHODS
+        and isinstance(node.func.value, ast.Name)
+        and node.func.value.id in names
+    )
+
+
+def is_same(value: object, pattern: re.Pattern[str]) -> bool:
+    return isinstance(value, re.Pattern) and value == pattern
+
+
+def evaluated(node: ast.expr, module: Any) -> re.Pattern[str]:
+    expression = ast.fix_missing_locations(ast.Expression(node))
+    made: re.Pattern[str] = eval(compile(expression, "<source>", "eval"), vars(module))
+    return made
+
+
+@cache
+def every_use() -> tuple[Use, ...]:
+    paths = sorted(path for package in OURS for path in (ROOT / package).rglob("*.py"))
+    return tuple(use for path in paths if "_pb2" not in path.name for use in uses_of(path))
+
+
+def attacks(pattern: str) -> Iterator[Callable[[int], str]]:
+    """Yield makers of texts of some length: a beginning, a repeated piece, and an end that may not match."""
+    words = [word for word in re.findall(r"[A-Za-z0-9_ ,:=/.-]{2,16}", pattern) if word.strip()][:6]
+    chars = list(dict.fromkeys("a0 \n" + "".join(re.findall(r"[^?*+(){}|^$]", pattern))))[:24]
+    pieces = [*words, *chars, *map("".join, itertools.permutations(chars, 2))]
+    heads = ["", *words, *chars]
+    for piece, tail in itertools.product(pieces, ("", "\x00")):
+        yield lambda length, piece=piece, tail=tail: (piece * length)[:length] + tail
+    for head, piece in itertools.product(heads, [*words, *chars]):
+        yield lambda length, head=head, piece=piece: head + (piece * length)[:length] + "\x00"
+
+
+def cpu_s(use: Use, text: str, tries: int = 1) -> float:
+    run = getattr(use.pattern, use.method)
+    arguments = ("", text) if use.method in ("sub", "subn") else (text,)
+    times = []
+    for _ in range(tries):
+        began = time.process_time()
+        found = run(*arguments)
+        if use.method == "finditer":
+            list(found)
+        times.append(time.process_time() - began)
+    return min(times)
+
+
+def slow_attack(use: Use) -> str | None:
+    """Return the beginning of an attack under which the time grows faster than the text; None without one."""
+    for attack in attacks(use.pattern.pattern):
+        for length in LENGTHS:
+            if cpu_s(use, attack(length)) < SLOW_S or cpu_s(use, attack(length), 3) < SLOW_S:
+                continue
+            if length < LENGTHS[-1]:
+                return attack(24)
+            once, twice = (cpu_s(use, attack(size * length), 3) for size in (1, 2))
+            if twice > MOST_GROWTH * once:
+                return attack(24)
+    return None
+
+
+def test_the_attacks_find_expressions_that_backtrack():
+    for pattern, method in FORMER:
+        use = Use(re.compile(pattern, re.DOTALL | re.MULTILINE), method, "")
+        assert slow_attack(use) is not None, pattern
+
+
+def test_every_use_is_found():
+    found = {use.place.partition(":")[0] for use in every_use()}
+    assert {"gammaray/grammar/syntax.py", "orchestrator/api/http/json_text.py"} <= found
+    assert len(every_use()) > 30
+
+
+@pytest.mark.slow
+def test_no_expression_backtracks_over_its_text():
+    slow = {f"{use.place} {use.method}": slow_attack(use) for use in every_use()}
+    assert {place: attack for place, attack in slow.items() if attack is not None} == {}
