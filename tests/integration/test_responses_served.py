@@ -127,8 +127,8 @@ async def test_deleted_while_it_runs_the_response_fails(redis_server, workers):
         names: list[str] = []
         create = orchestrator.responses.create
 
-        async def noting(name, stored):
-            await create(name, stored)
+        async def noting(name, stored, room):
+            await create(name, stored, room)
             names.append(name)
             begun.set()
 
