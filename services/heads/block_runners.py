@@ -110,7 +110,7 @@ def dflash_engine(
     count = min(config.block_size, max_context - 1)
     features = engine.fuse(torch.ones(1, len(config.taps), config.layer.hidden_size))
     tokens = [0, 0, *[config.mask_token] * (count - 1)]
-    engine.check(SequenceInput(CHECK, 0, tokens, count, features=features))
+    engine.probe(SequenceInput(CHECK, 0, tokens, count, features=features))
     return engine
 
 
@@ -203,5 +203,5 @@ def medusa_engine(
     features = engine.fuse(torch.ones(1, 1, heads.config.hidden_size))
     engine.skip(CHECK, [0])
     tokens = [0, *[vocab_size] * (count - 1)]
-    engine.check(SequenceInput(CHECK, 1, tokens, count, features=features))
+    engine.probe(SequenceInput(CHECK, 1, tokens, count, features=features))
     return engine

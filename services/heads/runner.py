@@ -87,7 +87,7 @@ class HeadEngine(Engine):
         with torch.inference_mode():
             return self.runner.fuse(states)
 
-    def check(self, feed: SequenceInput) -> None:
+    def probe(self, feed: SequenceInput) -> None:
         """Run a feed of a new session, and forget it.
 
         Raises:
@@ -147,5 +147,5 @@ def head_engine(
     count = min(3, max_context - 1)
     features = engine.fuse(torch.ones(count, len(head.config.taps), head.config.target_hidden_size))
     engine.skip(CHECK, [0])
-    engine.check(SequenceInput(CHECK, 1, [0] * count, count, features=features))
+    engine.probe(SequenceInput(CHECK, 1, [0] * count, count, features=features))
     return engine

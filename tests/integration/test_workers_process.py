@@ -21,6 +21,7 @@ from gammaray.config import DraftSettings, TargetSettings
 from orchestrator.launcher.preflight import free_ports
 from services.process.main import run
 from tests.support.engine_helpers import random_tokens, tiny_model
+from tests.support.head_helpers import changed
 from tests.support.workers.held_engine import HeldEngine
 from tests.support.workers.process_helpers import START_TIMEOUT_S, spawned
 from tests.support.workers.scripted_workers import until, until_so
@@ -253,6 +254,15 @@ def test_unusable_setting_exits_2_and_names_it(options, words, capsys):
     output, errors = capsys.readouterr()
     assert output == ""
     assert words in errors.splitlines()[-1]
+
+
+def test_head_whose_numbers_contradict_each_other_exits_2_and_names_the_field(capsys, tmp_path):
+    def config(stored):
+        stored["transformer_layer_config"] |= {"num_attention_heads": 1, "num_key_value_heads": 2}
+
+    target = tiny_model("llama", tmp_path)
+    assert run_target("--model", str(target), "--head", str(changed("llama", tmp_path / "head", config))) == 2
+    assert "config.json: num_key_value_heads: got 2, allowed" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_port_in_use_exits_2(capsys):

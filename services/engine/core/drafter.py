@@ -226,9 +226,9 @@ def target_tensor(name: str, target: str, what: str) -> Tensor:
     folder, module = checkpoint_folder(target), skeleton(load_config(target))
     if folder is None or module is None:
         raise InvalidArgumentError("target_model", target, allowed)
-    find = {"embedding": input_names, "output matrix": output_names, "last norm": lambda _: [_LAST_NORM]}
+    own_names = {"embedding": input_names, "output matrix": output_names}
     stored = {own: key for key, own in stored_as(module, tensor_names(folder)).items()}
-    for own in find[what](module):
+    for own in own_names[what](module) if what in own_names else [_LAST_NORM]:
         if own in stored:
             return read_tensor(target, folder, stored[own])
     raise InvalidArgumentError("target_model", target, allowed)

@@ -164,7 +164,7 @@ def _check_rotary(name: str, file: str, path: str, stored: Mapping[str, Any]) ->
             _check_value(name, file, key, place, value)
 
 
-def _check_value(name: str, file: str, key: str, place: str, value: object) -> None:
+def _check_value(name: str, file: str, key: str, place: str, value: Any) -> None:
     """Check a value by its name; other numbers must be finite."""
     if key in _SIZES | _LAYERS | _EXPERTS:
         least, most = int(key not in _EXPERTS), _MOST_LAYERS if key in _LAYERS else _MOST
@@ -228,7 +228,7 @@ def output_names(module: PreTrainedModel) -> list[str]:
 
 
 def _output(module: PreTrainedModel) -> nn.Module | None:
-    output: nn.Module | None = module.get_output_embeddings()
+    output: nn.Module | None = module.get_output_embeddings()  # type: ignore[no-untyped-call]
     return output
 
 
