@@ -16,8 +16,6 @@ from collections.abc import Callable, Sequence
 from functools import cache, cached_property
 from typing import NamedTuple
 
-import numpy as np
-
 from gammaray.grammar.schemas import BOUNDED_KEYS, FREE_KEYS, KEYS_KEYWORD
 from gammaray.grammar.texts import THOUGHT_RULE
 
@@ -79,16 +77,15 @@ class KeyTokens:
                 several.append(token_id)
             elif quote:
                 self._closing.setdefault(head, []).append(token_id)
-        self._several = np.array(several, np.int64)
+        self._several = several
         self._misspelt = cache(self._find_misspelt)
 
     def restrict(self, place: _Place, mask: bytes) -> bytes:
         """Return a mask, a bit per token id, without the tokens that would repeat or misspell a key."""
         if place.is_thought:
             return mask
-        bits = np.frombuffer(mask, np.uint8)
         found = self._repeating(place) if place.is_key_next and place.string is not None else []
-        for token_id in _chosen(self._several, bits):
+        for token_id in _chosen(self._several, mask):
             if _after(place, self.pieces[token_id]) is None:
                 found.append(token_id)
         return without(mask, found) if found else mask
@@ -100,13 +97,12 @@ class KeyTokens:
         """
         if place.is_thought:
             return []
-        bits = np.frombuffer(mask, np.uint8)
         if place.is_key_next and place.string is not None:
             starts = {rest[:end] for rest in place.taken for end in range(1, len(rest) + 1)}
             found = [token_id for start in starts for token_id in self._by_piece.get(start, ())]
-            return _chosen(np.array(found, np.int64), bits)
-        commas = np.flatnonzero(np.unpackbits(bits, bitorder="little")) if place.is_key_next else self._commas
-        return [token_id for token_id in _chosen(commas, bits) if self._is_doubtful(place, token_id)]
+            return _chosen(found, mask)
+        candidates = _ids_of(mask) if place.is_key_next else _chosen(self._commas, mask)
+        return [token_id for token_id in candidates if self._is_doubtful(place, token_id)]
 
     def _is_doubtful(self, place: _Place, token_id: int) -> bool:
         following = _after(place, self.pieces[token_id])
@@ -127,8 +123,8 @@ class KeyTokens:
         return found
 
     @cached_property
-    def _commas(self) -> np.ndarray:
-        return np.array([token_id for token_id, piece in enumerate(self.pieces) if b"," in piece], np.int64)
+    def _commas(self) -> list[int]:
+        return [token_id for token_id, piece in enumerate(self.pieces) if b"," in piece]
 
     def _find_misspelt(self, escape: bytes) -> list[int]:
         """Return the tokens that put an escape into a key that JSON does not require.
@@ -202,16 +198,21 @@ class KeyGuard:
 
 def without(mask: bytes, token_ids: Sequence[int]) -> bytes:
     """Return a mask without some tokens."""
-    bits, dropped = np.frombuffer(mask, np.uint8).copy(), np.array(token_ids, np.int64)
-    np.bitwise_and.at(bits, dropped >> 3, ~(1 << (dropped & 7)).astype(np.uint8))
-    return bits.tobytes()
+    bits = bytearray(mask)
+    for token_id in token_ids:
+        bits[token_id >> 3] &= ~(1 << (token_id & 7))
+    return bytes(bits)
 
 
-def _chosen(token_ids: np.ndarray, bits: np.ndarray) -> list[int]:
+def _chosen(token_ids: Sequence[int], mask: bytes) -> list[int]:
     """Return those of some tokens that a mask has."""
-    is_chosen = (bits[token_ids >> 3] >> (token_ids & 7)) & 1
-    chosen: list[int] = token_ids[is_chosen.astype(bool)].tolist()
-    return chosen
+    return [token_id for token_id in token_ids if mask[token_id >> 3] >> (token_id & 7) & 1]
+
+
+def _ids_of(mask: bytes) -> list[int]:
+    """Return the tokens of a mask, which are few."""
+    set_bytes = ((at, byte) for at, byte in enumerate(mask) if byte)
+    return [at * 8 + bit for at, byte in set_bytes for bit in range(8) if byte >> bit & 1]
 
 
 def _mark(value: str) -> str:

@@ -159,6 +159,15 @@ def check_multiples(schema: Any, field: str) -> None:
         raise InvalidArgumentError(
             field, got, f"a product of at most {MAX_MULTIPLE}, decimal points left out"
         )
+    decimals = [max(0, -int(Decimal(repr(value)).as_tuple().exponent)) for value in values]
+    scaled = (
+        _without_point(value) * 10 ** (max(decimals) - own)
+        for value, own in zip(values, decimals, strict=True)
+    )
+    if len(values) > 1 and math.prod(scaled) >= 2**32:
+        # llguidance computes their common multiple in 32 bits.
+        got = f"multipleOf {', '.join(map(repr, sorted(values)))}"
+        raise InvalidArgumentError(field, got, "values whose numbers of decimals differ less")
 
 
 def _without_point(value: float) -> int:
