@@ -11,7 +11,7 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gammaray.checks import check_encodable
@@ -21,10 +21,13 @@ from gammaray.grammar.texts import check_multiples
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-__all__ = ["GrammarCompiler", "GrammarState"]
+__all__ = ["TOO_COMPLEX", "GrammarCompiler", "GrammarState"]
 
 MAX_CHECKED = 4096
 """Grammars whose check is remembered, least recently used first out."""
+
+TOO_COMPLEX = b""
+"""In place of the mask after a path, if the limits do not allow to compute it."""
 
 _LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
@@ -103,7 +106,7 @@ class GrammarCompiler:
             InvalidArgumentError: The grammar is wrong, unsupported or too complex.
         """
         self.check(grammar)
-        return GrammarState(self._compile(grammar), self._vocab_size, self._eos)
+        return GrammarState(lambda: self._compile(grammar), self._vocab_size, self._eos)
 
     def _compile(self, grammar: str) -> LLMatcher:
         from llguidance import LLMatcher, LLParserLimits
@@ -132,7 +135,7 @@ class GrammarCompiler:
         matcher = self._compile(grammar)
         # The first masks may find that the grammar is too complex, or empty.
         if not matcher.is_error():
-            matcher.compute_bitmask()
+            _check_rolls_back(matcher, matcher.compute_bitmask(), self._eos)
         if not matcher.is_error():
             # As far as a forced special token, whose bytes are not its text.
             matcher.try_consume_tokens(self._tokenizer.tokenize_bytes(matcher.compute_ff_bytes()))
@@ -144,52 +147,66 @@ class GrammarCompiler:
 class GrammarState:
     """Where a completion is in its grammar. Not thread-safe.
 
+    A matcher of llguidance never leaves an error, and what it can do within its limits depends on all that it
+    was asked before. Errors of `masks` are therefore a function of the completion's tokens: if the matcher
+    fails, a new one reads the tokens as gamma 0 does, a mask before each of them, and only if that one fails
+    the state does. Proposals are followed in copies, which leave the matcher as it is: a matcher that was
+    rolled back may return the mask of the text before (llguidance 1.9.1 keeps the last mask, and finds it by
+    the number of rows and the state of the lexer alone).
+
     Args:
-        matcher: At its beginning.
+        compile_matcher: Return a matcher at its beginning.
         vocab_size: Number of token ids of the model; no other one is possible.
         eos_token_ids: End-of-sequence tokens. They are possible where the grammar is complete, and whatever
             follows one is not tested.
     """
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
-        self._matcher, self._vocab_size, self._eos = matcher, vocab_size, eos_token_ids
-        self._num_consumed = 0  # tokens in the matcher
-        self._num_tokens = 0  # these, and those from the first end of sequence on
+    def __init__(
+        self, compile_matcher: Callable[[], LLMatcher], vocab_size: int, eos_token_ids: frozenset[int]
+    ) -> None:
+        self._compile, self._vocab_size, self._eos = compile_matcher, vocab_size, eos_token_ids
+        self._matcher: LLMatcher | None = compile_matcher()  # None: a new one has to read the tokens
+        self._read: list[int] = []  # tokens up to the first end of sequence
+        self._num_tokens = 0  # these, and those from the end of sequence on
+        self._is_careful = False  # whether the matcher follows the tokens as gamma 0 does, and nothing else
 
     def __len__(self) -> int:
         return self._num_tokens
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Add tokens of the completion.
+        """Add tokens of the completion. That they exceed the limits is for the next question to tell.
 
         Raises:
             InvalidArgumentError: One of them does not follow the grammar.
         """
         if not self.is_ended:
-            taken = self._consume(token_ids)
-            if taken < len(token_ids) and token_ids[taken] not in self._eos:
-                position = self._num_tokens + taken
-                self._rollback(taken)
-                allowed = "a token that follows the grammar"
-                raise InvalidArgumentError(
-                    "grammar", f"token {token_ids[taken]} at {position} of the completion", allowed
-                )
+            tokens = token_ids[: self._end_of(token_ids)]
+            matcher = self._current()
+            taken = self._consume(matcher, tokens)
+            is_end = taken == len(token_ids) or token_ids[taken] in self._eos
+            if not is_end and not self._exceeds(matcher):
+                self._matcher = None
+                got = f"token {token_ids[taken]} at {self._num_tokens + taken} of the completion"
+                raise InvalidArgumentError("grammar", got, "a token that follows the grammar")
+            self._read += tokens
         self._num_tokens += len(token_ids)
 
     def truncate(self, length: int) -> None:
         """Drop the tokens from `length` on."""
-        self._rollback(max(0, self._num_consumed - length))
+        if length < len(self._read):
+            del self._read[length:]
+            self._matcher = None
         self._num_tokens = min(self._num_tokens, length)
 
     @property
     def is_ended(self) -> bool:
         """Whether the tokens contain an end of sequence."""
-        return self._num_tokens > self._num_consumed
+        return self._num_tokens > len(self._read)
 
     @property
     def is_complete(self) -> bool:
         """Whether the tokens so far are a text of the grammar."""
-        return self._matcher.is_accepting()
+        return self._current().is_accepting()
 
     def masks(self, paths: Sequence[Sequence[int]]) -> list[bytes | None]:
         """Return the possible tokens after each path that follows the tokens so far.
@@ -198,85 +215,178 @@ class GrammarState:
             paths: Tokens after the completion; any order.
 
         Returns:
-            For each path a bit per token id, lowest first; None if the path itself is not possible, or
-            contains an end of sequence.
+            For each path a bit per token id, lowest first. None if the path itself is not possible, or
+            contains an end of sequence. Empty if the limits do not allow the mask after this path: no token
+            may be taken there, and the mask is possible once the path is part of the completion, unless the
+            completion itself exceeds the limits.
 
         Raises:
-            InvalidArgumentError: A step exceeds the limits of complexity.
+            InvalidArgumentError: The tokens so far exceed the limits of complexity.
         """
         masks: list[bytes | None] = [None] * len(paths)
         if self.is_ended:
             return masks
-        current: list[int] = []
-        try:
-            # In lexicographic order, a path shares the most with the one before it.
-            for index in sorted(range(len(paths)), key=lambda index: tuple(paths[index])):
-                path = paths[index]
-                shared = _num_shared(current, path)
-                self._rollback(len(current) - shared)
-                del current[shared:]
-                current += path[shared : shared + self._consume(path[shared:])]
-                if len(current) == len(path):
-                    masks[index] = self._matcher.compute_bitmask()
-                    self._check()
-        finally:
-            self._rollback(len(current))
+        known = None
+        if any(len(path) == 0 for path in paths) or self._current().is_error():
+            known = self._mask()
+        if self._is_careful:
+            return [TOO_COMPLEX if len(path) else known for path in paths]
+        masks = [TOO_COMPLEX] * len(paths)
+        # Each entry: a matcher, its mask if known, the number of tokens it read, and the paths that begin so.
+        open_nodes = [(self._current(), known, 0, list(range(len(paths))))]
+        while open_nodes and not self._is_careful:
+            matcher, mask, depth, indexes = open_nodes.pop()
+            here = [index for index in indexes if len(paths[index]) == depth]
+            if here and mask is None:
+                mask = self._mask_of(matcher)
+            for index in here:
+                masks[index] = mask
+            if mask == TOO_COMPLEX:
+                continue
+            branches: dict[int, list[int]] = {}
+            for index in indexes:
+                if len(paths[index]) > depth:
+                    branches.setdefault(paths[index][depth], []).append(index)
+            for number, (token_id, below) in enumerate(branches.items(), 1):
+                if not self._can_follow(mask, token_id):
+                    branch = None
+                else:
+                    is_last = number == len(branches) and depth > 0
+                    branch = self._after(matcher if is_last else matcher.deep_copy(), token_id, mask)
+                if branch is not None:
+                    open_nodes.append((branch, None, depth + 1, below))
+                else:
+                    for index in below:
+                        masks[index] = None
         return masks
 
     def forced(self, limit: int) -> list[int]:
-        """Return the next tokens as far as the grammar leaves no choice, at most `limit`."""
+        """Return the next tokens as far as the grammar leaves no choice, at most `limit`.
+
+        This and what follows is for drafting: an error stays.
+
+        Raises:
+            InvalidArgumentError: The matcher exceeds its limits.
+        """
         if self.is_ended:
             return []
-        self._renew_limits()
-        return self._matcher.compute_ff_tokens()[:limit]
+        found: list[int] = self._renewed().compute_ff_tokens()[:limit]
+        return found
 
     def count_possible(self, token_ids: Sequence[int]) -> int:
-        """Return how many leading tokens the grammar allows, one end of sequence included."""
+        """Return how many leading tokens the grammar allows, one end of sequence included.
+
+        Raises:
+            InvalidArgumentError: The matcher exceeds its limits.
+        """
         if self.is_ended:
             return 0
-        taken = self._consume(token_ids)
-        ends = taken < len(token_ids) and token_ids[taken] in self._eos and self._matcher.is_accepting()
-        self._rollback(taken)
+        copy = self._renewed().deep_copy()
+        taken = self._consume(copy, token_ids[: self._end_of(token_ids)])
+        self._check(copy)
+        ends = taken < len(token_ids) and token_ids[taken] in self._eos and copy.is_accepting()
         return taken + ends
 
     def forced_after(self, token_ids: Sequence[int], limit: int) -> list[int]:
-        """Return `forced` after further tokens, which must be possible; none after an end of sequence."""
+        """Return `forced` after further tokens, which must be possible; none after an end of sequence.
+
+        Raises:
+            InvalidArgumentError: The matcher exceeds its limits.
+        """
         if self.is_ended:
             return []
-        taken = self._consume(token_ids)
-        found = self._matcher.compute_ff_tokens()[:limit] if taken == len(token_ids) else []
-        self._rollback(taken)
+        copy = self._renewed().deep_copy()
+        taken = self._consume(copy, token_ids[: self._end_of(token_ids)])
+        found: list[int] = copy.compute_ff_tokens()[:limit] if taken == len(token_ids) else []
+        self._check(copy)
         return found
 
-    def _consume(self, token_ids: Sequence[int]) -> int:
-        """Consume tokens up to an end of sequence or an impossible one; return how many."""
-        end = next((at for at, token_id in enumerate(token_ids) if self._is_apart(token_id)), len(token_ids))
-        taken: int = self._matcher.try_consume_tokens(list(token_ids[:end]))
-        if taken < end:
-            # A lexer beyond its limits refuses every token, and tells so in a mask only.
-            self._renew_limits()
-        self._check()
-        self._num_consumed += taken
-        return taken
+    def _mask(self) -> bytes:
+        """Return the mask after the tokens so far."""
+        mask: bytes = self._current().compute_bitmask()
+        if self._current().is_error() and not self._is_careful:
+            self._begin_again()
+            mask = self._current().compute_bitmask()
+        self._check(self._current())
+        return mask
+
+    def _mask_of(self, copy: LLMatcher) -> bytes:
+        """Return the mask of a copy, empty if it exceeds the limits."""
+        mask: bytes = copy.compute_bitmask()
+        if not copy.is_error():
+            return mask
+        if not _is_alone(copy):
+            self._begin_again()
+        return TOO_COMPLEX
+
+    def _can_follow(self, mask: bytes | None, token_id: int) -> bool:
+        """Return whether a token is worth a try: others spend the limits of a lexer.
+
+        A mask is complete but where text is forced: it then has the tokenizer's own split only.
+        """
+        if self._is_apart(token_id):
+            return False
+        return mask is None or _allows(mask, token_id) or int.from_bytes(mask, "little").bit_count() == 1
+
+    def _after(self, copy: LLMatcher, token_id: int, mask: bytes | None) -> LLMatcher | None:
+        """Return a copy that read a token, or exceeds its limits; None if the token is not possible."""
+        if not copy.try_consume_tokens([token_id]):
+            is_allowed = mask is not None and _allows(mask, token_id)
+            if not self._exceeds(copy) and not is_allowed:
+                return None
+            if not _is_alone(copy):
+                self._begin_again()
+        return copy
+
+    def _current(self) -> LLMatcher:
+        """Return the matcher after the tokens so far, which may be in error."""
+        if self._matcher is None:
+            self._matcher = self._compile()
+            taken = self._consume(self._matcher, self._read)
+            if taken < len(self._read):
+                if self._is_careful:
+                    self._matcher.consume_token(self._read[taken])  # becomes an error, if it is none yet
+                else:
+                    self._begin_again()
+        return self._matcher or self._current()
+
+    def _renewed(self) -> LLMatcher:
+        """Return the matcher after the tokens so far with the limits of a step, which tokens spend."""
+        self._current().compute_bitmask()
+        self._check(self._current())
+        return self._current()
+
+    def _exceeds(self, matcher: LLMatcher) -> bool:
+        """Return whether a matcher that refuses a token does so because it exceeds its limits."""
+        matcher.compute_bitmask()  # a lexer beyond its limits refuses every token; a mask reports the error
+        return bool(matcher.is_error())
+
+    def _begin_again(self) -> None:
+        self._is_careful, self._matcher = True, None
+
+    def _consume(self, matcher: LLMatcher, token_ids: Sequence[int]) -> int:
+        """Consume tokens up to an impossible one; return how many."""
+        if not self._is_careful:
+            taken: int = matcher.try_consume_tokens(list(token_ids))
+            return taken
+        for taken, token_id in enumerate(token_ids):
+            matcher.compute_bitmask()
+            if not matcher.try_consume_tokens([token_id]):
+                return taken
+        return len(token_ids)
+
+    def _end_of(self, token_ids: Sequence[int]) -> int:
+        """Return the index of the first end of sequence or id that is no token."""
+        return next((at for at, token_id in enumerate(token_ids) if self._is_apart(token_id)), len(token_ids))
 
     def _is_apart(self, token_id: int) -> bool:
         # An id beyond the vocabulary would be an error of the matcher, which stays.
         return token_id in self._eos or not 0 <= token_id < self._vocab_size
 
-    def _renew_limits(self) -> None:
-        # The limits of a step are renewed by a mask only, and consuming tokens spends them.
-        self._matcher.compute_bitmask()
-        self._check()
-
-    def _rollback(self, count: int) -> None:
-        if count > 0:
-            self._matcher.rollback(count)
-            self._num_consumed -= count
-
-    def _check(self) -> None:
+    def _check(self, matcher: LLMatcher) -> None:
         # An error stays, and the mask would then be the end of sequence alone.
-        if self._matcher.is_error():
-            raise InvalidArgumentError("grammar", _reason(self._matcher), "a grammar of less complexity")
+        if matcher.is_error():
+            raise InvalidArgumentError("grammar", _reason(matcher), "a grammar of less complexity")
 
 
 def _digest(grammar: str) -> bytes:
@@ -297,6 +407,34 @@ def _schemas(grammar: str) -> Iterator[Any]:
             continue
 
 
+def _check_rolls_back(matcher: LLMatcher, mask: bytes, eos_token_ids: frozenset[int]) -> None:
+    """Check that a matcher at its beginning can drop a token, as it must with a proposal.
+
+    One token is enough: llguidance refuses by the attributes of all rules that the start needs.
+
+    Raises:
+        InvalidArgumentError: A rule has an attribute that cannot be followed backwards.
+    """
+    token_ids = (token_id for token_id in range(8 * len(mask)) if _allows(mask, token_id))
+    for token_id in token_ids:
+        copy = matcher.deep_copy()
+        if token_id not in eos_token_ids and copy.try_consume_tokens([token_id]):
+            copy.rollback(1)
+            if copy.is_error():
+                allowed = "rules without max_tokens= and stop= (suffix= and lazy are possible)"
+                raise InvalidArgumentError("grammar", "a rule with max_tokens= or stop=", allowed)
+            return
+
+
+def _allows(mask: bytes, token_id: int) -> bool:
+    return bool(mask[token_id >> 3] >> (token_id & 7) & 1)
+
+
+def _is_alone(copy: LLMatcher) -> bool:
+    """Return whether an error is the parser's, of which each copy has its own; copies share the lexer."""
+    return " items" in copy.get_error()
+
+
 def _reason(matcher: LLMatcher) -> str:
     lines = matcher.get_error().strip().splitlines() or [""]
     # Errors in expressions show the place over several lines, and then say what is wrong.
@@ -304,12 +442,3 @@ def _reason(matcher: LLMatcher) -> str:
     reason = (details or lines)[0][:500]
     # No token begins a text of the grammar, or none ends it.
     return "a grammar without a text" if reason == "NoExtensionBias" else reason
-
-
-def _num_shared(one: Sequence[int], other: Sequence[int]) -> int:
-    count = 0
-    for ours, theirs in zip(one, other, strict=False):
-        if ours != theirs:
-            break
-        count += 1
-    return count
