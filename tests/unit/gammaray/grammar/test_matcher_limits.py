@@ -150,12 +150,15 @@ def test_a_lexer_beyond_its_limits_begins_again_and_masks_the_completion_only():
 def test_a_completion_that_is_read_at_once_does_not_exceed_the_limits_of_single_steps():
     """As after a failover: gamma 0 renews the limits at each token."""
     rng = random.Random(1)
-    tokens = ids("".join(letters(rng) for _ in range(250)))
+    tokens = ids("".join(letters(rng) for _ in range(1000)))
     slow, fast = compiler().begin(MANY_STATES), compiler().begin(MANY_STATES)
     for token_id in tokens:
-        possible(slow)
+        slow.masks([()])
         slow.extend([token_id])
-    fast.extend(tokens)
+    assert possible(fast)
+    fast.extend(tokens)  # with what this one step leaves of the limits
+    with pytest.raises(InvalidArgumentError, match="too many expressions"):
+        fast.forced(1)  # drafting does not read all of them again
     assert possible(fast) == possible(slow)
 
 
