@@ -415,8 +415,10 @@ def _check_rolls_back(matcher: LLMatcher, mask: bytes, eos_token_ids: frozenset[
     Raises:
         InvalidArgumentError: A rule has an attribute that cannot be followed backwards.
     """
-    token_ids = (token_id for token_id in range(8 * len(mask)) if _allows(mask, token_id))
-    for token_id in token_ids:
+    left = int.from_bytes(mask, "little")
+    while left:
+        token_id = (left & -left).bit_length() - 1
+        left &= left - 1
         copy = matcher.deep_copy()
         if token_id not in eos_token_ids and copy.try_consume_tokens([token_id]):
             copy.rollback(1)
