@@ -111,6 +111,7 @@ def test_ambiguity_ends_in_an_error_instead_of_ever_slower_steps():
     assert len(state) > 10
 
 
+@pytest.mark.slow
 def test_a_proposal_beyond_the_limits_leaves_the_completion_as_it_is():
     state = compiler().begin('start: a\na: "x" | a a')
     (x,) = ids("x")
@@ -147,6 +148,7 @@ def test_a_lexer_beyond_its_limits_begins_again_and_masks_the_completion_only():
         fresh.extend([token_id])
 
 
+@pytest.mark.slow
 def test_a_completion_that_is_read_at_once_does_not_exceed_the_limits_of_single_steps():
     """As after a failover: gamma 0 renews the limits at each token."""
     rng = random.Random(1)
