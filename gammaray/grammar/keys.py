@@ -152,7 +152,7 @@ class KeyGuard:
 
     def __init__(self, tokens: KeyTokens, *, is_bounded: bool = False, is_thought: bool = False) -> None:
         self._tokens, self._is_bounded = tokens, is_bounded
-        self._places = [_Place(is_thought=is_thought)]
+        self._place = _Place(is_thought=is_thought)
 
     @classmethod
     def of(cls, grammar: str, tokens: Callable[[], KeyTokens]) -> KeyGuard | None:
@@ -172,28 +172,30 @@ class KeyGuard:
     @property
     def key(self) -> bytes | None:
         """The key that is open."""
-        return self._places[-1].string if self._places[-1].is_key_next else None
+        return self._place.string if self._place.is_key_next else None
+
+    def copy(self) -> KeyGuard:
+        """Return a guard that goes on from here by itself."""
+        copy = KeyGuard(self._tokens, is_bounded=self._is_bounded)
+        copy._place = self._place
+        return copy
 
     def extend(self, token_ids: Sequence[int]) -> int:
         """Add tokens up to the first one that repeats or misspells a key; return how many."""
         for count, token_id in enumerate(token_ids):
-            place = _after(self._places[-1], self._tokens.pieces[token_id])
+            place = _after(self._place, self._tokens.pieces[token_id])
             if place is None:
                 return count
-            self._places.append(place)
+            self._place = place
         return len(token_ids)
-
-    def drop(self, count: int) -> None:
-        """Drop the last `count` tokens."""
-        del self._places[len(self._places) - count :]
 
     def restrict(self, mask: bytes) -> bytes:
         """Return a mask, a bit per token id, without the tokens that would repeat or misspell a key."""
-        return self._tokens.restrict(self._places[-1], mask)
+        return self._tokens.restrict(self._place, mask)
 
     def doubtful(self, mask: bytes) -> list[int]:
         """Return the tokens of a mask after which there may be no key that is not taken."""
-        return self._tokens.doubtful(self._places[-1], mask) if self._is_bounded else []
+        return self._tokens.doubtful(self._place, mask) if self._is_bounded else []
 
 
 def without(mask: bytes, token_ids: Sequence[int]) -> bytes:

@@ -6,7 +6,7 @@ rollback, failover and resumed sessions replay tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,10 @@ from gammaray.grammar.syntax import check_syntax
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-__all__ = ["GrammarCompiler", "GrammarState"]
+__all__ = ["TOO_COMPLEX", "GrammarCompiler", "GrammarState"]
+
+TOO_COMPLEX = b""
+"""In place of the mask after a path, if the limits do not allow to compute it."""
 
 _LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
@@ -65,6 +68,7 @@ class GrammarCompiler:
         """
         matcher = self._compile(grammar)
         if not matcher.is_error():
+            _check_rolls_back(matcher, matcher.compute_bitmask(), self._eos)
             # As far as a forced special token, whose bytes are not its text.
             matcher.try_consume_tokens(self._tokenizer.tokenize_bytes(matcher.compute_ff_bytes()))
             matcher.compute_bitmask()
@@ -88,7 +92,8 @@ class GrammarCompiler:
         _check(matcher)
         ends = self._eos if end_token_ids is None else frozenset(end_token_ids)
         keys = KeyGuard.of(grammar, lambda: self._key_tokens)
-        return GrammarState(matcher, self._vocab_size, ends, self._eos, keys)
+        beginning = _Reader(matcher, keys)
+        return GrammarState(beginning, lambda: self._compile(grammar), self._vocab_size, ends, self._eos)
 
     @cached_property
     def _key_tokens(self) -> KeyTokens:
@@ -106,148 +111,55 @@ class GrammarCompiler:
         return matcher
 
 
-class GrammarState:
-    """Where a completion is in its grammar. Not thread-safe.
+class _Reader:
+    """A matcher, and the guard of its keys: both read the same tokens.
 
     Args:
-        matcher: At its beginning.
-        vocab_size: Number of token ids of the model; no other one is possible.
-        eos_token_ids: Tokens that end the completion. They are possible where the grammar is complete, and
-            whatever follows one is not tested.
-        matcher_eos: End-of-sequence tokens of the matcher itself.
-        keys: Keeps keys apart, at its beginning; None if the grammar does so.
+        matcher: Of llguidance.
+        keys: Keeps keys apart; None if the grammar does so.
     """
 
-    def __init__(
-        self,
-        matcher: LLMatcher,
-        vocab_size: int,
-        eos_token_ids: frozenset[int],
-        matcher_eos: frozenset[int],
-        keys: KeyGuard | None = None,
-    ) -> None:
-        self._matcher, self._vocab_size, self._eos = matcher, vocab_size, eos_token_ids
-        self._matcher_eos = matcher_eos
-        self._keys = keys
-        self._ends = _bits(eos_token_ids, vocab_size)
-        self._no_ends = _bits(matcher_eos - eos_token_ids, vocab_size)
-        self._num_consumed = 0  # tokens in the matcher
-        self._num_tokens = 0  # these, and those from the first end of sequence on
-
-    def __len__(self) -> int:
-        return self._num_tokens
-
-    def extend(self, token_ids: Sequence[int]) -> None:
-        """Add tokens of the completion.
-
-        Raises:
-            InvalidArgumentError: One of them does not follow the grammar.
-        """
-        if not self.is_ended:
-            taken = self._consume(token_ids)
-            if taken < len(token_ids) and token_ids[taken] not in self._eos:
-                position = self._num_tokens + taken
-                self._rollback(taken)
-                allowed = "a token that follows the grammar"
-                raise InvalidArgumentError(
-                    "grammar", f"token {token_ids[taken]} at {position} of the completion", allowed
-                )
-        self._num_tokens += len(token_ids)
-
-    def truncate(self, length: int) -> None:
-        """Drop the tokens from `length` on."""
-        self._rollback(max(0, self._num_consumed - length))
-        self._num_tokens = min(self._num_tokens, length)
+    def __init__(self, matcher: LLMatcher, keys: KeyGuard | None) -> None:
+        self.matcher, self.keys = matcher, keys
 
     @property
-    def is_ended(self) -> bool:
-        """Whether the tokens contain an end of sequence."""
-        return self._num_tokens > self._num_consumed
+    def is_error(self) -> bool:
+        """Whether the matcher failed, which it does for good."""
+        return bool(self.matcher.is_error())
 
     @property
-    def is_complete(self) -> bool:
-        """Whether the tokens so far are a text of the grammar."""
-        return self._matcher.is_accepting()
+    def is_error_its_own(self) -> bool:
+        """Whether an error is the parser's, of which each copy has its own; copies share the lexer."""
+        return " items" in self.matcher.get_error()
 
-    def masks(self, paths: Sequence[Sequence[int]]) -> list[bytes | None]:
-        """Return the possible tokens after each path that follows the tokens so far.
+    def copy(self) -> _Reader:
+        """Return a reader that goes on from here by itself."""
+        return _Reader(self.matcher.deep_copy(), None if self.keys is None else self.keys.copy())
 
-        Args:
-            paths: Tokens after the completion; any order.
+    def read(self, token_ids: Sequence[int], *, with_masks: bool = False) -> int:
+        """Read tokens up to an impossible one, after which the reader is of no use; return how many."""
+        if with_masks:
+            return next((n for n, one in enumerate(token_ids) if not self._read_one(one)), len(token_ids))
+        taken: int = self.matcher.try_consume_tokens(list(token_ids))
+        return taken if self.keys is None else self.keys.extend(token_ids[:taken])
 
-        Returns:
-            For each path a bit per token id, lowest first; None if the path itself is not possible, or
-            contains an end of sequence.
+    def _read_one(self, token_id: int) -> bool:
+        self.matcher.compute_bitmask()
+        return self.read([token_id]) == 1
 
-        Raises:
-            InvalidArgumentError: A step exceeds the limits of complexity.
-        """
-        masks: list[bytes | None] = [None] * len(paths)
-        if self.is_ended:
-            return masks
-        current: list[int] = []
-        try:
-            # In lexicographic order, a path shares the most with the one before it.
-            for index in sorted(range(len(paths)), key=lambda index: tuple(paths[index])):
-                path = paths[index]
-                shared = _num_shared(current, path)
-                self._rollback(len(current) - shared)
-                del current[shared:]
-                current += path[shared : shared + self._consume(path[shared:])]
-                if len(current) == len(path):
-                    masks[index] = self._mask()
-        finally:
-            self._rollback(len(current))
-        return masks
+    def mask(self) -> bytes:
+        """Return the possible tokens, those of the end as the matcher has them; check `is_error` then."""
+        mask: bytes = self.matcher.compute_bitmask()
+        if self.keys is None or self.is_error:
+            return mask
+        mask, full = self.keys.restrict(mask), set[bytes]()
+        ends = [token_id for token_id in self.keys.doubtful(mask) if not self._leads_on(token_id, full)]
+        return without(mask, ends) if ends else mask
 
     def forced(self, limit: int) -> list[int]:
-        """Return the next tokens as far as the grammar leaves no choice, at most `limit`."""
-        if self.is_ended:
-            return []
-        self._renew_limits()
-        return self._forced(limit)
-
-    def count_possible(self, token_ids: Sequence[int]) -> int:
-        """Return how many leading tokens the grammar allows, one end of sequence included."""
-        if self.is_ended:
-            return 0
-        taken = self._consume(token_ids)
-        ends = taken < len(token_ids) and token_ids[taken] in self._eos and self._matcher.is_accepting()
-        self._rollback(taken)
-        return taken + ends
-
-    def forced_after(self, token_ids: Sequence[int], limit: int) -> list[int]:
-        """Return `forced` after further tokens, which must be possible; none after an end of sequence."""
-        if self.is_ended:
-            return []
-        taken = self._consume(token_ids)
-        found = self._forced(limit) if taken == len(token_ids) else []
-        self._rollback(taken)
-        return found
-
-    def _consume(self, token_ids: Sequence[int]) -> int:
-        """Consume tokens up to an end of sequence or an impossible one; return how many."""
-        end = next((at for at, token_id in enumerate(token_ids) if self._is_apart(token_id)), len(token_ids))
-        taken: int = self._matcher.try_consume_tokens(list(token_ids[:end]))
-        if taken < end:
-            # A lexer beyond its limits refuses every token, and tells so in a mask only.
-            self._renew_limits()
-        self._check()
-        if self._keys is not None:
-            right = self._keys.extend(token_ids[:taken])
-            self._matcher.rollback(taken - right)
-            taken = right
-        self._num_consumed += taken
-        return taken
-
-    def _mask(self) -> bytes:
-        mask: bytes = self._matcher.compute_bitmask()
-        self._check()
-        if self._keys is None:
-            return self._with_ends(mask)
-        mask, full = self._keys.restrict(mask), set[bytes]()
-        ends = [token_id for token_id in self._keys.doubtful(mask) if not self._leads_on(token_id, full)]
-        return self._with_ends(without(mask, ends) if ends else mask)
+        """Return the next tokens as far as there is no choice."""
+        found: list[int] = self.matcher.compute_ff_tokens()[:limit]
+        return found if self.keys is None else found[: self.keys.copy().extend(found)]
 
     def _leads_on(self, token_id: int, full: set[bytes]) -> bool:
         """Return whether a possible token can be followed by a key that its object does not have.
@@ -256,62 +168,307 @@ class GrammarState:
             token_id: The token.
             full: Beginnings of keys that have no such end; is added to.
         """
-        if not self._consume([token_id]) or self._keys is None:
+        after = self.copy()
+        if after.read([token_id]) == 0 or after.keys is None:
             return False
-        found = self._keys.key not in full
-        if found:
-            mask = self._keys.restrict(self._matcher.compute_bitmask())
-            doubtful = self._keys.doubtful(mask)
-            found = int.from_bytes(mask, "little").bit_count() > len(doubtful)
-            found = found or any(self._leads_on(one, full) for one in doubtful)
-            if not found and self._keys.key is not None:
-                full.add(self._keys.key)
-        self._rollback(1)
+        if after.keys.key in full:
+            return False
+        mask = after.keys.restrict(after.matcher.compute_bitmask())
+        doubtful = after.keys.doubtful(mask)
+        found = int.from_bytes(mask, "little").bit_count() > len(doubtful)
+        found = found or any(after._leads_on(one, full) for one in doubtful)
+        if not found and after.keys.key is not None:
+            full.add(after.keys.key)
         return found
 
-    def _forced(self, limit: int) -> list[int]:
-        found: list[int] = self._matcher.compute_ff_tokens()[:limit]
-        if self._keys is not None:
-            right = self._keys.extend(found)
-            self._keys.drop(right)
-            found = found[:right]
+
+class GrammarState:
+    """Where a completion is in its grammar. Not thread-safe.
+
+    A matcher of llguidance never leaves an error, and what it can do within its limits depends on all that it
+    was asked before. Errors of `masks` are therefore a function of the completion's tokens: if the matcher
+    fails, a new one reads the tokens as gamma 0 does, a mask before each of them, and only if that one fails
+    the state does. Proposals are followed in copies, which leave the matcher as it is: a matcher that was
+    rolled back may return the mask of the text before (llguidance 1.9.1 keeps the last mask, and finds it by
+    the number of rows and the state of the lexer alone).
+
+    Args:
+        beginning: A reader at its beginning.
+        compile_matcher: Returns another matcher at its beginning.
+        vocab_size: Number of token ids of the model; no other one is possible.
+        eos_token_ids: Tokens that end the completion. They are possible where the grammar is complete, and
+            whatever follows one is not tested.
+        matcher_eos: End-of-sequence tokens of the matcher itself.
+    """
+
+    def __init__(
+        self,
+        beginning: _Reader,
+        compile_matcher: Callable[[], LLMatcher],
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
+        matcher_eos: frozenset[int],
+    ) -> None:
+        self._compile, self._vocab_size, self._eos = compile_matcher, vocab_size, eos_token_ids
+        self._matcher_eos = matcher_eos
+        self._ends = _bits(eos_token_ids, vocab_size)
+        self._no_ends = _bits(matcher_eos - eos_token_ids, vocab_size)
+        self._keys = None if beginning.keys is None else beginning.keys.copy()  # at its beginning
+        self._reader: _Reader | None = beginning  # None: a new one has to read the tokens
+        self._read: list[int] = []  # tokens up to the first end of sequence
+        self._num_tokens = 0  # these, and those from the end of sequence on
+        self._is_careful = False  # whether the reader follows the tokens as gamma 0 does, and nothing else
+
+    def __len__(self) -> int:
+        return self._num_tokens
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Add tokens of the completion. That they exceed the limits is for the next question to tell.
+
+        Raises:
+            InvalidArgumentError: One of them does not follow the grammar.
+        """
+        if not self.is_ended:
+            tokens = token_ids[: self._end_of(token_ids)]
+            reader = self._current()
+            taken = reader.read(tokens, with_masks=self._is_careful)
+            is_end = taken == len(token_ids) or token_ids[taken] in self._eos
+            if not is_end and not self._exceeds(reader):
+                self._reader = None
+                got = f"token {token_ids[taken]} at {self._num_tokens + taken} of the completion"
+                raise InvalidArgumentError("grammar", got, "a token that follows the grammar")
+            self._read += tokens
+        self._num_tokens += len(token_ids)
+
+    def truncate(self, length: int) -> None:
+        """Drop the tokens from `length` on."""
+        if length < len(self._read):
+            del self._read[length:]
+            self._reader = None
+        self._num_tokens = min(self._num_tokens, length)
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether the tokens contain an end of sequence."""
+        return self._num_tokens > len(self._read)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the tokens so far are a text of the grammar."""
+        return bool(self._current().matcher.is_accepting())
+
+    def masks(self, paths: Sequence[Sequence[int]]) -> list[bytes | None]:
+        """Return the possible tokens after each path that follows the tokens so far.
+
+        Args:
+            paths: Tokens after the completion; any order.
+
+        Returns:
+            For each path a bit per token id, lowest first. None if the path itself is not possible, or
+            contains an end of sequence. Empty if the limits do not allow the mask after this path: no token
+            may be taken there, and the mask is possible once the path is part of the completion, unless the
+            completion itself exceeds the limits.
+
+        Raises:
+            InvalidArgumentError: The tokens so far exceed the limits of complexity.
+        """
+        masks: list[bytes | None] = [None] * len(paths)
+        if self.is_ended:
+            return masks
+        known = None
+        if any(len(path) == 0 for path in paths) or self._current().is_error:
+            known = self._mask()
+        if self._is_careful:
+            ended = None if known is None else self._with_ends(known, self._current())
+            return [TOO_COMPLEX if len(path) else ended for path in paths]
+        masks = [TOO_COMPLEX] * len(paths)
+        # Each entry: a reader, its mask if known, the number of tokens it read, and the paths that begin so.
+        open_nodes = [(self._current(), known, 0, list(range(len(paths))))]
+        while open_nodes and not self._is_careful:
+            reader, mask, depth, indexes = open_nodes.pop()
+            here = [index for index in indexes if len(paths[index]) == depth]
+            if here and mask is None:
+                mask = self._mask_of(reader)
+            for index in here:
+                masks[index] = self._with_ends(mask, reader) if mask else mask
+            if mask == TOO_COMPLEX:
+                continue
+            branches: dict[int, list[int]] = {}
+            for index in indexes:
+                if len(paths[index]) > depth:
+                    branches.setdefault(paths[index][depth], []).append(index)
+            for number, (token_id, below) in enumerate(branches.items(), 1):
+                if not self._can_follow(mask, token_id):
+                    branch = None
+                else:
+                    is_last = number == len(branches) and depth > 0
+                    branch = self._after(reader if is_last else reader.copy(), token_id, mask)
+                if branch is not None:
+                    open_nodes.append((branch, None, depth + 1, below))
+                else:
+                    for index in below:
+                        masks[index] = None
+        return masks
+
+    def forced(self, limit: int) -> list[int]:
+        """Return the next tokens as far as the grammar leaves no choice, at most `limit`.
+
+        This and what follows is for drafting: an error stays.
+
+        Raises:
+            InvalidArgumentError: The matcher exceeds its limits.
+        """
+        if self.is_ended:
+            return []
+        return self._renewed().forced(limit)
+
+    def count_possible(self, token_ids: Sequence[int]) -> int:
+        """Return how many leading tokens the grammar allows, one end of sequence included.
+
+        Raises:
+            InvalidArgumentError: The matcher exceeds its limits.
+        """
+        if self.is_ended:
+            return 0
+        copy = self._renewed().copy()
+        taken = copy.read(token_ids[: self._end_of(token_ids)])
+        self._check(copy)
+        ends = taken < len(token_ids) and token_ids[taken] in self._eos and copy.matcher.is_accepting()
+        return taken + ends
+
+    def forced_after(self, token_ids: Sequence[int], limit: int) -> list[int]:
+        """Return `forced` after further tokens, which must be possible; none after an end of sequence.
+
+        Raises:
+            InvalidArgumentError: The matcher exceeds its limits.
+        """
+        if self.is_ended:
+            return []
+        copy = self._renewed().copy()
+        taken = copy.read(token_ids[: self._end_of(token_ids)])
+        found = copy.forced(limit) if taken == len(token_ids) else []
+        self._check(copy)
         return found
+
+    def _mask(self) -> bytes:
+        """Return the mask after the tokens so far."""
+        mask = self._current().mask()
+        if self._current().is_error and not self._is_careful:
+            self._begin_again()
+            mask = self._current().mask()
+        self._check(self._current())
+        return mask
+
+    def _mask_of(self, copy: _Reader) -> bytes:
+        """Return the mask of a copy, empty if it exceeds the limits."""
+        mask = copy.mask()
+        if not copy.is_error:
+            return mask
+        if not copy.is_error_its_own:
+            self._begin_again()
+        return TOO_COMPLEX
+
+    def _with_ends(self, mask: bytes, reader: _Reader) -> bytes:
+        """Return a mask of a reader with the tokens that end this completion."""
+        if self._eos == self._matcher_eos:
+            return mask
+        bits = int.from_bytes(mask, "little") & ~self._no_ends
+        if reader.matcher.is_accepting():
+            bits |= self._ends
+        return bits.to_bytes(len(mask), "little")
+
+    def _can_follow(self, mask: bytes | None, token_id: int) -> bool:
+        """Return whether a token is worth a try: others spend the limits of a lexer.
+
+        A mask is complete but where text is forced: it then has the tokenizer's own split only.
+        """
+        if self._is_apart(token_id):
+            return False
+        return mask is None or _allows(mask, token_id) or int.from_bytes(mask, "little").bit_count() == 1
+
+    def _after(self, copy: _Reader, token_id: int, mask: bytes | None) -> _Reader | None:
+        """Return a copy that read a token, or exceeds its limits; None if the token is not possible."""
+        if not copy.matcher.try_consume_tokens([token_id]):
+            is_allowed = mask is not None and _allows(mask, token_id)
+            if not self._exceeds(copy) and not is_allowed:
+                return None
+            if not copy.is_error_its_own:
+                self._begin_again()
+        elif copy.keys is not None and not copy.keys.extend([token_id]):
+            return None
+        return copy
+
+    def _current(self) -> _Reader:
+        """Return the reader after the tokens so far, which may be in error."""
+        while self._reader is None:
+            reader = _Reader(self._compile(), None if self._keys is None else self._keys.copy())
+            taken = reader.read(self._read, with_masks=self._is_careful)
+            if taken == len(self._read):
+                self._reader = reader
+            elif self._is_careful:
+                reader.matcher.consume_token(self._read[taken])  # becomes an error, if it is none yet
+                self._reader = reader
+            else:
+                self._begin_again()
+        return self._reader
+
+    def _renewed(self) -> _Reader:
+        """Return the reader after the tokens so far with the limits of a step, which tokens spend."""
+        self._current().matcher.compute_bitmask()
+        self._check(self._current())
+        return self._current()
+
+    def _exceeds(self, reader: _Reader) -> bool:
+        """Return whether a reader that refuses a token does so because it exceeds its limits."""
+        reader.matcher.compute_bitmask()  # a lexer beyond its limits refuses every token; a mask reports it
+        return reader.is_error
+
+    def _begin_again(self) -> None:
+        self._is_careful, self._reader = True, None
+
+    def _end_of(self, token_ids: Sequence[int]) -> int:
+        """Return the index of the first end of sequence or id that is no token."""
+        return next((at for at, token_id in enumerate(token_ids) if self._is_apart(token_id)), len(token_ids))
 
     def _is_apart(self, token_id: int) -> bool:
         # An id beyond the vocabulary would be an error of the matcher, which stays.
         ends = token_id in self._eos or token_id in self._matcher_eos
         return ends or not 0 <= token_id < self._vocab_size
 
-    def _with_ends(self, mask: bytes) -> bytes:
-        """Return a mask of the matcher with the tokens that end this completion."""
-        if self._eos == self._matcher_eos:
-            return mask
-        bits = int.from_bytes(mask, "little") & ~self._no_ends
-        if self._matcher.is_accepting():
-            bits |= self._ends
-        return bits.to_bytes(len(mask), "little")
-
-    def _renew_limits(self) -> None:
-        # The limits of a step are renewed by a mask only, and consuming tokens spends them.
-        self._matcher.compute_bitmask()
-        self._check()
-
-    def _rollback(self, count: int) -> None:
-        if count > 0:
-            self._matcher.rollback(count)
-            self._num_consumed -= count
-            if self._keys is not None:
-                self._keys.drop(count)
-
-    def _check(self) -> None:
+    def _check(self, reader: _Reader) -> None:
         # An error stays, and the mask would then be the end of sequence alone.
-        if self._matcher.is_error():
-            raise InvalidArgumentError("grammar", _reason(self._matcher), "a grammar of less complexity")
+        if reader.is_error:
+            raise InvalidArgumentError("grammar", _reason(reader.matcher), "a grammar of less complexity")
 
 
 def _check(matcher: LLMatcher) -> None:
     if matcher.is_error():
         raise InvalidArgumentError("grammar", _reason(matcher), "a grammar that llguidance can compile")
+
+
+def _check_rolls_back(matcher: LLMatcher, mask: bytes, eos_token_ids: frozenset[int]) -> None:
+    """Check that a matcher at its beginning can drop a token, as it must with a proposal.
+
+    One token is enough: llguidance refuses by the attributes of all rules that the start needs.
+
+    Raises:
+        InvalidArgumentError: A rule has an attribute that cannot be followed backwards.
+    """
+    left = int.from_bytes(mask, "little")
+    while left:
+        token_id = (left & -left).bit_length() - 1
+        left &= left - 1
+        copy = matcher.deep_copy()
+        if token_id not in eos_token_ids and copy.try_consume_tokens([token_id]):
+            copy.rollback(1)
+            if copy.is_error():
+                allowed = "rules without max_tokens= and stop= (suffix= and lazy are possible)"
+                raise InvalidArgumentError("grammar", "a rule with max_tokens= or stop=", allowed)
+            return
+
+
+def _allows(mask: bytes, token_id: int) -> bool:
+    return bool(mask[token_id >> 3] >> (token_id & 7) & 1)
 
 
 def _bits(token_ids: Iterable[int], vocab_size: int) -> int:
@@ -330,12 +487,3 @@ def _reason(matcher: LLMatcher) -> str:
     reason = (details or lines)[0][:500]
     # No token begins a text of the grammar, or none ends it.
     return "a grammar without a text" if reason == "NoExtensionBias" else reason
-
-
-def _num_shared(one: Sequence[int], other: Sequence[int]) -> int:
-    count = 0
-    for ours, theirs in zip(one, other, strict=False):
-        if ours != theirs:
-            break
-        count += 1
-    return count

@@ -6,8 +6,10 @@ distribution has all its mass on them. They cost rows of one forward, and no for
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
+from gammaray.errors import InvalidArgumentError
 from gammaray.grammar.matcher import GrammarState
 from gammaray.types import DrafterKind, Proposal
 from orchestrator.cycle.session import Session
@@ -15,32 +17,47 @@ from orchestrator.drafting.matches import Match
 
 __all__ = ["GrammarDrafter"]
 
+_log = logging.getLogger(__name__)
+
 
 class GrammarDrafter:
     """Proposes the forced tokens of one session; implements TextDrafter.
 
+    If a proposal exceeds the limits of the grammar, drafting by it ends for the session: nothing is forced
+    any more, and proposals are not cut. The target, which has a state of its own, refuses what is impossible.
+
     Args:
-        state: The grammar before the first token of the completion.
+        state: The grammar before the first token of the completion; not used by anything else.
     """
 
     kind = DrafterKind.GRAMMAR
 
     def __init__(self, state: GrammarState) -> None:
-        self._state = state
+        self._state: GrammarState | None = state
 
     def look_up(self, session: Session, depth: int) -> Match | None:
         """Return the forced tokens after the committed ones; None where the grammar leaves a choice."""
-        self._follow(session)
-        found = tuple(self._state.forced(depth))
+        found: tuple[int, ...] = ()
+        try:
+            if (state := self._followed(session)) is not None:
+                found = tuple(state.forced(depth))
+        except InvalidArgumentError as error:
+            self._end(session, error)
         return Match(self.kind, found, session.num_emitted, (1.0,) * len(found)) if found else None
 
     def completed(self, session: Session, match: Match, depth: int) -> Match | None:
         """Return a match up to its first impossible token, with the tokens that are forced after that."""
-        self._follow(session)
-        possible = match.token_ids[: self._state.count_possible(match.token_ids)]
-        if not possible:
-            return None
-        forced = tuple(self._state.forced_after(possible, depth - len(possible)))
+        try:
+            state = self._followed(session)
+            if state is None:
+                return match
+            possible = match.token_ids[: state.count_possible(match.token_ids)]
+            if not possible:
+                return None
+            forced = tuple(state.forced_after(possible, depth - len(possible)))
+        except InvalidArgumentError as error:
+            self._end(session, error)
+            return match
         probabilities = match.probabilities[: len(possible)] + (1.0,) * len(forced)
         return replace(match, token_ids=possible + forced, probabilities=probabilities)
 
@@ -52,13 +69,25 @@ class GrammarDrafter:
         """
         if proposal.parents is not None:
             return proposal
-        self._follow(session)
-        count, shipped = self._state.count_possible(proposal.token_ids), proposal.draft_distributions
+        try:
+            state = self._followed(session)
+            count = len(proposal) if state is None else state.count_possible(proposal.token_ids)
+        except InvalidArgumentError as error:
+            self._end(session, error)
+            return proposal
+        shipped = proposal.draft_distributions
         if shipped is None:
             return replace(proposal, token_ids=proposal.token_ids[:count])
         return replace(
             proposal, token_ids=proposal.token_ids[: count + 1], draft_distributions=shipped[: count + 1]
         )
 
-    def _follow(self, session: Session) -> None:
-        self._state.extend(session.token_ids[len(session.prompt) + len(self._state) :])
+    def _followed(self, session: Session) -> GrammarState | None:
+        """Return the state after the committed tokens; None after a failure."""
+        if self._state is not None:
+            self._state.extend(session.token_ids[len(session.prompt) + len(self._state) :])
+        return self._state
+
+    def _end(self, session: Session, error: InvalidArgumentError) -> None:
+        self._state = None
+        _log.warning("session %s goes on without drafting by its grammar: %s", session.session_id, error)

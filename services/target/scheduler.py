@@ -32,7 +32,7 @@ from services.scheduling.tasks import Reply, VerifyTask
 from services.speculation.local_drafter import LocalDrafter
 from services.target.features import BlockFeatures, FeatureSource
 from services.target.prompt_scores import PromptScores
-from services.target.verification import verify, walk
+from services.target.verification import cut_before, verify, walk
 
 __all__ = ["TargetScheduler"]
 
@@ -280,12 +280,13 @@ class TargetScheduler(Scheduler[VerifyTask]):
         else:
             log_probs = edited_logits(logits, edits, paths)
         try:
-            return verify(spec.method, log_probs, proposal, spec.params, session.noise, base)
+            verdict = verify(spec.method, log_probs, proposal, spec.params, session.noise, base)
         except InternalError:
             if edits is None or not edits.empty_rows:
                 raise
             allowed = "masks and biases that leave a token of the grammar"
             raise InvalidArgumentError("grammar", "no possible token", allowed) from None
+        return verdict if edits is None else cut_before(verdict, proposal, edits.unmasked_rows)
 
     def _forget(self, session: SessionCopy) -> None:
         self._ahead.pop(session.session_id, None)

@@ -34,7 +34,7 @@ only with drafters you run yourself.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
@@ -45,7 +45,7 @@ from gammaray.errors import InternalError, InvalidArgumentError
 from gammaray.types import Proposal, SamplingParams, SparseDistribution, TokenOrigin, VerificationMethod
 from services.engine.sampling.noise import Noise
 
-__all__ = ["verify", "walk"]
+__all__ = ["cut_before", "verify", "walk"]
 
 
 def verify(
@@ -98,6 +98,19 @@ def walk(target_token_ids: Sequence[int | None], proposal: Proposal) -> Verdict:
             return make_verdict(path, token_id, failed=bool(children))
         path.append(node)
         row = node + 1
+
+
+def cut_before(verdict: Verdict, proposal: Proposal, rows: Collection[int]) -> Verdict:
+    """Return a verdict that takes no token from `rows`, whose log-probabilities are not the target's.
+
+    It ends with the accepted token before such a row. Where it ends depends on emitted tokens alone, so that
+    all methods stay exact.
+    """
+    path = verdict.accepted_path
+    at = next((at for at, node in enumerate(path) if node + 1 in rows), None)
+    return (
+        verdict if at is None else make_verdict(list(path[:at]), proposal.token_ids[path[at]], failed=False)
+    )
 
 
 def _verify_rejection(log_probs: Tensor, proposal: Proposal, noise: Noise, base_position: int) -> Verdict:

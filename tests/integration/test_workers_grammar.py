@@ -183,6 +183,57 @@ async def test_hostile_proposals_change_no_token(target, tokenizer, size, temper
     assert await decode(target, made, drafter=lambda _: unused) == expected
 
 
+SYMBOLS = [f"s{number}" for number in range(70)]
+AMBIGUOUS = "\n".join(
+    [
+        'start: ("y" | "z" b "z")*',
+        f"b: {' | '.join(SYMBOLS)}",
+        *(f'{name}: "q" | {name} {name}' for name in SYMBOLS),
+    ]
+)
+
+
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_proposals_beyond_the_limits_of_the_grammar_change_no_token(
+    target, tokenizer, temperature, shape
+):
+    y, z, q = (tokenizer.convert_tokens_to_ids(letter) for letter in "yzq")
+    # The target hardly ever begins what the proposals, all of them possible, go on with.
+    biases = {END: -100.0, z: -6.0}
+    made = SamplingParams(temperature=temperature, seed=2, grammar=AMBIGUOUS, logit_bias=biases)
+    hostile = Proposal((z, *[q] * 14))
+    if shape == "tree":
+        hostile = Proposal((z, y, *[q] * 12), (-1, -1, 0, *range(2, 13)))
+    count = 30
+    expected = await driver_of(target, made, gamma=0).generate(count)
+    assert len(expected) == count
+    assert {y} <= set(expected)
+    found = driver_of(target, made, gamma=16, max_nodes=16, drafter=lambda _: hostile)
+    assert await found.generate(count) == expected
+
+
+async def test_failure_beyond_the_limits_comes_at_the_same_token_at_every_gamma(target, tokenizer):
+    z, q = (tokenizer.convert_tokens_to_ids(letter) for letter in "zq")
+    made = SamplingParams(temperature=0.0, seed=2, grammar=AMBIGUOUS, allowed_token_ids=(z, q))
+    spec = spec_message(made, prompt_length=len(PROMPT), eos_token_ids=[END])
+    outputs = []
+    for gamma in (0, 1, 3, 16):
+        output: list[int] = []
+        while True:
+            proposal = [q] * gamma if output else [z, *[q] * gamma][:gamma]
+            block = verify_block([*PROMPT, *output], proposal, spec=spec, session_id=f"limits-{gamma}")
+            answer = await target.ask(block)
+            if answer.WhichOneof("outcome") == "error":
+                assert "items" in answer.error.message
+                break
+            output += [*proposal[: len(answer.verdict.accepted_path)], answer.verdict.next_token_id]
+            assert len(output) < 100
+        outputs.append(output)
+    assert len(outputs[0]) > 3
+    assert outputs == [outputs[0]] * 4
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE_CHAINS)
 @pytest.mark.parametrize("method", [REJECTION, NAIVE, BLOCK])

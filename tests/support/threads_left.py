@@ -17,7 +17,14 @@ import pytest
 DEADLINE_S = 10.0
 """For threads to end, on a machine that is busy."""
 
-OF_THE_PROCESS = ("gammaray-cpu", "gammaray-parser", "tqdm_monitor", "pytest_timeout", "execnet")
+OF_THE_PROCESS = (
+    "gammaray-cpu",
+    "gammaray-parser",
+    "gammaray-compiler",
+    "tqdm_monitor",
+    "pytest_timeout",
+    "execnet",
+)
 """Beginnings of names of threads that are started once and serve every later test."""
 
 OF_GRPC = "_poll_wrapper"

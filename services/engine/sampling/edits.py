@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gammaray.errors import InvalidArgumentError
-from gammaray.grammar.matcher import GrammarState
+from gammaray.grammar.matcher import TOO_COMPLEX, GrammarState
 from gammaray.types import Proposal, SamplingParams
 
 __all__ = ["LogitEdits", "row_paths"]
@@ -55,6 +55,8 @@ class LogitEdits:
 
     Attributes:
         empty_rows: Rows of the last `apply` for which the grammar and the other masks leave no token.
+        unmasked_rows: Rows of the last `apply` without a mask, as the proposal exceeds the limits of the
+            grammar there: no token may be taken from them.
 
     Raises:
         InvalidArgumentError: The masks leave no token. This does not depend on the position: masks that leave
@@ -73,6 +75,7 @@ class LogitEdits:
         self._prompt_length, self._min_tokens = prompt_length, params.min_tokens
         self._grammar = None if grammar is None else _Grammar(grammar, eos_token_ids, vocab_size, device)
         self.empty_rows: frozenset[int] = frozenset()
+        self.unmasked_rows: frozenset[int] = frozenset()
         eos = _array(eos_token_ids) if params.min_tokens else None
         self._mask = _Mask(params, eos, vocab_size, device)
         self._bias = _Bias(params, vocab_size, device) if params.logit_bias else None
@@ -138,7 +141,7 @@ class LogitEdits:
         logits = logits.to(torch.float32, copy=True)
         ends: frozenset[int] = frozenset()
         if self._grammar is not None:
-            ends = self._grammar.apply(logits, paths)
+            ends, self.unmasked_rows = self._grammar.apply(logits, paths)
         self._mask.apply(logits)
         if self._eos is not None:
             num_output = self._num_tokens - self._prompt_length
@@ -161,25 +164,30 @@ class _Grammar:
     ) -> None:
         self.state = state
         self._eos, self._vocab_size, self._device = set(eos_token_ids), vocab_size, device
-        self._prepared: tuple[list[Sequence[int]], list[_RowMask | None]] | None = None
+        self._prepared: tuple[list[Sequence[int]], list[_RowMask | bytes | None]] | None = None
 
     def prepare(self, paths: Sequence[Sequence[int]]) -> None:
         self._prepared = list(paths), self._masks(paths)
 
-    def apply(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> frozenset[int]:
-        """Mask rows in place; return those where the grammar allows nothing but the end of sequence."""
+    def apply(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> tuple[frozenset[int], frozenset[int]]:
+        """Mask rows in place; return those with the end of sequence alone, and those beyond the limits."""
         prepared, self._prepared = self._prepared, None
         is_for_these = prepared is not None and prepared[0] == list(paths)
         masks = prepared[1] if prepared is not None and is_for_these else self._masks(paths)
+        ends, unmasked = set[int](), set[int]()
         for row, mask in enumerate(masks):
-            if mask is not None:
+            if isinstance(mask, _RowMask):
                 mask.apply(logits[row])
-        return frozenset(row for row, mask in enumerate(masks) if mask is not None and mask.is_end)
+                if mask.is_end:
+                    ends.add(row)
+            elif mask == TOO_COMPLEX:
+                unmasked.add(row)
+        return frozenset(ends), frozenset(unmasked)
 
-    def _masks(self, paths: Sequence[Sequence[int]]) -> list[_RowMask | None]:
+    def _masks(self, paths: Sequence[Sequence[int]]) -> list[_RowMask | bytes | None]:
         """Return the masks after paths; None after an impossible path, which nothing reaches."""
         return [
-            None if bits is None else _RowMask(bits, self._eos, self._vocab_size, self._device)
+            _RowMask(bits, self._eos, self._vocab_size, self._device) if bits else bits
             for bits in self.state.masks(paths)
         ]
 

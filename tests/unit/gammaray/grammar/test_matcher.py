@@ -156,6 +156,23 @@ def test_state_after_rollbacks_is_that_of_its_tokens(grammar, seed):
         assert (len(state), state.is_ended) == (len(fresh), fresh.is_ended)
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_masks_after_texts_with_the_same_lexemes_are_their_own(order):
+    """llguidance 1.9.1 finds its last mask by the number of lexemes and the possible next ones alone."""
+    tokens = ("<eos>", "a", "b", "y", "z", "y1", "z1", "y2", "z2", "1", "2")
+    compiler = small_compiler(tokens, len(tokens), (0,))
+    state = compiler.begin('start: "a" ("y" | "z") "1" | "b" ("y" | "z") "2"')
+    expected = {(1,): [3, 4, 5, 6], (2,): [3, 4, 7, 8]}
+    paths = [(1,), (2,)][::order]
+    assert [ids_of(mask) for mask in state.masks(paths)] == [expected[path] for path in paths]
+    for path in paths:
+        assert ids_of(state.masks([path])[0]) == expected[path]
+    for path in paths:
+        state.truncate(0)
+        state.extend(path)
+        assert ids_of(state.masks([()])[0]) == expected[path]
+
+
 def test_forced_tokens_have_no_alternative():
     state = begin('start: "ab" ("a" | "b") "abc"')
     assert state.forced(9) in ([4], [])  # the next letter may be in a longer token

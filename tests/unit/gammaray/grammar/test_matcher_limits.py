@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from gammaray.demo_pair import resolve_model
 from gammaray.errors import InvalidArgumentError
-from gammaray.grammar.matcher import GrammarCompiler, GrammarState
+from gammaray.grammar.matcher import TOO_COMPLEX, GrammarCompiler, GrammarState
 from gammaray.grammar.texts import json_schema_grammar
 
 # Its states are built as they are met, so that random text soon spends the limits of a step.
@@ -64,9 +64,10 @@ def test_a_completion_beyond_its_limits_does_not_end_another_one():
     for other in others:
         follow(other, "bad", 3)
     beyond = compiler().begin(MANY_STATES)
-    assert possible(beyond)
-    with pytest.raises(InvalidArgumentError, match="too many expressions"):
-        beyond.extend(ids("".join(letters(rng) for _ in range(5000))))
+    before = possible(beyond)
+    path = ids("".join(letters(rng) for _ in range(5000)))
+    assert beyond.masks([path]) == [TOO_COMPLEX]
+    assert possible(beyond) == before
     for other in [*others, compiler().begin(MANY_STATES)]:
         follow(other, "cab", 3)
         assert possible(other)
@@ -77,6 +78,82 @@ def test_ambiguity_ends_in_an_error_instead_of_ever_slower_steps():
     with pytest.raises(InvalidArgumentError, match=r"^grammar: .*items"):
         follow(state, "x", 1000)
     assert len(state) > 10
+
+
+@pytest.mark.slow
+def test_a_proposal_beyond_the_limits_leaves_the_completion_as_it_is():
+    state = compiler().begin('start: a\na: "x" | a a')
+    (x,) = ids("x")
+    state.extend([x] * 240)
+    before = possible(state)
+    for _ in range(2):
+        masks = state.masks([[x] * depth for depth in range(14)])
+        assert masks[0]
+        assert TOO_COMPLEX in masks
+        first = masks.index(TOO_COMPLEX)
+        assert set(masks[first:]) == {TOO_COMPLEX}
+        assert possible(state) == before
+    state.extend([x] * 13)
+    with pytest.raises(InvalidArgumentError, match=r"^grammar: .*items"):
+        possible(state)
+    state.truncate(240)
+    assert possible(state) == before
+
+
+def test_a_lexer_beyond_its_limits_begins_again_and_masks_the_completion_only():
+    rng = random.Random(0)
+    state, fresh = compiler().begin(MANY_STATES), compiler().begin(MANY_STATES)
+    committed = ids("".join(letters(rng) for _ in range(8)))
+    state.extend(committed)
+    assert possible(state)
+    assert state.masks([ids("".join(letters(rng) for _ in range(5000)))]) == [TOO_COMPLEX]
+    for token_id in committed:
+        possible(fresh)
+        fresh.extend([token_id])
+    for token_id in ids("abcab"):
+        assert possible(state) == possible(fresh)
+        assert state.masks([(token_id,)]) == [TOO_COMPLEX]
+        state.extend([token_id])
+        fresh.extend([token_id])
+
+
+@pytest.mark.slow
+def test_a_completion_that_is_read_at_once_does_not_exceed_the_limits_of_single_steps():
+    """As after a failover: gamma 0 renews the limits at each token."""
+    rng = random.Random(1)
+    tokens = ids("".join(letters(rng) for _ in range(1000)))
+    slow, fast = compiler().begin(MANY_STATES), compiler().begin(MANY_STATES)
+    for token_id in tokens:
+        slow.masks([()])
+        slow.extend([token_id])
+    assert possible(fast)
+    fast.extend(tokens)  # with what this one step leaves of the limits
+    with pytest.raises(InvalidArgumentError, match="too many expressions"):
+        fast.forced(1)  # drafting does not read all of them again
+    assert possible(fast) == possible(slow)
+
+
+ATTRIBUTES = {
+    'start: "# " note "\\n"\nnote[max_tokens=6]: /[^\\n]*/': False,
+    'start: (line ";")*\nline[stop="\\n"]: /(.|\\n)*/': False,
+    'start: "q"* ("z" y | "w")\ny: "k" z\nz[stop=""]: /a*/': False,
+    'start: "a" x\nx[max_tokens=3]: %json {"type": "object"}': False,
+    'start: "a" x\nx: %lark {\nstart: y\ny[stop="n"]: /b*/\n}': False,
+    'start: "a" x "b"\nx[suffix="n"]: /.*/': True,
+    'start: "a" x "b"\nx[lazy]: /.*n/': True,
+    'start: "a" x "b"\nx[capture]: /n/': True,
+    'start: "a"\nx[max_tokens=3]: /n/': True,
+    'start: "max_tokens=3" "[stop=]"': True,
+}
+
+
+def test_rules_that_cannot_drop_a_proposal_are_refused_wherever_they_are():
+    for grammar, is_possible in ATTRIBUTES.items():
+        if is_possible:
+            compiler().check(grammar)
+        else:
+            with pytest.raises(InvalidArgumentError, match=r"^grammar: got a rule with max_tokens= or stop="):
+                compiler().check(grammar)
 
 
 def test_right_recursion_ends_in_an_error():

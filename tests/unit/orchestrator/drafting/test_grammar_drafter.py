@@ -56,6 +56,27 @@ def test_matches_are_cut_and_completed_by_forced_tokens(found, kept):
     assert len(text) >= 4
 
 
+def test_a_proposal_beyond_the_limits_ends_drafting_by_the_grammar_only(caplog):
+    symbols = [f"s{number}" for number in range(70)]
+    rules = "\n".join(f'{name}: "a" | {name} {name}' for name in symbols)
+    grammar = f'start: "c" "ab" | "b" x\nx: {" | ".join(symbols)}\n{rules}'
+    hostile, proposal = match_of(B, *(A,) * 30), Proposal((B, *(A,) * 30))
+    for fails in ("completed", "cut"):
+        made = drafter(grammar)
+        assert made.look_up(after(C), 9) is not None
+        made = drafter(grammar)
+        if fails == "completed":
+            assert made.completed(after(), hostile, 64) == hostile
+        assert made.cut(after(), proposal) == proposal
+        assert made.look_up(after(C), 9) is None
+        assert made.completed(after(C), match_of(END), 9) == match_of(END)
+        # The same for a completion that exceeds the limits itself.
+        made = drafter(grammar)
+        assert made.look_up(after(B, *(A,) * 30), 9) is None
+        assert made.cut(after(B, *(A,) * 31), Proposal((A,))) == Proposal((A,))
+    assert caplog.text.count("goes on without drafting by its grammar") == 4
+
+
 def test_completed_matches_are_within_the_depth():
     assert drafter().completed(after(), match_of(B), 2).token_ids in ((B, A), (B, AB))
 

@@ -12,10 +12,12 @@ import random
 import pytest
 import torch
 
+from gammaray.blocks import Verdict
 from gammaray.grammar.matcher import GrammarState
-from gammaray.types import Proposal, SamplingParams, VerificationMethod
+from gammaray.types import Proposal, SamplingParams, TokenOrigin, VerificationMethod
 from orchestrator.drafting.grammar import GrammarDrafter
 from services.engine.sampling.edits import LogitEdits
+from services.target.verification import cut_before
 from tests.support.cycle_helpers import make_session
 from tests.support.maths_helpers import (
     TinyModel,
@@ -33,7 +35,7 @@ from tests.support.processing_helpers import small_compiler
 
 COUPLED, REJECTION, NAIVE, BLOCK = VerificationMethod
 EXACT = 1e-12
-EOS = 0
+EOS, B = 0, 2
 TOKENS = ("<eos>", "a", "b", "ab", "ba", "c")
 GRAMMAR, TEXTS = (
     "start: /(ab|ba){1,2}c?/",
@@ -178,6 +180,50 @@ def test_sampled_drafts_that_were_cut_are_lossless(method, drafter):
             parts.append((prob, cycle_of(method, target, left)))
         assert_lossless(target, mixed(iter(parts)))
         assert min(lengths) < 3 or drafter == "masked"
+
+
+class Beyond(Masked):
+    """A target whose grammar exceeds its limits after a `b` of a proposal: it has no mask from there on."""
+
+    def distribution(self, context):
+        is_beyond = B in context[len(self.committed) :]
+        return TinyModel.distribution(self, context) if is_beyond else super().distribution(context)
+
+    def log_probs(self, contexts):
+        rows = [self.distribution(context) for context in contexts]
+        return torch.tensor(rows, dtype=torch.float64).log()
+
+
+def cut(proposal: Proposal, distribution):
+    """Return the distribution of the emitted tokens when verdicts end before the rows without a mask."""
+    rows = {node + 1 for node in range(len(proposal)) if B in proposal.token_ids[: node + 1]}
+    parts = []
+    for (*path, last), prob in distribution.items():
+        verdict = Verdict(tuple(range(len(path))), last, TokenOrigin.BONUS, len(path))
+        left = cut_before(verdict, proposal, rows)
+        kept = [proposal.token_ids[node] for node in left.accepted_path]
+        assert left.num_tested >= len(kept)
+        parts.append((prob, {(*kept, left.next_token_id): 1.0}))
+    return mixed(iter(parts))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_committed", [0, 1])
+@pytest.mark.parametrize("method", VerificationMethod, ids=lambda method: method.value)
+def test_verdicts_that_end_where_a_grammar_exceeds_its_limits_are_lossless(method, num_committed):
+    errors = []
+    for seed in range(3):
+        target, beyond = Masked(seed, num_committed), Beyond(seed, num_committed)
+        if method in (REJECTION, BLOCK):
+            drafter = quantised_drafter(TinyModel(len(TOKENS), seed + 50), 6, 4)
+            proposals = list(chain_proposals(drafter, target.committed, 3))
+        else:
+            proposals = [(1 / 216, Proposal(t)) for t in itertools.product(range(len(TOKENS)), repeat=3)]
+        whole = [(prob, cycle_of(method, beyond, proposal), proposal) for prob, proposal in proposals]
+        assert_lossless(target, mixed((prob, cut(proposal, found)) for prob, found, proposal in whole))
+        uncut = completed(mixed((prob, found) for prob, found, _ in whole), target, target.committed, LONGEST)
+        errors.append(distance(uncut, plain_distribution(target, target.committed, LONGEST)))
+    assert max(errors) > 1e-3  # without the cut
 
 
 TREES = [

@@ -11,7 +11,7 @@ from gammaray.blocks import Verdict
 from gammaray.errors import InternalError, InvalidArgumentError
 from gammaray.types import Proposal, SparseDistribution, TokenOrigin, VerificationMethod
 from services.engine.sampling.noise import Noise
-from services.target.verification import is_accepted, verify
+from services.target.verification import cut_before, is_accepted, verify
 from tests.support.maths_helpers import GREEDY, SAMPLED, ScriptedNoise, TinyModel, rows_of
 
 COUPLED, REJECTION, NAIVE, BLOCK = VerificationMethod
@@ -51,6 +51,19 @@ def test_verify_greedy_chain_gives_verdict(method, target, proposed, verdict):
 def test_verify_point_mass_sampled_gives_greedy_verdict(method, target, proposed, verdict):
     noise = Noise(3, 0, VOCAB)
     assert verify(method, greedy_rows(*target), Proposal(proposed), SAMPLED, noise, 17) == verdict
+
+
+def test_verdict_is_cut_before_the_first_row_that_is_not_the_targets():
+    proposal = Proposal((3, 5, 1))
+    verdict = Verdict((0, 1, 2), 6, BONUS, 3)
+    assert cut_before(verdict, proposal, ()) == verdict
+    assert cut_before(verdict, proposal, (3,)) == Verdict((0, 1), 1, BONUS, 2)
+    assert cut_before(verdict, proposal, {2, 3}) == Verdict((0,), 5, BONUS, 1)
+    assert cut_before(verdict, proposal, {1, 3}) == Verdict((), 3, BONUS, 0)
+    early = Verdict((0,), 2, CORRECTION, 2)
+    assert cut_before(early, proposal, {2, 3}) == early
+    tree = Proposal((2, 5, 1), (-1, -1, 1))
+    assert cut_before(Verdict((1, 2), 4, BONUS, 2), tree, {1, 3}) == Verdict((1,), 1, BONUS, 1)
 
 
 # Nodes:            0   1  2  3  4  5       0 and 1 follow the prefix, 2 and 3 node 0, 4 node 2, 5 node 1.
