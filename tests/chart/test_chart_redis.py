@@ -97,6 +97,7 @@ def url_of(port, values=None):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("password", PASSWORDS)
 def test_workers_and_orchestrators_can_use_any_password(tmp_path, password):
     with bundled(tmp_path, password) as (port, process):

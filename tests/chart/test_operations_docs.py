@@ -60,9 +60,9 @@ def test_values_exist(page):
 
 FOREIGN = {
     *("cache_prompt", "id_slot", "return_token_ids", "cache_salt", "owned_by"),
-    *("parentbased_traceidratio", "invalid_argument", "deadline_exceeded"),
+    *("parentbased_traceidratio", "invalid_argument", "deadline_exceeded", "max_tokens"),
 }
-"""Names of model servers that draft, of OpenTelemetry and of gRPC."""
+"""Names of model servers that draft, of OpenTelemetry, of gRPC and of requests."""
 
 
 @pages

@@ -118,6 +118,7 @@ async def test_fallback_applies_in_the_cycle_that_loses_its_drafter_and_recovers
         assert emitted(session) == continuation(PROMPT, session.num_emitted)
 
 
+@pytest.mark.slow
 async def test_fallback_stopped_drafter_costs_one_deadline_and_is_used_when_it_resumes(monkeypatch):
     stop_pauses_ending(monkeypatch)
     async with scripted("target", "draft") as (target, draft), fleet_of(target, draft) as fleet:
@@ -137,6 +138,7 @@ async def test_fallback_stopped_drafter_costs_one_deadline_and_is_used_when_it_r
             await asyncio.sleep(0.01)
 
 
+@pytest.mark.slow
 async def test_fallback_concurrent_failures_count_as_one():
     """Eight sessions that are late at the same time are one failure, not eight in a row: 30 s without."""
     async with scripted("target", "draft") as (target, draft), fleet_of(target, draft) as fleet:
@@ -156,6 +158,7 @@ async def test_fallback_concurrent_failures_count_as_one():
             await asyncio.sleep(0.05)
 
 
+@pytest.mark.slow
 async def test_fallback_backs_off_from_a_drafter_that_is_always_late():
     async with scripted("target", "draft") as (target, draft), fleet_of(target, draft) as fleet:
         sessions = [make_session(f"s{index}", max_tokens=100_000) for index in range(4)]
@@ -258,6 +261,7 @@ async def test_draining_of_the_only_target_is_unavailable_after_the_wait():
             await one_cycle(session, drafting, verifier)
 
 
+@pytest.mark.slow
 async def test_slow_target_is_replaced_at_its_deadline():
     async with scripted("target", "target") as targets, fleet_of(*targets) as fleet:
         session = make_session(max_tokens=100_000)

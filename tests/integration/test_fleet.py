@@ -69,6 +69,7 @@ async def test_fleet_target_of_another_tokenizer_stops_the_start():
                 pass
 
 
+@pytest.mark.slow
 async def test_fleet_target_of_another_tokenizer_that_joins_is_refused_and_reported(caplog):
     registry = ListRegistry()
     async with scripted("target", sha="own") as target, scripted("target", sha="other") as other:
@@ -100,6 +101,7 @@ async def test_fleet_draft_of_another_tokenizer_than_the_served_model_is_refused
                 pass
 
 
+@pytest.mark.slow
 async def test_fleet_follows_the_registry(caplog):
     registry = ListRegistry()
     async with scripted("target") as target, fleet_of(registry=registry) as fleet:

@@ -176,6 +176,7 @@ async def tokens_and_summary(redis_server, target, drafters, gamma):
     return tokens_of(chunks), chunks[-1].summary
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("push", [*LEFT, *BORNE], ids=lambda push: push.__name__)
 async def test_pushed_proposals_change_no_token_and_take_bounded_memory(redis_server, pusher, watched, push):
     async with scripted("target", **DEMO) as target:

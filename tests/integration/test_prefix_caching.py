@@ -40,6 +40,7 @@ async def ask(orchestrator, request, caller=ANONYMOUS):
     return tokens_of(chunks), chunks[-1].usage
 
 
+@pytest.mark.slow
 async def test_a_repeated_prompt_is_computed_once_and_gives_the_same_tokens(orchestrator):
     request = request_of()
     first, before = await ask(orchestrator, request)
@@ -108,6 +109,7 @@ async def test_prefix_caching_can_be_disabled(redis_server, workers):
     assert usage.cached_tokens == 0
 
 
+@pytest.mark.slow
 async def test_the_next_request_goes_to_the_worker_that_has_its_prompt(redis_server, workers):
     target, draft = workers
     with worker_process("target") as (_, other):

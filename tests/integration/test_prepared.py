@@ -181,6 +181,7 @@ def model(tmp_path_factory):
     return directory
 
 
+@pytest.mark.slow
 @pytest.mark.integration
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("method", list(VerificationMethod))

@@ -73,6 +73,7 @@ async def test_orchestrator_that_stops_renewing_its_entry_expires(redis, monkeyp
     await silent.stop()
 
 
+@pytest.mark.slow
 async def test_unavailable_registry_does_not_stop_serving():
     with running_redis() as gone:
         client = connect(gone.url)

@@ -32,6 +32,7 @@ async def served(redis_server, workers):
             yield orchestrator, client
 
 
+@pytest.mark.slow
 async def test_stream_get_and_session_agree(redis_server, workers):
     async with served(redis_server, workers) as (orchestrator, client):
         async with client.responses.stream(input="def read(path):", **OPTIONS) as stream:
@@ -100,7 +101,7 @@ async def test_text_format_is_followed(redis_server, workers):
         wrong = {"format": {**text["format"], "schema": {"type": "array", "uniqueItems": True}}}
         with pytest.raises(openai.BadRequestError) as refused:
             await client.responses.create(input="a", text=wrong, **OPTIONS)
-        assert refused.value.param in ("text.format", "text.format.schema")
+        assert str(refused.value.param).startswith("text.format")
 
 
 async def test_forced_call_is_made_and_its_result_continues(redis_server, workers):

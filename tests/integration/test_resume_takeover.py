@@ -39,6 +39,7 @@ async def pair(redis_server, workers):
         yield pair
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fields",
     [
@@ -265,6 +266,7 @@ async def test_stream_that_is_not_read_loses_its_place_and_is_resumed(pair, monk
     assert text_of(chunks) == text_of(whole)
 
 
+@pytest.mark.slow
 async def test_reaper_frees_the_caches_of_a_dead_owner(pair, redis, monkeypatch):
     one, other = pair
     renew, thaw = one.store.renew, asyncio.Event()

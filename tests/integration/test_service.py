@@ -51,6 +51,7 @@ async def orchestrator(redis_server, workers):
         yield orchestrator
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("params", [SEEDED, GREEDY], ids=["temperature-1", "greedy"])
 async def test_service_tokens_do_not_depend_on_gamma_drafter_or_concurrency(orchestrator, params):
     def request(index, **fields):
@@ -71,6 +72,7 @@ async def test_service_tokens_do_not_depend_on_gamma_drafter_or_concurrency(orch
     assert [tokens_of(chunks) for chunks in together] == plain + plain
 
 
+@pytest.mark.slow
 async def test_service_greedy_equals_transformers_generate(orchestrator):
     import torch
     from transformers import AutoModelForCausalLM
@@ -316,6 +318,7 @@ async def test_service_status_names_every_process(orchestrator, workers, redis_s
     assert status["target"].model == "demo"
 
 
+@pytest.mark.slow
 async def test_service_draft_worker_killed_in_flight_changes_no_token(redis_server, workers):
     request = GenerationRequest(
         PROMPTS[1], sampling=SEEDED, max_tokens=300, ignore_eos=True, gamma=GammaPolicy(4)

@@ -335,6 +335,7 @@ async def test_store_retries_during_a_short_pause_of_redis(store, server):
     assert (await store.read("s")).token_ids == (1,)
 
 
+@pytest.mark.slow
 async def test_store_without_redis_is_unavailable():
     client = connect("redis://127.0.0.1:1/0")
     with pytest.raises(UnavailableError, match="Redis cannot be reached"):

@@ -182,6 +182,7 @@ async def test_next_turn_releases_the_request_of_the_previous_turn(redis):
     assert await used(redis) == size + 2 * (SESSION_OVERHEAD + 2 * PLAIN)
 
 
+@pytest.mark.slow
 async def test_expired_sessions_and_requests_free_their_bytes(redis):
     store = store_of(redis, ttl_s=1)
     short, long = session_of("alice:short"), session_of("alice:long", 10**4)

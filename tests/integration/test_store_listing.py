@@ -40,6 +40,7 @@ def calls_of(redis, store: RedisStore) -> SessionCalls:
     return SessionCalls(store, None, release, RedisTraceStore(redis, 600))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 async def test_list_of_long_sessions_reads_no_token(redis):
     """1,000 sessions of 1,000 tokens with log-probabilities: of these a listing needs none."""
     store = RedisStore(redis, 600)

@@ -119,6 +119,7 @@ async def test_other_methods_never_get_a_tree(pair):
         assert not proposal.parents
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", list(VerificationMethod))
 async def test_ahead_on_and_off_emit_the_same_tokens(models, method):
     """Rejection and naive included: their proposals and distributions are the same."""

@@ -170,6 +170,7 @@ class Stuck:
         assert await asyncio.to_thread(self.began.wait, ANSWER_TIMEOUT_S)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["a rank is dead", "a step takes too long"])
 async def test_worker_leaves_while_its_engine_is_stuck(
     how: str, model: Any, monkeypatch: pytest.MonkeyPatch
@@ -196,6 +197,7 @@ async def test_worker_leaves_while_its_engine_is_stuck(
         stuck.may_end.set()
 
 
+@pytest.mark.slow
 async def test_worker_with_a_slow_step_stays(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only engines over several devices bound the time of a step."""
     monkeypatch.setattr(engine_thread, "STUCK_AFTER_S", 0.0)

@@ -29,6 +29,7 @@ def scrape(address):
         return answer.read().decode()
 
 
+@pytest.mark.slow
 async def test_standalone_worker_serves_its_metrics(model):
     (port,) = free_ports("127.0.0.1", 1)
     async with spawned("draft", "--model", model, "--metrics-listen", f"127.0.0.1:{port}") as (_, address):
@@ -45,6 +46,7 @@ async def test_standalone_worker_serves_its_metrics(model):
         await link.close()
 
 
+@pytest.mark.slow
 async def test_worker_pushes_its_metrics_at_shutdown(model):
     async with receiving_metrics() as receiver:
         environment = {"OTEL_EXPORTER_OTLP_METRICS_ENDPOINT": receiver.endpoint}

@@ -26,6 +26,7 @@ async def test_running_cluster_bad_option_raises_the_message_of_the_command() ->
     assert "Traceback" not in str(caught.value)
 
 
+@pytest.mark.slow
 async def test_stop_kills_and_names_processes_that_survive_the_cluster(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -72,6 +73,7 @@ child.wait()
 """Becomes ready, has a child, ends both at SIGINT, as `gammaray up`."""
 
 
+@pytest.mark.slow
 def test_sigterm_to_a_running_benchmark_ends_its_cluster(tmp_path: Path) -> None:
     launcher = tmp_path / "launcher"
     launcher.write_text(LAUNCHER)

@@ -147,6 +147,7 @@ def test_a_proxy_without_http2_is_reported(pki):
     assert "does not offer HTTP/2" in result.stderr
 
 
+@pytest.mark.slow
 @FRONTS
 def test_a_closed_port_is_not_reported_as_a_tls_error(pki, front, command):
     (port,) = free_ports("127.0.0.1", 1)

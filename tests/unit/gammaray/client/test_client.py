@@ -259,6 +259,7 @@ def test_client_bad_argument_raises(arguments, field):
     assert caught.value.field == field
 
 
+@pytest.mark.slow
 async def test_status_that_a_proxy_never_passes_on_is_asked_for_again():
     service = ScriptedService(num_hung_status_calls=1)
     async with serve(service) as address, AsyncClient(address) as client:

@@ -183,10 +183,10 @@ sys.stdin.read()
 
 
 def test_process_imports_little_and_has_no_settings_of_its_parent(make_pool, monkeypatch):
-    monkeypatch.setenv("GAMMARAY_SECRET", "x")
+    monkeypatch.setenv("GAMMARAY_REDIS_URL", "x")
     make_pool().check('start: "a"')
     (child,) = children()
-    assert "GAMMARAY_SECRET" not in child.environ()
+    assert "GAMMARAY_REDIS_URL" not in child.environ()
     script = "import sys, gammaray.grammar.check_process; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert {"torch", "ray", "transformers", "numpy"}.isdisjoint(loaded.stdout.split())

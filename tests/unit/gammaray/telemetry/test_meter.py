@@ -174,6 +174,7 @@ async def test_push_can_be_disabled_in_the_environment(collector, monkeypatch, v
     assert collector.requests == []
 
 
+@pytest.mark.slow
 async def test_push_without_a_receiver_does_not_delay_shutdown(monkeypatch):
     (port,) = free_ports("127.0.0.1", 1)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{port}")

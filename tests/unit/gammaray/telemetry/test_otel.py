@@ -90,6 +90,7 @@ async def test_shutdown_flushes_queued_spans(monkeypatch):
         assert [span.name for span in receiver.spans] == ["last words"]
 
 
+@pytest.mark.slow
 async def test_shutdown_with_a_dead_collector_keeps_its_deadline(monkeypatch):
     monkeypatch.setenv(ENDPOINT, "http://127.0.0.1:1")
     telemetry = Telemetry("draft")

@@ -225,6 +225,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.slow
 def test_end_marked_finds_a_child_that_lost_the_mark():
     cluster_id = uuid.uuid4().hex
     command, environment = [sys.executable, "-c", UNMARKED_CHILD], {**os.environ, MARK: cluster_id}
@@ -243,6 +244,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.slow
 def test_guardian_cleans_up_after_a_launcher_that_was_killed(tmp_path):
     cluster_id, directory = uuid.uuid4().hex, tmp_path / "cluster"
     directory.mkdir()
@@ -256,6 +258,7 @@ def test_guardian_cleans_up_after_a_launcher_that_was_killed(tmp_path):
     assert not directory.exists()
 
 
+@pytest.mark.slow
 def test_guardian_that_is_dismissed_cleans_up_and_ends(tmp_path):
     cluster_id = uuid.uuid4().hex
     guardian = Guardian(cluster_id, tmp_path / "cluster")

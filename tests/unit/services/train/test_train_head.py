@@ -37,6 +37,7 @@ def trained(tmp_path_factory):
     return folder, first, second
 
 
+@pytest.mark.slow
 def test_training_learns_and_resumes(trained):
     folder, first, second = trained
     assert re.match("continues at step 1[56]", second[0])

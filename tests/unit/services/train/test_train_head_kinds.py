@@ -97,6 +97,7 @@ def test_training_learns_and_resumes(trained):
     assert "held-out" in (folder / "drafter" / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_head_serves_what_was_trained(trained):
     """Its logits in the engine, on the target's tapped states, are those of the training."""
     kind, folder, _, _ = trained
