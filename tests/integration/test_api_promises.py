@@ -643,9 +643,8 @@ async def test_object_gammaray_is_in_the_last_piece_of_each_choice(api):
 
 
 async def test_streamed_pieces_have_tokens_if_asked_for(api):
-    pieces = [
-        event["gammaray"]["tokens"] for event in (await api.events(gammaray={"stream_tokens": True}))[:-1]
-    ]
+    events = await api.events(gammaray={"stream_tokens": True}, ignore_eos=True)
+    pieces = [event["gammaray"]["tokens"] for event in events[:-1]]
     tokens = [token for piece in pieces for token in piece]
     assert len(tokens) == 12
     for token in tokens:

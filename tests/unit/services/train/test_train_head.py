@@ -21,6 +21,8 @@ from services.train.head import HeadDrafter
 from services.train.run import run
 from tests.support.train_helpers import losses, make_task, overlaps, run_until
 
+pytestmark = pytest.mark.slow
+
 NUM_LAYERS = 16
 TAPS = (2, 8, 13, NUM_LAYERS)
 
@@ -37,7 +39,6 @@ def trained(tmp_path_factory):
     return folder, first, second
 
 
-@pytest.mark.slow
 def test_training_learns_and_resumes(trained):
     folder, first, second = trained
     assert re.match("continues at step 1[56]", second[0])

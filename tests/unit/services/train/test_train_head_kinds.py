@@ -29,6 +29,8 @@ from services.train.run import run
 from tests.support.engine_helpers import tiny_model
 from tests.support.train_helpers import losses, make_sequence, make_task, overlaps, run_until
 
+pytestmark = pytest.mark.slow
+
 NUM_LAYERS, DEPTH = 16, 3
 TAPS = {"medusa": (NUM_LAYERS,), "eagle1": (NUM_LAYERS,), "dflash": (2, 8, 13, 15)}
 LOADERS = {"medusa": load_medusa, "eagle1": load_head, "dflash": load_dflash}
@@ -66,7 +68,6 @@ def drafter_of(kind, folder):
     return drafter.eval(), sequence
 
 
-@pytest.mark.slow
 def test_training_learns_and_resumes(trained):
     kind, folder, first, second = trained
     assert re.match("continues at step 1[01]", second[0])
@@ -97,7 +98,6 @@ def test_training_learns_and_resumes(trained):
     assert "held-out" in (folder / "drafter" / "README.md").read_text()
 
 
-@pytest.mark.slow
 def test_head_serves_what_was_trained(trained):
     """Its logits in the engine, on the target's tapped states, are those of the training."""
     kind, folder, _, _ = trained
