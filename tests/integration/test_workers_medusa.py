@@ -188,6 +188,6 @@ async def test_heads_that_do_not_fit_stop_the_start(random_pair, exact_pair, tmp
         with pytest.raises(error, match=reason):
             async with running("target", target, **options):
                 pass
-    with pytest.raises(UnsupportedModelError, match="has the shape"):
+    with pytest.raises(UnsupportedModelError, match="got the shape"):
         async with running("target", other, head=str(heads["own"])):
             pass

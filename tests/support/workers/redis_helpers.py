@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -142,6 +143,14 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
     raise AssertionError("it never came true")
 
 
+def _is_free(port: int) -> bool:
+    try:
+        with socket.create_server(("127.0.0.1", port)):
+            return True
+    except OSError:
+        return False
+
+
 @contextmanager
 def configured_redis(*lines: str, mode: str = "", password: str = "") -> Iterator[int]:
     """Run a server of an own configuration; yields its port.
@@ -152,7 +161,8 @@ def configured_redis(*lines: str, mode: str = "", password: str = "") -> Iterato
         password: That the lines set.
     """
     with TemporaryDirectory() as folder:
-        (port,) = free_ports("127.0.0.1", 1)  # a node of a Redis Cluster needs the port 10,000 above it, too
+        # A node of a Redis Cluster listens on the port 10,000 above its own, too.
+        port = next(port for port in free_ports("127.0.0.1", 64) if _is_free(port + 10_000))
         config = Path(folder) / "redis.conf"
         own = [f"port {port}", "bind 127.0.0.1", f"dir {folder}"]
         config.write_text("\n".join([*own, *lines]) + "\n")

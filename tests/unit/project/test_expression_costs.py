@@ -51,7 +51,7 @@ FORMER = (
 class Use:
     """An expression, and the method of `re.Pattern` by which it is used."""
 
-    pattern: re.Pattern[str]
+    pattern: re.Pattern[str] | re.Pattern[bytes]
     method: str
     place: str
 
@@ -115,8 +115,9 @@ def every_use() -> tuple[Use, ...]:
     return tuple(use for path in paths if "_pb2" not in path.name for use in uses_of(path))
 
 
-def attacks(pattern: str) -> Iterator[Callable[[int], str]]:
+def attacks(pattern: str | bytes) -> Iterator[Callable[[int], str]]:
     """Yield makers of texts of some length: a beginning, a repeated piece, and an end that may not match."""
+    pattern = pattern if isinstance(pattern, str) else pattern.decode("latin-1")
     words = [word for word in re.findall(r"[A-Za-z0-9_ ,:=/.-]{2,16}", pattern) if word.strip()][:6]
     chars = list(dict.fromkeys("a0 \n" + "".join(re.findall(r"[^?*+(){}|^$]", pattern))))[:24]
     pieces = [*words, *chars, *map("".join, itertools.permutations(chars, 2))]
@@ -129,7 +130,8 @@ def attacks(pattern: str) -> Iterator[Callable[[int], str]]:
 
 def cpu_s(use: Use, text: str, tries: int = 1) -> float:
     run = getattr(use.pattern, use.method)
-    arguments = ("", text) if use.method in ("sub", "subn") else (text,)
+    given = text if isinstance(use.pattern.pattern, str) else text.encode("latin-1", "replace")
+    arguments = (given[:0], given) if use.method in ("sub", "subn") else (given,)
     times = []
     for _ in range(tries):
         began = time.process_time()
