@@ -46,6 +46,9 @@ __all__ = [
 _DRAWN_SEED_BITS = 53
 """A drawn seed is exact as a JSON number, which many clients read as a double."""
 
+MAX_SHOWN = 256
+"""Characters of a model's name that an error repeats."""
+
 
 class ContextLengthError(InvalidArgumentError):
     """A prompt leaves no room for a token in the model's context.
@@ -87,7 +90,7 @@ async def check_request(
         InvalidArgumentError: Names the first wrong field.
     """
     if request.model not in ("", model_name):
-        raise NotFoundError(f"no model {request.model!r}; served: {model_name!r}", "model")
+        raise NotFoundError(f"no model {request.model[:MAX_SHOWN]!r}; served: {model_name!r}", "model")
     if isinstance(request.prompt, str):
         size = len(request.prompt.encode(errors="surrogatepass"))
         if size > max_prompt_bytes:

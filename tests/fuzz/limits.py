@@ -338,6 +338,6 @@ async def _try(
 
 
 def _wrong(answer: httpx.Response, label: str) -> str | None:
-    if answer.status_code in (200, 400, 413, 429, 503, 504):
+    if answer.status_code in (200, 400, 404, 413, 429, 503, 504):
         return None
     return f"{label}: status {answer.status_code} {answer.text[:300]!r}"

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.routing import Match, Route
 
 from gammaray.errors import (
     CancelledError,
@@ -185,9 +186,12 @@ def install_handlers(app: FastAPI) -> None:
         assert isinstance(error, HTTPException)
         message = f"{error.detail}: {request.method} {request.url.path}"
         code = "unknown_url" if error.status_code == 404 else None
-        return JSONResponse(
-            _object(message, error.status_code, None, code), error.status_code, headers=error.headers
-        )
+        headers = dict(error.headers or {})
+        if error.status_code == 405:  # Starlette names the methods of the path's first route alone
+            here = [one for one in app.routes if one.matches(request.scope)[0] is not Match.NONE]
+            methods = {name for one in here if isinstance(one, Route) for name in one.methods or ()}
+            headers["Allow"] = ", ".join(sorted(methods))
+        return JSONResponse(_object(message, error.status_code, None, code), error.status_code, headers)
 
     app.add_exception_handler(GammarayError, gammaray_error)
     app.add_exception_handler(HTTPException, http_error)

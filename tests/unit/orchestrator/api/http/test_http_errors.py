@@ -266,3 +266,9 @@ async def test_prompt_beyond_the_context_has_openais_code_and_words(path, conten
     assert (answer.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", param)
     assert "This model's maximum context length is 64 tokens" in error["message"]  # for LiteLLM
     assert "Input tokens exceed the configured limit" in error["message"]  # for LangChain
+
+
+async def test_allow_names_all_methods_of_a_path():
+    answer = await call(ScriptedBackend(), "OPTIONS", "/v1/responses/x")
+    assert answer.status_code == 405
+    assert answer.headers["allow"] == "DELETE, GET"
