@@ -17,6 +17,7 @@ from gammaray.errors import (
 from orchestrator.api.http.errors import error_body
 from orchestrator.api.http.server.app import MAX_BODY_BYTES, create_app
 from orchestrator.sessions.lifecycle import ContextLengthError
+from tests.support.http_helpers import call
 from tests.support.surface_helpers import ScriptedBackend
 
 
