@@ -10,7 +10,7 @@ from typing import Any
 from gammaray.bench.measure import PLAIN
 from gammaray.bench.rows import Row
 from gammaray.bench.systems import stack_name
-from gammaray.maths.theory import optimal_gamma, speedup
+from gammaray.maths.theory import optimal_gamma
 
 __all__ = ["Costs", "chain_gammas", "optimum", "pooled_alpha"]
 
@@ -69,9 +69,6 @@ def optimum(rows: Sequence[Row]) -> dict[str, Any] | None:
         **vars(costs),
         "gamma_measured": fastest[0],
         "gamma_predicted": optimal_gamma(alpha, costs.draft_cost, costs.latency, CURVE_GAMMAS),
-        "speedup_predicted": [
-            speedup(alpha, gamma, costs.draft_cost, costs.latency) for gamma in range(CURVE_GAMMAS + 1)
-        ],
         "best_system": max(
             (row for name, row in by_name.items() if name.startswith(stack_name(""))), key=_speed
         )["system"],
