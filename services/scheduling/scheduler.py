@@ -26,6 +26,7 @@ from gammaray.errors import (
 )
 from services.engine.core.device import raise_if_lost, wait_for_device
 from services.engine.core.errors import CacheFullError, EngineLostError
+from services.engine.core.kv_cache import CacheStats
 from services.engine.core.prefix_cache import MIN_PREFIX
 from services.engine.engine import Engine, SequenceInput
 from services.scheduling.grammars import Grammars
@@ -110,9 +111,22 @@ class Scheduler(ABC, Generic[TaskT]):
         """Blocks waiting or running; may be read from any thread."""
         return len(self._running) + sum(map(len, tuple(self._waiting.values())))
 
+    @property
+    def step_timeout_s(self) -> float | None:
+        """After how many seconds a step counts as stuck; None: never."""
+        return self.engine.step_timeout_s
+
+    def check(self) -> None:
+        """Raise EngineLostError when the engine has failed; any thread may call it, also during a step."""
+        self.engine.check()
+
+    def stats(self) -> CacheStats:
+        """Return the counters of the engine's cache; callable from any thread."""
+        return self.engine.stats()
+
     def load(self) -> LoadCounters:
         """Return the load counters so far."""
-        stats = self.engine.stats()
+        stats = self.stats()
         cache_use = stats.cache_bytes / stats.cache_budget_bytes
         return LoadCounters(block_s=self._block_s, busy_s=self.meter.step_s.total, cache_use=cache_use)
 
