@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from dataclasses import dataclass
 
 from gammaray.errors import InvalidArgumentError
 from services.engine.engine import SequenceInput
-from services.scheduling.sessions import SessionCopy
-from services.scheduling.tasks import Task, Timing
+from services.scheduling.block_queue import TaskT, Work
 
 __all__ = ["Limits", "Running", "plan"]
-
-TaskT = TypeVar("TaskT", bound=Task)
 
 
 @dataclass(frozen=True)
@@ -42,25 +38,20 @@ class Limits:
 
 
 @dataclass(slots=True, eq=False)
-class Running(Generic[TaskT]):
+class Running(Work[TaskT]):
     """A block being worked on.
 
     Args:
         tail: Tokens after the committed ones: the proposal's nodes, or the tokens drafted so far.
         num_logits: How many of the last tokens need logits, all in one forward.
         parents: Parents of the tail's nodes; None for a chain.
-        is_started: Whether a forward has included it.
         is_scored: Whether every forward returns the logits of all tokens it is fed.
         fed_from: Position of the first token of its last feed.
     """
 
-    task: TaskT
-    session: SessionCopy
     tail: list[int]
     num_logits: int
     parents: Sequence[int] | None = None
-    timing: Timing = field(default_factory=Timing)
-    is_started: bool = False
     is_scored: bool = False
     fed_from: int = 0
 

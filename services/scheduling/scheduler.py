@@ -8,38 +8,26 @@ from __future__ import annotations
 
 import logging
 import time
-from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Iterable, Sequence
+from abc import abstractmethod
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import ClassVar, Generic
 
 from torch import Tensor
 
-from gammaray.errors import (
-    CancelledError,
-    DeadlineExceededError,
-    GammarayError,
-    InternalError,
-    ResourceExhaustedError,
-)
+from gammaray.errors import GammarayError, InternalError, ResourceExhaustedError
 from services.engine.core.device import raise_if_lost, wait_for_device
 from services.engine.core.errors import CacheFullError, EngineLostError
 from services.engine.core.kv_cache import CacheStats
 from services.engine.core.prefix_cache import MIN_PREFIX
 from services.engine.engine import Engine, SequenceInput
+from services.scheduling.block_queue import BlockQueue, TaskT
 from services.scheduling.grammars import Grammars
-from services.scheduling.load import LoadCounters
-from services.scheduling.metrics import WorkerMeter
-from services.scheduling.planning import Limits, Running, TaskT, plan
-from services.scheduling.sessions import SessionCopy, SessionTable
-from services.scheduling.tasks import NeedTokens, Release, Reply, Task, Timing
+from services.scheduling.planning import Limits, Running, plan
+from services.scheduling.sessions import SessionCopy
+from services.scheduling.tasks import NeedTokens, Reply, Timing
 
-__all__ = ["MAX_SESSIONS", "Scheduler"]
-
-MAX_SESSIONS = 4096
-"""Upper bound of sessions whose token ids a worker keeps; their KV cache has its own budget."""
+__all__ = ["Scheduler"]
 
 MAX_SCORED_BYTES = 128 * 2**20
 """Bytes of the logits of committed tokens that one forward may return, for log-probabilities of prompts."""
@@ -47,7 +35,7 @@ MAX_SCORED_BYTES = 128 * 2**20
 _log = logging.getLogger(__name__)
 
 
-class Scheduler(ABC, Generic[TaskT]):
+class Scheduler(BlockQueue[TaskT, Running[TaskT]]):
     """Serves blocks of many sessions with one engine; at most one block per session at a time.
 
     Args:
@@ -57,11 +45,8 @@ class Scheduler(ABC, Generic[TaskT]):
         grammars: Compiles the sessions' grammars; None: sessions with one are refused.
 
     Attributes:
-        meter: The worker's metrics.
         num_forwards: Forwards of the last step; more than one if a worker ran several in one call.
     """
-
-    role: ClassVar[str]
 
     def __init__(
         self,
@@ -70,23 +55,10 @@ class Scheduler(ABC, Generic[TaskT]):
         vocab_size: int | None = None,
         grammars: Grammars | None = None,
     ) -> None:
-        self.grammars = grammars
         scored_rows = max(1, MAX_SCORED_BYTES // (4 * engine.vocab_size))
         self.engine, self.limits = engine, replace(limits, max_scored_rows=scored_rows)
-        self._waiting: dict[str, deque[TaskT]] = {}
-        self._running: dict[str, Running[TaskT]] = {}
-        self._replies: list[tuple[TaskT, Reply]] = []
-        self._block_s = 0.0
         self.num_forwards = 1
-        self.meter = WorkerMeter(self.role)
-        self.meter.watch(self)
-        self.sessions = SessionTable(
-            MAX_SESSIONS,
-            vocab_size or engine.vocab_size,
-            str(engine.device),
-            self._running.__contains__,
-            self._forget,
-        )
+        super().__init__(vocab_size or engine.vocab_size, str(engine.device), grammars)
 
     @abstractmethod
     def _start(self, task: TaskT, session: SessionCopy) -> Running[TaskT] | object:
@@ -95,21 +67,6 @@ class Scheduler(ABC, Generic[TaskT]):
     @abstractmethod
     def _advance(self, running: Running[TaskT], logits: Tensor) -> object | None:
         """Take the logits `[num_logits, vocab_size]` of a feed; None requests another forward."""
-
-    @property
-    def has_work(self) -> bool:
-        """Whether `step` has anything to do."""
-        return not self.is_idle
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no block waits for an answer; there may be other work."""
-        return not (self._running or self._waiting or self._replies)
-
-    @property
-    def num_queued(self) -> int:
-        """Blocks waiting or running; may be read from any thread."""
-        return len(self._running) + sum(map(len, tuple(self._waiting.values())))
 
     @property
     def step_timeout_s(self) -> float | None:
@@ -124,36 +81,9 @@ class Scheduler(ABC, Generic[TaskT]):
         """Return the counters of the engine's cache; callable from any thread."""
         return self.engine.stats()
 
-    def load(self) -> LoadCounters:
-        """Return the load counters so far."""
-        stats = self.stats()
-        cache_use = stats.cache_bytes / stats.cache_budget_bytes
-        return LoadCounters(block_s=self._block_s, busy_s=self.meter.step_s.total, cache_use=cache_use)
-
-    def submit(self, tasks: Iterable[TaskT]) -> None:
-        """Queue blocks; those of one session are served one after another."""
-        for task in tasks:
-            self._waiting.setdefault(task.session_id, deque()).append(task)
-
-    def preempt(self, tasks: Iterable[TaskT]) -> None:
-        """Shorten speculative work because `tasks` are about to be submitted; callable from any thread."""
-
-    def release(self, endings: Iterable[Release]) -> None:
-        """End sessions: release their caches and cancel their blocks."""
-        for session_id, epoch, forgets in endings:
-            if epoch == 0 or epoch >= self._newest_epoch(session_id):
-                if forgets:
-                    self.engine.forget(session_id)
-                self._end(session_id, CancelledError(f"session {session_id} was released"))
-
-    def _newest_epoch(self, session_id: str) -> int:
-        waiting = max((task.epoch for task in self._waiting.get(session_id, ())), default=0)
-        return max(waiting, self.sessions.epoch(session_id))
-
     def fail_all(self, error: GammarayError) -> None:
         """Answer every block with `error` and drop every session, including the caches of ended sessions."""
-        for session_id in {*self._waiting, *self._running, *self.sessions}:
-            self._end(session_id, error)
+        super().fail_all(error)
         self.engine.drop_retained()
 
     def close(self) -> None:
@@ -174,14 +104,6 @@ class Scheduler(ABC, Generic[TaskT]):
     def _prepare_blocks(self) -> None:
         """Prepare admitted blocks before their first forward; a worker may draft for several at once."""
 
-    def _end(self, session_id: str, error: GammarayError) -> None:
-        for task in self._waiting.pop(session_id, ()):
-            self._reply(task, error)
-        running = self._running.pop(session_id, None)
-        if running is not None:
-            self._reply(running.task, error, running.timing)
-        self.sessions.drop(session_id)
-
     def _forget(self, session: SessionCopy) -> None:
         """Release a session's cache; with a cache salt it is retained for sessions with the same prefix."""
         if session.spec.cache_salt is not None:
@@ -189,27 +111,8 @@ class Scheduler(ABC, Generic[TaskT]):
         else:
             self.engine.release(session.session_id)
 
-    def _drop_dead(self) -> None:
-        now = time.monotonic()
-        for session_id, running in list(self._running.items()):
-            error = _reason_to_drop(running.task, now)
-            if error is not None:
-                del self._running[session_id]
-                self._reply(running.task, error, running.timing)
-
-    def _admit(self) -> None:
-        now = time.monotonic()
-        for session_id in list(self._waiting):
-            queue = self._waiting[session_id]
-            while queue and session_id not in self._running:
-                task = queue.popleft()
-                outcome = _reason_to_drop(task, now) or self._try_start(task)
-                if isinstance(outcome, Running):
-                    self._running[session_id] = outcome
-                else:
-                    self._reply(task, outcome)
-            if not queue:
-                del self._waiting[session_id]
+    def _forget_prefix(self, session_id: str) -> None:
+        self.engine.forget(session_id)
 
     def _try_start(self, task: TaskT) -> Running[TaskT] | object:
         try:
@@ -329,20 +232,6 @@ class Scheduler(ABC, Generic[TaskT]):
             del self._running[running.task.session_id]
             self.engine.release(running.task.session_id)
             self._reply(running.task, error, running.timing)
-
-    def _reply(self, task: TaskT, outcome: object, timing: Timing | None = None) -> None:
-        self._block_s += time.monotonic() - task.arrived
-        self.meter.answered(outcome)
-        reply = Reply(task.request_id, task.session_id, outcome, timing or Timing())
-        self._replies.append((task, reply))
-
-
-def _reason_to_drop(task: Task, now: float) -> GammarayError | None:
-    if task.cancelled:
-        return CancelledError("the stream of the block was closed")
-    if now > task.deadline:
-        return DeadlineExceededError(f"not finished within {(now - task.arrived) * 1000:.0f} ms")
-    return None
 
 
 def _elapsed_us(since: float) -> int:

@@ -7,10 +7,10 @@ from typing import Protocol
 
 from gammaray.errors import GammarayError
 from services.engine.core.kv_cache import CacheStats
+from services.scheduling.block_queue import TaskT
 from services.scheduling.grammars import Grammars
 from services.scheduling.load import LoadCounters
 from services.scheduling.metrics import WorkerMeter
-from services.scheduling.planning import TaskT
 from services.scheduling.tasks import Release, Reply
 
 __all__ = ["BlockScheduler"]

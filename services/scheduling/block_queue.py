@@ -1,0 +1,184 @@
+"""Blocks that wait for an engine or are in it, and the sessions they belong to, whatever the engine.
+
+At most one block per session runs at a time; the others wait behind it. Expired and cancelled blocks are
+dropped before each step.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Generic, TypeVar, cast
+
+from gammaray.errors import CancelledError, DeadlineExceededError, GammarayError
+from services.engine.core.kv_cache import CacheStats
+from services.scheduling.grammars import Grammars
+from services.scheduling.load import LoadCounters
+from services.scheduling.metrics import WorkerMeter
+from services.scheduling.sessions import SessionCopy, SessionTable
+from services.scheduling.tasks import Release, Reply, Task, Timing
+
+__all__ = ["MAX_SESSIONS", "BlockQueue", "TaskT", "Work"]
+
+MAX_SESSIONS = 4096
+"""Upper bound of sessions whose token ids a worker keeps; their KV cache has its own budget."""
+
+TaskT = TypeVar("TaskT", bound=Task)
+
+
+@dataclass(slots=True, eq=False)
+class Work(Generic[TaskT]):
+    """A block being worked on.
+
+    Args:
+        is_started: Whether a forward has included it.
+    """
+
+    task: TaskT
+    session: SessionCopy
+    timing: Timing = field(default_factory=Timing, kw_only=True)
+    is_started: bool = field(default=False, kw_only=True)
+
+
+WorkT = TypeVar("WorkT", bound="Work[Any]")
+
+
+class BlockQueue(ABC, Generic[TaskT, WorkT]):
+    """Admits blocks to an engine and keeps their answers until the step ends.
+
+    Args:
+        vocab_size: Number of token ids of the sessions.
+        device: Device on which their noise is computed.
+        grammars: Compiles the sessions' grammars; None: sessions with one are refused.
+
+    Attributes:
+        meter: The worker's metrics.
+    """
+
+    role: ClassVar[str]
+
+    def __init__(self, vocab_size: int, device: str, grammars: Grammars | None) -> None:
+        self.grammars = grammars
+        self._waiting: dict[str, deque[TaskT]] = {}
+        self._running: dict[str, WorkT] = {}
+        self._replies: list[tuple[TaskT, Reply]] = []
+        self._block_s = 0.0
+        self.meter = WorkerMeter(self.role)
+        self.meter.watch(self)
+        self.sessions = SessionTable(
+            MAX_SESSIONS, vocab_size, device, self._running.__contains__, self._forget
+        )
+
+    @abstractmethod
+    def stats(self) -> CacheStats:
+        """Return the counters of the engine's cache; callable from any thread."""
+
+    @abstractmethod
+    def _try_start(self, task: TaskT) -> WorkT | object:
+        """Return the work of a task, or its outcome if no forward is needed or possible."""
+
+    @abstractmethod
+    def _forget(self, session: SessionCopy) -> None:
+        """Release what the engine holds of a session that the table drops."""
+
+    def _withdraw(self, work: WorkT) -> None:
+        """Take back what the engine was asked for a block that is no longer needed."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do."""
+        return not self.is_idle
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no block waits for an answer; there may be other work."""
+        return not (self._running or self._waiting or self._replies)
+
+    @property
+    def num_queued(self) -> int:
+        """Blocks waiting or running; may be read from any thread."""
+        return len(self._running) + sum(map(len, tuple(self._waiting.values())))
+
+    def load(self) -> LoadCounters:
+        """Return the load counters so far."""
+        stats = self.stats()
+        cache_use = stats.cache_bytes / stats.cache_budget_bytes
+        return LoadCounters(block_s=self._block_s, busy_s=self.meter.step_s.total, cache_use=cache_use)
+
+    def submit(self, tasks: Iterable[TaskT]) -> None:
+        """Queue blocks; those of one session are served one after another."""
+        for task in tasks:
+            self._waiting.setdefault(task.session_id, deque()).append(task)
+
+    def preempt(self, tasks: Iterable[TaskT]) -> None:
+        """Shorten speculative work because `tasks` are about to be submitted; callable from any thread."""
+
+    def release(self, endings: Iterable[Release]) -> None:
+        """End sessions: release their caches and cancel their blocks."""
+        for session_id, epoch, forgets in endings:
+            if epoch == 0 or epoch >= self._newest_epoch(session_id):
+                if forgets:
+                    self._forget_prefix(session_id)
+                self._end(session_id, CancelledError(f"session {session_id} was released"))
+
+    @abstractmethod
+    def _forget_prefix(self, session_id: str) -> None:
+        """Drop what the cache retains of a session for others with the same prefix."""
+
+    def _newest_epoch(self, session_id: str) -> int:
+        waiting = max((task.epoch for task in self._waiting.get(session_id, ())), default=0)
+        return max(waiting, self.sessions.epoch(session_id))
+
+    def fail_all(self, error: GammarayError) -> None:
+        """Answer every block with `error` and drop every session."""
+        for session_id in {*self._waiting, *self._running, *self.sessions}:
+            self._end(session_id, error)
+
+    def _end(self, session_id: str, error: GammarayError) -> None:
+        for task in self._waiting.pop(session_id, ()):
+            self._reply(task, error)
+        running = self._running.pop(session_id, None)
+        if running is not None:
+            self._withdraw(running)
+            self._reply(running.task, error, running.timing)
+        self.sessions.drop(session_id)
+
+    def _drop_dead(self) -> None:
+        now = time.monotonic()
+        for session_id, running in list(self._running.items()):
+            error = _reason_to_drop(running.task, now)
+            if error is not None:
+                del self._running[session_id]
+                self._withdraw(running)
+                self._reply(running.task, error, running.timing)
+
+    def _admit(self) -> None:
+        now = time.monotonic()
+        for session_id in list(self._waiting):
+            queue = self._waiting[session_id]
+            while queue and session_id not in self._running:
+                task = queue.popleft()
+                outcome = _reason_to_drop(task, now) or self._try_start(task)
+                if isinstance(outcome, Work):
+                    self._running[session_id] = cast("WorkT", outcome)
+                else:
+                    self._reply(task, outcome)
+            if not queue:
+                del self._waiting[session_id]
+
+    def _reply(self, task: TaskT, outcome: object, timing: Timing | None = None) -> None:
+        self._block_s += time.monotonic() - task.arrived
+        self.meter.answered(outcome)
+        reply = Reply(task.request_id, task.session_id, outcome, timing or Timing())
+        self._replies.append((task, reply))
+
+
+def _reason_to_drop(task: Task, now: float) -> GammarayError | None:
+    if task.cancelled:
+        return CancelledError("the stream of the block was closed")
+    if now > task.deadline:
+        return DeadlineExceededError(f"not finished within {(now - task.arrived) * 1000:.0f} ms")
+    return None
