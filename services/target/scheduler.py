@@ -7,7 +7,7 @@ for last, after the tokens of their verdicts, in the shapes that they asked for.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from ctypes import c_int32
@@ -16,13 +16,13 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from gammaray.blocks import Shape, TokenLogprobs, Verdict
-from gammaray.errors import GammarayError, InternalError, InvalidArgumentError
+from gammaray.blocks import Shape, Verdict
+from gammaray.errors import GammarayError
 from gammaray.types import Proposal, VerificationMethod
 from services.engine.core.batch import GumbelDraw
 from services.engine.engine import Engine, SequenceInput
 from services.engine.sampling.edits import LogitEdits, row_paths
-from services.engine.sampling.logits import edited_logits, gumbel_draw, processed_log_probs
+from services.engine.sampling.logits import gumbel_draw
 from services.scheduling.grammars import Grammars
 from services.scheduling.metrics import AheadStats
 from services.scheduling.planning import Limits, Running
@@ -32,7 +32,8 @@ from services.scheduling.tasks import Reply, VerifyTask
 from services.speculation.local_drafter import LocalDrafter
 from services.target.features import BlockFeatures, FeatureSource
 from services.target.prompt_scores import PromptScores
-from services.target.verification import cut_before, verify, walk
+from services.target.verdicts import judge, token_logprobs
+from services.target.verification import walk
 
 __all__ = ["TargetScheduler"]
 
@@ -240,7 +241,8 @@ class TargetScheduler(Scheduler[VerifyTask]):
         task, session = running.task, running.session
         proposal, base = task.proposal, task.base_position
         if running.drawn is None:
-            verdict = self._verified(task, session, logits)
+            edits = self._edits(session) if LogitEdits.needed(session.spec.params) else None
+            verdict = judge(session.spec, proposal, logits, base, session.noise, edits)
         else:
             verdict = walk(running.drawn, proposal)
         path = verdict.accepted_path
@@ -266,27 +268,7 @@ class TargetScheduler(Scheduler[VerifyTask]):
         if task.num_top_logprobs is None:
             return verdict
         rows = [0, *(node + 1 for node in path)]
-        return replace(verdict, logprobs=_logprobs(logits[rows], emitted, task.num_top_logprobs))
-
-    def _verified(self, task: VerifyTask, session: SessionCopy, logits: Tensor) -> Verdict:
-        """Verify the block's proposal by the logits of its rows."""
-        spec, proposal, base = session.spec, task.proposal, task.base_position
-        edits, paths = None, list[Sequence[int]]()
-        if LogitEdits.needed(spec.params):
-            edits, paths = self._edits(session), row_paths(proposal)
-        # At temperature 0 only the order of the logits counts.
-        if spec.params.temperature > 0:
-            log_probs = processed_log_probs(logits, spec.params, edits, paths)
-        else:
-            log_probs = edited_logits(logits, edits, paths)
-        try:
-            verdict = verify(spec.method, log_probs, proposal, spec.params, session.noise, base)
-        except InternalError:
-            if edits is None or not edits.empty_rows:
-                raise
-            allowed = "masks and biases that leave a token of the grammar"
-            raise InvalidArgumentError("grammar", "no possible token", allowed) from None
-        return verdict if edits is None else cut_before(verdict, proposal, edits.unmasked_rows)
+        return replace(verdict, logprobs=token_logprobs(logits[rows], emitted, task.num_top_logprobs))
 
     def _forget(self, session: SessionCopy) -> None:
         self._ahead.pop(session.session_id, None)
@@ -309,15 +291,3 @@ def _draw_of(running: Running[VerifyTask]) -> GumbelDraw | None:
     if spec.method is not VerificationMethod.COUPLED and not is_greedy_chain:
         return None
     return gumbel_draw(spec.params)
-
-
-def _logprobs(logits: Tensor, emitted: Sequence[int], num_top: int) -> tuple[TokenLogprobs, ...]:
-    """Log-probabilities of `emitted[i]` under `logits[i]`; logits are [len(emitted), vocab_size]."""
-    log_probs = logits.double().log_softmax(-1)
-    top = log_probs.topk(min(num_top, log_probs.shape[-1]))
-    return tuple(
-        TokenLogprobs(row[token_id].item(), tuple(zip(token_ids, values, strict=True)))
-        for row, token_id, token_ids, values in zip(
-            log_probs, emitted, top.indices.tolist(), top.values.tolist(), strict=True
-        )
-    )
