@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -25,8 +25,8 @@ NOISE_BYTES = 512 << 20
 
 MIN_WITH_NOISE = 16
 
-# Two streams of at most 64 float64 rows each, see services/engine/sampling/noise.py.
-_NOISE_BYTES_PER_ID = 2 * 64 * 8
+NOISE_BYTES_PER_ID = 2 * 64 * 8
+"""Two streams of at most 64 float64 rows each, see services/engine/sampling/noise.py."""
 
 
 class SessionCopy:
@@ -34,8 +34,8 @@ class SessionCopy:
 
     Attributes:
         tokens: Committed tokens, then those that the worker itself expects to be committed next.
-        num_told: How many of `tokens` the orchestrator sent as committed. The rest come from this worker's
-            own verdict; a new owner drops them, since it may have received a different verdict.
+        num_confirmed: How many of `tokens` the orchestrator sent as committed. The rest come from this
+            worker's own verdict; a new owner drops them, since it may have received a different verdict.
         noise: None at temperature 0, and while the session is not among the recent ones.
         num_counted: Number of the session's token ids that the table has counted towards its bound.
         changed_from: First position at which the last block changed or extended `tokens`.
@@ -90,11 +90,28 @@ class SessionCopy:
         self.edits.follow(self.tokens)
         return self.edits
 
+    def grammar_masks(self, paths: Sequence[Sequence[int]]) -> Sequence[bytes | None]:
+        """Return the masks of the spec's grammar after the tokens and each path, see `GrammarState.masks`.
+
+        For engines whose logits are edited in another process; `edits_for` uses the same state.
+
+        Raises:
+            InvalidArgumentError: The grammar is too complex.
+            FailedPreconditionError: This worker cannot follow a grammar.
+        """
+        if self.grammar is None:
+            raise FailedPreconditionError("grammar: this worker has no tokenizer")
+        output = self.tokens[self.spec.prompt_length :]
+        self.grammar.extend(output[len(self.grammar) :])
+        return self.grammar.masks(paths)
+
     def truncate(self, length: int) -> None:
         """Drop the tokens from `length` on."""
         del self.tokens[length:]
         if self.edits is not None:
             self.edits.truncate(length)
+        elif self.grammar is not None:
+            self.grammar.truncate(max(0, length - self.spec.prompt_length))
 
     def merge(self, start: int, context: list[int]) -> None:
         """Make `tokens` end with `context` at `start`, keeping tokens that agree and dropping the rest."""
@@ -134,7 +151,7 @@ class SessionTable:
         self._sessions: OrderedDict[str, SessionCopy] = OrderedDict()
         self._with_noise: OrderedDict[str, SessionCopy] = OrderedDict()
         self._num_tokens = 0
-        self._max_with_noise = max(MIN_WITH_NOISE, NOISE_BYTES // (_NOISE_BYTES_PER_ID * vocab_size))
+        self._max_with_noise = max(MIN_WITH_NOISE, NOISE_BYTES // (NOISE_BYTES_PER_ID * vocab_size))
 
     def __len__(self) -> int:
         return len(self._sessions)

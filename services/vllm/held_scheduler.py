@@ -1,0 +1,106 @@
+"""vLLM's scheduler, in which a request runs only while a block is posted for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from services.vllm.messages import Masks, PostedBlock, Verdicts
+
+__all__ = ["HeldScheduler", "NoProposer"]
+
+_NEVER = 1 << 62
+"""A step that no request reaches: vLLM skips a request whose `next_decode_eligible_step` lies ahead."""
+
+
+class HeldScheduler(Scheduler):  # type: ignore[misc]  # vLLM's classes are not typed here
+    """Holds each request after its prompt and after each block.
+
+    Proposals become the request's draft tokens; roll-back, KV blocks, chunked prefill and the prefix cache
+    are vLLM's own. What the sampler needs of a block travels on the `SchedulerOutput`, its verdict on the
+    `ModelRunnerOutput`.
+
+    Attributes:
+        mask_maker: Returns the masks for the posted blocks of a step, while the forward runs; None: no
+            request has a grammar.
+        num_scheduled: Tokens that the last step fed, by request.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.mask_maker: Callable[[dict[str, PostedBlock]], Masks | None] | None = None
+        self.num_scheduled: dict[str, int] = {}
+        self._posted: dict[str, PostedBlock] = {}
+        self._verdicts: Verdicts = {}
+
+    def post(self, request_id: str, block: PostedBlock) -> None:
+        """Let a request run once, with the block's proposal as its draft tokens.
+
+        A request that has not been prefilled yet takes no draft tokens.
+        """
+        request = self.requests[request_id]
+        self._posted[request_id] = block
+        self.update_draft_token_ids(DraftTokenIds([request_id], [list(block.proposal.token_ids)]))
+        request.next_decode_eligible_step = 0
+
+    def withdraw(self, request_id: str) -> None:
+        """Forget the block that was posted for a request."""
+        self._posted.pop(request_id, None)
+
+    def take_verdicts(self) -> Verdicts:
+        """Return the outcomes of the last step."""
+        verdicts, self._verdicts = self._verdicts, {}
+        return verdicts
+
+    def preempted(self) -> list[str]:
+        """Return the requests whose blocks vLLM took away."""
+        return [name for name, request in self.requests.items() if request.status is RequestStatus.PREEMPTED]
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        """Schedule a step, and attach the blocks whose rows it computes."""
+        output = super().schedule(throttle_prefills)
+        self.num_scheduled = dict(output.num_scheduled_tokens)
+        output.posted = {
+            request_id: self._posted.pop(request_id)
+            for request_id in output.num_scheduled_tokens
+            if request_id in self._posted and not self.requests[request_id].is_prefill_chunk
+        }
+        return output
+
+    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> Any:
+        """Return the masks of gammaray's own grammars."""
+        posted = scheduler_output.posted
+        return self.mask_maker(posted) if self.mask_maker is not None and posted else None
+
+    def update_from_output(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> Any:
+        """Take the verdicts of the step."""
+        self._verdicts.update(getattr(output, "verdicts", {}))
+        return super().update_from_output(scheduler_output, output)
+
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        super()._update_after_schedule(scheduler_output)
+        for request in self._scheduled(scheduler_output):
+            if not request.is_prefill_chunk:
+                request.next_decode_eligible_step = _NEVER
+
+    def _scheduled(self, scheduler_output: SchedulerOutput) -> Iterable[Request]:
+        return (self.requests[request_id] for request_id in scheduler_output.num_scheduled_tokens)
+
+
+class NoProposer:
+    """Proposes nothing: vLLM reserves slots for draft tokens only where a proposer is configured."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        pass
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Load nothing."""
+
+    def propose(self, sampled_token_ids: list[list[int]], *args: Any, **kwargs: Any) -> list[list[int]]:
+        """Return no draft tokens for each request."""
+        return [[] for _ in sampled_token_ids]

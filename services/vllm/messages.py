@@ -1,0 +1,48 @@
+"""What a step tells the process that samples, and what it tells back; both travel on vLLM's own objects.
+
+With tensor parallelism that process is another one: everything here can be pickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from gammaray.blocks import Verdict
+from gammaray.errors import GammarayError
+from gammaray.types import Proposal
+
+__all__ = ["Masks", "PostedBlock", "Verdicts"]
+
+
+@dataclass(frozen=True, slots=True)
+class PostedBlock:
+    """A block whose rows the step computes.
+
+    Args:
+        proposal: What is verified: a chain.
+        base_position: Number of committed tokens, the absolute position that row 0 decides.
+        num_top_logprobs: Alternatives per emitted token; None: no log-probabilities.
+        known_token_id: The token at `base_position`, which is committed already: nothing is verified. None: the
+            rows decide it.
+    """
+
+    proposal: Proposal
+    base_position: int
+    num_top_logprobs: int | None = None
+    known_token_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Masks:
+    """The masks of grammars, computed beside the forward; vLLM passes them where its own would be.
+
+    Args:
+        by_request: Of each request with a grammar, as of `GrammarState.masks`, or why there are none.
+    """
+
+    by_request: dict[str, Sequence[bytes | None] | GammarayError] = field(default_factory=dict)
+
+
+Verdicts = dict[str, Verdict | GammarayError | None]
+"""Outcome per request of a step; None for a block with a known token."""

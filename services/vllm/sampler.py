@@ -1,0 +1,267 @@
+"""Draws and verifies in place of vLLM's sampler, with gammaray's noise, filters, masks and penalties.
+
+The functions are those of the CPU engine, so that a request means the same on both. Sessions with equal
+parameters and without edits of their logits share one call.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gammaray.blocks import Verdict
+from gammaray.errors import GammarayError
+from gammaray.types import Proposal, SamplingParams, VerificationMethod
+from services.engine.sampling.edits import LogitEdits
+from services.engine.sampling.logits import processed_log_probs
+from services.engine.sampling.noise import Noise
+from services.scheduling.sessions import MIN_WITH_NOISE, NOISE_BYTES, NOISE_BYTES_PER_ID
+from services.scheduling.tasks import SessionSpec
+from services.target.verdicts import judge, token_logprobs
+from services.target.verification import best_tokens, walk
+from services.vllm.messages import Masks, PostedBlock, Verdicts
+
+__all__ = ["BlockSampler"]
+
+SPEC = "spec"
+"""Key of the session's spec in the `extra_args` of its request."""
+
+NO_TOKEN = -1
+"""Padding of vLLM's sampled tokens."""
+
+UNUSED_TOKEN = 0
+"""Emitted for a block that failed: vLLM needs a token, and its request ends with the step."""
+
+
+class GivenMasks:
+    """Stands for a `GrammarState` whose masks were computed elsewhere."""
+
+    def __init__(self) -> None:
+        self.given: Sequence[bytes | None] = ()
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Ignore the tokens: the masks are those after them."""
+
+    def truncate(self, length: int) -> None:
+        """Ignore the length: the masks are those at it."""
+
+    def masks(self, paths: Sequence[Sequence[int]]) -> list[bytes | None]:
+        """Return the masks that were given for these paths."""
+        return list(self.given)
+
+
+class _Session:
+    """What the sampler keeps of a request: its spec and the edits of its logits."""
+
+    def __init__(self, spec: SessionSpec, vocab_size: int, device: torch.device) -> None:
+        self.spec, self.masks, self.edits = spec, GivenMasks(), None
+        if LogitEdits.needed(spec.params):
+            grammar: Any = self.masks if spec.params.grammar else None
+            self.edits = LogitEdits(
+                spec.params, spec.eos_token_ids, spec.prompt_length, vocab_size, device, grammar
+            )
+
+
+class _Rows(NamedTuple):
+    """The rows of one block.
+
+    Args:
+        at: Index of the request in the batch.
+        logits: [len(proposal) + 1, vocab_size].
+    """
+
+    at: int
+    request_id: str
+    session: _Session
+    block: PostedBlock
+    proposal: Proposal
+    logits: Tensor
+
+
+class BlockSampler:
+    """Replaces `GPUModelRunner._sample` in the process that has the logits.
+
+    Args:
+        runner: vLLM's model runner, whose batch says which rows are whose.
+        vocab_size: Number of token ids.
+    """
+
+    def __init__(self, runner: Any, vocab_size: int) -> None:
+        self._runner, self._vocab_size = runner, vocab_size
+        self._sessions: dict[str, _Session] = {}
+        self._noises: OrderedDict[str, Noise] = OrderedDict()
+        self._most_noises = max(MIN_WITH_NOISE, NOISE_BYTES // (NOISE_BYTES_PER_ID * vocab_size))
+        self._posted: dict[str, PostedBlock] = {}
+        self._masks = Masks()
+        self._verdicts: Verdicts = {}
+
+    def begin(self, posted: dict[str, PostedBlock]) -> None:
+        """Take the blocks of the step that begins, and forget requests that vLLM has forgotten."""
+        self._posted, self._verdicts = posted, {}
+        for request_id in self._sessions.keys() - self._runner.requests.keys():
+            del self._sessions[request_id]
+            self._noises.pop(request_id, None)
+
+    def take_masks(self, masks: Masks | None) -> None:
+        """Take the masks of the step's grammars."""
+        self._masks = masks or Masks()
+
+    def take_verdicts(self) -> Verdicts:
+        """Return the outcomes of the step's blocks."""
+        verdicts, self._verdicts = self._verdicts, {}
+        return verdicts
+
+    def sample(self, logits: Tensor, spec_decode_metadata: Any) -> Any:
+        """Return the emitted tokens of each request, as vLLM's `SamplerOutput`.
+
+        Args:
+            logits: [rows, vocab_size]; each request has a row more than it has draft tokens.
+            spec_decode_metadata: vLLM's, None if no request has draft tokens.
+        """
+        from vllm.v1.outputs import SamplerOutput
+
+        batch = self._runner.input_batch
+        count = batch.num_reqs
+        drafts = [0] * count if spec_decode_metadata is None else spec_decode_metadata.num_draft_tokens
+        emitted = torch.full((count, max(drafts) + 1), NO_TOKEN, dtype=torch.int32)
+        for rows, tokens in self._serve(batch.req_ids[:count], drafts, logits):
+            emitted[rows, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
+        return SamplerOutput(sampled_token_ids=emitted.to(logits.device), logprobs_tensors=None)
+
+    def _serve(
+        self, request_ids: Sequence[str], drafts: Sequence[int], logits: Tensor
+    ) -> list[tuple[int, list[int]]]:
+        """Serve the posted blocks; return the index of each request with the tokens that it emits."""
+        served: list[tuple[int, list[int]]] = []
+        alike: dict[tuple[float, ...], list[_Rows]] = {}
+        start = 0
+        for at, (request_id, num_drafts) in enumerate(zip(request_ids, drafts, strict=True)):
+            here = logits[start : start + num_drafts + 1]
+            start += num_drafts + 1
+            block = self._posted.get(request_id)
+            if block is None:
+                continue  # a chunk of a prompt: vLLM discards its token
+            if block.known_token_id is not None:
+                self._verdicts[request_id] = None
+                served.append((at, [block.known_token_id]))
+                continue
+            # vLLM cuts proposals that do not fit the step: a shorter one is verified.
+            proposal = _first(block.proposal, num_drafts)
+            try:
+                session = self._session(request_id)
+            except GammarayError as error:
+                self._verdicts[request_id] = error
+                served.append((at, [UNUSED_TOKEN]))
+                continue
+            rows = _Rows(at, request_id, session, block, proposal, here[: len(proposal) + 1])
+            if _is_drawn(session):
+                alike.setdefault(_filters(session.spec.params), []).append(rows)
+            else:
+                served.append(self._finish(rows, self._judge(rows)))
+        for group in alike.values():
+            served += self._draw(group)
+        return served
+
+    def _session(self, request_id: str) -> _Session:
+        """Return what is kept of a request; raises InvalidArgumentError if its masks leave no token."""
+        found = self._sessions.get(request_id)
+        if found is None:
+            spec = self._runner.requests[request_id].sampling_params.extra_args[SPEC]
+            found = _Session(spec, self._vocab_size, self._runner.device)
+            self._sessions[request_id] = found
+        return found
+
+    def _noise(self, request_id: str, spec: SessionSpec) -> Noise:
+        noise = self._noises.pop(request_id, None)
+        if noise is None:
+            params = spec.params
+            assert params.seed is not None
+            noise = Noise(params.seed, params.sample_index, self._vocab_size, device=self._runner.device)
+        self._noises[request_id] = noise
+        if len(self._noises) > self._most_noises:
+            self._noises.popitem(last=False)
+        return noise
+
+    def _draw(self, group: Sequence[_Rows]) -> list[tuple[int, list[int]]]:
+        """Verify blocks of sessions with equal filters, whose tokens are the argmaxes of one tensor."""
+        params = group[0].session.spec.params
+        logits = torch.cat([rows.logits for rows in group]) if len(group) > 1 else group[0].logits
+        if params.temperature > 0:
+            noise = [
+                self._noise(rows.request_id, rows.session.spec).gumbel(
+                    rows.block.base_position, len(rows.logits)
+                )
+                for rows in group
+            ]
+            scores = processed_log_probs(logits, params) + (torch.cat(noise) if len(noise) > 1 else noise[0])
+        else:
+            scores = logits.float()
+        tokens, start, served = best_tokens(scores), 0, []
+        for rows in group:
+            own = tokens[start : start + len(rows.logits)]
+            start += len(rows.logits)
+            try:
+                outcome: Verdict | GammarayError = walk(own, rows.proposal)
+            except GammarayError as error:
+                outcome = error
+            served.append(self._finish(rows, outcome))
+        return served
+
+    def _judge(self, rows: _Rows) -> Verdict | GammarayError:
+        """Verify one block by the rule of its session."""
+        session, base = rows.session, rows.block.base_position
+        spec = session.spec
+        noise = self._noise(rows.request_id, spec) if spec.params.temperature > 0 else None
+        try:
+            if session.edits is not None:
+                tokens = self._runner.input_batch.token_ids_cpu[rows.at, :base].tolist()
+                session.edits.follow(tokens)
+                masks = self._masks.by_request.get(rows.request_id, ())
+                if isinstance(masks, GammarayError):
+                    return masks
+                session.masks.given = masks
+            return judge(spec, rows.proposal, rows.logits, base, noise, session.edits)
+        except GammarayError as error:
+            return error
+
+    def _finish(self, rows: _Rows, outcome: Verdict | GammarayError) -> tuple[int, list[int]]:
+        """Note a block's outcome; return the tokens that vLLM appends to its request."""
+        if isinstance(outcome, GammarayError):
+            self._verdicts[rows.request_id] = outcome
+            return rows.at, [UNUSED_TOKEN]
+        path, num_top = outcome.accepted_path, rows.block.num_top_logprobs
+        emitted = [*(rows.proposal.token_ids[node] for node in path), outcome.next_token_id]
+        if num_top is not None:
+            logits = rows.logits[[0, *(node + 1 for node in path)]]
+            outcome = replace(outcome, logprobs=token_logprobs(logits, emitted, num_top))
+        self._verdicts[rows.request_id] = outcome
+        return rows.at, emitted
+
+
+def _first(proposal: Proposal, count: int) -> Proposal:
+    """Return the first `count` tokens of a chain."""
+    if len(proposal) <= count:
+        return proposal
+    drafts = proposal.draft_distributions
+    return replace(
+        proposal,
+        token_ids=proposal.token_ids[:count],
+        draft_distributions=None if drafts is None else drafts[:count],
+    )
+
+
+def _is_drawn(session: _Session) -> bool:
+    """Whether the best scores of its rows are all of a block's verification."""
+    spec = session.spec
+    is_coupled = spec.method is VerificationMethod.COUPLED or spec.params.temperature == 0
+    return session.edits is None and is_coupled
+
+
+def _filters(params: SamplingParams) -> tuple[float, ...]:
+    """Return what the processed distribution of a session without edits depends on."""
+    return (params.temperature, params.top_k, params.top_p, params.min_p)

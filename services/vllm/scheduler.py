@@ -1,0 +1,330 @@
+"""Serves the blocks of a target worker with vLLM.
+
+A session is one request of vLLM, held between its blocks. Where a request is missing or has other tokens, a new
+one reads the committed tokens, with what the prefix cache has of them. A request that is read anew for a block
+with a proposal takes a step more: vLLM verifies no draft tokens in the step that ends a prompt, so that the
+prompt is all but the last committed token, and that step gives the last one, which is known.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple
+
+from gammaray.blocks import Verdict
+from gammaray.errors import GammarayError, InternalError, InvalidArgumentError, ResourceExhaustedError
+from gammaray.types import PromptLogprobs, Proposal
+from services.engine.core.device import raise_if_lost
+from services.engine.core.errors import EngineLostError
+from services.engine.core.kv_cache import CacheStats
+from services.engine.sampling.edits import row_paths
+from services.scheduling.block_queue import BlockQueue, Work
+from services.scheduling.grammars import Grammars
+from services.scheduling.planning import Limits
+from services.scheduling.sessions import SessionCopy
+from services.scheduling.tasks import NeedTokens, Reply, SessionSpec, Timing, VerifyTask
+from services.vllm.engine import StepResult, VllmEngine
+from services.vllm.messages import Masks, PostedBlock
+
+__all__ = ["VllmScheduler"]
+
+_log = logging.getLogger(__name__)
+
+
+class _Held(NamedTuple):
+    """The request of a session.
+
+    Args:
+        spec: The session's parameters, which the sampler got with the request.
+    """
+
+    request_id: str
+    spec: SessionSpec
+
+
+@dataclass(slots=True, eq=False)
+class _Verifying(Work[VerifyTask]):
+    """A verification that vLLM computes.
+
+    Args:
+        request_id: Of vLLM's request.
+        follows: The block that is posted once the request has read the prompt; None: it is posted already.
+        num_needed: KV blocks of the request when the block has been verified.
+    """
+
+    request_id: str
+    follows: PostedBlock | None = None
+    num_needed: int = 0
+
+
+class VllmScheduler(BlockQueue[VerifyTask, _Verifying]):
+    """Implements `BlockScheduler` for verifications.
+
+    Args:
+        engine: The model.
+        limits: Bounds of one forward.
+        grammars: Compiles the sessions' grammars; None: sessions with one are refused.
+    """
+
+    role: ClassVar[str] = "target"
+    step_timeout_s: ClassVar[float | None] = None
+
+    def __init__(self, engine: VllmEngine, limits: Limits, grammars: Grammars | None = None) -> None:
+        self.engine, self.limits = engine, limits
+        self._requests: dict[str, _Held] = {}  # by session, least recently used first
+        self._by_request: dict[str, _Verifying] = {}
+        # The sampler draws the noise, on the device.
+        super().__init__(engine.vocab_size, "cpu", grammars)
+        engine.set_mask_maker(self._make_masks)
+
+    def check(self) -> None:
+        """Raise EngineLostError when vLLM's engine has failed; any thread may call it."""
+        self.engine.check()
+
+    def stats(self) -> CacheStats:
+        """Return the counters of the cache; any thread may call it."""
+        return self.engine.stats()
+
+    def fail_all(self, error: GammarayError) -> None:
+        """Answer every block with `error` and drop every session and the prefix cache."""
+        super().fail_all(error)
+        for held in self._requests.values():
+            self.engine.close(held.request_id)
+        self._requests.clear()
+        self._by_request.clear()
+        self.engine.clear_cache()
+
+    def close(self) -> None:
+        """End vLLM's engine."""
+        self.engine.shutdown()
+
+    def step(self) -> list[tuple[VerifyTask, Reply]]:
+        """Run one step for all blocks, and return the answers that are ready."""
+        self._drop_dead()
+        self._admit()
+        if self._running:
+            self._make_room()
+            self._run()
+        replies, self._replies = self._replies, []
+        return replies
+
+    def _try_start(self, task: VerifyTask) -> _Verifying | object:
+        try:
+            session = self.sessions.admit(task)
+            if isinstance(session, NeedTokens):
+                return session
+            self.limits.check_proposal(len(task.proposal))
+            if task.proposal.parents is not None:
+                raise InvalidArgumentError("proposal.parents", "a tree", "a chain with vLLM as the engine")
+            return self._start(task, session)
+        except EngineLostError:
+            raise
+        except GammarayError as error:
+            return error
+
+    def _start(self, task: VerifyTask, session: SessionCopy) -> _Verifying:
+        tokens, proposal = session.tokens, task.proposal
+        block = PostedBlock(proposal, task.base_position, task.num_top_logprobs)
+        held, follows = self._requests.pop(session.session_id, None), None
+        if held is not None and self._can_continue(held, task, session):
+            request_id = held.request_id
+            self.engine.post(request_id, block)
+        else:
+            if held is not None:
+                self.engine.close(held.request_id)
+            request_id, follows = self._open(task, session, block)
+        self._requests[session.session_id] = _Held(request_id, session.spec)
+        needed = self.engine.needed_blocks(len(tokens) + len(proposal))
+        work = _Verifying(task, session, request_id, follows, needed)
+        self._by_request[request_id] = work
+        return work
+
+    def _can_continue(self, held: _Held, task: VerifyTask, session: SessionCopy) -> bool:
+        """Whether a request has exactly the committed tokens, and the session's parameters."""
+        tokens = self.engine.tokens(held.request_id)
+        if tokens is None or task.reads_anew or held.spec != session.spec:
+            return False
+        first = min(session.changed_from, len(tokens))
+        return len(tokens) == len(session.tokens) and tokens[first:] == session.tokens[first:]
+
+    def _open(
+        self, task: VerifyTask, session: SessionCopy, block: PostedBlock
+    ) -> tuple[str, PostedBlock | None]:
+        """Open a request for a session; return it, and what has to be posted when it has read the prompt."""
+        tokens, spec = session.tokens, session.spec
+        # Without a salt the session's cache is its own.
+        salt = f"tenant {spec.cache_salt}" if spec.cache_salt is not None else f"session {session.session_id}"
+        is_split = len(block.proposal) > 0 and len(tokens) > 1 and task.num_prompt_logprobs is None
+        request_id = self.engine.open(
+            session.session_id, tokens[:-1] if is_split else tokens, spec, salt, task.num_prompt_logprobs
+        )
+        if not is_split:
+            # A proposal is not tested here after a single token, which vLLM's prompt needs, nor beside a
+            # prompt that is scored whole.
+            self.engine.post(request_id, replace(block, proposal=Proposal()))
+            return request_id, None
+        known = PostedBlock(Proposal(), block.base_position - 1, known_token_id=tokens[-1])
+        self.engine.post(request_id, known)
+        return request_id, block
+
+    def _withdraw(self, work: _Verifying) -> None:
+        # Its prompt may be half read: the next block reads it anew, from the prefix cache.
+        del self._by_request[work.request_id]
+        del self._requests[work.session.session_id]
+        self.engine.close(work.request_id)
+
+    def _forget(self, session: SessionCopy) -> None:
+        held = self._requests.pop(session.session_id, None)
+        if held is not None:
+            self.engine.close(held.request_id, forget=session.spec.cache_salt is None)
+
+    def _forget_prefix(self, session_id: str) -> None:
+        held = self._requests.get(session_id)
+        if held is not None:
+            self.engine.close(held.request_id, forget=True)
+
+    def _make_room(self) -> None:
+        """Close the least recently used idle requests while the blocks of this step lack slots or memory.
+
+        vLLM never takes memory from a request that it holds for one that waits.
+        """
+        held = self.engine.held_blocks
+        lacking = sum(max(0, work.num_needed - held(name)) for name, work in self._by_request.items())
+        for session_id, (request_id, _) in list(self._requests.items()):
+            if self.engine.num_free_requests >= 0 and self.engine.num_free_blocks >= lacking:
+                return
+            if request_id not in self._by_request:
+                self._evict(session_id)
+
+    def _evict(self, session_id: str) -> None:
+        self.engine.close(self._requests.pop(session_id).request_id)
+        self.engine.num_evictions += 1
+
+    def _run(self) -> None:
+        began = time.perf_counter()
+        self._note_starts()
+        try:
+            result = self.engine.step()
+        except EngineLostError:
+            raise
+        except Exception as error:
+            raise_if_lost(error)
+            _log.exception("a step over %d sessions failed", len(self._running))
+            self.fail_all(InternalError(f"the forward failed: {type(error).__name__}: {error}"))
+            return
+        self._take(result, int((time.perf_counter() - began) * 1e6))
+        self._reopen(result.preempted)
+        if not result.num_tokens and not result.preempted:
+            self._unblock()
+
+    def _note_starts(self) -> None:
+        now = time.monotonic()
+        for work in self._running.values():
+            if not work.is_started:
+                work.is_started = True
+                work.timing.queue_us = max(0, int((now - work.task.arrived) * 1e6))
+                self.meter.waited(work.timing.queue_us * 1e-6)
+
+    def _take(self, result: StepResult, took_us: int) -> None:
+        """Add a step's time to its blocks, and answer those that it completed."""
+        self.meter.step(took_us * 1e-6, len(result.scheduled), result.num_tokens)
+        cost = Timing(0, took_us, took_us, len(result.scheduled), result.num_tokens, 1)
+        cost.batch_rows = sum(
+            1 + (len(outcome.accepted_path) if isinstance(outcome, Verdict) else 0)
+            for outcome in result.verdicts.values()
+        )
+        for request_id in result.scheduled:
+            if request_id in self._by_request:
+                self._by_request[request_id].timing.add(cost)
+        for request_id, num_cached in result.num_cached.items():
+            work = self._by_request.get(request_id)
+            if work is not None and work.task.spec is not None:
+                work.timing.cached_tokens = num_cached
+                self.meter.looked_up(len(work.session.tokens), num_cached)
+        for request_id, outcome in result.verdicts.items():
+            work = self._by_request.get(request_id)
+            if work is None:
+                continue  # its block was dropped, and the request is read anew
+            if outcome is None:
+                assert work.follows is not None
+                self.engine.post(request_id, work.follows)
+                work.follows = None
+            else:
+                self._finish(work, outcome, result.prompt_scores.get(request_id))
+
+    def _finish(self, work: _Verifying, outcome: Verdict | GammarayError, scores: Any) -> None:
+        session, task = work.session, work.task
+        if isinstance(outcome, Verdict):
+            emitted = [task.proposal.token_ids[node] for node in outcome.accepted_path]
+            session.tokens += [*emitted, outcome.next_token_id]
+            if scores is not None:
+                prompt = session.tokens[: session.spec.prompt_length]
+                outcome = replace(outcome, prompt_logprobs=_prompt_logprobs(prompt, scores, task))
+        else:
+            self.engine.close(work.request_id)
+            self._requests.pop(session.session_id, None)
+        del self._running[session.session_id], self._by_request[work.request_id]
+        self._reply(task, outcome, work.timing)
+
+    def _reopen(self, preempted: Sequence[str]) -> None:
+        """Close requests that lost their cache, and read those with a block again.
+
+        vLLM would recompute them and advance a token that nobody asked for.
+        """
+        for request_id in preempted:
+            work = self._by_request.pop(request_id, None)
+            self.engine.close(request_id)
+            self.engine.num_evictions += 1
+            if work is None:
+                self._requests = {s: r for s, r in self._requests.items() if r.request_id != request_id}
+                continue
+            block = PostedBlock(work.task.proposal, work.task.base_position, work.task.num_top_logprobs)
+            work.request_id, work.follows = self._open(work.task, work.session, block)
+            self._requests[work.session.session_id] = _Held(work.request_id, work.session.spec)
+            self._by_request[work.request_id] = work
+
+    def _unblock(self) -> None:
+        """Free memory after a step in which nothing fitted: idle sessions first, else fail the newest block."""
+        idle = [s for s, held in self._requests.items() if held.request_id not in self._by_request]
+        for session_id in idle:
+            self._evict(session_id)
+        if idle or not self._running:
+            return
+        work = next(reversed(self._running.values()))
+        budget = self.engine.stats().cache_budget_bytes
+        self._finish(work, ResourceExhaustedError(f"the KV cache budget is too small: {budget} bytes"), None)
+
+    def _make_masks(self, posted: dict[str, PostedBlock]) -> Masks | None:
+        """Compute the masks of the posted blocks with a grammar; vLLM calls it while the forward runs."""
+        masks: dict[str, Sequence[bytes | None] | GammarayError] = {}
+        for request_id, block in posted.items():
+            work = self._by_request.get(request_id)
+            if work is None or block.known_token_id is not None or not work.session.spec.params.grammar:
+                continue
+            began, paths = time.perf_counter(), row_paths(block.proposal)
+            try:
+                masks[request_id] = work.session.grammar_masks(paths)
+            except GammarayError as error:
+                masks[request_id] = error
+            took = time.perf_counter() - began
+            work.timing.mask_us += int(took * 1e6)
+            self.meter.masked(took, len(paths))
+        return Masks(masks) if masks else None
+
+
+def _prompt_logprobs(prompt: Sequence[int], scores: Any, task: VerifyTask) -> PromptLogprobs:
+    """Return the columns of a prompt's log-probabilities; column 0 of vLLM's tensors is the token itself."""
+    entries, num_top = len(prompt) - 1, task.num_prompt_logprobs or 0
+    ids, logprobs = scores.logprob_token_ids[:entries], scores.logprobs[:entries].double()
+    top_ids, top = ids[:, 1 : num_top + 1], logprobs[:, 1 : num_top + 1]
+    return PromptLogprobs(
+        tuple(prompt),
+        tuple(logprobs[:, 0].tolist()),
+        tuple(scores.selected_token_ranks[:entries].tolist()),
+        int(top_ids.shape[1]),
+        tuple(top_ids.flatten().tolist()),
+        tuple(top.flatten().tolist()),
+    )

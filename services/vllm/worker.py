@@ -1,0 +1,40 @@
+"""vLLM's worker, whose model runner samples with gammaray's sampler."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.platforms import current_platform
+
+from services.vllm.messages import Masks
+from services.vllm.sampler import BlockSampler
+
+if TYPE_CHECKING or not current_platform.is_cpu():
+    from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
+else:
+    from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
+
+__all__ = ["SamplingWorker"]
+
+
+class SamplingWorker(PlatformWorker):  # type: ignore[misc]  # vLLM's classes are not typed here
+    """Hands the blocks of a step to the sampler, and its verdicts back with the step's output."""
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Load the model and replace the runner's sampling."""
+        super().load_model(*args, **kwargs)
+        runner = self.model_runner
+        self._sampler = BlockSampler(runner, runner.model_config.get_vocab_size())
+        runner._sample = self._sampler.sample
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """Run the forward of a step."""
+        self._sampler.begin(getattr(scheduler_output, "posted", {}))
+        return super().execute_model(scheduler_output)
+
+    def sample_tokens(self, grammar_output: Masks | None) -> Any:
+        """Sample after the forward; `grammar_output` are the masks of the scheduler."""
+        self._sampler.take_masks(grammar_output)
+        output = super().sample_tokens(None)
+        output.verdicts = self._sampler.take_verdicts()
+        return output
