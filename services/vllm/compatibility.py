@@ -1,7 +1,7 @@
 """The version of vLLM that is supported, and the names of it that are used.
 
-vLLM calls its custom schedulers and proposers unstable, so that one minor version is supported per release. What
-is used is checked at start, by name, rather than found missing in a stream. `python -m
+vLLM calls its custom schedulers and proposers unstable, so that one minor version is supported per release.
+What is used is checked at start, by name, rather than found missing in a stream. `python -m
 services.vllm.compatibility` prints what an installed version lacks.
 """
 

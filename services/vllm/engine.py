@@ -1,7 +1,7 @@
 """vLLM's `EngineCore` with one held request per session.
 
-Nothing here knows blocks, epochs or deadlines: `services.vllm.scheduler` does. Not thread-safe, except for `check`
-and `stats`.
+Nothing here knows epochs or deadlines: `services.vllm.scheduler` does. Not thread-safe, except for `check` and
+`stats`.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ class PostedBlock:
         proposal: What is verified: a chain.
         base_position: Number of committed tokens, the absolute position that row 0 decides.
         num_top_logprobs: Alternatives per emitted token; None: no log-probabilities.
-        known_token_id: The token at `base_position`, which is committed already: nothing is verified. None: the
-            rows decide it.
+        known_token_id: The token at `base_position`, which is committed already: nothing is verified. None:
+            the rows decide it.
     """
 
     proposal: Proposal

@@ -1,9 +1,9 @@
 """Serves the blocks of a target worker with vLLM.
 
-A session is one request of vLLM, held between its blocks. Where a request is missing or has other tokens, a new
-one reads the committed tokens, with what the prefix cache has of them. A request that is read anew for a block
-with a proposal takes a step more: vLLM verifies no draft tokens in the step that ends a prompt, so that the
-prompt is all but the last committed token, and that step gives the last one, which is known.
+A session is one request of vLLM, held between its blocks. Where a request is missing or has other tokens, a
+new one reads the committed tokens, with what the prefix cache has of them. A request that is read anew for a
+block with a proposal takes a step more: vLLM verifies no draft tokens in the step that ends a prompt, so that
+the prompt is all but the last committed token, and that step gives the last one, which is known.
 """
 
 from __future__ import annotations
@@ -287,7 +287,7 @@ class VllmScheduler(BlockQueue[VerifyTask, _Verifying]):
             self._by_request[work.request_id] = work
 
     def _unblock(self) -> None:
-        """Free memory after a step in which nothing fitted: idle sessions first, else fail the newest block."""
+        """Free memory after a step in which nothing fitted: idle sessions, else fail the newest block."""
         idle = [s for s, held in self._requests.items() if held.request_id not in self._by_request]
         for session_id in idle:
             self._evict(session_id)
