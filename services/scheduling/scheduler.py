@@ -58,6 +58,7 @@ class Scheduler(ABC, Generic[TaskT]):
 
     Attributes:
         meter: The worker's metrics.
+        step_timeout_s: After how many seconds a step counts as stuck; None: never.
         num_forwards: Forwards of the last step; more than one if a worker ran several in one call.
     """
 
@@ -78,6 +79,7 @@ class Scheduler(ABC, Generic[TaskT]):
         self._replies: list[tuple[TaskT, Reply]] = []
         self._block_s = 0.0
         self.num_forwards = 1
+        self.step_timeout_s: float | None = None
         self.meter = WorkerMeter(self.role)
         self.meter.watch(self)
         self.sessions = SessionTable(
@@ -111,14 +113,8 @@ class Scheduler(ABC, Generic[TaskT]):
         """Blocks waiting or running; may be read from any thread."""
         return len(self._running) + sum(map(len, tuple(self._waiting.values())))
 
-    @property
-    def step_timeout_s(self) -> float | None:
-        """After how many seconds a step counts as stuck; None: never."""
-        return self.engine.step_timeout_s
-
     def check(self) -> None:
-        """Raise EngineLostError when the engine has failed; any thread may call it, also during a step."""
-        self.engine.check()
+        """Return: an engine of this process is lost only by an error of its own step."""
 
     def stats(self) -> CacheStats:
         """Return the counters of the engine's cache; callable from any thread."""
@@ -157,8 +153,7 @@ class Scheduler(ABC, Generic[TaskT]):
         self.engine.drop_retained()
 
     def close(self) -> None:
-        """End what the scheduler and its engine started; no other method is called afterwards."""
-        self.engine.close()
+        """End what the scheduler started; no other method is called afterwards."""
 
     def step(self) -> list[tuple[TaskT, Reply]]:
         """Run one forward for as many blocks as fit and return the answers that are ready."""
