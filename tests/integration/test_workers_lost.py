@@ -155,7 +155,7 @@ async def test_forward_time_contains_the_wait_for_the_device(
 
 
 class Stuck:
-    """Forwards that do not return until the test ends, as those that wait for a dead rank of NCCL."""
+    """Forwards that do not return until the test ends, as those that wait for a dead process."""
 
     def __init__(self) -> None:
         self.began, self.may_end = threading.Event(), threading.Event()

@@ -201,7 +201,7 @@ def test_taps_stay_valid_after_the_next_steps(build: Callable[[Path], Engine], l
     engine.step([SequenceInput("a", 0, [1, 2, 3], 1), SequenceInput("b", 0, [4], 1)])
     taps = engine.taps
     kept = [states.clone() for states in taps]
-    # The same sizes: captured steps use the same buffers.
+    # The same sizes: a runner may use the same buffers again.
     for _ in range(2):
         engine.step([SequenceInput("a", 3, [7, 8, 9], 1), SequenceInput("b", 1, [5], 1)])
     assert all(torch.equal(states, before) for states, before in zip(taps, kept, strict=True))
