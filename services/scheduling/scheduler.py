@@ -45,6 +45,7 @@ class Scheduler(BlockQueue[TaskT, Running[TaskT]]):
         grammars: Compiles the sessions' grammars; None: sessions with one are refused.
 
     Attributes:
+        step_timeout_s: After how many seconds a step counts as stuck; None: never.
         num_forwards: Forwards of the last step; more than one if a worker ran several in one call.
     """
 
@@ -58,6 +59,7 @@ class Scheduler(BlockQueue[TaskT, Running[TaskT]]):
         scored_rows = max(1, MAX_SCORED_BYTES // (4 * engine.vocab_size))
         self.engine, self.limits = engine, replace(limits, max_scored_rows=scored_rows)
         self.num_forwards = 1
+        self.step_timeout_s: float | None = None
         super().__init__(vocab_size or engine.vocab_size, str(engine.device), grammars)
 
     @abstractmethod
@@ -68,14 +70,8 @@ class Scheduler(BlockQueue[TaskT, Running[TaskT]]):
     def _advance(self, running: Running[TaskT], logits: Tensor) -> object | None:
         """Take the logits `[num_logits, vocab_size]` of a feed; None requests another forward."""
 
-    @property
-    def step_timeout_s(self) -> float | None:
-        """After how many seconds a step counts as stuck; None: never."""
-        return self.engine.step_timeout_s
-
     def check(self) -> None:
-        """Raise EngineLostError when the engine has failed; any thread may call it, also during a step."""
-        self.engine.check()
+        """Return: an engine of this process is lost only by an error of its own step."""
 
     def stats(self) -> CacheStats:
         """Return the counters of the engine's cache; callable from any thread."""
@@ -87,8 +83,7 @@ class Scheduler(BlockQueue[TaskT, Running[TaskT]]):
         self.engine.drop_retained()
 
     def close(self) -> None:
-        """End what the scheduler and its engine started; no other method is called afterwards."""
-        self.engine.close()
+        """End what the scheduler started; no other method is called afterwards."""
 
     def step(self) -> list[tuple[TaskT, Reply]]:
         """Run one forward for as many blocks as fit and return the answers that are ready."""

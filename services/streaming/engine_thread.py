@@ -86,7 +86,7 @@ class EngineThread:
     def why_stuck(self) -> str:
         """Return why the engine is lost in a step that does not end by itself; empty while it is not.
 
-        With NCCL the thread may wait for a dead rank until the watchdog of the library ends the process.
+        Such a step may wait for a process of the engine that has ended.
         """
         scheduler, began, now = self.scheduler, self._step_began, time.monotonic()
         if scheduler is None or began is None:

@@ -22,9 +22,8 @@ from gammaray.wire.blocks import (
     proposal_to_proto,
     shape_from_proto,
 )
-from services.engine.engine import Engine
-from services.engine.loader import limit_cache, load_worker_engine
-from services.engine.tensor_parallel.engine import ParallelEngine
+from services.engine.choice import uses_vllm
+from services.engine.loader import load_worker_engine
 from services.process.fingerprints import model_identity, vocab_sha256
 from services.process.server import guarded
 from services.process.worker import Worker
@@ -164,7 +163,11 @@ class TargetWorker(Worker[TargetSettings]):
 
     def _load_model(self, path: str) -> tuple[Model, BlockScheduler[Any]]:
         settings = self.settings
-        engine = self._load_engine(path)
+        if uses_vllm(settings.engine, settings.device):
+            from services.vllm.loading import load_target  # vLLM is an extra
+
+            return load_target(path, settings, self._limits)
+        engine = load_worker_engine(path, settings)
         identity = model_identity(
             path,
             dtype=str(engine.dtype).removeprefix("torch."),
@@ -186,23 +189,6 @@ class TargetWorker(Worker[TargetSettings]):
         grammars = Grammars(path, engine.vocab_size)
         ahead = settings.draft_ahead
         return model, TargetScheduler(engine, self._limits, grammars, head, features, draft_ahead=ahead)
-
-    def _load_engine(self, path: str) -> Engine:
-        settings = self.settings
-        if settings.tensor_parallel == 1:
-            return load_worker_engine(path, settings)
-        if settings.deterministic:
-            raise InvalidArgumentError("deterministic", True, "false with tensor_parallel")
-        engine = ParallelEngine.load_parallel(
-            path,
-            num_ranks=settings.tensor_parallel,
-            device=settings.device,
-            dtype=settings.dtype,
-            threads=settings.threads,
-            timeout_s=settings.rank_timeout_s,
-        )
-        limit_cache(engine, settings)
-        return engine
 
     def _add_servicer(self, server: Any, streams: Streams, model: Model) -> None:
         servicer = TargetServicer(streams, model, self.settings.head, self._features)

@@ -1,7 +1,7 @@
 """vLLM's `EngineCore` with one held request per session.
 
-Nothing here knows epochs or deadlines: `services.vllm.scheduler` does. Not thread-safe, except for `check` and
-`stats`.
+Nothing here knows epochs or deadlines: `services.vllm.scheduler` does. Not thread-safe, except for `check`
+and `stats`.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class VllmEngine:
 
     def needed_blocks(self, num_tokens: int) -> int:
         """Return the KV blocks of that many tokens, and of the draft tokens after them."""
-        return -(-(num_tokens + self._scheduler.num_lookahead_tokens) // self._block_size)
+        return int(-(-(num_tokens + self._scheduler.num_lookahead_tokens) // self._block_size))
 
     @property
     def num_free_blocks(self) -> int:

@@ -14,9 +14,7 @@ from services.engine.core.kv_cache import CacheStore
 from services.engine.core.session_cache import SessionCache
 
 __all__ = [
-    "GREEDY",
     "Batch",
-    "GumbelDraw",
     "Segment",
     "SequenceInput",
     "Taps",
@@ -27,28 +25,6 @@ __all__ = [
     "node_path",
     "plan_batch",
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class GumbelDraw:
-    """argmax(logits / temperature + gumbel), or argmax at temperature 0; the lowest id on ties.
-
-    The noise is that of `services.engine.sampling.noise`, stream 0, at the drawn token's absolute position.
-
-    Attributes:
-        seed: Key of the noise.
-        sample_index: Index among several samples for one prompt and seed.
-        temperature: 0 for the argmax of the plain logits.
-        sharpness: Of the shares of guesses: softmax(sharpness * (logits / temperature + gumbel)).
-    """
-
-    seed: int
-    sample_index: int = 0
-    temperature: float = 1.0
-    sharpness: float = 1.0
-
-
-GREEDY = GumbelDraw(seed=0, temperature=0.0)
 
 
 @dataclass(frozen=True)
@@ -131,10 +107,6 @@ class Batch:
         logit_rows: Rows whose logits are returned; None for all of them.
         masks: Attention masks by (segment index, window), created on first use and shared by the layers.
         taps: The hidden states to record; None for none.
-        draws: One per segment, whose tokens a runner with `draws_on_device` draws itself; None where logits
-            are wanted. Empty: nothing is drawn.
-        undrawn_rows: With draws, those of the wanted rows whose logits are wanted.
-        drawn: The runner's answer, a token for each wanted row; None for rows that hold no finite number.
     """
 
     segments: list[Segment]
@@ -143,9 +115,6 @@ class Batch:
     logit_rows: list[int] | None
     masks: dict[tuple[int, int | None], Tensor | None] = field(default_factory=dict)
     taps: Taps | None = None
-    draws: Sequence[GumbelDraw | None] = ()
-    undrawn_rows: list[int] = field(default_factory=list)
-    drawn: list[int | None] = field(default_factory=list)
 
     def mask(self, index: int, window: int | None, device: torch.device) -> Tensor | None:
         """Return the segment's `allowed_slots`, None when every row sees every slot."""
@@ -239,14 +208,12 @@ def plan_batch(feeds: Sequence[SequenceInput], store: CacheStore, vocab_size: in
         CacheFullError: The feeds do not fit the cache budget; nothing was changed.
     """
     wanted: dict[str, int] = {}
-    first: dict[str, int] = {}
     for feed in feeds:
         if feed.session_id in wanted:
             raise ValueError(f"feeds: session {feed.session_id!r} is fed twice in one step")
         check_feed(feed, store.get(feed.session_id), vocab_size, max_context)
-        first[feed.session_id] = feed.start + feed.num_kept
         wanted[feed.session_id] = feed.start + feed.num_kept + len(feed.token_ids)
-    caches = store.reserve_all(wanted, first=first)
+    caches = store.reserve_all(wanted)
     segments: list[Segment] = []
     token_ids: list[int] = []
     positions: list[int] = []

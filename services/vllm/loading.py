@@ -1,0 +1,59 @@
+"""Builds what a worker with vLLM serves, from its settings."""
+
+from __future__ import annotations
+
+from gammaray.config import TargetSettings
+from gammaray.errors import InvalidArgumentError
+from gammaray.gguf import is_gguf
+from services.process.fingerprints import model_identity, vocab_sha256
+from services.scheduling.grammars import Grammars
+from services.scheduling.planning import Limits
+from services.streaming.messages import Model
+from services.vllm.engine import EngineOptions, VllmEngine
+from services.vllm.scheduler import VllmScheduler
+
+__all__ = ["load_target"]
+
+
+def load_target(path: str, settings: TargetSettings, limits: Limits) -> tuple[Model, VllmScheduler]:
+    """Load a target on vLLM; return its facts and its scheduler.
+
+    Args:
+        path: Directory or hub name.
+        settings: Of the worker.
+        limits: Bounds of one forward.
+
+    Raises:
+        UnsupportedVllmError: vLLM is missing, or in another version.
+        UnsupportedModelError: vLLM cannot load the model.
+        InvalidArgumentError: A setting that vLLM does not serve, no GPU, or too little memory.
+    """
+    for field, allowed in (("head", ""), ("features", ""), ("deterministic", False)):
+        if getattr(settings, field) != allowed:
+            got = getattr(settings, field)
+            raise InvalidArgumentError(field, got, f"{allowed!r} with vLLM as the engine")
+    if is_gguf(path):
+        raise InvalidArgumentError("model", path, "a directory or hub name with vLLM as the engine")
+    budget = settings.cache_budget_mb
+    engine = VllmEngine(
+        EngineOptions(
+            model=path,
+            device=settings.device,
+            dtype=settings.dtype,
+            max_batch_tokens=limits.max_batch_tokens,
+            prefill_chunk=limits.prefill_chunk,
+            cache_budget_bytes=None if budget is None else budget << 20,
+            memory_share=settings.cache_memory_share,
+            tensor_parallel=settings.tensor_parallel,
+        )
+    )
+    identity = model_identity(path, dtype=engine.dtype, device=engine.device, deterministic=False)
+    model = Model(
+        settings.model,
+        engine.vocab_size,
+        engine.max_context,
+        vocab_sha256(path),
+        kernel=engine.kernel,
+        identity=identity,
+    )
+    return model, VllmScheduler(engine, limits, Grammars(path, engine.vocab_size))
