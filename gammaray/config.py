@@ -285,8 +285,8 @@ class WorkerSettings(_ServingSettings, _ModelSettings):
     engine: Literal["auto", "vllm", "native", "transformers"] = Field(
         "auto",
         description="What computes the model: vllm; native, the compiled CPU kernel; transformers, its own "
-        "layers. auto: vllm where it is installed and there is a GPU, else native where the kernel covers the "
-        "architecture, else transformers.",
+        "layers. auto: vllm where it is installed and there is a GPU, else native where the kernel covers "
+        "the architecture, else transformers.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="Device of the model; auto prefers CUDA."
