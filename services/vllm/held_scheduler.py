@@ -65,11 +65,17 @@ class HeldScheduler(Scheduler):  # type: ignore[misc]  # vLLM's classes are not 
         """Schedule a step, and attach the blocks whose rows it computes."""
         output = super().schedule(throttle_prefills)
         self.num_scheduled = dict(output.num_scheduled_tokens)
-        output.posted = {
+        posted = {
             request_id: self._posted.pop(request_id)
             for request_id in output.num_scheduled_tokens
             if request_id in self._posted and not self.requests[request_id].is_prefill_chunk
         }
+        output.posted = posted
+        if self.vllm_config.speculative_config.method not in ("medusa", "custom_class"):
+            # Medusa's heads are all computed at once; others read new tokens even if they draft none.
+            output.num_spec_tokens_to_schedule = max(
+                (block.draft_depth for block in posted.values()), default=0
+            )
         return output
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> Any:
