@@ -86,12 +86,17 @@ class HeldScheduler(Scheduler):  # type: ignore[misc]  # vLLM's classes are not 
         self._told |= output.finished_req_ids
         self.num_scheduled = dict(output.num_scheduled_tokens)
         self.running.sort(key=lambda request: request.request_id not in self.num_scheduled)
-        output.posted = {
+        posted = {
             request_id: self._posted.pop(request_id)
             for request_id in output.num_scheduled_tokens
             if request_id in self._posted and not self.requests[request_id].is_prefill_chunk
         }
-        self._masks = None if self.mask_maker is None else self.mask_maker(output.posted)
+        output.posted = posted
+        self._masks = None if self.mask_maker is None else self.mask_maker(posted)
+        if self.vllm_config.speculative_config.method not in ("medusa", "custom_class"):
+            # Medusa's heads are all computed at once; others read new tokens even if they draft none.
+            depths = [block.draft_depth for block in posted.values()]
+            output.num_spec_tokens_to_schedule = min(max(depths, default=0), self.num_spec_tokens)
         return output
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> Masks | None:
