@@ -52,6 +52,8 @@ class NoiseSource:
         self._vocab_size, self._device = vocab_size, device
         self._noises: OrderedDict[str, Noise] = OrderedDict()
         self._most = max(MIN_WITH_NOISE, NOISE_BYTES // (NOISE_BYTES_PER_ID * vocab_size))
+        # An argument of the compiled function: inductor would count in 32 bits.
+        self._groups = torch.arange(-(-vocab_size // 4), device=device)
         self._compute: Callable[..., Tensor] | None = None
         if device.type == "cuda":
             self._compute = torch.compile(partial(_gumbel, vocab_size=vocab_size), dynamic=True)
@@ -93,7 +95,7 @@ class NoiseSource:
         words = [
             (seed & _WORD, seed >> 32, position & _WORD, index, stream) for seed, position, index in counters
         ]
-        return self._compute(torch.tensor(words, dtype=torch.int64).to(self._device, non_blocking=True))
+        return self._compute(torch.tensor(words, dtype=torch.int64).to(self._device), self._groups)
 
 
 class _ComputedNoise(Noise):
@@ -126,18 +128,18 @@ class _ComputedNoise(Noise):
         return self._compute([(self.seed, position, self.sample_index) for position in positions], stream)
 
 
-def _gumbel(words: Tensor, *, vocab_size: int) -> Tensor:
+def _gumbel(words: Tensor, groups: Tensor, *, vocab_size: int) -> Tensor:
     """Return -log E for rows whose key and counter are given, as `Noise.gumbel` does.
 
     Args:
         words: [rows, 5] int64: low and high word of the seed, position, sample index, stream.
+        groups: 0, 1, ... for each four token ids.
         vocab_size: Number of token ids.
 
     Returns:
         [rows, vocab_size] float64.
     """
-    groups = torch.arange(-(-vocab_size // 4), device=words.device)[None]
     low, high, position, index, stream = (words[:, at, None] for at in range(5))
-    drawn = torch.stack(philox4x32((groups, position, index, stream), (low, high)), dim=-1)
+    drawn = torch.stack(philox4x32((groups[None], position, index, stream), (low, high)), dim=-1)
     exponential = -torch.log1p((drawn.double() + 0.5) * -(2.0**-32))
     return -torch.log(exponential.flatten(1)[:, :vocab_size])

@@ -123,18 +123,26 @@ class BlockSampler:
         """
         from vllm.v1.outputs import SamplerOutput
 
-        batch = self._runner.input_batch
-        count = batch.num_reqs
+        count = self._runner.input_batch.num_reqs
         drafts = [0] * count if spec_decode_metadata is None else spec_decode_metadata.num_draft_tokens
-        width = max(drafts) + 1
-        emitted = [[NO_TOKEN] * width] * count
-        self._emitted = [None] * count
-        for row, tokens in self._serve(batch.req_ids[:count], drafts, logits):
+        tokens = torch.tensor(self.serve(logits, drafts), dtype=torch.int32, device=logits.device)
+        return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=None)
+
+    def serve(self, logits: Tensor, drafts: Sequence[int]) -> list[list[int]]:
+        """Verify the posted blocks; return the tokens that each request emits, padded to the same length.
+
+        Args:
+            logits: As for `sample`.
+            drafts: Number of draft tokens of each request.
+        """
+        request_ids, width = self._runner.input_batch.req_ids[: len(drafts)], max(drafts) + 1
+        emitted = [[NO_TOKEN] * width] * len(drafts)
+        self._emitted = [None] * len(drafts)
+        for row, tokens in self._serve(request_ids, drafts, logits):
             emitted[row] = tokens + [NO_TOKEN] * (width - len(tokens))
-            request_id = batch.req_ids[row]
-            self._emitted[row] = request_id, self._posted[request_id].base_position + len(tokens)
-        sampled = torch.tensor(emitted, dtype=torch.int32, device=logits.device)
-        return SamplerOutput(sampled_token_ids=sampled, logprobs_tensors=None)
+            block = self._posted[request_ids[row]]
+            self._emitted[row] = request_ids[row], block.base_position + len(tokens)
+        return emitted
 
     def draft(self, logits: Tensor, depth: int, per_request: int) -> Tensor:
         """Return the tokens that a drafter proposes for the requests of the step that was sampled.
