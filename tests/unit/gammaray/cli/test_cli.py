@@ -310,9 +310,8 @@ def test_refused_connection_is_exit_code_3_with_a_hint():
     assert result.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
+def test_wrong_argument_is_exit_code_2_and_named(subtests):
+    for arguments, words in [
         (["generate", ""], "prompt: got an empty prompt"),
         (["generate", "Hi", "--temperature", "-1"], "temperature: got -1.0, allowed: a number in [0, 100]"),
         (["generate", "Hi", "--gamma", "1000000"], "gamma: got 1000000, allowed: an integer in [0, 64]"),
@@ -323,14 +322,12 @@ def test_refused_connection_is_exit_code_3_with_a_hint():
         (["generate"], "Missing argument 'PROMPT'"),
         (["status", "--what"], "No such option"),
         (["dance"], "No such command 'dance'"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_wrong_argument_is_exit_code_2_and_named(arguments, words):
-    result = invoke(*arguments)
-    assert result.exit_code == 2
-    assert words in result.stderr
-    assert result.stdout == ""
+    ]:
+        with subtests.test(str((arguments, words))[:80]):
+            result = invoke(*arguments)
+            assert result.exit_code == 2
+            assert words in result.stderr
+            assert result.stdout == ""
 
 
 def test_invalid_utf8_on_stdin_is_exit_code_2():

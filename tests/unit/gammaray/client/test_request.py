@@ -134,15 +134,26 @@ def test_request_wrong_option_is_named(subtests):
             str(caught.value).encode()
 
 
-@pytest.mark.parametrize(
-    "prompt",
-    ["", [], b"bytes", None, 5, [-1], [2**32], ["a"], [True], "a\ud800b", "x" * (2**20 + 1), object()],
-    ids=lambda prompt: repr(prompt)[:20],
-)
-def test_request_wrong_prompt_is_named(prompt):
-    with pytest.raises(InvalidArgumentError) as caught:
-        build_request(prompt)
-    assert caught.value.field == "prompt"
+def test_request_wrong_prompt_is_named(subtests):
+    prompts = [
+        "",
+        [],
+        b"bytes",
+        None,
+        5,
+        [-1],
+        [2**32],
+        ["a"],
+        [True],
+        "a\ud800b",
+        "x" * (2**20 + 1),
+        object(),
+    ]
+    for prompt in prompts:
+        with subtests.test(ascii(prompt)[:20]):
+            with pytest.raises(InvalidArgumentError) as caught:
+                build_request(prompt)
+            assert caught.value.field == "prompt"
 
 
 def test_request_unknown_option_raises_and_lists_the_known():

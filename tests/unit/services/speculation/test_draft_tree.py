@@ -208,35 +208,36 @@ class Cache:
                 assert self.off_chain[node.place] is node
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_tree_tracks_slots_when_its_root_moves(seed: int):
-    rng = random.Random(seed)
-    tree = SpeculationTree(Node(9, 5, None))
-    tree.root_fed()
-    tree.root.prediction = random_prediction(rng)
-    cache = Cache(tree)
-    for _ in range(25):
-        for _ in range(rng.randrange(6)):
-            fed = [n for n in (tree.root, *tree.root.below()) if n.prediction is not None]
-            parents = rng.sample(fed, k=min(len(fed), rng.choice((1, 1, 1, 3))))
-            nodes = [p.child(rng.choice(p.prediction.guesses(None))[0]) for p in parents]
-            nodes = [node for node in dict.fromkeys(nodes) if node.place is None]
-            if nodes:
-                cache.feed(tree, nodes)
-                for node in nodes:
-                    node.prediction = random_prediction(rng)
-                cache.check(tree)
-        fed = [node for node in tree.root.below() if node.place is not None]
-        if fed and rng.random() < 0.5:
-            root = rng.choice(fed)
-            survivors = [node for node in root.below() if node.place is not None]
-            path = [node.token_id for node in root.path()]
-            assert tree.find(path) is root
-            assert tree.find([*path, -1]) is root
-            moved = tree.move_root(root)
-            if moved is not None:
-                cache.move(*moved)
-            assert tree.root is root
-            assert root.parent is None
-            assert all(node.place is not None for node in survivors)
-            cache.check(tree)
+def test_tree_tracks_slots_when_its_root_moves(subtests):
+    for seed in range(30):
+        with subtests.test(seed=seed):
+            rng = random.Random(seed)
+            tree = SpeculationTree(Node(9, 5, None))
+            tree.root_fed()
+            tree.root.prediction = random_prediction(rng)
+            cache = Cache(tree)
+            for _ in range(25):
+                for _ in range(rng.randrange(6)):
+                    fed = [n for n in (tree.root, *tree.root.below()) if n.prediction is not None]
+                    parents = rng.sample(fed, k=min(len(fed), rng.choice((1, 1, 1, 3))))
+                    nodes = [p.child(rng.choice(p.prediction.guesses(None))[0]) for p in parents]
+                    nodes = [node for node in dict.fromkeys(nodes) if node.place is None]
+                    if nodes:
+                        cache.feed(tree, nodes)
+                        for node in nodes:
+                            node.prediction = random_prediction(rng)
+                        cache.check(tree)
+                fed = [node for node in tree.root.below() if node.place is not None]
+                if fed and rng.random() < 0.5:
+                    root = rng.choice(fed)
+                    survivors = [node for node in root.below() if node.place is not None]
+                    path = [node.token_id for node in root.path()]
+                    assert tree.find(path) is root
+                    assert tree.find([*path, -1]) is root
+                    moved = tree.move_root(root)
+                    if moved is not None:
+                        cache.move(*moved)
+                    assert tree.root is root
+                    assert root.parent is None
+                    assert all(node.place is not None for node in survivors)
+                    cache.check(tree)

@@ -64,13 +64,14 @@ def test_defaults_are_those_of_the_models(model):
 
 
 @pytest.mark.parametrize("model", [CompletionRequest, ChatRequest])
-@pytest.mark.parametrize("name", HTTP_SAMPLING)
-def test_sampling_parameters_have_the_range_and_meaning_of_their_declaration(model, name):
-    properties, rule = SCHEMAS[model.__name__]["properties"], SAMPLING_RULES[name]
-    if name == "top_k":  # -1 is off as well, as in vLLM
-        rule = replace(rule, low=-1, meaning="Keep this many most likely tokens; 0 and -1 are off.")
-    assert properties[name]["anyOf"] == [rule.schema, {"type": "null"}]
-    assert properties[name]["description"] == rule.meaning
+def test_sampling_parameters_have_the_range_and_meaning_of_their_declaration(model, subtests):
+    for name in HTTP_SAMPLING:
+        with subtests.test(str(name)[:80]):
+            properties, rule = SCHEMAS[model.__name__]["properties"], SAMPLING_RULES[name]
+            if name == "top_k":  # -1 is off as well, as in vLLM
+                rule = replace(rule, low=-1, meaning="Keep this many most likely tokens; 0 and -1 are off.")
+            assert properties[name]["anyOf"] == [rule.schema, {"type": "null"}]
+            assert properties[name]["description"] == rule.meaning
 
 
 @pytest.mark.parametrize("model", [CompletionRequest, ChatRequest, GammarayOptions, StreamOptions])
