@@ -29,6 +29,8 @@ async def test_wrong_field_is_named_and_forbidden_by_the_document(subtests):
         ({"background": True}, "background"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"truncation": "auto"}, "truncation"),
+        ({"moderation": {}}, "moderation"),
+        ({"context_management": [{"type": "compaction"}]}, "context_management"),
         ({"reasoning": {"effort": "high"}}, "reasoning"),
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
@@ -134,6 +136,7 @@ async def test_hostile_body_is_refused_soon(name):
     "right",
     [
         {"prompt_cache_key": "k", "safety_identifier": "s", "service_tier": "auto", "max_tool_calls": 3},
+        {"prompt_cache_options": "x", "prompt_cache_retention": "x", "user": "x"},
         {"background": False, "truncation": "disabled", "conversation": None, "reasoning": {}},
         {"include": ["reasoning.encrypted_content"], "tools": [], "tool_choice": "none"},
         {"text": None, "metadata": None, "stream_options": None, "instructions": None},
