@@ -10,7 +10,6 @@ import pytest
 
 from gammaray.blocks import Shape
 from gammaray.types import Proposal, SparseDistribution
-from services.speculation.outcomes import OutcomeSet
 from services.speculation.predictions import Guess
 from services.speculation.proposals import MIN_GROWN, MIN_PROPOSED, ProposalBuilder
 from services.speculation.tree import IN_CHAIN, Node, SpeculationTree
@@ -144,21 +143,6 @@ def test_tree_takes_one_forward_per_level_and_ends_at_the_same_nodes(seed: int):
             node.prediction = twins[node].prediction
     assert levels <= 4
     assert reading.proposal() == wanted.proposal()
-
-
-def test_outcomes_are_the_same_whether_the_last_node_was_opened_before_or_after():
-    def branches(is_open: bool) -> list[tuple[int, float]]:
-        root = Node(8, 5, None)
-        opened(root, 2 + is_open, random.Random(4))
-        sent = ProposalBuilder(root, Shape(2), EOS)
-        sent.go_on()
-        ahead = OutcomeSet(sent, lambda node: ProposalBuilder(node, Shape(1), EOS), 0.0)
-        if not is_open:
-            opened(root, 3, random.Random(4))
-            ahead.wanted()
-        return sorted((b.reading.root.token_id, round(b.probability, 9)) for b in ahead.branches)
-
-    assert branches(is_open=True) == branches(is_open=False)
 
 
 def test_outcomes_cover_all_results_of_verification():
