@@ -1,8 +1,8 @@
 """The noise of all sessions of a step, computed where their logits are.
 
-On a GPU nothing is cached: one kernel that torch compiles from a few lines computes the rows of a step (64
-sessions with 5 rows of 128,256 ids take 1 ms of an H200 instead of 157 ms with the cached blocks of `Noise`,
-one after another). On a CPU each recent session keeps its `Noise`, whose blocks the compiled kernel fills.
+On a GPU nothing is cached: torch compiles one kernel that computes all rows of a step (docs/lab.md: 320 rows
+of 128,256 ids take 0.7 ms on an H200). On a CPU each recent session keeps its `Noise`, whose blocks the
+compiled kernel fills.
 """
 
 from __future__ import annotations
@@ -46,17 +46,19 @@ class NoiseSource:
     Args:
         vocab_size: Number of token ids.
         device: Where the rows are wanted.
+        is_computed: Whether rows are computed without a cache; None: on GPUs, where they are cheaper so.
     """
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, vocab_size: int, device: torch.device, is_computed: bool | None = None) -> None:
         self._vocab_size, self._device = vocab_size, device
         self._noises: OrderedDict[str, Noise] = OrderedDict()
         self._most = max(MIN_WITH_NOISE, NOISE_BYTES // (NOISE_BYTES_PER_ID * vocab_size))
         # An argument of the compiled function: inductor would count in 32 bits.
         self._groups = torch.arange(-(-vocab_size // 4), device=device)
         self._compute: Callable[..., Tensor] | None = None
-        if device.type == "cuda":
-            self._compute = torch.compile(partial(_gumbel, vocab_size=vocab_size), dynamic=True)
+        if device.type == "cuda" if is_computed is None else is_computed:
+            compute = partial(_gumbel, vocab_size=vocab_size)
+            self._compute = torch.compile(compute, dynamic=True) if device.type == "cuda" else compute
 
     def forget(self, request_id: str) -> None:
         """Drop what is kept of a session."""
