@@ -51,6 +51,7 @@ class EngineOptions:
         cache_budget_bytes: Memory for keys and values; None: from the device's memory.
         memory_share: Of a GPU, for weights, activations and cache, if there is no budget.
         tensor_parallel: GPUs (or CPU ranks) that the model is spread over.
+        head: Drafts in the target: see `services.vllm.heads.drafter_config`; empty: nothing does.
         is_compiled: Whether vLLM compiles the model and captures CUDA graphs.
     """
 
@@ -63,6 +64,7 @@ class EngineOptions:
     cache_budget_bytes: int | None = None
     memory_share: float = 0.8
     tensor_parallel: int = 1
+    head: str = ""
     is_compiled: bool = True
 
 
@@ -76,6 +78,7 @@ class StepResult:
         scheduled: The requests among which they were.
         num_cached: Of requests whose prompt the step completed: tokens found in the prefix cache.
         prompt_scores: Of those that asked for them: vLLM's `LogprobsTensors` of the prompt.
+        drafts: What vLLM's own drafter proposes after the step, by request.
         preempted: Requests that lost their cache; they have to be closed.
     """
 
@@ -84,6 +87,7 @@ class StepResult:
     scheduled: Collection[str]
     num_cached: dict[str, int]
     prompt_scores: dict[str, Any]
+    drafts: dict[str, list[int]]
     preempted: list[str]
 
 
@@ -131,6 +135,7 @@ class VllmEngine:
         self.kernel = f"vLLM {installed_version()} ({self.device}, {self.dtype}){ranks}"
         self.max_proposal = options.max_proposal
         self._scheduler = self._core.scheduler
+        self._has_drafter = bool(options.head)
         self._pool = self._scheduler.kv_cache_manager.block_pool
         self._block_size = int(config.cache_config.block_size)
         self._block_bytes = _cache_bytes(self._scheduler) // max(1, self._pool.num_gpu_blocks)
@@ -282,8 +287,15 @@ class VllmEngine:
             scheduled.keys(),
             num_cached,
             scores,
+            self._drafts(),
             self._scheduler.preempted(),
         )
+
+    def _drafts(self) -> dict[str, list[int]]:
+        if not self._has_drafter:
+            return {}
+        drafts = self._core.model_executor.take_draft_token_ids()
+        return {} if drafts is None else dict(zip(drafts.req_ids, drafts.draft_token_ids, strict=True))
 
     def check(self) -> None:
         """Raise EngineLostError when a process of vLLM has ended; any thread may call it."""
@@ -312,6 +324,8 @@ class VllmEngine:
 def _configuration(options: EngineOptions) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
+    from services.vllm.heads import count_taps, drafter_config  # they need torch
+
     device = _device(options)
     dtype = options.dtype if options.dtype != "auto" else "float32" if device == "cpu" else "bfloat16"
     arguments: dict[str, Any] = {
@@ -329,12 +343,15 @@ def _configuration(options: EngineOptions) -> Any:
         "disable_log_stats": True,
         "scheduler_cls": "services.vllm.held_scheduler.HeldScheduler",
         "worker_cls": "services.vllm.worker.SamplingWorker",
+        "async_scheduling": False,  # verdicts are needed before the next step
         "speculative_config": {
             "method": "custom_class",
             "model": "services.vllm.held_scheduler.NoProposer",
             "num_speculative_tokens": options.max_proposal,
         },
     }
+    if options.head:
+        arguments |= {"speculative_config": drafter_config(options.head), "hf_overrides": count_taps}
     budget = options.cache_budget_bytes
     if budget is None and device == "cpu":
         import torch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gammaray.config import TargetSettings
+from gammaray.demo_pair import resolve_model
 from gammaray.errors import InvalidArgumentError
 from gammaray.gguf import is_gguf
 from services.process.fingerprints import model_identity, vocab_sha256
@@ -28,7 +29,7 @@ def load_target(path: str, settings: TargetSettings, limits: Limits) -> tuple[Mo
         UnsupportedModelError: vLLM cannot load the model.
         InvalidArgumentError: A setting that vLLM does not serve, no GPU, or too little memory.
     """
-    for field, allowed in (("head", ""), ("features", ""), ("deterministic", False)):
+    for field, allowed in (("features", ""), ("deterministic", False)):
         if getattr(settings, field) != allowed:
             got = getattr(settings, field)
             raise InvalidArgumentError(field, got, f"{allowed!r} with vLLM as the engine")
@@ -45,6 +46,7 @@ def load_target(path: str, settings: TargetSettings, limits: Limits) -> tuple[Mo
             cache_budget_bytes=None if budget is None else budget << 20,
             memory_share=settings.cache_memory_share,
             tensor_parallel=settings.tensor_parallel,
+            head=resolve_model(settings.head, "draft", "head") if settings.head else "",
         )
     )
     identity = model_identity(path, dtype=engine.dtype, device=engine.device, deterministic=False)

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.platforms import current_platform
 
+from services.vllm.heads import CoupledDrafts
+from services.vllm.held_scheduler import NoProposer
 from services.vllm.messages import Masks
 from services.vllm.sampler import BlockSampler, gather_logprobs
 
@@ -27,6 +29,8 @@ class SamplingWorker(PlatformWorker):  # type: ignore[misc]  # vLLM's classes ar
         self._sampler = BlockSampler(runner, runner.model_config.get_vocab_size())
         runner._sample = self._sampler.sample
         runner.sampler.gather_logprobs = gather_logprobs
+        if not isinstance(runner.drafter, NoProposer):
+            CoupledDrafts(runner.drafter, self._sampler).install()
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """Run the forward of a step."""
