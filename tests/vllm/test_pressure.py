@@ -124,8 +124,8 @@ def test_vllms_own_preemption_takes_the_least_recently_used_idle_session(schedul
     sessions = [session(BLOCK - 2, seed) for seed in range(4)]
     outputs = references(reference, sessions, 6)
     with free_blocks(scheduler, 4):
-        generate(scheduler, sessions, 1)
-        for each in (sessions[1], sessions[0], sessions[3]):
+        generate(scheduler, sessions[:3], 1)
+        for each in (sessions[1], sessions[0], sessions[3]):  # the last one is new
             ask(scheduler, each)
         monkeypatch.setattr(VllmScheduler, "_make_room", lambda self: None)
         evictions = scheduler.engine.stats().num_evictions
