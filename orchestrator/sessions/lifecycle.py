@@ -143,9 +143,7 @@ async def open_session(
             requested log-probabilities.
     """
     if isinstance(request.prompt, str):  # tokenising takes some hundred bytes of memory per byte
-        check_prompt_length(
-            len(before) + tokenizer.min_tokens(request.prompt), max_context, is_least=True
-        )
+        check_prompt_length(len(before) + tokenizer.min_tokens(request.prompt), max_context, is_least=True)
     own = await tokenizer.ids_of(request.prompt, is_start=not before)
     if not own:
         raise InvalidArgumentError("prompt", "a text without tokens", "at least one token")

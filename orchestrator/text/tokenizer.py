@@ -278,9 +278,10 @@ def _configured_backend(tokenizer: Any) -> Any:
 
 
 def _spelling(backend: Any) -> tuple[int, bytes] | None:
-    """Return the bytes of the longest token and the bytes that no token spells; None if others may be dropped.
+    """Return the length of the longest token in bytes, and the bytes that no token spells.
 
-    Normalisers, some splits, and added tokens that strip what is around them drop parts of a text.
+    None if tokens may lack other bytes of a text: normalisers, some splits, and added tokens that strip what
+    is around them drop parts of it.
     """
     definition = json.loads(backend.to_str())
     splits, added, model = definition["pre_tokenizer"] or {}, definition["added_tokens"], definition["model"]

@@ -145,7 +145,7 @@ def plan(
         blocks: Oldest first.
         num_cached: Returns how many tokens of a session are cached.
         limits: Bounds of the forward.
-        budget: A further bound of its tokens; the oldest block may exceed it with the tokens that need logits.
+        budget: A further bound of its tokens; the tokens of the oldest block that need logits may exceed it.
     """
     found = []
     for running in blocks:
