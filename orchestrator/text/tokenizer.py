@@ -27,7 +27,7 @@ from gammaray.vocabulary import Vocabulary, decoder_kind, spell, vocabulary_sha2
 from orchestrator.text.chat import ChatFormat, chat_format, render
 from orchestrator.text.cpu_threads import in_thread
 
-__all__ = ["LONG_TEXT", "Tokenizer", "served_name"]
+__all__ = ["LONG_TEXT", "Tokenizer", "plain_backend", "served_name", "spelling_of"]
 
 LONG_TEXT = 8192
 """Characters or token ids from which on they are processed in a thread, not to block other sessions."""
@@ -96,8 +96,8 @@ class Tokenizer:
         self._special_ids = frozenset(special) | frozenset(self._tokenizer.all_special_ids)
         self.chat_format: ChatFormat = chat_format(self._tokenizer)
         self._bytes: dict[int, bytes] = {}
-        self._backend = _configured_backend(self._tokenizer)
-        self._spelling = None if self._backend is None else _spelling(self._backend)
+        self._backend = plain_backend(self._tokenizer)
+        self._spelling = None if self._backend is None else spelling_of(self._backend)
         self._encoding: dict[tuple[str, bool], _SharedEncoding] = {}
 
     def encode(self, text: str, *, is_start: bool = True) -> list[int]:
@@ -267,7 +267,7 @@ class Tokenizer:
         return decoder_kind(self._tokenizer)
 
 
-def _configured_backend(tokenizer: Any) -> Any:
+def plain_backend(tokenizer: Any) -> Any:
     """Return the Rust tokenizer if `transformers` adds nothing to what it encodes, else None."""
     if getattr(type(tokenizer), "_encode_plus", None) is not TokenizersBackend._encode_plus:
         return None
@@ -277,7 +277,7 @@ def _configured_backend(tokenizer: Any) -> Any:
     return tokenizer.backend_tokenizer
 
 
-def _spelling(backend: Any) -> tuple[int, bytes] | None:
+def spelling_of(backend: Any) -> tuple[int, bytes] | None:
     """Return the length of the longest token in bytes, and the bytes that no token spells.
 
     None if tokens may lack other bytes of a text: normalisers, some splits, and added tokens that strip what

@@ -38,8 +38,8 @@ ANSWER_TIMEOUT_S = 60.0
 SAMPLE_S = 0.05
 MAX_GROWTH_MB = 160.0
 """Resident memory that one request may need in one process (docs/security.md): a body of 8 MiB takes up to
-80 MiB to parse, the longest prompt that may fit into the demo pair's context, 74 KiB, up to 37 MiB to tokenise,
-and allocators keep a part of what is freed."""
+80 MiB to parse, the longest prompt that may fit into the demo pair's context, 74 KiB, up to 37 MiB to
+tokenise, and allocators keep a part of what is freed."""
 
 Make = Callable[[int], dict[str, Any]]
 COMPLETION, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"

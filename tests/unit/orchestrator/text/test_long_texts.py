@@ -1,16 +1,18 @@
 """Texts that are too long are refused before they are tokenised, and tokenising takes bounded memory."""
 
+import json
 import random
 import subprocess
 import sys
 
 import pytest
 from tokenizers import AddedToken, normalizers, pre_tokenizers
+from transformers import AutoTokenizer, TokenizersBackend
 
 from gammaray.demo_pair import resolve_model
 from gammaray.types import GenerationRequest, SamplingParams
 from orchestrator.sessions.lifecycle import ContextLengthError, open_session
-from orchestrator.text.tokenizer import Tokenizer, _configured_backend, _spelling
+from orchestrator.text.tokenizer import Tokenizer, plain_backend, spelling_of
 
 MAX_BYTES_PER_BYTE = 512
 """docs/security.md"""
@@ -38,6 +40,12 @@ def tokenizer():
     return Tokenizer(resolve_model("demo"))
 
 
+@pytest.fixture
+def original():
+    """The tokenizer of `transformers`."""
+    return AutoTokenizer.from_pretrained(resolve_model("demo"))
+
+
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_least_number_of_tokens_is_not_above_the_number(tokenizer, pattern):
     dice = random.Random(pattern)
@@ -49,27 +57,28 @@ def test_least_number_of_tokens_is_not_above_the_number(tokenizer, pattern):
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("is_start", [True, False])
-def test_token_ids_are_those_of_transformers(tokenizer, pattern, is_start):
+def test_token_ids_are_those_of_transformers(tokenizer, original, pattern, is_start):
     text = f"def f(x):\n{pattern * 50}<|im_end|> {pattern} x"
-    expected = tokenizer._tokenizer(text, add_special_tokens=is_start)["input_ids"]
+    expected = original(text, add_special_tokens=is_start)["input_ids"]
     assert tokenizer.encode(text, is_start=is_start) == expected
 
 
-def test_options_of_a_tokenizer_file_do_not_change_its_token_ids(tokenizer):
-    backend = tokenizer._tokenizer.backend_tokenizer
-    backend.enable_truncation(3)
-    backend.enable_padding()
-    try:
-        assert len(_configured_backend(tokenizer._tokenizer).encode("a b c d e f g h").ids) > 3
-    finally:
-        backend.no_truncation()
-        backend.no_padding()
+def test_options_of_a_tokenizer_file_do_not_change_its_token_ids(original):
+    original.backend_tokenizer.enable_truncation(3)
+    original.backend_tokenizer.enable_padding()
+    assert len(plain_backend(original).encode("a b c d e f g h").ids) > 3
 
 
-def changed(tokenizer, change):
-    backend = type(tokenizer._backend).from_str(tokenizer._backend.to_str())
-    change(backend)
-    return backend
+class Changed(TokenizersBackend):
+    """A tokenizer that adds something of its own to what its backend encodes."""
+
+    def _encode_plus(self, *_, **__):
+        return {"input_ids": [7]}
+
+
+def test_tokenizers_with_code_of_their_own_are_asked_themselves(original):
+    assert plain_backend(original) is not None
+    assert plain_backend(Changed(tokenizer_object=original.backend_tokenizer)) is None
 
 
 @pytest.mark.parametrize(
@@ -88,9 +97,21 @@ def changed(tokenizer, change):
     ],
     ids=["normaliser", "added token", "other splits", "removing split"],
 )
-def test_tokenizers_that_may_drop_text_have_no_least_number(tokenizer, change):
-    assert _spelling(tokenizer._backend) == (37, b"")
-    assert _spelling(changed(tokenizer, change)) is None
+def test_tokenizers_that_may_drop_text_have_no_least_number(original, change):
+    assert spelling_of(original.backend_tokenizer) == (37, b"")
+    change(original.backend_tokenizer)
+    assert spelling_of(original.backend_tokenizer) is None
+
+
+def test_bytes_that_no_token_spells_do_not_count(original):
+    definition = json.loads(original.backend_tokenizer.to_str())
+    vocabulary, merges = definition["model"]["vocab"], definition["model"]["merges"]
+    for name in [token for token in vocabulary if "q" in token]:
+        del vocabulary[name]
+    definition["model"]["merges"] = [pair for pair in merges if "q" not in "".join(pair)]
+    lacking = type(original.backend_tokenizer).from_str(json.dumps(definition))
+    assert len(lacking.encode("qqqq").ids) == 0
+    assert spelling_of(lacking) == (37, b"q")
 
 
 async def test_prompt_that_cannot_fit_is_refused_without_tokenising(tokenizer, monkeypatch):

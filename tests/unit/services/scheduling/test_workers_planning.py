@@ -262,7 +262,7 @@ def test_budget_keeps_steps_near_the_limit_whatever_a_token_costs(seed):
     dice = random.Random(seed)
     limits = Limits(1024, 256, max_step_s=0.05)
     budget, token_s, longest = StepBudget(limits), 10 ** dice.uniform(-4, -3), []
-    for step in range(60):
+    for _ in range(60):
         num_tokens = min(budget.num_tokens, dice.choice([1, 40, 300, 2000]))
         budget.observe(num_tokens, 0.002 + num_tokens * token_s * dice.uniform(0.8, 1.25))
         longest.append(0.002 + budget.num_tokens * token_s)
