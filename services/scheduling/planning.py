@@ -15,12 +15,20 @@ from services.scheduling.tasks import Task, Timing
 __all__ = ["MIN_STEP_TOKENS", "Limits", "Running", "StepBudget", "plan"]
 
 MIN_STEP_TOKENS = 32
-"""A step may always take as many tokens, so that slow models read their weights for more than a few."""
+"""A step may always take as many tokens, so that its fixed costs (weights read, threads woken) are shared."""
+
+_MAX_RATIO = 2.0
+"""A step may always take as many times the duration of one of `MIN_STEP_TOKENS`: smaller steps of a slow
+model, or on a busy machine, would cost much throughput and shorten the waits of others little."""
+
+_RATE = 0.125
+"""Weight of the last step in the mean duration of small steps."""
 
 _NEAR = 0.75
 """Share of its budget from which on a short step shows that more tokens would fit."""
 
-_MAX_RISE = 2.0
+_MAX_CHANGE = 2.0
+"""Factor by which one step may change the budget: single steps are late on a busy machine."""
 
 TaskT = TypeVar("TaskT", bound=Task)
 
@@ -103,7 +111,7 @@ class StepBudget:
     """Learns how many tokens one step may take, so that no session waits long for the work of others.
 
     A step that takes longer than the limit lowers the budget in proportion; a short one that used most of the
-    budget raises it. Steps of few tokens say nothing about the cost of more: they read the weights.
+    budget raises it.
 
     Args:
         limits: Bounds of one forward.
@@ -114,18 +122,23 @@ class StepBudget:
     """
 
     def __init__(self, limits: Limits) -> None:
-        self._limits = limits
+        self._limits, self._least = limits, min(MIN_STEP_TOKENS, limits.max_batch_tokens)
         self.num_tokens, self.token_s = limits.max_batch_tokens, 0.0
+        self._small_s = 0.0
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Note a step."""
-        limits = self._limits
-        if num_tokens < min(MIN_STEP_TOKENS, limits.max_batch_tokens) or seconds <= 0:
+        if num_tokens <= self._least:
+            last_s = self._small_s or seconds
+            self._small_s = last_s + _RATE * (seconds - last_s)
+        if num_tokens < self._least or seconds <= 0:
             return
         self.token_s = seconds / num_tokens
-        fitting = num_tokens * min(limits.max_step_s / seconds, _MAX_RISE)
+        fitting = num_tokens * max(self._limits.max_step_s, _MAX_RATIO * self._small_s) / seconds
         if fitting < num_tokens or num_tokens >= _NEAR * self.num_tokens:
-            self.num_tokens = min(max(round(fitting), MIN_STEP_TOKENS), limits.max_batch_tokens)
+            low, high = self.num_tokens / _MAX_CHANGE, self.num_tokens * _MAX_CHANGE
+            fitting = max(min(max(fitting, low), high), self._least)
+            self.num_tokens = round(min(fitting, self._limits.max_batch_tokens))
 
 
 def plan(

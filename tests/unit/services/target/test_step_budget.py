@@ -15,7 +15,7 @@ from tests.support.engine_helpers import random_tokens
 from tests.support.head_helpers import bigram_head, bigram_target
 from tests.support.target_helpers import Run
 
-SLOW = Limits(1024, 128, max_step_s=1e-9)  # every step is longer, so that the budget is the least one
+SLOW = Limits(1024, 128)  # with the least budget
 LONG = random_tokens(200, seed=5)
 
 
@@ -34,6 +34,10 @@ class Steps:
         engine = load_engine(target)
         head = load_local_drafter(TargetSettings(model=target, head=drafter), engine) if has_head else None
         self.scheduler = TargetScheduler(engine, limits, head=head, draft_ahead=False)
+        if limits is SLOW:
+            monkeypatch.setattr(self.scheduler.budget, "observe", lambda *_: None)
+            self.scheduler.budget.num_tokens = MIN_STEP_TOKENS
+            self.scheduler.budget.token_s = 0.001
         self.sizes = []
         step = engine.step
 
