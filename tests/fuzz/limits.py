@@ -22,6 +22,7 @@ import httpx
 import psutil
 
 from gammaray import AsyncClient
+from gammaray.grammar.check_pool import MAX_MEMORY_BYTES
 from tests.fuzz.campaign import Campaign
 
 if TYPE_CHECKING:
@@ -40,6 +41,9 @@ MAX_GROWTH_MB = 160.0
 """Resident memory that one request may need in one process (docs/security.md): a body of 8 MiB takes up to
 80 MiB to parse, the longest prompt that may fit into the demo pair's context, 74 KiB, up to 37 MiB to
 tokenise, and allocators keep a part of what is freed."""
+
+MAX_GRAMMAR_MB = MAX_MEMORY_BYTES / 2**20
+"""The same with a grammar, which is compiled in the orchestrator and in the target."""
 
 Make = Callable[[int], dict[str, Any]]
 COMPLETION, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
@@ -251,12 +255,12 @@ class Memory:
             await asyncio.to_thread(self.sample)
             await asyncio.sleep(SAMPLE_S)
 
-    def growth(self, before: Mapping[int, float]) -> list[str]:
-        """Return what grew by more than a request may explain, of processes that were there before."""
+    def growth(self, before: Mapping[int, float], bound_mb: float) -> list[str]:
+        """Return what grew by more than a bound, of processes that were there before."""
         return [
             f"{_name(pid)} needed {self.peaks[pid] - rss:.0f} MiB more"
             for pid, rss in before.items()
-            if self.peaks.get(pid, 0.0) - rss > MAX_GROWTH_MB
+            if self.peaks.get(pid, 0.0) - rss > bound_mb
         ]
 
 
@@ -316,6 +320,8 @@ class _Grower:
 
     async def check(self, path: str, label: str, body: dict[str, Any], alone_s: float) -> None:
         """Send a request until it does no harm, at most `NUM_TRIES` times; blame it if it always did."""
+        has_grammar = not body.keys().isdisjoint(("structured_outputs", "response_format", "tools"))
+        bound_mb = MAX_GRAMMAR_MB if has_grammar else MAX_GROWTH_MB
         gaps: list[float] = []
         grown: list[str] = []
         answer: httpx.Response | None = None
@@ -329,7 +335,7 @@ class _Grower:
                 return
             self._campaign.count("limits", str(answer.status_code), wrong=_wrong(answer, label))
             gaps.append(gap_s)
-            grown = self._memory.growth(before)
+            grown = self._memory.growth(before, bound_mb)
             if gap_s <= max(MAX_GAP_S, alone_s) and not grown:
                 return
         if min(gaps) > max(MAX_GAP_S, alone_s):
