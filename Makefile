@@ -2,6 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+VLLM_ENV := .venv-vllm
+VLLM_BIN := $(VLLM_ENV)/bin
 
 .PHONY: install help demo smollm2 llama-server test-programs test test-all gpu-checks lint chart protos bench clients chaos fuzz soak dist clean
 install: $(STAMP)  ## (default) install everything into .venv, with the versions of constraints.txt
@@ -14,6 +16,21 @@ $(STAMP): pyproject.toml constraints.txt services/demo_pair/pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt pip setuptools torch==2.13.0
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e services/demo_pair -e '.[all,dev]'
+	touch $@
+
+# torch goes first, as above. pip cannot leave out a dependency, so vLLM's are listed, in constraints-vllm.txt,
+# whose versions replace those of constraints.txt. openai, loguru and pillow are vLLM's too.
+vllm: $(VLLM_ENV)/.installed  ## install vLLM's CPU build and gammaray into .venv-vllm: 3 GB, three minutes
+
+$(VLLM_ENV)/.installed: pyproject.toml constraints.txt constraints-vllm.txt services/demo_pair/pyproject.toml
+	$(PYTHON) -m venv $(VLLM_ENV)
+	awk -F== 'FNR == NR { print; pinned[tolower($$1)]; next } !(tolower($$1) in pinned)' \
+	  constraints-vllm.txt constraints.txt > $(VLLM_ENV)/constraints.txt
+	$(VLLM_BIN)/pip install -q --disable-pip-version-check -c $(VLLM_ENV)/constraints.txt pip setuptools torch==2.13.0
+	$(VLLM_BIN)/pip install -q --disable-pip-version-check -c $(VLLM_ENV)/constraints.txt \
+	  -e services/demo_pair -e '.[all]' httpx hypothesis pytest pytest-asyncio pytest-timeout pytest-xdist scipy \
+	  openai loguru pillow
+	$(VLLM_BIN)/pip install -q --disable-pip-version-check --no-deps -r constraints-vllm.txt
 	touch $@
 
 demo: install  ## start a cluster with the demo pair, stream a completion, print the speedup over plain decoding
