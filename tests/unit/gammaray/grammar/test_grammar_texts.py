@@ -29,6 +29,7 @@ from gammaray.grammar.texts import (
     json_schema_grammar,
     literal,
     regex_grammar,
+    without_unicode_escapes,
 )
 from tests.support.schema_helpers import SCHEMAS, TEXTS, closed, variations, with_values
 
@@ -39,7 +40,16 @@ def demo() -> tuple[Tokenizer, LLTokenizer]:
     return Tokenizer.from_str(text), LLTokenizer(text)
 
 
+@cache
+def knows_escapes() -> bool:
+    """Return whether llguidance lets texts escape printable characters, as it does from 1.9 on."""
+    return not LLMatcher(
+        demo()[1], LLMatcher.grammar_from_lark(json_schema_grammar(True)), log_level=0
+    ).is_error()
+
+
 def compiled(grammar: str) -> LLMatcher:
+    grammar = grammar if knows_escapes() else without_unicode_escapes(grammar)
     matcher = LLMatcher(demo()[1], LLMatcher.grammar_from_lark(grammar), log_level=0)
     if not matcher.is_error():
         matcher.compute_bitmask()
