@@ -88,7 +88,7 @@ def json_rule(schema: Mapping[str, Any] | bool, field: str = "json_schema") -> s
 
 
 def without_unicode_escapes(grammar: str) -> str:
-    """Return a grammar in the style of llguidance 1.7, which cannot escape printable characters in strings."""
+    """Return a grammar for llguidance 1.7, which has no escapes of printable characters in strings."""
     return grammar.replace(_style_of(_STYLE), _style_of(_STYLE_1_7))
 
 
