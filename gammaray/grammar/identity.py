@@ -16,7 +16,7 @@ from importlib.metadata import version
 from gammaray.errors import InvalidArgumentError
 from gammaray.grammar.matcher import GrammarCompiler, GrammarState
 
-__all__ = ["byte_compiler", "digest_of", "grammar_identity", "walk"]
+__all__ = ["byte_compiler", "digest_of", "grammar_identity", "masks_sha256", "walk"]
 
 # Bytes, and tokens that cross the end of a string or are parts of escapes; ids from 1 on.
 _LONGER = ('", "', '": ', '{"', '"}', '"a', 'a"', "\\u", "\\u00", "\\ud83d", "00", "61", "1,", "é", "ab")
@@ -76,7 +76,7 @@ NUM_STEPS = 24
 @cache
 def grammar_identity() -> str:
     """Return `digest/llguidance-version`; the digest alone says whether masks are the same."""
-    return f"{_digest(byte_compiler())}/llguidance-{version('llguidance')}"
+    return f"{masks_sha256(byte_compiler())}/llguidance-{version('llguidance')}"
 
 
 def digest_of(identity: str) -> str:
@@ -129,7 +129,8 @@ def _mask(state: GrammarState) -> bytes:
     return mask or b""
 
 
-def _digest(compiler: GrammarCompiler) -> str:
+def masks_sha256(compiler: GrammarCompiler) -> str:
+    """Return the digest of the masks of `GRAMMARS`."""
     digest = hashlib.sha256()
     for grammar in GRAMMARS:
         digest.update(b"\n")

@@ -9,9 +9,15 @@ import sys
 
 import pytest
 
-from gammaray.grammar import identity
-from gammaray.grammar.identity import GRAMMARS, byte_compiler, digest_of, grammar_identity, walk
-from gammaray.grammar.matcher import GrammarCompiler
+from gammaray.grammar.identity import (
+    GRAMMARS,
+    NUM_STEPS,
+    byte_compiler,
+    digest_of,
+    grammar_identity,
+    masks_sha256,
+    walk,
+)
 from tests.support.grammar_masks import difference
 from tests.support.grammar_versions import since_1_9
 
@@ -32,39 +38,52 @@ def test_identity_is_the_same_in_another_process():
 
 def test_walks_reach_beyond_the_first_mask():
     compiler = byte_compiler()
-    walks = [list(walk(compiler, grammar, 0, identity.NUM_STEPS)) for grammar in GRAMMARS]
+    walks = [list(walk(compiler, grammar, 0, NUM_STEPS)) for grammar in GRAMMARS]
     assert sum(len(walked) > 1 for walked in walks) >= len(GRAMMARS) - 1, "1.7 refuses one"
-    assert sum(len(walked) == identity.NUM_STEPS for walked in walks) > len(GRAMMARS) // 3
+    assert sum(len(walked) == NUM_STEPS for walked in walks) > len(GRAMMARS) // 3
     assert all(any(mask) for walked in walks for _, mask in walked[:-1])
 
 
-def test_one_mask_changes_the_digest(monkeypatch):
-    own = identity._digest(byte_compiler())
-    real = identity._mask
-    seen = 0
+class Other:
+    """A compiler that gives one mask another bit.
 
-    def mask(state):
-        nonlocal seen
-        seen += 1
-        found = real(state)
-        return found if seen != 100 else bytes([found[0] ^ 1]) + found[1:]
+    Args:
+        at: Number of that mask.
+    """
 
-    monkeypatch.setattr(identity, "_mask", mask)
-    assert identity._digest(byte_compiler()) != own
-    assert seen > 100
+    def __init__(self, at: int) -> None:
+        self.left, self.compiler = at, byte_compiler()
+
+    def begin(self, grammar):
+        self.state = self.compiler.begin(grammar)
+        return self
+
+    def masks(self, paths):
+        (mask,) = self.state.masks(paths)
+        self.left -= 1
+        return [mask if self.left else bytes([mask[0] ^ 1]) + mask[1:]]
+
+    def extend(self, token_ids):
+        self.state.extend(token_ids)
+
+
+def test_one_mask_changes_the_digest():
+    others = [Other(at) for at in (1, 100, 10**9)]
+    assert [masks_sha256(one) == masks_sha256(byte_compiler()) for one in others] == [False, False, True]
+
+
+class WithoutEscapes:
+    """A compiler as that of llguidance 1.7."""
+
+    def begin(self, grammar):
+        return byte_compiler().begin(
+            grammar.replace('"json_allow_general_unicode_escapes": true', '"lenient": false')
+        )
 
 
 @since_1_9
-def test_library_without_escapes_of_printable_characters_has_another_digest(monkeypatch):
-    own = identity._digest(byte_compiler())
-    real = GrammarCompiler.__init__
-
-    def older(self, *args):
-        real(self, *args)
-        self._knows_escapes = False
-
-    monkeypatch.setattr(GrammarCompiler, "__init__", older)
-    assert identity._digest(byte_compiler()) != own
+def test_library_without_escapes_of_printable_characters_has_another_digest():
+    assert masks_sha256(WithoutEscapes()) != masks_sha256(byte_compiler())
 
 
 MASKS = [[[-1, "0600"], [1, "0200"]]]
