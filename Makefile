@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: install help demo smollm2 llama-server test-programs test test-all test-vllm vllm vllm-next gpu-checks lint chart protos bench clients chaos fuzz soak dist clean
+.PHONY: install help demo smollm2 llama-server test-programs test test-all quantised-checks test-vllm vllm vllm-next lint chart protos bench clients chaos fuzz soak dist clean
 install: $(STAMP)  ## (default) install everything into .venv, with the versions of constraints.txt
 
 help:  ## list these targets
@@ -45,20 +45,15 @@ test-all: install  ## make test, then all other tests: slow ones, and those of w
 	$(BIN)/pytest --durations 25 -m kills tests/chaos tests/e2e || failed=1; \
 	exit $$failed
 
-# Triton and the quantisation packages lie beside the environment: torch's CPU build needs neither, and
-# torchao prints a warning whenever it is imported. Triton interprets kernels or compiles them, not both at once.
-GPU_CHECKS := build/gpu-checks
-$(GPU_CHECKS)/.installed: constraints.txt $(STAMP)
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt --no-deps --upgrade --target $(GPU_CHECKS) \
-	  triton bitsandbytes compressed-tensors loguru torchao
+# The packages lie beside the environment, as torchao prints a warning whenever it is imported.
+QUANTISED := build/quantised
+$(QUANTISED)/.installed: constraints.txt $(STAMP)
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt --no-deps --upgrade --target $(QUANTISED) \
+	  bitsandbytes compressed-tensors loguru torchao
 	touch $@
 
-gpu-checks: $(GPU_CHECKS)/.installed  ## kernels for GPUs, without one: compiled for six cards, interpreted; quantised checkpoints
-	@failed=0; export PYTHONPATH=$(GPU_CHECKS); \
-	$(BIN)/pytest -n 2 tests/gpu_checks --ignore tests/gpu_checks/test_interpreted.py || failed=1; \
-	TRITON_INTERPRET=1 $(BIN)/pytest -n 2 tests/gpu_checks/test_interpreted.py || failed=1; \
-	$(BIN)/pytest tests/unit/services/engine/core/test_checkpoint.py || failed=1; \
-	exit $$failed
+quantised-checks: $(QUANTISED)/.installed  ## quantised checkpoints with the packages that they need
+	PYTHONPATH=$(QUANTISED) $(BIN)/pytest tests/unit/services/engine/core/test_checkpoint.py
 
 # vLLM's CPU build and all of gammaray, in an environment of their own: vLLM needs other versions. pip cannot leave
 # out what a package requires, so constraints-vllm.txt lists what vLLM gets, and its versions replace others.

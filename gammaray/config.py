@@ -137,7 +137,6 @@ _DETERMINISTIC: dict[str, tuple[Any, ...]] = {
     "device": ("auto", "cpu"),
     "dtype": ("auto", "float32"),
     "threads": (1,),
-    "tensor_parallel": (1,),
 }
 
 METRICS_PORT = 9464
@@ -224,6 +223,13 @@ class _ModelSettings(_Settings):
                     raise InvalidArgumentError(field, got, f"{choices} with deterministic")
         return self
 
+    @model_validator(mode="after")
+    def _check_tensor_parallel(self) -> Self:
+        if (devices := getattr(self, "tensor_parallel", 1)) > 1:
+            allowed = "1: gammaray's own engines run a model on one device"
+            raise InvalidArgumentError("tensor_parallel", devices, allowed)
+        return self
+
 
 class _ServingSettings(_Settings):
     metrics_listen: str = Field(
@@ -300,7 +306,7 @@ class WorkerSettings(_ServingSettings, _ModelSettings):
         gt=0,
         le=0.95,
         description="Share of a GPU's free memory for the KV cache if cache_budget_mb is unset; the rest "
-        "is for activations and CUDA graphs.",
+        "is for activations.",
     )
     max_batch_tokens: int = Field(
         1024, ge=16, description="Upper bound of tokens fed in one forward, over all sessions."
@@ -314,7 +320,7 @@ class WorkerSettings(_ServingSettings, _ModelSettings):
         False, description="Bit-identical logits whatever the batch and gamma (CPU float32 only; slower)."
     )
     fast_kernels: bool = Field(
-        True, description="Use the compiled kernel (CPU) or CUDA graphs if they support the architecture."
+        True, description="Use the compiled CPU kernel if it supports the architecture."
     )
     drain_timeout_s: float = Field(
         10.0, ge=0, description="Time for running blocks to finish after SIGTERM, in seconds."
@@ -325,12 +331,11 @@ class TargetSettings(WorkerSettings):
     """A target worker."""
 
     tensor_parallel: int = Field(
-        1, ge=1, le=64, description="Devices that each target's model is spread over, all in one machine."
-    )
-    rank_timeout_s: float = Field(
-        300.0,
-        gt=0,
-        description="Timeout of those devices' waits for each other, loading included, in seconds.",
+        1,
+        ge=1,
+        le=64,
+        description="Devices that each target's model is spread over, all in one machine; gammaray's own "
+        "engines use one.",
     )
     head: str = Field("", description=_HEAD)
     head_weights: Literal["auto", "int8", "int4"] = Field("auto", description=_HEAD_WEIGHTS)
@@ -625,7 +630,11 @@ class ClusterSettings(_ModelSettings):
         "auto", description="Arithmetic of the models; auto is float32 on CPU, bfloat16 on CUDA."
     )
     tensor_parallel: int = Field(
-        1, ge=1, le=64, description="Devices that each target's model is spread over, all in one machine."
+        1,
+        ge=1,
+        le=64,
+        description="Devices that each target's model is spread over, all in one machine; gammaray's own "
+        "engines use one.",
     )
     pin_cores: bool = Field(
         True,

@@ -946,7 +946,7 @@ class ProcessStatus(_message.Message):
     """Workers: upper bound of `cache_bytes`."""
     kernel: _builtins.str
     """Workers: kernel of the model's forwards: the instruction set that the CPU kernel was compiled for (such as
-    x86-64-v4), "CUDA graphs", or "none: " and the reason; empty if unknown.
+    x86-64-v4), or "none: " and the reason; empty if unknown.
     """
     @_builtins.property
     def worker_totals(self) -> _types_pb2.WorkerTotals:

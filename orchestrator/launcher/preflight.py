@@ -29,7 +29,6 @@ from gammaray.security.tls import tls_files
 __all__ = [
     "MANY_GPUS",
     "check_drafting_head",
-    "check_heads",
     "check_models",
     "check_port",
     "check_workers",
@@ -163,8 +162,6 @@ def check_workers(settings: ClusterSettings, devices: CudaDevices | None = None)
     num_gpus = _check_devices(settings, workers, devices)
     if num_gpus != MANY_GPUS:
         gpus_by_role(num_gpus, most["target"], most["draft"], settings.tensor_parallel)
-    if settings.tensor_parallel > 1:
-        check_heads(settings.target, settings.tensor_parallel)
     if settings.worker_tls and find_spec("cryptography") is None:
         allowed = "false: certificates need a package, pip install 'gammaray[orchestrator]'"
         raise InvalidArgumentError("worker_tls", True, allowed)
@@ -183,16 +180,12 @@ def _check_devices(
         InvalidArgumentError: A worker needs a GPU and there is none, or would run on a GPU that it must not
             use.
     """
-    if settings.device == "cpu" and settings.tensor_parallel == 1:
+    if settings.device == "cpu":
         return 0
     found = devices or cuda_devices()
     if found is None:
         return MANY_GPUS
     check_device(settings.device, found)
-    if settings.device == "cpu":
-        if found.count:  # transformers uses the accelerator if there is one
-            raise InvalidArgumentError("device", "cpu", "auto or cuda with tensor_parallel on this machine")
-        return 0
     for role, worker in workers.items():
         if found.count and worker.deterministic:
             reason = f"cpu with deterministic: the {role} would run on a GPU of this machine"
@@ -244,24 +237,6 @@ def _settings_of(role: str, given: Mapping[str, Any]) -> Any:
         return settings(**given)
     except ValidationError as error:
         raise settings_error(error, settings) from None
-
-
-def check_heads(model: str, num_ranks: int) -> None:
-    """Check that a target's attention heads divide evenly over its devices.
-
-    Raises:
-        InvalidArgumentError: They do not divide evenly, there is no such model, or it is a GGUF file.
-    """
-    if is_gguf(model):
-        allowed = "1 for a GGUF file; `python -m services.engine.convert` makes a directory of it"
-        raise InvalidArgumentError("tensor_parallel", num_ranks, allowed)
-    config = _config("target", resolve_model(model))
-    text = config.get("text_config") or config
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        heads = text.get(name)
-        if isinstance(heads, int) and heads % num_ranks:
-            allowed = f"a divisor of {heads}, the {name} of {model}"
-            raise InvalidArgumentError("tensor_parallel", num_ranks, allowed)
 
 
 def check_models(target: str, draft: str) -> list[str]:

@@ -15,13 +15,11 @@ from ctypes import c_int32
 from services.engine.core.device import raise_if_lost
 from services.engine.core.errors import CacheFullError
 from services.engine.engine import Engine
-from services.engine.graph_engine import GraphEngine
 from services.scheduling.metrics import AheadStats
 from services.scheduling.tasks import Prepared, ProposeTask
 from services.speculation.outcomes import OutcomeSet
-from services.speculation.predictions import NUM_GUESSES
 from services.speculation.proposals import RUN
-from services.speculation.session import Speculation, device_draws
+from services.speculation.session import Speculation
 from services.speculation.tree import Node
 
 __all__ = [
@@ -328,14 +326,6 @@ class Lookahead:
 
     def _forward(self, chosen: dict[Speculation, list[Node]]) -> None:
         feeds = [speculation.feed(nodes) for speculation, nodes in chosen.items()]
-        draws = device_draws(self._engine, chosen)
-        if draws is not None and isinstance(self._engine, GraphEngine):
-            drafts = self._engine.draft(feeds, draws, num_guesses=NUM_GUESSES, within=self._giving_way)
-            for (speculation, nodes), own in zip(chosen.items(), drafts, strict=True):
-                speculation.open_drawn(nodes, own)
-                for node in nodes:
-                    node.is_ahead = True
-            return
         results = self._engine.step(feeds, self._giving_way)
         for (speculation, nodes), logits in zip(chosen.items(), results, strict=True):
             fed = [one for node in nodes for one in speculation.unfed(node)]

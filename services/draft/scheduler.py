@@ -3,30 +3,26 @@
 Each forward feeds every drafting session the nodes that its proposal lacks: one token for a chain, a level
 for a tree; a chain that is the only block takes several forwards in one call. When no block is left,
 forwards go to `services.draft.lookahead`. An arriving block waits for at most one small forward: it stops a
-call of several. Captured steps (`GraphEngine`) draft the chains of all blocks in one call, which an arriving
-block does not stop.
+call of several.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from ctypes import c_int32
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from gammaray.types import Proposal, VerificationMethod
 from services.draft.gain import GainMeter
 from services.draft.lookahead import Lookahead
-from services.engine.core.batch import GumbelDraw
 from services.engine.core.errors import CacheFullError
 from services.engine.engine import Engine, SequenceInput
-from services.engine.graph_engine import Draft, GraphEngine
 from services.scheduling.grammars import Grammars
 from services.scheduling.load import LoadCounters
 from services.scheduling.planning import Limits, Running
@@ -34,14 +30,11 @@ from services.scheduling.scheduler import Scheduler
 from services.scheduling.sessions import SessionCopy
 from services.scheduling.tasks import ProposeTask, Reply, Timing
 from services.speculation.calibration import Calibration
-from services.speculation.predictions import NUM_GUESSES
 from services.speculation.proposals import ProposalBuilder
-from services.speculation.session import Speculation, device_draws
+from services.speculation.session import Speculation
 from services.speculation.tree import Node
 
 __all__ = ["DraftScheduler"]
-
-_NO_LOGITS = torch.empty(0, 0)
 
 
 @dataclass(slots=True, eq=False)
@@ -55,7 +48,6 @@ class _Drafting(Running[ProposeTask]):
             with a parallel draft model, whose masks are the `tail`.
         num_forwards: Forwards that returned logits so far.
         run: The tokens fed by the last call, from the open node on; empty if it was a single forward.
-        drawn: What the last call drew on the device; empty if it returned logits.
     """
 
     speculation: Speculation = field(kw_only=True)
@@ -63,7 +55,6 @@ class _Drafting(Running[ProposeTask]):
     nodes: list[Node] = field(kw_only=True)
     num_forwards: int = field(kw_only=True, default=0)
     run: list[int] = field(kw_only=True, default_factory=list)
-    drawn: list[Draft] = field(kw_only=True, default_factory=list)
 
     @property
     def num_tokens(self) -> int:
@@ -222,16 +213,12 @@ class DraftScheduler(Scheduler[ProposeTask]):
         assert isinstance(running, _Drafting)
         speculation = running.speculation
         nodes = running.nodes or [speculation.tree.root]
-        if running.drawn:
-            speculation.open_drawn(nodes, running.drawn)
-        elif running.run:
+        if running.run:
             speculation.open_run(self.engine, nodes[0], running.run, logits)
         else:
             speculation.open(self.engine, nodes, logits)
-        running.num_forwards += (
-            len(running.drawn) - len(nodes) + 1 if running.drawn else len(running.run) or 1
-        )
-        running.run, running.drawn = [], []
+        running.num_forwards += len(running.run) or 1
+        running.run = []
         return None if self._reads_on(running) else self._finish(running)
 
     def _run_engine(self, batch: list[tuple[Running[ProposeTask], SequenceInput]]) -> list[Tensor] | None:
@@ -243,15 +230,7 @@ class DraftScheduler(Scheduler[ProposeTask]):
         return results
 
     def _step(self, batch: list[tuple[Running[ProposeTask], SequenceInput]]) -> list[Tensor]:
-        """Run the forward, or several in one call for a chain that is the only block.
-
-        Where all choices of a batch can be drawn on the device, its chains take what they lack in one call.
-        """
-        if isinstance(self.engine, GraphEngine) and all(feed.num_logits for _, feed in batch):
-            drafting = [running.speculation for running, _ in batch if isinstance(running, _Drafting)]
-            draws = device_draws(self.engine, drafting)
-            if draws is not None:
-                return self._draft(self.engine, batch, draws)
+        """Run the forward, or several in one call for a chain that is the only block."""
         running, feed = batch[0]
         assert isinstance(running, _Drafting)
         speculation, count = running.speculation, running.reading.run_length
@@ -265,36 +244,6 @@ class DraftScheduler(Scheduler[ProposeTask]):
                 batch[0] = running, replace(feed, token_ids=running.run, num_logits=len(running.run))
                 return [logits]
         return super()._step(batch)
-
-    def _draft(
-        self,
-        engine: GraphEngine,
-        batch: list[tuple[Running[ProposeTask], SequenceInput]],
-        draws: Sequence[GumbelDraw],
-    ) -> list[Tensor]:
-        """Draw on the device; the logits stay there. Write what was fed to `batch`."""
-        feeds = [feed for _, feed in batch]
-        count = 1
-        if not self._waiting and len(batch) == len(self._running):
-            count = min(
-                1 if feed.parents is not None or feed.num_kept else running.reading.num_missing
-                for running, feed in batch
-                if isinstance(running, _Drafting)
-            )
-        try:
-            drafts = engine.draft(feeds, draws, count, num_guesses=NUM_GUESSES)
-        except CacheFullError:
-            if count == 1:
-                raise
-            count = 1  # there may still be room for one
-            drafts = engine.draft(feeds, draws, num_guesses=NUM_GUESSES)
-        self.num_forwards = count
-        for index, ((running, feed), own) in enumerate(zip(batch, drafts, strict=True)):
-            assert isinstance(running, _Drafting)
-            running.drawn = own
-            token_ids = [*feed.token_ids, *(draft.token_id for draft in own[: count - 1])]
-            batch[index] = running, replace(feed, token_ids=token_ids, num_logits=len(own))
-        return [_NO_LOGITS] * len(batch)
 
     def _reads_on(self, drafting: _Drafting) -> bool:
         """Read as far as the tree has predictions; True when nodes must be fed to read further."""

@@ -22,13 +22,12 @@ from services.draft.translated import make_draft_scheduler
 from services.engine.engine import Engine
 from services.engine.loader import load_worker_engine
 from services.heads.loading import names_head
-from services.heads.runner import HeadEngine
 from services.process.fingerprints import check_drafter, head_sha256, vocab_sha256
 from services.process.server import guarded
 from services.process.worker import Worker
 from services.scheduling.grammars import Grammars
-from services.scheduling.scheduler import Scheduler
 from services.scheduling.tasks import Prepared, ProposeTask, Reply
+from services.streaming.block_scheduler import BlockScheduler
 from services.streaming.messages import Model, describe, fill_result, task_fields
 from services.streaming.streams import Deliver, Streams
 from services.vocabulary.translation import Translation, load_translation, target_size
@@ -127,17 +126,24 @@ class DraftWorker(Worker[DraftSettings]):
 
     def __init__(self, settings: DraftSettings) -> None:
         super().__init__(settings)
-        self._translation: Translation | None = None
         self._features = ""
 
-    def _load_engine(self, path: str) -> Engine:
-        target = self._target
+    def _load_model(self, path: str) -> tuple[Model, BlockScheduler[Any]]:
+        name, target, limits = self.settings.model, self._target, self._limits
         check_draft_head("model", path)
         check_drafter(path, target)
         if early_exit_layers(path) is None and not is_gguf(path) and names_head(path):
             self._features = head_sha256(path)
-            return load_head_engine(path, target, self.settings)
-        return load_worker_engine(path, self.settings, draft_for=target)
+            head = load_head_engine(path, target, self.settings)
+            model = Model(name, head.vocab_size, head.max_context, vocab_sha256(target), kernel=head.kernel)
+            grammars = Grammars(target, head.vocab_size)
+            top_k, bits = self.settings.draft_top_k, self.settings.weight_bits
+            return model, HeadScheduler(head, limits, draft_top_k=top_k, weight_bits=bits, grammars=grammars)
+        engine = load_worker_engine(path, self.settings, draft_for=target)
+        vocab_size, digest, translation = self._vocabulary(path, engine)
+        model = Model(name, vocab_size, engine.max_context, digest, kernel=engine.kernel)
+        grammars = Grammars(target or path, vocab_size)
+        return model, make_draft_scheduler(engine, limits, self.settings, translation, grammars)
 
     @property
     def _target(self) -> str:
@@ -145,36 +151,25 @@ class DraftWorker(Worker[DraftSettings]):
         name = self.settings.target_model
         return resolve_model(name, "target", "target_model") if name else ""
 
-    def _vocabulary(self, path: str, engine: Engine) -> tuple[int, str]:
-        """Return size and fingerprint of the target's vocabulary, if the settings name it."""
-        target = self._target
-        if early_exit_layers(path) is not None or isinstance(engine, HeadEngine):
-            return engine.vocab_size, vocab_sha256(target)
-        size, digest = super()._vocabulary(path, engine)
+    def _vocabulary(self, path: str, engine: Engine) -> tuple[int, str, Translation | None]:
+        """Return size and fingerprint of the sessions' vocabulary, and the draft model's translation to it.
+
+        It is the target's, if the settings name the target.
+        """
+        target, size = self._target, engine.vocab_size
+        if early_exit_layers(path) is not None:
+            return size, vocab_sha256(target), None
+        digest = vocab_sha256(path)
         if not target:
-            return size, digest
+            return size, digest, None
         target_digest = vocab_sha256(target)
         if target_digest and digest in ("", target_digest) and target_size(target) in (0, size):
-            return size, target_digest
+            return size, target_digest, None
         if engine.mask_token is not None:
             allowed = "one of the target's vocabulary, as a parallel draft model's tokens are not mapped"
             raise InvalidArgumentError("model", path, allowed)
-        self._translation = load_translation(path, size, target, self.settings.vocabulary_mapping)
-        return self._translation.target_size, target_digest
-
-    def _tokenizer(self, path: str) -> str:
-        return self._target or path
-
-    def _scheduler(self, engine: Engine, grammars: Grammars) -> Scheduler[ProposeTask]:
-        if isinstance(engine, HeadEngine):
-            return HeadScheduler(
-                engine,
-                self._limits,
-                draft_top_k=self.settings.draft_top_k,
-                weight_bits=self.settings.weight_bits,
-                grammars=grammars,
-            )
-        return make_draft_scheduler(engine, self._limits, self.settings, self._translation, grammars)
+        translation = load_translation(path, size, target, self.settings.vocabulary_mapping)
+        return translation.target_size, target_digest, translation
 
     def _add_servicer(self, server: Any, streams: Streams, model: Model) -> None:
         servicer = DraftServicer(streams, model, self._features)

@@ -3,7 +3,7 @@
     python -m services.engine.convert FILE.gguf DIRECTORY
     python -m services.engine.convert FILE.gguf DIRECTORY --dtype float32
 
-A directory loads faster than the file, can be spread over several devices, and needs no reader of GGUF files.
+A directory loads faster than the file and needs no reader of GGUF files.
 In bfloat16, the default, dequantised weights are rounded once more; float32 keeps their values.
 """
 

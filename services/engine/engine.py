@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gammaray.errors import InvalidArgumentError
-from services.engine.core.batch import Batch, GumbelDraw, SequenceInput, Taps, plan_batch
+from services.engine.core.batch import Batch, SequenceInput, Taps, plan_batch
 from services.engine.core.device import on_device
 from services.engine.core.drafter import DraftFormat
 from services.engine.core.errors import CacheGapError
@@ -60,14 +60,11 @@ class Engine:
         runner: Computes the forwards.
         device: Device of the forwards and of the returned logits.
         dtype: Type of its weights, keys and values.
-        kernel: Implementation of its forwards: the instruction set of the compiled CPU kernel, "CUDA graphs",
-            or "none: " and the reason why transformers' layers are used.
+        kernel: Implementation of its forwards: the instruction set of the compiled CPU kernel, or "none: "
+            and the reason why transformers' layers are used.
         taps: While layers are tapped, the hidden states of the last step: for each feed
             [tokens, tapped layers, hidden_size] on `device`, of type `dtype`, which is float32 with the
             compiled kernel. Later steps do not change them. Empty while none are tapped.
-        drawn: For each feed of the last step that had a draw its tokens, None for rows that hold no finite
-            number; None for the other feeds. Empty after a step without draws.
-        step_timeout_s: After which a step counts as stuck; None: never. Only a parallel engine has one.
         mask_token: Of a parallel draft model: the id, in [0, vocab_size], after which it predicts the token
             that follows in its place; else None.
     """
@@ -91,9 +88,7 @@ class Engine:
         self.dtype = store.shape.dtype
         self.runner = runner
         self.mask_token: int | None = None
-        self.step_timeout_s: float | None = None
         self.taps: list[Tensor] = []
-        self.drawn: list[list[int | None] | None] = []
         self._tapped: tuple[int, ...] = ()
         self._draft: DraftFormat | None = None
         self._chain_ids: Tensor | None = None
@@ -119,50 +114,33 @@ class Engine:
         self,
         feeds: Sequence[SequenceInput],
         within: AbstractContextManager[object] | None = None,
-        draws: Sequence[GumbelDraw | None] = (),
     ) -> list[Tensor]:
         """Run one forward over all feeds.
 
         Args:
             feeds: The feed of each session.
             within: Entered for the model's forward only.
-            draws: If `can_draw`: how to draw the tokens of each feed on the device; None: return its logits.
 
         Returns:
-            For each feed its logits [num_logits, vocab_size] in float32; [0, vocab_size] for a feed with a
-            draw, whose tokens are in `drawn`.
+            For each feed its logits [num_logits, vocab_size] in float32.
 
         Raises:
             ValueError: A feed is malformed, or a session is fed twice; nothing was changed.
             CacheGapError: A feed starts past its session's cache; nothing was changed.
             CacheFullError: The step does not fit the cache budget; nothing was changed.
         """
-        self.taps, self.drawn = [], []
+        self.taps = []
         if not feeds:
             return []
         batch = self._plan(feeds)
-        if any(draw is not None for draw in draws):
-            batch.draws, batch.undrawn_rows = draws, _undrawn_rows(feeds, draws)
         batch.taps = self._new_taps(len(batch.token_ids))
         logits = self._run(batch, within or nullcontext())
         self._commit(feeds, batch)
         if batch.taps is not None:
             self.taps = list(batch.taps.states.split_with_sizes([s.count for s in batch.segments]))
-        if batch.draws:
-            return self._take_drawn(feeds, batch, logits)
         if len(feeds) == 1:
             return [logits]
         return list(logits.split_with_sizes([feed.num_logits for feed in feeds]))
-
-    def _take_drawn(self, feeds: Sequence[SequenceInput], batch: Batch, logits: Tensor) -> list[Tensor]:
-        """Give the drawn tokens, and the logits of the feeds without a draw, to their feeds."""
-        counts, start = [], 0
-        for feed, draw in zip(feeds, batch.draws, strict=True):
-            tokens = batch.drawn[start : start + feed.num_logits]
-            self.drawn.append(None if draw is None else tokens)
-            counts.append(feed.num_logits if draw is None else 0)
-            start += feed.num_logits
-        return list(logits.split_with_sizes(counts))
 
     def tap(self, layers: Sequence[int]) -> None:
         """From now on record in `taps` the hidden states of all tokens that a step feeds.
@@ -188,11 +166,6 @@ class Engine:
         if isinstance(self.runner, TappedRunner):
             return self.runner.tap_obstacle()
         return f"{type(self.runner).__name__} records no hidden states"
-
-    @property
-    def can_draw(self) -> bool:
-        """Whether `step` can draw tokens: only with captured steps, of a model with all of its tokens."""
-        return self._draft is None and getattr(self.runner, "draws_on_device", False)
 
     @property
     def can_chain(self) -> bool:
@@ -341,15 +314,6 @@ class Engine:
         """Return the counters of the cache."""
         return self._store.stats()
 
-    def check(self) -> None:
-        """Raise EngineLostError when a part of the engine has failed; only a parallel engine does.
-
-        Any thread may call it, also during a step.
-        """
-
-    def close(self) -> None:
-        """End the processes that the engine started; only a parallel engine has any."""
-
     def _new_taps(self, rows: int) -> Taps | None:
         if not self._tapped:
             return None
@@ -359,10 +323,7 @@ class Engine:
 
     def _run(self, batch: Batch, within: AbstractContextManager[object]) -> Tensor:
         with torch.inference_mode(), on_device(self.device), within:
-            logits = self.runner.forward(batch)
-            logits = self._spread(logits)
-            if batch.draws:
-                logits = logits[batch.undrawn_rows] if batch.undrawn_rows else logits[:0]
+            logits = self._spread(self.runner.forward(batch))
         # Tensors created in inference mode cannot be modified outside of it, which callers may need.
         return logits.clone() if logits.is_inference() else logits
 
@@ -383,12 +344,3 @@ class Engine:
     def _plan(self, feeds: Sequence[SequenceInput]) -> Batch:
         num_ids = max(self.vocab_size, -1 if self.mask_token is None else self.mask_token + 1)
         return plan_batch(feeds, self._store, num_ids, self.max_context)
-
-
-def _undrawn_rows(feeds: Sequence[SequenceInput], draws: Sequence[GumbelDraw | None]) -> list[int]:
-    """Return which of the rows with logits are of feeds without a draw."""
-    rows, start = list[int](), 0
-    for feed, draw in zip(feeds, draws, strict=True):
-        rows += range(start, start + feed.num_logits) if draw is None else ()
-        start += feed.num_logits
-    return rows

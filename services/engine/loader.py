@@ -19,10 +19,7 @@ from services.engine.core.errors import UnsupportedModelError
 from services.engine.core.kv_cache import CacheShape, CacheStore
 from services.engine.core.model import LoadedModel, load_model
 from services.engine.core.quantised import QuantisedMatrix, quantise_model
-from services.engine.cuda.runner import GraphRunner
-from services.engine.cuda.weights import build_graph_model, prefers_graphs
 from services.engine.engine import Engine, Runner
-from services.engine.graph_engine import GraphEngine
 from services.engine.hf.deterministic import check_covered
 from services.engine.hf.probe import ModelLayout, probe_model
 from services.engine.hf.runner import TransformersRunner
@@ -59,7 +56,7 @@ def load_engine(
         cache_budget_bytes: Upper bound of all sessions' keys and values together.
         deterministic: Logits are bit-identical whatever else is in a step; see
             `services.engine.hf.deterministic` for the supported models.
-        fast_kernels: Use the compiled kernel (CPU) or CUDA graphs where they cover the architecture.
+        fast_kernels: Use the compiled CPU kernel where it covers the architecture.
         kernel_cache: Folder of compiled CPU kernels; empty: the default of `load_kernel`.
         weights: "auto" (as `dtype`), "int8" or "int4": a draft's setting `draft_weights`. The engine then
             serves the quantised model exactly; never quantise a target.
@@ -90,25 +87,21 @@ def load_engine(
         loaded,
         layout,
         deterministic=deterministic,
-        # Graphs multiply by weights in the model's own type.
-        graphs=fast_kernels and not deterministic and weights == "auto" and prefers_graphs(loaded),
         obstacle=obstacle,
         quantised=quantised,
     )
     if isinstance(runner, NativeRunner):
         use_threads(threads)
     kernel = ", ".join([kernel, *_weights_note(loaded, weights)])
-    sizes = {"vocab_size": layout.vocab_size, "max_context": loaded.max_context}
-    if isinstance(runner, GraphRunner):
-        engine: Engine = GraphEngine(
-            runner, model_name=model, cache_budget_bytes=cache_budget_bytes, kernel=kernel, **sizes
-        )
-    else:
-        store = CacheStore(shape, cache_budget_bytes)
-        engine = Engine(runner, store, model_name=model, kernel=kernel, **sizes)
+    engine = Engine(
+        runner,
+        CacheStore(shape, cache_budget_bytes),
+        model_name=model,
+        vocab_size=layout.vocab_size,
+        max_context=loaded.max_context,
+        kernel=kernel,
+    )
     _log_kernel(engine)
-    if isinstance(engine, GraphEngine):
-        engine.warm_up()
     with _first_forwards(loaded):
         check_model(engine, loaded)
     if deterministic:
@@ -150,7 +143,6 @@ def load_worker_engine(path: str, settings: WorkerSettings, draft_for: str | Non
 def limit_cache(engine: Engine, settings: WorkerSettings) -> None:
     """Set a loaded engine's cache budget from the worker's settings, or from the free memory."""
     given = settings.cache_budget_mb
-    engine.drop_retained()  # A pool that was allocated for the checks is free memory, too.
     budget = CacheBudget(None if given is None else given << 20, settings.cache_memory_share)
     engine.limit_cache(budget.on(engine.device))
 
@@ -205,7 +197,6 @@ def _choose_runner(
     layout: ModelLayout,
     *,
     deterministic: bool,
-    graphs: bool,
     obstacle: str,
     quantised: Mapping[int, QuantisedMatrix] | None,
 ) -> tuple[Runner, CacheShape, str]:
@@ -215,8 +206,6 @@ def _choose_runner(
     if not obstacle:
         native = build_native(loaded, layout.windows, layout.vocab_size, quantised)
         return NativeRunner(native), apart, load_kernel().variant
-    if graphs:
-        return GraphRunner(build_graph_model(loaded, layout.vocab_size)), apart, "CUDA graphs"
     return TransformersRunner(loaded, layout, fixed_shapes=deterministic), joined, f"none: {obstacle}"
 
 

@@ -19,16 +19,11 @@ from gammaray.errors import InvalidArgumentError, UnavailableError
 from gammaray.security.tls import tls_files
 from gammaray.telemetry.export import MetricsExport
 from gammaray.telemetry.otel import Telemetry
-from services.engine.engine import Engine
-from services.engine.loader import load_worker_engine
-from services.process.fingerprints import vocab_sha256
 from services.process.registry import Announcer
 from services.process.server import GrpcServer, is_wildcard, split_address
-from services.scheduling.grammars import Grammars
 from services.scheduling.load import LoadReport, LoadReporter
-from services.scheduling.metrics import WorkerMeter
 from services.scheduling.planning import Limits
-from services.scheduling.scheduler import Scheduler
+from services.streaming.block_scheduler import BlockScheduler
 from services.streaming.engine_thread import EngineThread
 from services.streaming.messages import Model
 from services.streaming.streams import Streams
@@ -72,7 +67,6 @@ class Worker(ABC, Generic[SettingsT]):
         self._server: GrpcServer | None = None
         self._announcer: Announcer | None = None
         self._model: Model | None = None
-        self._meter: WorkerMeter | None = None
         self._metrics: MetricsExport | None = None
         self._telemetry: Telemetry | None = None
         self._load_reporter = LoadReporter()
@@ -85,8 +79,12 @@ class Worker(ABC, Generic[SettingsT]):
         return Limits(self.settings.max_batch_tokens, self.settings.prefill_chunk)
 
     @abstractmethod
-    def _scheduler(self, engine: Engine, grammars: Grammars) -> Scheduler[Any]:
-        """Return the scheduler of this kind of worker."""
+    def _load_model(self, path: str) -> tuple[Model, BlockScheduler[Any]]:
+        """Load what this kind of worker serves, in the engine's thread; return its facts and scheduler.
+
+        Args:
+            path: Directory, hub name or GGUF file.
+        """
 
     @abstractmethod
     def _add_servicer(self, server: Any, streams: Streams, model: Model) -> None:
@@ -104,14 +102,17 @@ class Worker(ABC, Generic[SettingsT]):
         bind_cores(settings.cpu_affinity)
         await self.engine.start()
         assert self._model is not None
-        assert self._meter is not None
+        assert self.engine.scheduler is not None
         self._telemetry = Telemetry(self.role)
         tracer = BlockTracer(self._telemetry.processor) if self._telemetry.processor is not None else None
         # Loaded objects live as long as the process: exclude them from garbage collection during cycles.
         gc.collect()
         gc.freeze()
         self._metrics = MetricsExport(
-            self._meter.meter, role=self.role, model=settings.model, listen=settings.metrics_listen
+            self.engine.scheduler.meter.meter,
+            role=self.role,
+            model=settings.model,
+            listen=settings.metrics_listen,
         )
         self._model = replace(self._model, metrics_address=self._metrics.address)
         self.streams = Streams(self.engine, tracer)
@@ -188,36 +189,9 @@ class Worker(ABC, Generic[SettingsT]):
         await self._server.stop(0)
         self.ended.set()
 
-    def _load_engine(self, path: str) -> Engine:
-        return load_worker_engine(path, self.settings)
-
-    def _identity(self, path: str, engine: Engine) -> str:
-        """Return the model identity that sessions are bound to; empty except for targets."""
-        return ""
-
-    def _tokenizer(self, path: str) -> str:
-        """Return the directory, hub name or GGUF file of the target, whose tokens the sessions have."""
-        return path
-
-    def _vocabulary(self, path: str, engine: Engine) -> tuple[int, str]:
-        """Return size and fingerprint of the vocabulary of the worker's messages."""
-        return engine.vocab_size, vocab_sha256(path)
-
-    def _load(self) -> Scheduler[Any]:
+    def _load(self) -> BlockScheduler[Any]:
         disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers has no types here
-        path = resolve_model(self.settings.model, self.role)
-        engine = self._load_engine(path)
-        vocab_size, digest = self._vocabulary(path, engine)
-        self._model = Model(
-            self.settings.model,
-            vocab_size,
-            engine.max_context,
-            digest,
-            kernel=engine.kernel,
-            identity=self._identity(path, engine),
-        )
-        scheduler = self._scheduler(engine, Grammars(self._tokenizer(path), vocab_size))
-        self._meter = scheduler.meter
+        self._model, scheduler = self._load_model(resolve_model(self.settings.model, self.role))
         return scheduler
 
     def _advertised(self) -> str:

@@ -38,23 +38,15 @@ class AheadStats:
         return self.rows - self.used_rows
 
 
-class ObservedEngine(Protocol):
-    """The part of an engine that is read for metrics."""
-
-    def stats(self) -> CacheStats:
-        """Return the counters of the cache."""
-
-
 class ObservedScheduler(Protocol):
     """The part of a scheduler that is read for metrics."""
 
     @property
-    def engine(self) -> ObservedEngine:
-        """The engine that the scheduler drives."""
-
-    @property
     def num_queued(self) -> int:
         """Blocks waiting or running."""
+
+    def stats(self) -> CacheStats:
+        """Return the counters of the cache."""
 
 
 class WorkerMeter:
@@ -88,13 +80,13 @@ class WorkerMeter:
 
     def watch(self, scheduler: ObservedScheduler) -> None:
         """Read the state of a scheduler and its cache at every collection."""
-        meter, role, engine = self.meter, self._role, scheduler.engine
+        meter, role, stats = self.meter, self._role, scheduler.stats
         meter.gauge("gammaray.worker.queue_depth", lambda: scheduler.num_queued, role=role)
-        meter.gauge("gammaray.worker.sessions", lambda: engine.stats().num_sessions, role=role)
-        meter.gauge("gammaray.worker.cache.used", lambda: engine.stats().cache_bytes, role=role)
-        meter.gauge("gammaray.worker.cache.budget", lambda: engine.stats().cache_budget_bytes, role=role)
-        meter.gauge("gammaray.worker.cache.retained", lambda: engine.stats().retained_bytes, role=role)
-        meter.observed("gammaray.worker.cache.evictions", lambda: engine.stats().num_evictions, role=role)
+        meter.gauge("gammaray.worker.sessions", lambda: stats().num_sessions, role=role)
+        meter.gauge("gammaray.worker.cache.used", lambda: stats().cache_bytes, role=role)
+        meter.gauge("gammaray.worker.cache.budget", lambda: stats().cache_budget_bytes, role=role)
+        meter.gauge("gammaray.worker.cache.retained", lambda: stats().retained_bytes, role=role)
+        meter.observed("gammaray.worker.cache.evictions", lambda: stats().num_evictions, role=role)
 
     def watch_ahead(self, stats: AheadStats, *, has_rows: bool = True) -> None:
         """Read the counters of draft-ahead at every collection; those of rows only if they are counted."""

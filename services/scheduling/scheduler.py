@@ -26,6 +26,7 @@ from gammaray.errors import (
 )
 from services.engine.core.device import raise_if_lost, wait_for_device
 from services.engine.core.errors import CacheFullError, EngineLostError
+from services.engine.core.kv_cache import CacheStats
 from services.engine.core.prefix_cache import MIN_PREFIX
 from services.engine.engine import Engine, SequenceInput
 from services.scheduling.grammars import Grammars
@@ -57,6 +58,7 @@ class Scheduler(ABC, Generic[TaskT]):
 
     Attributes:
         meter: The worker's metrics.
+        step_timeout_s: After how many seconds a step counts as stuck; None: never.
         num_forwards: Forwards of the last step; more than one if a worker ran several in one call.
     """
 
@@ -77,6 +79,7 @@ class Scheduler(ABC, Generic[TaskT]):
         self._replies: list[tuple[TaskT, Reply]] = []
         self._block_s = 0.0
         self.num_forwards = 1
+        self.step_timeout_s: float | None = None
         self.meter = WorkerMeter(self.role)
         self.meter.watch(self)
         self.sessions = SessionTable(
@@ -110,9 +113,16 @@ class Scheduler(ABC, Generic[TaskT]):
         """Blocks waiting or running; may be read from any thread."""
         return len(self._running) + sum(map(len, tuple(self._waiting.values())))
 
+    def check(self) -> None:
+        """Return: an engine of this process is lost only by an error of its own step."""
+
+    def stats(self) -> CacheStats:
+        """Return the counters of the engine's cache; callable from any thread."""
+        return self.engine.stats()
+
     def load(self) -> LoadCounters:
         """Return the load counters so far."""
-        stats = self.engine.stats()
+        stats = self.stats()
         cache_use = stats.cache_bytes / stats.cache_budget_bytes
         return LoadCounters(block_s=self._block_s, busy_s=self.meter.step_s.total, cache_use=cache_use)
 
@@ -143,8 +153,7 @@ class Scheduler(ABC, Generic[TaskT]):
         self.engine.drop_retained()
 
     def close(self) -> None:
-        """End what the scheduler and its engine started; no other method is called afterwards."""
-        self.engine.close()
+        """End what the scheduler started; no other method is called afterwards."""
 
     def step(self) -> list[tuple[TaskT, Reply]]:
         """Run one forward for as many blocks as fit and return the answers that are ready."""

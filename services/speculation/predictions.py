@@ -18,8 +18,6 @@ from services.engine.sampling.noise import Noise
 
 __all__ = [
     "ENTROPY_FACTOR",
-    "NUM_GUESSES",
-    "DrawnPrediction",
     "Guess",
     "Prediction",
     "draw_temperature",
@@ -218,28 +216,6 @@ class _CoupledPrediction:
 
     def guesses(self, base: int | None) -> Sequence[Guess]:
         return self._batch.guesses(self._index)
-
-
-class DrawnPrediction:
-    """Coupled and greedy: as drawn on the device, see `GraphEngine.draft`."""
-
-    __slots__ = ("_guesses", "_token_id")
-
-    distribution: SparseDistribution | None = None
-
-    def __init__(self, token_id: int, guesses: Sequence[Guess]) -> None:
-        # The best guess is the drawn token, unless it ties with another.
-        others = [(other, share) for other, share in guesses[1:] if other != token_id]
-        self._token_id, self._guesses = token_id, [(token_id, guesses[0][1]), *others]
-
-    def choose(self, base: int) -> int:
-        return self._token_id
-
-    def confidence(self, base: int) -> float:
-        return min(1.0, self._guesses[0][1])
-
-    def guesses(self, base: int | None) -> Sequence[Guess]:
-        return self._guesses
 
 
 class _RejectionPrediction:

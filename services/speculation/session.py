@@ -14,21 +14,19 @@ from torch import Tensor
 
 from gammaray.blocks import Shape
 from gammaray.types import SamplingParams, VerificationMethod
-from services.engine.core.batch import GumbelDraw
 from services.engine.core.drafter import DraftFormat
 from services.engine.engine import Engine, SequenceInput
-from services.engine.graph_engine import Draft, GraphEngine
 from services.engine.sampling.edits import LogitEdits
-from services.engine.sampling.logits import gumbel_draw, processed_log_probs
+from services.engine.sampling.logits import processed_log_probs
 from services.scheduling.sessions import SessionCopy
 from services.scheduling.tasks import SessionSpec
 from services.speculation.calibration import Calibration
 from services.speculation.outcomes import OutcomeSet
-from services.speculation.predictions import DrawnPrediction, Prediction, draw_temperature, predictions
+from services.speculation.predictions import Prediction, predictions
 from services.speculation.proposals import ProposalBuilder
 from services.speculation.tree import Node, SpeculationTree
 
-__all__ = ["Speculation", "counts_tokens", "device_draws", "draft_params"]
+__all__ = ["Speculation", "counts_tokens", "draft_params"]
 
 
 _Paths = Callable[[], Iterable[Sequence[int]]]
@@ -52,15 +50,6 @@ def draft_params(spec: SessionSpec) -> SamplingParams | None:
         return params
     plain: Any = SamplingParams(seed=params.seed, sample_index=params.sample_index)
     return None if params == plain else params
-
-
-def device_draws(engine: Engine, speculations: Iterable[Speculation]) -> list[GumbelDraw] | None:
-    """Return how an engine draws the choices of sessions on the device; None if one of them needs logits."""
-    if not isinstance(engine, GraphEngine) or not engine.can_draw:
-        return None
-    draws = [speculation.gumbel_draw for speculation in speculations]
-    known = [draw for draw in draws if draw is not None]
-    return known if len(known) == len(draws) else None
 
 
 def counts_tokens(params: SamplingParams) -> bool:
@@ -310,29 +299,6 @@ class Speculation:
         noise = None if session.noise is None else session.noise.gumbel(node.position + 1, count)
         feed = SequenceInput(session.session_id, node.position, [node.token_id] * count, count)
         return engine.chain(feed, noise, scale=scale, stop=stop, within=within)
-
-    @property
-    def gumbel_draw(self) -> GumbelDraw | None:
-        """How a `GraphEngine` draws the draft's choices; None where they need logits."""
-        draw = gumbel_draw(self.session.spec.params) if self._is_gumbel_max else None
-        if draw is None or self.is_parallel:
-            return None
-        return replace(draw, sharpness=1 / draw_temperature(draw.temperature))
-
-    def open_drawn(self, nodes: Sequence[Node], drafts: Sequence[Draft]) -> None:
-        """Apply what `GraphEngine.draft` drew after nodes just fed, then after the tokens drawn before.
-
-        Args:
-            nodes: The nodes; only one if tokens that were drawn have been fed.
-            drafts: One per node, and one per token that was fed after it.
-        """
-        self._note_fed(nodes)
-        fed = list(nodes)
-        for index, draft in enumerate(drafts):
-            if index == len(fed):
-                fed.append(fed[-1].child(drafts[index - 1].token_id))
-                self._note_fed(fed[-1:])
-            fed[index].prediction = DrawnPrediction(draft.token_id, draft.guesses)
 
     def open_run(self, engine: Engine, node: Node, token_ids: Sequence[int], logits: Tensor) -> list[Node]:
         """Apply the result of `run` for a node, up to where a filter makes the draft choose another token."""

@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 from gammaray.errors import InternalError, UnavailableError
 from services.engine.core.device import raise_if_lost
 from services.engine.core.errors import EngineLostError
-from services.scheduling.scheduler import Scheduler
 from services.scheduling.tasks import Release, Reply, Task
+from services.streaming.block_scheduler import BlockScheduler
 
 __all__ = ["EngineThread"]
 
@@ -31,7 +31,7 @@ STUCK_AFTER_S = 5.0
 """How long a step may go on after its engine was lost, to end by itself and answer its blocks."""
 
 T = TypeVar("T")
-Command = Callable[[Scheduler[Any]], None]
+Command = Callable[[BlockScheduler[Any]], None]
 
 
 class EngineThread:
@@ -46,13 +46,13 @@ class EngineThread:
         ended: Set when the thread ends: stopped, or because the engine is lost.
     """
 
-    def __init__(self, load: Callable[[], Scheduler[Any]], name: str) -> None:
+    def __init__(self, load: Callable[[], BlockScheduler[Any]], name: str) -> None:
         self._load = load
         self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._loaded: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self.scheduler: Scheduler[Any] | None = None
+        self.scheduler: BlockScheduler[Any] | None = None
         self._is_delivered = threading.Event()
         self._step_began: float | None = None
         self._lost_since: float | None = None
@@ -81,31 +81,31 @@ class EngineThread:
 
     def check(self) -> None:
         """Check the engine between two steps; the thread ends if the engine is lost."""
-        self._inbox.put(lambda scheduler: scheduler.engine.check())
+        self._inbox.put(lambda scheduler: scheduler.check())
 
     def why_stuck(self) -> str:
         """Return why the engine is lost in a step that does not end by itself; empty while it is not.
 
-        With NCCL the thread may wait for a dead rank until the watchdog of the library ends the process.
+        Such a step may wait for a process of the engine that has ended.
         """
         scheduler, began, now = self.scheduler, self._step_began, time.monotonic()
         if scheduler is None or began is None:
             return ""
-        limit = scheduler.engine.step_timeout_s
+        limit = scheduler.step_timeout_s
         if limit is not None and now - began > limit + STUCK_AFTER_S:
             return f"a step has taken more than {limit:g} s"
         try:
-            scheduler.engine.check()
+            scheduler.check()
         except EngineLostError as error:
             self._lost_since = now if self._lost_since is None else self._lost_since
             return str(error) if now - self._lost_since > STUCK_AFTER_S else ""
         return ""
 
     def release(self, endings: Sequence[Release]) -> None:
-        """End sessions, see `Scheduler.release`."""
+        """End sessions, see `BlockScheduler.release`."""
         self._inbox.put(lambda scheduler: scheduler.release(endings))
 
-    async def call(self, function: Callable[[Scheduler[Any]], T]) -> T:
+    async def call(self, function: Callable[[BlockScheduler[Any]], T]) -> T:
         """Run `function` between two steps and return its result.
 
         Raises:
@@ -115,7 +115,7 @@ class EngineThread:
             raise UnavailableError("the engine has stopped")
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
-        def command(scheduler: Scheduler[Any]) -> None:
+        def command(scheduler: BlockScheduler[Any]) -> None:
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(function(scheduler))
@@ -148,14 +148,14 @@ class EngineThread:
             self._tell(self.ended.set)
             scheduler.close()
 
-    def _answer_all(self, scheduler: Scheduler[Any], error: EngineLostError) -> None:
+    def _answer_all(self, scheduler: BlockScheduler[Any], error: EngineLostError) -> None:
         try:
             scheduler.fail_all(error)
             self._hand_over(scheduler.step())
         except Exception:  # the caches are on the device that is lost
             _log.exception("the blocks that waited are not answered")
 
-    def _serve(self, scheduler: Scheduler[Any]) -> None:
+    def _serve(self, scheduler: BlockScheduler[Any]) -> None:
         while self._drain(scheduler):
             self._step_began = time.monotonic()
             try:
@@ -175,7 +175,7 @@ class EngineThread:
                 # Otherwise a step would take the GIL before the event loop has sent the replies.
                 self._is_delivered.wait(MAX_DELIVERY_S)
 
-    def _drain(self, scheduler: Scheduler[Any]) -> bool:
+    def _drain(self, scheduler: BlockScheduler[Any]) -> bool:
         """Run all queued commands, waiting for one when there is no work; return False at the end."""
         try:
             command = self._inbox.get(block=not scheduler.has_work)

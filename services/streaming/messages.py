@@ -11,8 +11,8 @@ from gammaray.errors import GammarayError
 from gammaray.v1 import types_pb2
 from gammaray.wire.convert import sampling_from_proto
 from gammaray.wire.enums import method_from_proto
-from services.scheduling.scheduler import Scheduler
 from services.scheduling.tasks import NeedTokens, Reply, SessionSpec
+from services.streaming.block_scheduler import BlockScheduler
 from services.streaming.engine_thread import EngineThread
 from services.streaming.streams import Deliver
 from services.streaming.tracing import sampled_parent
@@ -98,8 +98,8 @@ def fill_result(result: Any, reply: Reply) -> None:
 async def describe(model: Model, engine: EngineThread) -> dict[str, Any]:
     """Return the fields that GetDraftInfoResponse and GetTargetInfoResponse share."""
 
-    def measure(scheduler: Scheduler[Any]) -> dict[str, Any]:
-        stats = scheduler.engine.stats()
+    def measure(scheduler: BlockScheduler[Any]) -> dict[str, Any]:
+        stats = scheduler.stats()
         return {
             "num_sessions": stats.num_sessions,
             "num_queued": scheduler.num_queued,

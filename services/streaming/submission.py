@@ -46,7 +46,7 @@ class Submission:
             self._engine.submit(ready)
 
     def release(self, endings: Sequence[Release]) -> None:
-        """End sessions, and answer their waiting blocks, see `Scheduler.release`."""
+        """End sessions, and answer their waiting blocks, see `BlockScheduler.release`."""
         for session_id, epoch, _ in endings:
             held = self._held.get(session_id, ())
             if held and (epoch == 0 or epoch >= max(task.epoch for task in held)):

@@ -18,11 +18,10 @@ from torch import Tensor
 
 from gammaray.blocks import Shape, TokenLogprobs, Verdict
 from gammaray.errors import GammarayError, InternalError, InvalidArgumentError
-from gammaray.types import Proposal, VerificationMethod
-from services.engine.core.batch import GumbelDraw
+from gammaray.types import Proposal
 from services.engine.engine import Engine, SequenceInput
 from services.engine.sampling.edits import LogitEdits, row_paths
-from services.engine.sampling.logits import edited_logits, gumbel_draw, processed_log_probs
+from services.engine.sampling.logits import edited_logits, processed_log_probs
 from services.scheduling.grammars import Grammars
 from services.scheduling.metrics import AheadStats
 from services.scheduling.planning import Limits, Running
@@ -32,7 +31,7 @@ from services.scheduling.tasks import Reply, VerifyTask
 from services.speculation.local_drafter import LocalDrafter
 from services.target.features import BlockFeatures, FeatureSource
 from services.target.prompt_scores import PromptScores
-from services.target.verification import cut_before, verify, walk
+from services.target.verification import cut_before, verify
 
 __all__ = ["TargetScheduler"]
 
@@ -46,7 +45,6 @@ class _Verifying(Running[VerifyTask]):
         must_draft: Whether the head has to draft before the first forward.
         is_expected: Whether it may have done so ahead.
         states: Hidden states of the last feed's tokens, [tokens, taps, hidden_size]; for a head.
-        drawn: The target's tokens of the last feed's rows where the engine drew them, as `Engine.drawn`.
         features: Features for a head elsewhere, if the block asks for them.
     """
 
@@ -54,7 +52,6 @@ class _Verifying(Running[VerifyTask]):
     must_draft: bool = False
     is_expected: bool = False
     states: Tensor | None = None
-    drawn: list[int | None] | None = None
     features: BlockFeatures | None = None
 
     def propose(self, proposal: Proposal) -> None:
@@ -183,22 +180,13 @@ class TargetScheduler(Scheduler[VerifyTask]):
         ]
         self.num_forwards = 1
         try:
-            logits = self.engine.step([feed for _, feed in batch], draws=self._draws(batch))
+            logits = self.engine.step([feed for _, feed in batch])
         finally:
             wait(masks)  # the engine's thread may change the sessions from here on
-        for (running, _), drawn in zip(batch, self.engine.drawn, strict=False):
-            assert isinstance(running, _Verifying)
-            running.drawn = drawn
         if self._is_tapped:
             for (running, feed), states in zip(batch, self.engine.taps, strict=True):
                 self._note_states(running, feed, states)
         return logits
-
-    def _draws(self, batch: list[tuple[Running[VerifyTask], SequenceInput]]) -> list[GumbelDraw | None]:
-        """Return how the device draws the tokens of each feed; None where their logits are needed."""
-        if not self.engine.can_draw:
-            return []
-        return [_draw_of(running) if feed.num_logits else None for running, feed in batch]
 
     def _note_states(self, running: Running[VerifyTask], feed: SequenceInput, states: Tensor) -> None:
         """Keep the hidden states of committed tokens; those of a proposal wait for the verdict."""
@@ -239,10 +227,7 @@ class TargetScheduler(Scheduler[VerifyTask]):
     def _judge(self, running: _Verifying, logits: Tensor) -> Verdict:
         task, session = running.task, running.session
         proposal, base = task.proposal, task.base_position
-        if running.drawn is None:
-            verdict = self._verified(task, session, logits)
-        else:
-            verdict = walk(running.drawn, proposal)
+        verdict = self._verified(task, session, logits)
         path = verdict.accepted_path
         # Drop rejected tokens: the cache ends with the accepted path.
         if proposal.parents is None:
@@ -297,18 +282,6 @@ class TargetScheduler(Scheduler[VerifyTask]):
 
     def _edits(self, session: SessionCopy) -> LogitEdits:
         return session.edits_for(session.spec.params, self.engine.vocab_size, self.engine.device)
-
-
-def _draw_of(running: Running[VerifyTask]) -> GumbelDraw | None:
-    """Return the draw that is all of a block's verification; None where more than the best score counts."""
-    task, spec = running.task, running.session.spec
-    if task.num_top_logprobs is not None or task.num_prompt_logprobs is not None:
-        return None
-    # Other methods draw with other noise, and refuse trees at any temperature.
-    is_greedy_chain = spec.params.temperature == 0 and task.proposal.parents is None
-    if spec.method is not VerificationMethod.COUPLED and not is_greedy_chain:
-        return None
-    return gumbel_draw(spec.params)
 
 
 def _logprobs(logits: Tensor, emitted: Sequence[int], num_top: int) -> tuple[TokenLogprobs, ...]:

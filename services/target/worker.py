@@ -23,14 +23,13 @@ from gammaray.wire.blocks import (
     proposal_to_proto,
     shape_from_proto,
 )
-from services.engine.engine import Engine
-from services.engine.loader import limit_cache
-from services.engine.tensor_parallel.engine import ParallelEngine
-from services.process.fingerprints import model_identity
+from services.engine.loader import load_worker_engine
+from services.process.fingerprints import model_identity, vocab_sha256
 from services.process.server import guarded
 from services.process.worker import Worker
 from services.scheduling.grammars import Grammars
 from services.scheduling.tasks import Reply, VerifyTask
+from services.streaming.block_scheduler import BlockScheduler
 from services.streaming.messages import Model, describe, fill_result, task_fields
 from services.streaming.streams import Deliver, Streams
 from services.target.loading import load_feature_source, load_local_drafter
@@ -164,38 +163,30 @@ class TargetWorker(Worker[TargetSettings]):
         super().__init__(settings)
         self._features = ""
 
-    def _load_engine(self, path: str) -> Engine:
+    def _load_model(self, path: str) -> tuple[Model, BlockScheduler[Any]]:
         settings = self.settings
-        if settings.tensor_parallel == 1:
-            return super()._load_engine(path)
-        if settings.deterministic:
-            raise InvalidArgumentError("deterministic", True, "false with tensor_parallel")
-        engine = ParallelEngine.load_parallel(
-            path,
-            num_ranks=settings.tensor_parallel,
-            device=settings.device,
-            dtype=settings.dtype,
-            threads=settings.threads,
-            timeout_s=settings.rank_timeout_s,
-        )
-        limit_cache(engine, settings)
-        return engine
-
-    def _identity(self, path: str, engine: Engine) -> str:
-        return model_identity(
+        engine = load_worker_engine(path, settings)
+        identity = model_identity(
             path,
             dtype=str(engine.dtype).removeprefix("torch."),
             device=engine.device.type,
-            deterministic=self.settings.deterministic,
+            deterministic=settings.deterministic,
         )
-
-    def _scheduler(self, engine: Engine, grammars: Grammars) -> TargetScheduler:
-        head = load_local_drafter(self.settings, engine) if self.settings.head else None
+        model = Model(
+            settings.model,
+            engine.vocab_size,
+            engine.max_context,
+            vocab_sha256(path),
+            kernel=engine.kernel,
+            identity=identity,
+        )
+        head = load_local_drafter(settings, engine) if settings.head else None
         features = None
-        if self.settings.features:
-            features, self._features = load_feature_source(self.settings, engine)
-        ahead = self.settings.draft_ahead
-        return TargetScheduler(engine, self._limits, grammars, head, features, draft_ahead=ahead)
+        if settings.features:
+            features, self._features = load_feature_source(settings, engine)
+        grammars = Grammars(path, engine.vocab_size)
+        ahead = settings.draft_ahead
+        return model, TargetScheduler(engine, self._limits, grammars, head, features, draft_ahead=ahead)
 
     def _add_servicer(self, server: Any, streams: Streams, model: Model) -> None:
         servicer = TargetServicer(streams, model, self.settings.head, self._features)

@@ -121,15 +121,6 @@ async def test_exact_head_is_accepted_in_every_cycle_but_the_first(bigrams, temp
         )
 
 
-async def test_target_over_two_devices_has_a_head(bigrams):
-    target, head = bigrams
-    made = params(0.8)
-    async with running("target", target, head=str(head), tensor_parallel=2) as (link, _):
-        one = headed(link, made)
-        assert await one.generate(COUNT) == await plain(link, made)
-        assert one.cycles <= 1 + -(-(COUNT - 1) // 5)
-
-
 @pytest.mark.parametrize("method", [REJECTION, BLOCK, NAIVE])
 async def test_other_methods_accept_an_exact_head(bigrams, method):
     target, head = bigrams

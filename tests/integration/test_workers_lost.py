@@ -56,11 +56,10 @@ def block(role: str, session_id: str = "s") -> Any:
     return propose_block(PROMPT, 2, session_id=session_id)
 
 
-def break_steps(worker: Any, step: Callable[..., Any]) -> Any:
-    """Replace the forwards of a worker's engine; return the engine."""
+def break_steps(worker: Any, step: Callable[..., Any]) -> None:
+    """Replace the forwards of a worker's engine."""
     engine = worker.engine.scheduler.engine
     engine.step = engine.chain = step
-    return engine
 
 
 async def status(link: Link) -> Any:
@@ -156,7 +155,7 @@ async def test_forward_time_contains_the_wait_for_the_device(
 
 
 class Stuck:
-    """Forwards that do not return until the test ends, as those that wait for a dead rank of NCCL."""
+    """Forwards that do not return until the test ends, as those that wait for a dead process."""
 
     def __init__(self) -> None:
         self.began, self.may_end = threading.Event(), threading.Event()
@@ -171,24 +170,24 @@ class Stuck:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["a rank is dead", "a step takes too long"])
+@pytest.mark.parametrize("how", ["one of its processes is dead", "a step takes too long"])
 async def test_worker_leaves_while_its_engine_is_stuck(
     how: str, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_thread, "STUCK_AFTER_S", 0.2)
 
     def check() -> None:
-        raise EngineLostError("rank 1 (process 7) ended with status -9")
+        raise EngineLostError("process 7 of the engine ended with status -9")
 
     stuck = Stuck()
     async with running("target", model) as (link, worker):
-        engine = break_steps(worker, stuck.step)
+        break_steps(worker, stuck.step)
         await link.send([block("target")])
         await stuck.runs()
-        if how == "a rank is dead":
-            engine.check = check
+        if how == "one of its processes is dead":
+            worker.engine.scheduler.check = check
         else:
-            engine.step_timeout_s = 0.1
+            worker.engine.scheduler.step_timeout_s = 0.1
         await assert_left(link, worker)
         assert worker.engine.is_alive
         began = time.monotonic()
@@ -197,9 +196,20 @@ async def test_worker_leaves_while_its_engine_is_stuck(
         stuck.may_end.set()
 
 
+async def test_idle_worker_whose_engine_is_lost_leaves(model: Any) -> None:
+    def check() -> None:
+        raise EngineLostError("process 7 of the engine ended with status -9")
+
+    async with running("target", model) as (link, worker):
+        assert await status(link) == SERVING
+        worker.engine.scheduler.check = check
+        await assert_left(link, worker)
+        assert not worker.engine.is_alive
+
+
 @pytest.mark.slow
 async def test_worker_with_a_slow_step_stays(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only engines over several devices bound the time of a step."""
+    """Only a scheduler with `step_timeout_s` bounds the time of a step."""
     monkeypatch.setattr(engine_thread, "STUCK_AFTER_S", 0.0)
     async with running("target", model) as (link, worker):
         right = worker.engine.scheduler.engine.step
@@ -223,7 +233,8 @@ async def test_idle_worker_after_a_failed_step_is_not_stuck(
         raise RuntimeError("no")
 
     async with running("target", model) as (link, worker):
-        break_steps(worker, step).step_timeout_s = 0.01
+        break_steps(worker, step)
+        worker.engine.scheduler.step_timeout_s = 0.01
         assert (await link.ask(block("target"))).error.code == INTERNAL
         await asyncio.sleep(0.1)
         assert worker.engine.why_stuck() == ""

@@ -50,7 +50,6 @@ WITHOUT_A_CLUSTER: Mapping[str, str] = {
     r"export OTEL_EXPORTER_OTLP_ENDPOINT=": "only sets a variable for the next line",
     r"\. \.venv/bin/activate": "only changes the shell",
     r"python -m services\.engine\.convert ": "see tests/unit/services/engine/test_gguf_convert.py",
-    r"python -m services\.target ": "tests/integration/test_parallel.py starts ranks",
     r"make( (demo|smollm2|test|lint|bench|chaos|fuzz|soak))?( |$)": "installs into .venv, or takes minutes",
 }
 """Why the rest is not run, by a pattern of how such commands begin."""

@@ -14,9 +14,7 @@ from services.engine.core.kv_cache import CacheStore
 from services.engine.core.session_cache import SessionCache
 
 __all__ = [
-    "GREEDY",
     "Batch",
-    "GumbelDraw",
     "Segment",
     "SequenceInput",
     "Taps",
@@ -27,28 +25,6 @@ __all__ = [
     "node_path",
     "plan_batch",
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class GumbelDraw:
-    """argmax(logits / temperature + gumbel), or argmax at temperature 0; the lowest id on ties.
-
-    The noise is that of `services.engine.sampling.noise`, stream 0, at the drawn token's absolute position.
-
-    Attributes:
-        seed: Key of the noise.
-        sample_index: Index among several samples for one prompt and seed.
-        temperature: 0 for the argmax of the plain logits.
-        sharpness: Of the shares of guesses: softmax(sharpness * (logits / temperature + gumbel)).
-    """
-
-    seed: int
-    sample_index: int = 0
-    temperature: float = 1.0
-    sharpness: float = 1.0
-
-
-GREEDY = GumbelDraw(seed=0, temperature=0.0)
 
 
 @dataclass(frozen=True)
@@ -131,10 +107,6 @@ class Batch:
         logit_rows: Rows whose logits are returned; None for all of them.
         masks: Attention masks by (segment index, window), created on first use and shared by the layers.
         taps: The hidden states to record; None for none.
-        draws: One per segment, whose tokens a runner with `draws_on_device` draws itself; None where logits
-            are wanted. Empty: nothing is drawn.
-        undrawn_rows: With draws, those of the wanted rows whose logits are wanted.
-        drawn: The runner's answer, a token for each wanted row; None for rows that hold no finite number.
     """
 
     segments: list[Segment]
@@ -143,9 +115,6 @@ class Batch:
     logit_rows: list[int] | None
     masks: dict[tuple[int, int | None], Tensor | None] = field(default_factory=dict)
     taps: Taps | None = None
-    draws: Sequence[GumbelDraw | None] = ()
-    undrawn_rows: list[int] = field(default_factory=list)
-    drawn: list[int | None] = field(default_factory=list)
 
     def mask(self, index: int, window: int | None, device: torch.device) -> Tensor | None:
         """Return the segment's `allowed_slots`, None when every row sees every slot."""
@@ -156,7 +125,7 @@ class Batch:
         return self.masks[key]
 
 
-def allowed_slots(segment: Segment, window: int | None, num_slots: int | None = None) -> Tensor | None:
+def allowed_slots(segment: Segment, window: int | None) -> Tensor | None:
     """Return which slots each row of a segment may attend to.
 
     A row sees the committed slots, its ancestors and itself, if they are less than `window` positions back
@@ -166,34 +135,33 @@ def allowed_slots(segment: Segment, window: int | None, num_slots: int | None = 
     Args:
         segment: The rows.
         window: Number of positions a row sees, including itself; None for all.
-        num_slots: Columns of the result; None for the slots up to the segment's last.
 
     Returns:
-        Boolean [count, num_slots], or None when all is allowed.
+        Boolean [count, slots up to the segment's last], or None when all is allowed.
     """
-    allowed = _seen_slots(segment, window, num_slots)
+    allowed = _seen_slots(segment, window)
     first = segment.cache.first
     if first == 0:
         return allowed
     if allowed is None:
-        allowed = torch.ones(segment.count, num_slots or segment.slot + segment.count, dtype=torch.bool)
+        allowed = torch.ones(segment.count, segment.slot + segment.count, dtype=torch.bool)
     allowed[:, :first] = False
     return allowed
 
 
-def _seen_slots(segment: Segment, window: int | None, num_slots: int | None) -> Tensor | None:
+def _seen_slots(segment: Segment, window: int | None) -> Tensor | None:
     count, start = segment.count, segment.start
     used = segment.slot + count
     if segment.parents is None:
-        if count == 1 and (window is None or start < window) and num_slots in (None, used):
+        if count == 1 and (window is None or start < window):
             return None
-        slots = torch.arange(num_slots or used)
+        slots = torch.arange(used)
         positions = torch.arange(start, used)[:, None]
         allowed = slots <= positions
         return allowed if window is None else allowed & (slots > positions - window)
     first = count - len(segment.parents)
     # Row by row in numpy, whose slices cost a tenth of torch's.
-    seen = np.zeros((count, num_slots or used), dtype=bool)
+    seen = np.zeros((count, used), dtype=bool)
     for row in range(first):
         seen[row, : start + row + 1] = True
     for row in range(first, count):
@@ -203,7 +171,7 @@ def _seen_slots(segment: Segment, window: int | None, num_slots: int | None) -> 
     allowed = torch.from_numpy(seen)
     if window is not None:
         positions = torch.tensor(segment.positions)
-        allowed &= _slot_positions(segment, allowed.shape[1]) > (positions - window)[:, None]
+        allowed &= _slot_positions(segment) > (positions - window)[:, None]
     return allowed
 
 
@@ -219,9 +187,9 @@ def node_path(segment: Segment, node: int) -> tuple[int, list[int]]:
     return chain_length + 1 + node, slots[::-1]
 
 
-def _slot_positions(segment: Segment, num_slots: int) -> Tensor:
-    """Position of the token in each slot; free slots are numbered like a chain."""
-    positions = torch.arange(num_slots)
+def _slot_positions(segment: Segment) -> Tensor:
+    """Position of the token in each slot."""
+    positions = torch.arange(segment.slot + segment.count)
     chain_length = segment.slot - segment.num_kept
     for node in range(segment.num_kept):
         num_chain, nodes = node_path(segment, node)
@@ -239,14 +207,12 @@ def plan_batch(feeds: Sequence[SequenceInput], store: CacheStore, vocab_size: in
         CacheFullError: The feeds do not fit the cache budget; nothing was changed.
     """
     wanted: dict[str, int] = {}
-    first: dict[str, int] = {}
     for feed in feeds:
         if feed.session_id in wanted:
             raise ValueError(f"feeds: session {feed.session_id!r} is fed twice in one step")
         check_feed(feed, store.get(feed.session_id), vocab_size, max_context)
-        first[feed.session_id] = feed.start + feed.num_kept
         wanted[feed.session_id] = feed.start + feed.num_kept + len(feed.token_ids)
-    caches = store.reserve_all(wanted, first=first)
+    caches = store.reserve_all(wanted)
     segments: list[Segment] = []
     token_ids: list[int] = []
     positions: list[int] = []

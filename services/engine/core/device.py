@@ -13,10 +13,7 @@ import torch
 
 from services.engine.core.errors import EngineLostError
 
-__all__ = ["device_capability", "on_device", "raise_if_lost", "shared_memory", "wait_for_device"]
-
-_LEAST_SHARED_BYTES = 101_376
-"""Of the cards with compute capability 8.0 or more: that of 8.6, 8.9 and 12.0."""
+__all__ = ["device_capability", "on_device", "raise_if_lost", "wait_for_device"]
 
 _FAULTS = (
     "CUDA error",
@@ -36,17 +33,8 @@ def device_capability(device: torch.device) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
-def shared_memory(device: torch.device) -> int:
-    """Return the bytes of shared memory that a block of a CUDA device may have; of others the least."""
-    if device.type != "cuda":
-        return _LEAST_SHARED_BYTES
-    properties = torch.cuda.get_device_properties(device)
-    # torch's stubs lack it.
-    return int(getattr(properties, "shared_memory_per_block_optin", _LEAST_SHARED_BYTES))
-
-
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Make a CUDA device the current one, on which Triton launches and graphs are captured."""
+    """Make a CUDA device the current one, on which Triton launches its kernels."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 

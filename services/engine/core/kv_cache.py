@@ -9,7 +9,7 @@ the committed ones until `keep_path` compacts the accepted path.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -110,18 +110,12 @@ class CacheStore:
         """Return the session's cache with room for `num_slots`; see `reserve_all`."""
         return self.reserve_all({session_id: num_slots}, keep)[0]
 
-    def reserve_all(
-        self,
-        wanted: dict[str, int],
-        keep: frozenset[str] | None = None,
-        first: Mapping[str, int] | None = None,
-    ) -> list[SessionCache]:
+    def reserve_all(self, wanted: dict[str, int], keep: frozenset[str] | None = None) -> list[SessionCache]:
         """Make room for each session's slots, evicting sessions outside `wanted` and `keep` if necessary.
 
         Args:
             wanted: Slots needed by session id.
             keep: Further sessions that must not be evicted.
-            first: First slot that each session will write; by default the one after its chain.
 
         Raises:
             CacheFullError: They alone exceed the budget; nothing was changed.
@@ -129,12 +123,12 @@ class CacheStore:
         growing = False
         for session_id, slots in wanted.items():
             session = self._sessions.get(session_id)
-            if session is None or self._is_short(session, slots, (first or {}).get(session_id)):
+            if session is None or session.capacity < slots:
                 growing = True
             else:
                 self._sessions.move_to_end(session_id)
         if growing:
-            self._make_room(wanted, keep or frozenset(), first or {})
+            self._make_room(wanted, keep or frozenset())
         return [self._sessions[session_id] for session_id in wanted]
 
     def has_room(self, session_id: str, num_slots: int) -> bool:
@@ -154,27 +148,16 @@ class CacheStore:
         self._salts.pop(session_id, None)
         self._drop(session_id)
 
-    def _is_short(self, session: SessionCache, num_slots: int, first: int | None) -> bool:
-        """Whether a session cannot write its slots from `first` to `num_slots` as it is."""
-        return session.capacity < num_slots
-
-    def _take(self, session_id: str) -> SessionCache | None:
-        """Remove a session and return its cache."""
+    def _drop(self, session_id: str) -> None:
         session = self._sessions.pop(session_id, None)
         if session is not None:
             self._used_slots -= session.capacity
-        return session
-
-    def _drop(self, session_id: str) -> None:
-        session = self._take(session_id)
-        if session is not None:
-            session.free()
 
     def retain(self, session_id: str, salt: str) -> None:
         """End a session and retain its chain for this salt and prefix; unknown sessions are ignored."""
         session = self._sessions.get(session_id)
         if session is not None and len(session.tokens) >= MIN_PREFIX:
-            self._take(session_id)
+            self._drop(session_id)
             self._retained.add(session_id, salt, session)
         self.release(session_id)
 
@@ -254,7 +237,7 @@ class CacheStore:
         held = 0 if session is None else session.capacity
         return max(0, _round_up(num_slots, BLOCK) - held)
 
-    def _make_room(self, wanted: dict[str, int], keep: frozenset[str], first: Mapping[str, int]) -> None:
+    def _make_room(self, wanted: dict[str, int], keep: frozenset[str]) -> None:
         slot_bytes = self.shape.slot_bytes
         pinned = {name: s.capacity for name, s in self._sessions.items() if name in keep or name in wanted}
         tight, roomy = dict(pinned), dict(pinned)

@@ -13,7 +13,6 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from transformers.distributed.configuration_utils import DistributedConfig
 
 from gammaray.errors import InvalidArgumentError, NotFoundError
 from gammaray.gguf import is_gguf
@@ -64,7 +63,7 @@ _MOST_PACKED = 8
 
 _LEAST_CONTEXT = 2
 
-_TRANSIENT = (MemoryError, torch.OutOfMemoryError, torch.distributed.DistError)
+_TRANSIENT = (MemoryError, torch.OutOfMemoryError)
 """Errors of loading that are not the model's."""
 
 _BFLOAT16_CAPABILITY = (8, 0)
@@ -74,7 +73,7 @@ LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 """Layer types of a configuration that can be served."""
 
 LLAMA_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-"""Model types with the layers of `LlamaModel`, which the CPU kernel and the CUDA graphs support."""
+"""Model types with the layers of `LlamaModel`, which the CPU kernel supports."""
 
 
 class _Norm(Protocol):
@@ -176,7 +175,7 @@ class LoadedModel:
 
 
 def load_model(
-    name: str, *, device: str = "auto", dtype: str = "auto", num_ranks: int = 1, num_layers: int | None = None
+    name: str, *, device: str = "auto", dtype: str = "auto", num_layers: int | None = None
 ) -> LoadedModel:
     """Load a model as transformers does, with eager attention.
 
@@ -185,7 +184,6 @@ def load_model(
         device: "auto" (cuda if available), "cpu", "cuda" or "cuda:N".
         dtype: "auto" (float32 on CPU, elsewhere bfloat16, or float16 on cards without it), "float32",
             "bfloat16" or "float16".
-        num_ranks: Processes that share the model; each calls this after joining the process group.
         num_layers: Leave out the layers from this one on, whose weights are not read; None: all layers. Not
             with a GGUF file.
 
@@ -205,16 +203,12 @@ def load_model(
     method = None if is_gguf(name) else quant_method(name, config)
     _check_weights(name, config, is_packed=method is not None or is_gguf(name))
     if is_gguf(name):
-        if num_ranks > 1:
-            raise UnsupportedModelError(name, "a GGUF file cannot be spread over several devices")
         module = load_gguf_module(name, config, kind)
         return loaded_model(name, module, config, where, StoredWeights("GGUF", True))
     if method is not None:
-        if num_ranks > 1:
-            raise UnsupportedModelError(name, f"its {method} weights cannot be spread over several devices")
         return _load_quantised(name, config, method, where, kind)
-    module = _load_pretrained(name, None if num_layers is None else config, kind, num_ranks)
-    return loaded_model(name, module, config, where if num_ranks == 1 else None)
+    module = _load_pretrained(name, None if num_layers is None else config, kind)
+    return loaded_model(name, module, config, where)
 
 
 def _check_weights(name: str, config: PretrainedConfig, *, is_packed: bool) -> None:
@@ -233,7 +227,7 @@ def _load_quantised(
     if method == "bitsandbytes":  # it logs each product on a CPU
         logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     # Packages for quantised weights lay them out for the device where they are read.
-    module = _load_pretrained(name, config, dtype, 1, device)
+    module = _load_pretrained(name, config, dtype, device)
     check_scales(name)
     stored = StoredWeights(method, is_expanded(module))
     if stored.is_expanded:
@@ -257,7 +251,7 @@ def loaded_model(
         InvalidModelError: A weight is not finite.
     """
     typed: nn.Module = module  # transformers overrides `to` and `eval` without types
-    if device is not None:  # else each rank's share is already on its device
+    if device is not None:  # else its packed weights were read onto their device
         typed.to(device)
     typed.eval().requires_grad_(False)
     text = config.get_text_config()
@@ -275,7 +269,6 @@ def _load_pretrained(
     name: str,
     config: PretrainedConfig | None,
     dtype: torch.dtype,
-    num_ranks: int,
     placed: torch.device | None = None,
 ) -> PreTrainedModel:
     """Load a module; `placed`: the device on which its weights are quantised."""
@@ -284,8 +277,6 @@ def _load_pretrained(
         how["config"] = config
     if placed is not None:
         how["device_map"] = {"": placed}
-    if num_ranks > 1:
-        how["distributed_config"] = DistributedConfig(tp_size=num_ranks)
     try:
         result: Any = AutoModelForCausalLM.from_pretrained(
             name, **how, output_loading_info=True, ignore_mismatched_sizes=True

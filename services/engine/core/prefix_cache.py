@@ -52,14 +52,13 @@ class PrefixCache:
 
     def add(self, session_id: str, salt: str, cache: SessionCache) -> None:
         """Retain a cache unless a retained one already covers it; drop retained caches that it covers."""
-        cache.trim()
+        cache.truncate(len(cache.tokens))
         for number, other in list(self._alike(salt, cache.tokens)):
             if _begins_with(other.cache.tokens, cache.tokens):
                 self.touch(number)
-                cache.free()
                 return
             if _begins_with(cache.tokens, other.cache.tokens):
-                self.drop(number)
+                self.pop(number)
         if len(self) >= MAX_RETAINED:
             self.drop_oldest()
         self._next += 1
@@ -76,13 +75,9 @@ class PrefixCache:
         self.num_slots -= cache.capacity
         return cache
 
-    def drop(self, number: int) -> None:
-        """Remove and free a cache."""
-        self.pop(number).free()
-
     def drop_oldest(self) -> None:
         """Drop the least recently used cache."""
-        self.drop(next(iter(self._caches)))
+        self.pop(next(iter(self._caches)))
 
     def clear(self) -> None:
         """Drop all."""
@@ -93,7 +88,7 @@ class PrefixCache:
         """Drop the caches that a session left."""
         for number, retained in list(self._caches.items()):
             if retained.session_id == session_id:
-                self.drop(number)
+                self.pop(number)
 
     def longest_prefix(self, token_ids: Sequence[int], salt: str) -> tuple[int, int]:
         """Return the number of the cache that shares the longest prefix, and its length; (0, 0) for none."""

@@ -41,13 +41,6 @@ class SessionCache:
         """Number of slots in use, tree nodes included."""
         return len(self.tokens) + len(self.tree_tokens)
 
-    def trim(self) -> None:
-        """Drop the tree, and what a chain that will not grow can do without."""
-        self.truncate(len(self.tokens))
-
-    def free(self) -> None:
-        """Give back memory that is shared with other caches; the cache must not be used afterwards."""
-
     def truncate(self, length: int, num_nodes: int = 0) -> None:
         """Keep the first `length` tokens of the chain and the first `num_nodes` nodes of the tree."""
         del self.tokens[length:]

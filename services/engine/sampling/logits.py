@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from gammaray.types import SamplingParams
-from services.engine.core.batch import GREEDY, GumbelDraw
 from services.engine.sampling.edits import LogitEdits
 
-__all__ = ["edited_logits", "gumbel_draw", "processed_log_probs"]
+__all__ = ["edited_logits", "processed_log_probs"]
 
 # Lower bound: at this temperature the best token already has all probability; smaller ones would give 0 / 0.
 _MIN_TEMPERATURE = 1e-30
@@ -60,20 +59,6 @@ def processed_log_probs(
     if params.top_p < 1:
         logits = _keep_top_p(logits, params.top_p)
     return logits.log_softmax(dim=-1)
-
-
-def gumbel_draw(params: SamplingParams) -> GumbelDraw | None:
-    """Return the draw from the processed distribution that needs the best score alone.
-
-    None where logits are edited or filtered first.
-    """
-    if LogitEdits.needed(params):
-        return None
-    if params.temperature == 0:
-        return GREEDY
-    if params.min_p > 0 or params.top_k > 0 or params.top_p < 1 or params.seed is None:
-        return None
-    return GumbelDraw(params.seed, params.sample_index, max(params.temperature, _MIN_TEMPERATURE))
 
 
 def edited_logits(

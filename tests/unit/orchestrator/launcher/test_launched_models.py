@@ -17,7 +17,6 @@ from orchestrator.launcher.notes import model_notes
 from orchestrator.launcher.options import parse_options
 from orchestrator.launcher.preflight import (
     check_drafting_head,
-    check_heads,
     check_models,
     vocab_size,
 )
@@ -65,11 +64,6 @@ def test_missing_reader_is_refused(file, monkeypatch):
     monkeypatch.setattr("gammaray.gguf.find_spec", lambda name: None)
     with pytest.raises(InvalidArgumentError, match="pip install"):
         vocab_size("target", str(file))
-
-
-def test_file_is_not_spread_over_devices(file):
-    with pytest.raises(InvalidArgumentError, match=r"tensor_parallel.*1 for a GGUF file"):
-        check_heads(str(file), 2)
 
 
 @pytest.mark.slow

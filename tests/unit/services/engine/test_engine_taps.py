@@ -9,12 +9,8 @@ import pytest
 import torch
 
 from gammaray.errors import InvalidArgumentError
-from services.engine.core.batch import GREEDY
 from services.engine.core.errors import CacheGapError
-from services.engine.core.model import load_model
-from services.engine.cuda.runner import GraphRunner
 from services.engine.engine import Engine, SequenceInput
-from services.engine.graph_engine import GraphEngine
 from services.engine.loader import load_engine
 from services.engine.native import weights
 from services.engine.native.build import VARIANTS
@@ -31,10 +27,6 @@ TREE = (-1, -1, 0, 0, 1, 2, 4, 5, 6, 8)
 PATHS = [(arch, False) for arch in SUPPORTED] + [(arch, True) for arch in LEAN]
 
 
-def captured(directory: Path) -> Engine:
-    return GraphEngine.build(load_model(str(directory), device="cpu"))
-
-
 def native(directory: Path) -> Engine:
     engine = load_engine(str(directory))
     assert isinstance(engine.runner, NativeRunner)
@@ -49,7 +41,7 @@ def fixed(directory: Path) -> Engine:
     return load_engine(str(directory), fast_kernels=False, deterministic=True)
 
 
-BUILDS = (native, general, fixed, captured)
+BUILDS = (native, general, fixed)
 
 
 @pytest.fixture(scope="module")
@@ -92,14 +84,6 @@ def test_taps_of_padded_rows_are_the_hidden_states(arch: str, tmp_path: Path) ->
     """Deterministic mode feeds more rows than the step has."""
     directory = tiny_model(arch, tmp_path)
     run = CheckedTaps(fixed(directory), plain_model(directory), LAYERS)
-    run_session(run)
-    assert run.worst <= TOLERANCE
-
-
-@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
-def test_taps_of_the_captured_path_are_the_hidden_states(arch: str, tmp_path: Path) -> None:
-    directory = tiny_model(arch, tmp_path, head_dim=16)
-    run = CheckedTaps(captured(directory), plain_model(directory), LAYERS)
     run_session(run)
     assert run.worst <= TOLERANCE
 
@@ -217,7 +201,7 @@ def test_taps_stay_valid_after_the_next_steps(build: Callable[[Path], Engine], l
     engine.step([SequenceInput("a", 0, [1, 2, 3], 1), SequenceInput("b", 0, [4], 1)])
     taps = engine.taps
     kept = [states.clone() for states in taps]
-    # The same sizes: captured steps use the same buffers.
+    # The same sizes: a runner may use the same buffers again.
     for _ in range(2):
         engine.step([SequenceInput("a", 3, [7, 8, 9], 1), SequenceInput("b", 1, [5], 1)])
     assert all(torch.equal(states, before) for states, before in zip(taps, kept, strict=True))
@@ -247,16 +231,15 @@ def test_taps_are_those_of_the_last_step(llama: Path) -> None:
 
 
 @pytest.mark.parametrize("build", BUILDS)
-@pytest.mark.parametrize("layers", [[-1], [LAST + 1], [0, 10**30], [1.0], ["1"], [None], [[1]]])
-def test_tap_of_no_layer_is_refused(
-    build: Callable[[Path], Engine], layers: list[object], llama: Path
-) -> None:
+def test_tap_of_no_layer_is_refused(build: Callable[[Path], Engine], llama: Path) -> None:
     engine = build(llama)
     engine.tap([1])
-    with pytest.raises(InvalidArgumentError, match=r"layers: got .*, allowed: integers in \[0, 3\]"):
-        engine.tap(layers)  # type: ignore[arg-type]
-    engine.step([SequenceInput("a", 0, [1, 2], 0)])
-    assert engine.taps[0].shape == (2, 1, 32)
+    wrong: list[list[object]] = [[-1], [LAST + 1], [0, 10**30], [1.0], ["1"], [None], [[1]]]
+    for layers in wrong:
+        with pytest.raises(InvalidArgumentError, match=r"layers: got .*, allowed: integers in \[0, 3\]"):
+            engine.tap(layers)  # type: ignore[arg-type]
+        engine.step([SequenceInput("a", engine.length("a"), [1, 2], 0)])
+        assert engine.taps[0].shape == (2, 1, 32), layers
 
 
 def test_taps_of_a_model_with_a_narrower_head_are_the_hidden_states(tmp_path: Path) -> None:
@@ -282,43 +265,9 @@ def test_chain_does_not_record(llama: Path) -> None:
     assert torch.equal(before, kept)
 
 
-def test_drafts_of_captured_steps_do_not_record(llama: Path) -> None:
-    engine = GraphEngine.build(load_model(str(llama), device="cpu"))
-    feed = [SequenceInput("a", 0, [7], 1)]
-    expected = engine.draft(feed, [GREEDY], 4, num_guesses=2)
-    engine.tap(LAYERS)
-    assert engine.draft(feed, [GREEDY], 4, num_guesses=2) == expected
-    assert engine.taps == []
-
-
-def test_steps_that_draw_record(llama: Path) -> None:
-    drawing, plain = captured(llama), captured(llama)
-    feeds = [SequenceInput("a", 0, random_tokens(6, 1), 1), SequenceInput("b", 0, [4, 5], 2)]
-    for engine, draws in ((drawing, [GREEDY, None]), (plain, [])):
-        engine.tap(LAYERS)
-        engine.step(feeds, draws=draws)
-    assert drawing.drawn[1] is None
-    for drawn, expected in zip(drawing.taps, plain.taps, strict=True):
-        assert torch.equal(drawn, expected)
-
-
-def test_captured_programs_are_kept_by_tapped_layers(llama: Path) -> None:
-    engine = captured(llama)
-    assert isinstance(engine.runner, GraphRunner)
-    feed = [SequenceInput("a", 0, [1, 2, 3], 1)]
-    for layers in ([], [1, 2], [2, 1], [1, 2], []):
-        engine.tap(layers)
-        engine.step(feed)
-    assert [layers for _, layers in engine.runner.programs] == [(), (1, 2), (2, 1)]
-
-
-@pytest.mark.parametrize("build", ["general", "captured"])
-def test_taps_in_bfloat16_stay_close(build: str, tmp_path: Path) -> None:
+def test_taps_in_bfloat16_stay_close(tmp_path: Path) -> None:
     directory = tiny_model("llama", tmp_path, head_dim=16, bfloat16=True)
-    if build == "general":
-        engine = load_engine(str(directory), dtype="bfloat16")
-    else:
-        engine = GraphEngine.build(load_model(str(directory), device="cpu", dtype="bfloat16"))
+    engine = load_engine(str(directory), dtype="bfloat16")
     engine.tap(LAYERS)
     text = random_tokens(30, 1)
     engine.step([SequenceInput("a", 0, text, 0)])

@@ -1,8 +1,7 @@
-"""Errors that lose a device; types and paths by compute capability, with stand-ins for the card."""
+"""Errors that lose a device; types by compute capability, with stand-ins for the card."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,8 +16,7 @@ from services.engine import loader
 from services.engine.core import device, model
 from services.engine.core.device import on_device, raise_if_lost, wait_for_device
 from services.engine.core.errors import EngineLostError
-from services.engine.core.model import load_model, torch_device, torch_dtype
-from services.engine.cuda import weights
+from services.engine.core.model import torch_device, torch_dtype
 from services.engine.engine import SequenceInput
 from services.engine.loader import load_engine
 from tests.support.engine_helpers import tiny_model
@@ -28,11 +26,10 @@ CPU, CARD = torch.device("cpu"), torch.device("cuda", 0)
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Set the compute capability that every module sees, of any device."""
+    """Set the compute capability of any device."""
 
     def put(capability: tuple[int, int]) -> None:
-        for module in (model, weights):
-            monkeypatch.setattr(module, "device_capability", lambda _: capability)
+        monkeypatch.setattr(model, "device_capability", lambda _: capability)
 
     return put
 
@@ -110,20 +107,6 @@ def test_torch_device_past_the_last_card_refused(monkeypatch: pytest.MonkeyPatch
     assert torch_device("cuda:1").index == 1
     with pytest.raises(InvalidArgumentError, match="N below 2"):
         torch_device("cuda:2")
-
-
-def test_prefers_graphs_from_capability_8_and_logs_older_cards(
-    tmp_path: Path, card: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    loaded = load_model(str(tiny_model("llama", tmp_path, hidden_size=64, head_dim=16)), device="cpu")
-    assert not weights.prefers_graphs(loaded), "it is on a CPU"
-    card((8, 0))
-    assert weights.prefers_graphs(loaded)
-    assert not caplog.records
-    card((7, 5))
-    with caplog.at_level(logging.WARNING):
-        assert not weights.prefers_graphs(loaded)
-    assert "need compute capability 8.0, this card has 7.5" in caplog.text
 
 
 def test_engine_runs_forwards_and_the_probe_on_its_device(

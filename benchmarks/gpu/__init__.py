@@ -1,1 +1,0 @@
-"""Speculative decoding at real sizes on one GPU; see README.md."""
