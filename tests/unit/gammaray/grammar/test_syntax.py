@@ -74,16 +74,21 @@ def test_the_same_characters_elsewhere_are_none(subtests):
         'start: "a&b~c<[5]>"',
         "start: /a&b~<[c]/",
         'start: "x"~3',
-        pytest.param('start: "x" ~ 2..3', marks=since_1_9),
         r'start: "\"&" /\/~/',
         'start: %json {"const": "a & ~b <[1]>"}',
         "start: A // a comment with & and <[1]>\nA: /a/",
         'start: temperature\ntemperature: "temperature"',
         'start[capture="temperature"]: /a/',
     ]:
-        with subtests.test(str(grammar)[:80]):
+        with subtests.test(grammar[:80]):
             assert refused(grammar) == ""
             assert compiles(grammar)
+
+
+@since_1_9
+def test_a_range_of_repetitions_is_no_complement():
+    assert refused('start: "x" ~ 2..3') == ""
+    assert compiles('start: "x" ~ 2..3')
 
 
 @pytest.mark.parametrize(
