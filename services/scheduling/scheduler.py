@@ -32,7 +32,7 @@ from services.engine.engine import Engine, SequenceInput
 from services.scheduling.grammars import Grammars
 from services.scheduling.load import LoadCounters
 from services.scheduling.metrics import WorkerMeter
-from services.scheduling.planning import Limits, Running, TaskT, plan
+from services.scheduling.planning import Limits, Running, StepBudget, TaskT, plan
 from services.scheduling.sessions import SessionCopy, SessionTable
 from services.scheduling.tasks import NeedTokens, Release, Reply, Task, Timing
 
@@ -58,6 +58,7 @@ class Scheduler(ABC, Generic[TaskT]):
 
     Attributes:
         meter: The worker's metrics.
+        budget: How many tokens a step may take.
         step_timeout_s: After how many seconds a step counts as stuck; None: never.
         num_forwards: Forwards of the last step; more than one if a worker ran several in one call.
     """
@@ -74,6 +75,7 @@ class Scheduler(ABC, Generic[TaskT]):
         self.grammars = grammars
         scored_rows = max(1, MAX_SCORED_BYTES // (4 * engine.vocab_size))
         self.engine, self.limits = engine, replace(limits, max_scored_rows=scored_rows)
+        self.budget = StepBudget(self.limits)
         self._waiting: dict[str, deque[TaskT]] = {}
         self._running: dict[str, Running[TaskT]] = {}
         self._replies: list[tuple[TaskT, Reply]] = []
@@ -160,7 +162,10 @@ class Scheduler(ABC, Generic[TaskT]):
         self._drop_dead()
         self._admit()
         self._prepare_blocks()
-        batch = plan(self._running.values(), self.engine.length, self.limits)
+        ready = [running for running in self._running.values() if running.is_ready]
+        # Alone, a session's steps delay no other one.
+        budget = self.budget if len(self.sessions) > 1 else None
+        batch = plan(ready, self.engine.length, self.limits, budget)
         if batch:
             self._forward(batch)
         replies, self._replies = self._replies, []
@@ -266,6 +271,7 @@ class Scheduler(ABC, Generic[TaskT]):
         num_tokens, num_forwards = sum(len(feed.token_ids) for _, feed in batch), self.num_forwards
         cost = Timing(0, _elapsed_us(began), forward_us, len(batch), num_tokens, num_forwards)
         cost.batch_rows = sum(feed.num_logits for _, feed in batch)
+        self.budget.observe(num_tokens // num_forwards, cost.compute_us * 1e-6 / num_forwards)
         for _ in range(num_forwards):
             self.meter.step(cost.compute_us * 1e-6 / num_forwards, len(batch), num_tokens // num_forwards)
         for running, _ in batch:
