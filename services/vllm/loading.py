@@ -23,8 +23,7 @@ def load_target(path: str, settings: TargetSettings, limits: Limits) -> tuple[Mo
 
     Raises:
         UnsupportedVllmError: vLLM is missing, or in another version.
-        UnsupportedModelError: vLLM cannot load the model.
-        InvalidArgumentError: There is no GPU, or too little memory.
+        InvalidArgumentError: vLLM cannot load the model, there is no GPU, or too little memory.
     """
     budget = settings.cache_budget_mb
     engine = VllmEngine(
