@@ -45,7 +45,7 @@ def test_architecture_that_vllm_lacks(demo):
     config = json.loads((demo / "config.json").read_text())
     config |= {"model_type": "mamba9", "architectures": ["Mamba9ForCausalLM"]}
     (demo / "config.json").write_text(json.dumps(config))
-    with pytest.raises(InvalidArgumentError, match="allowed: a model that vLLM 0.32 loads: ") as refused:
+    with pytest.raises(InvalidArgumentError, match=r"allowed: a model that vLLM 0\.32 loads: ") as refused:
         VllmEngine(EngineOptions(str(demo)))
     assert (refused.value.field, refused.value.got) == ("model", str(demo))
     assert "mamba9" in refused.value.allowed
