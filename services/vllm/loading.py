@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from gammaray.config import TargetSettings
-from services.process.fingerprints import model_identity, vocab_sha256
+from gammaray.demo_pair import resolve_model
+from services.process.fingerprints import check_drafter, model_identity, vocab_sha256
 from services.scheduling.grammars import Grammars
 from services.scheduling.planning import Limits
 from services.streaming.messages import Model
@@ -23,8 +24,12 @@ def load_target(path: str, settings: TargetSettings, limits: Limits) -> tuple[Mo
 
     Raises:
         UnsupportedVllmError: vLLM is missing, or in another version.
-        InvalidArgumentError: vLLM cannot load the model, there is no GPU, or too little memory.
+        InvalidArgumentError: vLLM cannot load the model, there is no GPU, too little memory, or the head
+            is for another target.
     """
+    head = resolve_model(settings.head, "draft", "head") if settings.head else ""
+    if head:
+        check_drafter(head, path)
     budget = settings.cache_budget_mb
     engine = VllmEngine(
         EngineOptions(
@@ -36,6 +41,7 @@ def load_target(path: str, settings: TargetSettings, limits: Limits) -> tuple[Mo
             cache_budget_bytes=None if budget is None else budget << 20,
             memory_share=settings.cache_memory_share,
             tensor_parallel=settings.tensor_parallel,
+            head=head,
         )
     )
     identity = model_identity(path, dtype=engine.dtype, device=engine.device, deterministic=False)

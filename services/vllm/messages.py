@@ -6,13 +6,13 @@ With tensor parallelism that process is another one: everything here can be pick
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from gammaray.blocks import Verdict
 from gammaray.errors import GammarayError
 from gammaray.types import Proposal
 
-__all__ = ["Masks", "PostedBlock", "Verdicts"]
+__all__ = ["Masks", "PostedBlock", "Verdicts", "first_tokens"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,7 @@ class PostedBlock:
         proposal: What is verified: a chain.
         base_position: Number of committed tokens, the absolute position that row 0 decides.
         num_top_logprobs: Alternatives per emitted token; None: no log-probabilities.
+        draft_depth: Tokens that vLLM's own drafter proposes after the step, for the next block.
         known_token_id: The token at `base_position`, which is committed already: nothing is verified. None:
             the rows decide it.
     """
@@ -30,6 +31,7 @@ class PostedBlock:
     proposal: Proposal
     base_position: int
     num_top_logprobs: int | None = None
+    draft_depth: int = 0
     known_token_id: int | None = None
 
 
@@ -46,3 +48,15 @@ class Masks:
 
 Verdicts = dict[str, Verdict | GammarayError | None]
 """Outcome per request of a step; None for a block with a known token."""
+
+
+def first_tokens(proposal: Proposal, count: int) -> Proposal:
+    """Return the first `count` tokens of a chain."""
+    if len(proposal) <= count:
+        return proposal
+    drafts = proposal.draft_distributions
+    return replace(
+        proposal,
+        token_ids=proposal.token_ids[:count],
+        draft_distributions=None if drafts is None else drafts[:count],
+    )

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -27,7 +28,7 @@ from services.scheduling.planning import Limits
 from services.scheduling.sessions import SessionCopy
 from services.scheduling.tasks import NeedTokens, Reply, SessionSpec, Timing, VerifyTask
 from services.vllm.engine import StepResult, VllmEngine
-from services.vllm.messages import Masks, PostedBlock
+from services.vllm.messages import Masks, PostedBlock, first_tokens
 
 __all__ = ["VllmScheduler"]
 
@@ -39,10 +40,12 @@ class _Held(NamedTuple):
 
     Args:
         spec: The session's parameters, which the sampler got with the request.
+        drafts: What vLLM's drafter proposed after its last step.
     """
 
     request_id: str
     spec: SessionSpec
+    drafts: Sequence[int] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -78,7 +81,9 @@ class VllmScheduler(BlockQueue[VerifyTask, _Verifying]):
         self._by_request: dict[str, _Verifying] = {}
         # The sampler draws the noise, on the device.
         super().__init__(engine.vocab_size, "cpu", grammars)
-        engine.set_mask_maker(self._make_masks)
+        self._masks: list[Future[Masks]] = []
+        self._mask_thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
+        engine.set_mask_maker(self._begin_masks)
 
     def check(self) -> None:
         """Raise EngineLostError when vLLM's engine has failed; any thread may call it."""
@@ -90,15 +95,14 @@ class VllmScheduler(BlockQueue[VerifyTask, _Verifying]):
 
     def fail_all(self, error: GammarayError) -> None:
         """Answer every block with `error` and drop every session and the prefix cache."""
+        wait(self._masks)  # it reads the sessions
         super().fail_all(error)
-        for held in self._requests.values():
-            self.engine.close(held.request_id)
-        self._requests.clear()
-        self._by_request.clear()
-        self.engine.clear_cache()
+        if not isinstance(error, EngineLostError):
+            self.engine.recover()
 
     def close(self) -> None:
-        """End vLLM's engine."""
+        """End vLLM's engine, and the thread of the masks."""
+        self._mask_thread.shutdown()
         self.engine.shutdown()
 
     def step(self) -> list[tuple[VerifyTask, Reply]]:
@@ -113,31 +117,32 @@ class VllmScheduler(BlockQueue[VerifyTask, _Verifying]):
 
     def _try_start(self, task: VerifyTask) -> _Verifying | object:
         try:
-            session = self.sessions.admit(task)
-            if isinstance(session, NeedTokens):
-                return session
+            # Before the session changes, so that its request still has the tokens before `changed_from`.
             self.limits.check_proposal(len(task.proposal))
             if task.proposal.parents is not None:
                 raise InvalidArgumentError("proposal.parents", "a tree", "a chain with vLLM as the engine")
-            return self._start(task, session)
+            task.proposal = first_tokens(task.proposal, self.engine.max_proposal)
+            session = self.sessions.admit(task)
+            return session if isinstance(session, NeedTokens) else self._start(task, session)
         except EngineLostError:
             raise
         except GammarayError as error:
             return error
 
     def _start(self, task: VerifyTask, session: SessionCopy) -> _Verifying:
-        tokens, proposal = session.tokens, task.proposal
-        block = PostedBlock(proposal, task.base_position, task.num_top_logprobs)
+        tokens = session.tokens
         held, follows = self._requests.pop(session.session_id, None), None
         if held is not None and self._can_continue(held, task, session):
             request_id = held.request_id
-            self.engine.post(request_id, block)
+            if task.head is not None and task.head.depth > 0:
+                task.proposal = Proposal(tuple(held.drafts[: task.head.depth]), is_prepared=True)
+            self.engine.post(request_id, _block(task))
         else:
             if held is not None:
                 self.engine.close(held.request_id)
-            request_id, follows = self._open(task, session, block)
+            request_id, follows = self._open(task, session, _block(task))
         self._requests[session.session_id] = _Held(request_id, session.spec)
-        needed = self.engine.needed_blocks(len(tokens) + len(proposal))
+        needed = self.engine.needed_blocks(len(tokens) + len(task.proposal))
         work = _Verifying(task, session, request_id, follows, needed)
         self._by_request[request_id] = work
         return work
@@ -155,11 +160,13 @@ class VllmScheduler(BlockQueue[VerifyTask, _Verifying]):
     ) -> tuple[str, PostedBlock | None]:
         """Open a request for a session; return it, and what has to be posted when it has read the prompt."""
         tokens, spec = session.tokens, session.spec
-        # Without a salt the session's cache is its own.
-        salt = f"tenant {spec.cache_salt}" if spec.cache_salt is not None else f"session {session.session_id}"
         is_split = len(block.proposal) > 0 and len(tokens) > 1 and task.num_prompt_logprobs is None
         request_id = self.engine.open(
-            session.session_id, tokens[:-1] if is_split else tokens, spec, salt, task.num_prompt_logprobs
+            session.session_id,
+            tokens[:-1] if is_split else tokens,
+            spec,
+            _salt(session),
+            task.num_prompt_logprobs,
         )
         if not is_split:
             # A proposal is not tested here after a single token, which vLLM's prompt needs, nor beside a
@@ -179,24 +186,26 @@ class VllmScheduler(BlockQueue[VerifyTask, _Verifying]):
     def _forget(self, session: SessionCopy) -> None:
         held = self._requests.pop(session.session_id, None)
         if held is not None:
-            self.engine.close(held.request_id, forget=session.spec.cache_salt is None)
+            self.engine.close(held.request_id)
+        if session.spec.cache_salt is None:
+            self.engine.forget(session.tokens, _salt(session))
 
     def _forget_prefix(self, session_id: str) -> None:
-        held = self._requests.get(session_id)
-        if held is not None:
-            self.engine.close(held.request_id, forget=True)
+        session = self.sessions.find(session_id)
+        if session is not None:
+            self.engine.forget(session.tokens, _salt(session))
 
     def _make_room(self) -> None:
         """Close the least recently used idle requests while the blocks of this step lack slots or memory.
 
         vLLM never takes memory from a request that it holds for one that waits.
         """
-        held = self.engine.held_blocks
-        lacking = sum(max(0, work.num_needed - held(name)) for name, work in self._by_request.items())
-        for session_id, (request_id, _) in list(self._requests.items()):
+        count = self.engine.held_blocks
+        lacking = sum(max(0, work.num_needed - count(name)) for name, work in self._by_request.items())
+        for session_id, held in list(self._requests.items()):
             if self.engine.num_free_requests >= 0 and self.engine.num_free_blocks >= lacking:
                 return
-            if request_id not in self._by_request:
+            if held.request_id not in self._by_request:
                 self._evict(session_id)
 
     def _evict(self, session_id: str) -> None:
@@ -233,8 +242,9 @@ class VllmScheduler(BlockQueue[VerifyTask, _Verifying]):
         self.meter.step(took_us * 1e-6, len(result.scheduled), result.num_tokens)
         cost = Timing(0, took_us, took_us, len(result.scheduled), result.num_tokens, 1)
         cost.batch_rows = sum(
-            1 + (len(outcome.accepted_path) if isinstance(outcome, Verdict) else 0)
-            for outcome in result.verdicts.values()
+            1 + (0 if outcome is None else len(self._by_request[request_id].task.proposal))
+            for request_id, outcome in result.verdicts.items()
+            if request_id in self._by_request
         )
         for request_id in result.scheduled:
             if request_id in self._by_request:
@@ -253,6 +263,8 @@ class VllmScheduler(BlockQueue[VerifyTask, _Verifying]):
                 self.engine.post(request_id, work.follows)
                 work.follows = None
             else:
+                session_id, drafts = work.session.session_id, result.drafts.get(request_id, ())
+                self._requests[session_id] = self._requests[session_id]._replace(drafts=drafts)
                 self._finish(work, outcome, result.prompt_scores.get(request_id))
 
     def _finish(self, work: _Verifying, outcome: Verdict | GammarayError, scores: Any) -> None:
@@ -260,6 +272,8 @@ class VllmScheduler(BlockQueue[VerifyTask, _Verifying]):
         if isinstance(outcome, Verdict):
             emitted = [task.proposal.token_ids[node] for node in outcome.accepted_path]
             session.tokens += [*emitted, outcome.next_token_id]
+            if task.head is not None and task.head.depth > 0:
+                outcome = replace(outcome, drafted=task.proposal)
             if scores is not None:
                 prompt = session.tokens[: session.spec.prompt_length]
                 outcome = replace(outcome, prompt_logprobs=_prompt_logprobs(prompt, scores, task))
@@ -281,8 +295,7 @@ class VllmScheduler(BlockQueue[VerifyTask, _Verifying]):
             if work is None:
                 self._requests = {s: r for s, r in self._requests.items() if r.request_id != request_id}
                 continue
-            block = PostedBlock(work.task.proposal, work.task.base_position, work.task.num_top_logprobs)
-            work.request_id, work.follows = self._open(work.task, work.session, block)
+            work.request_id, work.follows = self._open(work.task, work.session, _block(work.task))
             self._requests[work.session.session_id] = _Held(work.request_id, work.session.spec)
             self._by_request[work.request_id] = work
 
@@ -297,22 +310,42 @@ class VllmScheduler(BlockQueue[VerifyTask, _Verifying]):
         budget = self.engine.stats().cache_budget_bytes
         self._finish(work, ResourceExhaustedError(f"the KV cache budget is too small: {budget} bytes"), None)
 
-    def _make_masks(self, posted: dict[str, PostedBlock]) -> Masks | None:
-        """Compute the masks of the posted blocks with a grammar; vLLM calls it while the forward runs."""
+    def _begin_masks(self, posted: dict[str, PostedBlock]) -> Callable[[], Masks] | None:
+        """Begin to compute the masks of the posted blocks with a grammar; return what waits for them."""
+        blocks = [
+            (self._by_request[request_id], block)
+            for request_id, block in posted.items()
+            if block.known_token_id is None and self._by_request[request_id].session.spec.params.grammar
+        ]
+        if not blocks:
+            return None
+        masks = self._mask_thread.submit(self._compute_masks, blocks)
+        self._masks = [masks]
+        return masks.result
+
+    def _compute_masks(self, blocks: Sequence[tuple[_Verifying, PostedBlock]]) -> Masks:
         masks: dict[str, Sequence[bytes | None] | GammarayError] = {}
-        for request_id, block in posted.items():
-            work = self._by_request.get(request_id)
-            if work is None or block.known_token_id is not None or not work.session.spec.params.grammar:
-                continue
+        for work, block in blocks:
             began, paths = time.perf_counter(), row_paths(block.proposal)
             try:
-                masks[request_id] = work.session.grammar_masks(paths)
+                masks[work.request_id] = work.session.grammar_masks(paths)
             except GammarayError as error:
-                masks[request_id] = error
+                masks[work.request_id] = error
             took = time.perf_counter() - began
             work.timing.mask_us += int(took * 1e6)
             self.meter.masked(took, len(paths))
-        return Masks(masks) if masks else None
+        return Masks(masks)
+
+
+def _salt(session: SessionCopy) -> str:
+    """Return what separates the prefix cache of a session; without a salt of its own, it shares none."""
+    salt = session.spec.cache_salt
+    return f"session {session.session_id}" if salt is None else f"tenant {salt}"
+
+
+def _block(task: VerifyTask) -> PostedBlock:
+    depth = 0 if task.head is None else task.head.depth
+    return PostedBlock(task.proposal, task.base_position, task.num_top_logprobs, depth)
 
 
 def _prompt_logprobs(prompt: Sequence[int], scores: Any, task: VerifyTask) -> PromptLogprobs:

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.platforms import current_platform
 
+from services.vllm.heads import CoupledDrafts
+from services.vllm.held_scheduler import NoProposer
 from services.vllm.messages import Masks
 from services.vllm.sampler import BlockSampler
 
@@ -26,10 +28,14 @@ class SamplingWorker(PlatformWorker):  # type: ignore[misc]  # vLLM's classes ar
         runner = self.model_runner
         self._sampler = BlockSampler(runner, runner.model_config.get_vocab_size())
         runner._sample = self._sampler.sample
+        if not isinstance(runner.drafter, NoProposer):
+            CoupledDrafts(runner.drafter, self._sampler).install()
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """Run the forward of a step."""
         self._sampler.begin(getattr(scheduler_output, "posted", {}))
+        # A step that failed between the forward and the sampling has left it.
+        self.model_runner.execute_model_state = None
         return super().execute_model(scheduler_output)
 
     def sample_tokens(self, grammar_output: Masks | None) -> Any:
