@@ -34,7 +34,7 @@ MAX_REQUESTS = 256
 MAX_SAID = 200
 """Characters of vLLM's own message in an error."""
 
-_PREFIX = re.compile(r"\d+ validation errors? for \w+ (?:Value error, )?")
+_PREFIX = re.compile(r"\A\d{1,3} validation errors? for \w+ (?:Value error, )?")
 """What pydantic puts before it."""
 
 _OF_MEMORY = ("auto-fit", "cache blocks", "free memory", "kv cache")
