@@ -44,8 +44,8 @@ class ScriptedWorker:
 
     Args:
         role: "target" or "draft".
-        vocab_size: Vocabulary size that it reports; also `sha`, `max_context` and a target's `identity` and
-            `takes_trees`.
+        vocab_size: Vocabulary size that it reports; also `sha`, `max_context`, and a target's `identity`,
+            `grammars` and `takes_trees`.
 
     Attributes:
         on_block: Called with each block; returns a result, several, or None to stay silent.
@@ -64,6 +64,7 @@ class ScriptedWorker:
         sha: str = "",
         max_context: int = 1000,
         identity: str = "",
+        grammars: str = "",
         takes_trees: bool = False,
     ) -> None:
         self.role = role
@@ -80,7 +81,8 @@ class ScriptedWorker:
         self.on_block: Callable[[Any], Any] = lambda block: self.work(block)
         self._info = {"model": role, "vocab_size": vocab_size, "max_context": max_context, "pid": 1}
         self._info["vocab_sha256"] = sha
-        self.identity, self.takes_trees = identity, takes_trees
+        self.identity, self.grammars = identity, grammars
+        self.takes_trees = takes_trees
         self._server: grpc.aio.Server | None = None
         self.address = ""
 
@@ -122,7 +124,10 @@ class ScriptedWorker:
     async def GetTargetInfo(self, request, context):
         await self.runs.wait()
         return target_pb.GetTargetInfoResponse(
-            **self._about(), model_identity=self.identity, takes_trees=self.takes_trees
+            **self._about(),
+            model_identity=self.identity,
+            grammar_identity=self.grammars,
+            takes_trees=self.takes_trees,
         )
 
     async def GetDraftInfo(self, request, context):
