@@ -16,12 +16,15 @@ from huggingface_hub import try_to_load_from_cache
 from torch import Tensor
 
 from gammaray.errors import InvalidArgumentError
+from services.engine.core.tensor_files import checkpoint_folder, tensor_names
 from services.vllm.sampler import BlockSampler
 
 __all__ = ["MAX_DRAFTS", "CoupledDrafts", "count_taps", "drafter_config"]
 
 MAX_DRAFTS = 8
 """Most tokens that a drafter in the target proposes."""
+
+_METHODS = ("eagle", "eagle3", "medusa", "dflash", "draft_model")
 
 
 def drafter_config(name: str) -> dict[str, Any]:
@@ -37,7 +40,11 @@ def drafter_config(name: str) -> dict[str, Any]:
     if name == "mtp":
         return {"method": "mtp", "num_speculative_tokens": MAX_DRAFTS}
     stored = _stored(name)
-    method, most = _method(stored), MAX_DRAFTS
+    method, most = _method(name, stored), MAX_DRAFTS
+    if method not in _METHODS or "pard_token" in stored:
+        kind = "a parallel draft model" if "pard_token" in stored else f"a drafter of kind {method}"
+        allowed = f"{', '.join(_METHODS)} with vLLM as the engine; parallel draft models run on draft workers"
+        raise InvalidArgumentError("head", f"{name}, {kind}", allowed)
     if method == "medusa":
         most = int(stored.get("num_heads") or stored.get("medusa_num_heads") or 1)
     elif method == "dflash":
@@ -108,7 +115,7 @@ def _stored(name: str) -> dict[str, Any]:
     return stored
 
 
-def _method(stored: dict[str, Any]) -> str:
+def _method(name: str, stored: dict[str, Any]) -> str:
     kind = stored.get("speculators_model_type")
     if kind:
         return str(kind)
@@ -121,4 +128,7 @@ def _method(stored: dict[str, Any]) -> str:
         return "dflash"
     if "eagle3" in names:
         return "eagle3"
-    return "eagle" if "eagle" in names else "draft_model"
+    # The configuration of an EAGLE-1 head may be that of a Llama with one layer.
+    folder = checkpoint_folder(name)
+    is_head = folder is not None and "fc.weight" in tensor_names(folder)
+    return "eagle" if is_head or "eagle" in names else "draft_model"

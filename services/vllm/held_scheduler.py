@@ -71,12 +71,17 @@ class HeldScheduler(Scheduler):  # type: ignore[misc]  # vLLM's classes are not 
             if request_id in self._posted and not self.requests[request_id].is_prefill_chunk
         }
         output.posted = posted
-        if self.vllm_config.speculative_config.method not in ("medusa", "custom_class"):
-            # Medusa's heads are all computed at once; others read new tokens even if they draft none.
-            output.num_spec_tokens_to_schedule = max(
-                (block.draft_depth for block in posted.values()), default=0
-            )
+        # Drafters read the step's tokens even if they draft none.
+        output.num_spec_tokens_to_schedule = self._num_drafts(posted.values())
         return output
+
+    def _num_drafts(self, posted: Iterable[PostedBlock]) -> int:
+        """Return how many tokens vLLM's own drafter proposes for each request after a step."""
+        config = self.vllm_config.speculative_config
+        most = int(config.num_speculative_tokens)
+        if config.method == "medusa":
+            return most  # all heads are computed at once
+        return min(most, max((block.draft_depth for block in posted), default=0))
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> Any:
         """Return the masks of gammaray's own grammars."""
