@@ -24,9 +24,9 @@ from services.scheduling.sessions import MIN_WITH_NOISE, NOISE_BYTES, NOISE_BYTE
 from services.scheduling.tasks import SessionSpec
 from services.target.verdicts import judge, token_logprobs
 from services.target.verification import best_tokens, walk
-from services.vllm.messages import Masks, PostedBlock, Verdicts
+from services.vllm.messages import Masks, PostedBlock, Verdicts, first_tokens
 
-__all__ = ["BlockSampler"]
+__all__ = ["BlockSampler", "gather_logprobs"]
 
 SPEC = "spec"
 """Key of the session's spec in the `extra_args` of its request."""
@@ -51,8 +51,8 @@ class GivenMasks:
         """Ignore the length: the masks are those at it."""
 
     def masks(self, paths: Sequence[Sequence[int]]) -> list[bytes | None]:
-        """Return the masks that were given for these paths."""
-        return list(self.given)
+        """Return the masks that were given for these paths, the first ones of those of the proposal."""
+        return list(self.given[: len(paths)])
 
 
 class _Session:
@@ -183,7 +183,7 @@ class BlockSampler:
                 served.append((at, [block.known_token_id]))
                 continue
             # vLLM cuts proposals that do not fit the step: a shorter one is verified.
-            proposal = _first(block.proposal, num_drafts)
+            proposal = first_tokens(block.proposal, num_drafts)
             try:
                 session = self._session(request_id)
             except GammarayError as error:
@@ -275,16 +275,26 @@ class BlockSampler:
         return rows.at, emitted
 
 
-def _first(proposal: Proposal, count: int) -> Proposal:
-    """Return the first `count` tokens of a chain."""
-    if len(proposal) <= count:
-        return proposal
-    drafts = proposal.draft_distributions
-    return replace(
-        proposal,
-        token_ids=proposal.token_ids[:count],
-        draft_distributions=None if drafts is None else drafts[:count],
-    )
+def gather_logprobs(log_probs: Tensor, num_top: int, token_ids: Tensor) -> Any:
+    """Return the scores of a prompt's tokens, in place of vLLM's `Sampler.gather_logprobs`.
+
+    That one compiles a kernel when it is first called, for which all sessions would wait seconds, and its
+    ranks count equal values.
+
+    Args:
+        log_probs: [rows, vocab_size].
+        num_top: Most likely tokens to keep per row.
+        token_ids: [rows], what is scored.
+
+    Returns:
+        vLLM's `LogprobsTensors`: column 0 is the scored token, the others are the most likely ones.
+    """
+    from vllm.v1.outputs import LogprobsTensors
+
+    own, top = log_probs.gather(1, token_ids[:, None]), log_probs.topk(num_top)
+    indices = torch.cat((token_ids[:, None], top.indices), dim=1)
+    ranks = (log_probs > own).sum(-1) + 1
+    return LogprobsTensors(indices.to(torch.int32), torch.cat((own, top.values), dim=1), ranks)
 
 
 def _is_drawn(session: _Session) -> bool:

@@ -9,7 +9,7 @@ from vllm.platforms import current_platform
 from services.vllm.heads import CoupledDrafts
 from services.vllm.held_scheduler import NoProposer
 from services.vllm.messages import Masks
-from services.vllm.sampler import BlockSampler
+from services.vllm.sampler import BlockSampler, gather_logprobs
 
 if TYPE_CHECKING or not current_platform.is_cpu():
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
@@ -28,12 +28,15 @@ class SamplingWorker(PlatformWorker):  # type: ignore[misc]  # vLLM's classes ar
         runner = self.model_runner
         self._sampler = BlockSampler(runner, runner.model_config.get_vocab_size())
         runner._sample = self._sampler.sample
+        runner.sampler.gather_logprobs = gather_logprobs
         if not isinstance(runner.drafter, NoProposer):
             CoupledDrafts(runner.drafter, self._sampler).install()
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """Run the forward of a step."""
         self._sampler.begin(getattr(scheduler_output, "posted", {}))
+        # A step that failed between the forward and the sampling has left it.
+        self.model_runner.execute_model_state = None
         return super().execute_model(scheduler_output)
 
     def sample_tokens(self, grammar_output: Masks | None) -> Any:
