@@ -397,7 +397,8 @@ def _start_error(options: EngineOptions, error: Exception) -> Exception:
         field = "cache_budget_mb" if options.cache_budget_bytes is not None else "cache_memory_share"
         got = options.memory_share if options.cache_budget_bytes is None else options.cache_budget_bytes >> 20
         return InvalidArgumentError(field, got, f"enough for one session of the whole context: {text}")
-    return UnsupportedModelError(options.model, f"vLLM: {type(error).__name__}: {text}")
+    model = f"{options.model} with the drafter {options.head}" if options.head else options.model
+    return UnsupportedModelError(model, f"vLLM: {type(error).__name__}: {text}")
 
 
 def _cache_bytes(scheduler: Any) -> int:

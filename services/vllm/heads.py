@@ -19,10 +19,13 @@ from gammaray.errors import InvalidArgumentError
 from services.engine.core.tensor_files import checkpoint_folder, tensor_names
 from services.vllm.sampler import BlockSampler
 
-__all__ = ["MAX_DRAFTS", "CoupledDrafts", "count_taps", "drafter_config"]
+__all__ = ["MAX_DRAFTS", "TARGETS_OWN", "CoupledDrafts", "count_taps", "drafter_config"]
 
 MAX_DRAFTS = 8
 """Most tokens that a drafter in the target proposes."""
+
+TARGETS_OWN = "mtp"
+"""Stands for the layers of the target itself that predict further tokens."""
 
 _METHODS = ("eagle", "eagle3", "medusa", "dflash", "draft_model")
 
@@ -35,9 +38,10 @@ def drafter_config(name: str) -> dict[str, Any]:
             the layers for this that the target itself has.
 
     Raises:
-        InvalidArgumentError: Its configuration cannot be read.
+        InvalidArgumentError: Its configuration cannot be read, or is of another kind.
+        UnsupportedModelError: Its weights are damaged.
     """
-    if name == "mtp":
+    if name == TARGETS_OWN:
         return {"method": "mtp", "num_speculative_tokens": MAX_DRAFTS}
     stored = _stored(name)
     method, most = _method(name, stored), MAX_DRAFTS

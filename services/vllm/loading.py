@@ -6,11 +6,12 @@ from gammaray.config import TargetSettings
 from gammaray.demo_pair import resolve_model
 from gammaray.errors import InvalidArgumentError
 from gammaray.gguf import is_gguf
-from services.process.fingerprints import model_identity, vocab_sha256
+from services.process.fingerprints import check_drafter, model_identity, vocab_sha256
 from services.scheduling.grammars import Grammars
 from services.scheduling.planning import Limits
 from services.streaming.messages import Model
 from services.vllm.engine import EngineOptions, VllmEngine
+from services.vllm.heads import TARGETS_OWN
 from services.vllm.scheduler import VllmScheduler
 
 __all__ = ["load_target"]
@@ -26,10 +27,16 @@ def load_target(path: str, settings: TargetSettings, limits: Limits) -> tuple[Mo
 
     Raises:
         UnsupportedVllmError: vLLM is missing, or in another version.
-        UnsupportedModelError: vLLM cannot load the model.
-        InvalidArgumentError: A setting that vLLM does not serve, no GPU, or too little memory.
+        UnsupportedModelError: vLLM cannot load the model, or not with this head.
+        InvalidArgumentError: A setting that vLLM does not serve, a head for another target, no GPU, or too
+            little memory.
     """
-    for field, allowed in (("features", ""), ("deterministic", False)):
+    for field, allowed in (
+        ("features", ""),
+        ("deterministic", False),
+        ("head_weights", "auto"),
+        ("head_window", 0),
+    ):
         if getattr(settings, field) != allowed:
             got = getattr(settings, field)
             raise InvalidArgumentError(field, got, f"{allowed!r} with vLLM as the engine")
@@ -46,7 +53,7 @@ def load_target(path: str, settings: TargetSettings, limits: Limits) -> tuple[Mo
             cache_budget_bytes=None if budget is None else budget << 20,
             memory_share=settings.cache_memory_share,
             tensor_parallel=settings.tensor_parallel,
-            head=resolve_model(settings.head, "draft", "head") if settings.head else "",
+            head=_head(settings.head, path) if settings.head else "",
         )
     )
     identity = model_identity(path, dtype=engine.dtype, device=engine.device, deterministic=False)
@@ -59,3 +66,19 @@ def load_target(path: str, settings: TargetSettings, limits: Limits) -> tuple[Mo
         identity=identity,
     )
     return model, VllmScheduler(engine, limits, Grammars(path, engine.vocab_size))
+
+
+def _head(name: str, target: str) -> str:
+    """Return the directory or hub name of what drafts in a target, or "mtp".
+
+    Raises:
+        InvalidArgumentError: It is for another target, or has another vocabulary.
+    """
+    if name == TARGETS_OWN:
+        return name
+    head = resolve_model(name, "draft", "head")
+    check_drafter(head, target)
+    own, theirs = vocab_sha256(head), vocab_sha256(target)
+    if own and theirs and own != theirs:
+        raise InvalidArgumentError("head", name, f"a drafter with the vocabulary of {target}")
+    return head
