@@ -36,8 +36,6 @@ class HeldScheduler(Scheduler):  # type: ignore[misc]  # vLLM's classes are not 
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # NOTE: else a new request with one token left to compute is padded to the longest proposal.
-        self.num_spec_tokens = 0
         self.mask_maker: Callable[[dict[str, PostedBlock]], Callable[[], Masks] | None] | None = None
         self.num_scheduled: dict[str, int] = {}
         self._posted: dict[str, PostedBlock] = {}  # oldest first
@@ -82,18 +80,27 @@ class HeldScheduler(Scheduler):  # type: ignore[misc]  # vLLM's classes are not 
         """Schedule a step, and attach the blocks whose rows it computes."""
         ages = {request_id: age for age, request_id in enumerate(self._posted)}
         self.running.sort(key=lambda request: ages.get(request.request_id, len(ages)))
-        output = super().schedule(throttle_prefills)
+        # NOTE: otherwise a new request with one token left to compute is padded to the longest proposal.
+        most, self.num_spec_tokens = self.num_spec_tokens, 0
+        try:
+            output = super().schedule(throttle_prefills)
+        finally:
+            self.num_spec_tokens = most
+        output.num_spec_tokens_to_schedule = most
         self._told |= output.finished_req_ids
         self.num_scheduled = dict(output.num_scheduled_tokens)
         self.running.sort(key=lambda request: request.request_id not in self.num_scheduled)
-        output.posted = {
+        posted = {
             request_id: self._posted.pop(request_id)
             for request_id in output.num_scheduled_tokens
             if request_id in self._posted and not self.requests[request_id].is_prefill_chunk
         }
-        # Drafters read the step's tokens even if they draft none.
-        output.num_spec_tokens_to_schedule = self._num_drafts(output.posted.values())
-        self._masks = None if self.mask_maker is None else self.mask_maker(output.posted)
+        output.posted = posted
+        self._masks = None if self.mask_maker is None else self.mask_maker(posted)
+        if self.vllm_config.speculative_config.method not in ("medusa", "custom_class"):
+            # Medusa's heads are all computed at once; others read new tokens even if they draft none.
+            depths = [block.draft_depth for block in posted.values()]
+            output.num_spec_tokens_to_schedule = min(max(depths, default=0), most)
         return output
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> Masks | None:
@@ -105,14 +112,6 @@ class HeldScheduler(Scheduler):  # type: ignore[misc]  # vLLM's classes are not 
         self._verdicts.update(getattr(output, "verdicts", {}))
         self._told.clear()
         return super().update_from_output(scheduler_output, output)
-
-    def _num_drafts(self, posted: Iterable[PostedBlock]) -> int:
-        """Return how many tokens vLLM's own drafter proposes for each request after a step."""
-        config = self.vllm_config.speculative_config
-        most = int(config.num_speculative_tokens)
-        if config.method == "medusa":
-            return most  # all heads are computed at once
-        return min(most, max((block.draft_depth for block in posted), default=0))
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         super()._update_after_schedule(scheduler_output)

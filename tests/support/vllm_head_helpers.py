@@ -50,7 +50,7 @@ def medusa(folder: Path, target: Path) -> Path:
 
 def dflash(folder: Path, target: Path) -> Path:
     """Write a random DFlash head."""
-    complete_dflash("dflash", folder, [1, 2, 3])
+    complete_dflash("dflash", folder)
     stored = json.loads((folder / "config.json").read_text())
     weights = _randomised(load_file(folder / "model.safetensors"))
     save_file(weights, folder / "model.safetensors")
@@ -81,15 +81,25 @@ def mtp_target(folder: Path) -> Path:
         if name != key:
             weights[block + name] = tensor.clone()
     size = stored["hidden_size"]
+    # Qwen2's layers, which MiMo has, take their heads' width from the hidden size.
     for layer in ("model.layers.0.", "model.layers.1.", "model.layers.2.", "model.mtp_layers.0."):
-        for name in ("q_proj", "k_proj", "v_proj"):
-            weights[f"{layer}self_attn.{name}.bias"] = torch.zeros(_ROWS[name])
+        for name in _ROWS:
+            weights[f"{layer}self_attn.{name}.weight"] = torch.randn(size, size)
+            weights[f"{layer}self_attn.{name}.bias"] = torch.zeros(size)
+        weights[f"{layer}self_attn.o_proj.weight"] = torch.zeros(size, size)
     for name in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
         weights[f"model.mtp_layers.0.{name}.weight"] = torch.ones(size)
     weights["model.mtp_layers.0.input_proj.weight"] = torch.cat([torch.zeros(size, size), torch.eye(size)], 1)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    kind = {"model_type": "qwen2", "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
-    (folder / "config.json").write_text(json.dumps({**stored, **kind}))
+    changes = {
+        "architectures": ["MiMoForCausalLM"],
+        "model_type": "qwen2",
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "head_dim": size,
+        "num_nextn_predict_layers": 1,
+    }
+    (folder / "config.json").write_text(json.dumps({**stored, **changes}))
     return folder
 
 

@@ -24,8 +24,8 @@ from tests.support import vllm_head_helpers as heads
 from tests.support.vllm_helpers import Session, answers, ask, end, generate
 from tests.vllm.conftest import LIMITS, start_vllm
 
-BUDGET = 6 << 20
-"""KV cache for a dozen blocks of 128 tokens."""
+BUDGET = 3 << 20
+"""KV cache for 8 to 24 blocks of 128 tokens."""
 
 MAKERS: dict[str, Callable[[Path, Path], Path]] = {
     "eagle3": heads.eagle3,
@@ -162,8 +162,8 @@ def test_the_drafts_are_those_of_the_cpu_engine_with_the_same_head(pair: Pair, t
             assert sum(map(len, drafts.values())) >= 4 * 28
     (text, drafts), (own_text, own_drafts) = found.values()
     assert text == own_text
-    if pair.kind == "mtp":
-        return
+    if pair.kind in EXACT:
+        return  # their blocks begin at other positions
     shared = [at for at in drafts.keys() & own_drafts.keys() if own_drafts[at] and drafts[at]]
     assert len(shared) >= len(drafts) // 2
     assert [drafts[at] for at in shared] == [own_drafts[at] for at in shared]
@@ -174,7 +174,9 @@ def test_other_methods_take_a_draft_as_certain(pair: Pair, method: VerificationM
     """The CPU engine gives the same verdict on the same tokens as a proposal without distributions."""
     sessions, twins = (pair.open(prompts(), 1.0, method=method) for _ in range(2))
     cycles = run(pair.vllm, sessions, 30, by_head(DEPTHS.get(pair.kind, 4)))
-    assert sum(len(verdict.accepted_path) for _, _, _, verdict in cycles) > 0
+    assert sum(len(proposal) for _, _, proposal, _ in cycles) > 60
+    if pair.kind in EXACT:
+        assert sum(len(verdict.accepted_path) for _, _, _, verdict in cycles) > 20
     for session, twin in zip(sessions, twins, strict=True):
         for one, _, proposal, verdict in cycles:
             if one is session:
@@ -197,7 +199,7 @@ def test_a_session_that_was_released_drafts_again_after_a_block(pair: Pair) -> N
 
 
 def test_sessions_that_were_evicted_between_blocks_keep_their_text(pair: Pair) -> None:
-    """Twenty sessions take turns in a cache for a dozen."""
+    """Twenty sessions take turns in a cache that is too small for them."""
     many, before = prompts(20), pair.vllm.stats().num_evictions
     plain = [generate(pair.own, [one], 12)[0] for one in pair.open(many, 1.0)]
     sessions = pair.open(many, 1.0)

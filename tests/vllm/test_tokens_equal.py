@@ -18,8 +18,8 @@ from services.target.scheduler import TargetScheduler
 from tests.support.vllm_helpers import Session, answers, end, generate
 from tests.vllm.conftest import LIMITS, make_model, start_vllm
 
-LENGTH = 40
-NUM_SESSIONS = 24
+LENGTH = 30
+NUM_SESSIONS = 12
 
 
 @pytest.fixture(scope="module")
@@ -78,15 +78,15 @@ def margin(directory, session, position, tokens):
     return float(best[0] - best[1])
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_tokens_equal_plain_decoding_whatever_is_proposed_and_beside_whom(served, seed):
     directory, scheduler, reference = served
     copies = sessions_of(seed)
     plain = generate(reference, copies, LENGTH)
     end(reference, *copies)
-    alone = sessions_of(seed)
-    outputs = {"vLLM at gamma 0": [generate(scheduler, [session], LENGTH)[0] for session in alone]}
-    end(scheduler, *alone)
+    at_once = sessions_of(seed)
+    outputs = {"vLLM at gamma 0": generate(scheduler, at_once, LENGTH)}
+    end(scheduler, *at_once)
     sessions, rng = sessions_of(seed), random.Random(seed + 100)
     expected = {session.name: output for session, output in zip(sessions, plain, strict=True)}
     while active := [session for session in sessions if len(session.output) < LENGTH]:
