@@ -14,6 +14,7 @@ import argparse
 import itertools
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -40,6 +41,9 @@ from services.vllm.scheduler import VllmScheduler
 __all__ = ["Row", "main", "measure"]
 
 LIMITS = Limits(max_batch_tokens=1024, prefill_chunk=256)
+_SHARES_NOISE = "services.vllm.sampler.shares_noise"
+"""What decides whether a session's noise is added to its drafts."""
+
 _request_ids = itertools.count(1)
 
 
@@ -200,20 +204,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     rows = []
     for temperature in map(float, options.temperatures.split(",")):
-        for drafts, scheduler in (("own engine", own), ("vLLM", vllm), ("vLLM, no noise", vllm)):
-            if drafts == "vLLM, no noise" and temperature == 0:
-                continue
-            plain = run(scheduler, row=Row(drafts, temperature), depth=0)
-            row = Row(drafts, temperature)
-            shares = patch("services.vllm.sampler.shares_noise", lambda spec: False)
-            if drafts == "vLLM, no noise":
-                with shares:
+        for name, scheduler in (("own engine", own), ("vLLM", vllm)):
+            plain = run(scheduler, row=Row("gamma 0", temperature), depth=0)
+            for drafts in (name, f"{name}, no noise"):
+                if drafts != name and (temperature == 0 or scheduler is own):
+                    continue
+                row = Row(drafts, temperature)
+                with nullcontext() if drafts == name else patch(_SHARES_NOISE, lambda spec: False):
                     texts = run(scheduler, row=row, depth=options.depth)
-            else:
-                texts = run(scheduler, row=row, depth=options.depth)
-            row.num_equal = sum(map(list.__eq__, plain, texts))
-            rows.append(row)
-            print(row, f"{row.tokens_per_cycle:.3f}", flush=True)
+                row.num_equal = sum(map(list.__eq__, plain, texts))
+                rows.append(row)
     vllm.close()
     table = plain_table(
         f"A head that drafts {options.depth} tokens, {options.prompts} prompts",

@@ -324,7 +324,7 @@ class VllmEngine:
 def _configuration(options: EngineOptions) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
-    from services.vllm.heads import count_taps, drafter_config  # they need torch
+    from services.vllm.heads import complete_config, drafter_config  # they need torch
 
     device = _device(options)
     dtype = options.dtype if options.dtype != "auto" else "float32" if device == "cpu" else "bfloat16"
@@ -351,7 +351,7 @@ def _configuration(options: EngineOptions) -> Any:
         },
     }
     if options.head:
-        arguments |= {"speculative_config": drafter_config(options.head), "hf_overrides": count_taps}
+        arguments |= {"speculative_config": drafter_config(options.head), "hf_overrides": complete_config}
     budget = options.cache_budget_bytes
     if budget is None and device == "cpu":
         import torch

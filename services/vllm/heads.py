@@ -19,7 +19,7 @@ from gammaray.errors import InvalidArgumentError
 from services.engine.core.tensor_files import checkpoint_folder, tensor_names
 from services.vllm.sampler import BlockSampler
 
-__all__ = ["MAX_DRAFTS", "TARGETS_OWN", "CoupledDrafts", "count_taps", "drafter_config"]
+__all__ = ["MAX_DRAFTS", "TARGETS_OWN", "CoupledDrafts", "complete_config", "drafter_config"]
 
 MAX_DRAFTS = 8
 """Most tokens that a drafter in the target proposes."""
@@ -56,11 +56,19 @@ def drafter_config(name: str) -> dict[str, Any]:
     return {"method": method, "model": name, "num_speculative_tokens": max(1, min(most, MAX_DRAFTS))}
 
 
-def count_taps(config: Any) -> Any:
-    """Add to an EAGLE-3 head's configuration how many of the target's layers it reads; vLLM assumes three."""
-    layers = getattr(config, "eagle_aux_hidden_state_layer_ids", None)
-    if layers:
-        config.num_aux_hidden_states = len(layers)
+def complete_config(config: Any) -> Any:
+    """Add to a drafter's configuration what vLLM would assume otherwise, and return it.
+
+    An EAGLE-3 head may read another number of the target's layers than three. In the format of `speculators`
+    `sliding_window_non_causal` is for layers with sliding attention, of which vLLM makes a rule for all.
+    """
+    taps = getattr(config, "eagle_aux_hidden_state_layer_ids", None)
+    if taps:
+        config.num_aux_hidden_states = len(taps)
+    dflash = getattr(config, "dflash_config", None)
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if dflash and config.model_type == "speculators" and kinds == {"full_attention"}:
+        config.dflash_config = {**dflash, "causal": False}
     return config
 
 
