@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from torch import Tensor
 
 from gammaray.errors import InvalidArgumentError
@@ -49,6 +50,9 @@ def drafter_config(name: str) -> dict[str, Any]:
         kind = "a parallel draft model" if "pard_token" in stored else f"a drafter of kind {method}"
         allowed = f"{', '.join(_METHODS)} with vLLM as the engine; parallel draft models run on draft workers"
         raise InvalidArgumentError("head", f"{name}, {kind}", allowed)
+    if stored.get("sample_from_anchor"):
+        allowed = "false with vLLM as the engine, which draws no token from a block's first row"
+        raise InvalidArgumentError("head.sample_from_anchor", True, allowed)
     if method == "medusa":
         most = int(stored.get("num_heads") or stored.get("medusa_num_heads") or 1)
     elif method == "dflash":
@@ -114,7 +118,10 @@ class CoupledDrafts:
 def _stored(name: str) -> dict[str, Any]:
     path = Path(name) / "config.json"
     if not path.is_file():
-        found = try_to_load_from_cache(name, "config.json") if not Path(name).exists() else None
+        try:
+            found = None if Path(name).exists() else try_to_load_from_cache(name, "config.json")
+        except HFValidationError:
+            found = None
         if not isinstance(found, str):
             raise InvalidArgumentError("head", name, "a directory or a model of the hub's cache, or mtp")
         path = Path(found)
