@@ -63,10 +63,16 @@ def drafter_config(name: str) -> dict[str, Any]:
 def complete_config(config: Any) -> Any:
     """Add to a drafter's configuration what vLLM would assume otherwise, and return it.
 
-    An EAGLE-3 head may read another number of the target's layers than three. In the format of `speculators`
-    `sliding_window_non_causal` is for layers with sliding attention, of which vLLM makes a rule for all.
+    An EAGLE-3 head may read another number of the target's layers than three. In its official format the ids
+    name layers that the states leave if they begin with 1 (sglang#25454), else layers that the states enter,
+    as vLLM takes all. In the format of `speculators` `sliding_window_non_causal` is for layers with sliding
+    attention, of which vLLM makes a rule for all.
     """
-    taps = getattr(config, "eagle_aux_hidden_state_layer_ids", None)
+    official = getattr(config, "eagle_config", None) or {}
+    taps = official.get("eagle_aux_hidden_state_layer_ids")
+    if taps and taps[0] == 1:
+        config.eagle_aux_hidden_state_layer_ids = [layer + 1 for layer in taps]
+    taps = getattr(config, "eagle_aux_hidden_state_layer_ids", taps)
     if taps:
         config.num_aux_hidden_states = len(taps)
     dflash = getattr(config, "dflash_config", None)

@@ -13,7 +13,13 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from tests.support.engine_helpers import tiny_model
-from tests.support.head_helpers import bigram_head, bigram_target, changed, complete_dflash
+from tests.support.head_helpers import (
+    as_official,
+    bigram_head,
+    bigram_target,
+    changed,
+    complete_dflash,
+)
 from tests.support.medusa_helpers import random_heads, write_vllm
 from tests.support.processing_helpers import TOKENS, small_tokenizer
 
@@ -31,6 +37,19 @@ def random_target(folder: Path) -> Path:
 def eagle3(folder: Path, target: Path) -> Path:
     """Write a random EAGLE-3 head with a reduced vocabulary."""
     return changed("llama", folder, lambda stored: _with_heads(stored), _randomised)
+
+
+def official_eagle3(folder: Path, target: Path) -> Path:
+    """Write a random EAGLE-3 head in the official format, which reads the outputs of layers 1 and 2."""
+    as_official(folder)
+    stored = json.loads((folder / "config.json").read_text())
+    stored["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [1, 2]
+    sizes = {"head_dim": HEAD_DIM, "max_position_embeddings": MAX_POSITIONS}
+    (folder / "config.json").write_text(json.dumps({**stored, **sizes}))
+    weights = load_file(folder / "model.safetensors")
+    weights["fc.weight"] = weights["fc.weight"][:, :64]
+    save_file(_randomised(weights), folder / "model.safetensors")
+    return folder
 
 
 def eagle(folder: Path, target: Path) -> Path:
