@@ -81,7 +81,8 @@ class HeldScheduler(Scheduler):  # type: ignore[misc]  # vLLM's classes are not 
         ages = {request_id: age for age, request_id in enumerate(self._posted)}
         self.running.sort(key=lambda request: ages.get(request.request_id, len(ages)))
         # NOTE: otherwise a new request with one token left to compute is padded to the longest proposal.
-        most, self.num_spec_tokens = self.num_spec_tokens, 0
+        most = int(self.vllm_config.num_speculative_tokens)
+        self.num_spec_tokens = 0
         try:
             output = super().schedule(throttle_prefills)
         finally:
