@@ -192,7 +192,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     templated = partial(
         tokenizer.apply_chat_template, tokenize=True, add_generation_prompt=True, return_dict=False
     )
-    prompts = [templated(list(task.messages)) for task in load_tasks(("chat",), options.prompts)]
+    prompts: list[Any] = [templated(list(task.messages)) for task in load_tasks(("chat",), options.prompts)]
     engine = load_engine(options.target)
     settings = TargetSettings(model=options.target, head=options.head)
     own = TargetScheduler(engine, LIMITS, head=load_local_drafter(settings, engine), draft_ahead=False)
