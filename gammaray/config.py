@@ -161,7 +161,8 @@ _DRAFT_WEIGHTS = (
 )
 _HEAD = (
     "What drafts in the target workers, instead of draft workers: directory or hub name of an EAGLE, "
-    "DFlash or Medusa head, which reads the target's hidden states, or of a draft model; empty: nothing."
+    "DFlash or Medusa head, which reads the target's hidden states, or of a draft model; with vLLM also mtp: "
+    "the target's own layers for this; empty: nothing."
 )
 _HEAD_WEIGHTS = (
     "Weights of that head: int8 and int4 are quantised at load, for the compiled CPU kernel (of EAGLE "

@@ -338,7 +338,7 @@ class VllmEngine:
 def _configuration(options: EngineOptions) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
-    from services.vllm.heads import count_taps, drafter_config  # they need torch
+    from services.vllm.heads import complete_config, drafter_config  # they need torch
 
     device = _device()
     dtype = options.dtype if options.dtype != "auto" else "float32" if device == "cpu" else "bfloat16"
@@ -366,7 +366,7 @@ def _configuration(options: EngineOptions) -> Any:
         },
     }
     if options.head:
-        arguments |= {"speculative_config": drafter_config(options.head), "hf_overrides": count_taps}
+        arguments |= {"speculative_config": drafter_config(options.head), "hf_overrides": complete_config}
     budget = options.cache_budget_bytes
     if budget is None and device == "cpu":
         import torch
@@ -410,8 +410,9 @@ def _start_error(options: EngineOptions, error: Exception) -> InvalidArgumentErr
         return InvalidArgumentError(
             field, got, f"enough for one session: {said.replace('GPU memory', 'memory')}"
         )
+    model = f"{options.model} with the drafter {options.head}" if options.head else options.model
     allowed = f"a model that vLLM {SUPPORTED_VLLM} loads: {type(error).__name__}: {said}"
-    return InvalidArgumentError("model", options.model, allowed)
+    return InvalidArgumentError("model", model, allowed)
 
 
 def _cache_bytes(scheduler: Any) -> int:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from gammaray.config import TargetSettings
 from gammaray.demo_pair import resolve_model
+from gammaray.errors import InvalidArgumentError
 from services.process.fingerprints import check_drafter, model_identity, vocab_sha256
 from services.scheduling.grammars import Grammars
 from services.scheduling.planning import Limits
 from services.streaming.messages import Model
 from services.vllm.engine import EngineOptions, VllmEngine
+from services.vllm.heads import TARGETS_OWN
 from services.vllm.scheduler import VllmScheduler
 
 __all__ = ["load_target"]
@@ -24,12 +26,9 @@ def load_target(path: str, settings: TargetSettings, limits: Limits) -> tuple[Mo
 
     Raises:
         UnsupportedVllmError: vLLM is missing, or in another version.
-        InvalidArgumentError: vLLM cannot load the model, there is no GPU, too little memory, or the head
-            is for another target.
+        InvalidArgumentError: vLLM cannot load the model or the head, there is no GPU, too little memory, or
+            the head is for another target.
     """
-    head = resolve_model(settings.head, "draft", "head") if settings.head else ""
-    if head:
-        check_drafter(head, path)
     budget = settings.cache_budget_mb
     engine = VllmEngine(
         EngineOptions(
@@ -41,7 +40,7 @@ def load_target(path: str, settings: TargetSettings, limits: Limits) -> tuple[Mo
             cache_budget_bytes=None if budget is None else budget << 20,
             memory_share=settings.cache_memory_share,
             tensor_parallel=settings.tensor_parallel,
-            head=head,
+            head=_head(settings.head, path) if settings.head else "",
         )
     )
     identity = model_identity(path, dtype=engine.dtype, device=engine.device, deterministic=False)
@@ -55,3 +54,19 @@ def load_target(path: str, settings: TargetSettings, limits: Limits) -> tuple[Mo
         takes_trees=False,
     )
     return model, VllmScheduler(engine, limits, Grammars(path, engine.vocab_size))
+
+
+def _head(name: str, target: str) -> str:
+    """Return the directory or hub name of what drafts in a target, or "mtp".
+
+    Raises:
+        InvalidArgumentError: It is for another target, or has another vocabulary.
+    """
+    if name == TARGETS_OWN:
+        return name
+    head = resolve_model(name, "draft", "head")
+    check_drafter(head, target)
+    own, theirs = vocab_sha256(head), vocab_sha256(target)
+    if own and theirs and own != theirs:
+        raise InvalidArgumentError("head", name, f"a drafter with the vocabulary of {target}")
+    return head
