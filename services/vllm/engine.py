@@ -19,7 +19,7 @@ from services.engine.core.errors import EngineLostError, UnsupportedModelError
 from services.engine.core.kv_cache import CacheStats
 from services.scheduling.tasks import SessionSpec
 from services.vllm.compatibility import check_vllm, installed_version
-from services.vllm.messages import PostedBlock, Verdicts
+from services.vllm.messages import DraftBlock, PostedBlock, Verdicts
 
 __all__ = ["EngineOptions", "StepResult", "VllmEngine"]
 
@@ -28,10 +28,15 @@ _log = logging.getLogger(__name__)
 MAX_REQUESTS = 256
 """Sessions with a KV cache at once; vLLM's scheduler has a slot for each."""
 
+CPU_DRAFT_BLOCK = 32
+"""Tokens of a KV block of a draft model on a CPU: the prefix cache has whole blocks, so that each proposal
+feeds half a block again. vLLM's own choice there is 128, on GPUs 16."""
+
 _ENVIRONMENT = {
     "VLLM_CONFIGURE_LOGGING": "0",  # the worker's logging is configured already
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # else vLLM's CPU build starts a process for one rank, too
     "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # `services.vllm.worker` replaces the sampling of the first one
 }
 """Defaults of vLLM's own variables; what the user sets is kept."""
 
@@ -51,6 +56,8 @@ class EngineOptions:
         memory_share: Of a GPU, for weights, activations and cache, if there is no budget.
         tensor_parallel: GPUs (or CPU ranks) that the model is spread over.
         is_compiled: Whether vLLM compiles the model and captures CUDA graphs.
+        is_draft: Whether the model drafts: its requests run freely, and their prompts are short ones after
+            what the prefix cache has.
     """
 
     model: str
@@ -63,6 +70,7 @@ class EngineOptions:
     memory_share: float = 0.8
     tensor_parallel: int = 1
     is_compiled: bool = True
+    is_draft: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,19 +184,32 @@ class VllmEngine:
         Returns:
             The request's id.
         """
+        self._num_opened += 1
+        request_id = f"{name}#{self._num_opened}"
+        request = self._request(request_id, token_ids, salt, {"spec": spec}, num_prompt_logprobs)
+        self._core.add_request(request)
+        return request_id
+
+    def _request(
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        salt: str,
+        extra_args: dict[str, Any],
+        num_prompt_logprobs: int | None = None,
+    ) -> Any:
+        """Return a request of vLLM's scheduler, not added yet."""
         from vllm.sampling_params import SamplingParams
         from vllm.v1.engine import EngineCoreRequest
 
-        self._num_opened += 1
-        request_id = f"{name}#{self._num_opened}"
         params = SamplingParams(
             temperature=0,  # vLLM's own sampling is replaced
             max_tokens=self.max_context + 1,
             ignore_eos=True,
             prompt_logprobs=num_prompt_logprobs,
-            extra_args={"spec": spec},
+            extra_args=extra_args,
         )
-        request, wave = self._core.preprocess_add_request(
+        request, _ = self._core.preprocess_add_request(
             EngineCoreRequest(
                 request_id=request_id,
                 prompt_token_ids=list(token_ids),
@@ -201,12 +222,19 @@ class VllmEngine:
                 data_parallel_rank=None,
             )
         )
-        self._core.add_request(request, wave)
-        return request_id
+        return request
 
     def post(self, request_id: str, block: PostedBlock) -> None:
         """Let a request run once, see `HeldScheduler.post`."""
         self._scheduler.post(request_id, block)
+
+    def start_drafting(self, request_id: str, block: DraftBlock) -> None:
+        """Let a request draft in each step from now on, see `DraftingScheduler`."""
+        self._scheduler.post(request_id, block)
+
+    def set_held(self, request_id: str, *, is_held: bool) -> None:
+        """Stop a drafting request for some steps, or let it go on."""
+        self._scheduler.set_held(request_id, is_held=is_held)
 
     def withdraw(self, request_id: str) -> None:
         """Forget a posted block that has not run."""
@@ -229,6 +257,18 @@ class VllmEngine:
         self._core.abort_requests([request_id])
         if blocks:
             manager.evict_blocks(blocks)
+
+    def forget(self, token_ids: Sequence[int], salt: str) -> None:
+        """Drop what the prefix cache has of a text; a request that uses it keeps it until its end."""
+        if len(token_ids) < self._block_size:
+            return
+        request = self._request("", [*token_ids, 0], salt, {})  # the last token is never looked up
+        manager = self._scheduler.kv_cache_manager
+        while True:  # several blocks may have the same text
+            found, num_found, _ = manager.get_computed_blocks(request)
+            if not num_found:
+                return
+            manager.evict_blocks({block.block_id for group in found.blocks for block in group})
 
     def clear_cache(self) -> None:
         """Drop the prefix cache; no request may be open."""
@@ -305,14 +345,21 @@ def _configuration(options: EngineOptions) -> Any:
         "enforce_eager": device == "cpu" or not options.is_compiled,
         "enable_prefix_caching": True,
         "disable_log_stats": True,
-        "scheduler_cls": "services.vllm.held_scheduler.HeldScheduler",
-        "worker_cls": "services.vllm.worker.SamplingWorker",
-        "speculative_config": {
+        "async_scheduling": False,  # the sampler needs the tokens of the step before
+    }
+    if options.is_draft:
+        arguments["scheduler_cls"] = "services.vllm.held_scheduler.DraftingScheduler"
+        arguments["worker_cls"] = "services.vllm.worker.DraftingWorker"
+        if device == "cpu":
+            arguments["block_size"] = CPU_DRAFT_BLOCK
+    else:
+        arguments["scheduler_cls"] = "services.vllm.held_scheduler.HeldScheduler"
+        arguments["worker_cls"] = "services.vllm.worker.SamplingWorker"
+        arguments["speculative_config"] = {
             "method": "custom_class",
             "model": "services.vllm.held_scheduler.NoProposer",
             "num_speculative_tokens": options.max_proposal,
-        },
-    }
+        }
     budget = options.cache_budget_bytes
     if budget is None and device == "cpu":
         import torch

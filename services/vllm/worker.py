@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.platforms import current_platform
 
+from services.vllm.draft_sampler import DraftSampler
 from services.vllm.messages import Masks
 from services.vllm.sampler import BlockSampler
 
@@ -14,17 +15,19 @@ if TYPE_CHECKING or not current_platform.is_cpu():
 else:
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
 
-__all__ = ["SamplingWorker"]
+__all__ = ["DraftingWorker", "SamplingWorker"]
 
 
 class SamplingWorker(PlatformWorker):  # type: ignore[misc]  # vLLM's classes are not typed here
     """Hands the blocks of a step to the sampler, and its verdicts back with the step's output."""
 
+    sampler_class: ClassVar[type[BlockSampler | DraftSampler]] = BlockSampler
+
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model and replace the runner's sampling."""
         super().load_model(*args, **kwargs)
         runner = self.model_runner
-        self._sampler = BlockSampler(runner, runner.model_config.get_vocab_size())
+        self._sampler = self.sampler_class(runner, runner.model_config.get_vocab_size())
         runner._sample = self._sampler.sample
 
     def execute_model(self, scheduler_output: Any) -> Any:
@@ -38,3 +41,9 @@ class SamplingWorker(PlatformWorker):  # type: ignore[misc]  # vLLM's classes ar
         output = super().sample_tokens(None)
         output.verdicts = self._sampler.take_verdicts()
         return output
+
+
+class DraftingWorker(SamplingWorker):
+    """Draws a draft's proposals."""
+
+    sampler_class = DraftSampler
