@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any, ClassVar
@@ -19,6 +20,7 @@ from gammaray.v1 import draft_service_pb2 as pb
 from gammaray.wire.blocks import features_from_proto, proposal_to_proto, shape_from_proto
 from services.draft.heads import HeadScheduler, load_head_engine
 from services.draft.translated import make_draft_scheduler
+from services.engine.choice import uses_vllm
 from services.engine.engine import Engine
 from services.engine.loader import load_worker_engine
 from services.heads.loading import names_head
@@ -33,6 +35,8 @@ from services.streaming.streams import Deliver, Streams
 from services.vocabulary.translation import Translation, load_translation, target_size
 
 __all__ = ["DraftServicer", "DraftWorker"]
+
+_log = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT_MS = 10_000
 
@@ -132,6 +136,10 @@ class DraftWorker(Worker[DraftSettings]):
         name, target, limits = self.settings.model, self._target, self._limits
         check_draft_head("model", path)
         check_drafter(path, target)
+        if self._uses_vllm(path):
+            from services.vllm.loading import load_draft  # vLLM is an extra
+
+            return load_draft(path, target, self.settings, limits)
         if early_exit_layers(path) is None and not is_gguf(path) and names_head(path):
             self._features = head_sha256(path)
             head = load_head_engine(path, target, self.settings)
@@ -144,6 +152,21 @@ class DraftWorker(Worker[DraftSettings]):
         model = Model(name, vocab_size, engine.max_context, digest, kernel=engine.kernel)
         grammars = Grammars(target or path, vocab_size)
         return model, make_draft_scheduler(engine, limits, self.settings, translation, grammars)
+
+    def _uses_vllm(self, path: str) -> bool:
+        """Whether vLLM serves the drafter; with the engine auto only one that it can."""
+        settings = self.settings
+        if not uses_vllm(settings.engine, settings.device):
+            return False
+        if settings.engine == "auto":
+            from services.vllm.loading import check_draft  # vLLM is an extra
+
+            try:
+                check_draft(path, self._target, settings)
+            except InvalidArgumentError as error:
+                _log.info("%s is not served by vLLM: %s", path, error)
+                return False
+        return True
 
     @property
     def _target(self) -> str:

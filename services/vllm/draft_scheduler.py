@@ -381,13 +381,12 @@ class VllmDraftScheduler(BlockQueue[ProposeTask, _Drafting]):
 
     def _going_ahead(self) -> list[_Ahead]:
         """Return the requests that have not drafted enough, as many as may share a step."""
-        found = []
+        found: list[_Ahead] = []
         for ahead in self._ahead.values():
             tokens = self.engine.tokens(ahead.request_id)
-            if len(found) < self._ahead_rows and tokens is not None:
-                if self._may_go_ahead(ahead.spec, tokens, ahead.limit):
-                    found.append(ahead)
-        return found
+            if tokens is not None and self._may_go_ahead(ahead.spec, tokens, ahead.limit):
+                found.append(ahead)
+        return found[: self._ahead_rows]
 
     def _draft_ahead(self) -> None:
         """Draft a token ahead of the next blocks."""
