@@ -55,6 +55,7 @@ class EngineOptions:
         cache_budget_bytes: Memory for keys and values; None: from the device's memory.
         memory_share: Of a GPU, for weights, activations and cache, if there is no budget.
         tensor_parallel: GPUs (or CPU ranks) that the model is spread over.
+        head: Drafts in the target: see `services.vllm.heads.drafter_config`; empty: nothing does.
         is_compiled: Whether vLLM compiles the model and captures CUDA graphs.
         is_draft: Whether the model drafts: its requests run freely, and their prompts are short ones after
             what the prefix cache has.
@@ -69,6 +70,7 @@ class EngineOptions:
     cache_budget_bytes: int | None = None
     memory_share: float = 0.8
     tensor_parallel: int = 1
+    head: str = ""
     is_compiled: bool = True
     is_draft: bool = False
 
@@ -83,6 +85,7 @@ class StepResult:
         scheduled: The requests among which they were.
         num_cached: Of requests whose prompt the step completed: tokens found in the prefix cache.
         prompt_scores: Of those that asked for them: vLLM's `LogprobsTensors` of the prompt.
+        drafts: What vLLM's own drafter proposes after the step, by request.
         preempted: Requests that lost their cache; they have to be closed.
     """
 
@@ -91,6 +94,7 @@ class StepResult:
     scheduled: Collection[str]
     num_cached: dict[str, int]
     prompt_scores: dict[str, Any]
+    drafts: dict[str, list[int]]
     preempted: list[str]
 
 
@@ -136,6 +140,7 @@ class VllmEngine:
         ranks = f" on {options.tensor_parallel} ranks" if options.tensor_parallel > 1 else ""
         self.kernel = f"vLLM {installed_version()} ({self.device}, {self.dtype}){ranks}"
         self._scheduler = self._core.scheduler
+        self._has_drafter = bool(options.head)
         self._pool = self._scheduler.kv_cache_manager.block_pool
         self._block_size = int(config.cache_config.block_size)
         self._block_bytes = _cache_bytes(self._scheduler) // max(1, self._pool.num_gpu_blocks)
@@ -300,8 +305,15 @@ class VllmEngine:
             scheduled.keys(),
             num_cached,
             scores,
+            self._drafts(),
             self._scheduler.preempted(),
         )
+
+    def _drafts(self) -> dict[str, list[int]]:
+        if not self._has_drafter:
+            return {}
+        drafts = self._core.model_executor.take_draft_token_ids()
+        return {} if drafts is None else dict(zip(drafts.req_ids, drafts.draft_token_ids, strict=True))
 
     def check(self) -> None:
         """Raise EngineLostError when a process of vLLM has ended; any thread may call it."""
@@ -330,6 +342,8 @@ class VllmEngine:
 def _configuration(options: EngineOptions) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
+    from services.vllm.heads import count_taps, drafter_config  # they need torch
+
     device = _device(options)
     dtype = options.dtype if options.dtype != "auto" else "float32" if device == "cpu" else "bfloat16"
     arguments: dict[str, Any] = {
@@ -345,7 +359,7 @@ def _configuration(options: EngineOptions) -> Any:
         "enforce_eager": device == "cpu" or not options.is_compiled,
         "enable_prefix_caching": True,
         "disable_log_stats": True,
-        "async_scheduling": False,  # the sampler needs the tokens of the step before
+        "async_scheduling": False,  # the sampler's outcomes are needed before the next step
     }
     if options.is_draft:
         arguments["scheduler_cls"] = "services.vllm.held_scheduler.DraftingScheduler"
@@ -360,6 +374,8 @@ def _configuration(options: EngineOptions) -> Any:
             "model": "services.vllm.held_scheduler.NoProposer",
             "num_speculative_tokens": options.max_proposal,
         }
+    if options.head:
+        arguments |= {"speculative_config": drafter_config(options.head), "hf_overrides": count_taps}
     budget = options.cache_budget_bytes
     if budget is None and device == "cpu":
         import torch

@@ -70,6 +70,12 @@ class HeldScheduler(Scheduler):  # type: ignore[misc]  # vLLM's classes are not 
             for request_id in output.num_scheduled_tokens
             if request_id in self._posted and not self.requests[request_id].is_prefill_chunk
         )
+        config = self.vllm_config.speculative_config
+        if config is not None and config.method not in ("medusa", "custom_class"):
+            # Medusa's heads are all computed at once; others read new tokens even if they draft none.
+            output.num_spec_tokens_to_schedule = max(
+                (block.draft_depth for block in output.posted.values()), default=0
+            )
         return output
 
     def _take_posted(self, request_ids: Iterable[str]) -> dict[str, Any]:

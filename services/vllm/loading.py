@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from gammaray.config import DraftSettings, TargetSettings, WorkerSettings
-from gammaray.demo_pair import early_exit_layers
+from gammaray.demo_pair import early_exit_layers, resolve_model
 from gammaray.errors import InvalidArgumentError
 from gammaray.gguf import is_gguf
 from services.engine.core.drafter import is_ordinary
@@ -38,8 +38,10 @@ def load_target(path: str, settings: TargetSettings, limits: Limits) -> tuple[Mo
         UnsupportedModelError: vLLM cannot load the model.
         InvalidArgumentError: A setting that vLLM does not serve, no GPU, or too little memory.
     """
-    _check_settings(path, settings, {"head": "", "features": "", "deterministic": False})
-    engine = VllmEngine(replace(_options(path, settings, limits), tensor_parallel=settings.tensor_parallel))
+    _check_settings(path, settings, {"features": "", "deterministic": False})
+    head = resolve_model(settings.head, "draft", "head") if settings.head else ""
+    options = _options(path, settings, limits)
+    engine = VllmEngine(replace(options, tensor_parallel=settings.tensor_parallel, head=head))
     identity = model_identity(path, dtype=engine.dtype, device=engine.device, deterministic=False)
     model = Model(
         settings.model,

@@ -23,6 +23,7 @@ class PostedBlock:
         proposal: What is verified: a chain.
         base_position: Number of committed tokens, the absolute position that row 0 decides.
         num_top_logprobs: Alternatives per emitted token; None: no log-probabilities.
+        draft_depth: Tokens that vLLM's own drafter proposes after the step, for the next block.
         known_token_id: The token at `base_position`, which is committed already: nothing is verified. None:
             the rows decide it.
     """
@@ -30,6 +31,7 @@ class PostedBlock:
     proposal: Proposal
     base_position: int
     num_top_logprobs: int | None = None
+    draft_depth: int = 0
     known_token_id: int | None = None
 
 

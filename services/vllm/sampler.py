@@ -99,6 +99,7 @@ class BlockSampler:
         self._posted: dict[str, PostedBlock] = {}
         self._masks = Masks()
         self._verdicts: Verdicts = {}
+        self._emitted: list[tuple[str, int] | None] = []
 
     def begin(self, posted: dict[str, PostedBlock]) -> None:
         """Take the blocks of the step that begins, and forget requests that vLLM has forgotten."""
@@ -129,9 +130,40 @@ class BlockSampler:
         count = batch.num_reqs
         drafts = [0] * count if spec_decode_metadata is None else spec_decode_metadata.num_draft_tokens
         emitted = torch.full((count, max(drafts) + 1), NO_TOKEN, dtype=torch.int32)
-        for rows, tokens in self._serve(batch.req_ids[:count], drafts, logits):
-            emitted[rows, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
+        self._emitted = [None] * count
+        for row, tokens in self._serve(batch.req_ids[:count], drafts, logits):
+            emitted[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
+            request_id = batch.req_ids[row]
+            self._emitted[row] = request_id, self._posted[request_id].base_position + len(tokens)
         return SamplerOutput(sampled_token_ids=emitted.to(logits.device), logprobs_tensors=None)
+
+    def draft(self, logits: Tensor, depth: int, per_request: int) -> Tensor:
+        """Return the tokens that a drafter proposes for the requests of the step that was sampled.
+
+        Args:
+            logits: [requests * per_request, vocab_size], the drafter's, those of a request together.
+            depth: Tokens that were proposed before for each request.
+            per_request: Rows of each request.
+
+        Returns:
+            [requests * per_request] int64: the argmax, with the session's noise if it is verified by that.
+        """
+        tokens = logits.argmax(dim=-1)
+        alike: dict[tuple[float, ...], list[tuple[int, SessionSpec, Tensor]]] = {}
+        for at, emitted in enumerate(self._emitted):
+            if emitted is None or at * per_request >= len(tokens):
+                continue
+            request_id, position = emitted
+            session = self._sessions.get(request_id)
+            if session is None or not _is_noisy(session.spec):
+                continue
+            noise = self._noise(request_id, session.spec).gumbel(position + depth, per_request)
+            alike.setdefault(_filters(session.spec.params), []).append((at, session.spec, noise))
+        for group in alike.values():
+            rows = [at * per_request + row for at, _, _ in group for row in range(per_request)]
+            scores = processed_log_probs(logits[rows], group[0][1].params)
+            tokens[rows] = (scores + torch.cat([noise for _, _, noise in group])).argmax(dim=-1)
+        return tokens
 
     def _serve(
         self, request_ids: Sequence[str], drafts: Sequence[int], logits: Tensor
@@ -260,6 +292,11 @@ def _is_drawn(session: _Session) -> bool:
     spec = session.spec
     is_coupled = spec.method is VerificationMethod.COUPLED or spec.params.temperature == 0
     return session.edits is None and is_coupled
+
+
+def _is_noisy(spec: SessionSpec) -> bool:
+    """Whether the target's tokens are drawn with noise that drafts may share."""
+    return spec.method is VerificationMethod.COUPLED and spec.params.temperature > 0
 
 
 def _filters(params: SamplingParams) -> tuple[float, ...]:

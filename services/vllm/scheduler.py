@@ -39,10 +39,12 @@ class _Held(NamedTuple):
 
     Args:
         spec: The session's parameters, which the sampler got with the request.
+        drafts: What vLLM's drafter proposed after its last step.
     """
 
     request_id: str
     spec: SessionSpec
+    drafts: Sequence[int] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -126,18 +128,19 @@ class VllmScheduler(BlockQueue[VerifyTask, _Verifying]):
             return error
 
     def _start(self, task: VerifyTask, session: SessionCopy) -> _Verifying:
-        tokens, proposal = session.tokens, task.proposal
-        block = PostedBlock(proposal, task.base_position, task.num_top_logprobs)
+        tokens = session.tokens
         held, follows = self._requests.pop(session.session_id, None), None
         if held is not None and self._can_continue(held, task, session):
             request_id = held.request_id
-            self.engine.post(request_id, block)
+            if task.head is not None and task.head.depth > 0:
+                task.proposal = Proposal(tuple(held.drafts[: task.head.depth]), is_prepared=True)
+            self.engine.post(request_id, _block(task))
         else:
             if held is not None:
                 self.engine.close(held.request_id)
-            request_id, follows = self._open(task, session, block)
+            request_id, follows = self._open(task, session, _block(task))
         self._requests[session.session_id] = _Held(request_id, session.spec)
-        needed = self.engine.needed_blocks(len(tokens) + len(proposal))
+        needed = self.engine.needed_blocks(len(tokens) + len(task.proposal))
         work = _Verifying(task, session, request_id, follows, needed)
         self._by_request[request_id] = work
         return work
@@ -191,12 +194,12 @@ class VllmScheduler(BlockQueue[VerifyTask, _Verifying]):
 
         vLLM never takes memory from a request that it holds for one that waits.
         """
-        held = self.engine.held_blocks
-        lacking = sum(max(0, work.num_needed - held(name)) for name, work in self._by_request.items())
-        for session_id, (request_id, _) in list(self._requests.items()):
+        count = self.engine.held_blocks
+        lacking = sum(max(0, work.num_needed - count(name)) for name, work in self._by_request.items())
+        for session_id, held in list(self._requests.items()):
             if self.engine.num_free_requests >= 0 and self.engine.num_free_blocks >= lacking:
                 return
-            if request_id not in self._by_request:
+            if held.request_id not in self._by_request:
                 self._evict(session_id)
 
     def _evict(self, session_id: str) -> None:
@@ -254,6 +257,8 @@ class VllmScheduler(BlockQueue[VerifyTask, _Verifying]):
                 self.engine.post(request_id, work.follows)
                 work.follows = None
             else:
+                session_id, drafts = work.session.session_id, result.drafts.get(request_id, ())
+                self._requests[session_id] = self._requests[session_id]._replace(drafts=drafts)
                 self._finish(work, outcome, result.prompt_scores.get(request_id))
 
     def _finish(self, work: _Verifying, outcome: Verdict | GammarayError, scores: Any) -> None:
@@ -261,6 +266,8 @@ class VllmScheduler(BlockQueue[VerifyTask, _Verifying]):
         if isinstance(outcome, Verdict):
             emitted = [task.proposal.token_ids[node] for node in outcome.accepted_path]
             session.tokens += [*emitted, outcome.next_token_id]
+            if task.head is not None and task.head.depth > 0:
+                outcome = replace(outcome, drafted=task.proposal)
             if scores is not None:
                 prompt = session.tokens[: session.spec.prompt_length]
                 outcome = replace(outcome, prompt_logprobs=_prompt_logprobs(prompt, scores, task))
@@ -282,8 +289,7 @@ class VllmScheduler(BlockQueue[VerifyTask, _Verifying]):
             if work is None:
                 self._requests = {s: r for s, r in self._requests.items() if r.request_id != request_id}
                 continue
-            block = PostedBlock(work.task.proposal, work.task.base_position, work.task.num_top_logprobs)
-            work.request_id, work.follows = self._open(work.task, work.session, block)
+            work.request_id, work.follows = self._open(work.task, work.session, _block(work.task))
             self._requests[work.session.session_id] = _Held(work.request_id, work.session.spec)
             self._by_request[work.request_id] = work
 
@@ -314,6 +320,11 @@ class VllmScheduler(BlockQueue[VerifyTask, _Verifying]):
             work.timing.mask_us += int(took * 1e6)
             self.meter.masked(took, len(paths))
         return Masks(masks) if masks else None
+
+
+def _block(task: VerifyTask) -> PostedBlock:
+    depth = 0 if task.head is None else task.head.depth
+    return PostedBlock(task.proposal, task.base_position, task.num_top_logprobs, depth)
 
 
 def _prompt_logprobs(prompt: Sequence[int], scores: Any, task: VerifyTask) -> PromptLogprobs:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from vllm.platforms import current_platform
 
 from services.vllm.draft_sampler import DraftSampler
+from services.vllm.heads import CoupledDrafts
+from services.vllm.held_scheduler import NoProposer
 from services.vllm.messages import Masks
 from services.vllm.sampler import BlockSampler
 
@@ -21,14 +23,19 @@ __all__ = ["DraftingWorker", "SamplingWorker"]
 class SamplingWorker(PlatformWorker):  # type: ignore[misc]  # vLLM's classes are not typed here
     """Hands the blocks of a step to the sampler, and its verdicts back with the step's output."""
 
-    sampler_class: ClassVar[type[BlockSampler | DraftSampler]] = BlockSampler
-
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model and replace the runner's sampling."""
         super().load_model(*args, **kwargs)
         runner = self.model_runner
-        self._sampler = self.sampler_class(runner, runner.model_config.get_vocab_size())
+        self._sampler = self._make_sampler(runner, runner.model_config.get_vocab_size())
         runner._sample = self._sampler.sample
+
+    def _make_sampler(self, runner: Any, vocab_size: int) -> BlockSampler | DraftSampler:
+        """Return what samples for the runner."""
+        sampler = BlockSampler(runner, vocab_size)
+        if not isinstance(runner.drafter, NoProposer):
+            CoupledDrafts(runner.drafter, sampler).install()
+        return sampler
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """Run the forward of a step."""
@@ -46,4 +53,5 @@ class SamplingWorker(PlatformWorker):  # type: ignore[misc]  # vLLM's classes ar
 class DraftingWorker(SamplingWorker):
     """Draws a draft's proposals."""
 
-    sampler_class = DraftSampler
+    def _make_sampler(self, runner: Any, vocab_size: int) -> DraftSampler:
+        return DraftSampler(runner, vocab_size)
