@@ -197,7 +197,7 @@ class SessionTable:
         self._give_noise(session)
         return session
 
-    def get(self, session_id: str) -> SessionCopy | None:
+    def find(self, session_id: str) -> SessionCopy | None:
         """Return a session; None for an unknown one."""
         return self._sessions.get(session_id)
 

@@ -254,7 +254,7 @@ class VllmDraftScheduler(BlockQueue[ProposeTask, _Drafting]):
             self.engine.forget(session.tokens, _salt(session))
 
     def _forget_prefix(self, session_id: str) -> None:
-        session = self.sessions.get(session_id)
+        session = self.sessions.find(session_id)
         if session is not None:
             self.engine.forget(session.tokens, _salt(session))
 

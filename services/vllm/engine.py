@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from gammaray.errors import InvalidArgumentError
@@ -191,19 +192,18 @@ class VllmEngine:
         """
         self._num_opened += 1
         request_id = f"{name}#{self._num_opened}"
-        request = self._request(request_id, token_ids, salt, {"spec": spec}, num_prompt_logprobs)
-        self._core.add_request(request)
+        self._core.add_request(*self._request(request_id, token_ids, spec, salt, num_prompt_logprobs))
         return request_id
 
     def _request(
         self,
         request_id: str,
         token_ids: Sequence[int],
+        spec: SessionSpec | None,
         salt: str,
-        extra_args: dict[str, Any],
-        num_prompt_logprobs: int | None = None,
+        num_prompt_logprobs: int | None,
     ) -> Any:
-        """Return a request of vLLM's scheduler, not added yet."""
+        """Return a request of vLLM, with what it calls the wave."""
         from vllm.sampling_params import SamplingParams
         from vllm.v1.engine import EngineCoreRequest
 
@@ -212,9 +212,9 @@ class VllmEngine:
             max_tokens=self.max_context + 1,
             ignore_eos=True,
             prompt_logprobs=num_prompt_logprobs,
-            extra_args=extra_args,
+            extra_args={"spec": spec},
         )
-        request, _ = self._core.preprocess_add_request(
+        return self._core.preprocess_add_request(
             EngineCoreRequest(
                 request_id=request_id,
                 prompt_token_ids=list(token_ids),
@@ -227,7 +227,6 @@ class VllmEngine:
                 data_parallel_rank=None,
             )
         )
-        return request
 
     def post(self, request_id: str, block: PostedBlock) -> None:
         """Let a request run once, see `HeldScheduler.post`."""
@@ -264,16 +263,15 @@ class VllmEngine:
             manager.evict_blocks(blocks)
 
     def forget(self, token_ids: Sequence[int], salt: str) -> None:
-        """Drop what the prefix cache has of a text; a request that uses it keeps it until its end."""
-        if len(token_ids) < self._block_size:
-            return
-        request = self._request("", [*token_ids, 0], salt, {})  # the last token is never looked up
+        """Drop what the prefix cache has of these tokens for requests with this salt."""
         manager = self._scheduler.kv_cache_manager
-        while True:  # several blocks may have the same text
-            found, num_found, _ = manager.get_computed_blocks(request)
-            if not num_found:
-                return
-            manager.evict_blocks({block.block_id for group in found.blocks for block in group})
+        # A look-up leaves the last token out.
+        request, _ = self._request("", [*token_ids, 0], None, salt, None)
+        dropped = set[int]()
+        # Requests that computed the same tokens at the same time have equal blocks; a look-up finds one.
+        while found := set(chain(*manager.get_computed_blocks(request)[0].get_block_ids())) - dropped:
+            manager.evict_blocks(found)
+            dropped |= found
 
     def clear_cache(self) -> None:
         """Drop the prefix cache; no request may be open."""
