@@ -362,9 +362,7 @@ class VllmDraftScheduler(BlockQueue[ProposeTask, _Drafting]):
                 masks[request_id] = work.session.grammar_masks([work.token_ids])
             except GammarayError as error:
                 masks[request_id] = error
-            took = time.perf_counter() - began
-            work.timing.mask_us += int(took * 1e6)
-            self.meter.masked(took, 1)
+            work.timing.mask_us += int((time.perf_counter() - began) * 1e6)
         return Masks(masks) if masks else None
 
     def _may_go_ahead(self, spec: SessionSpec, tokens: Sequence[int], limit: int) -> bool:

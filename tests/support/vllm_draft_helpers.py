@@ -9,8 +9,8 @@ from typing import Any
 
 from gammaray.blocks import Shape
 from gammaray.types import Proposal, SparseDistribution
-from services.scheduling.tasks import ProposeTask
-from tests.support.vllm_helpers import Session, answers
+from services.scheduling.tasks import ProposeTask, Reply
+from tests.support.vllm_helpers import MAX_STEPS, Session, answers
 
 _request_ids = itertools.count(1)
 
@@ -36,6 +36,15 @@ def draft(scheduler: Any, sessions: Sequence[Session], depth: int) -> list[Any]:
     """Ask for a proposal of each session in one batch; return them, or what came instead."""
     tasks = [draft_task(session, depth) for session in sessions]
     return [reply.outcome for reply in answers(scheduler, tasks)]
+
+
+def answer(scheduler: Any, task: ProposeTask) -> Reply:
+    """Step until a submitted block has its answer, and return that."""
+    for _ in range(MAX_STEPS):
+        for answered, reply in scheduler.step():
+            if answered is task:
+                return reply
+    raise AssertionError(f"no answer after {MAX_STEPS} steps")
 
 
 def assert_alike(ours: Proposal, theirs: Proposal) -> None:

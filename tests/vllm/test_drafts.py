@@ -10,9 +10,9 @@ import pytest
 from gammaray.errors import (
     CancelledError,
     DeadlineExceededError,
+    FailedPreconditionError,
     InternalError,
     InvalidArgumentError,
-    ResourceExhaustedError,
 )
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from services.draft.scheduler import DraftScheduler
@@ -20,19 +20,20 @@ from services.engine.core.errors import EngineLostError
 from services.engine.loader import load_engine
 from services.scheduling.grammars import Grammars
 from services.scheduling.tasks import NeedTokens, Release
+from tests.support.draft_helpers import Open
 from tests.support.engine_helpers import random_tokens
-from tests.support.vllm_draft_helpers import assert_alike, draft, draft_task
+from tests.support.processing_helpers import GRAMMAR, follows_grammar
+from tests.support.vllm_draft_helpers import answer, assert_alike, draft, draft_task
 from tests.support.vllm_helpers import NOTHING, Session, answers, ask, generate
-from tests.vllm.conftest import LIMITS, MAX_POSITIONS, VOCAB_SIZE
+from tests.vllm.conftest import LIMITS, MAX_POSITIONS
 
 SHIPPED = {"draft_top_k": 8, "weight_bits": 10}
 DRAWN = SamplingParams(seed=1)
 
 
 @pytest.fixture(scope="module")
-def started(llama) -> Iterator:
-    """vLLM's scheduler of drafts, without draft-ahead."""
-    from services.vllm.draft_scheduler import VllmDraftScheduler
+def engine(llama) -> Iterator:
+    """A draft model on vLLM."""
     from services.vllm.engine import EngineOptions, VllmEngine
 
     options = EngineOptions(
@@ -43,21 +44,35 @@ def started(llama) -> Iterator:
         is_draft=True,
     )
     engine = VllmEngine(options)
+    yield engine
+    engine.shutdown()
+
+
+def scheduler_of(engine, llama, ahead_rows: int) -> Iterator:
+    """Yield a scheduler without sessions, which has none in the end."""
+    from services.vllm.draft_scheduler import VllmDraftScheduler
+
     grammars = Grammars(str(llama), engine.vocab_size)
-    scheduler = VllmDraftScheduler(engine, LIMITS, ahead_rows=0, grammars=grammars, **SHIPPED)
+    scheduler = VllmDraftScheduler(engine, LIMITS, ahead_rows=ahead_rows, grammars=grammars, **SHIPPED)
+    scheduler.throttle = Open()
     yield scheduler
-    scheduler.close()
+    scheduler.step()
+    scheduler.release([Release(name, 0, True) for name in list(scheduler.sessions)])
+    scheduler.step()
+    assert not scheduler.has_work
+    assert scheduler.stats().num_sessions == 0
 
 
 @pytest.fixture
-def drafts(started) -> Iterator:
-    """The same, without sessions before and after a test."""
-    yield started
-    started.step()
-    started.release([Release(name, 0, True) for name in list(started.sessions)])
-    started.step()
-    assert started.is_idle
-    assert started.stats().num_sessions == 0
+def drafts(engine, llama) -> Iterator:
+    """vLLM's scheduler without draft-ahead."""
+    yield from scheduler_of(engine, llama, 0)
+
+
+@pytest.fixture
+def ahead(engine, llama) -> Iterator:
+    """The same with draft-ahead of two sessions at a time."""
+    yield from scheduler_of(engine, llama, 2)
 
 
 @pytest.fixture(scope="module")
@@ -111,18 +126,22 @@ def test_a_draft_equal_to_the_target_is_accepted_whole(drafts, reference, temper
 
 @pytest.mark.parametrize("method", [VerificationMethod.COUPLED, VerificationMethod.BLOCK])
 def test_a_grammar_masks_each_drafted_token(drafts, cpu_drafts, method):
-    params = SamplingParams(seed=6, grammar='start: "[" ("0" | "1")+ "]"')
-    ours, theirs = sessions_with(params, method, 3), sessions_with(params, method, 3)
-    for scheduler, sessions in ((drafts, ours), (cpu_drafts, theirs)):
-        for session in sessions:
-            session.eos_token_ids = (0,)
-        state = scheduler.grammars.compile(params.grammar)
-        tasks = [draft_task(session, 6, grammar=state.copy()) for session in sessions]
-        session_outcomes = [reply.outcome for reply in answers(scheduler, tasks)]
-        if scheduler is drafts:
-            found = session_outcomes
-    for one, other in zip(found, session_outcomes, strict=True):
+    params, eos = SamplingParams(seed=6, grammar=GRAMMAR), (0, 3)
+
+    def propose(scheduler) -> list[Proposal]:
+        sessions = sessions_with(params, method, 4, eos_token_ids=eos)
+        grammars = [scheduler.grammars.begin(GRAMMAR, eos) for _ in sessions]
+        tasks = [
+            draft_task(session, 6, grammar=grammar)
+            for session, grammar in zip(sessions, grammars, strict=True)
+        ]
+        return [reply.outcome for reply in answers(scheduler, tasks)]
+
+    ours = propose(drafts)
+    for one, other in zip(ours, propose(cpu_drafts), strict=True):
         assert_alike(one, other)
+        for index, token_id in enumerate(one.token_ids):
+            assert follows_grammar(one.token_ids[:index], token_id, eos)
 
 
 def test_an_end_of_sequence_ends_a_chain_but_not_its_duration_where_distributions_are_shipped(drafts):
@@ -152,7 +171,7 @@ def test_a_newer_block_cancels_the_running_one_at_once(drafts):
     (session,) = sessions_with(DRAWN, count=1)
     old = draft_task(session, 8)
     drafts.submit([old])
-    assert drafts.step() == []
+    assert drafts.step() == []  # its first token
     session.tokens.append(9)
     new = draft_task(session, 4)
     drafts.submit([new])
@@ -162,17 +181,7 @@ def test_a_newer_block_cancels_the_running_one_at_once(drafts):
     assert drafts.stats().num_sessions == 1
     (fresh,) = sessions_with(DRAWN, count=1)
     fresh.tokens.append(9)
-    (reply,) = answers(drafts, [])[:1] or [reply for _, reply in _steps(drafts)]
-    assert reply.request_id == new.request_id
-    assert reply.outcome == draft(drafts, [fresh], 4)[0]
-
-
-def _steps(scheduler):
-    for _ in range(50):
-        replies = scheduler.step()
-        if replies:
-            return replies
-    raise AssertionError("no answer")
+    assert answer(drafts, new).outcome == draft(drafts, [fresh], 4)[0]
 
 
 def test_blocks_that_wait_together_are_read_but_only_the_newest_is_drafted(drafts):
@@ -191,10 +200,9 @@ def test_a_block_of_an_older_epoch_does_not_cancel(drafts):
     running, old = draft_task(session, 4), draft_task(session, 4, epoch=1)
     drafts.submit([running])
     drafts.step()
-    replies = answers(drafts, [old])
-    if len(replies) == 1:
-        replies += [reply for _, reply in _steps(drafts)] if drafts.num_queued else []
-    assert drafts.is_idle
+    drafts.submit([old])
+    assert isinstance(answer(drafts, running).outcome, Proposal)
+    assert isinstance(answer(drafts, old).outcome, FailedPreconditionError)
 
 
 def test_dead_blocks_leave_the_batch_and_vllm(drafts):
@@ -303,10 +311,101 @@ def test_a_lost_engine_ends_the_thread(drafts, monkeypatch):
     drafts.fail_all(InternalError("lost"))
 
 
-def test_more_sessions_than_the_cache_holds_are_served_one_after_another(drafts, monkeypatch):
+def test_sessions_that_exceed_the_cache_together_are_all_served(drafts):
     num_blocks = drafts.engine.num_free_blocks
     long = [Session(random_tokens(900, seed=seed), DRAWN) for seed in range(num_blocks // 29 + 3)]
     outcomes = draft(drafts, long, 3)
-    assert {type(outcome) for outcome in outcomes} <= {Proposal, ResourceExhaustedError}
-    assert all(len(outcome) == 3 for outcome in outcomes)
-    assert VOCAB_SIZE > max(token for outcome in outcomes for token in outcome.token_ids)
+    assert [len(outcome) for outcome in outcomes] == [3] * len(long)
+
+
+def idle(scheduler) -> int:
+    """Draft ahead until that is done; return the number of steps."""
+    for count in range(100):
+        if not scheduler.has_work:
+            return count
+        assert scheduler.step() == []
+    raise AssertionError("draft-ahead does not end")
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_a_proposal_that_was_drafted_ahead_is_answered_at_once(ahead, drafts, reference, temperature):
+    params = SamplingParams(temperature=temperature, seed=2)
+    (session,), (plain,) = sessions_with(params, count=1), sessions_with(params, count=1)
+    for cycle in range(4):
+        ahead.submit([task := draft_task(session, 3)])
+        ((answered, reply),) = ahead.step() if cycle else [(task, answer(ahead, task))]
+        assert answered is task
+        assert reply.timing.num_forwards == (0 if cycle else 3)
+        assert reply.outcome == draft(drafts, [plain], 3)[0]
+        idle(ahead)
+        for one in (session, plain):
+            ask(reference, one, reply.outcome)
+        assert session.tokens == plain.tokens
+    assert (ahead.load().lookups, ahead.load().hits) == (3, 3)
+
+
+def test_a_block_goes_on_where_draft_ahead_was_interrupted(ahead, drafts, reference):
+    (session,) = sessions_with(DRAWN, count=1)
+    (proposal,) = draft(ahead, [session], 4)
+    assert ahead.step() == ahead.step() == []  # the token after the proposal, and the next proposal's first
+    ask(reference, session, proposal)
+    ahead.submit([task := draft_task(session, 4)])
+    reply = answer(ahead, task)
+    assert reply.timing.num_forwards == 3
+    assert reply.timing.batch_tokens == 3  # nothing is read again
+    (fresh,) = sessions_with(DRAWN, count=1)
+    fresh.tokens = list(session.tokens)
+    assert reply.outcome == draft(drafts, [fresh], 4)[0]
+
+
+def test_another_text_than_expected_ends_draft_ahead(ahead, drafts):
+    (session,) = sessions_with(DRAWN, count=1)
+    (proposal,) = draft(ahead, [session], 4)
+    idle(ahead)
+    session.tokens += [*proposal.token_ids[:2], (proposal.token_ids[2] + 1) % 97]
+    ahead.submit([task := draft_task(session, 4)])
+    assert ahead.step() == []
+    assert ahead.stats().num_sessions == 1
+    reply = answer(ahead, task)
+    (fresh,) = sessions_with(DRAWN, count=1)
+    fresh.tokens = list(session.tokens)
+    assert reply.outcome == draft(drafts, [fresh], 4)[0]
+
+
+def test_draft_ahead_waits_while_another_block_runs(ahead):
+    first, second = sessions_with(DRAWN, count=2)
+    draft(ahead, [first], 4)
+    assert ahead.step() == []
+    (reply,) = answers(ahead, [draft_task(second, 4)])
+    assert reply.timing.batch_size == 1
+    assert ahead.stats().num_sessions == 2
+
+
+def test_draft_ahead_is_for_few_sessions_at_a_time(ahead):
+    draft(ahead, sessions_with(DRAWN, count=5), 2)
+    assert ahead.step() == []
+    assert ahead.throttle.stats.rows == 2
+
+
+def test_nothing_is_drafted_ahead_of_a_draw_or_an_end(ahead):
+    (session,) = sessions_with(DRAWN, VerificationMethod.REJECTION, count=1)
+    draft(ahead, [session], 2)
+    assert not ahead.has_work
+    (whole,) = draft(ahead, sessions_with(DRAWN, count=1), 3)
+    ahead.fail_all(InternalError("broken"))
+    ahead.step()
+    (ending,) = sessions_with(DRAWN, count=1, eos_token_ids=(whole.token_ids[-1],))
+    draft(ahead, [ending], 3)
+    assert not ahead.has_work
+    assert ahead.stats().num_sessions == 0
+
+
+def test_draft_ahead_gives_its_memory_to_blocks(ahead):
+    long = [
+        Session(random_tokens(900, seed=seed), DRAWN)
+        for seed in range(ahead.engine.num_free_blocks // 29 + 2)
+    ]
+    for session in long:
+        (proposal,) = draft(ahead, [session], 3)
+        assert len(proposal) == 3
+        idle(ahead)
