@@ -60,19 +60,25 @@ def scheduler_of(engine, llama, ahead_rows: int) -> Iterator:
     scheduler.release([Release(name, 0, True) for name in list(scheduler.sessions)])
     scheduler.step()
     assert not scheduler.has_work
-    assert scheduler.stats().num_sessions == 0
 
 
 @pytest.fixture
-def drafts(engine, llama) -> Iterator:
+def ready(engine) -> Iterator:
+    """The model, which has no requests in the end."""
+    yield engine
+    assert engine.stats().num_sessions == 0
+
+
+@pytest.fixture
+def drafts(ready, llama) -> Iterator:
     """vLLM's scheduler without draft-ahead."""
-    yield from scheduler_of(engine, llama, 0)
+    yield from scheduler_of(ready, llama, 0)
 
 
 @pytest.fixture
-def ahead(engine, llama) -> Iterator:
+def ahead(ready, llama) -> Iterator:
     """The same with draft-ahead of two sessions at a time."""
-    yield from scheduler_of(engine, llama, 2)
+    yield from scheduler_of(ready, llama, 2)
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +109,9 @@ GREEDY = SamplingParams(temperature=0, seed=0)
 
 
 @pytest.mark.parametrize("method", VerificationMethod)
-@pytest.mark.parametrize("params", [GREEDY, DRAWN, FILTERED, PENALISED], ids=repr)
+@pytest.mark.parametrize(
+    "params", [GREEDY, DRAWN, FILTERED, PENALISED], ids=["greedy", "drawn", "filtered", "penalised"]
+)
 def test_proposals_of_a_batch_are_those_of_the_cpu_engine(drafts, cpu_drafts, method, params):
     ours, theirs = sessions_with(params, method), sessions_with(params, method)
     for session in ours + theirs:
