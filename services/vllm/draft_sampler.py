@@ -7,7 +7,6 @@ their logits share one call where their tokens are the best of their scores.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import Any, NamedTuple
 
 import torch
@@ -17,13 +16,12 @@ from gammaray.errors import GammarayError, InternalError
 from gammaray.types import SamplingParams, VerificationMethod
 from services.engine.sampling.edits import LogitEdits
 from services.engine.sampling.logits import processed_log_probs
-from services.engine.sampling.noise import Noise
-from services.scheduling.sessions import MIN_WITH_NOISE, NOISE_BYTES, NOISE_BYTES_PER_ID
 from services.scheduling.tasks import SessionSpec
 from services.speculation.predictions import predictions
 from services.speculation.session import draft_params, edited_log_probs
 from services.target.verification import best_tokens
 from services.vllm.messages import DraftBlock, Drafted, Masks, Verdicts
+from services.vllm.noise import NoiseRows, NoiseSource
 from services.vllm.sampler import SPEC, UNUSED_TOKEN, GivenMasks
 
 __all__ = ["DraftSampler"]
@@ -85,9 +83,7 @@ class DraftSampler:
     def __init__(self, runner: Any, vocab_size: int) -> None:
         self._runner, self._vocab_size = runner, vocab_size
         self._sessions: dict[str, _Session] = {}
-        # By seed: a session has a new request for each proposal.
-        self._noises: OrderedDict[tuple[int, int], Noise] = OrderedDict()
-        self._most_noises = max(MIN_WITH_NOISE, NOISE_BYTES // (NOISE_BYTES_PER_ID * vocab_size))
+        self._noise = NoiseSource(vocab_size, runner.device)
         self._posted: dict[str, DraftBlock] = {}
         self._masks = Masks()
         self._verdicts: Verdicts = {}
@@ -154,25 +150,16 @@ class DraftSampler:
             found = self._sessions[request_id] = _Session(spec, self._vocab_size, self._runner.device)
         return found
 
-    def _noise(self, params: SamplingParams) -> Noise:
-        assert params.seed is not None
-        key = params.seed, params.sample_index
-        noise = self._noises.pop(key, None)
-        if noise is None:
-            noise = Noise(*key, self._vocab_size, device=self._runner.device)
-        self._noises[key] = noise
-        if len(self._noises) > self._most_noises:
-            self._noises.popitem(last=False)
-        return noise
-
     def _draw(self, rows: list[_Row]) -> list[Drafted | GammarayError]:
         """Draw for sessions with equal filters, whose tokens are the argmaxes of one tensor."""
         params, is_random = rows[0].session.params, rows[0].session.spec.params.temperature > 0
         scores = torch.cat([row.logits for row in rows]) if len(rows) > 1 else rows[0].logits
         scores = scores.float() if params is None else processed_log_probs(scores, params)
         if is_random:
-            noise = [self._noise(row.session.spec.params).gumbel(row.position, 1) for row in rows]
-            scores = scores + (torch.cat(noise) if len(noise) > 1 else noise[0])
+            noise = [
+                NoiseRows(_key(row.session.spec), row.session.spec, row.position, num_rows=1) for row in rows
+            ]
+            scores = scores + self._noise.gumbel(noise)
         broken = InternalError("the draft model's logits are not finite numbers")
         return [broken if token_id is None else Drafted(token_id) for token_id in best_tokens(scores)]
 
@@ -195,7 +182,7 @@ class DraftSampler:
             (prediction,) = predictions(
                 spec.method,
                 logits,
-                self._noise(spec.params) if spec.params.temperature > 0 else None,
+                self._noise.of(_key(spec), spec) if spec.params.temperature > 0 else None,
                 [row.position],
                 temperature=spec.params.temperature,
                 top_k=block.top_k,
@@ -204,3 +191,8 @@ class DraftSampler:
             return Drafted(prediction.choose(block.base_position), prediction.distribution)
         except GammarayError as error:
             return error
+
+
+def _key(spec: SessionSpec) -> str:
+    """Return the name of a session's noise, which it keeps although each proposal is another request."""
+    return f"{spec.params.seed} {spec.params.sample_index}"

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import ClassVar
 
 from gammaray.errors import CancelledError, GammarayError, InternalError, ResourceExhaustedError
@@ -146,7 +147,7 @@ class VllmDraftScheduler(BlockQueue[ProposeTask, _Drafting]):
         self._ahead_ended = self._ahead_began = 0.0
         # The sampler draws the noise, on the device.
         super().__init__(engine.vocab_size, "cpu", grammars)
-        engine.set_mask_maker(self._make_masks)
+        engine.set_mask_maker(self._begin_masks)
         if ahead_rows:
             self.meter.watch_ahead(self.throttle.stats)
 
@@ -169,7 +170,7 @@ class VllmDraftScheduler(BlockQueue[ProposeTask, _Drafting]):
         super().fail_all(error)
         for session_id in list(self._ahead):
             self._drop_ahead(session_id)
-        self.engine.clear_cache()
+        self.engine.recover()
 
     def close(self) -> None:
         """End vLLM's engine."""
@@ -350,8 +351,15 @@ class VllmDraftScheduler(BlockQueue[ProposeTask, _Drafting]):
         error = ResourceExhaustedError(f"the KV cache budget is too small: {budget} bytes")
         self._end_work(work, error)
 
-    def _make_masks(self, posted: dict[str, DraftBlock]) -> Masks | None:
-        """Compute the masks of blocks with a grammar; vLLM calls it while the forward runs."""
+    def _begin_masks(self, posted: dict[str, DraftBlock]) -> Callable[[], Masks] | None:
+        """Return what computes the masks of blocks; vLLM calls it while the forward runs."""
+        has_grammar = any(
+            request_id in self._by_request and self._by_request[request_id].session.spec.params.grammar
+            for request_id in posted
+        )
+        return partial(self._make_masks, posted) if has_grammar else None
+
+    def _make_masks(self, posted: dict[str, DraftBlock]) -> Masks:
         masks: dict[str, Sequence[bytes | None] | GammarayError] = {}
         for request_id in posted:
             work = self._by_request.get(request_id)
@@ -363,7 +371,7 @@ class VllmDraftScheduler(BlockQueue[ProposeTask, _Drafting]):
             except GammarayError as error:
                 masks[request_id] = error
             work.timing.mask_us += int((time.perf_counter() - began) * 1e6)
-        return Masks(masks) if masks else None
+        return Masks(masks)
 
     def _may_go_ahead(self, spec: SessionSpec, tokens: Sequence[int], limit: int) -> bool:
         """Whether a request may draft ahead: only where the draft's choice predicts the target's token."""

@@ -105,6 +105,7 @@ class VllmEngine:
     Attributes:
         vocab_size: Token ids lie in [0, vocab_size).
         max_context: Positions lie in [0, max_context).
+        max_proposal: Most tokens of one proposal.
         device: Type of the device.
         dtype: Of the arithmetic.
         kernel: For operators: vLLM, its version and device.
@@ -140,6 +141,7 @@ class VllmEngine:
         self.dtype = str(model.dtype).removeprefix("torch.")
         ranks = f" on {options.tensor_parallel} ranks" if options.tensor_parallel > 1 else ""
         self.kernel = f"vLLM {installed_version()} ({self.device}, {self.dtype}){ranks}"
+        self.max_proposal = options.max_proposal
         self._scheduler = self._core.scheduler
         self._has_drafter = bool(options.head)
         self._pool = self._scheduler.kv_cache_manager.block_pool
@@ -249,18 +251,11 @@ class VllmEngine:
         request = self._scheduler.requests.get(request_id)
         return None if request is None else request.all_token_ids
 
-    def close(self, request_id: str, *, forget: bool = False) -> None:
-        """End a request; its blocks stay in the prefix cache until others need them, or are forgotten."""
+    def close(self, request_id: str) -> None:
+        """End a request; its blocks stay in the prefix cache until others need them."""
         self._scheduler.withdraw(request_id)
-        if request_id not in self._scheduler.requests:
-            return
-        manager = self._scheduler.kv_cache_manager
-        blocks = (
-            {block for group in manager.get_block_ids(request_id) for block in group} if forget else set()
-        )
-        self._core.abort_requests([request_id])
-        if blocks:
-            manager.evict_blocks(blocks)
+        if request_id in self._scheduler.requests:
+            self._core.abort_requests([request_id])
 
     def forget(self, token_ids: Sequence[int], salt: str) -> None:
         """Drop what the prefix cache has of these tokens for requests with this salt."""
@@ -273,9 +268,14 @@ class VllmEngine:
             manager.evict_blocks(found)
             dropped |= found
 
-    def clear_cache(self) -> None:
-        """Drop the prefix cache; no request may be open."""
-        self._scheduler.kv_cache_manager.reset_prefix_cache()
+    def recover(self) -> None:
+        """Drop the prefix cache after a step that failed; no request may be open.
+
+        Raises:
+            EngineLostError: Blocks of the cache are still in use.
+        """
+        if not self._scheduler.recover():
+            raise EngineLostError("vLLM does not release its KV cache after a step that failed")
 
     def step(self) -> StepResult:
         """Run one step for the requests that are posted or have a prompt to compute.
