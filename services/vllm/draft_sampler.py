@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gammaray.errors import GammarayError, InternalError
-from gammaray.types import SamplingParams, VerificationMethod
+from gammaray.types import VerificationMethod
 from services.engine.sampling.edits import LogitEdits
 from services.engine.sampling.logits import processed_log_probs
 from services.scheduling.tasks import SessionSpec

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from transformers import PreTrainedTokenizerFast
 from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from services.engine.loader import load_engine
 from services.scheduling.grammars import Grammars
