@@ -34,7 +34,7 @@ from services.streaming.messages import Model, describe, fill_result, task_field
 from services.streaming.streams import Deliver, Streams
 from services.vocabulary.translation import Translation, load_translation, target_size
 
-__all__ = ["DraftServicer", "DraftWorker"]
+__all__ = ["DraftServicer", "DraftWorker", "drafts_on_vllm"]
 
 _log = logging.getLogger(__name__)
 
@@ -122,6 +122,21 @@ def _result(reply: Reply) -> pb.ProposeResult:
     return result
 
 
+def drafts_on_vllm(path: str, target: str, settings: DraftSettings) -> bool:
+    """Return whether vLLM serves a drafter: with the engine auto only one that it can."""
+    if not uses_vllm(settings.engine, settings.device):
+        return False
+    if settings.engine == "auto":
+        from services.vllm.loading import check_draft  # vLLM is an extra
+
+        try:
+            check_draft(path, target, settings)
+        except InvalidArgumentError as error:
+            _log.info("%s is not served by vLLM: %s", path, error)
+            return False
+    return True
+
+
 class DraftWorker(Worker[DraftSettings]):
     """Serves gammaray.v1.DraftService."""
 
@@ -136,7 +151,7 @@ class DraftWorker(Worker[DraftSettings]):
         name, target, limits = self.settings.model, self._target, self._limits
         check_draft_head("model", path)
         check_drafter(path, target)
-        if self._uses_vllm(path):
+        if drafts_on_vllm(path, target, self.settings):
             from services.vllm.loading import load_draft  # vLLM is an extra
 
             return load_draft(path, target, self.settings, limits)
@@ -152,21 +167,6 @@ class DraftWorker(Worker[DraftSettings]):
         model = Model(name, vocab_size, engine.max_context, digest, kernel=engine.kernel)
         grammars = Grammars(target or path, vocab_size)
         return model, make_draft_scheduler(engine, limits, self.settings, translation, grammars)
-
-    def _uses_vllm(self, path: str) -> bool:
-        """Whether vLLM serves the drafter; with the engine auto only one that it can."""
-        settings = self.settings
-        if not uses_vllm(settings.engine, settings.device):
-            return False
-        if settings.engine == "auto":
-            from services.vllm.loading import check_draft  # vLLM is an extra
-
-            try:
-                check_draft(path, self._target, settings)
-            except InvalidArgumentError as error:
-                _log.info("%s is not served by vLLM: %s", path, error)
-                return False
-        return True
 
     @property
     def _target(self) -> str:

@@ -22,8 +22,6 @@ from typing import ClassVar
 
 from gammaray.errors import CancelledError, GammarayError, InternalError, ResourceExhaustedError
 from gammaray.types import Proposal, SparseDistribution, VerificationMethod
-from services.draft.gain import GainMeter
-from services.draft.lookahead import Throttle
 from services.engine.core.device import raise_if_lost
 from services.engine.core.errors import EngineLostError
 from services.engine.core.kv_cache import CacheStats
@@ -33,6 +31,8 @@ from services.scheduling.load import LoadCounters
 from services.scheduling.planning import Limits
 from services.scheduling.sessions import SessionCopy
 from services.scheduling.tasks import NeedTokens, ProposeTask, Reply, SessionSpec, Timing
+from services.speculation.gain import GainMeter
+from services.speculation.throttle import Throttle
 from services.vllm.engine import StepResult, VllmEngine
 from services.vllm.messages import DraftBlock, Drafted, Masks
 

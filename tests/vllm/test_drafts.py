@@ -295,7 +295,10 @@ def test_a_tree_is_answered_with_a_chain(drafts):
     assert reply.outcome == chain
 
 
-def test_a_failed_step_fails_its_blocks_and_the_next_ones_are_served(drafts, monkeypatch):
+@pytest.mark.parametrize("stage", ["execute_model", "sample_tokens"])
+def test_a_failed_step_fails_its_blocks_and_the_next_ones_are_served(drafts, monkeypatch, stage):
+    from services.vllm.worker import DraftingWorker
+
     sessions = sessions_with(DRAWN, count=3)
     expected = draft(drafts, sessions, 4)
 
@@ -303,7 +306,7 @@ def test_a_failed_step_fails_its_blocks_and_the_next_ones_are_served(drafts, mon
         raise ValueError("broken")
 
     with monkeypatch.context() as patch:
-        patch.setattr(drafts.engine._core.model_executor, "execute_model", fail)
+        patch.setattr(DraftingWorker, stage, fail)
         outcomes = draft(drafts, sessions, 4)
     assert [type(outcome) for outcome in outcomes] == [InternalError] * 3
     assert drafts.stats().num_sessions == 0
@@ -311,8 +314,11 @@ def test_a_failed_step_fails_its_blocks_and_the_next_ones_are_served(drafts, mon
 
 
 def test_a_lost_engine_ends_the_thread(drafts, monkeypatch):
+    def fail():
+        raise EngineLostError("a process of vLLM has ended")
+
     with monkeypatch.context() as patch:
-        patch.setattr(drafts.engine, "_lost", "a process of vLLM has ended")
+        patch.setattr(drafts.engine, "check", fail)
         drafts.submit([draft_task(sessions_with(DRAWN, count=1)[0], 4)])
         with pytest.raises(EngineLostError):
             drafts.step()

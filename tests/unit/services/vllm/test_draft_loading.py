@@ -7,7 +7,7 @@ import pytest
 from gammaray.config import DraftSettings
 from gammaray.demo_pair import resolve_model
 from gammaray.errors import InvalidArgumentError
-from services.draft.worker import DraftWorker
+from services.draft.worker import drafts_on_vllm
 from services.vllm.loading import check_draft
 from tests.support.engine_helpers import tiny_model
 
@@ -64,5 +64,5 @@ def test_auto_leaves_a_drafter_that_vllm_cannot_serve_to_the_other_engines(
     monkeypatch, draft, weights, engine, is_vllm
 ):
     monkeypatch.setattr("services.draft.worker.uses_vllm", lambda engine, device: True)
-    worker = DraftWorker(DraftSettings(model="demo", engine=engine, draft_weights=weights))
-    assert worker._uses_vllm(draft) == is_vllm
+    settings = DraftSettings(engine=engine, draft_weights=weights)
+    assert drafts_on_vllm(draft, "", settings) == is_vllm
