@@ -322,6 +322,12 @@ class WorkerSettings(_ServingSettings, _ModelSettings):
         ge=16,
         description="Upper bound of one session's prompt tokens in one forward; long prompts take several.",
     )
+    max_step_ms: float = Field(
+        50.0,
+        gt=0,
+        description="Time that one step may take while the worker serves several sessions, in milliseconds; "
+        "a step takes fewer tokens than max_batch_tokens, but at least 32, to keep to it.",
+    )
     deterministic: bool = Field(
         False, description="Bit-identical logits whatever the batch and gamma (CPU float32 only; slower)."
     )
