@@ -1,4 +1,4 @@
-"""How well a draft worker knows what drafting gains, simulated: `services.speculation.gain` against the truth.
+"""How well a draft worker knows what drafting gains, in simulation: its estimate against the truth.
 
     python -m benchmarks.gain
 

@@ -209,9 +209,7 @@ def test_ahead_failing_forward_costs_only_what_was_prepared():
 
 
 def test_ahead_nothing_follows_the_end_of_sequence_or_of_the_context(monkeypatch):
-    monkeypatch.setattr(
-        "services.speculation.throttle.MIN_OUTCOME", 0.01
-    )  # so that something is left to do
+    monkeypatch.setattr("services.speculation.throttle.MIN_OUTCOME", 0.01)  # so that something is left to do
     engine = TableEngine()
     fresh = Drafter(engine).ask(PROMPT, 1).outcome
     ahead = Drafter(TableEngine(), ahead_rows=4)
