@@ -268,8 +268,8 @@ class VllmDraftScheduler(BlockQueue[ProposeTask, _Drafting]):
         took_s = time.perf_counter() - began
         self._step_s = took_s if not self._step_s else 0.95 * self._step_s + 0.05 * took_s
         self._take(result, int(took_s * 1e6))
-        if not result.num_tokens and not result.preempted:
-            self._unblock()
+        if not result.num_tokens:
+            self._unblock(is_preempted=bool(result.preempted))
 
     def _run_engine(self) -> StepResult | None:
         """Run a step; None when it failed, in which case all blocks are answered."""
@@ -339,11 +339,16 @@ class VllmDraftScheduler(BlockQueue[ProposeTask, _Drafting]):
             self.engine.close(work.request_id)
         return proposal
 
-    def _unblock(self) -> None:
-        """Free memory after a step in which nothing fitted: draft-ahead's, else fail the newest block."""
+    def _unblock(self, *, is_preempted: bool) -> None:
+        """Free memory after a step in which nothing fitted: draft-ahead's, else fail the newest block.
+
+        Where vLLM has just taken the memory of a block, the next step has that.
+        """
         if self._ahead:
             for session_id in list(self._ahead):
                 self._drop_ahead(session_id)
+            return
+        if is_preempted:
             return
         work = next(reversed(self._running.values()))
         self.engine.close(work.request_id)
@@ -427,9 +432,13 @@ class VllmDraftScheduler(BlockQueue[ProposeTask, _Drafting]):
                 ahead.is_held = is_held
 
     def _make_room(self) -> None:
-        """Hold draft-ahead while blocks are served; close the oldest of it where slots run out."""
+        """Hold draft-ahead while blocks are served; close the oldest of it where slots or memory run out."""
         self._hold_others()
-        while self._ahead and self.engine.num_free_requests < 0:
+        engine, lacking = self.engine, 0
+        for request_id, work in self._by_request.items():
+            needed = engine.needed_blocks(work.task.base_position + work.depth)
+            lacking += max(0, needed - engine.held_blocks(request_id))
+        while self._ahead and (engine.num_free_requests < 0 or engine.num_free_blocks < lacking):
             self._drop_ahead(next(iter(self._ahead)))
 
     def _take_ahead(self, task: ProposeTask, session: SessionCopy) -> str | None:

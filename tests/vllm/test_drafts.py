@@ -20,6 +20,7 @@ from services.engine.core.errors import EngineLostError
 from services.engine.loader import load_engine
 from services.scheduling.grammars import Grammars
 from services.scheduling.tasks import NeedTokens, Release
+from services.vllm.engine import CPU_DRAFT_BLOCK
 from tests.support.draft_helpers import Open
 from tests.support.engine_helpers import random_tokens
 from tests.support.processing_helpers import GRAMMAR, follows_grammar
@@ -325,11 +326,20 @@ def test_a_lost_engine_ends_the_thread(drafts, monkeypatch):
     drafts.fail_all(InternalError("lost"))
 
 
-def test_sessions_that_exceed_the_cache_together_are_all_served(drafts):
-    num_blocks = drafts.engine.num_free_blocks
-    long = [Session(random_tokens(900, seed=seed), DRAWN) for seed in range(num_blocks // 29 + 3)]
-    outcomes = draft(drafts, long, 3)
-    assert [len(outcome) for outcome in outcomes] == [3] * len(long)
+def filling(engine, extra: int) -> list[Session]:
+    """Return sessions whose prompts fill the cache of a model, and which then need one more block each."""
+    length = 28 * CPU_DRAFT_BLOCK - 2
+    return [
+        Session(random_tokens(length, seed=seed), DRAWN)
+        for seed in range(engine.num_free_blocks // 28 + extra)
+    ]
+
+
+@pytest.mark.parametrize("extra", [0, 3])
+def test_sessions_that_exceed_the_cache_together_are_all_served(drafts, cpu_drafts, extra):
+    sessions = filling(drafts.engine, extra)
+    for one, session in zip(draft(drafts, sessions, 6), sessions, strict=True):
+        assert_alike(one, draft(cpu_drafts, [session], 6)[0])
 
 
 def idle(scheduler) -> int:
@@ -415,11 +425,8 @@ def test_nothing_is_drafted_ahead_of_a_draw_or_an_end(ahead):
 
 
 def test_draft_ahead_gives_its_memory_to_blocks(ahead):
-    long = [
-        Session(random_tokens(900, seed=seed), DRAWN)
-        for seed in range(ahead.engine.num_free_blocks // 29 + 2)
-    ]
-    for session in long:
-        (proposal,) = draft(ahead, [session], 3)
-        assert len(proposal) == 3
+    for session in filling(ahead.engine, 2):
+        (proposal,) = draft(ahead, [session], 6)
+        assert len(proposal) == 6
         idle(ahead)
+    assert ahead.stats().num_sessions > 5
