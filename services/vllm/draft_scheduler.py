@@ -286,7 +286,7 @@ class VllmDraftScheduler(BlockQueue[ProposeTask, _Drafting]):
         preempted = set(result.preempted)
         for session_id, ahead in list(self._ahead.items()):
             if ahead.request_id in preempted:
-                self._drop_ahead(session_id)
+                self._evict(session_id)
         return result
 
     def _note_starts(self) -> None:
@@ -346,7 +346,7 @@ class VllmDraftScheduler(BlockQueue[ProposeTask, _Drafting]):
         """
         if self._ahead:
             for session_id in list(self._ahead):
-                self._drop_ahead(session_id)
+                self._evict(session_id)
             return
         if is_preempted:
             return
@@ -419,9 +419,8 @@ class VllmDraftScheduler(BlockQueue[ProposeTask, _Drafting]):
             if isinstance(result.verdicts.get(ahead.request_id), GammarayError):
                 self._drop_ahead(session_id)
         if not result.num_tokens and not result.preempted:
-            for ahead in going:  # nothing fitted
-                self._ahead = {s: a for s, a in self._ahead.items() if a is not ahead}
-                self.engine.close(ahead.request_id)
+            for session_id in list(self._ahead):  # nothing fitted
+                self._evict(session_id)
 
     def _hold_others(self, going: Sequence[_Ahead] = ()) -> None:
         """Hold the requests of draft-ahead, except for some."""
@@ -439,7 +438,7 @@ class VllmDraftScheduler(BlockQueue[ProposeTask, _Drafting]):
             needed = engine.needed_blocks(work.task.base_position + work.depth)
             lacking += max(0, needed - engine.held_blocks(request_id))
         while self._ahead and (engine.num_free_requests < 0 or engine.num_free_blocks < lacking):
-            self._drop_ahead(next(iter(self._ahead)))
+            self._evict(next(iter(self._ahead)))
 
     def _take_ahead(self, task: ProposeTask, session: SessionCopy) -> str | None:
         """Return the request that has drafted from a session's text on; end one that has another text."""
@@ -469,6 +468,10 @@ class VllmDraftScheduler(BlockQueue[ProposeTask, _Drafting]):
         ahead = self._ahead.pop(session_id, None)
         if ahead is not None:
             self.engine.close(ahead.request_id)
+
+    def _evict(self, session_id: str) -> None:
+        self._drop_ahead(session_id)
+        self.engine.num_evictions += 1
 
     def _note_arrival(self, arrived: float) -> None:
         """Note a block's arrival; it may have waited for a step of draft-ahead."""
