@@ -17,12 +17,14 @@ from gammaray.blocks import Shape, Verdict
 from gammaray.errors import (
     CancelledError,
     DeadlineExceededError,
+    FailedPreconditionError,
     GammarayError,
     InternalError,
     InvalidArgumentError,
     ModelChangedError,
     UnavailableError,
 )
+from gammaray.grammar.identity import digest_of, grammar_identity
 from gammaray.types import PromptLogprobs, Proposal
 from gammaray.v1 import target_service_pb2 as target_pb
 from gammaray.v1 import types_pb2 as pb
@@ -45,6 +47,7 @@ __all__ = [
     "RemoteVerifier",
     "TargetLink",
     "TargetPool",
+    "check_grammars",
     "check_served",
     "has_head",
     "identity_of",
@@ -105,9 +108,50 @@ def has_head(link: WorkerConnection[Any, Any]) -> bool:
     return isinstance(link.info, target_pb.GetTargetInfoResponse) and link.info.head != ""
 
 
-def of_identity(identity: str) -> Callable[[TargetLink], bool]:
-    """Return a predicate: whether a worker may continue a session with this model identity."""
-    return lambda link: not identity or identity_of(link) == identity
+def grammars_of(link: WorkerConnection[Any, Any]) -> str:
+    """Return the identity of the grammar library in the worker's last info, empty if unknown."""
+    return link.info.grammar_identity if isinstance(link.info, target_pb.GetTargetInfoResponse) else ""
+
+
+def of_identity(identity: str, grammars: str = "") -> Callable[[TargetLink], bool]:
+    """Return a predicate: whether a worker may continue a session.
+
+    Args:
+        identity: Model identity of the session; empty: any.
+        grammars: Identity of the orchestrator's grammar library, for a session with a grammar; empty: any.
+    """
+
+    def suits(link: TargetLink) -> bool:
+        return (not identity or identity_of(link) == identity) and not _differs(grammars_of(link), grammars)
+
+    return suits
+
+
+def _differs(theirs: str, own: str) -> bool:
+    return bool(theirs and own and digest_of(theirs) != digest_of(own))
+
+
+def check_grammars(pool: TargetPool, own: str) -> None:
+    """Check that a target worker computes the masks of this orchestrator, if any is connected.
+
+    Args:
+        pool: The target workers.
+        own: Identity of the orchestrator's grammar library; empty: nothing is checked.
+
+    Raises:
+        FailedPreconditionError: The grammar libraries of all connected target workers differ.
+    """
+    others = {grammars_of(link) for link in pool.links.values() if link.is_up}
+    if others and all(_differs(other, own) for other in others):
+        raise FailedPreconditionError(
+            f"grammar: got target workers with {', '.join(map(_short, sorted(others)))}, whose masks differ; "
+            f"allowed: the grammar library of this orchestrator, {_short(own)}"
+        )
+
+
+def _short(identity: str) -> str:
+    digest, _, library = identity.partition("/")
+    return f"{library} ({digest[:12]})"
 
 
 async def check_served(pool: TargetPool, session_id: str, identity: str, timeout_s: float) -> None:
@@ -164,11 +208,12 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
         self._timeout_s, self._wait_s = timeout_s, wait_s
         self._proposal, self._drafts = Proposal(), Shape(0)
         self._identity = ""
+        self._grammars = grammar_identity() if spec.sampling.grammar else ""
 
     def prefer(self, session: Session, address: str) -> None:
         """Use the worker at an address if it is usable and serves the session's model."""
         link = self._pool.links.get(address)
-        if link is not None and of_identity(session.model_identity)(link):
+        if link is not None and self._suits(session)(link):
             super().prefer(session, address)
 
     async def verify(self, session: Session, proposal: Proposal, drafts: Shape | None = None) -> Verdict:
@@ -176,6 +221,7 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
 
         Raises:
             UnavailableError: No target worker within `wait_s`, or workers keep failing.
+            FailedPreconditionError: The session has a grammar, and the workers compute other masks.
             ModelChangedError: The connected workers serve other models than the session's.
             GammarayError: The error that the worker answered.
         """
@@ -217,14 +263,18 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
 
     async def _choose(self, session: Session, timeout_s: float) -> TargetLink:
         """Return the worker in use if it is usable, else another one of the session's model."""
-        suits = of_identity(session.model_identity)
+        suits = self._suits(session)
         link = self._link
         if link is not None and link.is_up and not link.is_draining and suits(link):
             return link
         try:
             return await self._pool.wait(session.left_s(timeout_s), suits, partial(self._keys, session))
         except UnavailableError as error:
+            check_grammars(self._pool, self._grammars)
             raise why_nobody(self._pool, session.session_id, session.model_identity, error) from None
+
+    def _suits(self, session: Session) -> Callable[[TargetLink], bool]:
+        return of_identity(session.model_identity, self._grammars)
 
     def _fill(self, session: Session, block: target_pb.VerifyBlock) -> None:
         super()._fill(session, block)
@@ -282,7 +332,7 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
         link.prefixes.clear()  # its cached prefixes must not attract the next attempt
         if isinstance(error, DeadlineExceededError):
             link.backoff.failed(lost_s)
-            if self._pool.pick(of_identity(session.model_identity)) is None:
+            if self._pool.pick(self._suits(session)) is None:
                 raise error
 
     def _block(self, session: Session) -> target_pb.VerifyBlock:
