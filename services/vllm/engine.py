@@ -22,7 +22,7 @@ from services.engine.core.errors import EngineLostError
 from services.engine.core.kv_cache import CacheStats
 from services.scheduling.tasks import SessionSpec
 from services.vllm.compatibility import check_vllm
-from services.vllm.messages import PostedBlock, Verdicts
+from services.vllm.messages import DraftBlock, PostedBlock, Verdicts
 
 __all__ = ["EngineOptions", "StepResult", "VllmEngine"]
 
@@ -40,10 +40,15 @@ _PREFIX = re.compile(r"\A\d{1,3} validation errors? for \w+ (?:Value error, )?")
 _OF_MEMORY = ("auto-fit", "cache blocks", "free memory", "kv cache")
 """Words of its messages about too little memory."""
 
+CPU_DRAFT_BLOCK = 32
+"""Tokens of a KV block of a draft model on a CPU: the prefix cache has whole blocks, so that each proposal
+feeds half a block again. vLLM's own choice there is 128, on GPUs 16."""
+
 _ENVIRONMENT = {
     "VLLM_CONFIGURE_LOGGING": "0",  # the worker's logging is configured already
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # else vLLM's CPU build starts a process for one rank, too
     "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # `services.vllm.worker` replaces the sampling of the first one
 }
 """Defaults of vLLM's own variables; what the user sets is kept."""
 
@@ -64,6 +69,8 @@ class EngineOptions:
         tensor_parallel: GPUs (or CPU ranks) that the model is spread over.
         head: Drafts in the target: see `services.vllm.heads.drafter_config`; empty: nothing does.
         is_compiled: Whether vLLM compiles the model and captures CUDA graphs.
+        is_draft: Whether the model drafts: its requests run freely, and their prompts are short ones after
+            what the prefix cache has.
     """
 
     model: str
@@ -77,6 +84,7 @@ class EngineOptions:
     tensor_parallel: int = 1
     head: str = ""
     is_compiled: bool = True
+    is_draft: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +248,14 @@ class VllmEngine:
         """Let a request run once, see `HeldScheduler.post`."""
         self._scheduler.post(request_id, block)
 
+    def start_drafting(self, request_id: str, block: DraftBlock) -> None:
+        """Let a request draft in each step from now on, see `DraftingScheduler`."""
+        self._scheduler.post(request_id, block)
+
+    def set_held(self, request_id: str, *, is_held: bool) -> None:
+        """Stop a drafting request for some steps, or let it go on."""
+        self._scheduler.set_held(request_id, is_held=is_held)
+
     def withdraw(self, request_id: str) -> None:
         """Forget a posted block that has not run."""
         self._scheduler.withdraw(request_id)
@@ -356,15 +372,21 @@ def _configuration(options: EngineOptions) -> Any:
         "enable_prefix_caching": True,
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
-        "scheduler_cls": "services.vllm.held_scheduler.HeldScheduler",
-        "worker_cls": "services.vllm.worker.SamplingWorker",
-        "async_scheduling": False,  # verdicts are needed before the next step
-        "speculative_config": {
+        "async_scheduling": False,  # the sampler's outcomes are needed before the next step
+    }
+    if options.is_draft:
+        arguments["scheduler_cls"] = "services.vllm.held_scheduler.DraftingScheduler"
+        arguments["worker_cls"] = "services.vllm.worker.DraftingWorker"
+        if device == "cpu":
+            arguments["block_size"] = CPU_DRAFT_BLOCK
+    else:
+        arguments["scheduler_cls"] = "services.vllm.held_scheduler.HeldScheduler"
+        arguments["worker_cls"] = "services.vllm.worker.SamplingWorker"
+        arguments["speculative_config"] = {
             "method": "custom_class",
             "model": "services.vllm.held_scheduler.NoProposer",
             "num_speculative_tokens": options.max_proposal,
-        },
-    }
+        }
     if options.head:
         arguments |= {"speculative_config": drafter_config(options.head), "hf_overrides": complete_config}
     budget = options.cache_budget_bytes
