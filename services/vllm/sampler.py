@@ -162,7 +162,7 @@ class BlockSampler:
                 continue
             request_id, position = emitted
             session = self._sessions.get(request_id)
-            if session is None or not _is_noisy(session.spec):
+            if session is None or not shares_noise(session.spec):
                 continue
             noise = NoiseRows(request_id, session.spec, position + depth, per_request)
             alike.setdefault(_filters(session.spec.params), []).append((at, noise))
@@ -298,7 +298,7 @@ def _is_drawn(session: _Session) -> bool:
     return session.edits is None and is_coupled
 
 
-def _is_noisy(spec: SessionSpec) -> bool:
+def shares_noise(spec: SessionSpec) -> bool:
     """Whether the target's tokens are drawn with noise that drafts may share."""
     return spec.method is VerificationMethod.COUPLED and spec.params.temperature > 0
 
