@@ -20,6 +20,14 @@ from tests.support.processing_helpers import TOKENS, small_tokenizer
 if importlib.util.find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]
 
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Do not fail on warnings: vLLM and what it imports give many, of functions that torch will drop."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.filterwarnings("default"))
+
+
 VOCAB_SIZE = 97
 MAX_POSITIONS = 1024
 LIMITS = Limits(max_batch_tokens=256, prefill_chunk=64)
