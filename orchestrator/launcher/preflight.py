@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from gammaray.config import ClusterSettings, ScalingSettings, WorkerSettings, settings_error
 from gammaray.demo_pair import early_exit_layers, resolve_model
 from gammaray.deploy.draft_heads import check_draft_head, is_draft_head
+from gammaray.deploy.engines import check_engine
 from gammaray.deploy.gpus import CudaDevices, check_device, cuda_devices
 from gammaray.deploy.serve_config import APPLICATIONS, role_settings
 from gammaray.errors import InvalidArgumentError
@@ -180,7 +181,9 @@ def _check_devices(
         InvalidArgumentError: A worker needs a GPU and there is none, or would run on a GPU that it must not
             use.
     """
-    if settings.device == "cpu":
+    for worker in workers.values():
+        check_engine(worker.engine, settings.device, devices)
+    if settings.device == "cpu" or settings.engine == "native":
         return 0
     found = devices or cuda_devices()
     if found is None:

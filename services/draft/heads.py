@@ -137,7 +137,7 @@ def load_head_engine(name: str, target: str, settings: DraftSettings) -> HeadEng
         name=name,
         max_context=max_context_of(target, load_config(target).get_text_config()),
         weights=settings.draft_weights,
-        fast_kernels=settings.fast_kernels,
+        uses_kernel=settings.engine != "transformers",
         kernel_cache=settings.kernel_cache,
         setting="draft_weights",
     )

@@ -13,12 +13,13 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gammaray.deploy.engines import check_engine, vllm_build
 from gammaray.errors import InvalidArgumentError
 from services.engine.cache_budget import CacheBudget
 from services.engine.core.errors import EngineLostError, UnsupportedModelError
 from services.engine.core.kv_cache import CacheStats
 from services.scheduling.tasks import SessionSpec
-from services.vllm.compatibility import check_vllm, installed_version
+from services.vllm.compatibility import check_vllm
 from services.vllm.messages import PostedBlock, Verdicts
 
 __all__ = ["EngineOptions", "StepResult", "VllmEngine"]
@@ -107,6 +108,7 @@ class VllmEngine:
     """
 
     def __init__(self, options: EngineOptions) -> None:
+        check_engine("vllm", options.device)
         check_vllm()
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
@@ -130,7 +132,7 @@ class VllmEngine:
         self.device = "cpu" if _is_cpu() else "cuda"
         self.dtype = str(model.dtype).removeprefix("torch.")
         ranks = f" on {options.tensor_parallel} ranks" if options.tensor_parallel > 1 else ""
-        self.kernel = f"vLLM {installed_version()} ({self.device}, {self.dtype}){ranks}"
+        self.kernel = f"vLLM {vllm_build()[0]} ({self.device}, {self.dtype}){ranks}"
         self._scheduler = self._core.scheduler
         self._has_drafter = bool(options.head)
         self._pool = self._scheduler.kv_cache_manager.block_pool
@@ -304,7 +306,7 @@ def _configuration(options: EngineOptions) -> Any:
 
     from services.vllm.heads import count_taps, drafter_config  # they need torch
 
-    device = _device(options)
+    device = _device()
     dtype = options.dtype if options.dtype != "auto" else "float32" if device == "cpu" else "bfloat16"
     arguments: dict[str, Any] = {
         "model": options.model,
@@ -348,20 +350,17 @@ def _is_cpu() -> bool:
     return bool(current_platform.is_cpu())
 
 
-def _device(options: EngineOptions) -> str:
+def _device() -> str:
     """Return the device of the installed vLLM, which is built for one.
 
     Raises:
-        InvalidArgumentError: Another one is asked for, or there is no GPU.
+        InvalidArgumentError: vLLM finds none.
     """
     from vllm.platforms import current_platform
 
     found = "cpu" if current_platform.is_cpu() else "cuda"
     if current_platform.device_type not in ("cpu", "cuda"):
         raise InvalidArgumentError("engine", "vllm", "a GPU, or vLLM's CPU build: vLLM found no device")
-    if options.device not in ("auto", found):
-        allowed = f"{found} with this build of vLLM ({installed_version()})"
-        raise InvalidArgumentError("device", options.device, allowed)
     return found
 
 

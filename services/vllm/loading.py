@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from gammaray.config import TargetSettings
 from gammaray.demo_pair import resolve_model
-from gammaray.errors import InvalidArgumentError
-from gammaray.gguf import is_gguf
 from services.process.fingerprints import model_identity, vocab_sha256
 from services.scheduling.grammars import Grammars
 from services.scheduling.planning import Limits
@@ -27,14 +25,8 @@ def load_target(path: str, settings: TargetSettings, limits: Limits) -> tuple[Mo
     Raises:
         UnsupportedVllmError: vLLM is missing, or in another version.
         UnsupportedModelError: vLLM cannot load the model.
-        InvalidArgumentError: A setting that vLLM does not serve, no GPU, or too little memory.
+        InvalidArgumentError: There is no GPU, or too little memory.
     """
-    for field, allowed in (("features", ""), ("deterministic", False)):
-        if getattr(settings, field) != allowed:
-            got = getattr(settings, field)
-            raise InvalidArgumentError(field, got, f"{allowed!r} with vLLM as the engine")
-    if is_gguf(path):
-        raise InvalidArgumentError("model", path, "a directory or hub name with vLLM as the engine")
     budget = settings.cache_budget_mb
     engine = VllmEngine(
         EngineOptions(
@@ -57,5 +49,6 @@ def load_target(path: str, settings: TargetSettings, limits: Limits) -> tuple[Mo
         vocab_sha256(path),
         kernel=engine.kernel,
         identity=identity,
+        takes_trees=False,
     )
     return model, VllmScheduler(engine, limits, Grammars(path, engine.vocab_size))

@@ -92,7 +92,7 @@ def test_load_general_path_that_differs_refused(tmp_path: Path, monkeypatch: pyt
         lambda *given, attn_mask, scale: right(*given, scale=scale),
     )
     with pytest.raises(UnsupportedModelError, match="differ from the model's own"):
-        load_engine(str(tiny_model("llama", tmp_path)), fast_kernels=False)
+        load_engine(str(tiny_model("llama", tmp_path)), engine="transformers")
 
 
 def test_load_fast_kernel_path_that_differs_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
