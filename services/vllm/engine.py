@@ -30,9 +30,11 @@ MAX_REQUESTS = 256
 """Sessions with a KV cache at once; vLLM's scheduler has a slot for each."""
 
 _ENVIRONMENT = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the worker's settings say which cores it has
     "VLLM_CONFIGURE_LOGGING": "0",  # the worker's logging is configured already
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # else vLLM's CPU build starts a process for one rank, too
     "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # the worker has threads, of gRPC among others
 }
 """Defaults of vLLM's own variables; what the user sets is kept."""
 
