@@ -197,6 +197,10 @@ class SessionTable:
         self._give_noise(session)
         return session
 
+    def find(self, session_id: str) -> SessionCopy | None:
+        """Return a session; None for an unknown one."""
+        return self._sessions.get(session_id)
+
     def epoch(self, session_id: str) -> int:
         """Return the newest epoch seen for a session, 0 for an unknown one."""
         session = self._sessions.get(session_id)

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from gammaray.deploy.engines import check_engine, vllm_build
@@ -99,6 +100,7 @@ class VllmEngine:
     Attributes:
         vocab_size: Token ids lie in [0, vocab_size).
         max_context: Positions lie in [0, max_context).
+        max_proposal: Most tokens of one proposal.
         device: Type of the device.
         dtype: Of the arithmetic.
         kernel: For operators: vLLM, its version and device.
@@ -135,6 +137,7 @@ class VllmEngine:
         self.dtype = str(model.dtype).removeprefix("torch.")
         ranks = f" on {options.tensor_parallel} ranks" if options.tensor_parallel > 1 else ""
         self.kernel = f"vLLM {vllm_build()[0]} ({self.device}, {self.dtype}){ranks}"
+        self.max_proposal = options.max_proposal
         self._scheduler = self._core.scheduler
         self._has_drafter = bool(options.head)
         self._pool = self._scheduler.kv_cache_manager.block_pool
@@ -185,11 +188,23 @@ class VllmEngine:
         Returns:
             The request's id.
         """
+        self._num_opened += 1
+        request_id = f"{name}#{self._num_opened}"
+        self._core.add_request(*self._request(request_id, token_ids, spec, salt, num_prompt_logprobs))
+        return request_id
+
+    def _request(
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        spec: SessionSpec | None,
+        salt: str,
+        num_prompt_logprobs: int | None,
+    ) -> Any:
+        """Return a request of vLLM, with what it calls the wave."""
         from vllm.sampling_params import SamplingParams
         from vllm.v1.engine import EngineCoreRequest
 
-        self._num_opened += 1
-        request_id = f"{name}#{self._num_opened}"
         params = SamplingParams(
             temperature=0,  # vLLM's own sampling is replaced
             max_tokens=self.max_context + 1,
@@ -197,7 +212,7 @@ class VllmEngine:
             prompt_logprobs=num_prompt_logprobs,
             extra_args={"spec": spec},
         )
-        request, wave = self._core.preprocess_add_request(
+        return self._core.preprocess_add_request(
             EngineCoreRequest(
                 request_id=request_id,
                 prompt_token_ids=list(token_ids),
@@ -210,8 +225,6 @@ class VllmEngine:
                 data_parallel_rank=None,
             )
         )
-        self._core.add_request(request, wave)
-        return request_id
 
     def post(self, request_id: str, block: PostedBlock) -> None:
         """Let a request run once, see `HeldScheduler.post`."""
@@ -226,22 +239,31 @@ class VllmEngine:
         request = self._scheduler.requests.get(request_id)
         return None if request is None else request.all_token_ids
 
-    def close(self, request_id: str, *, forget: bool = False) -> None:
-        """End a request; its blocks stay in the prefix cache until others need them, or are forgotten."""
+    def close(self, request_id: str) -> None:
+        """End a request; its blocks stay in the prefix cache until others need them."""
         self._scheduler.withdraw(request_id)
-        if request_id not in self._scheduler.requests:
-            return
-        manager = self._scheduler.kv_cache_manager
-        blocks = (
-            {block for group in manager.get_block_ids(request_id) for block in group} if forget else set()
-        )
-        self._core.abort_requests([request_id])
-        if blocks:
-            manager.evict_blocks(blocks)
+        if request_id in self._scheduler.requests:
+            self._core.abort_requests([request_id])
 
-    def clear_cache(self) -> None:
-        """Drop the prefix cache; no request may be open."""
-        self._scheduler.kv_cache_manager.reset_prefix_cache()
+    def forget(self, token_ids: Sequence[int], salt: str) -> None:
+        """Drop what the prefix cache has of these tokens for requests with this salt."""
+        manager = self._scheduler.kv_cache_manager
+        # A look-up leaves the last token out.
+        request, _ = self._request("", [*token_ids, 0], None, salt, None)
+        dropped = set[int]()
+        # Requests that computed the same tokens at the same time have equal blocks; a look-up finds one.
+        while found := set(chain(*manager.get_computed_blocks(request)[0].get_block_ids())) - dropped:
+            manager.evict_blocks(found)
+            dropped |= found
+
+    def recover(self) -> None:
+        """Drop the prefix cache after a step that failed; no request may be open.
+
+        Raises:
+            EngineLostError: Blocks of the cache are still in use.
+        """
+        if not self._scheduler.recover():
+            raise EngineLostError("vLLM does not release its KV cache after a step that failed")
 
     def step(self) -> StepResult:
         """Run one step for the requests that are posted or have a prompt to compute.

@@ -25,18 +25,25 @@ class HeldScheduler(Scheduler):  # type: ignore[misc]  # vLLM's classes are not 
     are vLLM's own. What the sampler needs of a block travels on the `SchedulerOutput`, its verdict on the
     `ModelRunnerOutput`.
 
+    Requests with a posted block run oldest block first. vLLM takes memory from the last of those that run, so
+    that held ones follow, least recently used last.
+
     Attributes:
-        mask_maker: Returns the masks for the posted blocks of a step, while the forward runs; None: no
-            request has a grammar.
+        mask_maker: Begins to compute the masks for the posted blocks of a step, and returns what waits for
+            them, or None without any; None: no request has a grammar.
         num_scheduled: Tokens that the last step fed, by request.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.mask_maker: Callable[[dict[str, PostedBlock]], Masks | None] | None = None
+        # NOTE: else a new request with one token left to compute is padded to the longest proposal.
+        self.num_spec_tokens = 0
+        self.mask_maker: Callable[[dict[str, PostedBlock]], Callable[[], Masks] | None] | None = None
         self.num_scheduled: dict[str, int] = {}
-        self._posted: dict[str, PostedBlock] = {}
+        self._posted: dict[str, PostedBlock] = {}  # oldest first
+        self._masks: Callable[[], Masks] | None = None
         self._verdicts: Verdicts = {}
+        self._told: set[str] = set()
 
     def post(self, request_id: str, block: PostedBlock) -> None:
         """Let a request run once, with the block's proposal as its draft tokens.
@@ -57,14 +64,28 @@ class HeldScheduler(Scheduler):  # type: ignore[misc]  # vLLM's classes are not 
         verdicts, self._verdicts = self._verdicts, {}
         return verdicts
 
+    def recover(self) -> bool:
+        """Undo a step that failed, once all requests are closed; return whether that was possible.
+
+        The workers may not have heard of the requests that ended before it, and the cache names blocks that
+        they did not compute.
+        """
+        self._posted, self._verdicts, self._masks = {}, {}, None
+        self.finished_req_ids |= self._told
+        return bool(self.kv_cache_manager.reset_prefix_cache())
+
     def preempted(self) -> list[str]:
         """Return the requests whose blocks vLLM took away."""
         return [name for name, request in self.requests.items() if request.status is RequestStatus.PREEMPTED]
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """Schedule a step, and attach the blocks whose rows it computes."""
+        ages = {request_id: age for age, request_id in enumerate(self._posted)}
+        self.running.sort(key=lambda request: ages.get(request.request_id, len(ages)))
         output = super().schedule(throttle_prefills)
+        self._told |= output.finished_req_ids
         self.num_scheduled = dict(output.num_scheduled_tokens)
+        self.running.sort(key=lambda request: request.request_id not in self.num_scheduled)
         posted = {
             request_id: self._posted.pop(request_id)
             for request_id in output.num_scheduled_tokens
@@ -76,16 +97,17 @@ class HeldScheduler(Scheduler):  # type: ignore[misc]  # vLLM's classes are not 
             output.num_spec_tokens_to_schedule = max(
                 (block.draft_depth for block in posted.values()), default=0
             )
+        self._masks = None if self.mask_maker is None else self.mask_maker(posted)
         return output
 
-    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> Any:
-        """Return the masks of gammaray's own grammars."""
-        posted = scheduler_output.posted
-        return self.mask_maker(posted) if self.mask_maker is not None and posted else None
+    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> Masks | None:
+        """Return the masks of gammaray's own grammars, computed while the forward runs."""
+        return None if self._masks is None else self._masks()
 
     def update_from_output(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> Any:
         """Take the verdicts of the step."""
         self._verdicts.update(getattr(output, "verdicts", {}))
+        self._told.clear()
         return super().update_from_output(scheduler_output, output)
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:

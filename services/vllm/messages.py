@@ -6,13 +6,13 @@ With tensor parallelism that process is another one: everything here can be pick
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from gammaray.blocks import Verdict
 from gammaray.errors import GammarayError
 from gammaray.types import Proposal
 
-__all__ = ["Masks", "PostedBlock", "Verdicts"]
+__all__ = ["Masks", "PostedBlock", "Verdicts", "first_tokens"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,3 +48,15 @@ class Masks:
 
 Verdicts = dict[str, Verdict | GammarayError | None]
 """Outcome per request of a step; None for a block with a known token."""
+
+
+def first_tokens(proposal: Proposal, count: int) -> Proposal:
+    """Return the first `count` tokens of a chain."""
+    if len(proposal) <= count:
+        return proposal
+    drafts = proposal.draft_distributions
+    return replace(
+        proposal,
+        token_ids=proposal.token_ids[:count],
+        draft_distributions=None if drafts is None else drafts[:count],
+    )

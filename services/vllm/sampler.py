@@ -24,7 +24,7 @@ from services.scheduling.sessions import MIN_WITH_NOISE, NOISE_BYTES, NOISE_BYTE
 from services.scheduling.tasks import SessionSpec
 from services.target.verdicts import judge, token_logprobs
 from services.target.verification import best_tokens, walk
-from services.vllm.messages import Masks, PostedBlock, Verdicts
+from services.vllm.messages import Masks, PostedBlock, Verdicts, first_tokens
 
 __all__ = ["BlockSampler"]
 
@@ -51,8 +51,8 @@ class GivenMasks:
         """Ignore the length: the masks are those at it."""
 
     def masks(self, paths: Sequence[Sequence[int]]) -> list[bytes | None]:
-        """Return the masks that were given for these paths."""
-        return list(self.given)
+        """Return the masks that were given for these paths, the first ones of those of the proposal."""
+        return list(self.given[: len(paths)])
 
 
 class _Session:
@@ -183,7 +183,7 @@ class BlockSampler:
                 served.append((at, [block.known_token_id]))
                 continue
             # vLLM cuts proposals that do not fit the step: a shorter one is verified.
-            proposal = _first(block.proposal, num_drafts)
+            proposal = first_tokens(block.proposal, num_drafts)
             try:
                 session = self._session(request_id)
             except GammarayError as error:
@@ -273,18 +273,6 @@ class BlockSampler:
             outcome = replace(outcome, logprobs=token_logprobs(logits, emitted, num_top))
         self._verdicts[rows.request_id] = outcome
         return rows.at, emitted
-
-
-def _first(proposal: Proposal, count: int) -> Proposal:
-    """Return the first `count` tokens of a chain."""
-    if len(proposal) <= count:
-        return proposal
-    drafts = proposal.draft_distributions
-    return replace(
-        proposal,
-        token_ids=proposal.token_ids[:count],
-        draft_distributions=None if drafts is None else drafts[:count],
-    )
 
 
 def _is_drawn(session: _Session) -> bool:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -27,7 +28,7 @@ from services.scheduling.planning import Limits
 from services.scheduling.sessions import SessionCopy
 from services.scheduling.tasks import NeedTokens, Reply, SessionSpec, Timing, VerifyTask
 from services.vllm.engine import StepResult, VllmEngine
-from services.vllm.messages import Masks, PostedBlock
+from services.vllm.messages import Masks, PostedBlock, first_tokens
 
 __all__ = ["VllmScheduler"]
 
@@ -80,7 +81,9 @@ class VllmScheduler(BlockQueue[VerifyTask, _Verifying]):
         self._by_request: dict[str, _Verifying] = {}
         # The sampler draws the noise, on the device.
         super().__init__(engine.vocab_size, "cpu", grammars)
-        engine.set_mask_maker(self._make_masks)
+        self._masks: list[Future[Masks]] = []
+        self._mask_thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
+        engine.set_mask_maker(self._begin_masks)
 
     def check(self) -> None:
         """Raise EngineLostError when vLLM's engine has failed; any thread may call it."""
@@ -92,15 +95,14 @@ class VllmScheduler(BlockQueue[VerifyTask, _Verifying]):
 
     def fail_all(self, error: GammarayError) -> None:
         """Answer every block with `error` and drop every session and the prefix cache."""
+        wait(self._masks)  # it reads the sessions
         super().fail_all(error)
-        for held in self._requests.values():
-            self.engine.close(held.request_id)
-        self._requests.clear()
-        self._by_request.clear()
-        self.engine.clear_cache()
+        if not isinstance(error, EngineLostError):
+            self.engine.recover()
 
     def close(self) -> None:
-        """End vLLM's engine."""
+        """End vLLM's engine, and the thread of the masks."""
+        self._mask_thread.shutdown()
         self.engine.shutdown()
 
     def step(self) -> list[tuple[VerifyTask, Reply]]:
@@ -115,13 +117,13 @@ class VllmScheduler(BlockQueue[VerifyTask, _Verifying]):
 
     def _try_start(self, task: VerifyTask) -> _Verifying | object:
         try:
-            session = self.sessions.admit(task)
-            if isinstance(session, NeedTokens):
-                return session
+            # Before the session changes, so that its request still has the tokens before `changed_from`.
             self.limits.check_proposal(len(task.proposal))
             if task.proposal.parents is not None:
                 raise InvalidArgumentError("proposal.parents", "a tree", "a chain with vLLM as the engine")
-            return self._start(task, session)
+            task.proposal = first_tokens(task.proposal, self.engine.max_proposal)
+            session = self.sessions.admit(task)
+            return session if isinstance(session, NeedTokens) else self._start(task, session)
         except EngineLostError:
             raise
         except GammarayError as error:
@@ -158,11 +160,13 @@ class VllmScheduler(BlockQueue[VerifyTask, _Verifying]):
     ) -> tuple[str, PostedBlock | None]:
         """Open a request for a session; return it, and what has to be posted when it has read the prompt."""
         tokens, spec = session.tokens, session.spec
-        # Without a salt the session's cache is its own.
-        salt = f"tenant {spec.cache_salt}" if spec.cache_salt is not None else f"session {session.session_id}"
         is_split = len(block.proposal) > 0 and len(tokens) > 1 and task.num_prompt_logprobs is None
         request_id = self.engine.open(
-            session.session_id, tokens[:-1] if is_split else tokens, spec, salt, task.num_prompt_logprobs
+            session.session_id,
+            tokens[:-1] if is_split else tokens,
+            spec,
+            _salt(session),
+            task.num_prompt_logprobs,
         )
         if not is_split:
             # A proposal is not tested here after a single token, which vLLM's prompt needs, nor beside a
@@ -182,12 +186,14 @@ class VllmScheduler(BlockQueue[VerifyTask, _Verifying]):
     def _forget(self, session: SessionCopy) -> None:
         held = self._requests.pop(session.session_id, None)
         if held is not None:
-            self.engine.close(held.request_id, forget=session.spec.cache_salt is None)
+            self.engine.close(held.request_id)
+        if session.spec.cache_salt is None:
+            self.engine.forget(session.tokens, _salt(session))
 
     def _forget_prefix(self, session_id: str) -> None:
-        held = self._requests.get(session_id)
-        if held is not None:
-            self.engine.close(held.request_id, forget=True)
+        session = self.sessions.find(session_id)
+        if session is not None:
+            self.engine.forget(session.tokens, _salt(session))
 
     def _make_room(self) -> None:
         """Close the least recently used idle requests while the blocks of this step lack slots or memory.
@@ -236,8 +242,9 @@ class VllmScheduler(BlockQueue[VerifyTask, _Verifying]):
         self.meter.step(took_us * 1e-6, len(result.scheduled), result.num_tokens)
         cost = Timing(0, took_us, took_us, len(result.scheduled), result.num_tokens, 1)
         cost.batch_rows = sum(
-            1 + (len(outcome.accepted_path) if isinstance(outcome, Verdict) else 0)
-            for outcome in result.verdicts.values()
+            1 + (0 if outcome is None else len(self._by_request[request_id].task.proposal))
+            for request_id, outcome in result.verdicts.items()
+            if request_id in self._by_request
         )
         for request_id in result.scheduled:
             if request_id in self._by_request:
@@ -303,22 +310,37 @@ class VllmScheduler(BlockQueue[VerifyTask, _Verifying]):
         budget = self.engine.stats().cache_budget_bytes
         self._finish(work, ResourceExhaustedError(f"the KV cache budget is too small: {budget} bytes"), None)
 
-    def _make_masks(self, posted: dict[str, PostedBlock]) -> Masks | None:
-        """Compute the masks of the posted blocks with a grammar; vLLM calls it while the forward runs."""
+    def _begin_masks(self, posted: dict[str, PostedBlock]) -> Callable[[], Masks] | None:
+        """Begin to compute the masks of the posted blocks with a grammar; return what waits for them."""
+        blocks = [
+            (self._by_request[request_id], block)
+            for request_id, block in posted.items()
+            if block.known_token_id is None and self._by_request[request_id].session.spec.params.grammar
+        ]
+        if not blocks:
+            return None
+        masks = self._mask_thread.submit(self._compute_masks, blocks)
+        self._masks = [masks]
+        return masks.result
+
+    def _compute_masks(self, blocks: Sequence[tuple[_Verifying, PostedBlock]]) -> Masks:
         masks: dict[str, Sequence[bytes | None] | GammarayError] = {}
-        for request_id, block in posted.items():
-            work = self._by_request.get(request_id)
-            if work is None or block.known_token_id is not None or not work.session.spec.params.grammar:
-                continue
+        for work, block in blocks:
             began, paths = time.perf_counter(), row_paths(block.proposal)
             try:
-                masks[request_id] = work.session.grammar_masks(paths)
+                masks[work.request_id] = work.session.grammar_masks(paths)
             except GammarayError as error:
-                masks[request_id] = error
+                masks[work.request_id] = error
             took = time.perf_counter() - began
             work.timing.mask_us += int(took * 1e6)
             self.meter.masked(took, len(paths))
-        return Masks(masks) if masks else None
+        return Masks(masks)
+
+
+def _salt(session: SessionCopy) -> str:
+    """Return what separates the prefix cache of a session; without a salt of its own, it shares none."""
+    salt = session.spec.cache_salt
+    return f"session {session.session_id}" if salt is None else f"tenant {salt}"
 
 
 def _block(task: VerifyTask) -> PostedBlock:

@@ -1,0 +1,145 @@
+"""Sessions whose blocks a scheduler serves directly: vLLM's, or the CPU engine's for comparison."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from gammaray.blocks import Verdict
+from gammaray.errors import GammarayError
+from gammaray.types import Proposal, SamplingParams, SparseDistribution, VerificationMethod
+from services.scheduling.tasks import NeedTokens, Release, Reply, SessionSpec, VerifyTask
+
+NOTHING = Proposal()
+GREEDY = SamplingParams(temperature=0, seed=0)
+WEIGHT_BITS = 10
+MAX_STEPS = 400
+"""More than any block here takes."""
+
+_names = itertools.count()
+_request_ids = itertools.count(1)
+
+
+@dataclass
+class Session:
+    """What an orchestrator knows of a session.
+
+    Args:
+        prompt: The first tokens.
+        held: How many tokens the worker was sent.
+    """
+
+    prompt: Sequence[int]
+    params: SamplingParams = GREEDY
+    method: VerificationMethod = VerificationMethod.COUPLED
+    eos_token_ids: tuple[int, ...] = ()
+    salt: str | None = None
+    name: str = field(default_factory=lambda: f"session {next(_names)}")
+    epoch: int = 1
+    tokens: list[int] = field(init=False)
+    held: int = 0
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.prompt)
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[len(self.prompt) :]
+
+    def spec(self) -> SessionSpec:
+        return SessionSpec(self.params, self.method, len(self.prompt), self.eos_token_ids, self.salt)
+
+    def block(self, proposal: Proposal | Sequence[int] = NOTHING, **changes: Any) -> VerifyTask:
+        """Return the next block: the tokens that the worker lacks, and a proposal."""
+        proposal = proposal if isinstance(proposal, Proposal) else Proposal(tuple(proposal))
+        fields: dict[str, Any] = {
+            "request_id": next(_request_ids),
+            "session_id": self.name,
+            "epoch": self.epoch,
+            "base_position": len(self.tokens),
+            "context_start": self.held,
+            "context": self.tokens[self.held :],
+            "spec": self.spec() if self.held == 0 else None,
+            "deadline": math.inf,
+            "deliver": lambda task, reply: None,
+            "proposal": proposal,
+            "num_top_logprobs": None,
+        }
+        return VerifyTask(**{**fields, **changes})
+
+    def take(self, task: VerifyTask, reply: Reply) -> Verdict:
+        """Commit a verdict."""
+        verdict = reply.outcome
+        assert isinstance(verdict, Verdict), verdict
+        self.held = len(self.tokens)
+        self.tokens += [task.proposal.token_ids[node] for node in verdict.accepted_path]
+        self.tokens.append(verdict.next_token_id)
+        return verdict
+
+
+def answers(scheduler: Any, tasks: Sequence[VerifyTask]) -> list[Reply]:
+    """Submit blocks, step until each has its answer, and return these in the order of the blocks."""
+    scheduler.submit(tasks)
+    replies: dict[int, Reply] = {}
+    for _ in range(MAX_STEPS):
+        replies |= {reply.request_id: reply for _, reply in scheduler.step()}
+        if len(replies) >= len(tasks):
+            return [replies[task.request_id] for task in tasks]
+    raise AssertionError(f"{len(tasks) - len(replies)} blocks without an answer after {MAX_STEPS} steps")
+
+
+def ask(
+    scheduler: Any, session: Session, proposal: Proposal | Sequence[int] = NOTHING, **changes: Any
+) -> Any:
+    """Serve one block; return its verdict, which is committed, or what came instead of one."""
+    task = session.block(proposal, **changes)
+    (reply,) = answers(scheduler, [task])
+    if isinstance(reply.outcome, NeedTokens | GammarayError):
+        return reply.outcome
+    return session.take(task, reply)
+
+
+Propose = Callable[[Session], Proposal | Sequence[int]]
+
+
+def generate(
+    scheduler: Any, sessions: Sequence[Session], num_tokens: int, propose: Propose = lambda session: NOTHING
+) -> list[list[int]]:
+    """Run cycles of all sessions in one batch until each has an output of that length; return the outputs.
+
+    Proposals may run past the length; what is past it is cut from the outputs.
+    """
+    while True:
+        active = [session for session in sessions if len(session.output) < num_tokens]
+        if not active:
+            return [session.output[:num_tokens] for session in sessions]
+        tasks = [session.block(propose(session)) for session in active]
+        for session, task, reply in zip(active, tasks, answers(scheduler, tasks), strict=True):
+            session.take(task, reply)
+
+
+def end(scheduler: Any, *sessions: Session, forgets: bool = False) -> None:
+    """Release sessions."""
+    scheduler.release([Release(session.name, 0, forgets) for session in sessions])
+    scheduler.step()
+
+
+def outcomes(replies: Mapping[Any, Reply] | Sequence[Reply]) -> list[Any]:
+    """Return the outcomes of replies."""
+    return [reply.outcome for reply in (replies.values() if isinstance(replies, Mapping) else replies)]
+
+
+def drafted(length: int, rng: random.Random, vocab_size: int = 97) -> Proposal:
+    """Return a chain whose tokens were drawn from the distributions that come with it."""
+    token_ids, distributions = [], []
+    for _ in range(length):
+        support = tuple(rng.sample(range(vocab_size), 16))
+        weights = [1 + rng.randrange(40) for _ in support]
+        weights[0] += (1 << WEIGHT_BITS) - sum(weights)
+        distributions.append(SparseDistribution(support, tuple(weights), WEIGHT_BITS))
+        token_ids.append(rng.choices(support, weights)[0])
+    return Proposal(tuple(token_ids), None, tuple(distributions))

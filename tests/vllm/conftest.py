@@ -1,0 +1,87 @@
+"""Engines that the tests share. Without vLLM, which has an environment of its own, nothing is collected."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from services.engine.loader import load_engine
+from services.scheduling.grammars import Grammars
+from services.scheduling.planning import Limits
+from services.target.scheduler import TargetScheduler
+from tests.support.engine_helpers import tiny_model
+from tests.support.processing_helpers import TOKENS, small_tokenizer
+
+if importlib.util.find_spec("vllm") is None:
+    collect_ignore_glob = ["test_*.py"]
+
+VOCAB_SIZE = 97
+MAX_POSITIONS = 1024
+LIMITS = Limits(max_batch_tokens=256, prefill_chunk=64)
+SIZES = {
+    "llama": {"head_dim": 32},
+    "qwen3": {"head_dim": 32},
+    "gpt2": {"n_embd": 128, "n_head": 4, "n_layer": 3},
+}
+"""vLLM's kernels want heads of 32 or more."""
+
+
+def make_model(architecture: str, path: Path) -> Path:
+    """Save a small random model with the tokenizer of the grammars."""
+    settings = {"max_position_embeddings": MAX_POSITIONS, **SIZES[architecture]}
+    directory = tiny_model(architecture, path, gain=2.0, **settings)
+    tokenizer = Tokenizer.from_str(small_tokenizer(TOKENS, (0, 3)))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=TOKENS[0]).save_pretrained(directory)
+    return directory
+
+
+def start_vllm(directory: Path, **options):
+    """Return vLLM's scheduler for a model."""
+    from services.vllm.engine import EngineOptions, VllmEngine
+    from services.vllm.scheduler import VllmScheduler
+
+    settings = {
+        "cache_budget_bytes": 64 << 20,
+        "max_batch_tokens": LIMITS.max_batch_tokens,
+        "prefill_chunk": LIMITS.prefill_chunk,
+        "max_proposal": 8,
+        **options,
+    }
+    engine = VllmEngine(EngineOptions(model=str(directory), **settings))
+    return VllmScheduler(engine, LIMITS, Grammars(str(directory), engine.vocab_size))
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory) -> Path:
+    """A Llama."""
+    return make_model("llama", tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="session")
+def shared(llama) -> Iterator:
+    """vLLM's scheduler for the Llama, for the whole run."""
+    scheduler = start_vllm(llama)
+    yield scheduler
+    scheduler.close()
+
+
+@pytest.fixture
+def scheduler(shared) -> Iterator:
+    """The same, without sessions before and after a test."""
+    yield shared
+    shared.step()
+    shared.release([(name, 0, True) for name in list(shared.sessions)])
+    shared.step()
+    assert shared.is_idle
+
+
+@pytest.fixture(scope="session")
+def reference(llama) -> TargetScheduler:
+    """The CPU engine with the same model."""
+    engine = load_engine(str(llama))
+    return TargetScheduler(engine, LIMITS, Grammars(str(llama), engine.vocab_size))
