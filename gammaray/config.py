@@ -13,10 +13,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import quote
 
-from pydantic import AfterValidator, Field, ValidationError, model_validator
+from pydantic import AfterValidator, Field, JsonValue, ValidationError, model_validator
 from pydantic_core import core_schema
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from gammaray.adapters import check_adapters
 from gammaray.demo_pair import DEMO_PAIR
 from gammaray.draft_server import check_draft, check_draft_server, is_draft_server
 from gammaray.environment import OTHER_VARIABLES, PREFIX, check_environment
@@ -148,6 +149,11 @@ _HOST_NAMES = r"^( *(\*|\.?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*) *(,|$))*$"
 """Comma-separated host names without ports; a leading dot matches all subdomains, an asterisk everything."""
 
 
+REPEATABLE: dict[str, JsonValue] = {"repeatable": True}
+"""Marks a field whose option may be repeated; its values are joined by commas."""
+
+Lora = Annotated[str, AfterValidator(check_adapters)]
+
 Engine = Literal["auto", "vllm", "native", "transformers"]
 
 _ENGINE = (
@@ -166,6 +172,10 @@ _HEAD = (
 _HEAD_WEIGHTS = (
     "Weights of that head: int8 and int4 are quantised at load, for the compiled CPU kernel (of EAGLE "
     "heads); the text does not change."
+)
+_LORA = (
+    "NAME=DIR of a LoRA adapter of the target, in PEFT's format; several are separated by commas, or the option "
+    "is repeated. A request whose `model` is NAME is served with it; only with vLLM as the engine."
 )
 _FEATURES = (
     "EAGLE head of the draft workers: directory or hub name. The target returns features for it, its hidden "
@@ -249,6 +259,8 @@ class _ModelSettings(_Settings):
         devices = getattr(self, "tensor_parallel", 1)
         if devices > 1 and self.engine not in ("auto", "vllm"):
             raise InvalidArgumentError("tensor_parallel", devices, f"1 with the engine {self.engine}")
+        if (lora := getattr(self, "lora", "")) and self.engine not in ("auto", "vllm"):
+            raise InvalidArgumentError("lora", lora, f"empty with the engine {self.engine}")
         return self
 
 
@@ -367,6 +379,7 @@ class TargetSettings(WorkerSettings):
     draft_ahead: bool = Field(
         True, description="Let that head draft the next proposals while no block waits."
     )
+    lora: Lora = Field("", description=_LORA, json_schema_extra=REPEATABLE)
     features: str = Field("", description=_FEATURES)
     feature_window: int = Field(
         2048,
@@ -654,6 +667,7 @@ class ClusterSettings(_ModelSettings):
         description="Devices that each target's model is spread over, all in one machine; more than one only "
         "with vLLM as the engine.",
     )
+    lora: Lora = Field("", description=_LORA, json_schema_extra=REPEATABLE)
     pin_cores: bool = Field(
         True,
         description="Without GPUs, bind each role of workers to separate CPU cores, if there are enough.",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -46,6 +46,7 @@ __all__ = [
     "RemoteVerifier",
     "TargetLink",
     "TargetPool",
+    "adapters_of",
     "check_served",
     "has_head",
     "identity_of",
@@ -97,9 +98,16 @@ TargetLink = WorkerConnection[target_pb.VerifyBlock, target_pb.VerifyResult]
 TargetPool = WorkerPool[target_pb.VerifyBlock, target_pb.VerifyResult]
 
 
-def identity_of(link: WorkerConnection[Any, Any]) -> str:
-    """Return the model identity in the worker's last info, empty if unknown."""
-    return link.info.model_identity if isinstance(link.info, target_pb.GetTargetInfoResponse) else ""
+def identity_of(link: WorkerConnection[Any, Any], adapter: str = "") -> str:
+    """Return the identity in the worker's last info, of its model with that adapter; empty if unknown."""
+    if not isinstance(link.info, target_pb.GetTargetInfoResponse):
+        return ""
+    return link.info.adapters.get(adapter, "") if adapter else link.info.model_identity
+
+
+def adapters_of(link: WorkerConnection[Any, Any]) -> Mapping[str, str]:
+    """Return the adapters in the worker's last info, by name with the identity of the model with each."""
+    return link.info.adapters if isinstance(link.info, target_pb.GetTargetInfoResponse) else {}
 
 
 def has_head(link: WorkerConnection[Any, Any]) -> bool:
@@ -112,9 +120,23 @@ def takes_trees(link: WorkerConnection[Any, Any]) -> bool:
     return isinstance(link.info, target_pb.GetTargetInfoResponse) and link.info.takes_trees
 
 
-def of_identity(identity: str) -> Callable[[TargetLink], bool]:
-    """Return a predicate: whether a worker may continue a session with this model identity."""
-    return lambda link: not identity or identity_of(link) == identity
+def of_identity(identity: str, adapter: str = "") -> Callable[[TargetLink], bool]:
+    """Return a predicate: whether a worker may continue a session with this model identity and adapter.
+
+    Without an adapter, the identity may be that of the model with any of the worker's adapters.
+    """
+
+    def suits(link: TargetLink) -> bool:
+        adapters = adapters_of(link)
+        if adapter:
+            return adapter in adapters and identity in ("", adapters[adapter])
+        return not identity or identity_of(link) == identity or identity in adapters.values()
+
+    return suits
+
+
+def _suits(session: Session) -> Callable[[TargetLink], bool]:
+    return of_identity(session.model_identity, session.adapter)
 
 
 async def check_served(pool: TargetPool, session_id: str, identity: str, timeout_s: float) -> None:
@@ -137,7 +159,8 @@ async def check_served(pool: TargetPool, session_id: str, identity: str, timeout
 
 def why_nobody(pool: TargetPool, session_id: str, identity: str, error: UnavailableError) -> GammarayError:
     """Return ModelChangedError if only other models are served, else `error`."""
-    others = {identity_of(link) for link in pool.links.values() if link.is_up}
+    up = [link for link in pool.links.values() if link.is_up]
+    others = {name for link in up for name in (identity_of(link), *adapters_of(link).values())}
     if not identity or not others or identity in others:
         return error
     return ModelChangedError(session_id, identity, sorted(others))
@@ -176,7 +199,7 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
     def prefer(self, session: Session, address: str) -> None:
         """Use the worker at an address if it is usable and serves the session's model."""
         link = self._pool.links.get(address)
-        if link is not None and of_identity(session.model_identity)(link):
+        if link is not None and _suits(session)(link):
             super().prefer(session, address)
 
     async def verify(self, session: Session, proposal: Proposal, drafts: Shape | None = None) -> Verdict:
@@ -193,7 +216,7 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
             link = await self._choose(session, left_s)
             self._attach(session, link)
             # The worker compares it, too: it may have been replaced by another process at the same address.
-            self._identity = session.model_identity or identity_of(link)
+            self._identity = session.model_identity or identity_of(link, session.adapter)
             session.has_head, session.takes_trees = has_head(link), takes_trees(link)
             self._take(proposal, drafts or Shape(0), is_chain=not session.takes_trees)
             start = time.monotonic()
@@ -231,7 +254,7 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
 
     async def _choose(self, session: Session, timeout_s: float) -> TargetLink:
         """Return the worker in use if it is usable, else another one of the session's model."""
-        suits = of_identity(session.model_identity)
+        suits = _suits(session)
         link = self._link
         if link is not None and link.is_up and not link.is_draining and suits(link):
             return link
@@ -300,7 +323,7 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
         link.prefixes.clear()  # its cached prefixes must not attract the next attempt
         if isinstance(error, DeadlineExceededError):
             link.backoff.failed(lost_s)
-            if self._pool.pick(of_identity(session.model_identity)) is None:
+            if self._pool.pick(_suits(session)) is None:
                 raise error
 
     def _block(self, session: Session) -> target_pb.VerifyBlock:

@@ -78,6 +78,7 @@ class TargetServicer(target_service_pb2_grpc.TargetServiceServicer):
             head=self._head,
             features=self._features,
             takes_trees=self._model.takes_trees,
+            adapters=self._model.adapters,
         )
 
     def _parse(self, block: pb.VerifyBlock, deliver: Deliver) -> VerifyTask:
@@ -120,10 +121,15 @@ def _check_identity(block: pb.VerifyBlock, model: Model) -> None:
 
     Raises:
         ModelChangedError: The session's model identity differs.
+        InvalidArgumentError: Its adapter is not served here.
     """
-    wanted = block.spec.model_identity
-    if wanted and wanted != model.identity:
-        raise ModelChangedError(block.session_id, wanted, [model.identity])
+    wanted, adapter = block.spec.model_identity, block.spec.adapter
+    found = model.adapters.get(adapter, "") if adapter else model.identity
+    if wanted and wanted != found:
+        raise ModelChangedError(block.session_id, wanted, [model.identity, *model.adapters.values()])
+    if adapter and adapter not in model.adapters:
+        allowed = ", ".join(sorted(model.adapters)) or "none: this worker serves no adapter"
+        raise InvalidArgumentError("spec.adapter", adapter, allowed)
 
 
 def _result(reply: Reply) -> pb.VerifyResult:

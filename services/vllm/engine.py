@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -20,6 +20,7 @@ from services.engine.cache_budget import CacheBudget
 from services.engine.core.errors import EngineLostError, UnsupportedModelError
 from services.engine.core.kv_cache import CacheStats
 from services.scheduling.tasks import SessionSpec
+from services.vllm.adapters import adapter_error, max_rank
 from services.vllm.compatibility import check_vllm
 from services.vllm.messages import PostedBlock, Verdicts
 
@@ -55,6 +56,7 @@ class EngineOptions:
         memory_share: Of a GPU, for weights, activations and cache, if there is no budget.
         tensor_parallel: GPUs (or CPU ranks) that the model is spread over.
         head: Drafts in the target: see `services.vllm.heads.drafter_config`; empty: nothing does.
+        adapters: Directories or hub names of LoRA adapters, by the name that sessions give.
         is_compiled: Whether vLLM compiles the model and captures CUDA graphs.
     """
 
@@ -68,6 +70,7 @@ class EngineOptions:
     memory_share: float = 0.8
     tensor_parallel: int = 1
     head: str = ""
+    adapters: Mapping[str, str] = field(default_factory=dict)
     is_compiled: bool = True
 
 
@@ -108,7 +111,8 @@ class VllmEngine:
     Raises:
         UnsupportedVllmError: vLLM is missing, or in another version.
         UnsupportedModelError: vLLM cannot load the model; its first line says why.
-        InvalidArgumentError: There is no GPU, or too little memory for the cache.
+        InvalidArgumentError: There is no GPU, too little memory for the cache, or an adapter that vLLM cannot
+            load.
     """
 
     def __init__(self, options: EngineOptions) -> None:
@@ -121,7 +125,7 @@ class VllmEngine:
         from vllm.v1.engine.core import EngineCore
         from vllm.v1.executor import Executor
 
-        self._lost = ""
+        self._lost = False
         try:
             config = _configuration(options)
             executor = Executor.get_class(config)
@@ -144,7 +148,22 @@ class VllmEngine:
         self._block_size = int(config.cache_config.block_size)
         self._block_bytes = _cache_bytes(self._scheduler) // max(1, self._pool.num_gpu_blocks)
         self._num_opened = 0
+        self._adapters = self._load_adapters(options.adapters)
         self.num_evictions = 0
+
+    def _load_adapters(self, directories: Mapping[str, str]) -> dict[str, Any]:
+        """Load all adapters, so that a wrong one is found at the start; return vLLM's requests for them."""
+        from vllm.lora.request import LoRARequest
+
+        requests = {}
+        for number, (name, directory) in enumerate(directories.items(), start=1):
+            requests[name] = LoRARequest(name, number, directory)
+            try:
+                self._core.add_lora(requests[name])
+            except Exception as error:  # vLLM raises many kinds
+                self.shutdown()
+                raise adapter_error(name, directory, str(error)) from error
+        return requests
 
     @property
     def num_free_requests(self) -> int:
@@ -197,7 +216,7 @@ class VllmEngine:
         self,
         request_id: str,
         token_ids: Sequence[int],
-        spec: SessionSpec | None,
+        spec: SessionSpec,
         salt: str,
         num_prompt_logprobs: int | None,
     ) -> Any:
@@ -220,7 +239,7 @@ class VllmEngine:
                 sampling_params=params,
                 pooling_params=None,
                 arrival_time=time.time(),
-                lora_request=None,
+                lora_request=self._adapters[spec.adapter] if spec.adapter else None,
                 cache_salt=salt,
                 data_parallel_rank=None,
             )
@@ -245,11 +264,11 @@ class VllmEngine:
         if request_id in self._scheduler.requests:
             self._core.abort_requests([request_id])
 
-    def forget(self, token_ids: Sequence[int], salt: str) -> None:
-        """Drop what the prefix cache has of these tokens for requests with this salt."""
+    def forget(self, token_ids: Sequence[int], spec: SessionSpec, salt: str) -> None:
+        """Drop what the prefix cache has of these tokens for requests with this salt and the spec's adapter."""
         manager = self._scheduler.kv_cache_manager
         # A look-up leaves the last token out.
-        request, _ = self._request("", [*token_ids, 0], None, salt, None)
+        request, _ = self._request("", [*token_ids, 0], spec, salt, None)
         dropped = set[int]()
         # Requests that computed the same tokens at the same time have equal blocks; a look-up finds one.
         while found := set(chain(*manager.get_computed_blocks(request)[0].get_block_ids())) - dropped:
@@ -303,8 +322,9 @@ class VllmEngine:
 
     def check(self) -> None:
         """Raise EngineLostError when a process of vLLM has ended; any thread may call it."""
-        if self._lost:
-            raise EngineLostError(self._lost)
+        # vLLM calls back only when the ranks that are left have ended, too.
+        if self._lost or getattr(self._core.model_executor, "is_failed", False):
+            raise EngineLostError("a process of vLLM has ended")
 
     def stats(self) -> CacheStats:
         """Return the counters of the KV cache; any thread may call it."""
@@ -322,7 +342,7 @@ class VllmEngine:
         self._core.shutdown()
 
     def _note_loss(self) -> None:
-        self._lost = "a process of vLLM has ended"
+        self._lost = True
 
 
 def _configuration(options: EngineOptions) -> Any:
@@ -356,6 +376,13 @@ def _configuration(options: EngineOptions) -> Any:
     }
     if options.head:
         arguments |= {"speculative_config": drafter_config(options.head), "hf_overrides": count_taps}
+    if options.adapters:
+        arguments |= {
+            "enable_lora": True,
+            # Of each held session the next block may come at any time: all have a place.
+            "max_loras": len(options.adapters),
+            "max_lora_rank": max_rank(options.adapters),
+        }
     budget = options.cache_budget_bytes
     if budget is None and device == "cpu":
         import torch
@@ -398,6 +425,8 @@ def _start_error(options: EngineOptions, error: Exception) -> Exception:
         field = "cache_budget_mb" if options.cache_budget_bytes is not None else "cache_memory_share"
         got = options.memory_share if options.cache_budget_bytes is None else options.cache_budget_bytes >> 20
         return InvalidArgumentError(field, got, f"enough for one session of the whole context: {text}")
+    if "tensor parallel size" in lowered:
+        return InvalidArgumentError("tensor_parallel", options.tensor_parallel, f"a divisor: {text}")
     return UnsupportedModelError(options.model, f"vLLM: {type(error).__name__}: {text}")
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from gammaray.adapters import parse_adapters
 from gammaray.config import TargetSettings
 from gammaray.demo_pair import resolve_model
 from services.process.fingerprints import model_identity, vocab_sha256
 from services.scheduling.grammars import Grammars
 from services.scheduling.planning import Limits
 from services.streaming.messages import Model
+from services.vllm.adapters import adapter_sha256
 from services.vllm.engine import EngineOptions, VllmEngine
 from services.vllm.scheduler import VllmScheduler
 
@@ -38,10 +40,15 @@ def load_target(path: str, settings: TargetSettings, limits: Limits) -> tuple[Mo
             cache_budget_bytes=None if budget is None else budget << 20,
             memory_share=settings.cache_memory_share,
             tensor_parallel=settings.tensor_parallel,
+            adapters=parse_adapters(settings.lora),
             head=resolve_model(settings.head, "draft", "head") if settings.head else "",
         )
     )
     identity = model_identity(path, dtype=engine.dtype, device=engine.device, deterministic=False)
+    adapters = {
+        name: f"{identity}/lora/{adapter_sha256(directory)}" if identity else ""
+        for name, directory in parse_adapters(settings.lora).items()
+    }
     model = Model(
         settings.model,
         engine.vocab_size,
@@ -49,6 +56,7 @@ def load_target(path: str, settings: TargetSettings, limits: Limits) -> tuple[Mo
         vocab_sha256(path),
         kernel=engine.kernel,
         identity=identity,
+        adapters=adapters,
         takes_trees=False,
     )
     return model, VllmScheduler(engine, limits, Grammars(path, engine.vocab_size))

@@ -240,7 +240,8 @@ def _add_generation(app: FastAPI, backend: Backend, bodies: BodyReader) -> None:
         async def answer() -> fastapi.Response:
             async with bodies.read(request) as data:
                 body, plans = await _planned(_plan_completions, backend, data)
-            response = CompletionResponse(backend.model_name, plans, backend.token_bytes, backend.is_special)
+            name = body.model or backend.model_name
+            response = CompletionResponse(name, plans, backend.token_bytes, backend.is_special)
             return await _generate(backend, plans, response, body, request)
 
         return await guarded(answer)
@@ -250,7 +251,8 @@ def _add_generation(app: FastAPI, backend: Backend, bodies: BodyReader) -> None:
         async def answer() -> fastapi.Response:
             async with bodies.read(request) as data:
                 body, plans = await _planned(_plan_chat, backend, data)
-            response = ChatResponse(backend.model_name, plans, backend.token_bytes, backend.is_special)
+            name = body.model or backend.model_name
+            response = ChatResponse(name, plans, backend.token_bytes, backend.is_special)
             with renaming("prompt", "messages"):
                 return await _generate(backend, plans, response, body, request)
 
@@ -260,15 +262,21 @@ def _add_generation(app: FastAPI, backend: Backend, bodies: BodyReader) -> None:
 def _add_information(app: FastAPI, backend: Backend) -> None:
     started_at = int(time.time())
 
-    def model() -> Model:
+    def model(name: str, parent: str | None = None) -> Model:
+        adapter = {} if parent is None else {"parent": parent}
         return {
-            "id": backend.model_name,
+            "id": name,
             "object": "model",
             "created": started_at,
             "owned_by": "gammaray",
             "max_model_len": backend.max_context,
             "gammaray": {"chat": bool(backend.chat_format.template), "drafters": backend.drafters},
+            **adapter,
         }
+
+    def served() -> list[Model]:
+        base = backend.model_name
+        return [model(base), *(model(name, base) for name in backend.adapters)]
 
     @app.get("/")
     async def root(request: Request) -> fastapi.Response:
@@ -279,13 +287,15 @@ def _add_information(app: FastAPI, backend: Backend) -> None:
 
     @app.get("/v1/models")
     async def models() -> ModelList:
-        return {"object": "list", "data": [model()]}
+        return {"object": "list", "data": served()}
 
     @app.get("/v1/models/{name:path}")
     async def one_model(name: str) -> Model:
-        if name != backend.model_name:
-            raise NotFoundError(f"no model {name!r}; this server has {backend.model_name!r}", "model")
-        return model()
+        for each in served():
+            if each["id"] == name:
+                return each
+        names = ", ".join(repr(each["id"]) for each in served())
+        raise NotFoundError(f"no model {name!r}; this server has {names}", "model")
 
     @app.get("/health")
     async def health() -> fastapi.Response:
