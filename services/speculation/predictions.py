@@ -18,7 +18,6 @@ from services.engine.sampling.noise import Noise
 
 __all__ = [
     "ENTROPY_FACTOR",
-    "NUM_GUESSES",
     "Guess",
     "Prediction",
     "draw_temperature",

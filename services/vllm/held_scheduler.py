@@ -92,12 +92,11 @@ class HeldScheduler(Scheduler):  # type: ignore[misc]  # vLLM's classes are not 
             if request_id in self._posted and not self.requests[request_id].is_prefill_chunk
         }
         output.posted = posted
+        self._masks = None if self.mask_maker is None else self.mask_maker(posted)
         if self.vllm_config.speculative_config.method not in ("medusa", "custom_class"):
             # Medusa's heads are all computed at once; others read new tokens even if they draft none.
-            output.num_spec_tokens_to_schedule = max(
-                (block.draft_depth for block in posted.values()), default=0
-            )
-        self._masks = None if self.mask_maker is None else self.mask_maker(posted)
+            depths = [block.draft_depth for block in posted.values()]
+            output.num_spec_tokens_to_schedule = min(max(depths, default=0), self.num_spec_tokens)
         return output
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> Masks | None:

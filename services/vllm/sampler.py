@@ -6,7 +6,6 @@ parameters and without edits of their logits share one call.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -19,12 +18,11 @@ from gammaray.errors import GammarayError
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from services.engine.sampling.edits import LogitEdits
 from services.engine.sampling.logits import processed_log_probs
-from services.engine.sampling.noise import Noise
-from services.scheduling.sessions import MIN_WITH_NOISE, NOISE_BYTES, NOISE_BYTES_PER_ID
 from services.scheduling.tasks import SessionSpec
 from services.target.verdicts import judge, token_logprobs
 from services.target.verification import best_tokens, walk
 from services.vllm.messages import Masks, PostedBlock, Verdicts, first_tokens
+from services.vllm.noise import NoiseRows, NoiseSource
 
 __all__ = ["BlockSampler"]
 
@@ -94,8 +92,7 @@ class BlockSampler:
     def __init__(self, runner: Any, vocab_size: int) -> None:
         self._runner, self._vocab_size = runner, vocab_size
         self._sessions: dict[str, _Session] = {}
-        self._noises: OrderedDict[str, Noise] = OrderedDict()
-        self._most_noises = max(MIN_WITH_NOISE, NOISE_BYTES // (NOISE_BYTES_PER_ID * vocab_size))
+        self._noise = NoiseSource(vocab_size, runner.device)
         self._posted: dict[str, PostedBlock] = {}
         self._masks = Masks()
         self._verdicts: Verdicts = {}
@@ -106,7 +103,7 @@ class BlockSampler:
         self._posted, self._verdicts = posted, {}
         for request_id in self._sessions.keys() - self._runner.requests.keys():
             del self._sessions[request_id]
-            self._noises.pop(request_id, None)
+            self._noise.forget(request_id)
 
     def take_masks(self, masks: Masks | None) -> None:
         """Take the masks of the step's grammars."""
@@ -126,16 +123,26 @@ class BlockSampler:
         """
         from vllm.v1.outputs import SamplerOutput
 
-        batch = self._runner.input_batch
-        count = batch.num_reqs
+        count = self._runner.input_batch.num_reqs
         drafts = [0] * count if spec_decode_metadata is None else spec_decode_metadata.num_draft_tokens
-        emitted = torch.full((count, max(drafts) + 1), NO_TOKEN, dtype=torch.int32)
-        self._emitted = [None] * count
-        for row, tokens in self._serve(batch.req_ids[:count], drafts, logits):
-            emitted[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
-            request_id = batch.req_ids[row]
-            self._emitted[row] = request_id, self._posted[request_id].base_position + len(tokens)
-        return SamplerOutput(sampled_token_ids=emitted.to(logits.device), logprobs_tensors=None)
+        tokens = torch.tensor(self.serve(logits, drafts), dtype=torch.int32, device=logits.device)
+        return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=None)
+
+    def serve(self, logits: Tensor, drafts: Sequence[int]) -> list[list[int]]:
+        """Verify the posted blocks; return the tokens that each request emits, padded to the same length.
+
+        Args:
+            logits: As for `sample`.
+            drafts: Number of draft tokens of each request.
+        """
+        request_ids, width = self._runner.input_batch.req_ids[: len(drafts)], max(drafts) + 1
+        emitted = [[NO_TOKEN] * width] * len(drafts)
+        self._emitted = [None] * len(drafts)
+        for row, tokens in self._serve(request_ids, drafts, logits):
+            emitted[row] = tokens + [NO_TOKEN] * (width - len(tokens))
+            block = self._posted[request_ids[row]]
+            self._emitted[row] = request_ids[row], block.base_position + len(tokens)
+        return emitted
 
     def draft(self, logits: Tensor, depth: int, per_request: int) -> Tensor:
         """Return the tokens that a drafter proposes for the requests of the step that was sampled.
@@ -149,7 +156,7 @@ class BlockSampler:
             [requests * per_request] int64: the argmax, with the session's noise if it is verified by that.
         """
         tokens = logits.argmax(dim=-1)
-        alike: dict[tuple[float, ...], list[tuple[int, SessionSpec, Tensor]]] = {}
+        alike: dict[tuple[float, ...], list[tuple[int, NoiseRows]]] = {}
         for at, emitted in enumerate(self._emitted):
             if emitted is None or at * per_request >= len(tokens):
                 continue
@@ -157,12 +164,12 @@ class BlockSampler:
             session = self._sessions.get(request_id)
             if session is None or not _is_noisy(session.spec):
                 continue
-            noise = self._noise(request_id, session.spec).gumbel(position + depth, per_request)
-            alike.setdefault(_filters(session.spec.params), []).append((at, session.spec, noise))
+            noise = NoiseRows(request_id, session.spec, position + depth, per_request)
+            alike.setdefault(_filters(session.spec.params), []).append((at, noise))
         for group in alike.values():
-            rows = [at * per_request + row for at, _, _ in group for row in range(per_request)]
-            scores = processed_log_probs(logits[rows], group[0][1].params)
-            tokens[rows] = (scores + torch.cat([noise for _, _, noise in group])).argmax(dim=-1)
+            rows = [at * per_request + row for at, _ in group for row in range(per_request)]
+            scores = processed_log_probs(logits[rows], group[0][1].spec.params)
+            tokens[rows] = (scores + self._noise.gumbel([noise for _, noise in group])).argmax(dim=-1)
         return tokens
 
     def _serve(
@@ -208,29 +215,16 @@ class BlockSampler:
             self._sessions[request_id] = found
         return found
 
-    def _noise(self, request_id: str, spec: SessionSpec) -> Noise:
-        noise = self._noises.pop(request_id, None)
-        if noise is None:
-            params = spec.params
-            assert params.seed is not None
-            noise = Noise(params.seed, params.sample_index, self._vocab_size, device=self._runner.device)
-        self._noises[request_id] = noise
-        if len(self._noises) > self._most_noises:
-            self._noises.popitem(last=False)
-        return noise
-
     def _draw(self, group: Sequence[_Rows]) -> list[tuple[int, list[int]]]:
         """Verify blocks of sessions with equal filters, whose tokens are the argmaxes of one tensor."""
         params = group[0].session.spec.params
         logits = torch.cat([rows.logits for rows in group]) if len(group) > 1 else group[0].logits
         if params.temperature > 0:
             noise = [
-                self._noise(rows.request_id, rows.session.spec).gumbel(
-                    rows.block.base_position, len(rows.logits)
-                )
+                NoiseRows(rows.request_id, rows.session.spec, rows.block.base_position, len(rows.logits))
                 for rows in group
             ]
-            scores = processed_log_probs(logits, params) + (torch.cat(noise) if len(noise) > 1 else noise[0])
+            scores = processed_log_probs(logits, params) + self._noise.gumbel(noise)
         else:
             scores = logits.float()
         tokens, start, served = best_tokens(scores), 0, []
@@ -248,7 +242,7 @@ class BlockSampler:
         """Verify one block by the rule of its session."""
         session, base = rows.session, rows.block.base_position
         spec = session.spec
-        noise = self._noise(rows.request_id, spec) if spec.params.temperature > 0 else None
+        noise = self._noise.of(rows.request_id, spec) if spec.params.temperature > 0 else None
         try:
             if session.edits is not None:
                 tokens = self._runner.input_batch.token_ids_cpu[rows.at, :base].tolist()

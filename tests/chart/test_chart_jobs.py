@@ -14,13 +14,14 @@ import pytest
 
 from gammaray.security.certs import make_certificates
 from tests.support.chart.chart_helpers import (
-    CHART,
     EVERYTHING,
     NAME,
     ROLES,
     container,
     environment,
     groups,
+    merged,
+    of_component,
     passing_pods,
     pods,
     render,
@@ -265,13 +266,19 @@ def test_download_job_exists_only_for_hub_models_in_a_shared_volume(values, mode
         )
 
 
-def test_changed_models_change_the_name_of_the_job():
+def test_changed_models_images_and_placement_change_the_name_of_the_job():
     """A Job cannot be changed: a changed one must have another name."""
-    again = {**DOWNLOADS, "image": {"registry": "r", "tag": "2"}}
-    other = {**DOWNLOADS, "models": {"target": "team/large", "draft": "team/other"}}
-    names = {render(values)["job-models.yaml"]["metadata"]["name"] for values in (DOWNLOADS, again, other)}
-    assert len(names) == 3
-    marks = {container(passing_pods(values)["models"])["command"][3] for values in (DOWNLOADS, again, other)}
+    changes = [
+        {},
+        {"image": {"registry": "r", "tag": "2"}},
+        {"models": {"draft": "team/other"}},
+        of_component("models", {"tolerations": [{"operator": "Exists"}]}),
+        of_component("models", {"labels": {"example.com/team": "other"}}),
+    ]
+    variants = [merged(DOWNLOADS, change) for change in changes]
+    names = {render(values)["job-models.yaml"]["metadata"]["name"] for values in variants}
+    assert len(names) == len(variants)
+    marks = {container(passing_pods(values)["models"])["command"][3] for values in variants}
     assert len(marks) == 2  # a new image finds the models that are there
 
 
@@ -373,10 +380,3 @@ def test_helm_test_reaches_the_service_through_the_network_policies():
     assert may_reach(
         policies, Pod(pod["metadata"]["labels"]), orchestrator, service["spec"]["ports"][0]["targetPort"]
     )
-
-
-def test_scripts_fit_the_length_of_one_argument():
-    """Linux takes arguments of 128 KiB each; what holds the scripts is also kept in Kubernetes' objects."""
-    for path in (CHART / "files").glob("*.py"):
-        assert len(path.read_bytes()) < 8192
-        compile(path.read_text(), path.name, "exec")

@@ -1,13 +1,10 @@
 """Every manifest of every variant: lint, schemas, names, and one test per template."""
 
-from pathlib import Path
-
 import helm_python
 import pytest
 
 from tests.support.chart.chart_helpers import (
     CHART,
-    EXAMPLES,
     NAME,
     NAMESPACE,
     RELEASE,
@@ -107,10 +104,6 @@ OPTIONAL = {
 variants = pytest.mark.parametrize("values", VARIANTS.values(), ids=VARIANTS)
 
 
-def test_examples_cover_each_documented_case():
-    assert {path.stem for path in EXAMPLES} == {"cpu-trial", "l4-drafters-h100-targets", "one-node-two-gpus"}
-
-
 @variants
 def test_lint_finds_nothing(values):
     report = helm_python.lint(CHART, values, strict=True, namespace=NAMESPACE)
@@ -156,11 +149,6 @@ def test_streams_may_be_given_more_time_at_a_gateway():
     assert rule["timeouts"] == {"request": "3600s"}
     route = render({"gateway": {"enabled": True, "parentRefs": [{"name": "shared"}]}})["httproute.yaml"]
     assert "timeouts" not in route["spec"]["rules"][0]
-
-
-def test_two_releases_share_no_name():
-    first, second = ({m["kind"] + m["metadata"]["name"] for m in render(name=n).values()} for n in ("a", "b"))
-    assert not first & second
 
 
 def test_name_overrides_are_applied():
@@ -282,10 +270,3 @@ def test_notes_name_the_images_in_use():
     for image in ("orchestrator", "worker-gpu", "worker-cpu"):
         assert f"   r.example.com/t/gammaray-{image}:7\n" in notes
     assert "worker-cpu" not in render_texts()["NOTES.txt"]
-
-
-def test_templates_hold_one_resource_each():
-    for template in TEMPLATES:
-        text = Path(CHART / "templates" / template).read_text()
-        assert text.count("\nkind: ") + text.count('include "gammaray.policy"') == 1, template
-        assert "\n---" not in text, template

@@ -265,13 +265,3 @@ def test_storage_class_is_the_default_a_name_or_none():
         for spec in (claim["spec"], manifests["pvc-models.yaml"]["spec"]):
             assert spec.get("storageClassName") == expected
             assert ("storageClassName" in spec) is (expected is not None)
-
-
-def test_changed_placement_changes_the_name_of_the_download_job():
-    """A Job cannot be changed: a changed one must have another name."""
-    download = [{}, {"tolerations": [{"operator": "Exists"}]}, {"labels": {"example.com/team": "other"}}]
-    names = {
-        render(merged(EVERYTHING, of_component("models", own)))["job-models.yaml"]["metadata"]["name"]
-        for own in download
-    }
-    assert len(names) == len(download)

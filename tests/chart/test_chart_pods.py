@@ -18,7 +18,6 @@ from tests.support.chart.chart_helpers import (
     container,
     environment,
     groups,
-    merged,
     passing_pods,
     pods,
     render,
@@ -151,26 +150,12 @@ def test_gpus_choose_image_device_and_resources():
     assert two["resources"]["limits"]["amd.com/gpu"] == two["resources"]["requests"]["amd.com/gpu"] == "2"
 
 
-def test_ray_gets_the_number_of_gpus_for_any_resource_name():
-    slices = {"gpuResource": "nvidia.com/mig-1g.10gb", "target": {"gpus": 2}, "draft": {"gpus": 0}}
-    found = groups(slices)
-    assert found["target"]["rayStartParams"]["num-gpus"] == "2"
-    assert found["draft"]["rayStartParams"]["num-gpus"] == "0"
-    assert "num-gpus" not in found["orchestrator"]["rayStartParams"]
-
-
 def test_start_parameters_are_options_of_ray():
     from ray.scripts.scripts import start
 
     known = {option.removeprefix("--") for parameter in start.params for option in parameter.opts}
     for group in groups(EVERYTHING).values():
         assert group["rayStartParams"].keys() <= known
-
-
-def test_runtime_class_is_that_of_the_role():
-    found = groups({"draft": {"runtimeClassName": "nvidia"}})
-    assert found["draft"]["template"]["spec"]["runtimeClassName"] == "nvidia"
-    assert "runtimeClassName" not in found["orchestrator"]["template"]["spec"]
 
 
 def test_disabled_authentication_omits_the_field_for_old_operators():
@@ -202,20 +187,6 @@ def test_accelerator_is_a_node_label_of_the_role():
         "pool": "a",
     }
     assert found["target"]["template"]["spec"]["nodeSelector"] == {"pool": "a"}
-
-
-def test_role_overrides_what_all_pods_have():
-    values = merged(
-        EVERYTHING, {"head": {"priorityClassName": "highest", "env": [{"name": "OWN", "value": "2"}]}}
-    )
-    found = groups(values)
-    assert found["head"]["template"]["spec"]["priorityClassName"] == "highest"
-    assert environment(found["head"]["template"])["OWN"] == "2"
-    assert found["draft"]["template"]["spec"]["priorityClassName"] == "high"
-    assert environment(found["draft"]["template"])["EXTRA"] == "1"
-    assert found["target"]["template"]["spec"]["nodeSelector"] == {"pool": "gpu", "zone": "a"}
-    for group in found.values():
-        assert group["template"]["metadata"]["labels"]["example.com/team"] == "inference"
 
 
 @variants

@@ -2,12 +2,10 @@
 
 import asyncio
 import json
-from contextlib import aclosing
 
 import grpc
 import pytest
 
-from gammaray import AsyncClient
 from gammaray.v1 import generation_service_pb2 as pb
 from gammaray.v1 import generation_service_pb2_grpc as pb_grpc
 
@@ -36,18 +34,6 @@ async def test_cancelled_calls_free_the_workers(cluster):
         await asyncio.gather(*(cancel_after(number % 4) for number in range(NUM_STREAMS)))
         witness.cancel()
     await asyncio.to_thread(cluster.wait_until_idle)
-
-
-async def test_abandoned_iterators_of_the_sdk_free_the_workers(cluster):
-    async with AsyncClient(cluster.grpc) as client:
-
-        async def abandon():
-            async with aclosing(client.generate("import ", **LONG)) as chunks:
-                async for _ in chunks:
-                    break
-
-        await asyncio.gather(*(abandon() for _ in range(8)))
-        await asyncio.to_thread(cluster.wait_until_idle)
 
 
 @pytest.mark.parametrize("stream", [True, False])

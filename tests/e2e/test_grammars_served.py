@@ -2,14 +2,13 @@
 
 import asyncio
 import json
-import re
 
 import pytest
 
 from benchmarks.schemas import WAYS, SchemaMaker, ids_of, is_valid
 from gammaray import AsyncClient, FinishReason
 from gammaray.errors import InvalidArgumentError
-from gammaray.grammar.texts import choice_grammar, json_schema_grammar, regex_grammar
+from gammaray.grammar.texts import json_schema_grammar
 from gammaray.types import DrafterKind
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("idle_afterwards"), pytest.mark.timeout(600)]
@@ -62,33 +61,10 @@ async def test_forced_tokens_are_drafts_without_a_model(cluster):
     }
 
 
-@pytest.mark.parametrize("verification", ["rejection", "naive", "block"])
-async def test_other_methods_follow_the_grammar(cluster, verification):
-    async with AsyncClient(cluster.grpc) as client:
-        made = await client.complete(
-            PROMPT, grammar=json_schema_grammar(TABLE), verification=verification, temperature=1, seed=3
-        )
-    assert is_valid(made.text, TABLE)
-    assert made.summary.grammar_cycles > 0
-
-
-async def test_expressions_choices_and_lark(cluster):
-    async with AsyncClient(cluster.grpc) as client:
-
-        async def text(grammar):
-            return (await client.complete(PROMPT, grammar=grammar, temperature=1, seed=1, max_tokens=60)).text
-
-        assert re.fullmatch(r"[a-c]{3}/[0-9]{2}", await text(regex_grammar(r"[a-c]{3}/\d{2}")))
-        assert await text(choice_grammar(["def", "class"])) in ("def", "class")
-        assert re.fullmatch(r"(ab|c){2}!", await text('start: ("ab" | "c") ("ab" | "c") "!"'))
-
-
 @pytest.mark.parametrize(
     ("grammar", "got"),
     [
         ("start: a b", "unknown name"),
-        ("start: <[3]>", "<[3]>"),
-        ('start: %json {"not": {"type": "string"}}', '["not"]'),
         ("start: start", "without a text"),
     ],
 )
@@ -97,17 +73,3 @@ async def test_wrong_grammar_is_refused_by_name(cluster, grammar, got):
         with pytest.raises(InvalidArgumentError, match=r"^grammar: got") as raised:
             await client.complete(PROMPT, grammar=grammar)
     assert got in str(raised.value)
-
-
-async def test_grammar_with_ignore_eos_is_refused(cluster):
-    async with AsyncClient(cluster.grpc) as client:
-        with pytest.raises(InvalidArgumentError, match="ignore_eos"):
-            await client.complete(PROMPT, grammar="start: /a+/", ignore_eos=True)
-
-
-async def test_masks_that_leave_no_token_end_the_request_only(cluster):
-    async with AsyncClient(cluster.grpc) as client:
-        other = asyncio.create_task(client.complete(PROMPT, max_tokens=64, ignore_eos=True, temperature=0))
-        with pytest.raises(InvalidArgumentError, match="no possible token"):
-            await client.complete(PROMPT, grammar='start: "def"', allowed_token_ids=[5], temperature=1)
-        assert len((await other).tokens) == 64

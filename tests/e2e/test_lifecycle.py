@@ -56,10 +56,6 @@ def raylet_and_guardian(process):
     return None
 
 
-def test_model_that_is_missing_is_refused():
-    assert "/no/such/model" in refuse("--target", "/no/such/model")
-
-
 def test_port_that_is_taken_is_refused():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

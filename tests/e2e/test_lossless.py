@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gammaray import AsyncClient
 from services.demo_pair import TARGET_DIR
-from tests.support.cluster.cluster_helpers import undisturbed_completion
+from tests.support.cluster.cluster_helpers import is_without_model, undisturbed_completion
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("idle_afterwards"), pytest.mark.timeout(600)]
 
@@ -20,6 +20,9 @@ PROMPTS = [
     '"""Parse ',
     "é = 'ünïcödé'\n",
 ]
+
+
+REPEATING = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n\n\ndef mul(a, b):\n"
 
 
 @pytest.fixture(scope="module")
@@ -88,3 +91,23 @@ async def test_other_methods_emit_and_repeat_with_their_seed(cluster, verificati
         first = await run()
         assert len(first) == 32
         assert await run() == first
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_every_drafter_gives_the_same_text_and_the_summary_names_it(cluster, temperature):
+    async with AsyncClient(cluster.grpc) as client:
+
+        async def run(drafter, **options):
+            options = {"seed": 7, "max_tokens": 96, "ignore_eos": True, "temperature": temperature, **options}
+            return await client.complete(REPEATING, drafter=drafter, **options)
+
+        plain = await run("none")
+        assert plain.summary.plain_cycles == plain.summary.cycles == 96
+        ngram = await run("ngram", gamma=4)
+        assert ngram.summary.ngram_cycles > 0
+        assert ngram.summary.model_cycles == ngram.summary.fallback_cycles == 0
+        assert ngram.summary.ngram_cycles + ngram.summary.plain_cycles == ngram.summary.cycles
+        model = await undisturbed_completion(lambda: run("model", gamma=4), is_without_model)
+        assert model.summary.model_cycles > 0
+        assert model.summary.draft_workers == 1
+        assert model.text == ngram.text == plain.text

@@ -1,10 +1,14 @@
-"""Forced tool calls through the official openai client's parsers and stream helpers."""
+"""Structured output and forced calls: the official openai client's parsers and streams, the SDK's objects."""
 
+import asyncio
+import json
 from typing import Literal
 
 import openai
 import pytest
 from pydantic import BaseModel, Field
+
+from gammaray import AsyncClient, InvalidArgumentError
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("idle_afterwards"), pytest.mark.timeout(600)]
 
@@ -26,9 +30,19 @@ class Weather(BaseModel):
     degrees: int = Field(ge=-40, le=50)
 
 
+class Part(BaseModel):
+    kind: str = Field(pattern="^[a-z]{1,8}$")
+    size: int = Field(ge=0, le=99)
+
+
+class Machine(BaseModel):
+    name: str = Field(max_length=10)
+    is_on: bool
+    parts: list[Part] = Field(max_length=2)
+
+
 TOOL = openai.pydantic_function_tool(GetWeather)
 FLAT_TOOL = {"type": "function", **TOOL["function"]}
-NAMED = {"type": "function", "function": {"name": "GetWeather"}}
 CHAT = {"model": "", "messages": MESSAGES, "tools": [TOOL], "seed": 1}
 RESPONSE = {"model": "", "input": "Weather?", "tools": [FLAT_TOOL], "extra_body": {"seed": 2}}
 
@@ -37,15 +51,6 @@ RESPONSE = {"model": "", "input": "Weather?", "tools": [FLAT_TOOL], "extra_body"
 def client(cluster):
     with cluster.openai() as client:
         yield client
-
-
-@pytest.mark.parametrize("seed", [1, 2, 3])
-def test_named_call_is_one_and_parsed(client, seed):
-    answer = client.chat.completions.parse(**{**CHAT, "seed": seed}, tool_choice=NAMED, max_tokens=128)
-    (choice,) = answer.choices
-    (call,) = choice.message.tool_calls
-    assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
-    assert isinstance(call.function.parsed_arguments, GetWeather)
 
 
 def test_streamed_calls_are_those_of_the_whole_answer(client):
@@ -62,18 +67,6 @@ def test_streamed_calls_are_those_of_the_whole_answer(client):
         text = "".join(delta.arguments_delta for delta in deltas if delta.index == index)
         assert text == call.function.arguments
     assert [call.function.arguments for call in calls] == [call.function.arguments for call in whole]
-
-
-def test_result_of_a_call_is_followed_by_an_answer_in_a_format(client):
-    called = client.chat.completions.create(**CHAT, tool_choice=NAMED, max_tokens=128).choices[0].message
-    result = {"role": "tool", "tool_call_id": called.tool_calls[0].id, "content": "sun"}
-    answer = client.chat.completions.parse(
-        **{**CHAT, "messages": [*MESSAGES, called.to_dict(), result]},
-        tool_choice="none",
-        response_format=Weather,
-        max_tokens=128,
-    )
-    assert isinstance(answer.choices[0].message.parsed, Weather)
 
 
 def test_calls_of_streamed_responses_and_what_follows_them(client):
@@ -107,8 +100,43 @@ def test_calls_of_streamed_responses_and_what_follows_them(client):
     assert kinds == ["message", *["function_call"] * len(results), *["function_call_output"] * len(results)]
 
 
-def test_named_call_of_a_response_is_one_and_parsed(client):
-    options = {**RESPONSE, "tool_choice": {"type": "function", "name": "GetWeather"}}
-    answer = client.responses.parse(**options, max_output_tokens=128)
-    (call,) = answer.output
-    assert GetWeather.model_validate(call.parsed_arguments)
+def test_openai_stream_parses_as_it_arrives(client):
+    options = {"model": "", "messages": MESSAGES, "seed": 2, "max_tokens": 300}
+    with client.chat.completions.stream(**options, response_format=Machine) as stream:
+        kinds = {event.type for event in stream}
+        streamed = stream.get_final_completion().choices[0].message
+    assert {"content.delta", "content.done"} <= kinds
+    assert (
+        streamed.parsed
+        == client.chat.completions.parse(**options, response_format=Machine).choices[0].message.parsed
+    )
+
+
+def test_json_object_of_every_choice(client):
+    answer = client.chat.completions.create(
+        model="",
+        messages=MESSAGES,
+        response_format={"type": "json_object"},
+        n=3,
+        max_tokens=200,
+        seed=3,
+        extra_body={"structured_outputs": None},
+    )
+    for choice in answer.choices:
+        if choice.finish_reason == "stop":
+            assert isinstance(json.loads(choice.message.content), dict)
+        assert choice.message.content.startswith("{")
+
+
+async def test_sdk_parses_and_streams(cluster):
+    async with AsyncClient(cluster.grpc) as client:
+        options = {"json_schema": Machine, "max_tokens": 300, "seed": 5, "temperature": 0.8}
+        whole, again = await asyncio.gather(
+            client.complete("example = ", **options), client.complete("example = ", **options, gamma=0)
+        )
+        streamed = [chunk.text async for chunk in client.generate("example = ", **options)]
+        assert isinstance(whole.parsed, Machine)
+        assert whole.text == again.text == "".join(streamed)
+        assert (await client.complete("example = ", choice=["a", "b"], max_tokens=5)).text in ("a", "b")
+        with pytest.raises(InvalidArgumentError, match=r"^json_schema\.not: got not"):
+            await client.complete("example = ", json_schema={"not": {}})

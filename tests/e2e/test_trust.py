@@ -62,21 +62,6 @@ def test_tenant_completes_over_both_apis(guarded: Cluster, keys):
     assert official.completions.create(model="", prompt=PROMPT, max_tokens=4).usage.completion_tokens == 4
 
 
-def test_tenants_can_use_the_same_session_name(guarded: Cluster, keys):
-    ids = {}
-    for seed, tenant in enumerate(("acme", "beta")):
-        with Client(guarded.grpc, api_key=keys[tenant][1]) as client:
-            done = client.complete(PROMPT, max_tokens=6, session_id="shared", seed=seed, ignore_eos=True)
-            assert done.session_id == "shared"
-            ids[tenant] = [token.token_id for token in done.tokens]
-    for tenant in ("acme", "beta"):
-        with Client(guarded.grpc, api_key=keys[tenant][1]) as client:
-            session, tokens = client.get_session("shared")
-            assert session.session_id == "shared"
-            assert [token.token_id for token in tokens] == ids[tenant]
-            assert [info.session_id for info in client.list_sessions()].count("shared") == 1
-
-
 def test_session_of_another_tenant_is_not_found_by_any_call(guarded: Cluster, keys):
     acme, beta = (Client(guarded.grpc, api_key=keys[tenant][1]) for tenant in ("acme", "beta"))
     with acme, beta:

@@ -332,25 +332,6 @@ async def test_form_is_cut_at_max_tokens_and_ends_before_min_tokens(api):
 # Streams
 
 
-async def test_stream_options(api):
-    for event in (await api.events())[:-1]:
-        assert "usage" not in event
-        assert "obfuscation" not in event
-    *events, last, done = await api.events(stream_options={"include_usage": True})
-    assert done == "[DONE]"
-    assert last["choices"] == []
-    assert last["usage"]["completion_tokens"] == 12
-    assert not any(event.get("usage") for event in events)
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    *events, _, _ = await api.events(stream_options=options)
-    assert all(event["usage"]["prompt_tokens"] for event in events)
-    answer = await api.post(
-        COMPLETIONS, {"prompt": "a", "stream": True, "stream_options": {"include_obfuscation": True}}
-    )
-    parts = answer.text.encode().split(b"\n\n")[:-2]  # the last one is [DONE]
-    assert all((len(part) + 2) % 256 == 0 for part in parts)
-
-
 # Log-probabilities
 
 
@@ -371,21 +352,6 @@ async def test_echo_and_prompt_logprobs(api):
     chat = await api.chat(prompt_logprobs=0)
     assert chat["prompt_logprobs"][0] is None
     assert len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
-
-
-async def test_samples_repeat_prompt_logprobs_and_streams_have_them_once(api):
-    choices = (await api.complete(n=2, prompt_logprobs=0))["choices"]
-    assert choices[0]["prompt_logprobs"] == choices[1]["prompt_logprobs"]
-    events = await api.events(n=2, prompt_logprobs=0)
-    holders = [
-        choice["index"]
-        for event in events[:-1]
-        for choice in event["choices"]
-        if choice.get("prompt_logprobs")
-    ]
-    assert holders == [0]
-    begin = next(event for event in events if event["choices"][0]["index"] == 0)
-    assert begin["choices"][0].get("prompt_logprobs")
 
 
 async def test_resume_from_token_0_with_prompt_logprobs_is_refused(api):
@@ -488,57 +454,6 @@ async def test_response_format_with_tools_allows_calls_or_the_format(api):
 # Responses API
 
 
-async def test_fields_that_responses_refuse_and_ignore(api):
-    refused = {
-        "background": True,
-        "conversation": "c",
-        "prompt": {"id": "p"},
-        "moderation": {},
-        "context_management": [{"type": "compaction"}],
-        "truncation": "auto",
-        "reasoning": {"effort": "high"},
-        "tools": [{"type": "web_search"}],
-        "input": [{"type": "item_reference", "id": "i"}],
-    }
-    for field, value in refused.items():
-        assert (await api.refused(RESPONSES, {field: value}))["param"].split(".")[0] == field
-    assert (await api.refused(RESPONSES, {"text": {"verbosity": "low"}}))["param"] == "text.verbosity"
-    image = {"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}
-    assert (await api.refused(RESPONSES, {"input": [image]}))["param"] == "input.0.content"
-    ignored = ("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier")
-    values = dict.fromkeys((*ignored, "service_tier", "user"), "x")
-    await api.respond(**values, max_tool_calls=3)
-    await api.respond(
-        input=[{"type": "reasoning", "id": "r", "summary": []}, {"role": "user", "content": "x"}]
-    )
-
-
-async def test_response_is_incomplete_at_its_limit_and_continues(api):
-    found = await api.respond()
-    assert (found["status"], found["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
-    stored = (await api.http.get(f"{RESPONSES}/{found['id']}")).json()
-    assert stored == found
-    again = await api.respond(input="on", previous_response_id=found["id"], instructions="Be brief.")
-    items = (await api.http.get(f"{RESPONSES}/{again['id']}/input_items", params={"order": "asc"})).json()[
-        "data"
-    ]
-    assert [item["role"] for item in items] == ["user", "assistant", "user"]  # instructions are not inherited
-    assert items[1]["content"][0]["text"] == found["output"][0]["content"][0]["text"]
-
-
-async def test_stream_of_a_response_is_numbered_and_sent_again(api):
-    events = await api.events(RESPONSES, seed=1)
-    assert [event["sequence_number"] for event in events] == list(range(len(events)))
-    assert events[-1]["type"] in ("response.completed", "response.incomplete")
-    response = events[-1]["response"]
-    path = f"{RESPONSES}/{response['id']}"
-    again = await api.http.get(path, params={"stream": "true", "starting_after": "1"})
-    assert [json.loads(data) for data in re.findall(r"^data: (.*)$", again.text, re.MULTILINE)] == events[2:]
-    assert (await api.http.post(f"{path}/cancel")).status_code == 400
-    assert (await api.http.delete(path)).json()["deleted"] is True
-    assert (await api.http.get(path)).json()["error"]["code"] == "response_not_found"
-
-
 async def test_call_of_a_response_that_is_cut_is_incomplete_and_continues(api):
     tool = {"type": "function", **WEATHER["function"]}
     body = {"tools": [tool], "tool_choice": {"type": "function", "name": "get_weather"}}
@@ -548,13 +463,6 @@ async def test_call_of_a_response_that_is_cut_is_incomplete_and_continues(api):
     await api.respond(input="on", previous_response_id=found["id"])
     result = {"type": "function_call_output", "call_id": item["call_id"], "output": "not run"}
     await api.respond(input=[result], previous_response_id=found["id"])
-
-
-async def test_response_that_is_not_stored_is_not_found(api):
-    found = await api.respond(store=False)
-    assert (await api.http.get(f"{RESPONSES}/{found['id']}")).status_code == 404
-    error = await api.refused(RESPONSES, {"previous_response_id": found["id"]}, 404)
-    assert error["code"] == "previous_response_not_found"
 
 
 # Request and response object `gammaray`
@@ -628,28 +536,6 @@ async def test_object_gammaray_agrees_with_the_usage(api):
     assert "num_spec_tokens" not in metrics
     plain = (await api.complete(gammaray={"gamma": 0}))["gammaray"]
     assert (plain["alpha"], plain["acceptance_rate"], plain["drafted_tokens"]) == (None, None, 0)
-
-
-async def test_object_gammaray_is_in_the_last_piece_of_each_choice(api):
-    events = (await api.events(n=2))[:-1]
-    holders = [event["choices"][0]["index"] for event in events if "gammaray" in event]
-    assert sorted(holders) == [0, 1]
-    found = await api.complete(n=2, seed=1)
-    assert found["gammaray"] == found["choices"][0]["gammaray"]
-    assert "metrics" not in found
-    *events, last, _ = await api.events(stream_options={"include_usage": True})
-    assert "metrics" in last
-    assert not any("metrics" in event for event in events)
-
-
-async def test_streamed_pieces_have_tokens_if_asked_for(api):
-    events = await api.events(gammaray={"stream_tokens": True}, ignore_eos=True)
-    pieces = [event["gammaray"]["tokens"] for event in events[:-1]]
-    tokens = [token for piece in pieces for token in piece]
-    assert len(tokens) == 12
-    for token in tokens:
-        assert set(token) == {"id", "origin", "drafter", "bytes"}
-        assert (token["drafter"] is not None) == (token["origin"] == "accepted")
 
 
 # Errors

@@ -9,7 +9,7 @@ import pytest
 
 from gammaray.blocks import Shape, Verdict
 from gammaray.errors import UnavailableError
-from gammaray.types import DrafterKind, Proposal, TokenOrigin
+from gammaray.types import DrafterKind, TokenOrigin
 from gammaray.v1 import types_pb2 as pb
 from orchestrator.cycle.run import run_cycle
 from orchestrator.drafting.choice import FixedChoice
@@ -273,7 +273,3 @@ async def test_slow_target_is_replaced_at_its_deadline():
         await one_cycle(session, drafting, verifier)
         assert time.monotonic() - start < 20
         assert emitted(session) == continuation(PROMPT, session.num_emitted)
-
-
-def test_proposals_compare_equal_for_any_drafter():
-    assert Proposal((1,), drafter=DrafterKind.NGRAM, worker="a:1") == Proposal((1,))

@@ -104,23 +104,6 @@ async def test_text_format_is_followed(redis_server, workers):
         assert str(refused.value.param).startswith("text.format")
 
 
-async def test_forced_call_is_made_and_its_result_continues(redis_server, workers):
-    parameters = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}
-    tools = [{"type": "function", "name": "f", "parameters": parameters, "strict": True}]
-    options = {**OPTIONS, "tools": tools, "max_output_tokens": 64}
-    async with served(redis_server, workers) as (_, client):
-        async with client.responses.stream(
-            input="a", tool_choice="required", parallel_tool_calls=False, **options
-        ) as stream:
-            final = await stream.get_final_response()
-        (call,) = final.output
-        assert (call.type, call.name) == ("function_call", "f")
-        assert json.loads(call.arguments)["n"] in (1, 2)
-        result = {"type": "function_call_output", "call_id": call.call_id, "output": "done"}
-        after = await client.responses.create(input=[result], previous_response_id=final.id, **options)
-        assert after.status in ("completed", "incomplete")
-
-
 async def test_deleted_while_it_runs_the_response_fails(redis_server, workers):
     options = {**OPTIONS, "max_output_tokens": 400, "extra_body": {"seed": 3, "min_tokens": 400}}
     async with served(redis_server, workers) as (orchestrator, client):

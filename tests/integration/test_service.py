@@ -119,17 +119,6 @@ async def test_service_every_method_completes_and_accounts_for_its_tokens(orches
     assert text_of(chunks) == orchestrator.decode(shown)
 
 
-async def test_service_returns_the_chosen_seed_which_reproduces_the_completion(orchestrator):
-    first, second = [
-        await complete(orchestrator, GenerationRequest(PROMPTS[0], max_tokens=20)) for _ in range(2)
-    ]
-    assert first[0].seed != second[0].seed
-    params = SamplingParams(seed=first[0].seed)
-    again = await complete(orchestrator, GenerationRequest(PROMPTS[0], max_tokens=20, sampling=params))
-    assert tokens_of(again) == tokens_of(first)
-    assert tokens_of(first) != tokens_of(second)
-
-
 async def test_service_stop_string_cuts_text_tokens_and_store(orchestrator, redis):
     def request(**fields):
         return GenerationRequest(PROMPTS[0], sampling=GREEDY, max_tokens=60, **fields)

@@ -112,13 +112,6 @@ async def test_service_permanent_loss_of_the_target_is_unavailable(redis_server,
         await asyncio.gather(*stopping)
 
 
-async def test_service_start_refuses_a_draft_of_another_vocabulary(redis_server, target):
-    async with scripted("draft", vocab_size=999) as draft:
-        with pytest.raises(InvalidArgumentError, match=r"999 token ids.*2048 token ids"):
-            async with running(redis_server, target.address, draft.address):
-                pass
-
-
 async def test_service_start_without_redis_is_unavailable():
     with pytest.raises(UnavailableError, match="Redis"):
         await Orchestrator.start(OrchestratorSettings(redis_url="redis://127.0.0.1:1/0", redis_wait_s=0))

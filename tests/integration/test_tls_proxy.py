@@ -125,13 +125,6 @@ def test_a_missing_client_certificate_is_reported_for_any_proxy_response(pki, ve
             client.status()
 
 
-def test_plain_text_to_the_proxy_reports_that_tls_is_needed(pki):
-    with proxy(pki) as address:
-        for result in both(address):
-            assert result.exit_code == 3
-            assert "the server uses TLS" in result.stderr
-
-
 def test_lines_of_grpc_do_not_reach_the_terminal(pki):
     with proxy(pki) as address:
         invoke("status", "-a", address)

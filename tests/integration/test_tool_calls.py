@@ -72,31 +72,6 @@ async def test_required_call_is_valid_and_the_same_with_every_speculation(http, 
         check(choice["message"]["tool_calls"])
 
 
-@pytest.mark.slow
-async def test_parallel_calls_are_each_valid(http):
-    body = (await asked(http, n=4, seed=5, max_tokens=1500)).json()
-    for choice in body["choices"]:
-        check(choice["message"]["tool_calls"])
-        assert choice["finish_reason"] == "tool_calls"
-
-
-async def test_named_tool_is_called(http):
-    choice = {"type": "function", "function": {"name": "now"}}
-    (found,) = (await asked(http, tool_choice=choice)).json()["choices"]
-    (call,) = found["message"]["tool_calls"]
-    assert call["function"] == {"name": "now", "arguments": "{}"}
-
-
-async def test_unsupported_schema_is_an_error_of_the_tools(http):
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "not": {}}}}
-    for stream in (False, True):
-        body = {"messages": CHAT, "tools": [tool], "tool_choice": "required", "stream": stream}
-        answer = await http.post(PATH, json=body)
-        param = answer.json()["error"]["param"]
-        assert (answer.status_code, param) == (400, "tools.0.function.parameters.not")
-        assert "not" in answer.json()["error"]["message"]
-
-
 def read(text):
     """Return the events of a stream: id, and the choice."""
     for event in text.split("\n\n")[:-1]:

@@ -25,7 +25,6 @@ pytestmark = pytest.mark.integration
 
 PROMPT = random_tokens(12, seed=3)
 INVALID_ARGUMENT, DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED = 3, 4, 8
-DISTRIBUTION = types.SparseDistribution(token_ids=[1, 2], weights=[1, 3], weight_bits=2)
 
 
 def sampling(**fields):
@@ -56,31 +55,11 @@ def without_seed():
 BAD_VERIFIES = {
     "proposed id out of vocabulary": verify_block(PROMPT, [97]),
     "context id out of vocabulary": verify_block([*PROMPT, 2**32 - 1]),
-    "parent after its node": tree(-1, 1),
-    "parent below -1": tree(-2),
-    "parents of another length": verify_block(PROMPT, types.Proposal(token_ids=[1, 2], parents=[-1])),
     "tree with rejection": tree(-1, -1, method=VerificationMethod.REJECTION),
     "tree with naive": tree(-1, -1, method=VerificationMethod.NAIVE),
     "tree with block": tree(-1, -1, method=VerificationMethod.BLOCK),
-    "weights of a wrong sum with block": with_distributions(
-        types.SparseDistribution(token_ids=[1, 2], weights=[1, 2], weight_bits=2),
-        method=VerificationMethod.BLOCK,
-    ),
     "weights of a wrong sum": with_distributions(
         types.SparseDistribution(token_ids=[1, 2], weights=[1, 2], weight_bits=2)
-    ),
-    "weight 0": with_distributions(types.SparseDistribution(token_ids=[1, 2], weights=[0, 4], weight_bits=2)),
-    "weight bits 60": with_distributions(
-        types.SparseDistribution(token_ids=[1], weights=[1], weight_bits=60)
-    ),
-    "distribution with an id twice": with_distributions(
-        types.SparseDistribution(token_ids=[1, 1], weights=[1, 3], weight_bits=2)
-    ),
-    "distribution out of vocabulary": with_distributions(
-        types.SparseDistribution(token_ids=[1, 97], weights=[1, 3], weight_bits=2)
-    ),
-    "fewer distributions than tokens": verify_block(
-        PROMPT, types.Proposal(token_ids=[1, 2], draft_distributions=[DISTRIBUTION])
     ),
     "proposal of 10^6 tokens": verify_block(PROMPT, [1] * 10**6),
     "proposal of 257 tokens": verify_block(PROMPT, [1] * 257),

@@ -213,14 +213,6 @@ async def test_health_and_reflection_answer(model, role):
         await call.done_writing()
 
 
-async def test_demo_pair_has_one_vocabulary():
-    async with running("target", "demo") as (target, _), running("draft", "demo") as (draft, _):
-        infos = [await target.info(), await draft.info()]
-    assert infos[0].vocab_sha256 == infos[1].vocab_sha256 != ""
-    assert infos[0].vocab_size == infos[1].vocab_size
-    assert all(info.pid == os.getpid() and info.model == "demo" for info in infos)
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [

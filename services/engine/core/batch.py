@@ -125,7 +125,7 @@ class Batch:
         return self.masks[key]
 
 
-def allowed_slots(segment: Segment, window: int | None, num_slots: int | None = None) -> Tensor | None:
+def allowed_slots(segment: Segment, window: int | None) -> Tensor | None:
     """Return which slots each row of a segment may attend to.
 
     A row sees the committed slots, its ancestors and itself, if they are less than `window` positions back
@@ -135,34 +135,33 @@ def allowed_slots(segment: Segment, window: int | None, num_slots: int | None = 
     Args:
         segment: The rows.
         window: Number of positions a row sees, including itself; None for all.
-        num_slots: Columns of the result; None for the slots up to the segment's last.
 
     Returns:
-        Boolean [count, num_slots], or None when all is allowed.
+        Boolean [count, slots up to the segment's last], or None when all is allowed.
     """
-    allowed = _seen_slots(segment, window, num_slots)
+    allowed = _seen_slots(segment, window)
     first = segment.cache.first
     if first == 0:
         return allowed
     if allowed is None:
-        allowed = torch.ones(segment.count, num_slots or segment.slot + segment.count, dtype=torch.bool)
+        allowed = torch.ones(segment.count, segment.slot + segment.count, dtype=torch.bool)
     allowed[:, :first] = False
     return allowed
 
 
-def _seen_slots(segment: Segment, window: int | None, num_slots: int | None) -> Tensor | None:
+def _seen_slots(segment: Segment, window: int | None) -> Tensor | None:
     count, start = segment.count, segment.start
     used = segment.slot + count
     if segment.parents is None:
-        if count == 1 and (window is None or start < window) and num_slots in (None, used):
+        if count == 1 and (window is None or start < window):
             return None
-        slots = torch.arange(num_slots or used)
+        slots = torch.arange(used)
         positions = torch.arange(start, used)[:, None]
         allowed = slots <= positions
         return allowed if window is None else allowed & (slots > positions - window)
     first = count - len(segment.parents)
     # Row by row in numpy, whose slices cost a tenth of torch's.
-    seen = np.zeros((count, num_slots or used), dtype=bool)
+    seen = np.zeros((count, used), dtype=bool)
     for row in range(first):
         seen[row, : start + row + 1] = True
     for row in range(first, count):
@@ -172,7 +171,7 @@ def _seen_slots(segment: Segment, window: int | None, num_slots: int | None) -> 
     allowed = torch.from_numpy(seen)
     if window is not None:
         positions = torch.tensor(segment.positions)
-        allowed &= _slot_positions(segment, allowed.shape[1]) > (positions - window)[:, None]
+        allowed &= _slot_positions(segment) > (positions - window)[:, None]
     return allowed
 
 
@@ -188,9 +187,9 @@ def node_path(segment: Segment, node: int) -> tuple[int, list[int]]:
     return chain_length + 1 + node, slots[::-1]
 
 
-def _slot_positions(segment: Segment, num_slots: int) -> Tensor:
-    """Position of the token in each slot; free slots are numbered like a chain."""
-    positions = torch.arange(num_slots)
+def _slot_positions(segment: Segment) -> Tensor:
+    """Position of the token in each slot."""
+    positions = torch.arange(segment.slot + segment.count)
     chain_length = segment.slot - segment.num_kept
     for node in range(segment.num_kept):
         num_chain, nodes = node_path(segment, node)

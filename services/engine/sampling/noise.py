@@ -30,32 +30,34 @@ from torch import Tensor
 
 from services.engine.native.library import load_kernel
 
-__all__ = ["Noise", "exponential", "philox4x32", "philox_word"]
+__all__ = ["INDEPENDENT", "SHARED", "Noise", "exponential", "philox4x32", "philox_word"]
 
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 
-_SHARED, _DRAFT, _ACCEPT, _RESIDUAL = range(4)
+SHARED, _DRAFT, _ACCEPT, INDEPENDENT = range(4)
 
 _MAX_BLOCK_ROWS = 16
 _CACHE_BYTES = 12 << 20
 
 
-def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: int) -> tuple[Tensor, ...]:
+def philox4x32(
+    counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: int | tuple[Tensor, Tensor]
+) -> tuple[Tensor, ...]:
     """Return the four output words of Philox4x32-10.
 
     Args:
         counter: Four int64 tensors with values in [0, 2^32), of shapes that broadcast. Small tensors for
             constant words make the first rounds nearly free.
-        seed: The key, in [0, 2^64).
+        seed: The key, in [0, 2^64); or its low and high word, tensors that broadcast with the counter.
 
     Returns:
         Four int64 tensors with values in [0, 2^32).
     """
     c0, c1, c2, c3 = counter
-    k0, k1 = seed & _MASK, seed >> 32
+    k0, k1 = (seed & _MASK, seed >> 32) if isinstance(seed, int) else seed
     for _ in range(_ROUNDS):
         # int64 products wrap modulo 2^64; masking after the shift drops the sign extension.
         low, high = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
@@ -87,7 +89,7 @@ def exponential(
     vocab_size: int,
     *,
     sample_index: int = 0,
-    stream: int = _SHARED,
+    stream: int = SHARED,
     device: torch.device | str = "cpu",
     token_ids: Tensor | None = None,
 ) -> Tensor:
@@ -155,8 +157,8 @@ class Noise:
         token_ids: Tensor | None = None,
     ) -> None:
         self.seed, self.sample_index = seed, sample_index
-        self._shared = _GumbelRows(seed, sample_index, _SHARED, vocab_size, device, token_ids)
-        self._residual = _GumbelRows(seed, sample_index, _RESIDUAL, vocab_size, device, token_ids)
+        self._shared = _GumbelRows(seed, sample_index, SHARED, vocab_size, device, token_ids)
+        self._residual = _GumbelRows(seed, sample_index, INDEPENDENT, vocab_size, device, token_ids)
 
     @property
     def num_bytes(self) -> int:

@@ -49,7 +49,7 @@ EVERYTHING: dict[str, Any] = {
     "models": {"target": "team/large", "draft": "team/small"},
     "orchestrator": {"settings": {"max_gamma": 6}},
     "draft": {"workers": "0:4", "acceleratorType": "NVIDIA-L4", "settings": {"draft_ahead": False}},
-    "target": {"workers": "2:3", "gpus": 2, "nodeSelector": {"zone": "a"}},
+    "target": {"workers": "2:3", "gpus": 1, "nodeSelector": {"zone": "a"}},
     "scaling": {"min_gain": 2.5},
     "ray": {"faultTolerance": {"enabled": True}},
     "tls": {"certManager": {"enabled": True, "issuerRef": {"name": "letsencrypt"}}},

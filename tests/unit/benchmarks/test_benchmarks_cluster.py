@@ -91,12 +91,6 @@ def test_sigterm_to_a_running_benchmark_ends_its_cluster(tmp_path: Path) -> None
     assert not any(cluster.is_alive(process) for process in below)
 
 
-def test_free_ports_are_different_and_nobody_listens() -> None:
-    ports = cluster.free_ports(5)
-    assert len(set(ports)) == 5
-    assert all(10_000 <= port <= 29_000 for port in ports)
-
-
 def test_run_or_exit_failure_prints_it_and_exits_with_one(capsys: pytest.CaptureFixture[str]) -> None:
     async def work() -> None:
         raise UnavailableError("no target worker")
@@ -105,10 +99,3 @@ def test_run_or_exit_failure_prints_it_and_exits_with_one(capsys: pytest.Capture
         run_or_exit(work())
     assert caught.value.code == 1
     assert capsys.readouterr().err == "failed: no target worker\n"
-
-
-def test_run_or_exit_returns_the_result() -> None:
-    async def work() -> int:
-        return 7
-
-    assert run_or_exit(work()) == 7

@@ -152,12 +152,6 @@ def test_references_sampled_are_gammarays_own() -> None:
     }
 
 
-def test_references_leave_out_what_was_not_measured() -> None:
-    assert references(("gammaray-0", "gammaray-ngram", "llama.cpp-draft-4"), 0.0) == {
-        "gammaray-ngram": "gammaray-0"
-    }
-
-
 @pytest.mark.parametrize(("system", "reference", "changed"), [
     ("gammaray-ngram", "gammaray-0", True),
     ("gammaray-0", "engine", True),
@@ -275,8 +269,3 @@ def test_settings_are_recorded_without_paths_of_the_machine(tmp_path: Path) -> N
     assert recorded["llama_server"] == "llama-server"
     assert recorded["target"] == "build/models/own"
     assert recorded["max_tokens"] == settings().max_tokens
-
-
-def test_settings_llama_server_with_a_file_or_the_script_is_allowed() -> None:
-    assert settings(llama_server="llama-server", gguf=Path("m.gguf")).gguf
-    assert settings(llama_server="llama-server", llama_convert="convert.py").llama_convert

@@ -20,44 +20,41 @@ def test_every_field_has_a_rule_with_a_meaning_and_an_option():
     assert all(rule.meaning.endswith(".") for rule in SAMPLING_RULES.values())
 
 
-@pytest.mark.parametrize("name", FIELDS)
-def test_option_takes_the_type_of_its_field(name):
-    option, own = get_type_hints(SamplingOptions)[name], get_type_hints(SamplingParams)[name]
-    if isinstance(SAMPLING_RULES[name], TokenIds):
-        assert (option.__args__, own.__args__) == ((int,), (int, ...))
-    else:
-        assert option == own
+def test_options_take_the_types_of_their_fields():
+    options, fields = get_type_hints(SamplingOptions), get_type_hints(SamplingParams)
+    for name in FIELDS:
+        if isinstance(SAMPLING_RULES[name], TokenIds):
+            assert (options[name].__args__, fields[name].__args__) == ((int,), (int, ...)), name
+        else:
+            assert options[name] == fields[name], name
 
 
-@pytest.mark.parametrize("name", FIELDS)
-def test_field_is_on_the_wire_with_the_same_default(name):
-    # A field without presence cannot tell its default from its absence.
+def test_fields_are_on_the_wire_with_the_same_defaults():
     assert set(WIRE.keys()) == set(FIELDS)
-    default = getattr(SamplingParams(), name)
-    if WIRE[name].has_presence:
-        assert default is None or default != WIRE[name].default_value
-    else:
-        assert default in (WIRE[name].default_value, (), {})
+    defaults = SamplingParams()
+    defaults.validate(vocab_size=1)
+    for name in FIELDS:
+        default, own = getattr(defaults, name), WIRE[name].default_value
+        # A field without presence cannot tell its default from its absence.
+        fits = default is None or default != own if WIRE[name].has_presence else default in (own, (), {})
+        assert fits, name
 
 
-def test_defaults_are_allowed():
-    SamplingParams().validate(vocab_size=1)
-
-
-@pytest.mark.parametrize("name", NUMBERS)
-def test_numbers_are_checked_at_their_bounds(name):
-    rule = SAMPLING_RULES[name]
-    step = 1 if isinstance(rule, Integer) else 1e-6
-    is_open = getattr(rule, "open_low", False)
-    for inside in (rule.low + step * is_open, rule.high):
-        SamplingParams(**{name: inside}).validate()
-    for outside in (rule.low - step * (not is_open), rule.high + step, None, "1", True):
-        if outside is None and getattr(rule, "is_optional", False):
-            continue
-        with pytest.raises(InvalidArgumentError) as caught:
-            SamplingParams(**{name: outside}).validate()
-        assert (caught.value.field, caught.value.got) == (name, str(outside))
-        assert f"{rule.low}, {rule.high}]" in caught.value.allowed
+def test_numbers_are_checked_at_their_bounds(subtests):
+    for name in NUMBERS:
+        with subtests.test(str(name)[:80]):
+            rule = SAMPLING_RULES[name]
+            step = 1 if isinstance(rule, Integer) else 1e-6
+            is_open = getattr(rule, "open_low", False)
+            for inside in (rule.low + step * is_open, rule.high):
+                SamplingParams(**{name: inside}).validate()
+            for outside in (rule.low - step * (not is_open), rule.high + step, None, "1", True):
+                if outside is None and getattr(rule, "is_optional", False):
+                    continue
+                with pytest.raises(InvalidArgumentError) as caught:
+                    SamplingParams(**{name: outside}).validate()
+                assert (caught.value.field, caught.value.got) == (name, str(outside))
+                assert f"{rule.low}, {rule.high}]" in caught.value.allowed
 
 
 def test_copied_values_are_those_of_the_fields():

@@ -13,8 +13,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import pytest
-
 TESTS = Path(__file__).parents[2]
 
 ACCESSES = [
@@ -128,9 +126,8 @@ def test_tests_do_not_access_private_names() -> None:
     assert sorted(text for text, _ in found) == ACCESSES, "\n".join(place for _, place in found)
 
 
-@pytest.mark.parametrize(
-    ("source", "num_accesses"),
-    [
+def test_private_access_is_counted(subtests) -> None:
+    for source, num_accesses in [
         ("worker._engine.call()", 1),
         ("worker._engine._scheduler", 2),
         ("module._CONSTANT", 1),
@@ -155,8 +152,7 @@ def test_tests_do_not_access_private_names() -> None:
         ("point._replace(x=1)", 0),
         ("x.__class__, x.public_name", 0),
         ("print('_text')", 0),
-    ],
-)
-def test_private_access_is_counted(source: str, num_accesses: int) -> None:
-    tree = ast.parse(source)
-    assert len(list(private_accesses(tree, classes_of([tree])))) == num_accesses
+    ]:
+        with subtests.test(str((source, num_accesses))[:80]):
+            tree = ast.parse(source)
+            assert len(list(private_accesses(tree, classes_of([tree])))) == num_accesses

@@ -1,4 +1,4 @@
-"""Hooks run what `make lint` runs, the CI workflow runs .ci/run, `make help` lists every target."""
+"""Hooks run what `make lint` runs, the CI workflow runs .ci/run."""
 
 import os
 import re
@@ -82,29 +82,12 @@ def test_hooks_stop_a_commit_and_format_its_files(clone):
     assert run_hook(clone, "ruff-check").returncode == 0
 
 
-def test_hooks_leave_generated_code_alone(clone):
-    generated = clone / "gammaray" / "v1" / "module_pb2.py"
-    generated.parent.mkdir(parents=True)
-    generated.write_text("import os\nx = {  'a':1}\n")
-    assert run_hook(clone, "ruff-check").returncode == 0
-    assert run_hook(clone, "ruff-format").returncode == 0
-
-
 def test_workflow_runs_the_projects_own_script():
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
     (job,) = workflow["jobs"].values()
     assert [step["run"] for step in job["steps"] if "run" in step] == ["bash .ci/run"]
     assert workflow["permissions"] == {"contents": "read"}
     assert job["timeout-minutes"] <= 90
-
-
-def test_make_help_lists_every_target():
-    reported = subprocess.run(
-        ["make", "-s", "help"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
-    )
-    targets = re.search(r"^\.PHONY: (.*)$", MAKEFILE, re.MULTILINE)[1].split()
-    listed = dict(line.split(maxsplit=1) for line in reported.stdout.splitlines())
-    assert set(listed) == set(targets)
 
 
 def test_test_modules_have_names_of_their_own():

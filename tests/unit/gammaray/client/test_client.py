@@ -199,11 +199,6 @@ async def test_concurrent_generations_do_not_mix():
     assert [completion.text for completion in completions] == prompts
 
 
-async def test_status_returns_processes():
-    async with serve(ScriptedService()) as address, AsyncClient(address) as client:
-        assert await client.status() == PROCESSES
-
-
 async def test_wait_ready_cluster_that_starts_returns_when_a_target_is_healthy():
     def starting(attempt):
         if attempt == 0:

@@ -6,7 +6,7 @@ import sys
 import grpc
 import pytest
 
-from gammaray import AsyncClient, Client, RetryPolicy
+from gammaray import AsyncClient, RetryPolicy
 from gammaray.client.transport import Transport
 from gammaray.errors import (
     CancelledError,
@@ -105,14 +105,6 @@ async def test_resume_stops_retrying_a_stream_that_keeps_failing():
         with pytest.raises(InternalError, match="finish reason"):
             await client.complete("Hi")
     assert len(service.requests) == HASTY.max_attempts
-
-
-def test_resume_in_the_blocking_client():
-    from tests.support.sdk_helpers import serve_in_thread
-
-    service = ScriptedService(breaking((3, UnavailableError("gone"))))
-    with serve_in_thread(service) as address, Client(address, retry=FAST_RETRY) as client:
-        assert pieces_of(client.generate("Hi")) == WORDS
 
 
 async def test_resume_counts_tokens_and_not_pieces():

@@ -61,9 +61,8 @@ def test_options_become_the_grammar(options, grammar):
     assert build_request("Hi", max_tokens=5, **options) == expected
 
 
-@pytest.mark.parametrize(
-    ("options", "field"),
-    [
+def test_wrong_option_is_named(subtests):
+    for options, field in [
         ({"json_schema": SCHEMA, "regex": "a"}, "json_schema"),
         ({"regex": "a", "grammar": "start: /a/"}, "regex"),
         ({"json_schema": "{}"}, "json_schema"),
@@ -80,14 +79,12 @@ def test_options_become_the_grammar(options, grammar):
         ({"choice": "ab"}, "choice"),
         ({"grammar": 5}, "grammar"),
         ({"grammar": "x" * (2**18 + 1)}, "grammar"),
-    ],
-    ids=lambda value: str(value)[:40],
-)
-def test_wrong_option_is_named(options, field):
-    with pytest.raises(InvalidArgumentError) as caught:
-        build_request("Hi", **options)
-    assert caught.value.field == field
-    assert caught.value.allowed
+    ]:
+        with subtests.test(str((options, field))[:80]):
+            with pytest.raises(InvalidArgumentError) as caught:
+                build_request("Hi", **options)
+            assert caught.value.field == field
+            assert caught.value.allowed
 
 
 def test_whole_request_takes_no_form():

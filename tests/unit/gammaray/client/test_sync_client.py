@@ -13,13 +13,10 @@ import pytest
 from gammaray import (
     CancelledError,
     Client,
-    DeadlineExceededError,
     InvalidArgumentError,
     ResourceExhaustedError,
-    UnavailableError,
 )
 from tests.support.sdk_helpers import (
-    FAST_RETRY,
     NO_RETRY,
     PROCESSES,
     WAIT_S,
@@ -98,17 +95,6 @@ def test_sync_errors_are_those_of_the_async_client():
         with pytest.raises(InvalidArgumentError):
             client.generate("")
     assert caught.value.retry_after_s == 3.0
-
-
-def test_sync_deadline_passes():
-    with serve_in_thread(ScriptedService(silent)) as address, Client(address) as client:
-        with pytest.raises(DeadlineExceededError):
-            client.complete("Hi", timeout_s=0.2)
-
-
-def test_sync_without_a_server_raises_unavailable():
-    with Client("127.0.0.1:1", retry=FAST_RETRY) as client, pytest.raises(UnavailableError):
-        client.status()
 
 
 def test_sync_client_is_shared_by_threads():

@@ -130,15 +130,19 @@ RESTRICTIONS = {
 }
 
 
-@pytest.mark.parametrize("keyword", RESTRICTIONS)
-def test_restriction_that_cannot_be_followed_is_refused_with_its_place(keyword):
-    properties = {"a": {}, "b": {}, "c": {}} if keyword.endswith("Properties") else {}
-    inner = {"properties": properties, keyword: RESTRICTIONS[keyword], "then": {"required": ["a"]}}
-    schema = {"$ref": "#/$defs/A", "$defs": {"A": {"properties": {"x.y": {"items": {"anyOf": [{}, inner]}}}}}}
-    with pytest.raises(InvalidArgumentError) as caught:
-        json_schema_grammar(schema, "tools.2.parameters")
-    assert caught.value.field == f"tools.2.parameters.$defs.A.properties.x.y.items.anyOf.1.{keyword}"
-    assert keyword in str(caught.value)
+def test_restriction_that_cannot_be_followed_is_refused_with_its_place(subtests):
+    for keyword in RESTRICTIONS:
+        with subtests.test(keyword):
+            properties = {"a": {}, "b": {}, "c": {}} if keyword.endswith("Properties") else {}
+            inner = {"properties": properties, keyword: RESTRICTIONS[keyword], "then": {"required": ["a"]}}
+            schema = {
+                "$ref": "#/$defs/A",
+                "$defs": {"A": {"properties": {"x.y": {"items": {"anyOf": [{}, inner]}}}}},
+            }
+            with pytest.raises(InvalidArgumentError) as caught:
+                json_schema_grammar(schema, "tools.2.parameters")
+            assert caught.value.field == f"tools.2.parameters.$defs.A.properties.x.y.items.anyOf.1.{keyword}"
+            assert keyword in str(caught.value)
 
 
 def test_unevaluated_properties_of_several_schemas_are_refused():
@@ -178,9 +182,10 @@ ANYTHING = [
 ]
 
 
-@pytest.mark.parametrize("schema", ANYTHING, ids=str)
-def test_keywords_that_restrict_nothing_are_accepted(schema):
-    assert follows(json_schema_grammar(schema), "1", "-12") == [True, True]
+def test_keywords_that_restrict_nothing_are_accepted(subtests):
+    for schema in ANYTHING:
+        with subtests.test(str(schema)[:80]):
+            assert follows(json_schema_grammar(schema), "1", "-12") == [True, True]
 
 
 def test_names_of_properties_can_be_listed():
@@ -287,9 +292,8 @@ CIRCLE: dict = {"type": "object"}
 CIRCLE["properties"] = {"again": CIRCLE}
 
 
-@pytest.mark.parametrize(
-    "schema",
-    [
+def test_value_that_is_no_schema_is_named(subtests):
+    cases = [
         *([], None, "object", 5, {"const": {1, 2}}, {"const": float("nan")}, {"maximum": float("inf")}),
         *(nested(MAX_DEPTH + 1), nested(100_000), CIRCLE),
         *(
@@ -299,14 +303,13 @@ CIRCLE["properties"] = {"again": CIRCLE}
         ),
         *({"$ref": "#/x", "x": {"multipleOf": 10**4 + 1}}, {"multipleOf": 1e300}, {"multipleOf": 10**400}),
         *({"const": 2**53 + 1}, {"enum": [1, [{"a": -(2**53) - 1}]]}, {"const": 1e300}),
-    ],
-    ids=lambda schema: "nested" if isinstance(schema, dict) and "items" in schema else None,
-)
-def test_value_that_is_no_schema_is_named(schema):
-    with pytest.raises(InvalidArgumentError) as caught:
-        json_schema_grammar(schema, "mine")
-    assert caught.value.field.split(".")[0] == "mine"
-    assert caught.value.allowed
+    ]
+    for number, schema in enumerate(cases):
+        with subtests.test(number=number):
+            with pytest.raises(InvalidArgumentError) as caught:
+                json_schema_grammar(schema, "mine")
+            assert caught.value.field.split(".")[0] == "mine"
+            assert caught.value.allowed
 
 
 @pytest.mark.parametrize(
@@ -347,13 +350,12 @@ CLOSED = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("schema", "is_open"), [*((schema, True) for schema in OPEN), *((schema, False) for schema in CLOSED)]
-)
-def test_objects_that_list_their_properties_have_no_others(schema, is_open):
-    assert follows(json_schema_grammar(schema), '{"a": 1, "b": 2}', '{"a": 1}') in (
-        [[True, True], [True, False]] if is_open else [[False, True]]
-    )
+def test_objects_that_list_their_properties_have_no_others(subtests):
+    for schema, is_open in [*((schema, True) for schema in OPEN), *((schema, False) for schema in CLOSED)]:
+        with subtests.test(str((schema, is_open))[:80]):
+            assert follows(json_schema_grammar(schema), '{"a": 1, "b": 2}', '{"a": 1}') in (
+                [[True, True], [True, False]] if is_open else [[False, True]]
+            )
 
 
 def test_json_has_the_whitespace_of_json_dumps():
@@ -430,9 +432,8 @@ def test_pydantic_schemas_have_the_texts_of_their_models():
 # Regular expressions
 
 
-@pytest.mark.parametrize(
-    ("pattern", "good", "bad"),
-    [
+def test_regex_grammar_matches_whole_texts(subtests):
+    for pattern, good, bad in [
         ("a/b", "a/b", "a"),
         (r"a\/b", "a/b", r"a\/b"),
         (r"\\/", "\\/", "/"),
@@ -457,10 +458,9 @@ def test_pydantic_schemas_have_the_texts_of_their_models():
         (".*", "a</x>", "a\nb"),
         (r"\p{L}+", "ßé", "1"),
         ("\x00\x7f", "\x00\x7f", ""),
-    ],
-)
-def test_regex_grammar_matches_whole_texts(pattern, good, bad):
-    assert follows(regex_grammar(pattern), good, bad, f"{good}\n!") == [True, False, False]
+    ]:
+        with subtests.test(str((pattern, good, bad))[:80]):
+            assert follows(regex_grammar(pattern), good, bad, f"{good}\n!") == [True, False, False]
 
 
 # Parts of expressions, with a text that each matches.
@@ -506,11 +506,11 @@ def test_choice_grammar_has_exactly_the_choices(choices, other):
     assert follows(grammar, other, "".join(choices) + "!") == [other in choices, False]
 
 
-@pytest.mark.parametrize(
-    "text", ['"', "\\", "\n", "\x00", "\x7f", "\u2028", "😀", "<[1]>", "//", "|", '" | "b', "%json {}", "é"]
-)
-def test_literal_is_the_text(text):
-    assert follows(f"start: {literal(text)} {literal(text)}", text + text, text) == [True, False]
+def test_literal_is_the_text(subtests):
+    texts = ['"', "\\", "\n", "\x00", "\x7f", "\u2028", "😀", "<[1]>", "//", "|", '" | "b', "%json {}", "é"]
+    for text in texts:
+        with subtests.test(text):
+            assert follows(f"start: {literal(text)} {literal(text)}", text + text, text) == [True, False]
 
 
 @pytest.mark.parametrize(

@@ -56,20 +56,20 @@ HIDING = [
 ]
 
 
-@pytest.mark.parametrize("before", HIDING)
-def test_operators_are_found_whatever_comes_before(before):
-    for part, operator in (
-        ("A: /a+/ & /b*a/", "&"),
-        ("A: ~/a+/", "~"),
-        ("A: /a/\nc: A <[5-7,9]>", "<[5-7,9]>"),
-    ):
-        grammar = f"start: A\n{before}\n{part}"
-        assert operator in refused(grammar) or not compiles(grammar)
+def test_operators_are_found_whatever_comes_before(subtests):
+    for before in HIDING:
+        with subtests.test(str(before)[:80]):
+            for part, operator in (
+                ("A: /a+/ & /b*a/", "&"),
+                ("A: ~/a+/", "~"),
+                ("A: /a/\nc: A <[5-7,9]>", "<[5-7,9]>"),
+            ):
+                grammar = f"start: A\n{before}\n{part}"
+                assert operator in refused(grammar) or not compiles(grammar)
 
 
-@pytest.mark.parametrize(
-    "grammar",
-    [
+def test_the_same_characters_elsewhere_are_none(subtests):
+    for grammar in [
         'start: "a&b~c<[5]>"',
         "start: /a&b~<[c]/",
         'start: "x"~3',
@@ -79,11 +79,10 @@ def test_operators_are_found_whatever_comes_before(before):
         "start: A // a comment with & and <[1]>\nA: /a/",
         'start: temperature\ntemperature: "temperature"',
         'start[capture="temperature"]: /a/',
-    ],
-)
-def test_the_same_characters_elsewhere_are_none(grammar):
-    assert refused(grammar) == ""
-    assert compiles(grammar)
+    ]:
+        with subtests.test(str(grammar)[:80]):
+            assert refused(grammar) == ""
+            assert compiles(grammar)
 
 
 @pytest.mark.parametrize(

@@ -43,10 +43,11 @@ def test_expected_tokens_equals_enumeration_of_outcomes(alpha, gamma):
     assert theory.expected_tokens(alpha, gamma) == pytest.approx(enumerated)
 
 
-@pytest.mark.parametrize(("alpha", "cost", "latency", "gamma", "gain"), OPTIMA)
-def test_optimal_gamma_and_speedup_are_golden(alpha, cost, latency, gamma, gain):
-    assert theory.optimal_gamma(alpha, cost, latency) == gamma
-    assert theory.speedup(alpha, gamma, cost, latency) == pytest.approx(gain, abs=5e-4)
+def test_optimal_gamma_and_speedup_are_golden(subtests):
+    for alpha, cost, latency, gamma, gain in OPTIMA:
+        with subtests.test(str((alpha, cost, latency, gamma, gain))[:80]):
+            assert theory.optimal_gamma(alpha, cost, latency) == gamma
+            assert theory.speedup(alpha, gamma, cost, latency) == pytest.approx(gain, abs=5e-4)
 
 
 def test_optimal_gamma_is_zero_where_speculation_cannot_pay():

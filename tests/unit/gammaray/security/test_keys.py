@@ -182,11 +182,12 @@ def test_identify_reads_deadline_and_priority():
 
 
 @pytest.mark.parametrize("name", [TIMEOUT_HEADER, PRIORITY_HEADER])
-@pytest.mark.parametrize("text", ["", "x", "1.5", "-", "--1", "11e3", "9" * 30, "²", "-11"])
-def test_identify_invalid_header_is_named(name, text):
-    with pytest.raises(InvalidArgumentError) as caught:
-        Authenticator().identify({name: text})
-    assert caught.value.field == name
+def test_identify_invalid_header_is_named(name, subtests):
+    for text in ["", "x", "1.5", "-", "--1", "11e3", "9" * 30, "²", "-11"]:
+        with subtests.test(str(text)[:80]):
+            with pytest.raises(InvalidArgumentError) as caught:
+                Authenticator().identify({name: text})
+            assert caught.value.field == name
 
 
 def test_qualified_names_of_tenants_never_collide():

@@ -151,9 +151,8 @@ def law(ids=(1, 2), weights=(3, 5), bits=3):
     return pb.SparseDistribution(token_ids=ids, weights=weights, weight_bits=bits)
 
 
-@pytest.mark.parametrize(
-    ("proposal", "field"),
-    [
+def test_proposal_of_a_hostile_drafter_is_refused(subtests):
+    for proposal, field in [
         (pb.Proposal(token_ids=[1, VOCAB]), "proposal.token_ids"),
         (pb.Proposal(token_ids=[2**32 - 1]), "proposal.token_ids"),
         (pb.Proposal(token_ids=[1, 2], parents=[-1]), "proposal.parents"),
@@ -195,12 +194,11 @@ def law(ids=(1, 2), weights=(3, 5), bits=3):
             pb.Proposal(token_ids=[1], draft_distributions=[law(ids=(), weights=())]),
             "proposal.draft_distributions.weights",
         ),
-    ],
-)
-def test_proposal_of_a_hostile_drafter_is_refused(proposal, field):
-    with pytest.raises(InvalidArgumentError) as caught:
-        proposal_from_proto(over_the_wire(proposal), VOCAB)
-    assert caught.value.field == field
+    ]:
+        with subtests.test(str((proposal, field))[:80]):
+            with pytest.raises(InvalidArgumentError) as caught:
+                proposal_from_proto(over_the_wire(proposal), VOCAB)
+            assert caught.value.field == field
 
 
 @given(

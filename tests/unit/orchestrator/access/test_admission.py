@@ -142,14 +142,6 @@ async def test_full_queue_rejects_a_request_of_the_longest_queue():
     assert requests.served == ["a0", "b0", "a1", "a2"]
 
 
-async def test_without_a_queue_requests_that_cannot_run_are_rejected():
-    requests = Requests(max_waiting=0)
-    await requests.ask("1", "a")
-    await requests.ask("2", "b")
-    assert [name for name, _ in requests.refused] == ["2"]
-    await requests.end_all()
-
-
 async def test_wait_is_bounded():
     requests = Requests(max_wait_s=0.05)
     await requests.ask("1")

@@ -41,16 +41,18 @@ CHAIN_CASES = {
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(("target", "proposed", "verdict"), CHAIN_CASES.values(), ids=CHAIN_CASES)
-def test_verify_greedy_chain_gives_verdict(method, target, proposed, verdict):
-    assert verify(method, greedy_rows(*target), Proposal(proposed), GREEDY, None, 17) == verdict
+def test_verify_greedy_chain_gives_verdict(method, subtests):
+    for name, (target, proposed, verdict) in CHAIN_CASES.items():
+        with subtests.test(name):
+            assert verify(method, greedy_rows(*target), Proposal(proposed), GREEDY, None, 17) == verdict
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(("target", "proposed", "verdict"), CHAIN_CASES.values(), ids=CHAIN_CASES)
-def test_verify_point_mass_sampled_gives_greedy_verdict(method, target, proposed, verdict):
-    noise = Noise(3, 0, VOCAB)
-    assert verify(method, greedy_rows(*target), Proposal(proposed), SAMPLED, noise, 17) == verdict
+def test_verify_point_mass_sampled_gives_greedy_verdict(method, subtests):
+    for name, (target, proposed, verdict) in CHAIN_CASES.items():
+        with subtests.test(name):
+            noise = Noise(3, 0, VOCAB)
+            assert verify(method, greedy_rows(*target), Proposal(proposed), SAMPLED, noise, 17) == verdict
 
 
 def test_verdict_is_cut_before_the_first_row_that_is_not_the_targets():

@@ -16,6 +16,7 @@ from tests.support.drafting_helpers import propose_token
 from tests.support.maths_helpers import (
     Blend,
     TinyModel,
+    block_distribution,
     chain_proposals,
     completed,
     distance,
@@ -29,51 +30,56 @@ from tests.support.maths_helpers import (
 COUPLED, REJECTION, NAIVE, BLOCK = VerificationMethod
 START = (0,)
 EXACT = 1e-12
+BY_DISTRIBUTION = pytest.mark.parametrize(
+    "distribution_of", [rejection_distribution, block_distribution], ids=["rejection", "block"]
+)
 
 
 def assert_lossless(distribution, target, length):
-    assert (
-        distance(completed(distribution, target, START, length), plain_distribution(target, START, length))
-        < EXACT
-    )
+    whole = completed(distribution, target, START, length)
+    assert distance(whole, plain_distribution(target, START, length)) < EXACT
 
 
-def rejection_cycle(target, proposals):
-    return mixed((prob, rejection_distribution(target, START, proposal)) for prob, proposal in proposals)
+def cycle_of(target, proposals, distribution_of):
+    return mixed((prob, distribution_of(target, START, proposal)) for prob, proposal in proposals)
 
 
+@BY_DISTRIBUTION
 @pytest.mark.parametrize("gamma", range(5))
 @pytest.mark.parametrize(("top_k", "bits"), [(3, 8), (2, 4), (1, 3)], ids=["dense", "sparse", "single"])
 @pytest.mark.parametrize("zeros", [0.0, 0.4], ids=["full", "zeros"])
-def test_rejection_cycle_is_lossless(gamma, top_k, bits, zeros):
+def test_cycle_is_lossless(gamma, top_k, bits, zeros, distribution_of):
     for seed in range(2 if gamma == 4 else 4):
         target, draft = TinyModel(3, seed, zeros), TinyModel(3, seed + 100, zeros)
-        shipped = quantised_drafter(draft, top_k, bits)
-        assert_lossless(rejection_cycle(target, chain_proposals(shipped, START, gamma)), target, gamma + 1)
+        proposals = chain_proposals(quantised_drafter(draft, top_k, bits), START, gamma)
+        assert_lossless(cycle_of(target, proposals, distribution_of), target, gamma + 1)
 
 
+@BY_DISTRIBUTION
 @pytest.mark.parametrize("gamma", range(1, 5))
-def test_rejection_without_distributions_is_lossless_for_any_token(gamma):
+def test_cycle_without_distributions_is_lossless_for_any_token(gamma, distribution_of):
     target = TinyModel(3, 7, zeros=0.2)
     for tokens in itertools.product(range(3), repeat=gamma):
-        assert_lossless(rejection_distribution(target, START, Proposal(tokens)), target, gamma + 1)
+        assert_lossless(distribution_of(target, START, Proposal(tokens)), target, gamma + 1)
 
 
-def test_rejection_stopping_before_the_draw_is_lossless():
-    """The end of the chain depends only on the distribution of the next token, as the prediction reports."""
+@BY_DISTRIBUTION
+@pytest.mark.parametrize("ends_after", [None, 2])
+def test_chain_that_ends_before_a_draw_is_lossless(ends_after, distribution_of):
+    """It may end for any reason that does not depend on the next token, such as an end of sequence."""
 
     def proposals(context, gamma):
         distribution = shipped(context)
-        if gamma == 0 or max(distribution.weights) < 0.55 * (1 << distribution.weight_bits):
+        is_unsure = max(distribution.weights) < 0.55 * (1 << distribution.weight_bits)
+        if gamma == 0 or is_unsure or context[-1] == ends_after:
             yield 1.0, Proposal()
             return
         for weight, token_id in zip(distribution.weights, distribution.token_ids, strict=True):
             for prob, rest in proposals((*context, token_id), gamma - 1):
+                sent = (distribution, *(rest.draft_distributions or ()))
                 yield (
                     prob * weight / (1 << distribution.weight_bits),
-                    Proposal(
-                        (token_id, *rest.token_ids), None, (distribution, *(rest.draft_distributions or ()))
-                    ),
+                    Proposal((token_id, *rest.token_ids), None, sent),
                 )
 
     lengths = set()
@@ -82,7 +88,7 @@ def test_rejection_stopping_before_the_draw_is_lossless():
         shipped = quantised_drafter(draft, 3, 6)
         cycle = list(proposals(START, 4))
         lengths |= {len(proposal) for _, proposal in cycle}
-        assert_lossless(rejection_cycle(target, cycle), target, 5)
+        assert_lossless(cycle_of(target, cycle, distribution_of), target, 5)
     assert len(lengths) > 2
 
 
@@ -145,7 +151,7 @@ def test_rejection_emits_more_with_a_better_draft():
     accepted = []
     for share in (0.0, 0.3, 1.0):
         shipped = quantised_drafter(Blend(target, 9, share), 3, 10)
-        distribution = rejection_cycle(target, chain_proposals(shipped, START, 1))
+        distribution = cycle_of(target, chain_proposals(shipped, START, 1), rejection_distribution)
         accepted.append(sum(prob for tokens, prob in distribution.items() if len(tokens) == 2))
     assert accepted[0] > 0.999
     assert accepted == sorted(accepted, reverse=True)

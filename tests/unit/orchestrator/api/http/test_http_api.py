@@ -218,7 +218,3 @@ async def test_health_needs_a_target_worker():
     answer = await call(ScriptedBackend(healthy=False), "GET", "/health")
     assert answer.status_code == 503
     assert answer.headers["retry-after"] == "1"
-
-
-async def test_root_points_to_the_api():
-    assert (await call(ScriptedBackend(), "GET", "/")).json()["model"] == "scripted"

@@ -16,7 +16,6 @@ from gammaray.errors import (
 )
 from orchestrator.api.http.errors import error_body
 from orchestrator.api.http.server.app import MAX_BODY_BYTES, create_app
-from orchestrator.sessions.lifecycle import ContextLengthError
 from tests.support.http_helpers import call
 from tests.support.surface_helpers import ScriptedBackend
 
@@ -28,6 +27,7 @@ async def post(content, path="/v1/completions", backend=None):
         return await client.post(path, content=body, headers={"content-type": "application/json"})
 
 
+# tests/unit/orchestrator/api/http/test_openapi.py has the bounds of each number.
 COMPLETIONS = {
     "no prompt": ({}, "prompt"),
     "empty prompt": ({"prompt": ""}, "prompt"),
@@ -40,51 +40,29 @@ COMPLETIONS = {
     "temperature below zero": ({"prompt": "x", "temperature": -0.1}, "temperature"),
     "temperature NaN": ({"prompt": "x", "temperature": float("nan")}, "temperature"),
     "temperature infinite": ({"prompt": "x", "temperature": float("inf")}, "temperature"),
-    "temperature a string": ({"prompt": "x", "temperature": "1"}, "temperature"),
     "temperature a boolean": ({"prompt": "x", "temperature": True}, "temperature"),
-    "top_p zero": ({"prompt": "x", "top_p": 0}, "top_p"),
-    "top_p above one": ({"prompt": "x", "top_p": 1.1}, "top_p"),
-    "top_k negative": ({"prompt": "x", "top_k": -2}, "top_k"),
-    "min_p above one": ({"prompt": "x", "min_p": 2}, "min_p"),
-    "repetition_penalty zero": ({"prompt": "x", "repetition_penalty": 0}, "repetition_penalty"),
-    "presence_penalty too large": ({"prompt": "x", "presence_penalty": 3}, "presence_penalty"),
-    "frequency_penalty too small": ({"prompt": "x", "frequency_penalty": -3}, "frequency_penalty"),
-    "max_tokens negative": ({"prompt": "x", "max_tokens": -1}, "max_tokens"),
     "max_tokens zero": ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
     "max_tokens fractional": ({"prompt": "x", "max_tokens": 1.5}, "max_tokens"),
     "max_tokens twice": ({"prompt": "x", "max_tokens": 1, "max_completion_tokens": 2}, "max_tokens"),
-    "n zero": ({"prompt": "x", "n": 0}, "n"),
-    "n too large": ({"prompt": "x", "n": 129}, "n"),
     "n a boolean": ({"prompt": "x", "n": True}, "n"),
     "n times prompts too large": ({"prompt": ["x", "y"], "n": 65}, "n"),
-    "seed negative": ({"prompt": "x", "seed": -1}, "seed"),
-    "seed too large": ({"prompt": "x", "seed": 2**64}, "seed"),
     "stop empty": ({"prompt": "x", "stop": ""}, "stop"),
     "stop too many": ({"prompt": "x", "stop": ["a"] * 17}, "stop"),
     "stop a number": ({"prompt": "x", "stop": 1}, "stop"),
     "logprobs a boolean": ({"prompt": "x", "logprobs": True}, "logprobs"),
-    "logprobs too many": ({"prompt": "x", "logprobs": 21}, "logprobs"),
-    "logprobs negative": ({"prompt": "x", "logprobs": -1}, "logprobs"),
     "logit_bias a word": ({"prompt": "x", "logit_bias": {"word": 1}}, "logit_bias"),
-    "logit_bias too large": ({"prompt": "x", "logit_bias": {"1": 101}}, "logit_bias[1]"),
     "logit_bias too many": ({"prompt": "x", "logit_bias": {str(n): 1 for n in range(301)}}, "logit_bias"),
     "logit_bias a list": ({"prompt": "x", "logit_bias": [1]}, "logit_bias"),
-    "stop_token_ids negative": ({"prompt": "x", "stop_token_ids": [-1]}, "stop_token_ids"),
-    "no tokens and no echo": ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
     "stop_token_ids too many": ({"prompt": "x", "stop_token_ids": [1] * 4097}, "stop_token_ids"),
     "best_of above one": ({"prompt": "x", "best_of": 2}, "best_of"),
     "suffix": ({"prompt": "x", "suffix": "y"}, "suffix"),
     "unknown field": ({"prompt": "x", "temprature": 1}, "temprature"),
     "unknown field of no Unicode": ({"prompt": "x", "\ud800": 1}, "body"),
-    "unknown stream option": ({"prompt": "x", "stream_options": {"a": 1}}, "stream_options.a"),
     "unknown method": ({"prompt": "x", "gammaray": {"verification": "luck"}}, "gammaray.verification"),
     "unknown drafter": ({"prompt": "x", "gammaray": {"drafter": "me"}}, "gammaray.drafter"),
     "gamma of a million": ({"prompt": "x", "gammaray": {"gamma": 10**6}}, "gammaray.gamma"),
-    "gamma negative": ({"prompt": "x", "gammaray": {"gamma": -1}}, "gammaray.gamma"),
     "gamma a word": ({"prompt": "x", "gammaray": {"gamma": "many"}}, "gammaray.gamma"),
     "gamma a boolean": ({"prompt": "x", "gammaray": {"gamma": True}}, "gammaray.gamma"),
-    "max_gamma too large": ({"prompt": "x", "gammaray": {"max_gamma": 65}}, "gammaray.max_gamma"),
-    "max_nodes too large": ({"prompt": "x", "gammaray": {"max_nodes": 257}}, "gammaray.max_nodes"),
     "gammaray unknown field": ({"prompt": "x", "gammaray": {"speed": 9}}, "gammaray.speed"),
     "gammaray a number": ({"prompt": "x", "gammaray": 3}, "gammaray"),
     "session_id illegal": ({"prompt": "x", "gammaray": {"session_id": "a b"}}, "gammaray.session_id"),
@@ -110,19 +88,13 @@ COMPLETIONS |= {
     ),
     "prediction without type": ({"prompt": "x", "prediction": {"content": "y"}}, "prediction"),
     "prediction without content": ({"prompt": "x", "prediction": {"type": "content"}}, "prediction"),
-    "prediction of a number": (predicted(1), "prediction"),
     "prediction with more": (predicted("y", index=1), "prediction"),
-    "prediction of an image": (
-        predicted([{"type": "image_url", "image_url": {"url": "data:"}}]),
-        "prediction",
-    ),
     "prediction of text and image": (
         predicted([{"type": "text", "text": "y"}, {"type": "image"}]),
         "prediction",
     ),
     "prediction of surrogates": (predicted("\ud800"), "prediction"),
     "prediction too long": (predicted("y" * (2**16 + 1)), "prediction"),
-    "prediction of a megabyte": (predicted("y" * 2**20), "prediction"),
     "prediction of many parts": (predicted([{"type": "text", "text": "y" * 2**12}] * 17), "prediction"),
 }
 
@@ -157,14 +129,16 @@ async def check_refused(path, content, param):
     assert backend.num_open == 0
 
 
-@pytest.mark.parametrize(("content", "param"), COMPLETIONS.values(), ids=COMPLETIONS)
-async def test_bad_completion_names_the_field(content, param):
-    await check_refused("/v1/completions", content, param)
+async def test_bad_completion_names_the_field(subtests):
+    for name, (content, param) in COMPLETIONS.items():
+        with subtests.test(name):
+            await check_refused("/v1/completions", content, param)
 
 
-@pytest.mark.parametrize(("content", "param"), CHATS.values(), ids=CHATS)
-async def test_bad_chat_names_the_field(content, param):
-    await check_refused("/v1/chat/completions", content, param)
+async def test_bad_chat_names_the_field(subtests):
+    for name, (content, param) in CHATS.items():
+        with subtests.test(name):
+            await check_refused("/v1/chat/completions", content, param)
 
 
 @pytest.mark.parametrize(
@@ -193,17 +167,10 @@ async def test_requests_at_the_bounds_are_served():
     assert answer.status_code == 200, answer.text
 
 
-@pytest.mark.parametrize("size", [MAX_BODY_BYTES + 1, 10 * 2**20, 10 * MAX_BODY_BYTES])
-async def test_too_large_body_is_413(size):
-    answer = await post(b'{"prompt":"' + b"x" * size + b'"}')
+async def test_too_large_body_is_413():
+    answer = await post(b'{"prompt":"' + b"x" * (MAX_BODY_BYTES + 1) + b'"}')
     assert answer.status_code == 413
     assert answer.json()["error"]["code"] == "request_too_large"
-
-
-async def test_unknown_model_is_404():
-    answer = await post({"prompt": "x", "model": "other"})
-    assert answer.status_code == 404
-    assert answer.json()["error"]["code"] == "model_not_found"
 
 
 @pytest.mark.parametrize(("kind", "code"), [("session", "session_not_found"), ("", None)])
@@ -244,29 +211,6 @@ async def test_failure_has_its_status(error, status, kind, retry_after, stream):
     assert answer.json()["error"]["type"] == kind
     assert answer.headers.get("retry-after") == retry_after
     assert "secret" not in answer.text
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    ("path", "content", "param"),
-    [
-        ("/v1/chat/completions", {"messages": HI}, "messages"),
-        ("/v1/chat/completions", {"messages": HI, "n": 2}, "messages"),
-        ("/v1/completions", {"prompt": "x"}, "prompt"),
-        ("/v1/completions", {"prompt": [5] * 64, "echo": True}, "prompt"),
-        ("/v1/responses", {"input": "x"}, "input"),
-    ],
-    ids=str,
-)
-async def test_prompt_beyond_the_context_has_openais_code_and_words(path, content, param, stream):
-    def overflow(request, number):
-        raise ContextLengthError("prompt", 64, 64)
-
-    answer = await post({**content, "stream": stream}, path, ScriptedBackend(overflow))
-    error = answer.json()["error"]
-    assert (answer.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", param)
-    assert "This model's maximum context length is 64 tokens" in error["message"]  # for LiteLLM
-    assert "Input tokens exceed the configured limit" in error["message"]  # for LangChain
 
 
 async def test_allow_names_all_methods_of_a_path():

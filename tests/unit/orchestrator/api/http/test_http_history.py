@@ -196,21 +196,33 @@ async def test_answer_may_have_no_content(message, text):
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-@pytest.mark.parametrize(
-    "arguments", ['{"city": "Os', "[1]", "no JSON", '{"a": "\\ud800"}', '"x"', '{"a":' * 100, "NaN", "{x}"]
-)
-async def test_arguments_that_are_no_json_object_render_as_text(name, arguments):
-    call = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": arguments}}
-    messages = [
-        {"role": "user", "content": "Weather?"},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "unknown", "content": "not run"},
-        {"role": "user", "content": "Go on."},
-    ]
-    for tools in ({}, {"tools": BODY_TOOLS}):
-        prompt = await prompt_of(TEMPLATES[name], messages, **tools)
-        assert arguments in prompt or json.dumps(arguments, ensure_ascii=False)[1:-1] in prompt
-        assert "not run" in prompt
+async def test_arguments_that_are_no_json_object_render_as_text(name, subtests):
+    for arguments in [
+        '{"city": "Os',
+        "[1]",
+        "no JSON",
+        '{"a": "\\ud800"}',
+        '"x"',
+        '{"a":' * 100,
+        "NaN",
+        "{x}",
+    ]:
+        with subtests.test(str(arguments)[:80]):
+            call = {
+                "id": "c1",
+                "type": "function",
+                "function": {"name": "get_weather", "arguments": arguments},
+            }
+            messages = [
+                {"role": "user", "content": "Weather?"},
+                {"role": "assistant", "content": None, "tool_calls": [call]},
+                {"role": "tool", "tool_call_id": "unknown", "content": "not run"},
+                {"role": "user", "content": "Go on."},
+            ]
+            for tools in ({}, {"tools": BODY_TOOLS}):
+                prompt = await prompt_of(TEMPLATES[name], messages, **tools)
+                assert arguments in prompt or json.dumps(arguments, ensure_ascii=False)[1:-1] in prompt
+                assert "not run" in prompt
 
 
 @pytest.mark.parametrize("name", sorted(TEMPLATES.keys() - {"silent"}))

@@ -31,9 +31,9 @@ def check_refused(answer, backend, status, name, got):
     assert not any(header.startswith("access-control") for header in answer.headers)
 
 
-@pytest.mark.parametrize(
-    "host",
-    [
+@pytest.mark.parametrize(("method", "path"), [("POST", "/v1/completions"), ("GET", "/"), ("GET", "/health")])
+async def test_other_host_is_refused_on_every_path(method, path, subtests):
+    for host in [
         "evil.example",
         "evil.example:8000",
         "localhost.evil.example:8000",
@@ -44,12 +44,10 @@ def check_refused(answer, backend, status, name, got):
         "[::1].evil.example",
         "evil.example:localhost",
         "",
-    ],
-)
-@pytest.mark.parametrize(("method", "path"), [("POST", "/v1/completions"), ("GET", "/"), ("GET", "/health")])
-async def test_other_host_is_refused_on_every_path(method, path, host):
-    answer, backend = await send(method, path, headers={**JSON, "host": host})
-    check_refused(answer, backend, 403, "Host", host)
+    ]:
+        with subtests.test(str(host)[:80]):
+            answer, backend = await send(method, path, headers={**JSON, "host": host})
+            check_refused(answer, backend, 403, "Host", host)
 
 
 @pytest.mark.parametrize(

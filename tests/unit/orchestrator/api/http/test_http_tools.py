@@ -10,7 +10,7 @@ from openai import AsyncOpenAI
 
 from orchestrator.api.http.server.app import create_app
 from orchestrator.api.http.server.openapi import document
-from tests.support.http_helpers import CHAT, call, complete, events_with_ids
+from tests.support.http_helpers import CHAT, complete, events_with_ids
 from tests.support.openapi_helpers import validator
 from tests.support.surface_helpers import ScriptedBackend
 from tests.support.tool_helpers import BODY_TOOLS, LLAMA_CHAT, MISTRAL_CHAT, QWEN_CHAT, WEATHER
@@ -22,6 +22,7 @@ TEXT = (
 )
 FOUND = [("get_weather", '{"city": "Zürich"}'), ("now", "{}")]
 WEATHER_TOOL, NOW_TOOL = BODY_TOOLS
+SCHEMA = document()["paths"][CHATS]["post"]
 
 
 class Backend(ScriptedBackend):
@@ -433,22 +434,22 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("body", "param"), REFUSED.values(), ids=REFUSED)
-async def test_wrong_field_is_named(body, param):
-    error = await refused(**body)
-    assert error["param"] == param
-    assert error["type"] == "invalid_request_error"
+BEYOND = (
+    *("name twice", "parameters deep", "parameters long", "unknown function", "without tools"),
+    *("structured outputs", "ignore_eos", "name with a line"),
+)
+"""What a schema cannot express; Python's `$` matches before a line's end too."""
 
 
-async def test_refusal_of_the_template_is_an_error_of_the_messages():
-    class Refusing(Backend):
-        def render_chat(self, messages, tools=()):
-            if tools:
-                return super().render_chat([{"role": "assistant"}])
-            return super().render_chat(messages)
-
-    answer = await complete(Refusing(chat_format=QWEN_CHAT), CHATS, messages=CHAT, tools=BODY_TOOLS)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages.0")
+async def test_wrong_field_is_named_and_forbidden_by_the_document(subtests):
+    request = SCHEMA["requestBody"]["content"]["application/json"]["schema"]
+    for name, (body, param) in REFUSED.items():
+        with subtests.test(name):
+            error = await refused(**body)
+            assert error["param"] == param
+            assert error["type"] == "invalid_request_error"
+            is_valid = validator(request).is_valid({"messages": CHAT, "tools": BODY_TOOLS, **body})
+            assert is_valid is any(part in name for part in BEYOND)
 
 
 async def test_schema_that_the_grammar_does_not_take_is_an_error_of_the_tools():
@@ -471,27 +472,6 @@ async def test_limits_are_inclusive():
     await answered(tools=tools)
     await answered(tools=[tool_of(parameters=schema)])
     await answered(tools=[tool_of(parameters=nested(60))])
-
-
-SCHEMA = document()["paths"][CHATS]["post"]
-
-
-@pytest.mark.parametrize(("body", "param"), REFUSED.values(), ids=REFUSED)
-def test_document_refuses_what_it_can_express(body, param):
-    beyond = (
-        "name twice",
-        "deep",
-        "long",
-        "unknown function",
-        "without tools",
-    )
-    name = next(name for name, case in REFUSED.items() if case == (body, param))
-    request = SCHEMA["requestBody"]["content"]["application/json"]["schema"]
-    is_valid = validator(request).is_valid({"messages": CHAT, "tools": BODY_TOOLS, **body})
-    # Python's `$` matches before a line's end too.
-    others = ("structured outputs", "ignore_eos", "choice of an unknown function", "name with a line")
-    is_expressed = not any(part in name for part in (*beyond, *others)) or name == "name long"
-    assert is_valid is not is_expressed
 
 
 @pytest.mark.parametrize(
@@ -519,12 +499,6 @@ async def test_document_describes_requests_and_responses(text):
     piece = content["text/event-stream"]["schema"]["properties"]["data"]["anyOf"][1]["contentSchema"]
     for _, data in (await events_with_ids(backend(text), CHATS, **body))[:-1]:
         validator(piece).validate(json.loads(data))
-
-
-async def test_completions_have_no_tools():
-    for name, value in (("tools", BODY_TOOLS), ("tool_choice", "required")):
-        answer = await call(backend(), json={"prompt": "x", name: value})
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
 
 
 @pytest.fixture

@@ -49,9 +49,10 @@ async def test_document_is_served_as_it_is():
     assert answer.json() == json.loads(json.dumps(document()))
 
 
-@pytest.mark.parametrize("name", sorted(SCHEMAS))
-def test_schemas_are_valid(name):
-    Draft202012Validator.check_schema(SCHEMAS[name])
+def test_schemas_are_valid(subtests):
+    for name in sorted(SCHEMAS):
+        with subtests.test(name):
+            Draft202012Validator.check_schema(SCHEMAS[name])
 
 
 @pytest.mark.parametrize("model", [CompletionRequest, ChatRequest])
@@ -63,13 +64,14 @@ def test_defaults_are_those_of_the_models(model):
 
 
 @pytest.mark.parametrize("model", [CompletionRequest, ChatRequest])
-@pytest.mark.parametrize("name", HTTP_SAMPLING)
-def test_sampling_parameters_have_the_range_and_meaning_of_their_declaration(model, name):
-    properties, rule = SCHEMAS[model.__name__]["properties"], SAMPLING_RULES[name]
-    if name == "top_k":  # -1 is off as well, as in vLLM
-        rule = replace(rule, low=-1, meaning="Keep this many most likely tokens; 0 and -1 are off.")
-    assert properties[name]["anyOf"] == [rule.schema, {"type": "null"}]
-    assert properties[name]["description"] == rule.meaning
+def test_sampling_parameters_have_the_range_and_meaning_of_their_declaration(model, subtests):
+    for name in HTTP_SAMPLING:
+        with subtests.test(str(name)[:80]):
+            properties, rule = SCHEMAS[model.__name__]["properties"], SAMPLING_RULES[name]
+            if name == "top_k":  # -1 is off as well, as in vLLM
+                rule = replace(rule, low=-1, meaning="Keep this many most likely tokens; 0 and -1 are off.")
+            assert properties[name]["anyOf"] == [rule.schema, {"type": "null"}]
+            assert properties[name]["description"] == rule.meaning
 
 
 @pytest.mark.parametrize("model", [CompletionRequest, ChatRequest, GammarayOptions, StreamOptions])
@@ -91,7 +93,7 @@ def edges():
             for field, schema in SCHEMAS[name]["properties"].items():
                 number = bounded(schema)
                 if number is not None and "maximum" in number:
-                    yield pytest.param(path, holder, field, number, id=f"{path}-{holder}-{field}")
+                    yield path, holder, field, number
 
 
 def body_with(path, holder, field, value):
@@ -103,28 +105,28 @@ def body_with(path, holder, field, value):
     return {**BODIES[path], "gammaray": {**options, field: value}}
 
 
-@pytest.mark.parametrize(("path", "holder", "field", "number"), list(edges()))
-async def test_numbers_are_accepted_only_within_their_bounds(path, holder, field, number):
-    low = number.get("minimum", number.get("exclusiveMinimum"))
-    step = 1 if number["type"] == "integer" else 1e-6
-    inside = [low + step * ("exclusiveMinimum" in number), number["maximum"]]
-    outside = [low - step * ("minimum" in number), number["maximum"] + step]
-    if (path, field) == ("/v1/chat/completions", "turn"):
-        inside, outside = [0], [1, *outside]  # described in words: a chat has no turns
-    for value in inside:
-        body = body_with(path, holder, field, value)
-        answer = await complete(ScriptedBackend(), path, **body)
-        assert answer.status_code == 200, answer.text
-        assert validator(request_schema(path)).is_valid(body)
-    for value in outside:
-        answer = await complete(ScriptedBackend(), path, **body_with(path, holder, field, value))
-        assert answer.status_code == 400, (value, answer.text)
+async def test_numbers_are_accepted_only_within_their_bounds(subtests):
+    for path, holder, field, number in edges():
+        with subtests.test(f"{path} {holder} {field}"):
+            low = number.get("minimum", number.get("exclusiveMinimum"))
+            step = 1 if number["type"] == "integer" else 1e-6
+            inside = [low + step * ("exclusiveMinimum" in number), number["maximum"]]
+            outside = [low - step * ("minimum" in number), number["maximum"] + step]
+            if (path, field) == ("/v1/chat/completions", "turn"):
+                inside, outside = [0], [1, *outside]  # described in words: a chat has no turns
+            for value in inside:
+                body = body_with(path, holder, field, value)
+                answer = await complete(ScriptedBackend(), path, **body)
+                assert answer.status_code == 200, answer.text
+                assert validator(request_schema(path)).is_valid(body)
+            for value in outside:
+                answer = await complete(ScriptedBackend(), path, **body_with(path, holder, field, value))
+                assert answer.status_code == 400, (value, answer.text)
 
 
 @pytest.mark.parametrize("path", BODIES)
-@pytest.mark.parametrize(
-    "wrong",
-    [
+async def test_requests_that_the_document_forbids_are_rejected(path, subtests):
+    for wrong in [
         {"no_such_field": 1},
         {"stop": [""]},
         {"stop": ["x"] * 17},
@@ -140,13 +142,11 @@ async def test_numbers_are_accepted_only_within_their_bounds(path, holder, field
         {"gammaray": {"drafter": "eagle"}},
         {"stop_token_ids": [-1]},
         {"ignore_eos": 1},
-    ],
-    ids=str,
-)
-async def test_requests_that_the_document_forbids_are_rejected(path, wrong):
-    body = {**BODIES[path], **wrong}
-    assert not validator(request_schema(path)).is_valid(body)
-    assert (await complete(ScriptedBackend(), path, **body)).status_code == 400
+    ]:
+        with subtests.test(str(wrong)[:80]):
+            body = {**BODIES[path], **wrong}
+            assert not validator(request_schema(path)).is_valid(body)
+            assert (await complete(ScriptedBackend(), path, **body)).status_code == 400
 
 
 @pytest.mark.parametrize("path", BODIES)

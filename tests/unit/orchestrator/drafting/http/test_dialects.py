@@ -129,14 +129,12 @@ WITHOUT_IDS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("owner", "body"),
-    [
+def test_answer_of_another_form_is_a_failure(subtests):
+    for owner, body in [
         *((owner, body) for owner in OWNERS for body in NO_ANSWERS),
         *((owner, body) for owner in ("gammaray", "vllm") for body in WITHOUT_IDS),
-    ],
-)
-def test_answer_of_another_form_is_a_failure(owner, body):
-    with pytest.raises(DraftServerError) as caught:
-        dialect_of(owner).reply(body)
-    assert caught.value.failure is Failure.CONTENT
+    ]:
+        with subtests.test(str((owner, body))[:80]):
+            with pytest.raises(DraftServerError) as caught:
+                dialect_of(owner).reply(body)
+            assert caught.value.failure is Failure.CONTENT

@@ -140,7 +140,7 @@ def test_mask_of_many_sessions_is_that_of_each(window: int | None) -> None:
         mask = padded_mask(segments, window, firsts, num_rows, 64, torch.device("cpu"))
         for index, (segment, first) in enumerate(zip(segments, firsts, strict=True)):
             end = segment.slot + segment.count
-            allowed = allowed_slots(segment, window, end)
+            allowed = allowed_slots(segment, window)
             if allowed is None:
                 allowed = torch.ones(segment.count, end, dtype=torch.bool)
             assert torch.equal(mask[index, : segment.count, : end - first], allowed[:, first:])

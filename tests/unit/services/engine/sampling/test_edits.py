@@ -66,15 +66,16 @@ def assert_equals_oracle(edits, params, logits, proposal, prompt, output):
 
 @pytest.mark.parametrize("vocab_size", [40, 900], ids=["wide", "narrow"])
 @pytest.mark.parametrize("proposal", [Proposal(), CHAIN, TREE], ids=["plain", "chain", "tree"])
-@pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
-def test_edits_equal_oracle_to_the_bit(setting, proposal, vocab_size):
-    torch.manual_seed(1)
-    logits, params = 3 * torch.randn(len(proposal) + 1, vocab_size), SamplingParams(**setting)
-    before = logits.clone()
-    edits = edits_of(params, [*PROMPT, *OUTPUT], len(PROMPT), vocab_size)
-    for _ in range(2):  # a cycle leaves nothing of its proposal
-        assert_equals_oracle(edits, params, logits, proposal, PROMPT, OUTPUT)
-    assert torch.equal(logits, before)
+def test_edits_equal_oracle_to_the_bit(proposal, vocab_size, subtests):
+    for name, setting in SETTINGS.items():
+        with subtests.test(name):
+            torch.manual_seed(1)
+            logits, params = 3 * torch.randn(len(proposal) + 1, vocab_size), SamplingParams(**setting)
+            before = logits.clone()
+            edits = edits_of(params, [*PROMPT, *OUTPUT], len(PROMPT), vocab_size)
+            for _ in range(2):  # a cycle leaves nothing of its proposal
+                assert_equals_oracle(edits, params, logits, proposal, PROMPT, OUTPUT)
+            assert torch.equal(logits, before)
 
 
 @pytest.mark.parametrize("vocab_size", [12, 150, 400], ids=["wide", "widening", "narrow"])

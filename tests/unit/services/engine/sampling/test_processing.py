@@ -101,20 +101,22 @@ def assert_equals_oracle(logits, params, proposal):
 
 
 @pytest.mark.parametrize("proposal", [Proposal(), CHAIN, TREE], ids=["plain", "chain", "tree"])
-@pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
-def test_processing_each_parameter_equals_oracle(setting, proposal):
-    torch.manual_seed(len(proposal))
-    logits = 2 * torch.randn(len(proposal) + 1, 12)
-    assert_equals_oracle(logits, SamplingParams(**setting), proposal)
+def test_processing_each_parameter_equals_oracle(proposal, subtests):
+    for name, setting in SETTINGS.items():
+        with subtests.test(name):
+            torch.manual_seed(len(proposal))
+            logits = 2 * torch.randn(len(proposal) + 1, 12)
+            assert_equals_oracle(logits, SamplingParams(**setting), proposal)
 
 
-@pytest.mark.parametrize("seed", range(25))
-def test_processing_random_parameters_equal_oracle(seed):
-    rng = random.Random(seed)
-    chosen = [setting for setting in SETTINGS.values() if rng.random() < 0.25]
-    params = SamplingParams(**{key: value for setting in chosen for key, value in setting.items()})
-    torch.manual_seed(seed)
-    assert_equals_oracle(3 * torch.randn(7, 12), params, TREE)
+def test_processing_random_parameters_equal_oracle(subtests):
+    for seed in range(25):
+        with subtests.test(seed=seed):
+            rng = random.Random(seed)
+            chosen = [setting for setting in SETTINGS.values() if rng.random() < 0.25]
+            params = SamplingParams(**{key: value for setting in chosen for key, value in setting.items()})
+            torch.manual_seed(seed)
+            assert_equals_oracle(3 * torch.randn(7, 12), params, TREE)
 
 
 @pytest.mark.parametrize("kept", [{"top_k": 5}, {"top_p": 0.5}, {"top_k": 7, "top_p": 0.6}], ids=str)
@@ -145,18 +147,18 @@ def test_processing_large_vocabulary_nucleus_equals_oracle(spread):
 
 
 @pytest.mark.parametrize("vocab_size", [12, 37, 2048, 5003])
-@pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
-def test_processing_row_alone_is_bit_identical(setting, vocab_size):
-    torch.manual_seed(1)
-    logits, params = 3 * torch.randn(6, vocab_size), SamplingParams(**setting)
-    together = process(logits, params, CHAIN)
-    for row in range(6):
-        alone = process(
-            logits[row : row + 1].clone(), params, Proposal(), output=(*OUTPUT, *CHAIN.token_ids[:row])
-        )
-        assert torch.equal(together[row], alone[0]), f"row {row}"
-        shorter = process(logits[: row + 1], params, Proposal(CHAIN.token_ids[:row]))
-        assert torch.equal(together[: row + 1], shorter)
+def test_processing_row_alone_is_bit_identical(vocab_size, subtests):
+    for name, setting in SETTINGS.items():
+        with subtests.test(name):
+            torch.manual_seed(1)
+            logits, params = 3 * torch.randn(6, vocab_size), SamplingParams(**setting)
+            together = process(logits, params, CHAIN)
+            for row in range(6):
+                output = (*OUTPUT, *CHAIN.token_ids[:row])
+                alone = process(logits[row : row + 1].clone(), params, Proposal(), output=output)
+                assert torch.equal(together[row], alone[0]), f"row {row}"
+                shorter = process(logits[: row + 1], params, Proposal(CHAIN.token_ids[:row]))
+                assert torch.equal(together[: row + 1], shorter)
 
 
 def test_processing_without_parameters_is_log_softmax_and_keeps_logits():
@@ -211,15 +213,16 @@ def test_processing_masks_of_everything_are_refused(setting, output):
 
 
 @pytest.mark.parametrize("bad", [math.nan, -math.inf], ids=["nan", "nothing"])
-@pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
-def test_processing_nan_row_is_detected_and_does_not_affect_others(setting, bad):
-    torch.manual_seed(1)
-    logits, params = torch.randn(6, 400), SamplingParams(**setting)
-    sound = process(logits, params, CHAIN)
-    logits[3] = bad
-    rows = process(logits, params, CHAIN)
-    assert not math.isfinite(rows[3].max())
-    assert torch.equal(rows[[0, 1, 2, 4, 5]], sound[[0, 1, 2, 4, 5]])
+def test_processing_nan_row_is_detected_and_does_not_affect_others(bad, subtests):
+    for name, setting in SETTINGS.items():
+        with subtests.test(name):
+            torch.manual_seed(1)
+            logits, params = torch.randn(6, 400), SamplingParams(**setting)
+            sound = process(logits, params, CHAIN)
+            logits[3] = bad
+            rows = process(logits, params, CHAIN)
+            assert not math.isfinite(rows[3].max())
+            assert torch.equal(rows[[0, 1, 2, 4, 5]], sound[[0, 1, 2, 4, 5]])
 
 
 def test_processing_min_tokens_unmasks_along_the_path():

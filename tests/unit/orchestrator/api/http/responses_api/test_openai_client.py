@@ -95,14 +95,3 @@ async def test_tools_whole_and_streamed():
             model="scripted", input=[result], previous_response_id=final.id, tools=flat
         )
         assert by_items.status == by_id.status == "completed"
-
-
-async def test_incomplete_response_is_read():
-    async with client(ScriptedBackend()) as api:
-        whole = await api.responses.create(model="scripted", input="a", max_output_tokens=1)
-        assert (whole.status, whole.output_text) == ("incomplete", "caf")
-        assert whole.incomplete_details is not None
-        assert whole.incomplete_details.reason == "max_output_tokens"
-        async with api.responses.stream(model="scripted", input="a", max_output_tokens=1) as stream:
-            *_, last = [event async for event in stream]
-        assert last.type == "response.incomplete"

@@ -22,14 +22,15 @@ def allows(body) -> bool:
     return validator(described["schema"]).is_valid(body)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "param"),
-    [
+async def test_wrong_field_is_named_and_forbidden_by_the_document(subtests):
+    for wrong, param in [
         ({"no_such_field": 1}, "no_such_field"),
         ({"messages": []}, "messages"),
         ({"background": True}, "background"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"truncation": "auto"}, "truncation"),
+        ({"moderation": {}}, "moderation"),
+        ({"context_management": [{"type": "compaction"}]}, "context_management"),
         ({"reasoning": {"effort": "high"}}, "reasoning"),
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
@@ -64,20 +65,17 @@ def allows(body) -> bool:
         ({"stream_options": {"include_usage": True}}, "stream_options.include_usage"),
         ({"temperature": -1}, "temperature"),
         ({"gammaray": {"gamma": 65}}, "gammaray.gamma"),
-    ],
-    ids=str,
-)
-async def test_wrong_field_is_named_and_forbidden_by_the_document(wrong, param):
-    body = {"input": "x", **wrong}
-    answer = await respond(ScriptedBackend(), **body)
-    assert answer.status_code == 400, answer.text
-    assert answer.json()["error"]["param"] == param
-    assert not allows(body)
+    ]:
+        with subtests.test(str((wrong, param))[:80]):
+            body = {"input": "x", **wrong}
+            answer = await respond(ScriptedBackend(), **body)
+            assert answer.status_code == 400, answer.text
+            assert answer.json()["error"]["param"] == param
+            assert not allows(body)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "param"),
-    [
+async def test_fields_that_do_not_go_together_are_named(subtests):
+    for wrong, param in [
         ({"input": []}, "input"),
         ({"input": None}, "input"),
         ({"input": "x" * (2**20 + 1)}, "input"),
@@ -92,15 +90,13 @@ async def test_wrong_field_is_named_and_forbidden_by_the_document(wrong, param):
         ({"gammaray": {"stream_tokens": True}}, "gammaray.stream_tokens"),
         ({"gammaray": {"keep_cache_s": 1.0}, "store": False}, "store"),
         ({"instructions": "\ud800"}, "instructions"),
-    ],
-    ids=lambda value: str(value)[:60],
-)
-async def test_fields_that_do_not_go_together_are_named(wrong, param):
-    async with http_client(ScriptedBackend()) as http:
-        content = json.dumps({"input": "x", **wrong})
-        answer = await http.post(PATH, content=content, headers={"Content-Type": "application/json"})
-    assert answer.status_code == 400, answer.text
-    assert answer.json()["error"]["param"] == param
+    ]:
+        with subtests.test(str((wrong, param))[:80]):
+            async with http_client(ScriptedBackend()) as http:
+                content = json.dumps({"input": "x", **wrong})
+                answer = await http.post(PATH, content=content, headers={"Content-Type": "application/json"})
+            assert answer.status_code == 400, answer.text
+            assert answer.json()["error"]["param"] == param
 
 
 def nested(depth):
@@ -140,6 +136,7 @@ async def test_hostile_body_is_refused_soon(name):
     "right",
     [
         {"prompt_cache_key": "k", "safety_identifier": "s", "service_tier": "auto", "max_tool_calls": 3},
+        {"prompt_cache_options": "x", "prompt_cache_retention": "x", "user": "x"},
         {"background": False, "truncation": "disabled", "conversation": None, "reasoning": {}},
         {"include": ["reasoning.encrypted_content"], "tools": [], "tool_choice": "none"},
         {"text": None, "metadata": None, "stream_options": None, "instructions": None},

@@ -120,17 +120,19 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("template", "text", "rest", "calls"), CASES.values(), ids=CASES)
-def test_every_split_gives_the_calls(template, text, rest, calls):
-    found, whole = run(template, [text])
-    assert (found.rstrip() if calls else found, whole) == (rest, calls)
-    rng = random.Random(text)
-    for size in (1, 2, 7):
-        assert run(template, [text[at : at + size] for at in range(0, len(text), size)]) == (found, calls)
-    for _ in range(30):
-        cuts = sorted(rng.sample(range(len(text) + 1), min(3, len(text))))
-        pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-        assert run(template, pieces) == (found, calls)
+def test_every_split_gives_the_calls(subtests):
+    for name, (template, text, rest, calls) in CASES.items():
+        with subtests.test(name):
+            found, whole = run(template, [text])
+            assert (found.rstrip() if calls else found, whole) == (rest, calls)
+            rng = random.Random(text)
+            for size in (1, 2, 7):
+                pieces = [text[at : at + size] for at in range(0, len(text), size)]
+                assert run(template, pieces) == (found, calls)
+            for _ in range(30):
+                cuts = sorted(rng.sample(range(len(text) + 1), min(3, len(text))))
+                pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+                assert run(template, pieces) == (found, calls)
 
 
 def test_message_that_the_prompt_begins():
