@@ -24,7 +24,7 @@ from services.target.verification import best_tokens, walk
 from services.vllm.messages import Masks, PostedBlock, Verdicts, first_tokens
 from services.vllm.noise import NoiseRows, NoiseSource
 
-__all__ = ["BlockSampler"]
+__all__ = ["BlockSampler", "gather_logprobs"]
 
 SPEC = "spec"
 """Key of the session's spec in the `extra_args` of its request."""
@@ -267,6 +267,28 @@ class BlockSampler:
             outcome = replace(outcome, logprobs=token_logprobs(logits, emitted, num_top))
         self._verdicts[rows.request_id] = outcome
         return rows.at, emitted
+
+
+def gather_logprobs(log_probs: Tensor, num_top: int, token_ids: Tensor) -> Any:
+    """Return the scores of a prompt's tokens, in place of vLLM's `Sampler.gather_logprobs`.
+
+    That one compiles a kernel when it is first called, for which all sessions would wait seconds, and its
+    ranks count equal values.
+
+    Args:
+        log_probs: [rows, vocab_size].
+        num_top: Most likely tokens to keep per row.
+        token_ids: [rows], what is scored.
+
+    Returns:
+        vLLM's `LogprobsTensors`: column 0 is the scored token, the others are the most likely ones.
+    """
+    from vllm.v1.outputs import LogprobsTensors
+
+    own, top = log_probs.gather(1, token_ids[:, None]), log_probs.topk(num_top)
+    indices = torch.cat((token_ids[:, None], top.indices), dim=1)
+    ranks = (log_probs > own).sum(-1) + 1
+    return LogprobsTensors(indices.to(torch.int32), torch.cat((own, top.values), dim=1), ranks)
 
 
 def _is_drawn(session: _Session) -> bool:

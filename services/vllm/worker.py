@@ -14,7 +14,7 @@ from vllm.platforms import current_platform
 from services.vllm.heads import CoupledDrafts
 from services.vllm.held_scheduler import NoProposer
 from services.vllm.messages import Masks
-from services.vllm.sampler import BlockSampler
+from services.vllm.sampler import BlockSampler, gather_logprobs
 
 if TYPE_CHECKING or not current_platform.is_cpu():
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
@@ -43,6 +43,7 @@ class SamplingWorker(PlatformWorker):  # type: ignore[misc]  # vLLM's classes ar
         runner = self.model_runner
         self._sampler = BlockSampler(runner, runner.model_config.get_vocab_size())
         runner._sample = self._sampler.sample
+        runner.sampler.gather_logprobs = gather_logprobs
         if not isinstance(runner.drafter, NoProposer):
             CoupledDrafts(runner.drafter, self._sampler).install()
 

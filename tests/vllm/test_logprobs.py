@@ -1,11 +1,11 @@
 """Log-probabilities of emitted tokens and of prompts, against the CPU engine's.
 
-Both compute logits in float32, in another order of operations. TOLERANCE: the models here have logits of up
-to about 10 after 3 layers of sums over 32 to 48 products; float32's relative error of 6e-8 times the square
-root of those numbers, some hundred operations deep, is below 1e-5 per logit. vLLM's own scores of a prompt
-are float32, ours float64.
+Both compute in float32, in another order. On a prompt of 300 tokens of this model each was at most 3.5e-5
+from a forward in float64, so that they are within 7e-5 of each other. A row of another position differs by
+0.01 and more, which a test here asserts.
 """
 
+import itertools
 import random
 
 import pytest
@@ -13,7 +13,7 @@ import pytest
 from gammaray.types import SamplingParams
 from tests.support.vllm_helpers import Session, answers, ask, end, generate
 
-TOLERANCE = 2e-5
+TOLERANCE = 7e-5
 
 
 def prompt(length, seed=0):
@@ -106,6 +106,8 @@ def test_logprobs_of_a_prompt(scheduler, reference, length, num_top, is_cached):
         assert abs(rank - other_rank) <= 1  # nearly equal values may change places
         assert_tops_agree(top, other_top)
     assert sum(a[1] != b[1] for a, b in zip(rows(ours), rows(theirs), strict=True)) <= length // 50
+    differences = [abs(a - b) for a, b in itertools.pairwise(ours.logprobs)]
+    assert sum(difference > 0.01 for difference in differences) >= 0.9 * len(differences)
     assert output == other_output
 
 
