@@ -176,7 +176,7 @@ async def margin(client: AsyncClient, ask: Ask, ours: Sequence[int], theirs: Seq
     prompt = (*ask.prompt, *ours[:at])
     found: dict[int, float] = {}
     async for chunk in client.generate(
-        prompt, max_tokens=1, temperature=0, gamma=0, num_top_logprobs=_NEAR_TOKENS, ignore_eos=True
+        prompt, max_tokens=1, temperature=0, gamma=0, logprobs=_NEAR_TOKENS, ignore_eos=True
     ):
         for token in chunk.tokens:
             found |= {top.token_id: top.logprob for top in token.top_logprobs or ()}
@@ -186,7 +186,12 @@ async def margin(client: AsyncClient, ask: Ask, ours: Sequence[int], theirs: Seq
 
 
 async def compared(
-    client: AsyncClient, asks: Sequence[Ask], name: str, ours: Sequence[Any], reference: str, theirs: Sequence[Any]
+    client: AsyncClient,
+    asks: Sequence[Ask],
+    name: str,
+    ours: Sequence[Any],
+    reference: str,
+    theirs: Sequence[Any],
 ) -> dict[str, Any]:
     """Return how many greedy completions are equal, and the margins of the others."""
     differing = [
@@ -230,10 +235,14 @@ async def run_gammaray(
     """Measure a cluster with one drafter: gamma 0, the fixed gamma, and the adaptive one."""
     found: dict[str, Any] = {}
     # Target and draft worker share the GPU's memory.
-    os.environ["GAMMARAY_CACHE_MEMORY_SHARE"] = str(given.memory_share / 2 if kind == "draft" else given.memory_share)
+    os.environ["GAMMARAY_CACHE_MEMORY_SHARE"] = str(
+        given.memory_share / 2 if kind == "draft" else given.memory_share
+    )
     options = ("--engine", "vllm", "--target", given.target, "--dtype", given.dtype, *drafter)
     async with running_cluster(*options) as cluster, AsyncClient(cluster.grpc_address) as client:
-        await client.wait_ready(_START_TIMEOUT_S, roles=("target", "draft") if kind == "draft" else ("target",))
+        await client.wait_ready(
+            _START_TIMEOUT_S, roles=("target", "draft") if kind == "draft" else ("target",)
+        )
         gammas: list[int | str] = [0] if not kind else [0, given.gamma, "adaptive"]
         for gamma in gammas:
             name = GAMMA_0 if not kind else f"gammaray-{kind}-{gamma}"
@@ -241,7 +250,9 @@ async def run_gammaray(
             own = await measured(stack, asks, given)
             own["cycle"] = await cycle_times(client, stack, asks[0])
             print(f"{name}: {own['cycle']}", flush=True)
-            reference, tokens = (VLLM, plain) if gamma == 0 else (f"gammaray-{kind}-0", found_greedy(found, kind))
+            reference, tokens = (
+                (VLLM, plain) if gamma == 0 else (f"gammaray-{kind}-0", found_greedy(found, kind))
+            )
             own["exactness"] = await compared(client, asks, name, own["greedy"], reference, tokens)
             found[name] = own
     return found
@@ -272,7 +283,9 @@ async def run(given: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     """Parse the command line, measure, write the result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--target", default="demo", help="directory or hub name")
     parser.add_argument("--draft", default="", help="draft model; empty: none")
     parser.add_argument("--head", default="", help="EAGLE, EAGLE-3, Medusa or DFlash head; empty: none")

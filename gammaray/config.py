@@ -174,8 +174,8 @@ _HEAD_WEIGHTS = (
     "heads); the text does not change."
 )
 _LORA = (
-    "NAME=DIR of a LoRA adapter of the target, in PEFT's format; several are separated by commas, or the option "
-    "is repeated. A request whose `model` is NAME is served with it; only with vLLM as the engine."
+    "NAME=DIR of a LoRA adapter of the target, in PEFT's format; several are separated by commas, or the "
+    "option is repeated. A request whose `model` is NAME is served with it; only with vLLM as the engine."
 )
 _FEATURES = (
     "EAGLE head of the draft workers: directory or hub name. The target returns features for it, its hidden "

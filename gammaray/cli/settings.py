@@ -73,11 +73,14 @@ def checked_settings(settings: type[SettingsT], given: dict[str, Any]) -> Settin
     Raises:
         InvalidArgumentError: A setting is out of bounds, or two exclude each other.
     """
-    values = {name: given[name] for name in settings.model_fields if given.get(name) not in (None, ())}
+    values: dict[str, Any] = {
+        name: given[name] for name in settings.model_fields if given.get(name) not in (None, ())
+    }
+    for name, value in values.items():
+        if isinstance(value, tuple):
+            values[name] = ",".join(value)
     try:
-        return settings(
-            **{name: ",".join(value) if isinstance(value, tuple) else value for name, value in values.items()}
-        )
+        return settings(**values)
     except ValidationError as error:
         raise settings_error(error) from None
 

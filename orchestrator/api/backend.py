@@ -63,7 +63,7 @@ class Backend(Protocol):
         ...
 
     @property
-    def adapters(self) -> list[str]:
+    def adapters(self) -> Sequence[str]:
         """Names of the LoRA adapters that a request's `model` may name."""
         ...
 

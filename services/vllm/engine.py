@@ -265,7 +265,7 @@ class VllmEngine:
             self._core.abort_requests([request_id])
 
     def forget(self, token_ids: Sequence[int], spec: SessionSpec, salt: str) -> None:
-        """Drop what the prefix cache has of these tokens for requests with this salt and the spec's adapter."""
+        """Drop what the prefix cache has of these tokens, for requests with this salt and adapter."""
         manager = self._scheduler.kv_cache_manager
         # A look-up leaves the last token out.
         request, _ = self._request("", [*token_ids, 0], spec, salt, None)

@@ -1,4 +1,4 @@
-"""LoRA adapters of a target on vLLM: the tokens are those of a model with the adapter merged into its weights."""
+"""LoRA adapters of a target on vLLM: the tokens are those of a model with the adapter merged into it."""
 
 import json
 import random

@@ -262,21 +262,19 @@ def _add_generation(app: FastAPI, backend: Backend, bodies: BodyReader) -> None:
 def _add_information(app: FastAPI, backend: Backend) -> None:
     started_at = int(time.time())
 
-    def model(name: str, parent: str | None = None) -> Model:
-        adapter = {} if parent is None else {"parent": parent}
+    def model() -> Model:
         return {
-            "id": name,
+            "id": backend.model_name,
             "object": "model",
             "created": started_at,
             "owned_by": "gammaray",
             "max_model_len": backend.max_context,
             "gammaray": {"chat": bool(backend.chat_format.template), "drafters": backend.drafters},
-            **adapter,
         }
 
     def served() -> list[Model]:
-        base = backend.model_name
-        return [model(base), *(model(name, base) for name in backend.adapters)]
+        base = model()
+        return [base, *({**base, "id": name, "parent": base["id"]} for name in backend.adapters)]
 
     @app.get("/")
     async def root(request: Request) -> fastapi.Response:
