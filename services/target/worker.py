@@ -35,7 +35,7 @@ from services.streaming.streams import Deliver, Streams
 from services.target.loading import load_feature_source, load_local_drafter
 from services.target.scheduler import TargetScheduler
 
-__all__ = ["TargetServicer", "TargetWorker"]
+__all__ = ["TargetServicer", "TargetWorker", "check_identity"]
 
 DEFAULT_TIMEOUT_MS = 60_000
 
@@ -83,7 +83,7 @@ class TargetServicer(target_service_pb2_grpc.TargetServiceServicer):
 
     def _parse(self, block: pb.VerifyBlock, deliver: Deliver) -> VerifyTask:
         model = self._model
-        _check_identity(block, model)
+        check_identity(block, model)
         num_top = block.num_top_logprobs if block.HasField("num_top_logprobs") else None
         if num_top is not None and num_top > MAX_TOP_LOGPROBS:
             raise InvalidArgumentError("num_top_logprobs", num_top, f"0 to {MAX_TOP_LOGPROBS}")
@@ -116,7 +116,7 @@ class TargetServicer(target_service_pb2_grpc.TargetServiceServicer):
         return task
 
 
-def _check_identity(block: pb.VerifyBlock, model: Model) -> None:
+def check_identity(block: pb.VerifyBlock, model: Model) -> None:
     """Refuse a session of another model; its owner may expect the process that had this address before.
 
     Raises:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -44,7 +44,8 @@ class ScriptedWorker:
 
     Args:
         role: "target" or "draft".
-        vocab_size: Vocabulary size that it reports; also `sha`, `max_context` and a target's `identity`.
+        vocab_size: Vocabulary size that it reports; also `sha`, `max_context` and a target's `identity`
+            and `adapters`.
 
     Attributes:
         on_block: Called with each block; returns a result, several, or None to stay silent.
@@ -63,6 +64,7 @@ class ScriptedWorker:
         sha: str = "",
         max_context: int = 1000,
         identity: str = "",
+        adapters: Mapping[str, str] | None = None,
     ) -> None:
         self.role = role
         self.frames: list[Any] = []
@@ -78,7 +80,7 @@ class ScriptedWorker:
         self.on_block: Callable[[Any], Any] = lambda block: self.work(block)
         self._info = {"model": role, "vocab_size": vocab_size, "max_context": max_context, "pid": 1}
         self._info["vocab_sha256"] = sha
-        self.identity = identity
+        self.identity, self.adapters = identity, adapters or {}
         self._server: grpc.aio.Server | None = None
         self.address = ""
 
@@ -119,7 +121,9 @@ class ScriptedWorker:
 
     async def GetTargetInfo(self, request, context):
         await self.runs.wait()
-        return target_pb.GetTargetInfoResponse(**self._about(), model_identity=self.identity)
+        return target_pb.GetTargetInfoResponse(
+            **self._about(), model_identity=self.identity, adapters=self.adapters
+        )
 
     async def GetDraftInfo(self, request, context):
         await self.runs.wait()
