@@ -1,10 +1,10 @@
-"""gammaray on vLLM beside vLLM itself, on one GPU: are the tokens equal, and what is the time.
+"""gammaray on vLLM compared with vLLM itself, on one GPU: equal tokens first, then the time.
 
-Each system has the GPU alone: vLLM's server plain and with its own speculation by the same drafters, then
-gammaray's whole stack with vLLM as the engine, without a drafter, with a draft worker on the same GPU and with a
-head in the target. First the greedy tokens of all are compared: gamma 0 with plain vLLM's, other gammas with gamma
-0's; a difference is printed with its margin, the difference of the two tokens' log-probabilities. Then tokens per
-second by number of completions in flight, and the time of a cycle beside the target's step.
+Each system has the GPU alone: vLLM's server, plain and with its own speculation by the same drafters, then
+gammaray's whole stack with vLLM as the engine: without a drafter, with a draft worker on the same GPU, with a
+head in the target. Of each the greedy tokens are compared first, gamma 0 with plain vLLM's, other gammas with
+gamma 0's; a difference is printed with its margin, the difference of the two tokens' log-probabilities. Then
+come tokens per second by number of completions in flight, and the time of a cycle and of the target's step.
 
     python -m benchmarks.gpu --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --head AngelSlim/Qwen3-8B_eagle3
     python -m benchmarks.gpu --tiny        # the demo pair on vLLM's CPU build: shows that the program works
@@ -18,7 +18,6 @@ import json
 import os
 import secrets
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,27 +29,29 @@ from typing import Any
 import httpx
 from transformers import AutoTokenizer
 
-from benchmarks.cluster import ClusterError, free_ports, run_or_exit, running_cluster
+from benchmarks.cluster import ClusterError, free_ports, run_or_exit, running_cluster, stop
 from benchmarks.provenance import write_result
 from gammaray import AsyncClient
-from gammaray.bench.measure import Turn, first_difference, measure, speeds
+from gammaray.bench.measure import first_difference, measure, speeds
 from gammaray.bench.systems import Arrival, Ask, Sample, Stack, System
-from gammaray.bench.workloads import prompts
+from gammaray.bench.workloads import WORKLOADS, prompts
 from gammaray.demo_pair import resolve_model
 from gammaray.errors import GammarayError
 from services.vllm.heads import drafter_config
 
 VLLM = "vllm"
-GAMMA_0 = "gammaray-0"
+"""Name of its plain decoding."""
 _START_TIMEOUT_S = 900.0
 _ANSWER_TIMEOUT_S = 900.0
-_STOP_TIMEOUT_S = 60.0
+_SHOWN = 3000
+"""Characters of a failed server's output."""
 _POLL_S = 0.5
 _TRACE_TIMEOUT_S = 5.0
 _NEAR_TOKENS = 20
 """Alternatives among which the margin of a difference is looked for."""
 
-Greedy = dict[str, list[tuple[int, ...]]]
+Tokens = list[tuple[int, ...]]
+"""The tokens of each completion."""
 
 
 class VllmServer:
@@ -107,24 +108,21 @@ async def running_vllm(given: argparse.Namespace, drafter: Mapping[str, Any] | N
     if drafter is not None:
         command += ["--speculative-config", json.dumps(drafter)]
     with tempfile.TemporaryFile("w+") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output)
+        process = await asyncio.create_subprocess_exec(
+            *command, stdout=output, stderr=output, start_new_session=True
+        )
         url = f"http://127.0.0.1:{port}"
         try:
             deadline = time.monotonic() + _START_TIMEOUT_S
             async with httpx.AsyncClient() as client:
                 while not await _answers(client, f"{url}/health"):
-                    if process.poll() is not None or time.monotonic() > deadline:
+                    if process.returncode is not None or time.monotonic() > deadline:
                         output.seek(0)
-                        raise ClusterError(f"{' '.join(command)}\n{output.read()[-3000:]}")
+                        raise ClusterError(f"{' '.join(command)}\n{output.read()[-_SHOWN:]}")
                     await asyncio.sleep(_POLL_S)
             yield url
         finally:
-            process.terminate()
-            try:
-                process.wait(_STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            await stop(process)
 
 
 async def _answers(client: httpx.AsyncClient, url: str) -> bool:
@@ -134,15 +132,19 @@ async def _answers(client: httpx.AsyncClient, url: str) -> bool:
         return False
 
 
-async def measured(system: System, asks: Sequence[Ask], given: argparse.Namespace) -> dict[str, Any]:
-    """Return a system's greedy tokens, and its tokens per second by completions in flight."""
-    greedy = [(await system.sample(ask)).token_ids for ask in asks]
-    rates = {}
+async def greedy_tokens(system: System, asks: Sequence[Ask]) -> Tokens:
+    """Return a system's completions, one after another."""
+    return [(await system.sample(ask)).token_ids for ask in asks]
+
+
+async def rates(system: System, asks: Sequence[Ask], given: argparse.Namespace) -> dict[int, float]:
+    """Return a system's tokens per second by completions in flight."""
+    found = {}
     for batch in given.batches:
         samples = await measure([system], asks, given.repetitions, lambda: None, batch)
-        rates[batch] = statistics.median(speeds(samples[system.name]))
-        print(f"{system.name}: {batch} at a time, {rates[batch]:.1f} tokens/s", flush=True)
-    return {"greedy": greedy, "tokens_per_s": rates}
+        found[batch] = round(statistics.median(speeds(samples[system.name])), 2)
+        print(f"{system.name}: {batch} at a time, {found[batch]} tokens/s", flush=True)
+    return found
 
 
 async def cycle_times(client: AsyncClient, stack: Stack, ask: Ask) -> dict[str, float]:
@@ -168,7 +170,7 @@ async def cycle_times(client: AsyncClient, stack: Stack, ask: Ask) -> dict[str, 
 
 
 async def margin(client: AsyncClient, ask: Ask, ours: Sequence[int], theirs: Sequence[int]) -> dict[str, Any]:
-    """Return where two completions differ, and the margin of the tokens there by gamma 0 in a batch of one."""
+    """Return where two completions differ, and the margin of their tokens there, by gamma 0 alone."""
     at = first_difference(ours, theirs)
     assert at is not None
     if at >= min(len(ours), len(theirs)):
@@ -186,12 +188,7 @@ async def margin(client: AsyncClient, ask: Ask, ours: Sequence[int], theirs: Seq
 
 
 async def compared(
-    client: AsyncClient,
-    asks: Sequence[Ask],
-    name: str,
-    ours: Sequence[Any],
-    reference: str,
-    theirs: Sequence[Any],
+    client: AsyncClient, asks: Sequence[Ask], name: str, ours: Tokens, reference: str, theirs: Tokens
 ) -> dict[str, Any]:
     """Return how many greedy completions are equal, and the margins of the others."""
     differing = [
@@ -199,15 +196,15 @@ async def compared(
         for at, (ask, one, other) in enumerate(zip(asks, ours, theirs, strict=True))
         if one != other
     ]
-    print(f"{name}: {len(asks) - len(differing)} of {len(asks)} completions equal {reference}'s", flush=True)
+    equal = len(asks) - len(differing)
+    print(f"{name}: {equal} of {len(asks)} greedy completions equal those of {reference}", flush=True)
     for each in differing:
         print(f"  prompt {each['prompt']}: token {each['token']}, margin {each['margin']}", flush=True)
-    return {"reference": reference, "equal": len(asks) - len(differing), "differing": differing}
+    return {"reference": reference, "equal": equal, "differing": differing}
 
 
-async def run_vllm(given: argparse.Namespace, asks: Sequence[Ask]) -> dict[str, Any]:
-    """Measure vLLM's server, plain and with each drafter."""
-    found = {}
+async def run_vllm(given: argparse.Namespace, asks: Sequence[Ask]) -> tuple[dict[str, Any], Tokens]:
+    """Measure vLLM's server, plain and with each drafter; return also its plain greedy tokens."""
     modes: dict[str, Mapping[str, Any] | None] = {VLLM: None}
     if given.draft:
         draft = {"method": "draft_model", "model": given.draft_path, "num_speculative_tokens": given.gamma}
@@ -215,70 +212,71 @@ async def run_vllm(given: argparse.Namespace, asks: Sequence[Ask]) -> dict[str, 
     if given.head:
         head = {**drafter_config(given.head), "num_speculative_tokens": given.gamma}
         modes[f"{VLLM}-head-{given.gamma}"] = head
+    found: dict[str, Any] = {}
+    plain: Tokens = []
     for name, drafter in modes.items():
         try:
             async with (
                 running_vllm(given, drafter) as url,
                 httpx.AsyncClient(base_url=url, timeout=_ANSWER_TIMEOUT_S) as client,
             ):
-                found[name] = await measured(VllmServer(name, client, given.target_path), asks, given)
+                system = VllmServer(name, client, given.target_path)
+                tokens = await greedy_tokens(system, asks)
+                plain = plain or tokens
+                equal = sum(one == other for one, other in zip(tokens, plain, strict=True))
+                print(f"{name}: {equal} of {len(asks)} greedy completions equal those of {VLLM}", flush=True)
+                found[name] = {"equal": equal, "tokens_per_s": await rates(system, asks, given)}
         except ClusterError as error:
             if drafter is None:
                 raise
+            found[name] = {"error": str(error)}
             print(f"{name}: not measured: {error}", flush=True)
-    return found
+    return found, plain
 
 
 async def run_gammaray(
-    given: argparse.Namespace, asks: Sequence[Ask], drafter: Sequence[str], kind: str, plain: Sequence[Any]
+    given: argparse.Namespace, asks: Sequence[Ask], kind: str, drafter: Sequence[str], plain: Tokens
 ) -> dict[str, Any]:
-    """Measure a cluster with one drafter: gamma 0, the fixed gamma, and the adaptive one."""
-    found: dict[str, Any] = {}
-    # Target and draft worker share the GPU's memory.
-    os.environ["GAMMARAY_CACHE_MEMORY_SHARE"] = str(
-        given.memory_share / 2 if kind == "draft" else given.memory_share
-    )
+    """Measure a cluster: gamma 0, and with a drafter the fixed gamma and the adaptive one."""
+    # With a draft worker, two processes share the GPU's memory.
+    share = given.memory_share / 2 if kind == "draft" else given.memory_share
+    os.environ["GAMMARAY_CACHE_MEMORY_SHARE"] = str(share)
+    roles = ("target", "draft") if kind == "draft" else ("target",)
     options = ("--engine", "vllm", "--target", given.target, "--dtype", given.dtype, *drafter)
+    gammas: list[int | str] = [0, given.gamma, "adaptive"] if kind else [0]
+    found: dict[str, Any] = {}
+    reference, tokens = VLLM, plain
     async with running_cluster(*options) as cluster, AsyncClient(cluster.grpc_address) as client:
-        await client.wait_ready(
-            _START_TIMEOUT_S, roles=("target", "draft") if kind == "draft" else ("target",)
-        )
-        gammas: list[int | str] = [0] if not kind else [0, given.gamma, "adaptive"]
+        await client.wait_ready(_START_TIMEOUT_S, roles=roles)
         for gamma in gammas:
-            name = GAMMA_0 if not kind else f"gammaray-{kind}-{gamma}"
+            name = f"gammaray-{kind}-{gamma}" if kind else f"gammaray-{gamma}"
             stack = Stack(gamma, client, name=name)
-            own = await measured(stack, asks, given)
-            own["cycle"] = await cycle_times(client, stack, asks[0])
-            print(f"{name}: {own['cycle']}", flush=True)
-            reference, tokens = (
-                (VLLM, plain) if gamma == 0 else (f"gammaray-{kind}-0", found_greedy(found, kind))
-            )
-            own["exactness"] = await compared(client, asks, name, own["greedy"], reference, tokens)
-            found[name] = own
+            greedy = await greedy_tokens(stack, asks)
+            exactness = await compared(client, asks, name, greedy, reference, tokens)
+            if gamma == 0:
+                reference, tokens = name, greedy
+            cycle = await cycle_times(client, stack, asks[0])
+            print(f"{name}: {cycle}", flush=True)
+            speed = await rates(stack, asks, given)
+            found[name] = {"exactness": exactness, "cycle": cycle, "tokens_per_s": speed}
     return found
-
-
-def found_greedy(found: Mapping[str, Any], kind: str) -> Sequence[Any]:
-    """Return the greedy tokens of gamma 0 on the same cluster."""
-    tokens: Sequence[Any] = found[f"gammaray-{kind}-0"]["greedy"]
-    return tokens
 
 
 async def run(given: argparse.Namespace) -> dict[str, Any]:
     """Measure everything, and return the result."""
     tokenizer = AutoTokenizer.from_pretrained(given.target_path)
-    texts = prompts("mixed" if given.workload is None else given.workload, given.prompts)
+    texts = prompts(given.workload, given.prompts)
     asks = [Ask(tuple(tokenizer.encode(text)), given.tokens) for text in texts]
-    systems = await run_vllm(given, asks)
-    plain = systems[VLLM]["greedy"]
-    systems |= await run_gammaray(given, asks, ("--draft-workers", "0"), "", plain)
+    systems, plain = await run_vllm(given, asks)
+    clusters = {"": ("--draft-workers", "0")}
     if given.draft:
-        systems |= await run_gammaray(given, asks, ("--draft", given.draft), "draft", plain)
+        clusters["draft"] = ("--draft", given.draft)
     if given.head:
-        systems |= await run_gammaray(given, asks, ("--head", given.head), "head", plain)
-    for system in systems.values():
-        del system["greedy"]
-    return {"options": vars(given), "systems": systems}
+        clusters["head"] = ("--head", given.head)
+    for kind, drafter in clusters.items():
+        systems |= await run_gammaray(given, asks, kind, drafter, plain)
+    options = {name: str(value) for name, value in vars(given).items()}
+    return {"options": options, "systems": systems}
 
 
 def main() -> None:
@@ -294,7 +292,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=256, help="length of each completion")
     parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--workload", default=None)
+    parser.add_argument("--workload", default="mixed", choices=WORKLOADS)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--memory-share", type=float, default=0.85, help="of the GPU's memory, for vLLM")
     parser.add_argument("--tiny", action="store_true", help="the demo pair on a CPU; no result is written")

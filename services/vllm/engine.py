@@ -377,7 +377,11 @@ def _configuration(options: EngineOptions) -> Any:
     if options.head:
         arguments |= {"speculative_config": drafter_config(options.head), "hf_overrides": count_taps}
     if options.adapters:
+        rows = 1 + arguments["speculative_config"]["num_speculative_tokens"]
         arguments |= {
+            # vLLM wants buffers for a proposal of every request at once; a step takes no more than before.
+            "max_num_batched_tokens": max(options.max_batch_tokens, MAX_REQUESTS * rows),
+            "max_num_scheduled_tokens": options.max_batch_tokens,
             "enable_lora": True,
             # Of each held session the next block may come at any time: all have a place.
             "max_loras": len(options.adapters),
