@@ -134,9 +134,8 @@ _ALLOWED = {
     "string_type": "a text",
 }
 
-# Allowed settings in deterministic mode, see `services.engine.hf.deterministic`.
+# Allowed settings in deterministic mode without vLLM, see `services.engine.hf.deterministic`.
 _DETERMINISTIC: dict[str, tuple[Any, ...]] = {
-    "engine": ("auto", "native", "transformers"),
     "device": ("auto", "cpu"),
     "dtype": ("auto", "float32"),
     "threads": (1,),
@@ -160,6 +159,10 @@ _ENGINE = (
     "What computes the models: vllm; native, the compiled CPU kernel; transformers, the model's own layers. "
     "auto: vllm where it is installed and there is a GPU, else native where the kernel covers the model, "
     "else transformers."
+)
+_DETERMINISM = (
+    "Bit-identical logits whatever the batch and gamma; slower. On a CPU in float32, with vLLM on GPUs its "
+    "batch-invariant mode."
 )
 _DRAFT_WEIGHTS = (
     "Weights of the draft model: int8 and int4 are quantised at load, which changes acceptance and speed, "
@@ -238,7 +241,9 @@ class _ModelSettings(_Settings):
     @model_validator(mode="after")
     def _check_deterministic(self) -> Self:
         if getattr(self, "deterministic", False):
-            for field, allowed in _DETERMINISTIC.items():
+            # vLLM's batch-invariant mode is for GPUs.
+            rules = {"device": ("auto", "cuda")} if self.engine == "vllm" else _DETERMINISTIC
+            for field, allowed in rules.items():
                 if (got := getattr(self, field, allowed[0])) not in allowed:
                     choices = " or ".join(map(str, allowed))
                     raise InvalidArgumentError(field, got, f"{choices} with deterministic")
@@ -349,9 +354,7 @@ class WorkerSettings(_ServingSettings, _ModelSettings):
         ge=16,
         description="Upper bound of one session's prompt tokens in one forward; long prompts take several.",
     )
-    deterministic: bool = Field(
-        False, description="Bit-identical logits whatever the batch and gamma (CPU float32 only; slower)."
-    )
+    deterministic: bool = Field(False, description=_DETERMINISM)
     drain_timeout_s: float = Field(
         10.0, ge=0, description="Time for running blocks to finish after SIGTERM, in seconds."
     )
@@ -672,9 +675,7 @@ class ClusterSettings(_ModelSettings):
         True,
         description="Without GPUs, bind each role of workers to separate CPU cores, if there are enough.",
     )
-    deterministic: bool = Field(
-        False, description="Bit-identical logits whatever the batch and gamma (CPU float32 only; slower)."
-    )
+    deterministic: bool = Field(False, description=_DETERMINISM)
 
     @model_validator(mode="before")
     @classmethod

@@ -190,7 +190,7 @@ def _check_devices(
         return MANY_GPUS
     check_device(settings.device, found)
     for role, worker in workers.items():
-        if found.count and worker.deterministic:
+        if found.count and worker.deterministic and worker.engine != "vllm":
             reason = f"cpu with deterministic: the {role} would run on a GPU of this machine"
             raise InvalidArgumentError("device", settings.device, reason)
     return found.count

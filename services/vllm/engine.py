@@ -57,6 +57,7 @@ class EngineOptions:
         tensor_parallel: GPUs (or CPU ranks) that the model is spread over.
         head: Drafts in the target: see `services.vllm.heads.drafter_config`; empty: nothing does.
         adapters: Directories or hub names of LoRA adapters, by the name that sessions give.
+        is_batch_invariant: Whether vLLM computes a row with the same bits in every batch; on GPUs.
         is_compiled: Whether vLLM compiles the model and captures CUDA graphs.
     """
 
@@ -71,6 +72,7 @@ class EngineOptions:
     tensor_parallel: int = 1
     head: str = ""
     adapters: Mapping[str, str] = field(default_factory=dict)
+    is_batch_invariant: bool = False
     is_compiled: bool = True
 
 
@@ -117,6 +119,12 @@ class VllmEngine:
 
     def __init__(self, options: EngineOptions) -> None:
         check_engine("vllm", options.device)
+        if options.is_batch_invariant:
+            if vllm_build()[1] == "cpu":
+                raise InvalidArgumentError(
+                    "deterministic", True, "false with vLLM on a CPU, or another engine"
+                )
+            os.environ["VLLM_BATCH_INVARIANT"] = "1"  # vLLM's modules read it when they are imported
         check_vllm()
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
@@ -141,6 +149,7 @@ class VllmEngine:
         self.dtype = str(model.dtype).removeprefix("torch.")
         ranks = f" on {options.tensor_parallel} ranks" if options.tensor_parallel > 1 else ""
         self.kernel = f"vLLM {vllm_build()[0]} ({self.device}, {self.dtype}){ranks}"
+        self.kernel += ", batch-invariant" if options.is_batch_invariant else ""
         self.max_proposal = options.max_proposal
         self._scheduler = self._core.scheduler
         self._has_drafter = bool(options.head)

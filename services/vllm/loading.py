@@ -40,11 +40,14 @@ def load_target(path: str, settings: TargetSettings, limits: Limits) -> tuple[Mo
             cache_budget_bytes=None if budget is None else budget << 20,
             memory_share=settings.cache_memory_share,
             tensor_parallel=settings.tensor_parallel,
+            is_batch_invariant=settings.deterministic,
             adapters=parse_adapters(settings.lora),
             head=resolve_model(settings.head, "draft", "head") if settings.head else "",
         )
     )
-    identity = model_identity(path, dtype=engine.dtype, device=engine.device, deterministic=False)
+    identity = model_identity(
+        path, dtype=engine.dtype, device=engine.device, deterministic=settings.deterministic
+    )
     adapters = {
         name: f"{identity}/lora/{adapter_sha256(directory)}" if identity else ""
         for name, directory in parse_adapters(settings.lora).items()

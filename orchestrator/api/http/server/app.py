@@ -262,19 +262,20 @@ def _add_generation(app: FastAPI, backend: Backend, bodies: BodyReader) -> None:
 def _add_information(app: FastAPI, backend: Backend) -> None:
     started_at = int(time.time())
 
-    def model() -> Model:
-        return {
-            "id": backend.model_name,
+    def model(name: str) -> Model:
+        base = backend.model_name
+        described: Model = {
+            "id": name,
             "object": "model",
             "created": started_at,
             "owned_by": "gammaray",
             "max_model_len": backend.max_context,
             "gammaray": {"chat": bool(backend.chat_format.template), "drafters": backend.drafters},
         }
+        return described if name == base else {**described, "parent": base}
 
-    def served() -> list[Model]:
-        base = model()
-        return [base, *({**base, "id": name, "parent": base["id"]} for name in backend.adapters)]
+    def names() -> list[str]:
+        return [backend.model_name, *backend.adapters]
 
     @app.get("/")
     async def root(request: Request) -> fastapi.Response:
@@ -285,15 +286,14 @@ def _add_information(app: FastAPI, backend: Backend) -> None:
 
     @app.get("/v1/models")
     async def models() -> ModelList:
-        return {"object": "list", "data": served()}
+        return {"object": "list", "data": [model(name) for name in names()]}
 
     @app.get("/v1/models/{name:path}")
     async def one_model(name: str) -> Model:
-        for each in served():
-            if each["id"] == name:
-                return each
-        names = ", ".join(repr(each["id"]) for each in served())
-        raise NotFoundError(f"no model {name!r}; this server has {names}", "model")
+        if name not in names():
+            served = ", ".join(map(repr, names()))
+            raise NotFoundError(f"no model {name!r}; this server has {served}", "model")
+        return model(name)
 
     @app.get("/health")
     async def health() -> fastapi.Response:
