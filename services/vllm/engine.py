@@ -392,8 +392,9 @@ def _configuration(options: EngineOptions) -> Any:
             "max_num_batched_tokens": max(options.max_batch_tokens, MAX_REQUESTS * rows),
             "max_num_scheduled_tokens": options.max_batch_tokens,
             "enable_lora": True,
-            # Of each held session the next block may come at any time: all have a place.
-            "max_loras": len(options.adapters),
+            # Of each held session the next block may come at any time: all have a place. vLLM's CPU kernels
+            # take the last place for a request without an adapter, which therefore stays empty.
+            "max_loras": len(options.adapters) + (device == "cpu"),
             "max_lora_rank": max_rank(options.adapters),
         }
     budget = options.cache_budget_bytes

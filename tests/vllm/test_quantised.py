@@ -94,7 +94,10 @@ def compressed(form: str, weights: dict, inputs: dict | None = None) -> dict:
 
 INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
 KINDS = {
-    "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}),
+    "awq": (
+        awq,
+        {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"},
+    ),
     "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True}),
     "compressed-tensors w4a16": (
         w4a16,
@@ -112,8 +115,8 @@ KINDS = {
         ),
     ),
 }
-TOLERANCES = {"awq": 0.1, "gptq": 0.1, "compressed-tensors w4a16": 0.1, "compressed-tensors w8a8": 0.3}
-"""Largest difference of a log-probability in bfloat16; w8a8 and fp8 round the activations, too."""
+TOLERANCE = 0.1
+"""Largest difference of a log-probability: the arithmetic is bfloat16."""
 
 
 @pytest.fixture(scope="module")
@@ -183,9 +186,10 @@ def test_a_quantised_checkpoint_is_served_as_its_dequantised_form(base, tmp_path
         task = session.block(num_prompt_logprobs=0)
         (reply,) = answers(scheduler, [task])
         found = torch.tensor(session.take(task, reply).prompt_logprobs.logprobs)
-        worst, changed = (found - wanted).abs().max().item(), (unrounded - wanted).abs().max().item()
-        print(f"{kind}: {worst:.4f} from the dequantised model, which is {changed:.4f} from the model")
-        assert worst < TOLERANCES[kind]
+        worst = (found - wanted).abs().max().item()
+        assert worst < TOLERANCE
+        if kind != "compressed-tensors w8a8":  # eight bits are too near to the model itself
+            assert (found - unrounded).abs().max().item() > 3 * worst
         outputs = generate(scheduler, [Session(PROMPT)], 16)
         proposals = iter([[*outputs[0][:4]], [5, 6], [*outputs[0][6:10]]])
         assert generate(scheduler, [Session(PROMPT)], 16, lambda s: next(proposals, [])) == outputs

@@ -49,7 +49,7 @@ def test_the_environment_lists_several(monkeypatch):
 
 @pytest.mark.parametrize("engine", ["native", "transformers"])
 def test_other_engines_serve_no_adapters(engine):
-    with pytest.raises(InvalidArgumentError, match=f"lora: got a=/x, allowed: empty with the engine {engine}"):
+    with pytest.raises(InvalidArgumentError, match=f"lora: got a=/x, allowed: empty .* {engine}"):
         ClusterSettings(lora="a=/x", engine=engine)
 
 
