@@ -105,6 +105,8 @@ async def running_vllm(given: argparse.Namespace, drafter: Mapping[str, Any] | N
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", given.target_path]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", given.dtype]
     command += ["--gpu-memory-utilization", str(given.memory_share)]
+    if given.tiny:
+        command.append("--enforce-eager")  # a CPU compiles for minutes
     if drafter is not None:
         command += ["--speculative-config", json.dumps(drafter)]
     with tempfile.TemporaryFile("w+") as output:
@@ -301,6 +303,7 @@ def main() -> None:
     if given.tiny:
         given.target, given.draft, given.dtype = "demo", "demo", "float32"
         given.batches, given.prompts, given.tokens, given.repetitions = "1,2", 2, 16, 1
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     given.batches = [int(batch) for batch in given.batches.split(",")]
     try:
         given.target_path = resolve_model(given.target, "target")
