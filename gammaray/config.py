@@ -354,6 +354,12 @@ class WorkerSettings(_ServingSettings, _ModelSettings):
         ge=16,
         description="Upper bound of one session's prompt tokens in one forward; long prompts take several.",
     )
+    max_step_ms: float = Field(
+        50.0,
+        gt=0,
+        description="Time that one step may take while the worker serves several sessions, in milliseconds; "
+        "a step takes fewer tokens than max_batch_tokens, but at least 32, to keep to it.",
+    )
     deterministic: bool = Field(False, description=_DETERMINISM)
     drain_timeout_s: float = Field(
         10.0, ge=0, description="Time for running blocks to finish after SIGTERM, in seconds."

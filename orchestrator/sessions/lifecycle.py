@@ -54,28 +54,34 @@ class ContextLengthError(InvalidArgumentError):
     """A prompt leaves no room for a token in the model's context.
 
     Attributes:
-        num_tokens: Tokens of the prompt.
+        size: Number of tokens of the prompt, in words.
         max_context: The model's context, in tokens.
     """
 
-    def __init__(self, field: str, num_tokens: int, max_context: int) -> None:
-        self.num_tokens, self.max_context = num_tokens, max_context
+    def __init__(self, field: str, num_tokens: int, max_context: int, *, is_least: bool = False) -> None:
+        self._num_tokens, self._is_least, self.max_context = num_tokens, is_least, max_context
+        self.size = f"{'at least ' if is_least else ''}{num_tokens} tokens"
         allowed = f"at most {max_context - 1} tokens, one less than the model's context of {max_context}"
-        super().__init__(field, f"{num_tokens} tokens", allowed)
+        super().__init__(field, self.size, allowed)
 
     def renamed(self, field: str) -> ContextLengthError:
         """Return the same error about a field of another name."""
-        return ContextLengthError(field, self.num_tokens, self.max_context)
+        return ContextLengthError(field, self._num_tokens, self.max_context, is_least=self._is_least)
 
 
-def check_prompt_length(num_tokens: int, max_context: int) -> None:
+def check_prompt_length(num_tokens: int, max_context: int, *, is_least: bool = False) -> None:
     """Check that a prompt leaves room for a token in the model's context.
+
+    Args:
+        num_tokens: Its tokens.
+        max_context: The model's context.
+        is_least: Whether it may have more tokens.
 
     Raises:
         ContextLengthError: The prompt is too long.
     """
     if num_tokens >= max_context:
-        raise ContextLengthError("prompt", num_tokens, max_context)
+        raise ContextLengthError("prompt", num_tokens, max_context, is_least=is_least)
 
 
 async def check_request(
@@ -143,6 +149,8 @@ async def open_session(
         InvalidArgumentError: The prompt has no token, leaves no room in the context, or is too long for the
             requested log-probabilities.
     """
+    if isinstance(request.prompt, str):  # tokenising takes some hundred bytes of memory per byte
+        check_prompt_length(len(before) + tokenizer.min_tokens(request.prompt), max_context, is_least=True)
     own = await tokenizer.ids_of(request.prompt, is_start=not before)
     if not own:
         raise InvalidArgumentError("prompt", "a text without tokens", "at least one token")

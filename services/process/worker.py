@@ -76,7 +76,10 @@ class Worker(ABC, Generic[SettingsT]):
 
     @property
     def _limits(self) -> Limits:
-        return Limits(self.settings.max_batch_tokens, self.settings.prefill_chunk)
+        settings = self.settings
+        return Limits(
+            settings.max_batch_tokens, settings.prefill_chunk, max_step_s=settings.max_step_ms / 1e3
+        )
 
     @abstractmethod
     def _load_model(self, path: str) -> tuple[Model, BlockScheduler[Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -9,7 +10,23 @@ from gammaray.errors import InvalidArgumentError
 from services.engine.engine import SequenceInput
 from services.scheduling.block_queue import TaskT, Work
 
-__all__ = ["Limits", "Running", "plan"]
+__all__ = ["MIN_STEP_TOKENS", "Limits", "Running", "StepBudget", "plan"]
+
+MIN_STEP_TOKENS = 32
+"""A step may always take as many tokens, so that its fixed costs (weights read, threads woken) are shared."""
+
+_MAX_RATIO = 2.0
+"""A step may always take as many times the duration of one of `MIN_STEP_TOKENS`: smaller steps of a slow
+model, or on a busy machine, would cost much throughput and shorten the waits of others little."""
+
+_RATE = 0.125
+"""Weight of the last step in the mean duration of small steps."""
+
+_NEAR = 0.75
+"""Share of its budget from which on a short step shows that more tokens would fit."""
+
+_MAX_CHANGE = 2.0
+"""Factor by which one step may change the budget: single steps are late on a busy machine."""
 
 
 @dataclass(frozen=True)
@@ -20,11 +37,13 @@ class Limits:
         max_batch_tokens: Of all sessions together.
         prefill_chunk: Committed tokens of one session.
         max_scored_rows: Committed tokens whose logits are returned, of all sessions together.
+        max_step_s: Seconds that a step may take while several sessions are served; see `StepBudget`.
     """
 
     max_batch_tokens: int
     prefill_chunk: int
     max_scored_rows: int = 2**31
+    max_step_s: float = math.inf
 
     def check_proposal(self, num_nodes: int) -> None:
         """Check that a proposal and the token before it fit into one forward.
@@ -56,6 +75,11 @@ class Running(Work[TaskT]):
     fed_from: int = 0
 
     @property
+    def is_ready(self) -> bool:
+        """Whether the next forward may include it."""
+        return True
+
+    @property
     def num_tokens(self) -> int:
         """Length of the committed tokens and the tail."""
         return self.task.base_position + len(self.tail)
@@ -74,38 +98,86 @@ class Running(Work[TaskT]):
         )
 
 
+class StepBudget:
+    """Learns how many tokens one step may take, so that no session waits long for the work of others.
+
+    A step that takes longer than the limit lowers the budget in proportion; a short one that used most of the
+    budget raises it.
+
+    Args:
+        limits: Bounds of one forward.
+
+    Attributes:
+        num_tokens: Tokens that the next step may take.
+        token_s: Seconds per token of the last step of many tokens; 0 before the first one.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits, self._least = limits, min(MIN_STEP_TOKENS, limits.max_batch_tokens)
+        self.num_tokens, self.token_s = limits.max_batch_tokens, 0.0
+        self._small_s = 0.0
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """Note a step."""
+        if num_tokens <= self._least:
+            last_s = self._small_s or seconds
+            self._small_s = last_s + _RATE * (seconds - last_s)
+        if num_tokens < self._least or seconds <= 0:
+            return
+        self.token_s = seconds / num_tokens
+        fitting = num_tokens * max(self._limits.max_step_s, _MAX_RATIO * self._small_s) / seconds
+        if fitting < num_tokens or num_tokens >= _NEAR * self.num_tokens:
+            low, high = self.num_tokens / _MAX_CHANGE, self.num_tokens * _MAX_CHANGE
+            fitting = max(min(max(fitting, low), high), self._least)
+            self.num_tokens = round(min(fitting, self._limits.max_batch_tokens))
+
+
 def plan(
-    blocks: Iterable[Running[TaskT]], num_cached: Callable[[str], int], limits: Limits
+    blocks: Iterable[Running[TaskT]],
+    num_cached: Callable[[str], int],
+    limits: Limits,
+    budget: StepBudget | None = None,
 ) -> list[tuple[Running[TaskT], SequenceInput]]:
     """Choose the feeds of the next forward.
 
-    The oldest block is always included, so that none starves; then the blocks that one forward completes, so
-    that long prompts do not stall them; the rest of the budget goes to long prompts, one chunk each.
+    The oldest block is always included, so that none starves. Then come the blocks that one forward
+    completes, so that long prompts do not stall them, in the order in which they would end if all blocks
+    progressed at the same rate, so that many large blocks do not stall a small one. The rest goes to long
+    prompts, one chunk each.
 
     Args:
         blocks: Oldest first.
         num_cached: Returns how many tokens of a session are cached.
         limits: Bounds of the forward.
+        budget: A further bound of its tokens; the tokens of the oldest block that need logits may exceed it.
     """
-    first: list[tuple[Running[TaskT], int, int]] = []
-    long: list[tuple[Running[TaskT], int, int]] = []
+    found = []
     for running in blocks:
         # Tokens whose logits are needed are fed again even if they are cached.
         start = min(num_cached(running.task.session_id), running.num_tokens - running.num_logits)
-        todo = running.num_tokens - start
-        is_short = todo <= max(_chunk(running, limits), running.num_logits)
-        (first if is_short or not first else long).append((running, start, todo))
-    budget, scored = limits.max_batch_tokens, limits.max_scored_rows
+        found.append((running, start, running.num_tokens - start))
+    if not found:
+        return []
+    oldest, tokens, scored = found[0][0], limits.max_batch_tokens, limits.max_scored_rows
+    token_s = 0.0
+    if budget is not None:
+        token_s, tokens = budget.token_s, min(tokens, max(budget.num_tokens, oldest.num_logits))
+    short = [one for one in found[1:] if one[2] <= max(_chunk(one[0], limits), one[0].num_logits)]
+    long = [one for one in found[1:] if one[2] > max(_chunk(one[0], limits), one[0].num_logits)]
+    short.sort(key=lambda one: one[0].task.arrived + one[2] * token_s * len(found))
+    share = max(tokens // 2, tokens - sum(todo for _, _, todo in short))
     batch = []
-    for running, start, todo in first + long:
+    for running, start, todo in [found[0], *short, *long]:
         chunk = _chunk(running, limits)
+        if running is oldest:
+            chunk = min(chunk, share)
         if running.is_scored:
             chunk = min(chunk, scored)
-        is_last = todo <= min(budget, max(chunk, running.num_logits))
-        size = todo if is_last else min(chunk, budget, todo - running.num_logits)
+        is_last = todo <= min(tokens, max(chunk, running.num_logits))
+        size = todo if is_last else min(chunk, tokens, todo - running.num_logits)
         if size > 0:
             batch.append((running, running.feed(start, size, is_last=is_last)))
-            budget -= size
+            tokens -= size
             scored -= size if running.is_scored else 0
             scored = max(scored, 0)
     return batch

@@ -23,7 +23,7 @@ from services.engine.core.prefix_cache import MIN_PREFIX
 from services.engine.engine import Engine, SequenceInput
 from services.scheduling.block_queue import BlockQueue, TaskT
 from services.scheduling.grammars import Grammars
-from services.scheduling.planning import Limits, Running, plan
+from services.scheduling.planning import Limits, Running, StepBudget, plan
 from services.scheduling.sessions import SessionCopy
 from services.scheduling.tasks import NeedTokens, Reply, Timing
 
@@ -45,6 +45,7 @@ class Scheduler(BlockQueue[TaskT, Running[TaskT]]):
         grammars: Compiles the sessions' grammars; None: sessions with one are refused.
 
     Attributes:
+        budget: How many tokens a step may take.
         step_timeout_s: After how many seconds a step counts as stuck; None: never.
         num_forwards: Forwards of the last step; more than one if a worker ran several in one call.
     """
@@ -58,6 +59,7 @@ class Scheduler(BlockQueue[TaskT, Running[TaskT]]):
     ) -> None:
         scored_rows = max(1, MAX_SCORED_BYTES // (4 * engine.vocab_size))
         self.engine, self.limits = engine, replace(limits, max_scored_rows=scored_rows)
+        self.budget = StepBudget(self.limits)
         self.num_forwards = 1
         self.step_timeout_s: float | None = None
         super().__init__(vocab_size or engine.vocab_size, str(engine.device), grammars)
@@ -90,7 +92,10 @@ class Scheduler(BlockQueue[TaskT, Running[TaskT]]):
         self._drop_dead()
         self._admit()
         self._prepare_blocks()
-        batch = plan(self._running.values(), self.engine.length, self.limits)
+        ready = [running for running in self._running.values() if running.is_ready]
+        # Alone, a session's steps delay no other one.
+        budget = self.budget if len(self.sessions) > 1 else None
+        batch = plan(ready, self.engine.length, self.limits, budget)
         if batch:
             self._forward(batch)
         replies, self._replies = self._replies, []
@@ -169,6 +174,7 @@ class Scheduler(BlockQueue[TaskT, Running[TaskT]]):
         num_tokens, num_forwards = sum(len(feed.token_ids) for _, feed in batch), self.num_forwards
         cost = Timing(0, _elapsed_us(began), forward_us, len(batch), num_tokens, num_forwards)
         cost.batch_rows = sum(feed.num_logits for _, feed in batch)
+        self.budget.observe(num_tokens // num_forwards, cost.compute_us * 1e-6 / num_forwards)
         for _ in range(num_forwards):
             self.meter.step(cost.compute_us * 1e-6 / num_forwards, len(batch), num_tokens // num_forwards)
         for running, _ in batch:

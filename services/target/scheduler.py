@@ -53,6 +53,11 @@ class _Verifying(Running[VerifyTask]):
     states: Tensor | None = None
     features: BlockFeatures | None = None
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether the next forward may include it."""
+        return not self.must_draft
+
     def propose(self, proposal: Proposal) -> None:
         """Verify a proposal that the block did not bring."""
         self.task.proposal = proposal
@@ -149,8 +154,14 @@ class TargetScheduler(Scheduler[VerifyTask]):
         return running
 
     def _prepare_blocks(self) -> None:
-        """Draft for the blocks that leave it to the head."""
-        drafting = [one for one in self._running.values() if isinstance(one, _Verifying) and one.must_draft]
+        """Draft for the oldest blocks that leave it to the head, as many as a step may verify."""
+        drafting, num_tokens = list[_Verifying](), 0
+        for one in self._running.values():
+            if isinstance(one, _Verifying) and one.must_draft and one.task.head is not None:
+                num_tokens += 1 + max(one.task.head.depth, one.task.head.max_nodes)
+                if drafting and num_tokens > self.budget.num_tokens:
+                    break
+                drafting.append(one)
         if not drafting or self._head is None:
             return
         asked = []

@@ -26,7 +26,7 @@ from gammaray.v1 import generation_service_pb2 as pb
 from gammaray.v1 import target_service_pb2 as target_pb
 from orchestrator.launcher.redis_server import RedisServer
 from orchestrator.sessions.lifecycle import SessionManager
-from orchestrator.storage.client import answer, connect
+from orchestrator.storage.client import MAX_CONNECTIONS, answer, connect
 from orchestrator.storage.registry import RedisRegistry
 from orchestrator.storage.session_store import RedisStore
 from orchestrator.storage.trace_store import RedisTraceStore
@@ -436,3 +436,14 @@ def is_alive(pid: int) -> bool:
             return stat.read().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+async def test_a_client_holds_a_bounded_number_of_connections_whatever_its_bursts(redis_server):
+    client = connect(redis_server.url)
+    try:
+        for _ in range(3):
+            await asyncio.gather(*(answer(client.ping()) for _ in range(8 * MAX_CONNECTIONS)))
+            held = await answer(client.client_list())
+            assert 1 < len(held) <= MAX_CONNECTIONS + 1  # the module's own client has one
+    finally:
+        await client.aclose()

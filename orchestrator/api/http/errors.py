@@ -169,7 +169,7 @@ def error_body(error: GammarayError) -> Error:
         message = (
             f"This model's maximum context length is {error.max_context} tokens. "
             f"Input tokens exceed the configured limit of {error.max_context - 1} tokens. "
-            f"Your {param} resulted in {error.num_tokens} tokens. Please reduce the length of the {param}."
+            f"Your {param} resulted in {error.size}. Please reduce the length of the {param}."
         )
     if isinstance(error, NotFoundError) and error.kind:
         code = f"{error.kind}_not_found"

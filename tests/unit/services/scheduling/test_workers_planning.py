@@ -1,11 +1,13 @@
 """Planning of the next forward, and the session table; no model needed."""
 
+import random
+
 import pytest
 
 from gammaray.errors import FailedPreconditionError, InvalidArgumentError
 from gammaray.types import SamplingParams, VerificationMethod
 from services.scheduling import sessions
-from services.scheduling.planning import Limits, Running, plan
+from services.scheduling.planning import MIN_STEP_TOKENS, Limits, Running, StepBudget, plan
 from services.scheduling.sessions import SessionCopy, SessionTable
 from services.scheduling.tasks import NeedTokens, SessionSpec, Task
 
@@ -223,3 +225,120 @@ def test_table_noise_is_dropped_with_the_spec_and_bounded(monkeypatch):
     assert table.admit(task("c", spec=other)).noise.seed == 2
     greedy = SessionSpec(SamplingParams(seed=2, temperature=0.0), SPEC.method, 1, ())
     assert table.admit(task("c", spec=greedy)).noise is None
+
+
+def budget_of(num_tokens, token_s=0.0, limits=None):
+    made = StepBudget(limits or Limits(1024, 256, max_step_s=0.05))
+    made.num_tokens, made.token_s = num_tokens, token_s
+    return made
+
+
+def test_budget_falls_in_proportion_to_a_long_step_and_rises_after_short_full_ones():
+    budget = budget_of(512)
+    budget.observe(400, 0.06)
+    assert (budget.num_tokens, budget.token_s) == (333, 0.06 / 400)
+    budget.observe(60, 0.01)  # cheap, but it did not use the budget: more tokens may cost more
+    assert budget.num_tokens == 333
+    budget.observe(300, 0.04)
+    assert budget.num_tokens == 375
+    for _ in range(9):
+        budget.observe(budget.num_tokens, 0.001)
+    assert budget.num_tokens == 1024
+
+
+def test_one_late_step_halves_the_budget_at_most():
+    budget = budget_of(512)
+    budget.observe(400, 9.0)
+    assert budget.num_tokens == 256
+    budget.observe(40, 9.0)
+    assert budget.num_tokens == 128
+
+
+def test_budget_leaves_slow_models_some_tokens():
+    budget = budget_of(1024)
+    for _ in range(9):
+        budget.observe(256, 60.0)
+    assert budget.num_tokens == MIN_STEP_TOKENS
+    budget.observe(MIN_STEP_TOKENS, 1.0)  # a small step is as long: then the budget may take twice as long
+    assert budget.num_tokens == 2 * MIN_STEP_TOKENS
+    small = budget_of(16, limits=Limits(16, 16, max_step_s=0.05))
+    small.observe(16, 60.0)
+    assert small.num_tokens == 16
+
+
+@pytest.mark.parametrize("fixed_s", [0.002, 0.2])
+@pytest.mark.parametrize("seed", range(5))
+def test_budget_keeps_steps_near_the_limit_whatever_a_token_costs(seed, fixed_s):
+    dice = random.Random(seed)
+    limits = Limits(1024, 256, max_step_s=0.05)
+    budget, token_s, longest = StepBudget(limits), 10 ** dice.uniform(-4, -3), []
+    small_s = fixed_s + MIN_STEP_TOKENS * token_s
+    limit_s = max(limits.max_step_s, 2 * small_s)
+    for _ in range(100):
+        num_tokens = min(budget.num_tokens, dice.choice([1, MIN_STEP_TOKENS, 300, 2000]))
+        budget.observe(num_tokens, (fixed_s + num_tokens * token_s) * dice.uniform(0.8, 1.25))
+        longest.append(fixed_s + budget.num_tokens * token_s)
+    assert max(longest[50:]) < 1.6 * limit_s
+    assert sum(longest[50:]) / 50 > 0.6 * min(limit_s, fixed_s + 1024 * token_s)
+
+
+def test_steps_that_are_late_for_other_reasons_do_not_shrink_the_budget_for_good():
+    """On a busy machine a step of few tokens takes as long as one of many."""
+    dice, budget, seen = random.Random(3), budget_of(1024), []
+    for _ in range(400):
+        num_tokens = dice.choice([4, budget.num_tokens])
+        budget.observe(num_tokens, dice.choice([0.02, 0.1, 0.3, 0.7]) + num_tokens * 1e-5)
+        seen.append(budget.num_tokens)
+    assert sorted(seen)[len(seen) // 2] > 8 * MIN_STEP_TOKENS
+
+
+def served_steps(budget, num_large=100):
+    """Return after how many steps a small block that comes last among large ones is served."""
+    blocks = [block(f"large {i}", 50, num_nodes=8) for i in range(num_large)] + [block("small", 50)]
+    for index, running in enumerate(blocks):
+        running.task.arrived = 0.0001 * index
+    cached = {running.task.session_id: 49 for running in blocks}
+    limits = Limits(1024, 256)
+    for step in range(1, 200):
+        served = [feed.session_id for _, feed in plan(blocks, cached.__getitem__, limits, budget)]
+        assert blocks[0].task.session_id in served  # the oldest never waits
+        if "small" in served:
+            return step
+        blocks = [running for running in blocks if running.task.session_id not in served]
+    raise AssertionError("never served")
+
+
+def test_many_large_blocks_do_not_stall_a_small_one():
+    assert served_steps(budget_of(126, 0.0004)) == 1
+    assert served_steps(budget_of(126, 0.0)) == 8  # in order of arrival
+
+
+def test_small_blocks_do_not_stall_a_large_one_for_ever():
+    large, cached = block("large", 50, num_nodes=99), {}
+    blocks = [block("oldest", 50), large]
+    budget, now_s, steps = budget_of(100, 0.0004), 0.0, 0
+    for running in blocks:
+        running.task.arrived = 0.0
+    while large in blocks:
+        blocks += [block(f"{steps}-{i}", 50) for i in range(60)]
+        for running in blocks[-60:]:
+            running.task.arrived, cached[running.task.session_id] = now_s, 49
+        batch = plan(blocks, lambda name: cached.get(name, 49), Limits(1024, 256), budget)
+        blocks = [running for running in blocks if all(running is not other for other, _ in batch)]
+        now_s, steps = now_s + 0.04, steps + 1
+        assert steps < 100
+
+
+def test_oldest_prompt_leaves_half_of_the_budget_to_blocks_that_end():
+    blocks = [block("prompt", 1000), *(block(f"b{i}", 20, 4) for i in range(30))]
+    cached = {f"b{i}": 19 for i in range(30)}
+    batch = plan(blocks, lambda name: cached.get(name, 0), Limits(1024, 256), budget_of(100))
+    sizes = {feed.session_id: len(feed.token_ids) for _, feed in batch}
+    assert (sizes.pop("prompt"), len(sizes), sum(sizes.values())) == (50, 10, 50)
+    alone = plan(blocks[:1], lambda _: 0, Limits(1024, 256), budget_of(100))
+    assert shape(alone) == [("prompt", 0, 100, 0)]
+
+
+def test_proposal_beyond_the_budget_is_verified_when_it_is_the_oldest():
+    ((_, feed),) = plan([block("a", 50, num_nodes=99)], lambda _: 49, Limits(1024, 256), budget_of(32))
+    assert len(feed.token_ids) == feed.num_logits == 100

@@ -1,0 +1,106 @@
+"""Steps of a target worker that serves many sessions: bounded, fair to small blocks, the same tokens."""
+
+from __future__ import annotations
+
+import pytest
+
+from gammaray.blocks import Shape, Verdict
+from gammaray.config import TargetSettings
+from gammaray.types import Proposal, SamplingParams
+from services.engine.loader import load_engine
+from services.scheduling.planning import MIN_STEP_TOKENS, Limits
+from services.target.loading import load_local_drafter
+from services.target.scheduler import TargetScheduler
+from tests.support.engine_helpers import random_tokens
+from tests.support.head_helpers import bigram_head, bigram_target
+from tests.support.target_helpers import Run
+
+SLOW = Limits(1024, 128)  # with the least budget
+LONG = random_tokens(200, seed=5)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pair")
+    target = bigram_target(folder / "target")
+    return str(target), str(bigram_head(folder / "head", target))
+
+
+class Steps:
+    """A scheduler that notes the tokens of each step."""
+
+    def __init__(self, pair, limits, monkeypatch, *, has_head=False):
+        target, drafter = pair
+        engine = load_engine(target)
+        head = load_local_drafter(TargetSettings(model=target, head=drafter), engine) if has_head else None
+        self.scheduler = TargetScheduler(engine, limits, head=head, draft_ahead=False)
+        if limits is SLOW:
+            monkeypatch.setattr(self.scheduler.budget, "observe", lambda *_: None)
+            self.scheduler.budget.num_tokens = MIN_STEP_TOKENS
+            self.scheduler.budget.token_s = 0.001
+        self.sizes = []
+        step = engine.step
+
+        def noted(feeds, **options):
+            self.sizes.append(sum(len(feed.token_ids) for feed in feeds))
+            return step(feeds, **options)
+
+        monkeypatch.setattr(engine, "step", noted)
+
+    def serve(self, blocks):
+        """Return the verdicts by session, in the order of their steps."""
+        self.sizes.clear()
+        self.scheduler.submit(blocks)
+        found = []
+        while not self.scheduler.is_idle:
+            found += [(reply.session_id, reply.outcome) for _, reply in self.scheduler.step()]
+        assert all(isinstance(outcome, Verdict) for _, outcome in found), found
+        return found
+
+
+def sessions(scheduler, count):
+    return [Run(scheduler, random_tokens(20, seed=i), SamplingParams(seed=i)) for i in range(count)]
+
+
+@pytest.mark.parametrize("has_head", [False, True])
+def test_steps_of_many_large_blocks_are_bounded_and_tokens_stay(pair, has_head, monkeypatch):
+    tokens = []
+    for limits in (SLOW, Limits(1024, 256)):
+        steps = Steps(pair, limits, monkeypatch, has_head=has_head)
+        runs = sessions(steps.scheduler, 12)
+        steps.serve([run.block(Shape(0)) for run in runs])
+        shape, given = (Shape(6), Proposal()) if has_head else (Shape(0), Proposal((5, 6, 7, 8, 9, 10)))
+        verdicts = dict(steps.serve([run.block(shape, given) for run in runs]))
+        tokens.append([verdicts[run.name].next_token_id for run in runs])
+        assert len(verdicts) == 12
+        if limits is SLOW:
+            assert steps.scheduler.budget.num_tokens == MIN_STEP_TOKENS
+            assert max(steps.sizes) <= MIN_STEP_TOKENS
+            assert len(steps.sizes) >= 12 * 7 / MIN_STEP_TOKENS
+        else:
+            assert steps.sizes == [12 * 7]
+    assert tokens[0] == tokens[1]
+
+
+def test_small_block_is_served_before_large_ones_that_came_first(pair, monkeypatch):
+    steps = Steps(pair, SLOW, monkeypatch)
+    runs = sessions(steps.scheduler, 13)
+    steps.serve([run.block(Shape(0)) for run in runs])
+    *large, small = runs
+    blocks = [run.block(Shape(0), Proposal(tuple(range(5, 20)))) for run in large]
+    order = [name for name, _ in steps.serve([*blocks, small.block(Shape(0))])]
+    assert order.index(small.name) <= 2  # in the first step, with as many large ones as fit
+    assert order[0] == large[0].name
+
+
+def test_long_prompt_alone_takes_whole_chunks_and_beside_others_small_ones(pair, monkeypatch):
+    steps = Steps(pair, SLOW, monkeypatch)
+    (other,) = sessions(steps.scheduler, 1)
+    first = Run(steps.scheduler, LONG, SamplingParams(seed=1))
+    steps.serve([first.block(Shape(0))])
+    assert steps.sizes == [128, 72]
+    steps.serve([other.block(Shape(0))])
+    second = Run(steps.scheduler, LONG[::-1], SamplingParams(seed=1))
+    steps.serve([second.block(Shape(0))])
+    assert max(steps.sizes) <= MIN_STEP_TOKENS
+    assert sum(steps.sizes) == 200
