@@ -252,8 +252,10 @@ class _ModelSettings(_Settings):
     @model_validator(mode="after")
     def _check_engine(self) -> Self:
         if self.engine == "vllm":
-            if got := getattr(self, "features", ""):
-                raise InvalidArgumentError("features", got, "none with the engine vllm")
+            if features := getattr(self, "features", ""):
+                raise InvalidArgumentError("features", features, "none with the engine vllm")
+            if (weights := getattr(self, "head_weights", "auto")) != "auto":
+                raise InvalidArgumentError("head_weights", weights, "auto with the engine vllm")
             for field in ("target", "model"):
                 if is_gguf(got := getattr(self, field, "")):
                     raise InvalidArgumentError(field, got, "a directory or hub name with the engine vllm")

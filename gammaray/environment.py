@@ -28,7 +28,7 @@ OTHER_VARIABLES: Final[Mapping[str, str]] = {
 """Variables that are not settings, and their purpose."""
 
 _REMOVED: Final[Mapping[str, str]] = {
-    "GAMMARAY_FAST_KERNELS": "GAMMARAY_ENGINE=transformers in place of false",
+    f"{PREFIX}FAST_KERNELS": f"{PREFIX}ENGINE=transformers in place of false",
 }
 """Variables of former versions, and what to use instead."""
 

@@ -206,7 +206,7 @@ class Proposal:
         return max(depths, default=0)
 
     def first_path(self) -> tuple[int, ...]:
-        """Return the nodes from the root down by first children, which drafters put first as the likeliest."""
+        """Return the nodes from the root down by first children, which drafters put first: the likeliest."""
         if self.parents is None:
             return tuple(range(len(self.token_ids)))
         path: list[int] = []

@@ -40,9 +40,15 @@ def target_uses_vllm(path: str, settings: TargetSettings) -> bool:
     """
     is_vllm = uses_vllm(settings.engine, settings.device)
     if is_vllm and settings.engine == "auto":
-        asked = [name for name in ("features", "deterministic") if getattr(settings, name)]
-        if asked := [*asked, *(["a GGUF file"] if is_gguf(path) else [])]:
-            _log.warning("the engine is not vllm, which does not serve %s", " and ".join(asked))
+        asked = {
+            "features": bool(settings.features),
+            "deterministic": settings.deterministic,
+            "head_weights": settings.head_weights != "auto",
+            "a GGUF file": is_gguf(path),
+        }
+        if any(asked.values()):
+            names = " and ".join(name for name, is_asked in asked.items() if is_asked)
+            _log.warning("the engine is not vllm, which does not serve %s", names)
             is_vllm = False
     if settings.tensor_parallel > 1 and not is_vllm:
         allowed = "1: vLLM, which spreads a model over several, is not the engine here"

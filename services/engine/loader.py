@@ -98,7 +98,7 @@ def load_engine(
     if isinstance(runner, NativeRunner):
         use_threads(threads)
     kernel = ", ".join([kernel, *_weights_note(loaded, weights)])
-    engine = Engine(
+    built = Engine(
         runner,
         CacheStore(shape, cache_budget_bytes),
         model_name=model,
@@ -106,14 +106,14 @@ def load_engine(
         max_context=loaded.max_context,
         kernel=kernel,
     )
-    _log_kernel(engine)
+    _log_kernel(built)
     with _first_forwards(loaded):
-        check_model(engine, loaded)
+        check_model(built, loaded)
     if deterministic:
-        check_deterministic(engine)
+        check_deterministic(built)
     if draft is not None:
-        engine.draft_for(draft)
-    return engine
+        built.draft_for(draft)
+    return built
 
 
 def load_worker_engine(path: str, settings: WorkerSettings, draft_for: str | None = None) -> Engine:

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from gammaray.deploy.engines import check_engine, vllm_build
+from gammaray.deploy.engines import SUPPORTED_VLLM, check_engine, vllm_build
 from gammaray.errors import InvalidArgumentError
 from services.engine.cache_budget import CacheBudget
-from services.engine.core.errors import EngineLostError, UnsupportedModelError
+from services.engine.core.errors import EngineLostError
 from services.engine.core.kv_cache import CacheStats
 from services.scheduling.tasks import SessionSpec
 from services.vllm.adapters import adapter_error, max_rank
@@ -30,6 +31,15 @@ _log = logging.getLogger(__name__)
 
 MAX_REQUESTS = 256
 """Sessions with a KV cache at once; vLLM's scheduler has a slot for each."""
+
+MAX_SAID = 200
+"""Characters of vLLM's own message in an error."""
+
+_PREFIX = re.compile(r"\A\d{1,3} validation errors? for \w+ (?:Value error, )?")
+"""What pydantic puts before it."""
+
+_OF_MEMORY = ("auto-fit", "cache blocks", "free memory", "kv cache")
+"""Words of its messages about too little memory."""
 
 _ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the worker's settings say which cores it has
@@ -112,9 +122,8 @@ class VllmEngine:
 
     Raises:
         UnsupportedVllmError: vLLM is missing, or in another version.
-        UnsupportedModelError: vLLM cannot load the model; its first line says why.
-        InvalidArgumentError: There is no GPU, too little memory for the cache, or an adapter that vLLM cannot
-            load.
+        InvalidArgumentError: vLLM cannot load the model or an adapter, there is no GPU, or too little memory
+            for the cache.
     """
 
     def __init__(self, options: EngineOptions) -> None:
@@ -128,6 +137,9 @@ class VllmEngine:
         check_vllm()
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
+        logging.getLogger("vllm").setLevel(logging.WARNING)
+        # What it logs of a configuration that it cannot read is raised, too.
+        logging.getLogger("vllm.transformers_utils").setLevel(logging.CRITICAL)
         if options.tensor_parallel > 1:
             os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
         from vllm.v1.engine.core import EngineCore
@@ -138,7 +150,7 @@ class VllmEngine:
             config = _configuration(options)
             executor = Executor.get_class(config)
             self._core = EngineCore(config, executor, log_stats=False, executor_fail_callback=self._note_loss)
-        except (EngineLostError, InvalidArgumentError, UnsupportedModelError):
+        except (EngineLostError, InvalidArgumentError):
             raise
         except Exception as error:  # vLLM raises many kinds
             raise _start_error(options, error) from error
@@ -374,6 +386,7 @@ def _configuration(options: EngineOptions) -> Any:
         "enforce_eager": device == "cpu" or not options.is_compiled,
         "enable_prefix_caching": True,
         "disable_log_stats": True,
+        "use_tqdm_on_load": False,
         "scheduler_cls": "services.vllm.held_scheduler.HeldScheduler",
         "worker_cls": "services.vllm.worker.SamplingWorker",
         "async_scheduling": False,  # verdicts are needed before the next step
@@ -429,19 +442,21 @@ def _device() -> str:
     return found
 
 
-def _start_error(options: EngineOptions, error: Exception) -> Exception:
-    """Return the typed error for what vLLM raised at start."""
+def _start_error(options: EngineOptions, error: Exception) -> InvalidArgumentError:
+    """Return the typed error for what vLLM raised at start, with the first sentence of its message."""
     text = " ".join(str(error).split())
     lowered = text.lower()
-    if "memory" in lowered and (
-        "kv cache" in lowered or "free memory" in lowered or "cache blocks" in lowered
-    ):
+    said = _PREFIX.sub("", re.split(r"(?<=[a-z)])[.;] | \[type=", text, maxsplit=1)[0])[:MAX_SAID]
+    if "memory" in lowered and any(words in lowered for words in _OF_MEMORY):
         field = "cache_budget_mb" if options.cache_budget_bytes is not None else "cache_memory_share"
         got = options.memory_share if options.cache_budget_bytes is None else options.cache_budget_bytes >> 20
-        return InvalidArgumentError(field, got, f"enough for one session of the whole context: {text}")
+        return InvalidArgumentError(
+            field, got, f"enough for one session: {said.replace('GPU memory', 'memory')}"
+        )
     if "tensor parallel size" in lowered:
-        return InvalidArgumentError("tensor_parallel", options.tensor_parallel, f"a divisor: {text}")
-    return UnsupportedModelError(options.model, f"vLLM: {type(error).__name__}: {text}")
+        return InvalidArgumentError("tensor_parallel", options.tensor_parallel, f"a divisor: {said}")
+    allowed = f"a model that vLLM {SUPPORTED_VLLM} loads: {type(error).__name__}: {said}"
+    return InvalidArgumentError("model", options.model, allowed)
 
 
 def _cache_bytes(scheduler: Any) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from gammaray.adapters import parse_adapters
 from gammaray.config import TargetSettings
 from gammaray.demo_pair import resolve_model
-from services.process.fingerprints import model_identity, vocab_sha256
+from services.process.fingerprints import check_drafter, model_identity, vocab_sha256
 from services.scheduling.grammars import Grammars
 from services.scheduling.planning import Limits
 from services.streaming.messages import Model
@@ -26,9 +26,12 @@ def load_target(path: str, settings: TargetSettings, limits: Limits) -> tuple[Mo
 
     Raises:
         UnsupportedVllmError: vLLM is missing, or in another version.
-        UnsupportedModelError: vLLM cannot load the model.
-        InvalidArgumentError: There is no GPU, or too little memory.
+        InvalidArgumentError: vLLM cannot load the model, there is no GPU, too little memory, or the head
+            is for another target.
     """
+    head = resolve_model(settings.head, "draft", "head") if settings.head else ""
+    if head:
+        check_drafter(head, path)
     budget = settings.cache_budget_mb
     engine = VllmEngine(
         EngineOptions(
@@ -42,7 +45,7 @@ def load_target(path: str, settings: TargetSettings, limits: Limits) -> tuple[Mo
             tensor_parallel=settings.tensor_parallel,
             is_batch_invariant=settings.deterministic,
             adapters=parse_adapters(settings.lora),
-            head=resolve_model(settings.head, "draft", "head") if settings.head else "",
+            head=head,
         )
     )
     identity = model_identity(

@@ -54,6 +54,7 @@ def test_settings_of_the_environment(subtests):
             ["up", "--tensor-parallel", 2, "--engine", "native"],
             "tensor_parallel: got 2, allowed: 1 with the engine native",
         ),
+        (["up", "--engine", "sglang"], "'sglang' is not one of 'auto', 'vllm', 'native', 'transformers'"),
         (
             ["up", "--dtype", "float16", "--deterministic"],
             "dtype: got float16, allowed: auto or float32 with",
