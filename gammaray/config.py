@@ -17,7 +17,6 @@ from pydantic import AfterValidator, Field, JsonValue, ValidationError, model_va
 from pydantic_core import core_schema
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from gammaray.adapters import check_adapters
 from gammaray.demo_pair import DEMO_PAIR
 from gammaray.draft_server import check_draft, check_draft_server, is_draft_server
 from gammaray.environment import OTHER_VARIABLES, PREFIX, check_environment
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = [
+    "MAX_ADAPTERS",
     "MAX_WORKERS",
     "METRICS_PORT",
     "REDIS_PREFIX",
@@ -40,6 +40,7 @@ __all__ = [
     "WorkerSettings",
     "at_least_one",
     "known_variables",
+    "parse_adapters",
     "settings_error",
 ]
 
@@ -110,6 +111,36 @@ class PoolSize:
         )
 
 
+MAX_ADAPTERS = 32
+"""Most adapters of a target: each has a place in the memory of its GPUs."""
+
+_ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
+
+
+def parse_adapters(text: str) -> dict[str, str]:
+    """Return the directories by name of a text such as `sql=/models/sql,legal=/models/legal`.
+
+    Raises:
+        ValueError: It has another form, a name twice or too many of them; the message says what is allowed.
+    """
+    found: dict[str, str] = {}
+    for entry in filter(None, map(str.strip, text.split(","))):
+        name, separator, directory = (part.strip() for part in entry.partition("="))
+        if not separator or not directory or _ADAPTER_NAME.fullmatch(name) is None:
+            raise ValueError(f"got {entry!r}, allowed: NAME=DIR, names of letters, digits and ._:/-")
+        if name in found:
+            raise ValueError(f"got {name!r} twice, allowed: each name once")
+        found[name] = directory
+    if len(found) > MAX_ADAPTERS:
+        raise ValueError(f"got {len(found)} adapters, allowed: at most {MAX_ADAPTERS}")
+    return found
+
+
+def _checked_adapters(text: str) -> str:
+    parse_adapters(text)
+    return text
+
+
 _OWN_MESSAGE = re.compile(r"(?:Value error, )?got (?P<got>.*), allowed: (?P<allowed>.*)", re.DOTALL)
 # Description of allowed values by pydantic error type; braces are filled from the error's context.
 _ALLOWED = {
@@ -151,7 +182,7 @@ _HOST_NAMES = r"^( *(\*|\.?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*) *(,|$))*$"
 REPEATABLE: dict[str, JsonValue] = {"repeatable": True}
 """Marks a field whose option may be repeated; its values are joined by commas."""
 
-Lora = Annotated[str, AfterValidator(check_adapters)]
+Lora = Annotated[str, AfterValidator(_checked_adapters)]
 
 Engine = Literal["auto", "vllm", "native", "transformers"]
 

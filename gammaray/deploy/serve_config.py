@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from gammaray.adapters import parse_adapters
 from gammaray.config import (
     METRICS_PORT,
     ClusterSettings,
@@ -19,6 +18,7 @@ from gammaray.config import (
     ScalingSettings,
     TargetSettings,
     WorkerSettings,
+    parse_adapters,
 )
 from gammaray.demo_pair import DRAFTER_FILE, early_exit_layers
 from gammaray.deploy.draft_heads import is_draft_head

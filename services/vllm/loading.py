@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from gammaray.adapters import parse_adapters
-from gammaray.config import TargetSettings
+from gammaray.config import TargetSettings, parse_adapters
 from gammaray.demo_pair import resolve_model
 from services.process.fingerprints import check_drafter, model_identity, vocab_sha256
 from services.scheduling.grammars import Grammars

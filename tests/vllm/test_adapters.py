@@ -3,6 +3,8 @@
 import json
 import random
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from tests.support.vllm_helpers import Session, ask, end, generate
 from tests.vllm.conftest import LIMITS, start_vllm
 
 NUM_TOKENS = 24
+START_TIMEOUT_S = 180
 RANK, ALPHA = 4, 8
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -172,13 +175,17 @@ def test_the_fingerprint_of_an_adapter_is_that_of_its_files(adapters):
     assert adapter_sha256(str(adapters["sql"])) == one
 
 
-def test_an_adapter_of_another_model_is_refused_at_start(served, llama, tmp_path):
-    from vllm.lora.request import LoRARequest
-
+def test_an_adapter_of_another_model_ends_the_worker_with_one_line_and_status_2(llama, tmp_path):
     foreign = tmp_path / "foreign"
     make_adapter(foreign, llama, 0)
     tensors = load_file(foreign / "adapter_model.safetensors")
     renamed = {name.replace("q_proj", "query"): tensor for name, tensor in tensors.items()}
     save_file(renamed, foreign / "adapter_model.safetensors")
-    with pytest.raises(Exception, match="query"):
-        served.engine._core.add_lora(LoRARequest("foreign", 9, str(foreign)))
+    command = [sys.executable, "-m", "services.target", "--model", str(llama), "--engine", "vllm"]
+    options = ["--cache-budget-mb", "16", "--lora", f"foreign={foreign}"]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=START_TIMEOUT_S)
+    assert done.returncode == 2, done.stderr[-2000:]
+    (line,) = [each for each in done.stderr.splitlines() if each.startswith("python -m services.target:")]
+    assert f"lora: got foreign={foreign}"[:60] in line
+    assert "allowed: a LoRA adapter of the target in PEFT's format: " in line
+    assert "query" in line

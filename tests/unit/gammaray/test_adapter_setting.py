@@ -2,9 +2,8 @@
 
 import pytest
 
-from gammaray.adapters import MAX_ADAPTERS, parse_adapters
 from gammaray.cli.settings import parse_settings
-from gammaray.config import ClusterSettings, TargetSettings
+from gammaray.config import MAX_ADAPTERS, ClusterSettings, TargetSettings, parse_adapters
 from gammaray.deploy.serve_config import role_settings
 from gammaray.errors import InvalidArgumentError
 
