@@ -248,7 +248,10 @@ async def run_gammaray(
     gammas: list[int | str] = [0, given.gamma, "adaptive"] if kind else [0]
     found: dict[str, Any] = {}
     reference, tokens = VLLM, plain
-    async with running_cluster(*options) as cluster, AsyncClient(cluster.grpc_address) as client:
+    async with (
+        running_cluster(*options, timeout_s=_START_TIMEOUT_S) as cluster,
+        AsyncClient(cluster.grpc_address) as client,
+    ):
         await client.wait_ready(_START_TIMEOUT_S, roles=roles)
         for gamma in gammas:
             name = f"gammaray-{kind}-{gamma}" if kind else f"gammaray-{gamma}"
