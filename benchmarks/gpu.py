@@ -279,7 +279,13 @@ async def run(given: argparse.Namespace) -> dict[str, Any]:
     if given.head:
         clusters["head"] = ("--head", given.head)
     for kind, drafter in clusters.items():
-        systems |= await run_gammaray(given, asks, kind, drafter, plain)
+        try:
+            systems |= await run_gammaray(given, asks, kind, drafter, plain)
+        except (ClusterError, GammarayError) as error:
+            if not kind:
+                raise
+            systems[f"gammaray-{kind}"] = {"error": str(error)}
+            print(f"gammaray-{kind}: not measured: {error}", flush=True)
     options = {name: str(value) for name, value in vars(given).items()}
     return {"options": options, "systems": systems}
 
