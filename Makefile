@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: install help demo smollm2 llama-server test-programs test test-all quantised-checks lint chart protos bench clients chaos fuzz soak dist clean
+.PHONY: install help demo smollm2 llama-server test-programs test test-all quantised-checks test-vllm vllm vllm-next lint chart protos bench clients chaos fuzz soak dist clean
 install: $(STAMP)  ## (default) install everything into .venv, with the versions of constraints.txt
 
 help:  ## list these targets
@@ -55,6 +55,36 @@ $(QUANTISED)/.installed: constraints.txt $(STAMP)
 quantised-checks: $(QUANTISED)/.installed  ## quantised checkpoints with the packages that they need
 	PYTHONPATH=$(QUANTISED) $(BIN)/pytest tests/unit/services/engine/core/test_checkpoint.py
 
+# vLLM's CPU build and all of gammaray, in an environment of their own: vLLM needs other versions. pip cannot leave
+# out what a package requires, so constraints-vllm.txt lists what vLLM gets, and its versions replace others.
+VLLM_ENV := .venv-vllm
+VLLM_BIN = $(VLLM_ENV)/bin
+VLLM_PIP = $(VLLM_BIN)/pip install -q --disable-pip-version-check -c $(VLLM_ENV)/constraints.txt
+vllm: $(VLLM_ENV)/.installed  ## install vLLM's CPU build and gammaray into .venv-vllm, 2.4 GB
+
+$(VLLM_ENV)/.installed: pyproject.toml constraints.txt constraints-vllm.txt services/demo_pair/pyproject.toml
+	$(PYTHON) -m venv $(VLLM_ENV)
+	awk -F== 'FNR == NR { print; pinned[tolower($$1)]; next } !(tolower($$1) in pinned)' \
+	  constraints-vllm.txt constraints.txt > $(VLLM_ENV)/constraints.txt
+	$(VLLM_PIP) pip setuptools torch==2.13.0
+	$(VLLM_PIP) -e services/demo_pair -e '.[all]' loguru openai pillow \
+	  httpx hypothesis jsonschema pytest pytest-asyncio pytest-timeout pytest-xdist scipy
+	$(VLLM_PIP) --no-deps -r constraints-vllm.txt
+	touch $@
+
+test-vllm: $(VLLM_ENV)/.installed  ## vLLM behind target workers, on CPUs, and grammars with the llguidance that vLLM needs
+	@failed=0; \
+	$(VLLM_BIN)/pytest --durations 10 tests/vllm || failed=1; \
+	$(VLLM_BIN)/pytest -n 2 --dist loadfile -m "not slow" tests/unit/gammaray/grammar || failed=1; \
+	exit $$failed
+
+vllm-next:  ## install the newest vLLM into .venv-vllm-next, look for the names that the engine uses, and test-vllm
+	$(PYTHON) -m venv --clear .venv-vllm-next
+	.venv-vllm-next/bin/python .ci/newest_vllm.py
+	.venv-vllm-next/bin/python -m services.vllm.compatibility
+	touch .venv-vllm-next/.installed
+	$(MAKE) --no-print-directory test-vllm VLLM_ENV=.venv-vllm-next
+
 lint: install  ## ruff, mypy strict, buf, hadolint, generated files are fresh
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -98,5 +128,5 @@ dist: install  ## wheels and source archives of gammaray and of the demo pair's 
 	$(BIN)/python -m build --no-isolation --outdir dist .
 	$(BIN)/python -m build --no-isolation --outdir dist services/demo_pair
 
-clean:  ## remove .venv and what builds leave
-	rm -rf .venv build dist *.egg-info
+clean:  ## remove .venv, .venv-vllm and what builds leave
+	rm -rf .venv .venv-vllm .venv-vllm-next build dist *.egg-info

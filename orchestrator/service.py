@@ -17,6 +17,7 @@ from gammaray.config import OrchestratorSettings
 from gammaray.demo_pair import resolve_model
 from gammaray.draft_server import DraftServerUrl
 from gammaray.errors import CancelledError, GammarayError, NotFoundError
+from gammaray.grammar.identity import grammar_identity
 from gammaray.grammar.matcher import GrammarState
 from gammaray.security.tls import tls_files
 from gammaray.telemetry.otel import Telemetry
@@ -57,7 +58,7 @@ from orchestrator.text.chat import ChatFormat
 from orchestrator.text.tokenizer import Tokenizer, served_name
 from orchestrator.workers.fleet import Fleet
 from orchestrator.workers.session_client import session_spec
-from orchestrator.workers.verifier import FencedVerifier, RemoteVerifier, check_served
+from orchestrator.workers.verifier import FencedVerifier, RemoteVerifier, check_grammars, check_served
 
 __all__ = ["Orchestrator"]
 
@@ -148,6 +149,7 @@ class Orchestrator:
         redis = connect(settings.redis_login_url)
         try:
             tokenizer = await asyncio.to_thread(Tokenizer, resolve_model(settings.model))
+            await asyncio.to_thread(grammar_identity)  # remembered: later calls take no time
             orchestrator = cls(settings, redis, tokenizer)
             if orchestrator.draft_server is not None:
                 await orchestrator.draft_server.start(SETTLE_S)
@@ -240,9 +242,15 @@ class Orchestrator:
                 yield deliver(turn.cancelled(error))
 
     async def _check_grammar(self, grammar: str, caller: Caller, span: RequestSpan) -> None:
-        """Check a grammar that is not empty; raises as `GrammarChecks.check`."""
+        """Check a grammar that is not empty, and that target workers compute the same masks.
+
+        Raises:
+            FailedPreconditionError: No connected one does.
+            GammarayError: As `GrammarChecks.check`.
+        """
         if not grammar:
             return
+        check_grammars(self.fleet.targets, grammar_identity())
         if self._grammars.is_remembered(grammar):
             self.meter.grammar_hits.value += 1
             await self._grammars.check(grammar, caller)

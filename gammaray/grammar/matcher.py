@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from gammaray.errors import InvalidArgumentError
 from gammaray.grammar.keys import KeyGuard, KeyTokens, without
 from gammaray.grammar.syntax import check_syntax
+from gammaray.grammar.texts import json_schema_grammar, without_unicode_escapes
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -56,6 +57,7 @@ class GrammarCompiler:
         eos = sorted(set(eos_token_ids)) or None
         self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=eos)
         self._eos = frozenset(self._tokenizer.eos_tokens)
+        self._knows_escapes = not self._matcher(json_schema_grammar(True)).is_error()
 
     def check(self, grammar: str) -> None:
         """Check a grammar: its syntax, its compilation, its first masks and forced text.
@@ -101,14 +103,17 @@ class GrammarCompiler:
 
     def _compile(self, grammar: str) -> LLMatcher:
         """Return the matcher of a grammar after its first mask, which may find an error of its own."""
-        from llguidance import LLMatcher, LLParserLimits
-
         check_syntax(grammar, self._tokenizer)
-        limits = LLParserLimits(**_LIMITS, verbose_errors=False)
-        matcher = LLMatcher(self._tokenizer, LLMatcher.grammar_from_lark(grammar), log_level=0, limits=limits)
+        matcher = self._matcher(grammar if self._knows_escapes else without_unicode_escapes(grammar))
         if not matcher.is_error():
             matcher.compute_bitmask()
         return matcher
+
+    def _matcher(self, grammar: str) -> LLMatcher:
+        from llguidance import LLMatcher, LLParserLimits
+
+        limits = LLParserLimits(**_LIMITS, verbose_errors=False)
+        return LLMatcher(self._tokenizer, LLMatcher.grammar_from_lark(grammar), log_level=0, limits=limits)
 
 
 class _Reader:

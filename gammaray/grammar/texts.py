@@ -27,6 +27,7 @@ __all__ = [
     "json_schema_grammar",
     "literal",
     "regex_grammar",
+    "without_unicode_escapes",
 ]
 
 JSON_OBJECT: Mapping[str, Any] = {"type": "object"}
@@ -43,12 +44,8 @@ THOUGHT_RULE = "thought"
 """Name of the rule with which a grammar starts where the completion begins in a thinking part."""
 
 # What `json.dumps` writes, whether or not it escapes non-ASCII characters; no endless whitespace.
-_STYLE = {
-    "whitespace_flexible": False,
-    "item_separator": ", ",
-    "key_separator": ": ",
-    "json_allow_general_unicode_escapes": True,
-}
+_STYLE_1_7 = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_STYLE = {**_STYLE_1_7, "json_allow_general_unicode_escapes": True}
 
 
 def json_schema_grammar(schema: Mapping[str, Any] | bool, field: str = "json_schema") -> str:
@@ -88,6 +85,15 @@ def json_rule(schema: Mapping[str, Any] | bool, field: str = "json_schema") -> s
     check_multiples(copied, field)
     prepare(copied, field)
     return f"%json {_escaped(json.dumps({**copied, 'x-guidance': _STYLE}))}"
+
+
+def without_unicode_escapes(grammar: str) -> str:
+    """Return a grammar for llguidance 1.7, which has no escapes of printable characters in strings."""
+    return grammar.replace(_style_of(_STYLE), _style_of(_STYLE_1_7))
+
+
+def _style_of(style: Mapping[str, Any]) -> str:
+    return f'"x-guidance": {json.dumps(style)}'
 
 
 def regex_grammar(pattern: str, field: str = "regex") -> str:

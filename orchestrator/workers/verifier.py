@@ -18,12 +18,14 @@ from gammaray.blocks import Shape, Verdict
 from gammaray.errors import (
     CancelledError,
     DeadlineExceededError,
+    FailedPreconditionError,
     GammarayError,
     InternalError,
     InvalidArgumentError,
     ModelChangedError,
     UnavailableError,
 )
+from gammaray.grammar.identity import digest_of, grammar_identity
 from gammaray.types import PromptLogprobs, Proposal
 from gammaray.v1 import target_service_pb2 as target_pb
 from gammaray.v1 import types_pb2 as pb
@@ -47,6 +49,7 @@ __all__ = [
     "TargetLink",
     "TargetPool",
     "adapters_of",
+    "check_grammars",
     "check_served",
     "has_head",
     "identity_of",
@@ -120,13 +123,24 @@ def takes_trees(link: WorkerConnection[Any, Any]) -> bool:
     return isinstance(link.info, target_pb.GetTargetInfoResponse) and link.info.takes_trees
 
 
-def of_identity(identity: str, adapter: str = "") -> Callable[[TargetLink], bool]:
-    """Return a predicate: whether a worker may continue a session with this model identity and adapter.
+def grammars_of(link: WorkerConnection[Any, Any]) -> str:
+    """Return the identity of the grammar library in the worker's last info, empty if unknown."""
+    return link.info.grammar_identity if isinstance(link.info, target_pb.GetTargetInfoResponse) else ""
 
-    Without an adapter, the identity may be that of the model with any of the worker's adapters.
+
+def of_identity(identity: str, grammars: str = "", adapter: str = "") -> Callable[[TargetLink], bool]:
+    """Return a predicate: whether a worker may continue a session.
+
+    Args:
+        identity: Model identity of the session; empty: any. Without an adapter, it may be that of the model
+            with any of the worker's adapters.
+        grammars: Identity of the orchestrator's grammar library, for a session with a grammar; empty: any.
+        adapter: LoRA adapter of the session; empty: none.
     """
 
     def suits(link: TargetLink) -> bool:
+        if _differs(grammars_of(link), grammars):
+            return False
         adapters = adapters_of(link)
         if adapter:
             return adapter in adapters and identity in ("", adapters[adapter])
@@ -135,8 +149,31 @@ def of_identity(identity: str, adapter: str = "") -> Callable[[TargetLink], bool
     return suits
 
 
-def _suits(session: Session) -> Callable[[TargetLink], bool]:
-    return of_identity(session.model_identity, session.adapter)
+def _differs(theirs: str, own: str) -> bool:
+    return bool(theirs and own and digest_of(theirs) != digest_of(own))
+
+
+def check_grammars(pool: TargetPool, own: str) -> None:
+    """Check that a target worker computes the masks of this orchestrator, if any is connected.
+
+    Args:
+        pool: The target workers.
+        own: Identity of the orchestrator's grammar library; empty: nothing is checked.
+
+    Raises:
+        FailedPreconditionError: The grammar libraries of all connected target workers differ.
+    """
+    others = {grammars_of(link) for link in pool.links.values() if link.is_up}
+    if others and all(_differs(other, own) for other in others):
+        raise FailedPreconditionError(
+            f"grammar: got target workers with {', '.join(map(_short, sorted(others)))}, whose masks differ; "
+            f"allowed: the grammar library of this orchestrator, {_short(own)}"
+        )
+
+
+def _short(identity: str) -> str:
+    digest, _, library = identity.partition("/")
+    return f"{library} ({digest[:12]})"
 
 
 async def check_served(pool: TargetPool, session_id: str, identity: str, timeout_s: float) -> None:
@@ -195,11 +232,12 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
         self._proposal, self._drafts = Proposal(), Shape(0)
         self._path: tuple[int, ...] | None = None
         self._identity = ""
+        self._grammars = grammar_identity() if spec.sampling.grammar else ""
 
     def prefer(self, session: Session, address: str) -> None:
         """Use the worker at an address if it is usable and serves the session's model."""
         link = self._pool.links.get(address)
-        if link is not None and _suits(session)(link):
+        if link is not None and self._suits(session)(link):
             super().prefer(session, address)
 
     async def verify(self, session: Session, proposal: Proposal, drafts: Shape | None = None) -> Verdict:
@@ -207,6 +245,7 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
 
         Raises:
             UnavailableError: No target worker within `wait_s`, or workers keep failing.
+            FailedPreconditionError: The session has a grammar, and the workers compute other masks.
             ModelChangedError: The connected workers serve other models than the session's.
             GammarayError: The error that the worker answered.
         """
@@ -254,14 +293,18 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
 
     async def _choose(self, session: Session, timeout_s: float) -> TargetLink:
         """Return the worker in use if it is usable, else another one of the session's model."""
-        suits = _suits(session)
+        suits = self._suits(session)
         link = self._link
         if link is not None and link.is_up and not link.is_draining and suits(link):
             return link
         try:
             return await self._pool.wait(session.left_s(timeout_s), suits, partial(self._keys, session))
         except UnavailableError as error:
+            check_grammars(self._pool, self._grammars)
             raise why_nobody(self._pool, session.session_id, session.model_identity, error) from None
+
+    def _suits(self, session: Session) -> Callable[[TargetLink], bool]:
+        return of_identity(session.model_identity, self._grammars, session.adapter)
 
     def _fill(self, session: Session, block: target_pb.VerifyBlock) -> None:
         super()._fill(session, block)
@@ -323,7 +366,7 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
         link.prefixes.clear()  # its cached prefixes must not attract the next attempt
         if isinstance(error, DeadlineExceededError):
             link.backoff.failed(lost_s)
-            if self._pool.pick(_suits(session)) is None:
+            if self._pool.pick(self._suits(session)) is None:
                 raise error
 
     def _block(self, session: Session) -> target_pb.VerifyBlock:

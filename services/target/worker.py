@@ -12,6 +12,7 @@ from gammaray.blocks import MAX_ANSWER_BYTES, Verdict
 from gammaray.checks import check_int
 from gammaray.config import TargetSettings
 from gammaray.errors import InvalidArgumentError, ModelChangedError
+from gammaray.grammar.identity import grammar_identity
 from gammaray.types import MAX_NODES, MAX_TOP_LOGPROBS, check_prompt_logprobs
 from gammaray.v1 import target_service_pb2, target_service_pb2_grpc
 from gammaray.v1 import target_service_pb2 as pb
@@ -52,6 +53,7 @@ class TargetServicer(target_service_pb2_grpc.TargetServiceServicer):
 
     def __init__(self, streams: Streams, model: Model, head: str = "", features: str = "") -> None:
         self._streams, self._model, self._head, self._features = streams, model, head, features
+        self._grammars = grammar_identity()
 
     async def Verify(
         self, request_iterator: AsyncIterator[pb.VerifyRequest], context: grpc.aio.ServicerContext
@@ -77,6 +79,7 @@ class TargetServicer(target_service_pb2_grpc.TargetServiceServicer):
             model_identity=self._model.identity,
             head=self._head,
             features=self._features,
+            grammar_identity=self._grammars,
             takes_trees=self._model.takes_trees,
             adapters=self._model.adapters,
         )

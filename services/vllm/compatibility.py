@@ -61,7 +61,12 @@ _FIELDS: dict[str, tuple[str, ...]] = {
         "all_token_ids",
         "spec_token_ids",
     ),
-    "vllm.v1.core.sched.scheduler:Scheduler": ("finished_req_ids", "num_spec_tokens", "running"),
+    "vllm.v1.core.sched.scheduler:Scheduler": (
+        "finished_req_ids",
+        "max_num_running_reqs",
+        "num_spec_tokens",
+        "running",
+    ),
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner": ("execute_model_state", "sampler"),
     "vllm.v1.worker.gpu_input_batch:InputBatch": ("_req_ids", "num_tokens_no_spec", "token_ids_cpu"),
 }

@@ -30,7 +30,7 @@ __all__ = ["EngineOptions", "StepResult", "VllmEngine"]
 _log = logging.getLogger(__name__)
 
 MAX_REQUESTS = 256
-"""Sessions with a KV cache at once; vLLM's scheduler has a slot for each."""
+"""Most sessions with a KV cache at once; vLLM's scheduler has a slot for each."""
 
 MAX_SAID = 200
 """Characters of vLLM's own message in an error."""
@@ -189,7 +189,7 @@ class VllmEngine:
     @property
     def num_free_requests(self) -> int:
         """Requests that may be opened beside those that exist."""
-        return MAX_REQUESTS - len(self._scheduler.requests)
+        return int(self._scheduler.max_num_running_reqs) - len(self._scheduler.requests)
 
     def needed_blocks(self, num_tokens: int) -> int:
         """Return the KV blocks of that many tokens, and of the draft tokens after them."""
@@ -377,7 +377,7 @@ def _configuration(options: EngineOptions) -> Any:
         "model": options.model,
         "dtype": dtype,
         "max_model_len": -1,  # the model's, or what one session can have of the cache
-        "max_num_seqs": MAX_REQUESTS,
+        "max_num_seqs": min(MAX_REQUESTS, options.max_batch_tokens),  # vLLM allows no more
         "max_num_batched_tokens": options.max_batch_tokens,
         "long_prefill_token_threshold": options.prefill_chunk,
         "tensor_parallel_size": options.tensor_parallel,

