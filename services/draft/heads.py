@@ -16,7 +16,6 @@ from torch import Tensor
 from gammaray.config import DraftSettings
 from gammaray.errors import InvalidArgumentError
 from gammaray.types import Proposal
-from services.draft.gain import GainMeter
 from services.engine.core.model import load_config, max_context_of, torch_device, torch_dtype
 from services.engine.loader import limit_cache
 from services.engine.native.library import use_threads
@@ -30,6 +29,7 @@ from services.scheduling.planning import Limits, Running
 from services.scheduling.scheduler import Scheduler
 from services.scheduling.sessions import SessionCopy
 from services.scheduling.tasks import ProposeTask, Timing
+from services.speculation.gain import GainMeter
 from services.speculation.head_drafter import HeadDrafter
 
 __all__ = ["HeadScheduler", "load_head_engine"]

@@ -21,7 +21,12 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "vllm.platforms:current_platform": ("is_cpu",),
     "vllm.sampling_params:SamplingParams": (),
     "vllm.v1.core.block_pool:BlockPool": ("get_num_free_blocks",),
-    "vllm.v1.core.kv_cache_manager:KVCacheManager": ("evict_blocks", "get_block_ids", "reset_prefix_cache"),
+    "vllm.v1.core.kv_cache_manager:KVCacheManager": (
+        "evict_blocks",
+        "get_block_ids",
+        "get_computed_blocks",
+        "reset_prefix_cache",
+    ),
     "vllm.v1.core.sched.scheduler:Scheduler": (
         "_update_after_schedule",
         "finish_requests",
@@ -38,10 +43,14 @@ _NAMES: dict[str, tuple[str, ...]] = {
         "shutdown",
         "step",
     ),
-    "vllm.v1.executor:Executor": ("get_class", "register_failure_callback"),
+    "vllm.v1.executor:Executor": ("get_class", "register_failure_callback", "take_draft_token_ids"),
     "vllm.v1.outputs:DraftTokenIds": (),
+    "vllm.v1.outputs:LogprobsTensors": (),
     "vllm.v1.outputs:SamplerOutput": (),
     "vllm.v1.request:RequestStatus": ("PREEMPTED",),
+    "vllm.v1.sample.sampler:Sampler": ("gather_logprobs",),
+    "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer": ("_greedy_sample", "propose"),
+    "vllm.v1.spec_decode.medusa:MedusaProposer": ("propose",),
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner": ("_sample", "sample_tokens"),
     "vllm.v1.worker.gpu_worker:Worker": ("execute_model", "load_model", "sample_tokens"),
 }
@@ -54,6 +63,17 @@ _FIELDS: dict[str, tuple[str, ...]] = {
         "all_token_ids",
         "spec_token_ids",
     ),
+    "vllm.v1.core.sched.scheduler:Scheduler": (
+        "finished_req_ids",
+        "max_num_running_reqs",
+        "num_spec_tokens",
+        "running",
+    ),
+    "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer": (
+        "num_speculative_tokens",
+        "parallel_drafting",
+    ),
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner": ("execute_model_state", "sampler"),
     "vllm.v1.worker.gpu_input_batch:InputBatch": ("_req_ids", "num_tokens_no_spec", "token_ids_cpu"),
 }
 """Attributes that instances get in `__init__`; looked for in its source."""
@@ -62,18 +82,19 @@ _FIELDS: dict[str, tuple[str, ...]] = {
 def find_missing() -> list[str]:
     """Return the names that the installed version lacks, such as `module:Class.attribute`."""
     missing = []
-    for path, attributes in {**_NAMES, **_FIELDS}.items():
-        module, _, name = path.partition(":")
-        try:
-            found = getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError):
-            missing.append(path)
-            continue
-        source = inspect.getsource(found.__init__) if path in _FIELDS else ""
-        for attribute in attributes:
-            is_there = f"self.{attribute}" in source if path in _FIELDS else hasattr(found, attribute)
-            if not is_there:
-                missing.append(f"{path}.{attribute}")
+    for names, are_set_at_start in ((_NAMES, False), (_FIELDS, True)):
+        for path, attributes in names.items():
+            module, _, name = path.partition(":")
+            try:
+                found = getattr(importlib.import_module(module), name)
+            except (ImportError, AttributeError):
+                missing.append(path)
+                continue
+            source = inspect.getsource(found.__init__) if are_set_at_start else ""
+            for attribute in attributes:
+                is_there = f"self.{attribute}" in source if are_set_at_start else hasattr(found, attribute)
+                if not is_there:
+                    missing.append(f"{path}.{attribute}")
     return missing
 
 

@@ -10,8 +10,8 @@ import logging
 import os
 import re
 import time
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -21,15 +21,16 @@ from services.engine.cache_budget import CacheBudget
 from services.engine.core.errors import EngineLostError
 from services.engine.core.kv_cache import CacheStats
 from services.scheduling.tasks import SessionSpec
+from services.vllm.adapters import adapter_error, max_rank
 from services.vllm.compatibility import check_vllm
-from services.vllm.messages import PostedBlock, Verdicts
+from services.vllm.messages import DraftBlock, PostedBlock, Verdicts
 
 __all__ = ["EngineOptions", "StepResult", "VllmEngine"]
 
 _log = logging.getLogger(__name__)
 
 MAX_REQUESTS = 256
-"""Sessions with a KV cache at once; vLLM's scheduler has a slot for each."""
+"""Most sessions with a KV cache at once; vLLM's scheduler has a slot for each."""
 
 MAX_SAID = 200
 """Characters of vLLM's own message in an error."""
@@ -40,10 +41,17 @@ _PREFIX = re.compile(r"\A\d{1,3} validation errors? for \w+ (?:Value error, )?")
 _OF_MEMORY = ("auto-fit", "cache blocks", "free memory", "kv cache")
 """Words of its messages about too little memory."""
 
+CPU_DRAFT_BLOCK = 32
+"""Tokens of a KV block of a draft model on a CPU: the prefix cache has whole blocks, so that each proposal
+feeds half a block again. vLLM's own choice there is 128, on GPUs 16."""
+
 _ENVIRONMENT = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the worker's settings say which cores it has
     "VLLM_CONFIGURE_LOGGING": "0",  # the worker's logging is configured already
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # else vLLM's CPU build starts a process for one rank, too
     "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # `services.vllm.worker` replaces the sampling of the first one
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # the worker has threads, of gRPC among others
 }
 """Defaults of vLLM's own variables; what the user sets is kept."""
 
@@ -63,7 +71,11 @@ class EngineOptions:
         memory_share: Of a GPU, for weights, activations and cache, if there is no budget.
         tensor_parallel: GPUs (or CPU ranks) that the model is spread over.
         head: Drafts in the target: see `services.vllm.heads.drafter_config`; empty: nothing does.
+        adapters: Directories or hub names of LoRA adapters, by the name that sessions give.
+        is_batch_invariant: Whether vLLM computes a row with the same bits in every batch; on GPUs.
         is_compiled: Whether vLLM compiles the model and captures CUDA graphs.
+        is_draft: Whether the model drafts: its requests run freely, and their prompts are short ones after
+            what the prefix cache has.
     """
 
     model: str
@@ -76,7 +88,10 @@ class EngineOptions:
     memory_share: float = 0.8
     tensor_parallel: int = 1
     head: str = ""
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    is_batch_invariant: bool = False
     is_compiled: bool = True
+    is_draft: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +130,18 @@ class VllmEngine:
 
     Raises:
         UnsupportedVllmError: vLLM is missing, or in another version.
-        InvalidArgumentError: vLLM cannot load the model, there is no GPU, or too little memory for the cache.
+        InvalidArgumentError: vLLM cannot load the model or an adapter, there is no GPU, or too little memory
+            for the cache.
     """
 
     def __init__(self, options: EngineOptions) -> None:
         check_engine("vllm", options.device)
+        if options.is_batch_invariant:
+            if vllm_build()[1] == "cpu":
+                raise InvalidArgumentError(
+                    "deterministic", True, "false with vLLM on a CPU, or another engine"
+                )
+            os.environ["VLLM_BATCH_INVARIANT"] = "1"  # vLLM's modules read it when they are imported
         check_vllm()
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
@@ -131,7 +153,7 @@ class VllmEngine:
         from vllm.v1.engine.core import EngineCore
         from vllm.v1.executor import Executor
 
-        self._lost = ""
+        self._lost = False
         try:
             config = _configuration(options)
             executor = Executor.get_class(config)
@@ -147,6 +169,7 @@ class VllmEngine:
         self.dtype = str(model.dtype).removeprefix("torch.")
         ranks = f" on {options.tensor_parallel} ranks" if options.tensor_parallel > 1 else ""
         self.kernel = f"vLLM {vllm_build()[0]} ({self.device}, {self.dtype}){ranks}"
+        self.kernel += ", batch-invariant" if options.is_batch_invariant else ""
         self.max_proposal = options.max_proposal
         self._scheduler = self._core.scheduler
         self._has_drafter = bool(options.head)
@@ -154,12 +177,27 @@ class VllmEngine:
         self._block_size = int(config.cache_config.block_size)
         self._block_bytes = _cache_bytes(self._scheduler) // max(1, self._pool.num_gpu_blocks)
         self._num_opened = 0
+        self._adapters = self._load_adapters(options.adapters)
         self.num_evictions = 0
+
+    def _load_adapters(self, directories: Mapping[str, str]) -> dict[str, Any]:
+        """Load all adapters, so that a wrong one is found at the start; return vLLM's requests for them."""
+        from vllm.lora.request import LoRARequest
+
+        requests = {}
+        for number, (name, directory) in enumerate(directories.items(), start=1):
+            requests[name] = LoRARequest(name, number, directory)
+            try:
+                self._core.add_lora(requests[name])
+            except Exception as error:  # vLLM raises many kinds
+                self.shutdown()
+                raise adapter_error(name, directory, str(error)) from error
+        return requests
 
     @property
     def num_free_requests(self) -> int:
         """Requests that may be opened beside those that exist."""
-        return MAX_REQUESTS - len(self._scheduler.requests)
+        return int(self._scheduler.max_num_running_reqs) - len(self._scheduler.requests)
 
     def needed_blocks(self, num_tokens: int) -> int:
         """Return the KV blocks of that many tokens, and of the draft tokens after them."""
@@ -207,7 +245,7 @@ class VllmEngine:
         self,
         request_id: str,
         token_ids: Sequence[int],
-        spec: SessionSpec | None,
+        spec: SessionSpec,
         salt: str,
         num_prompt_logprobs: int | None,
     ) -> Any:
@@ -230,7 +268,7 @@ class VllmEngine:
                 sampling_params=params,
                 pooling_params=None,
                 arrival_time=time.time(),
-                lora_request=None,
+                lora_request=self._adapters[spec.adapter] if spec.adapter else None,
                 cache_salt=salt,
                 data_parallel_rank=None,
             )
@@ -239,6 +277,14 @@ class VllmEngine:
     def post(self, request_id: str, block: PostedBlock) -> None:
         """Let a request run once, see `HeldScheduler.post`."""
         self._scheduler.post(request_id, block)
+
+    def start_drafting(self, request_id: str, block: DraftBlock) -> None:
+        """Let a request draft in each step from now on, see `DraftingScheduler`."""
+        self._scheduler.post(request_id, block)
+
+    def set_held(self, request_id: str, *, is_held: bool) -> None:
+        """Stop a drafting request for some steps, or let it go on."""
+        self._scheduler.set_held(request_id, is_held=is_held)
 
     def withdraw(self, request_id: str) -> None:
         """Forget a posted block that has not run."""
@@ -255,11 +301,11 @@ class VllmEngine:
         if request_id in self._scheduler.requests:
             self._core.abort_requests([request_id])
 
-    def forget(self, token_ids: Sequence[int], salt: str) -> None:
-        """Drop what the prefix cache has of these tokens for requests with this salt."""
+    def forget(self, token_ids: Sequence[int], spec: SessionSpec, salt: str) -> None:
+        """Drop what the prefix cache has of these tokens, for requests with this salt and adapter."""
         manager = self._scheduler.kv_cache_manager
         # A look-up leaves the last token out.
-        request, _ = self._request("", [*token_ids, 0], None, salt, None)
+        request, _ = self._request("", [*token_ids, 0], spec, salt, None)
         dropped = set[int]()
         # Requests that computed the same tokens at the same time have equal blocks; a look-up finds one.
         while found := set(chain(*manager.get_computed_blocks(request)[0].get_block_ids())) - dropped:
@@ -313,8 +359,9 @@ class VllmEngine:
 
     def check(self) -> None:
         """Raise EngineLostError when a process of vLLM has ended; any thread may call it."""
-        if self._lost:
-            raise EngineLostError(self._lost)
+        # vLLM calls back only when the ranks that are left have ended, too.
+        if self._lost or getattr(self._core.model_executor, "is_failed", False):
+            raise EngineLostError("a process of vLLM has ended")
 
     def stats(self) -> CacheStats:
         """Return the counters of the KV cache; any thread may call it."""
@@ -332,13 +379,13 @@ class VllmEngine:
         self._core.shutdown()
 
     def _note_loss(self) -> None:
-        self._lost = "a process of vLLM has ended"
+        self._lost = True
 
 
 def _configuration(options: EngineOptions) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
-    from services.vllm.heads import count_taps, drafter_config  # they need torch
+    from services.vllm.heads import complete_config, drafter_config  # they need torch
 
     device = _device()
     dtype = options.dtype if options.dtype != "auto" else "float32" if device == "cpu" else "bfloat16"
@@ -346,7 +393,7 @@ def _configuration(options: EngineOptions) -> Any:
         "model": options.model,
         "dtype": dtype,
         "max_model_len": -1,  # the model's, or what one session can have of the cache
-        "max_num_seqs": MAX_REQUESTS,
+        "max_num_seqs": min(MAX_REQUESTS, options.max_batch_tokens),  # vLLM allows no more
         "max_num_batched_tokens": options.max_batch_tokens,
         "long_prefill_token_threshold": options.prefill_chunk,
         "tensor_parallel_size": options.tensor_parallel,
@@ -356,17 +403,35 @@ def _configuration(options: EngineOptions) -> Any:
         "enable_prefix_caching": True,
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
-        "scheduler_cls": "services.vllm.held_scheduler.HeldScheduler",
-        "worker_cls": "services.vllm.worker.SamplingWorker",
-        "async_scheduling": False,  # verdicts are needed before the next step
-        "speculative_config": {
+        "async_scheduling": False,  # the sampler's outcomes are needed before the next step
+    }
+    if options.is_draft:
+        arguments["scheduler_cls"] = "services.vllm.held_scheduler.DraftingScheduler"
+        arguments["worker_cls"] = "services.vllm.worker.DraftingWorker"
+        if device == "cpu":
+            arguments["block_size"] = CPU_DRAFT_BLOCK
+    else:
+        arguments["scheduler_cls"] = "services.vllm.held_scheduler.HeldScheduler"
+        arguments["worker_cls"] = "services.vllm.worker.SamplingWorker"
+        arguments["speculative_config"] = {
             "method": "custom_class",
             "model": "services.vllm.held_scheduler.NoProposer",
             "num_speculative_tokens": options.max_proposal,
-        },
-    }
+        }
     if options.head:
-        arguments |= {"speculative_config": drafter_config(options.head), "hf_overrides": count_taps}
+        arguments |= {"speculative_config": drafter_config(options.head), "hf_overrides": complete_config}
+    if options.adapters:
+        rows = 1 + arguments["speculative_config"]["num_speculative_tokens"]
+        arguments |= {
+            # vLLM wants buffers for a proposal of every request at once; a step takes no more than before.
+            "max_num_batched_tokens": max(options.max_batch_tokens, MAX_REQUESTS * rows),
+            "max_num_scheduled_tokens": options.max_batch_tokens,
+            "enable_lora": True,
+            # Of each held session the next block may come at any time: all have a place. vLLM's CPU kernels
+            # take the last place for a request without an adapter, which therefore stays empty.
+            "max_loras": len(options.adapters) + (device == "cpu"),
+            "max_lora_rank": max_rank(options.adapters),
+        }
     budget = options.cache_budget_bytes
     if budget is None and device == "cpu":
         import torch
@@ -410,8 +475,11 @@ def _start_error(options: EngineOptions, error: Exception) -> InvalidArgumentErr
         return InvalidArgumentError(
             field, got, f"enough for one session: {said.replace('GPU memory', 'memory')}"
         )
+    if "tensor parallel size" in lowered:
+        return InvalidArgumentError("tensor_parallel", options.tensor_parallel, f"a divisor: {said}")
+    model = f"{options.model} with the drafter {options.head}" if options.head else options.model
     allowed = f"a model that vLLM {SUPPORTED_VLLM} loads: {type(error).__name__}: {said}"
-    return InvalidArgumentError("model", options.model, allowed)
+    return InvalidArgumentError("model", model, allowed)
 
 
 def _cache_bytes(scheduler: Any) -> int:

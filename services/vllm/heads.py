@@ -13,15 +13,22 @@ from typing import Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from torch import Tensor
 
 from gammaray.errors import InvalidArgumentError
+from services.engine.core.tensor_files import checkpoint_folder, tensor_names
 from services.vllm.sampler import BlockSampler
 
-__all__ = ["MAX_DRAFTS", "CoupledDrafts", "count_taps", "drafter_config"]
+__all__ = ["MAX_DRAFTS", "TARGETS_OWN", "CoupledDrafts", "complete_config", "drafter_config"]
 
 MAX_DRAFTS = 8
 """Most tokens that a drafter in the target proposes."""
+
+TARGETS_OWN = "mtp"
+"""Stands for the layers of the target itself that predict further tokens."""
+
+_METHODS = ("eagle", "eagle3", "medusa", "dflash", "draft_model")
 
 
 def drafter_config(name: str) -> dict[str, Any]:
@@ -32,12 +39,20 @@ def drafter_config(name: str) -> dict[str, Any]:
             the layers for this that the target itself has.
 
     Raises:
-        InvalidArgumentError: Its configuration cannot be read.
+        InvalidArgumentError: Its configuration cannot be read, or is of another kind.
+        UnsupportedModelError: Its weights are damaged.
     """
-    if name == "mtp":
+    if name == TARGETS_OWN:
         return {"method": "mtp", "num_speculative_tokens": MAX_DRAFTS}
     stored = _stored(name)
-    method, most = _method(stored), MAX_DRAFTS
+    method, most = _method(name, stored), MAX_DRAFTS
+    if method not in _METHODS or "pard_token" in stored:
+        kind = "a parallel draft model" if "pard_token" in stored else f"a drafter of kind {method}"
+        allowed = f"{', '.join(_METHODS)} with vLLM as the engine; parallel draft models run on draft workers"
+        raise InvalidArgumentError("head", f"{name}, {kind}", allowed)
+    if stored.get("sample_from_anchor"):
+        allowed = "false with vLLM as the engine, which draws no token from a block's first row"
+        raise InvalidArgumentError("head.sample_from_anchor", True, allowed)
     if method == "medusa":
         most = int(stored.get("num_heads") or stored.get("medusa_num_heads") or 1)
     elif method == "dflash":
@@ -45,11 +60,25 @@ def drafter_config(name: str) -> dict[str, Any]:
     return {"method": method, "model": name, "num_speculative_tokens": max(1, min(most, MAX_DRAFTS))}
 
 
-def count_taps(config: Any) -> Any:
-    """Add to an EAGLE-3 head's configuration how many of the target's layers it reads; vLLM assumes three."""
-    layers = getattr(config, "eagle_aux_hidden_state_layer_ids", None)
-    if layers:
-        config.num_aux_hidden_states = len(layers)
+def complete_config(config: Any) -> Any:
+    """Add to a drafter's configuration what vLLM would assume otherwise, and return it.
+
+    An EAGLE-3 head may read another number of the target's layers than three. In its official format the ids
+    name layers that the states leave if they begin with 1 (sglang#25454), else layers that the states enter,
+    as vLLM takes all. In the format of `speculators` `sliding_window_non_causal` is for layers with sliding
+    attention, of which vLLM makes a rule for all.
+    """
+    official = getattr(config, "eagle_config", None) or {}
+    taps = official.get("eagle_aux_hidden_state_layer_ids")
+    if taps and taps[0] == 1:
+        config.eagle_aux_hidden_state_layer_ids = [layer + 1 for layer in taps]
+    taps = getattr(config, "eagle_aux_hidden_state_layer_ids", taps)
+    if taps:
+        config.num_aux_hidden_states = len(taps)
+    dflash = getattr(config, "dflash_config", None)
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if dflash and config.model_type == "speculators" and kinds == {"full_attention"}:
+        config.dflash_config = {**dflash, "causal": False}
     return config
 
 
@@ -95,7 +124,10 @@ class CoupledDrafts:
 def _stored(name: str) -> dict[str, Any]:
     path = Path(name) / "config.json"
     if not path.is_file():
-        found = try_to_load_from_cache(name, "config.json") if not Path(name).exists() else None
+        try:
+            found = None if Path(name).exists() else try_to_load_from_cache(name, "config.json")
+        except HFValidationError:
+            found = None
         if not isinstance(found, str):
             raise InvalidArgumentError("head", name, "a directory or a model of the hub's cache, or mtp")
         path = Path(found)
@@ -108,7 +140,7 @@ def _stored(name: str) -> dict[str, Any]:
     return stored
 
 
-def _method(stored: dict[str, Any]) -> str:
+def _method(name: str, stored: dict[str, Any]) -> str:
     kind = stored.get("speculators_model_type")
     if kind:
         return str(kind)
@@ -121,4 +153,7 @@ def _method(stored: dict[str, Any]) -> str:
         return "dflash"
     if "eagle3" in names:
         return "eagle3"
-    return "eagle" if "eagle" in names else "draft_model"
+    # The configuration of an EAGLE-1 head may be that of a Llama with one layer.
+    folder = checkpoint_folder(name)
+    is_head = folder is not None and "fc.weight" in tensor_names(folder)
+    return "eagle" if is_head or "eagle" in names else "draft_model"

@@ -24,7 +24,7 @@ from services.target.verification import best_tokens, walk
 from services.vllm.messages import Masks, PostedBlock, Verdicts, first_tokens
 from services.vllm.noise import NoiseRows, NoiseSource
 
-__all__ = ["BlockSampler"]
+__all__ = ["BlockSampler", "gather_logprobs"]
 
 SPEC = "spec"
 """Key of the session's spec in the `extra_args` of its request."""
@@ -162,7 +162,7 @@ class BlockSampler:
                 continue
             request_id, position = emitted
             session = self._sessions.get(request_id)
-            if session is None or not _is_noisy(session.spec):
+            if session is None or not shares_noise(session.spec):
                 continue
             noise = NoiseRows(request_id, session.spec, position + depth, per_request)
             alike.setdefault(_filters(session.spec.params), []).append((at, noise))
@@ -269,6 +269,28 @@ class BlockSampler:
         return rows.at, emitted
 
 
+def gather_logprobs(log_probs: Tensor, num_top: int, token_ids: Tensor) -> Any:
+    """Return the scores of a prompt's tokens, in place of vLLM's `Sampler.gather_logprobs`.
+
+    That one compiles a kernel when it is first called, for which all sessions would wait seconds, and its
+    ranks count equal values.
+
+    Args:
+        log_probs: [rows, vocab_size].
+        num_top: Most likely tokens to keep per row.
+        token_ids: [rows], what is scored.
+
+    Returns:
+        vLLM's `LogprobsTensors`: column 0 is the scored token, the others are the most likely ones.
+    """
+    from vllm.v1.outputs import LogprobsTensors
+
+    own, top = log_probs.gather(1, token_ids[:, None]), log_probs.topk(num_top)
+    indices = torch.cat((token_ids[:, None], top.indices), dim=1)
+    ranks = (log_probs > own).sum(-1) + 1
+    return LogprobsTensors(indices.to(torch.int32), torch.cat((own, top.values), dim=1), ranks)
+
+
 def _is_drawn(session: _Session) -> bool:
     """Whether the best scores of its rows are all of a block's verification."""
     spec = session.spec
@@ -276,7 +298,7 @@ def _is_drawn(session: _Session) -> bool:
     return session.edits is None and is_coupled
 
 
-def _is_noisy(spec: SessionSpec) -> bool:
+def shares_noise(spec: SessionSpec) -> bool:
     """Whether the target's tokens are drawn with noise that drafts may share."""
     return spec.method is VerificationMethod.COUPLED and spec.params.temperature > 0
 

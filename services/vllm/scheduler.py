@@ -28,7 +28,7 @@ from services.scheduling.planning import Limits
 from services.scheduling.sessions import SessionCopy
 from services.scheduling.tasks import NeedTokens, Reply, SessionSpec, Timing, VerifyTask
 from services.vllm.engine import StepResult, VllmEngine
-from services.vllm.messages import Masks, PostedBlock, first_tokens
+from services.vllm.messages import Drafted, Masks, PostedBlock, first_tokens
 
 __all__ = ["VllmScheduler"]
 
@@ -40,11 +40,13 @@ class _Held(NamedTuple):
 
     Args:
         spec: The session's parameters, which the sampler got with the request.
-        drafts: What vLLM's drafter proposed after its last step.
+        depth: Tokens that vLLM's drafter proposes after its step.
+        drafts: What it proposed after the last one.
     """
 
     request_id: str
     spec: SessionSpec
+    depth: int = 0
     drafts: Sequence[int] = ()
 
 
@@ -132,16 +134,17 @@ class VllmScheduler(BlockQueue[VerifyTask, _Verifying]):
     def _start(self, task: VerifyTask, session: SessionCopy) -> _Verifying:
         tokens = session.tokens
         held, follows = self._requests.pop(session.session_id, None), None
+        depth = _draft_depth(task, 0 if held is None else held.depth)
         if held is not None and self._can_continue(held, task, session):
             request_id = held.request_id
             if task.head is not None and task.head.depth > 0:
                 task.proposal = Proposal(tuple(held.drafts[: task.head.depth]), is_prepared=True)
-            self.engine.post(request_id, _block(task))
+            self.engine.post(request_id, _block(task, depth))
         else:
             if held is not None:
                 self.engine.close(held.request_id)
-            request_id, follows = self._open(task, session, _block(task))
-        self._requests[session.session_id] = _Held(request_id, session.spec)
+            request_id, follows = self._open(task, session, _block(task, depth))
+        self._requests[session.session_id] = _Held(request_id, session.spec, depth)
         needed = self.engine.needed_blocks(len(tokens) + len(task.proposal))
         work = _Verifying(task, session, request_id, follows, needed)
         self._by_request[request_id] = work
@@ -188,12 +191,12 @@ class VllmScheduler(BlockQueue[VerifyTask, _Verifying]):
         if held is not None:
             self.engine.close(held.request_id)
         if session.spec.cache_salt is None:
-            self.engine.forget(session.tokens, _salt(session))
+            self.engine.forget(session.tokens, session.spec, _salt(session))
 
     def _forget_prefix(self, session_id: str) -> None:
         session = self.sessions.find(session_id)
         if session is not None:
-            self.engine.forget(session.tokens, _salt(session))
+            self.engine.forget(session.tokens, session.spec, _salt(session))
 
     def _make_room(self) -> None:
         """Close the least recently used idle requests while the blocks of this step lack slots or memory.
@@ -258,6 +261,7 @@ class VllmScheduler(BlockQueue[VerifyTask, _Verifying]):
             work = self._by_request.get(request_id)
             if work is None:
                 continue  # its block was dropped, and the request is read anew
+            assert not isinstance(outcome, Drafted)
             if outcome is None:
                 assert work.follows is not None
                 self.engine.post(request_id, work.follows)
@@ -295,8 +299,9 @@ class VllmScheduler(BlockQueue[VerifyTask, _Verifying]):
             if work is None:
                 self._requests = {s: r for s, r in self._requests.items() if r.request_id != request_id}
                 continue
-            work.request_id, work.follows = self._open(work.task, work.session, _block(work.task))
-            self._requests[work.session.session_id] = _Held(work.request_id, work.session.spec)
+            depth = self._requests[work.session.session_id].depth
+            work.request_id, work.follows = self._open(work.task, work.session, _block(work.task, depth))
+            self._requests[work.session.session_id] = _Held(work.request_id, work.session.spec, depth)
             self._by_request[work.request_id] = work
 
     def _unblock(self) -> None:
@@ -343,9 +348,19 @@ def _salt(session: SessionCopy) -> str:
     return f"session {session.session_id}" if salt is None else f"tenant {salt}"
 
 
-def _block(task: VerifyTask) -> PostedBlock:
-    depth = 0 if task.head is None else task.head.depth
+def _block(task: VerifyTask, depth: int) -> PostedBlock:
     return PostedBlock(task.proposal, task.base_position, task.num_top_logprobs, depth)
+
+
+def _draft_depth(task: VerifyTask, before: int) -> int:
+    """Return how many tokens to draft after a block, for the next one, which nobody knows yet.
+
+    As many as for this block. After a proposal from elsewhere, such as a look-up, the head may be asked
+    again, as it was before; after gamma 0 it probably does not pay.
+    """
+    if task.head is None:
+        return 0
+    return task.head.depth or (before if len(task.proposal) else 0)
 
 
 def _prompt_logprobs(prompt: Sequence[int], scores: Any, task: VerifyTask) -> PromptLogprobs:

@@ -2,34 +2,56 @@
 
 from __future__ import annotations
 
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
 from typing import TYPE_CHECKING, Any
 
 from vllm.platforms import current_platform
 
+from services.vllm.draft_sampler import DraftSampler
 from services.vllm.heads import CoupledDrafts
 from services.vllm.held_scheduler import NoProposer
 from services.vllm.messages import Masks
-from services.vllm.sampler import BlockSampler
+from services.vllm.sampler import BlockSampler, gather_logprobs
 
 if TYPE_CHECKING or not current_platform.is_cpu():
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
 else:
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
 
-__all__ = ["SamplingWorker"]
+__all__ = ["DraftingWorker", "SamplingWorker"]
+
+_PR_SET_PDEATHSIG = 1
 
 
 class SamplingWorker(PlatformWorker):  # type: ignore[misc]  # vLLM's classes are not typed here
-    """Hands the blocks of a step to the sampler, and its verdicts back with the step's output."""
+    """Hands the blocks of a step to the sampler, and its verdicts back with the step's output.
+
+    With tensor parallelism there is one in each of several processes. All get the same blocks and gather the
+    same logits, so that they draw the same tokens; the verdicts of rank 0 are used.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        _die_with_parent()
+        super().__init__(*args, **kwargs)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model and replace the runner's sampling."""
         super().load_model(*args, **kwargs)
         runner = self.model_runner
-        self._sampler = BlockSampler(runner, runner.model_config.get_vocab_size())
+        self._sampler = self._make_sampler(runner, runner.model_config.get_vocab_size())
         runner._sample = self._sampler.sample
+        runner.sampler.gather_logprobs = gather_logprobs
+
+    def _make_sampler(self, runner: Any, vocab_size: int) -> BlockSampler | DraftSampler:
+        """Return what samples for the runner."""
+        sampler = BlockSampler(runner, vocab_size)
         if not isinstance(runner.drafter, NoProposer):
-            CoupledDrafts(runner.drafter, self._sampler).install()
+            CoupledDrafts(runner.drafter, sampler).install()
+        return sampler
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """Run the forward of a step."""
@@ -44,3 +66,23 @@ class SamplingWorker(PlatformWorker):  # type: ignore[misc]  # vLLM's classes ar
         output = super().sample_tokens(None)
         output.verdicts = self._sampler.take_verdicts()
         return output
+
+
+class DraftingWorker(SamplingWorker):
+    """Draws a draft's proposals."""
+
+    def _make_sampler(self, runner: Any, vocab_size: int) -> DraftSampler:
+        return DraftSampler(runner, vocab_size)
+
+
+def _die_with_parent() -> None:
+    """In a process of its own, request SIGKILL when the engine's process ends, even by SIGKILL.
+
+    vLLM asks its ranks to end through a pipe, which one that waits for another rank does not read.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None or sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if not parent.is_alive():
+        os._exit(1)

@@ -94,7 +94,9 @@ def as_official_dflash(folder: Path) -> Path:
     return folder
 
 
-def bigram_target(folder: Path, vocab_size: int = 97, scale: float = 3.0) -> Path:
+def bigram_target(
+    folder: Path, vocab_size: int = 97, scale: float = 3.0, head_dim: int = 8, max_positions: int = 256
+) -> Path:
     """Write a target whose next token depends on its last token only: its layers add nothing."""
     torch.manual_seed(11)
     config = AutoConfig.for_model(
@@ -105,8 +107,8 @@ def bigram_target(folder: Path, vocab_size: int = 97, scale: float = 3.0) -> Pat
         num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=256,
+        head_dim=head_dim,
+        max_position_embeddings=max_positions,
         rms_norm_eps=1e-6,
         tie_word_embeddings=False,
     )

@@ -38,6 +38,7 @@ class Session:
     method: VerificationMethod = VerificationMethod.COUPLED
     eos_token_ids: tuple[int, ...] = ()
     salt: str | None = None
+    adapter: str = ""
     name: str = field(default_factory=lambda: f"session {next(_names)}")
     epoch: int = 1
     tokens: list[int] = field(init=False)
@@ -51,7 +52,9 @@ class Session:
         return self.tokens[len(self.prompt) :]
 
     def spec(self) -> SessionSpec:
-        return SessionSpec(self.params, self.method, len(self.prompt), self.eos_token_ids, self.salt)
+        return SessionSpec(
+            self.params, self.method, len(self.prompt), self.eos_token_ids, self.salt, self.adapter
+        )
 
     def block(self, proposal: Proposal | Sequence[int] = NOTHING, **changes: Any) -> VerifyTask:
         """Return the next block: the tokens that the worker lacks, and a proposal."""
@@ -133,13 +136,13 @@ def outcomes(replies: Mapping[Any, Reply] | Sequence[Reply]) -> list[Any]:
     return [reply.outcome for reply in (replies.values() if isinstance(replies, Mapping) else replies)]
 
 
-def drafted(length: int, rng: random.Random, vocab_size: int = 97) -> Proposal:
-    """Return a chain whose tokens were drawn from the distributions that come with it."""
+def drafted(likely: Sequence[int], rng: random.Random, vocab_size: int = 97) -> Proposal:
+    """Return a chain drawn from the distributions that come with it, of which each has one likely token."""
     token_ids, distributions = [], []
-    for _ in range(length):
-        support = tuple(rng.sample(range(vocab_size), 16))
-        weights = [1 + rng.randrange(40) for _ in support]
-        weights[0] += (1 << WEIGHT_BITS) - sum(weights)
+    for token_id in likely:
+        others = rng.sample([one for one in range(vocab_size) if one != token_id], 15)
+        weights = [1 + rng.randrange(40) for _ in others]
+        support, weights = (token_id, *others), [(1 << WEIGHT_BITS) - sum(weights), *weights]
         distributions.append(SparseDistribution(support, tuple(weights), WEIGHT_BITS))
         token_ids.append(rng.choices(support, weights)[0])
     return Proposal(tuple(token_ids), None, tuple(distributions))

@@ -70,6 +70,20 @@ def shared(llama) -> Iterator:
     scheduler.close()
 
 
+@pytest.fixture(scope="session")
+def qwen3(tmp_path_factory) -> Path:
+    """A Qwen3."""
+    return make_model("qwen3", tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="session")
+def shared_qwen3(qwen3, shared) -> Iterator:
+    """vLLM's scheduler for the Qwen3; it ends before the other one, with which it shares vLLM's globals."""
+    scheduler = start_vllm(qwen3)
+    yield scheduler
+    scheduler.close()
+
+
 @pytest.fixture
 def scheduler(shared) -> Iterator:
     """The same, without sessions before and after a test."""

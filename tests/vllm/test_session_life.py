@@ -67,7 +67,7 @@ def test_a_cut_proposal_with_distributions_is_the_shorter_proposal(scheduler, re
 
     tokens, rng = prompt(20), random.Random(3)
     for method in (VerificationMethod.REJECTION, VerificationMethod.BLOCK):
-        long = drafted(12, rng)
+        long = drafted(prompt(12, 5), rng)
         short = Proposal(long.token_ids[:8], None, long.draft_distributions[:8])
         verdicts = []
         for proposal in (long, short):

@@ -1,0 +1,154 @@
+"""Drafters of every kind for tiny targets, in sizes that vLLM's kernels take (attention heads of 32)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from tests.support.engine_helpers import tiny_model
+from tests.support.head_helpers import (
+    as_official,
+    bigram_head,
+    bigram_target,
+    changed,
+    complete_dflash,
+)
+from tests.support.medusa_helpers import random_heads, write_vllm
+from tests.support.processing_helpers import TOKENS, small_tokenizer
+
+HEAD_DIM, MAX_POSITIONS = 32, 384
+_ROWS = {"q_proj": 4 * HEAD_DIM, "k_proj": 2 * HEAD_DIM, "v_proj": 2 * HEAD_DIM}
+
+
+def random_target(folder: Path) -> Path:
+    """Write a random Llama."""
+    return _with_tokenizer(
+        tiny_model("llama", folder, gain=2.0, head_dim=HEAD_DIM, max_position_embeddings=MAX_POSITIONS)
+    )
+
+
+def eagle3(folder: Path, target: Path) -> Path:
+    """Write a random EAGLE-3 head with a reduced vocabulary."""
+    return changed("llama", folder, lambda stored: _with_heads(stored), _randomised)
+
+
+def official_eagle3(folder: Path, target: Path) -> Path:
+    """Write a random EAGLE-3 head in the official format, which reads the outputs of layers 1 and 2."""
+    as_official(folder)
+    stored = json.loads((folder / "config.json").read_text())
+    stored["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [1, 2]
+    sizes = {"head_dim": HEAD_DIM, "max_position_embeddings": MAX_POSITIONS}
+    (folder / "config.json").write_text(json.dumps({**stored, **sizes}))
+    weights = load_file(folder / "model.safetensors")
+    weights["fc.weight"] = weights["fc.weight"][:, :64]
+    save_file(_randomised(weights), folder / "model.safetensors")
+    return folder
+
+
+def eagle(folder: Path, target: Path) -> Path:
+    """Write a random EAGLE-1 head."""
+    bigram_head(folder, target)
+    weights = _randomised(load_file(folder / "model.safetensors"))
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+def medusa(folder: Path, target: Path) -> Path:
+    """Write random Medusa heads; vLLM takes their sizes from the configuration."""
+    stored = json.loads((target / "config.json").read_text())
+    sizes = {key: stored[key] for key in ("hidden_size", "vocab_size")}
+    return write_vllm(folder, random_heads(target), **sizes)
+
+
+def dflash(folder: Path, target: Path) -> Path:
+    """Write a random DFlash head."""
+    complete_dflash("dflash", folder)
+    stored = json.loads((folder / "config.json").read_text())
+    weights = _randomised(load_file(folder / "model.safetensors"))
+    save_file(weights, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(_with_heads(stored)))
+    return folder
+
+
+def itself(folder: Path, target: Path) -> Path:
+    """Return the target, which drafts for itself."""
+    return target
+
+
+def wide_bigram(folder: Path) -> Path:
+    """Write a target whose next token depends on its last one only."""
+    return _with_tokenizer(bigram_target(folder, head_dim=HEAD_DIM, max_positions=MAX_POSITIONS))
+
+
+def mtp_target(folder: Path) -> Path:
+    """Write a MiMo with one layer that predicts the token after the next exactly.
+
+    The target's layers add nothing, and so does that layer: the next token depends on the last one only.
+    """
+    wide_bigram(folder)
+    stored = json.loads((folder / "config.json").read_text())
+    weights = load_file(folder / "model.safetensors")
+    for key, tensor in list(weights.items()):
+        name, block = key.removeprefix("model.layers.0."), "model.mtp_layers.0."
+        if name != key:
+            weights[block + name] = tensor.clone()
+    size = stored["hidden_size"]
+    # Qwen2's layers, which MiMo has, take their heads' width from the hidden size.
+    for layer in ("model.layers.0.", "model.layers.1.", "model.layers.2.", "model.mtp_layers.0."):
+        for name in _ROWS:
+            weights[f"{layer}self_attn.{name}.weight"] = torch.randn(size, size)
+            weights[f"{layer}self_attn.{name}.bias"] = torch.zeros(size)
+        weights[f"{layer}self_attn.o_proj.weight"] = torch.zeros(size, size)
+    for name in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
+        weights[f"model.mtp_layers.0.{name}.weight"] = torch.ones(size)
+    weights["model.mtp_layers.0.input_proj.weight"] = torch.cat([torch.zeros(size, size), torch.eye(size)], 1)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    changes = {
+        "architectures": ["MiMoForCausalLM"],
+        "model_type": "qwen2",
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "head_dim": size,
+        "num_nextn_predict_layers": 1,
+    }
+    (folder / "config.json").write_text(json.dumps({**stored, **changes}))
+    return folder
+
+
+def _with_tokenizer(folder: Path) -> Path:
+    tokenizer = Tokenizer.from_str(small_tokenizer(TOKENS, (0, 3)))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=TOKENS[0]).save_pretrained(folder)
+    return folder
+
+
+def _with_heads(stored: dict[str, Any]) -> dict[str, Any]:
+    layer = stored["transformer_layer_config"]
+    changes = {"head_dim": HEAD_DIM, "max_position_embeddings": MAX_POSITIONS}
+    return {**stored, "transformer_layer_config": {**layer, **changes}}
+
+
+def _randomised(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return weights for heads of that width, so large that attention is far from uniform."""
+    generator, found = torch.Generator().manual_seed(5), {}
+    for key, tensor in sorted(weights.items()):
+        name, shape = key.rpartition(".")[0].rpartition(".")[2], list(tensor.shape)
+        if name in _ROWS:
+            shape[0] = _ROWS[name]
+        elif name == "o_proj":
+            shape[1] = 4 * HEAD_DIM
+        elif name in ("q_norm", "k_norm"):
+            shape = [HEAD_DIM]
+        if len(shape) == 2:
+            found[key] = torch.randn(shape, generator=generator) * 2 * shape[1] ** -0.5
+        elif key in ("d2t", "t2d"):
+            found[key] = tensor
+        else:
+            found[key] = torch.ones(shape)
+    return found

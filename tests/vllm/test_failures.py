@@ -1,0 +1,163 @@
+"""A step that fails, one block's error, and an engine that is lost."""
+
+import asyncio
+import random
+
+import pytest
+import torch
+
+from gammaray.errors import InternalError, InvalidArgumentError
+from gammaray.types import SamplingParams
+from services.engine.core.errors import EngineLostError
+from services.scheduling.tasks import NeedTokens
+from services.streaming.engine_thread import EngineThread
+from tests.support.vllm_helpers import Session, answers, ask, end, generate, outcomes
+
+
+def sessions_of(lengths):
+    rng = random.Random(0)
+    return [
+        Session([rng.randrange(4, 97) for _ in range(length)], SamplingParams(seed=length), salt="one")
+        for length in lengths
+    ]
+
+
+def runner_of(scheduler):
+    return scheduler.engine._core.model_executor.driver_worker.worker.model_runner
+
+
+def fail_in_forward(scheduler, monkeypatch):
+    def fail(*args, **kwargs):
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(runner_of(scheduler).model, "forward", fail)
+
+
+def fail_in_sampling(scheduler, monkeypatch):
+    def fail(*args, **kwargs):
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(runner_of(scheduler), "_sample", fail)
+
+
+def fail_between(scheduler, monkeypatch):
+    """vLLM's runner keeps the forward's state until it samples, and refuses another forward."""
+
+    def fail():
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(scheduler.engine._scheduler, "mask_maker", lambda posted: fail)
+
+
+def fail_in_schedule(scheduler, monkeypatch):
+    def fail(posted):
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(scheduler.engine._scheduler, "mask_maker", fail)
+
+
+@pytest.mark.parametrize("fail", [fail_in_forward, fail_in_sampling, fail_between, fail_in_schedule])
+def test_a_step_that_raises_fails_its_blocks_and_the_engine_recovers(scheduler, reference, monkeypatch, fail):
+    held, idle, new, long = sessions = sessions_of((140, 260, 150, 700))
+    generate(scheduler, [held, idle], 2)
+    gone = sessions_of((30,))[0]
+    ask(scheduler, gone)
+    end(scheduler, gone)  # vLLM's worker has not heard of it when the step fails
+    with monkeypatch.context() as patch:
+        fail(scheduler, patch)
+        tasks = [held.block([5, 6]), new.block(), long.block()]
+        for outcome in outcomes(answers(scheduler, tasks)):
+            assert isinstance(outcome, InternalError)
+            assert "planted" in str(outcome)
+    assert scheduler.is_idle
+    stats = scheduler.engine.stats()
+    assert (stats.num_sessions, len(scheduler.sessions)) == (0, 0)
+    assert ask(scheduler, held) == NeedTokens(0)
+    for each in sessions:
+        each.held = 0
+        (reply,) = answers(scheduler, [task := each.block()])
+        each.take(task, reply)
+        # The cache named blocks of the step that failed, which nothing had computed.
+        assert reply.timing.cached_tokens == 0
+    outputs = generate(scheduler, sessions, 6)
+    copies = sessions_of((140, 260, 150, 700))
+    assert outputs == generate(reference, copies, 6)
+    end(reference, *copies)
+    # Nothing of the requests before the failure is left in vLLM's worker.
+    assert len(runner_of(scheduler).requests) == 4
+
+
+def test_a_row_that_is_not_a_number_fails_its_block_alone(scheduler, reference, monkeypatch):
+    good, bad = sessions = sessions_of((40, 50))
+    generate(scheduler, sessions, 2)
+    runner = runner_of(scheduler)
+    sample = runner._sample
+
+    def spoil(logits, metadata):
+        at = runner.input_batch.req_id_to_index
+        row = next(index for name, index in at.items() if name.startswith(bad.name))
+        logits = logits.clone()
+        logits[row] = torch.nan
+        return sample(logits, metadata)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "_sample", spoil)
+        tasks = [good.block(), bad.block()]
+        fine, failed = answers(scheduler, tasks)
+    good.take(tasks[0], fine)
+    assert isinstance(failed.outcome, InternalError)
+    assert "not finite" in str(failed.outcome)
+    outputs = generate(scheduler, sessions, 6)
+    copies = sessions_of((40, 50))
+    assert outputs == generate(reference, copies, 6)
+    end(reference, *copies)
+
+
+def test_masks_that_leave_no_token_fail_their_block_alone(scheduler, reference):
+    good, bad = sessions_of((40, 50))
+    bad.params = SamplingParams(seed=1, banned_token_ids=tuple(range(97)))
+    for _ in range(2):
+        tasks = [good.block(), bad.block()]
+        fine, failed = answers(scheduler, tasks)
+        good.take(tasks[0], fine)
+        assert isinstance(failed.outcome, InvalidArgumentError)
+    copy = sessions_of((40,))
+    assert [good.output] == generate(reference, copy, 2)
+    end(reference, *copy)
+
+
+async def test_an_engine_that_is_lost_ends_its_thread_and_answers_what_waits(scheduler, monkeypatch):
+    """As after a process of vLLM has ended, of which it calls back."""
+    monkeypatch.setattr(type(scheduler), "close", lambda self: None)  # others use the engine
+    thread = EngineThread(lambda: scheduler, "engine")
+    await thread.start()
+    answered = asyncio.Queue()
+    session = sessions_of((40,))[0]
+
+    def deliver(task, reply):
+        answered.put_nowait((task, reply))
+
+    thread.submit([session.block(deliver=deliver)])
+    session.take(*await asyncio.wait_for(answered.get(), 30))
+    try:
+        scheduler.engine._note_loss()
+        thread.submit([session.block(deliver=deliver)])
+        _, reply = await asyncio.wait_for(answered.get(), 30)
+        assert isinstance(reply.outcome, EngineLostError)
+        await asyncio.wait_for(thread.ended.wait(), 30)
+        assert await thread.stop(30)
+    finally:
+        scheduler.engine._lost = ""
+
+
+async def test_an_engine_that_is_lost_while_idle_ends_its_thread(scheduler, monkeypatch):
+    monkeypatch.setattr(type(scheduler), "close", lambda self: None)
+    thread = EngineThread(lambda: scheduler, "engine")
+    await thread.start()
+    try:
+        scheduler.engine._note_loss()
+        thread.check()
+        await asyncio.wait_for(thread.ended.wait(), 30)
+        assert await thread.stop(30)
+    finally:
+        scheduler.engine._lost = ""
