@@ -127,6 +127,10 @@ class VllmEngine:
         device: Type of the device.
         dtype: Of the arithmetic.
         kernel: For operators: vLLM, its version and device.
+        core: vLLM's `EngineCore`.
+        held: Its scheduler.
+        pool: Its KV blocks.
+        lost: Why the engine is lost; empty while it is not.
 
     Raises:
         UnsupportedVllmError: vLLM is missing, or in another version.
@@ -153,11 +157,11 @@ class VllmEngine:
         from vllm.v1.engine.core import EngineCore
         from vllm.v1.executor import Executor
 
-        self._lost = False
+        self.lost = False
         try:
             config = _configuration(options)
             executor = Executor.get_class(config)
-            self._core = EngineCore(config, executor, log_stats=False, executor_fail_callback=self._note_loss)
+            self.core = EngineCore(config, executor, log_stats=False, executor_fail_callback=self.note_loss)
         except (EngineLostError, InvalidArgumentError):
             raise
         except Exception as error:  # vLLM raises many kinds
@@ -171,11 +175,11 @@ class VllmEngine:
         self.kernel = f"vLLM {vllm_build()[0]} ({self.device}, {self.dtype}){ranks}"
         self.kernel += ", batch-invariant" if options.is_batch_invariant else ""
         self.max_proposal = options.max_proposal
-        self._scheduler = self._core.scheduler
+        self.held = self.core.scheduler
         self._has_drafter = bool(options.head)
-        self._pool = self._scheduler.kv_cache_manager.block_pool
+        self.pool = self.held.kv_cache_manager.block_pool
         self._block_size = int(config.cache_config.block_size)
-        self._block_bytes = _cache_bytes(self._scheduler) // max(1, self._pool.num_gpu_blocks)
+        self._block_bytes = _cache_bytes(self.held) // max(1, self.pool.num_gpu_blocks)
         self._num_opened = 0
         self._adapters = self._load_adapters(options.adapters)
         self.num_evictions = 0
@@ -188,7 +192,7 @@ class VllmEngine:
         for number, (name, directory) in enumerate(directories.items(), start=1):
             requests[name] = LoRARequest(name, number, directory)
             try:
-                self._core.add_lora(requests[name])
+                self.core.add_lora(requests[name])
             except Exception as error:  # vLLM raises many kinds
                 self.shutdown()
                 raise adapter_error(name, directory, str(error)) from error
@@ -197,24 +201,24 @@ class VllmEngine:
     @property
     def num_free_requests(self) -> int:
         """Requests that may be opened beside those that exist."""
-        return int(self._scheduler.max_num_running_reqs) - len(self._scheduler.requests)
+        return int(self.held.max_num_running_reqs) - len(self.held.requests)
 
     def needed_blocks(self, num_tokens: int) -> int:
         """Return the KV blocks of that many tokens, and of the draft tokens after them."""
-        return int(-(-(num_tokens + self._scheduler.num_lookahead_tokens) // self._block_size))
+        return int(-(-(num_tokens + self.held.num_lookahead_tokens) // self._block_size))
 
     @property
     def num_free_blocks(self) -> int:
         """KV blocks that no request holds; those of the prefix cache among them."""
-        return int(self._pool.get_num_free_blocks())
+        return int(self.pool.get_num_free_blocks())
 
     def held_blocks(self, request_id: str) -> int:
         """Return the KV blocks that a request holds."""
-        return sum(map(len, self._scheduler.kv_cache_manager.get_block_ids(request_id)))
+        return sum(map(len, self.held.kv_cache_manager.get_block_ids(request_id)))
 
     def set_mask_maker(self, maker: Any) -> None:
         """Set what computes the masks of a step's posted blocks, see `HeldScheduler`."""
-        self._scheduler.mask_maker = maker
+        self.held.mask_maker = maker
 
     def open(
         self,
@@ -238,7 +242,7 @@ class VllmEngine:
         """
         self._num_opened += 1
         request_id = f"{name}#{self._num_opened}"
-        self._core.add_request(*self._request(request_id, token_ids, spec, salt, num_prompt_logprobs))
+        self.core.add_request(*self._request(request_id, token_ids, spec, salt, num_prompt_logprobs))
         return request_id
 
     def _request(
@@ -260,7 +264,7 @@ class VllmEngine:
             prompt_logprobs=num_prompt_logprobs,
             extra_args={"spec": spec},
         )
-        return self._core.preprocess_add_request(
+        return self.core.preprocess_add_request(
             EngineCoreRequest(
                 request_id=request_id,
                 prompt_token_ids=list(token_ids),
@@ -276,34 +280,34 @@ class VllmEngine:
 
     def post(self, request_id: str, block: PostedBlock) -> None:
         """Let a request run once, see `HeldScheduler.post`."""
-        self._scheduler.post(request_id, block)
+        self.held.post(request_id, block)
 
     def start_drafting(self, request_id: str, block: DraftBlock) -> None:
         """Let a request draft in each step from now on, see `DraftingScheduler`."""
-        self._scheduler.post(request_id, block)
+        self.held.post(request_id, block)
 
     def set_held(self, request_id: str, *, is_held: bool) -> None:
         """Stop a drafting request for some steps, or let it go on."""
-        self._scheduler.set_held(request_id, is_held=is_held)
+        self.held.set_held(request_id, is_held=is_held)
 
     def withdraw(self, request_id: str) -> None:
         """Forget a posted block that has not run."""
-        self._scheduler.withdraw(request_id)
+        self.held.withdraw(request_id)
 
     def tokens(self, request_id: str) -> Sequence[int] | None:
         """Return the tokens of a request, prompt and output; None if vLLM has none with this id."""
-        request = self._scheduler.requests.get(request_id)
+        request = self.held.requests.get(request_id)
         return None if request is None else request.all_token_ids
 
     def close(self, request_id: str) -> None:
         """End a request; its blocks stay in the prefix cache until others need them."""
-        self._scheduler.withdraw(request_id)
-        if request_id in self._scheduler.requests:
-            self._core.abort_requests([request_id])
+        self.held.withdraw(request_id)
+        if request_id in self.held.requests:
+            self.core.abort_requests([request_id])
 
     def forget(self, token_ids: Sequence[int], spec: SessionSpec, salt: str) -> None:
         """Drop what the prefix cache has of these tokens, for requests with this salt and adapter."""
-        manager = self._scheduler.kv_cache_manager
+        manager = self.held.kv_cache_manager
         # A look-up leaves the last token out.
         request, _ = self._request("", [*token_ids, 0], spec, salt, None)
         dropped = set[int]()
@@ -318,7 +322,7 @@ class VllmEngine:
         Raises:
             EngineLostError: Blocks of the cache are still in use.
         """
-        if not self._scheduler.recover():
+        if not self.held.recover():
             raise EngineLostError("vLLM does not release its KV cache after a step that failed")
 
     def step(self) -> StepResult:
@@ -328,9 +332,9 @@ class VllmEngine:
             EngineLostError: A process of vLLM has ended.
         """
         self.check()
-        self._scheduler.num_scheduled = {}
+        self.held.num_scheduled = {}
         try:
-            outputs, _ = self._core.step()
+            outputs, _ = self.core.step()
         except Exception:
             self.check()  # an executor that failed is the cause
             raise
@@ -340,46 +344,46 @@ class VllmEngine:
                 num_cached[output.request_id] = int(output.prefill_stats.num_cached_tokens)
             if output.new_prompt_logprobs_tensors is not None:
                 scores[output.request_id] = output.new_prompt_logprobs_tensors
-        scheduled = self._scheduler.num_scheduled
+        scheduled = self.held.num_scheduled
         return StepResult(
-            self._scheduler.take_verdicts(),
+            self.held.take_verdicts(),
             sum(scheduled.values()),
             scheduled.keys(),
             num_cached,
             scores,
             self._drafts(),
-            self._scheduler.preempted(),
+            self.held.preempted(),
         )
 
     def _drafts(self) -> dict[str, list[int]]:
         if not self._has_drafter:
             return {}
-        drafts = self._core.model_executor.take_draft_token_ids()
+        drafts = self.core.model_executor.take_draft_token_ids()
         return {} if drafts is None else dict(zip(drafts.req_ids, drafts.draft_token_ids, strict=True))
 
     def check(self) -> None:
         """Raise EngineLostError when a process of vLLM has ended; any thread may call it."""
         # vLLM calls back only when the ranks that are left have ended, too.
-        if self._lost or getattr(self._core.model_executor, "is_failed", False):
+        if self.lost or getattr(self.core.model_executor, "is_failed", False):
             raise EngineLostError("a process of vLLM has ended")
 
     def stats(self) -> CacheStats:
         """Return the counters of the KV cache; any thread may call it."""
-        used = self._pool.num_gpu_blocks - self._pool.get_num_free_blocks()
+        used = self.pool.num_gpu_blocks - self.pool.get_num_free_blocks()
         return CacheStats(
-            num_sessions=len(self._scheduler.requests),
+            num_sessions=len(self.held.requests),
             cache_bytes=used * self._block_bytes,
-            cache_budget_bytes=self._pool.num_gpu_blocks * self._block_bytes,
+            cache_budget_bytes=self.pool.num_gpu_blocks * self._block_bytes,
             num_evictions=self.num_evictions,
             retained_bytes=0,
         )
 
     def shutdown(self) -> None:
         """End vLLM's engine, and its processes."""
-        self._core.shutdown()
+        self.core.shutdown()
 
-    def _note_loss(self) -> None:
-        self._lost = True
+    def note_loss(self) -> None:
+        self.lost = True
 
 
 def _configuration(options: EngineOptions) -> Any:

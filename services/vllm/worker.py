@@ -42,8 +42,8 @@ class SamplingWorker(PlatformWorker):  # type: ignore[misc]  # vLLM's classes ar
         """Load the model and replace the runner's sampling."""
         super().load_model(*args, **kwargs)
         runner = self.model_runner
-        self._sampler = self._make_sampler(runner, runner.model_config.get_vocab_size())
-        runner._sample = self._sampler.sample
+        self.sampler = self._make_sampler(runner, runner.model_config.get_vocab_size())
+        runner._sample = lambda logits, metadata: self.sampler.sample(logits, metadata)
         runner.sampler.gather_logprobs = gather_logprobs
 
     def _make_sampler(self, runner: Any, vocab_size: int) -> BlockSampler | DraftSampler:
@@ -55,16 +55,16 @@ class SamplingWorker(PlatformWorker):  # type: ignore[misc]  # vLLM's classes ar
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """Run the forward of a step."""
-        self._sampler.begin(getattr(scheduler_output, "posted", {}))
+        self.sampler.begin(getattr(scheduler_output, "posted", {}))
         # A step that failed between the forward and the sampling has left it.
         self.model_runner.execute_model_state = None
         return super().execute_model(scheduler_output)
 
     def sample_tokens(self, grammar_output: Masks | None) -> Any:
         """Sample after the forward; `grammar_output` are the masks of the scheduler."""
-        self._sampler.take_masks(grammar_output)
+        self.sampler.take_masks(grammar_output)
         output = super().sample_tokens(None)
-        output.verdicts = self._sampler.take_verdicts()
+        output.verdicts = self.sampler.take_verdicts()
         return output
 
 

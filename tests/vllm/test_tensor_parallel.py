@@ -80,7 +80,7 @@ def test_all_ranks_hold_the_same_tokens(ranks):
             for at, name in enumerate(rows.req_ids)
         }
 
-    first, second = ranks.engine._core.collective_rpc(held)
+    first, second = ranks.engine.core.collective_rpc(held)
     assert first == second
     assert sorted(map(len, first.values())) == sorted(len(session.tokens) for session in batch)
 
