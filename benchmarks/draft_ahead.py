@@ -33,12 +33,12 @@ from gammaray.blocks import Shape
 from gammaray.errors import GammarayError
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from services.demo_pair import DRAFT_DIR, TARGET_DIR
-from services.draft.lookahead import Throttle
 from services.draft.scheduler import DraftScheduler
 from services.engine.loader import load_engine
 from services.scheduling.metrics import AheadStats
 from services.scheduling.planning import Limits
 from services.scheduling.tasks import ProposeTask, Release, SessionSpec, Task, VerifyTask
+from services.speculation.throttle import Throttle
 from services.target.scheduler import TargetScheduler
 
 __all__ = ["Pair", "Run", "main"]

@@ -1,10 +1,10 @@
-"""How well a draft worker knows what drafting gains, in simulation: `services.draft.gain` against the truth.
+"""How well a draft worker knows what drafting gains, in simulation: its estimate against the truth.
 
     python -m benchmarks.gain
 
 A session drafts chains of four in each of the 108 worlds of `benchmarks.regret`. The truth is the difference
 of expected tokens per second with chains of four and with plain decoding; the estimate uses what the draft
-worker observes, see `services.draft.gain`. Both are in units of the speed of plain decoding.
+worker observes, see `services.speculation.gain`. Both are in units of the speed of plain decoding.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.worlds import World
 from gammaray.bench.tables import plain_table
 from gammaray.blocks import Shape
 from gammaray.types import Proposal
-from services.draft.gain import GainMeter
+from services.speculation.gain import GainMeter
 
 SHAPE, PLAIN = Shape(4), Shape(0)
 UNIT_S = 4e-3

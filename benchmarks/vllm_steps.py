@@ -6,7 +6,8 @@ Two engines with the same model: gammaray's (held scheduler, gammaray's sampler)
 scheduler and sampler unmodified and without speculation. Each kind of step runs once per turn, in an order
 that rotates; ratios are medians over the turns. Times are processor time of the whole process with one
 arithmetic thread, which other processes of the machine disturb less than elapsed time. Proposals are tokens
-that are rejected: each step emits one token, as vLLM's own does. Needs an environment with vLLM (`make vllm`).
+that are rejected: each step emits one token, as vLLM's own does. Needs an environment with vLLM (`make
+vllm`).
 """
 
 from __future__ import annotations

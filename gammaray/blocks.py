@@ -49,6 +49,11 @@ class Shape:
         """Whether a proposal of this shape may be a tree."""
         return self.max_nodes > self.depth
 
+    @property
+    def chain(self) -> Shape:
+        """The shape without trees."""
+        return replace(self, max_nodes=0) if self.is_tree else self
+
     def clipped(self, depth: int) -> Shape:
         """Return the shape with at most `depth` levels."""
         return self if self.depth <= depth else replace(self, depth=depth)

@@ -21,6 +21,7 @@ from gammaray.demo_pair import DEMO_PAIR
 from gammaray.draft_server import check_draft, check_draft_server, is_draft_server
 from gammaray.environment import OTHER_VARIABLES, PREFIX, check_environment
 from gammaray.errors import InvalidArgumentError
+from gammaray.gguf import is_gguf
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -134,6 +135,7 @@ _ALLOWED = {
 
 # Allowed settings in deterministic mode, see `services.engine.hf.deterministic`.
 _DETERMINISTIC: dict[str, tuple[Any, ...]] = {
+    "engine": ("auto", "native", "transformers"),
     "device": ("auto", "cpu"),
     "dtype": ("auto", "float32"),
     "threads": (1,),
@@ -146,6 +148,13 @@ _HOST_NAMES = r"^( *(\*|\.?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*) *(,|$))*$"
 """Comma-separated host names without ports; a leading dot matches all subdomains, an asterisk everything."""
 
 
+Engine = Literal["auto", "vllm", "native", "transformers"]
+
+_ENGINE = (
+    "What computes the models: vllm; native, the compiled CPU kernel; transformers, the model's own layers. "
+    "auto: vllm where it is installed and there is a GPU, else native where the kernel covers the model, "
+    "else transformers."
+)
 _DRAFT_WEIGHTS = (
     "Weights of the draft model: int8 and int4 are quantised at load, which changes acceptance and speed, "
     "not the text; on a CPU they need the compiled kernel, on CUDA torchao. auto: as dtype."
@@ -215,6 +224,8 @@ def settings_error(
 class _ModelSettings(_Settings):
     """Settings of model execution, with checks of combinations that exclude each other."""
 
+    engine: Engine = Field("auto", description=_ENGINE)
+
     @model_validator(mode="after")
     def _check_deterministic(self) -> Self:
         if getattr(self, "deterministic", False):
@@ -225,10 +236,22 @@ class _ModelSettings(_Settings):
         return self
 
     @model_validator(mode="after")
+    def _check_engine(self) -> Self:
+        if self.engine == "vllm":
+            if features := getattr(self, "features", ""):
+                raise InvalidArgumentError("features", features, "none with the engine vllm")
+            if (weights := getattr(self, "head_weights", "auto")) != "auto":
+                raise InvalidArgumentError("head_weights", weights, "auto with the engine vllm")
+            for field in ("target", "model"):
+                if is_gguf(got := getattr(self, field, "")):
+                    raise InvalidArgumentError(field, got, "a directory or hub name with the engine vllm")
+        return self
+
+    @model_validator(mode="after")
     def _check_tensor_parallel(self) -> Self:
-        if (devices := getattr(self, "tensor_parallel", 1)) > 1:
-            allowed = "1: gammaray's own engines run a model on one device"
-            raise InvalidArgumentError("tensor_parallel", devices, allowed)
+        devices = getattr(self, "tensor_parallel", 1)
+        if devices > 1 and self.engine not in ("auto", "vllm"):
+            raise InvalidArgumentError("tensor_parallel", devices, f"1 with the engine {self.engine}")
         return self
 
 
@@ -283,12 +306,6 @@ class WorkerSettings(_ServingSettings, _ModelSettings):
     redis_url: str = Field(
         "", repr=False, description="Registry to announce this worker in; empty: do not announce."
     )
-    engine: Literal["auto", "vllm", "native", "transformers"] = Field(
-        "auto",
-        description="What computes the model: vllm; native, the compiled CPU kernel; transformers, its own "
-        "layers. auto: vllm where it is installed and there is a GPU, else native where the kernel covers "
-        "the architecture, else transformers.",
-    )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="Device of the model; auto prefers CUDA."
     )
@@ -332,9 +349,6 @@ class WorkerSettings(_ServingSettings, _ModelSettings):
     deterministic: bool = Field(
         False, description="Bit-identical logits whatever the batch and gamma (CPU float32 only; slower)."
     )
-    fast_kernels: bool = Field(
-        True, description="Use the compiled CPU kernel if it supports the architecture."
-    )
     drain_timeout_s: float = Field(
         10.0, ge=0, description="Time for running blocks to finish after SIGTERM, in seconds."
     )
@@ -347,8 +361,8 @@ class TargetSettings(WorkerSettings):
         1,
         ge=1,
         le=64,
-        description="Devices that each target's model is spread over, all in one machine; gammaray's own "
-        "engines use one.",
+        description="Devices that each target's model is spread over, all in one machine; more than one only "
+        "with vLLM as the engine.",
     )
     head: str = Field("", description=_HEAD)
     head_weights: Literal["auto", "int8", "int4"] = Field("auto", description=_HEAD_WEIGHTS)
@@ -646,8 +660,8 @@ class ClusterSettings(_ModelSettings):
         1,
         ge=1,
         le=64,
-        description="Devices that each target's model is spread over, all in one machine; gammaray's own "
-        "engines use one.",
+        description="Devices that each target's model is spread over, all in one machine; more than one only "
+        "with vLLM as the engine.",
     )
     pin_cores: bool = Field(
         True,

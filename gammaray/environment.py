@@ -27,6 +27,11 @@ OTHER_VARIABLES: Final[Mapping[str, str]] = {
 }
 """Variables that are not settings, and their purpose."""
 
+_REMOVED: Final[Mapping[str, str]] = {
+    f"{PREFIX}FAST_KERNELS": f"{PREFIX}ENGINE=transformers in place of false",
+}
+"""Variables of former versions, and what to use instead."""
+
 _SERVICE_HOST = "_SERVICE_HOST"
 
 
@@ -43,7 +48,7 @@ def check_environment(
         environment: The environment to check; None: that of this process.
 
     Raises:
-        InvalidArgumentError: Names the unknown variable and the nearest known one, but not its value.
+        InvalidArgumentError: Names the unknown or removed variable and what to use, but not its value.
     """
     given = os.environ if environment is None else environment
     # pydantic-settings ignores the case of names.
@@ -56,6 +61,8 @@ def check_environment(
         if name not in known:
             from gammaray.errors import InvalidArgumentError  # imports gRPC
 
+            if name in _REMOVED:
+                raise InvalidArgumentError(names[name], "a variable that was removed", _REMOVED[name])
             (nearest,) = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.0)
             allowed = f"a variable of gammaray; the nearest name is {nearest}"
             raise InvalidArgumentError(names[name], "an unknown environment variable", allowed)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from gammaray.checks import check_encodable, check_int, check_number, check_session_id, check_token_ids
@@ -203,6 +204,26 @@ class Proposal:
         for parent in self.parents:
             depths.append(1 if parent < 0 else depths[parent] + 1)
         return max(depths, default=0)
+
+    def first_path(self) -> tuple[int, ...]:
+        """Return the nodes from the root down by first children, which drafters put first: the likeliest."""
+        if self.parents is None:
+            return tuple(range(len(self.token_ids)))
+        path: list[int] = []
+        for node, parent in enumerate(self.parents):
+            if parent == (path[-1] if path else -1):
+                path.append(node)
+        return tuple(path)
+
+    def path(self, nodes: Sequence[int]) -> Proposal:
+        """Return the chain of these nodes, each the child of the one before."""
+        drawn = self.draft_distributions
+        return replace(
+            self,
+            token_ids=tuple(self.token_ids[node] for node in nodes),
+            parents=None,
+            draft_distributions=None if drawn is None else tuple(drawn[node] for node in nodes),
+        )
 
 
 @dataclass(frozen=True)

@@ -163,7 +163,7 @@ APPLICATIONS: Final[Mapping[str, ServeApplication]] = {
 
 def role_settings(cluster: ClusterSettings) -> dict[str, dict[str, Any]]:
     """Return what a cluster's settings determine per role; the rest is left to environment and defaults."""
-    worker: dict[str, Any] = {"device": cluster.device, "dtype": cluster.dtype}
+    worker: dict[str, Any] = {"engine": cluster.engine, "device": cluster.device, "dtype": cluster.dtype}
     is_server = is_draft_server(cluster.draft)
     draft = {"model": cluster.draft, "draft_weights": cluster.draft_weights, **worker, **_mapped(cluster)}
     server = {
@@ -212,7 +212,7 @@ def serve_document(cluster: ClusterSettings) -> dict[str, Any]:
     if not needs_target and not (Path(cluster.draft) / DRAFTER_FILE).is_file():
         own["draft"].pop("target_model", None)
     for settings in own.values():
-        for field in ("dtype", "draft_weights", "head_weights"):
+        for field in ("engine", "dtype", "draft_weights", "head_weights"):
             # auto is not included: the workers read it from their environment, which may differ by role.
             if settings.get(field) == "auto":
                 del settings[field]

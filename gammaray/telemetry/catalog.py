@@ -459,10 +459,10 @@ ENGINE = (
 INFO = (
     Metric(
         *("gammaray.info", Kind.GAUGE, "1", ALL),
-        "Always 1; the labels describe the process.",
+        "Always 1; the labels describe the process. `kernel` is what computes a worker's model.",
         "count by (role, version) (gammaray_info)",
         "Processes by role and version.",
-        labels=("role", "model", "version"),
+        labels=("role", "model", "version", "kernel"),
     ),
     Metric(
         *("gammaray.tasks", Kind.GAUGE, "{task}", ALL),

@@ -20,6 +20,7 @@ class MetricsExport:
         role: orchestrator, draft or target.
         model: Name of the served model.
         listen: host:port of the Prometheus endpoint, see `MetricsServer`; empty: none.
+        kernel: What computes a worker's model, see `ProcessStatus.kernel`; empty for an orchestrator.
 
     Attributes:
         address: host:port at which other machines reach the endpoint; empty without one.
@@ -28,8 +29,9 @@ class MetricsExport:
         InvalidArgumentError: The address is malformed or in use, or an `OTEL_*` variable is invalid.
     """
 
-    def __init__(self, meter: Meter, *, role: str, model: str, listen: str) -> None:
-        meter.gauge("gammaray.info", lambda: 1.0, role=role, model=model, version=__version__)
+    def __init__(self, meter: Meter, *, role: str, model: str, listen: str, kernel: str = "") -> None:
+        described = {"role": role, "model": model, "version": __version__, "kernel": kernel}
+        meter.gauge("gammaray.info", lambda: 1.0, **described)
         loop = asyncio.get_running_loop()
         meter.gauge("gammaray.tasks", lambda: len(asyncio.all_tasks(loop)), role=role)
         is_pushed = exports("metrics")

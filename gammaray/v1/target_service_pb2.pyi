@@ -418,6 +418,7 @@ class GetTargetInfoResponse(_message.Message):
     HEAD_FIELD_NUMBER: _builtins.int
     FEATURES_FIELD_NUMBER: _builtins.int
     GRAMMAR_IDENTITY_FIELD_NUMBER: _builtins.int
+    TAKES_TREES_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The model name given at startup."""
     vocab_size: _builtins.int
@@ -454,6 +455,8 @@ class GetTargetInfoResponse(_message.Message):
     """Fingerprint of the masks that it computes for grammars: `sha256/library-version`. Workers with the same SHA-256
     allow the same tokens. Empty if unknown.
     """
+    takes_trees: _builtins.bool
+    """Whether the worker verifies trees. Without, every proposal that it gets is a chain. Default false."""
     @_builtins.property
     def totals(self) -> _types_pb2.WorkerTotals:
         """Totals since startup."""
@@ -478,10 +481,11 @@ class GetTargetInfoResponse(_message.Message):
         head: _builtins.str = ...,
         features: _builtins.str = ...,
         grammar_identity: _builtins.str = ...,
+        takes_trees: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["totals", b"totals"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_budget_bytes", b"cache_budget_bytes", "cache_bytes", b"cache_bytes", "features", b"features", "grammar_identity", b"grammar_identity", "head", b"head", "is_draining", b"is_draining", "kernel", b"kernel", "max_context", b"max_context", "metrics_address", b"metrics_address", "model", b"model", "model_identity", b"model_identity", "num_queued", b"num_queued", "num_sessions", b"num_sessions", "pid", b"pid", "totals", b"totals", "vocab_sha256", b"vocab_sha256", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_budget_bytes", b"cache_budget_bytes", "cache_bytes", b"cache_bytes", "features", b"features", "grammar_identity", b"grammar_identity", "head", b"head", "is_draining", b"is_draining", "kernel", b"kernel", "max_context", b"max_context", "metrics_address", b"metrics_address", "model", b"model", "model_identity", b"model_identity", "num_queued", b"num_queued", "num_sessions", b"num_sessions", "pid", b"pid", "takes_trees", b"takes_trees", "totals", b"totals", "vocab_sha256", b"vocab_sha256", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

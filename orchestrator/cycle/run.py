@@ -39,6 +39,7 @@ async def run_cycle(
     features = session.features
     received, sent = features.num_received, features.num_sent
     shape = controller.next_shape().clipped(session.remaining - 1)  # the target emits one token itself
+    shape = shape if session.takes_trees else shape.chain
 
     proposal, draft_failed = EMPTY, False
     by_head = shape if shape.depth > 0 and shape.drafter is DrafterKind.HEAD else None

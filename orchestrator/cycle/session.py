@@ -64,6 +64,7 @@ class Session:
             for any.
         uses_head: Whether the target keeps hidden states for its head, which may draft.
         has_head: Whether the target worker in use has a head, as far as known.
+        takes_trees: Whether it verifies trees, as far as known.
         features: Features on their way to a head on a draft worker.
         digest: Key in the store of the request that began the turn, see `orchestrator.storage.session_store`.
     """
@@ -91,6 +92,7 @@ class Session:
     model_identity: str = field(init=False, default="")
     uses_head: bool = field(init=False, default=False)
     has_head: bool = field(init=False, default=False)
+    takes_trees: bool = field(init=False, default=True)
     features: FeatureRelay = field(init=False, default_factory=FeatureRelay)
     digest: str = field(init=False, default="")
 

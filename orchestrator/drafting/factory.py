@@ -29,7 +29,7 @@ from orchestrator.gamma.cost_model import CostModel
 from orchestrator.gamma.fixed import FixedGamma, Reason
 from orchestrator.workers.drafter import RemoteDrafter
 from orchestrator.workers.pool import WorkerPool
-from orchestrator.workers.verifier import TargetPool, has_head
+from orchestrator.workers.verifier import TargetPool, has_head, takes_trees
 
 __all__ = ["Drafting"]
 
@@ -83,6 +83,7 @@ class Drafting:
             grammar: The session's grammar before the first token of the completion; None without one.
         """
         settings, policy, allowed = self._settings, request.gamma, request.drafter
+        session.takes_trees = self._takes_trees
         remote = self._remote(session, request, spec)
         kind = DrafterKind.MODEL if self._server is None else DrafterKind.SERVER
         if isinstance(remote, TargetHead):
@@ -163,6 +164,11 @@ class Drafting:
         """Whether a usable target worker has a head."""
         return self._targets.pick_any(has_head) is not None
 
+    @property
+    def _takes_trees(self) -> bool:
+        """Whether a usable target worker verifies trees, or none is known yet."""
+        return self._targets.pick_any(takes_trees) is not None or self._targets.pick_any() is None
+
     def _texts(self, request: GenerationRequest, prediction: Sequence[int]) -> list[TextDrafter]:
         """Return the text drafters that a request may use; a draft model may be replaced by any of them.
 
@@ -189,8 +195,8 @@ class Drafting:
         if kind is DrafterKind.SERVER:  # it returns one chain
             return AdaptiveGamma(max_gamma, self.costs, drafter=kind)
         # Only coupled verification takes trees, at any temperature.
-        takes_trees = request.verification is VerificationMethod.COUPLED
-        max_nodes = (policy.max_nodes or settings.max_nodes) if takes_trees else 0
+        may_be_tree = request.verification is VerificationMethod.COUPLED and self._takes_trees
+        max_nodes = (policy.max_nodes or settings.max_nodes) if may_be_tree else 0
         return AdaptiveGamma(max_gamma, self.costs, max_nodes, drafter=kind)
 
 

@@ -22,6 +22,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import grpc
 import psutil
 from pydantic import ValidationError
 
@@ -112,10 +113,17 @@ HOST = "127.0.0.1"
 _ESSENTIAL = ("gcs_server", "raylet")
 _RAY_TRIES = 4
 _POLL_S = 0.1
-_HOPELESS = re.compile(r"[\w.]*(UnsupportedModelError|InvalidModelError|InvalidArgumentError)\b")
+_BAD_INPUT = re.compile(r"[\w.]*(UnsupportedVllmError|InvalidArgumentError): ")
+_HOPELESS = re.compile(r"[\w.]*(UnsupportedModelError|InvalidModelError)\b")
 _ERROR_LINE = re.compile(r"[\w.]+(Error|Exception)\b")
 _LOGGED_ERROR = re.compile(r"ERROR (\d{4}-\S+ \S+) (.*)")  # of Ray Serve: the time, and the rest
 _NUM_LOGGED = 3
+
+
+class BadSettingError(GammarayError):
+    """A setting that only a worker could check, which it refused."""
+
+    status = grpc.StatusCode.INVALID_ARGUMENT
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -135,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if signals.came:
             return 0
         print(f"gammaray: {error}", file=complaints, flush=True)
-        return 2 if isinstance(error, InvalidArgumentError) else 1
+        return 2 if isinstance(error, (InvalidArgumentError, BadSettingError)) else 1
     except Exception:  # a bug: print the traceback to the saved stderr, as stderr is silenced by now
         if signals.came:
             return 0
@@ -345,6 +353,7 @@ def _wait_until_healthy(settings: ClusterSettings, deadline: float, api_key: str
     """Wait until both APIs answer and report every worker.
 
     Raises:
+        BadSettingError: A setting is not allowed.
         UnavailableError: An application cannot start.
         DeadlineExceededError: It took too long.
     """
@@ -357,6 +366,8 @@ def _wait_until_healthy(settings: ClusterSettings, deadline: float, api_key: str
         applications = serve.status().applications
         for name, application in applications.items():
             reason = _reason(application)
+            if refused := _BAD_INPUT.match(reason):
+                raise BadSettingError(reason[refused.end() :])
             # Serve would retry, but a model that cannot be served will not become so.
             if application.status == "DEPLOY_FAILED" or _HOPELESS.match(reason):
                 raise UnavailableError(f"{name} cannot start: {reason}")

@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from gammaray.config import ClusterSettings, ScalingSettings, WorkerSettings, settings_error
 from gammaray.demo_pair import early_exit_layers, resolve_model
 from gammaray.deploy.draft_heads import check_draft_head, is_draft_head
+from gammaray.deploy.engines import check_engine, vllm_build
 from gammaray.deploy.gpus import CudaDevices, check_device, cuda_devices
 from gammaray.deploy.serve_config import APPLICATIONS, role_settings
 from gammaray.errors import InvalidArgumentError
@@ -160,6 +161,9 @@ def check_workers(settings: ClusterSettings, devices: CudaDevices | None = None)
     if any(size.is_elastic for size in (settings.target_workers, settings.draft_workers)):
         _settings_of("scaling", {})
     num_gpus = _check_devices(settings, workers, devices)
+    if settings.tensor_parallel > 1 and settings.engine == "auto" and not (num_gpus and vllm_build()[0]):
+        allowed = "1 without GPUs and vLLM, which spreads a model over several"
+        raise InvalidArgumentError("tensor_parallel", settings.tensor_parallel, allowed)
     if num_gpus != MANY_GPUS:
         gpus_by_role(num_gpus, most["target"], most["draft"], settings.tensor_parallel)
     if settings.worker_tls and find_spec("cryptography") is None:
@@ -180,7 +184,9 @@ def _check_devices(
         InvalidArgumentError: A worker needs a GPU and there is none, or would run on a GPU that it must not
             use.
     """
-    if settings.device == "cpu":
+    for worker in workers.values():
+        check_engine(worker.engine, settings.device, devices)
+    if settings.device == "cpu" or settings.engine == "native":
         return 0
     found = devices or cuda_devices()
     if found is None:

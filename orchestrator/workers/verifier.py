@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -52,6 +53,7 @@ __all__ = [
     "has_head",
     "identity_of",
     "of_identity",
+    "takes_trees",
     "why_nobody",
 ]
 
@@ -106,6 +108,11 @@ def identity_of(link: WorkerConnection[Any, Any]) -> str:
 def has_head(link: WorkerConnection[Any, Any]) -> bool:
     """Return whether the worker's last info names a head that drafts there."""
     return isinstance(link.info, target_pb.GetTargetInfoResponse) and link.info.head != ""
+
+
+def takes_trees(link: WorkerConnection[Any, Any]) -> bool:
+    """Return whether the worker's last info says that it verifies trees."""
+    return isinstance(link.info, target_pb.GetTargetInfoResponse) and link.info.takes_trees
 
 
 def grammars_of(link: WorkerConnection[Any, Any]) -> str:
@@ -207,6 +214,7 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
         super().__init__(pool, spec)
         self._timeout_s, self._wait_s = timeout_s, wait_s
         self._proposal, self._drafts = Proposal(), Shape(0)
+        self._path: tuple[int, ...] | None = None
         self._identity = ""
         self._grammars = grammar_identity() if spec.sampling.grammar else ""
 
@@ -225,7 +233,6 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
             ModelChangedError: The connected workers serve other models than the session's.
             GammarayError: The error that the worker answered.
         """
-        self._proposal, self._drafts = proposal, drafts or Shape(0)
         deadline: float | None = None
         while True:
             left_s = self._wait_s if deadline is None else max(0.0, deadline - time.monotonic())
@@ -233,7 +240,8 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
             self._attach(session, link)
             # The worker compares it, too: it may have been replaced by another process at the same address.
             self._identity = session.model_identity or identity_of(link)
-            session.has_head = has_head(link)
+            session.has_head, session.takes_trees = has_head(link), takes_trees(link)
+            self._take(proposal, drafts or Shape(0), is_chain=not session.takes_trees)
             start = time.monotonic()
             try:
                 result = await self._ask(session, link, self._timeout_s)
@@ -260,6 +268,12 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
             if session.num_emitted == 0:
                 session.num_cached = min(result.timing.cached_tokens, len(session.prompt))
             return verdict
+
+    def _take(self, proposal: Proposal, drafts: Shape, *, is_chain: bool) -> None:
+        """Take what is to be verified; of a tree only one path where the worker takes chains only."""
+        self._path = proposal.first_path() if is_chain and proposal.parents is not None else None
+        self._proposal = proposal if self._path is None else proposal.path(self._path)
+        self._drafts = drafts.chain if is_chain else drafts
 
     async def _choose(self, session: Session, timeout_s: float) -> TargetLink:
         """Return the worker in use if it is usable, else another one of the session's model."""
@@ -302,7 +316,11 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
         proposal = self._proposal if verdict.drafted is None else verdict.drafted
         if verdict.num_tested > len(proposal):
             raise InternalError(f"the target worker at {link.address} sent a verdict that cannot be")
-        return verdict
+        if self._path is None or verdict.drafted is not None:
+            return verdict
+        if any(node >= len(self._path) for node in verdict.accepted_path):
+            raise InternalError(f"the target worker at {link.address} sent a verdict that cannot be")
+        return replace(verdict, accepted_path=tuple(self._path[node] for node in verdict.accepted_path))
 
     def _take_features(self, session: Session, link: TargetLink, result: target_pb.VerifyResult) -> None:
         """Keep the features that came with a verdict, if their sizes are right; no verdict needs them."""

@@ -16,7 +16,6 @@ from torch import Tensor
 from gammaray.config import DraftSettings
 from gammaray.errors import InvalidArgumentError
 from gammaray.types import Proposal
-from services.draft.gain import GainMeter
 from services.engine.core.model import load_config, max_context_of, torch_device, torch_dtype
 from services.engine.loader import limit_cache
 from services.engine.native.library import use_threads
@@ -30,6 +29,7 @@ from services.scheduling.planning import Limits, Running
 from services.scheduling.scheduler import Scheduler
 from services.scheduling.sessions import SessionCopy
 from services.scheduling.tasks import ProposeTask, Timing
+from services.speculation.gain import GainMeter
 from services.speculation.head_drafter import HeadDrafter
 
 __all__ = ["HeadScheduler", "load_head_engine"]
@@ -137,7 +137,7 @@ def load_head_engine(name: str, target: str, settings: DraftSettings) -> HeadEng
         name=name,
         max_context=max_context_of(target, load_config(target).get_text_config()),
         weights=settings.draft_weights,
-        fast_kernels=settings.fast_kernels,
+        uses_kernel=settings.engine != "transformers",
         kernel_cache=settings.kernel_cache,
         setting="draft_weights",
     )

@@ -19,7 +19,6 @@ from typing import ClassVar
 from torch import Tensor
 
 from gammaray.types import Proposal, VerificationMethod
-from services.draft.gain import GainMeter
 from services.draft.lookahead import Lookahead
 from services.engine.core.errors import CacheFullError
 from services.engine.engine import Engine, SequenceInput
@@ -30,6 +29,7 @@ from services.scheduling.scheduler import Scheduler
 from services.scheduling.sessions import SessionCopy
 from services.scheduling.tasks import ProposeTask, Reply, Timing
 from services.speculation.calibration import Calibration
+from services.speculation.gain import GainMeter
 from services.speculation.proposals import ProposalBuilder
 from services.speculation.session import Speculation
 from services.speculation.tree import Node

@@ -19,7 +19,6 @@ from torch import Tensor
 from gammaray.blocks import Shape
 from gammaray.config import DraftSettings
 from gammaray.types import Proposal
-from services.draft.gain import GainMeter
 from services.draft.scheduler import DraftScheduler
 from services.draft.translated_chains import Chain, SharedLogits, TextChain, TokenChain
 from services.engine.engine import Engine, SequenceInput
@@ -30,6 +29,7 @@ from services.scheduling.planning import Limits, Running
 from services.scheduling.scheduler import Scheduler
 from services.scheduling.sessions import SessionCopy
 from services.scheduling.tasks import ProposeTask, Timing
+from services.speculation.gain import GainMeter
 from services.vocabulary.translation import Translation
 
 __all__ = ["TranslatedDraftScheduler", "make_draft_scheduler"]

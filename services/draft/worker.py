@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any, ClassVar
@@ -19,6 +20,7 @@ from gammaray.v1 import draft_service_pb2 as pb
 from gammaray.wire.blocks import features_from_proto, proposal_to_proto, shape_from_proto
 from services.draft.heads import HeadScheduler, load_head_engine
 from services.draft.translated import make_draft_scheduler
+from services.engine.choice import uses_vllm
 from services.engine.engine import Engine
 from services.engine.loader import load_worker_engine
 from services.heads.loading import names_head
@@ -32,7 +34,9 @@ from services.streaming.messages import Model, describe, fill_result, task_field
 from services.streaming.streams import Deliver, Streams
 from services.vocabulary.translation import Translation, load_translation, target_size
 
-__all__ = ["DraftServicer", "DraftWorker"]
+__all__ = ["DraftServicer", "DraftWorker", "drafts_on_vllm"]
+
+_log = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT_MS = 10_000
 
@@ -118,6 +122,21 @@ def _result(reply: Reply) -> pb.ProposeResult:
     return result
 
 
+def drafts_on_vllm(path: str, target: str, settings: DraftSettings) -> bool:
+    """Return whether vLLM serves a drafter: with the engine auto only one that it can."""
+    if not uses_vllm(settings.engine, settings.device):
+        return False
+    if settings.engine == "auto":
+        from services.vllm.loading import check_draft  # vLLM is an extra
+
+        try:
+            check_draft(path, target, settings)
+        except InvalidArgumentError as error:
+            _log.info("%s is not served by vLLM: %s", path, error)
+            return False
+    return True
+
+
 class DraftWorker(Worker[DraftSettings]):
     """Serves gammaray.v1.DraftService."""
 
@@ -132,6 +151,10 @@ class DraftWorker(Worker[DraftSettings]):
         name, target, limits = self.settings.model, self._target, self._limits
         check_draft_head("model", path)
         check_drafter(path, target)
+        if drafts_on_vllm(path, target, self.settings):
+            from services.vllm.loading import load_draft  # vLLM is an extra
+
+            return load_draft(path, target, self.settings, limits)
         if early_exit_layers(path) is None and not is_gguf(path) and names_head(path):
             self._features = head_sha256(path)
             head = load_head_engine(path, target, self.settings)

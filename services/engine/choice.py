@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from importlib.util import find_spec
 
 import torch
 
-__all__ = ["uses_vllm"]
+from gammaray.config import TargetSettings
+from gammaray.errors import InvalidArgumentError
+from gammaray.gguf import is_gguf
+
+__all__ = ["target_uses_vllm", "uses_vllm"]
+
+_log = logging.getLogger(__name__)
 
 
 def uses_vllm(engine: str, device: str) -> bool:
@@ -19,3 +26,31 @@ def uses_vllm(engine: str, device: str) -> bool:
     if engine != "auto":
         return engine == "vllm"
     return device != "cpu" and torch.cuda.is_available() and find_spec("vllm") is not None
+
+
+def target_uses_vllm(path: str, settings: TargetSettings) -> bool:
+    """Return whether vLLM serves a target; "auto" does not take it for what it does not serve.
+
+    Args:
+        path: Directory, hub name or GGUF file.
+        settings: Of the worker; with the engine vllm they name nothing that it does not serve.
+
+    Raises:
+        InvalidArgumentError: The model is to be spread over several devices, and vLLM does not serve it.
+    """
+    is_vllm = uses_vllm(settings.engine, settings.device)
+    if is_vllm and settings.engine == "auto":
+        asked = {
+            "features": bool(settings.features),
+            "deterministic": settings.deterministic,
+            "head_weights": settings.head_weights != "auto",
+            "a GGUF file": is_gguf(path),
+        }
+        if any(asked.values()):
+            names = " and ".join(name for name, is_asked in asked.items() if is_asked)
+            _log.warning("the engine is not vllm, which does not serve %s", names)
+            is_vllm = False
+    if settings.tensor_parallel > 1 and not is_vllm:
+        allowed = "1: vLLM, which spreads a model over several, is not the engine here"
+        raise InvalidArgumentError("tensor_parallel", settings.tensor_parallel, allowed)
+    return is_vllm

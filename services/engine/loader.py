@@ -41,7 +41,7 @@ def load_engine(
     threads: int = 1,
     cache_budget_bytes: int = DEFAULT_CACHE_BUDGET_BYTES,
     deterministic: bool = False,
-    fast_kernels: bool = True,
+    engine: str = "auto",
     kernel_cache: str = "",
     weights: str = "auto",
     draft_for: str | None = None,
@@ -56,7 +56,8 @@ def load_engine(
         cache_budget_bytes: Upper bound of all sessions' keys and values together.
         deterministic: Logits are bit-identical whatever else is in a step; see
             `services.engine.hf.deterministic` for the supported models.
-        fast_kernels: Use the compiled CPU kernel where it covers the architecture.
+        engine: "native" is the compiled CPU kernel, "transformers" the model's own layers, "auto" the kernel
+            where it covers the model.
         kernel_cache: Folder of compiled CPU kernels; empty: the default of `load_kernel`.
         weights: "auto" (as `dtype`), "int8" or "int4": a draft's setting `draft_weights`. The engine then
             serves the quantised model exactly; never quantise a target.
@@ -66,10 +67,14 @@ def load_engine(
     Raises:
         UnsupportedModelError: It cannot be served exactly; the reason is in the error.
         NotFoundError: There is no such model.
-        InvalidArgumentError: Unknown device or dtype, a GGUF file that cannot be read, weights without a
-            kernel, or a drafter that needs another target or the name of its target.
+        InvalidArgumentError: Unknown device or dtype, a GGUF file that cannot be read, weights or an
+            engine without a kernel, or a drafter that needs another target or the name of its target.
     """
     torch.set_num_threads(threads)
+    if engine == "vllm":
+        raise InvalidArgumentError("engine", engine, f"auto, native or transformers for {model}")
+    if engine == "native" and device == "auto":
+        device = "cpu"
     draft = None
     if draft_for is None:
         loaded = load_model(model, device=device, dtype=dtype)
@@ -77,7 +82,7 @@ def load_engine(
         loaded, draft = load_drafter(model, draft_for, device=device, dtype=dtype)
     if deterministic:
         check_covered(loaded)
-    obstacle = native_obstacle(loaded, kernel_cache) if fast_kernels else "fast_kernels is off"
+    obstacle = _native_obstacle(loaded, engine, kernel_cache)
     quantised = None if weights == "auto" else _quantised(loaded, weights, obstacle)
     with _first_forwards(loaded), on_device(loaded.device):
         layout = probe_model(loaded)
@@ -93,7 +98,7 @@ def load_engine(
     if isinstance(runner, NativeRunner):
         use_threads(threads)
     kernel = ", ".join([kernel, *_weights_note(loaded, weights)])
-    engine = Engine(
+    built = Engine(
         runner,
         CacheStore(shape, cache_budget_bytes),
         model_name=model,
@@ -101,14 +106,14 @@ def load_engine(
         max_context=loaded.max_context,
         kernel=kernel,
     )
-    _log_kernel(engine)
+    _log_kernel(built)
     with _first_forwards(loaded):
-        check_model(engine, loaded)
+        check_model(built, loaded)
     if deterministic:
-        check_deterministic(engine)
+        check_deterministic(built)
     if draft is not None:
-        engine.draft_for(draft)
-    return engine
+        built.draft_for(draft)
+    return built
 
 
 def load_worker_engine(path: str, settings: WorkerSettings, draft_for: str | None = None) -> Engine:
@@ -131,7 +136,7 @@ def load_worker_engine(path: str, settings: WorkerSettings, draft_for: str | Non
         dtype=settings.dtype,
         threads=settings.threads,
         deterministic=settings.deterministic,
-        fast_kernels=settings.fast_kernels,
+        engine=settings.engine,
         kernel_cache=settings.kernel_cache,
         weights=settings.draft_weights if isinstance(settings, DraftSettings) else "auto",
         draft_for=draft_for,
@@ -163,6 +168,20 @@ def _first_forwards(loaded: LoadedModel) -> Iterator[None]:
         raise_if_lost(error)
         what = "its weights" if loaded.stored is None else loaded.stored.described(loaded.dtype)
         raise UnsupportedModelError(loaded.name, f"{what} do not run on {loaded.device}: {error}") from error
+
+
+def _native_obstacle(loaded: LoadedModel, engine: str, kernel_cache: str) -> str:
+    """Return why the compiled kernel does not run a model; empty if it does.
+
+    Raises:
+        InvalidArgumentError: The engine is to be the kernel, and cannot.
+    """
+    if engine == "transformers":
+        return "the engine is transformers"
+    obstacle = native_obstacle(loaded, kernel_cache)
+    if engine == "native" and obstacle:
+        raise InvalidArgumentError("engine", engine, f"auto or transformers for {loaded.name}: {obstacle}")
+    return obstacle
 
 
 def _weights_note(loaded: LoadedModel, weights: str) -> list[str]:

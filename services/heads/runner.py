@@ -109,7 +109,7 @@ def head_engine(
     max_context: int,
     budget_bytes: int = HEAD_CACHE_BYTES,
     weights: str = "auto",
-    fast_kernels: bool = True,
+    uses_kernel: bool = True,
     kernel_cache: str = "",
     setting: str = "head_weights",
 ) -> HeadEngine:
@@ -122,7 +122,7 @@ def head_engine(
         max_context: The target's.
         budget_bytes: Upper bound of the caches of all sessions.
         weights: "auto", "int8" or "int4"; the last two need the compiled kernel.
-        fast_kernels: Use the compiled kernel on a CPU.
+        uses_kernel: Use the compiled kernel where it covers the head.
         kernel_cache: Folder of compiled kernels; empty: the default of `load_kernel`.
         setting: Name of the setting that gave `weights`, for the error.
 
@@ -130,7 +130,7 @@ def head_engine(
         InvalidArgumentError: Weights without a kernel.
         InvalidModelError: The head computes no finite logits.
     """
-    obstacle = kernel_obstacle(head, kernel_cache) if fast_kernels else "fast_kernels is off"
+    obstacle = kernel_obstacle(head, kernel_cache) if uses_kernel else "the engine is transformers"
     if obstacle and weights != "auto":
         allowed = f"auto: {weights} needs the compiled CPU kernel ({obstacle})"
         raise InvalidArgumentError(setting, weights, allowed)

@@ -13,6 +13,7 @@ from typing import Any
 
 from gammaray.cli.settings import parse_settings
 from gammaray.config import WorkerSettings
+from gammaray.deploy.engines import check_engine
 from gammaray.errors import GammarayError, InvalidArgumentError
 
 __all__ = ["EXIT_BAD_SETTINGS", "EXIT_UNSUPPORTED_MODEL", "run"]
@@ -43,6 +44,7 @@ def run(
         settings, _ = parse_settings(
             settings_class, f"python -m {prog}", sys.argv[1:] if argv is None else argv
         )
+        check_engine(settings.engine, settings.device)
     except InvalidArgumentError as error:
         print(f"python -m {prog}: {error}", file=sys.stderr)
         return EXIT_BAD_SETTINGS

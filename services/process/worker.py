@@ -116,6 +116,7 @@ class Worker(ABC, Generic[SettingsT]):
             role=self.role,
             model=settings.model,
             listen=settings.metrics_listen,
+            kernel=self._model.kernel,
         )
         self._model = replace(self._model, metrics_address=self._metrics.address)
         self.streams = Streams(self.engine, tracer)

@@ -26,7 +26,7 @@ from services.speculation.predictions import Prediction, predictions
 from services.speculation.proposals import ProposalBuilder
 from services.speculation.tree import Node, SpeculationTree
 
-__all__ = ["Speculation", "counts_tokens", "draft_params"]
+__all__ = ["Speculation", "counts_tokens", "draft_params", "edited_log_probs"]
 
 
 _Paths = Callable[[], Iterable[Sequence[int]]]
@@ -61,6 +61,24 @@ def counts_tokens(params: SamplingParams) -> bool:
         or params.frequency_penalty
         or params.presence_penalty
     )
+
+
+def edited_log_probs(
+    logits: Tensor, params: SamplingParams, edits: LogitEdits, paths: Sequence[Sequence[int]]
+) -> Tensor:
+    """Return a draft's log-probabilities with a session's edits, also where these leave no token.
+
+    Args:
+        logits: [rows, vocab_size].
+        params: As of `draft_params`.
+        edits: Those by `params`, updated to the committed tokens.
+        paths: For each row, the tokens between the committed ones and the row.
+    """
+    log_probs = processed_log_probs(logits, params, edits, paths)
+    for row in edits.empty_rows:  # the target refuses whatever is proposed there
+        log_probs[row] = -math.inf
+        log_probs[row, 0] = 0.0
+    return log_probs
 
 
 MOST_CUT = 0.25
@@ -385,8 +403,4 @@ class Speculation:
         if not LogitEdits.needed(params):
             return processed_log_probs(logits, params)
         edits = self.session.edits_for(params, logits.shape[-1], logits.device)
-        log_probs = processed_log_probs(logits, params, edits, list(paths()))
-        for row in edits.empty_rows:  # the target refuses whatever is proposed there
-            log_probs[row] = -math.inf
-            log_probs[row, 0] = 0.0
-        return log_probs
+        return edited_log_probs(logits, params, edits, list(paths()))

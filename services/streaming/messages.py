@@ -32,6 +32,7 @@ class Model:
         metrics_address: host:port of the Prometheus endpoint; empty: none.
         kernel: Implementation of its forwards, see `Engine.kernel`.
         identity: Of a target's weights and arithmetic, see `services.process.fingerprints`; empty: unknown.
+        takes_trees: Whether a target verifies trees.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Model:
     metrics_address: str = ""
     kernel: str = ""
     identity: str = ""
+    takes_trees: bool = True
 
 
 def task_fields(block: Any, default_timeout_ms: int, deliver: Deliver) -> dict[str, Any]:

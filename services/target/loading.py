@@ -61,7 +61,7 @@ def load_local_drafter(settings: TargetSettings, engine: Engine) -> LocalDrafter
         name=name,
         max_context=engine.max_context,
         weights=settings.head_weights,
-        fast_kernels=settings.fast_kernels,
+        uses_kernel=settings.engine != "transformers",
         kernel_cache=settings.kernel_cache,
     )
     is_own = (Path(name) / "gammaray.json").is_file()
@@ -105,7 +105,9 @@ def load_feature_source(settings: TargetSettings, engine: Engine) -> tuple[Featu
     check_drafter(settings.features, target)
     head = load_fusion(settings.features, target)
     head.to(engine.device, torch.float32 if engine.device.type == "cpu" else engine.dtype)
-    fusion = FeatureFusion(head, fast_kernels=settings.fast_kernels, kernel_cache=settings.kernel_cache)
+    fusion = FeatureFusion(
+        head, uses_kernel=settings.engine != "transformers", kernel_cache=settings.kernel_cache
+    )
     return FeatureSource(fusion, settings.feature_window), head_sha256(settings.features)
 
 
@@ -116,7 +118,7 @@ def _load_draft_model(settings: TargetSettings, name: str, target: str, engine: 
         dtype=settings.dtype,
         threads=settings.threads,
         cache_budget_bytes=HEAD_CACHE_BYTES,
-        fast_kernels=settings.fast_kernels,
+        engine=settings.engine,
         kernel_cache=settings.kernel_cache,
         weights=settings.head_weights,
         draft_for=target,

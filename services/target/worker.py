@@ -23,7 +23,7 @@ from gammaray.wire.blocks import (
     proposal_to_proto,
     shape_from_proto,
 )
-from services.engine.choice import uses_vllm
+from services.engine.choice import target_uses_vllm
 from services.engine.loader import load_worker_engine
 from services.process.fingerprints import model_identity, vocab_sha256
 from services.process.server import guarded
@@ -80,6 +80,7 @@ class TargetServicer(target_service_pb2_grpc.TargetServiceServicer):
             head=self._head,
             features=self._features,
             grammar_identity=self._grammars,
+            takes_trees=self._model.takes_trees,
         )
 
     def _parse(self, block: pb.VerifyBlock, deliver: Deliver) -> VerifyTask:
@@ -166,7 +167,7 @@ class TargetWorker(Worker[TargetSettings]):
 
     def _load_model(self, path: str) -> tuple[Model, BlockScheduler[Any]]:
         settings = self.settings
-        if uses_vllm(settings.engine, settings.device):
+        if target_uses_vllm(path, settings):
             from services.vllm.loading import load_target  # vLLM is an extra
 
             return load_target(path, settings, self._limits)

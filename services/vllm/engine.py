@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+from gammaray.deploy.engines import SUPPORTED_VLLM, check_engine, vllm_build
 from gammaray.errors import InvalidArgumentError
 from services.engine.cache_budget import CacheBudget
-from services.engine.core.errors import EngineLostError, UnsupportedModelError
+from services.engine.core.errors import EngineLostError
 from services.engine.core.kv_cache import CacheStats
 from services.scheduling.tasks import SessionSpec
-from services.vllm.compatibility import check_vllm, installed_version
-from services.vllm.messages import PostedBlock, Verdicts
+from services.vllm.compatibility import check_vllm
+from services.vllm.messages import DraftBlock, PostedBlock, Verdicts
 
 __all__ = ["EngineOptions", "StepResult", "VllmEngine"]
 
@@ -29,10 +31,24 @@ _log = logging.getLogger(__name__)
 MAX_REQUESTS = 256
 """Most sessions with a KV cache at once; vLLM's scheduler has a slot for each."""
 
+MAX_SAID = 200
+"""Characters of vLLM's own message in an error."""
+
+_PREFIX = re.compile(r"\A\d{1,3} validation errors? for \w+ (?:Value error, )?")
+"""What pydantic puts before it."""
+
+_OF_MEMORY = ("auto-fit", "cache blocks", "free memory", "kv cache")
+"""Words of its messages about too little memory."""
+
+CPU_DRAFT_BLOCK = 32
+"""Tokens of a KV block of a draft model on a CPU: the prefix cache has whole blocks, so that each proposal
+feeds half a block again. vLLM's own choice there is 128, on GPUs 16."""
+
 _ENVIRONMENT = {
     "VLLM_CONFIGURE_LOGGING": "0",  # the worker's logging is configured already
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # else vLLM's CPU build starts a process for one rank, too
     "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # `services.vllm.worker` replaces the sampling of the first one
 }
 """Defaults of vLLM's own variables; what the user sets is kept."""
 
@@ -53,6 +69,8 @@ class EngineOptions:
         tensor_parallel: GPUs (or CPU ranks) that the model is spread over.
         head: Drafts in the target: see `services.vllm.heads.drafter_config`; empty: nothing does.
         is_compiled: Whether vLLM compiles the model and captures CUDA graphs.
+        is_draft: Whether the model drafts: its requests run freely, and their prompts are short ones after
+            what the prefix cache has.
     """
 
     model: str
@@ -66,6 +84,7 @@ class EngineOptions:
     tensor_parallel: int = 1
     head: str = ""
     is_compiled: bool = True
+    is_draft: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,14 +123,17 @@ class VllmEngine:
 
     Raises:
         UnsupportedVllmError: vLLM is missing, or in another version.
-        UnsupportedModelError: vLLM cannot load the model; its first line says why.
-        InvalidArgumentError: There is no GPU, or too little memory for the cache.
+        InvalidArgumentError: vLLM cannot load the model, there is no GPU, or too little memory for the cache.
     """
 
     def __init__(self, options: EngineOptions) -> None:
+        check_engine("vllm", options.device)
         check_vllm()
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
+        logging.getLogger("vllm").setLevel(logging.WARNING)
+        # What it logs of a configuration that it cannot read is raised, too.
+        logging.getLogger("vllm.transformers_utils").setLevel(logging.CRITICAL)
         if options.tensor_parallel > 1:
             os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
         from vllm.v1.engine.core import EngineCore
@@ -122,7 +144,7 @@ class VllmEngine:
             config = _configuration(options)
             executor = Executor.get_class(config)
             self._core = EngineCore(config, executor, log_stats=False, executor_fail_callback=self._note_loss)
-        except (EngineLostError, InvalidArgumentError, UnsupportedModelError):
+        except (EngineLostError, InvalidArgumentError):
             raise
         except Exception as error:  # vLLM raises many kinds
             raise _start_error(options, error) from error
@@ -132,7 +154,7 @@ class VllmEngine:
         self.device = "cpu" if _is_cpu() else "cuda"
         self.dtype = str(model.dtype).removeprefix("torch.")
         ranks = f" on {options.tensor_parallel} ranks" if options.tensor_parallel > 1 else ""
-        self.kernel = f"vLLM {installed_version()} ({self.device}, {self.dtype}){ranks}"
+        self.kernel = f"vLLM {vllm_build()[0]} ({self.device}, {self.dtype}){ranks}"
         self.max_proposal = options.max_proposal
         self._scheduler = self._core.scheduler
         self._has_drafter = bool(options.head)
@@ -225,6 +247,14 @@ class VllmEngine:
     def post(self, request_id: str, block: PostedBlock) -> None:
         """Let a request run once, see `HeldScheduler.post`."""
         self._scheduler.post(request_id, block)
+
+    def start_drafting(self, request_id: str, block: DraftBlock) -> None:
+        """Let a request draft in each step from now on, see `DraftingScheduler`."""
+        self._scheduler.post(request_id, block)
+
+    def set_held(self, request_id: str, *, is_held: bool) -> None:
+        """Stop a drafting request for some steps, or let it go on."""
+        self._scheduler.set_held(request_id, is_held=is_held)
 
     def withdraw(self, request_id: str) -> None:
         """Forget a posted block that has not run."""
@@ -326,7 +356,7 @@ def _configuration(options: EngineOptions) -> Any:
 
     from services.vllm.heads import complete_config, drafter_config  # they need torch
 
-    device = _device(options)
+    device = _device()
     dtype = options.dtype if options.dtype != "auto" else "float32" if device == "cpu" else "bfloat16"
     arguments: dict[str, Any] = {
         "model": options.model,
@@ -341,15 +371,22 @@ def _configuration(options: EngineOptions) -> Any:
         "enforce_eager": device == "cpu" or not options.is_compiled,
         "enable_prefix_caching": True,
         "disable_log_stats": True,
-        "scheduler_cls": "services.vllm.held_scheduler.HeldScheduler",
-        "worker_cls": "services.vllm.worker.SamplingWorker",
-        "async_scheduling": False,  # verdicts are needed before the next step
-        "speculative_config": {
+        "use_tqdm_on_load": False,
+        "async_scheduling": False,  # the sampler's outcomes are needed before the next step
+    }
+    if options.is_draft:
+        arguments["scheduler_cls"] = "services.vllm.held_scheduler.DraftingScheduler"
+        arguments["worker_cls"] = "services.vllm.worker.DraftingWorker"
+        if device == "cpu":
+            arguments["block_size"] = CPU_DRAFT_BLOCK
+    else:
+        arguments["scheduler_cls"] = "services.vllm.held_scheduler.HeldScheduler"
+        arguments["worker_cls"] = "services.vllm.worker.SamplingWorker"
+        arguments["speculative_config"] = {
             "method": "custom_class",
             "model": "services.vllm.held_scheduler.NoProposer",
             "num_speculative_tokens": options.max_proposal,
-        },
-    }
+        }
     if options.head:
         arguments |= {"speculative_config": drafter_config(options.head), "hf_overrides": complete_config}
     budget = options.cache_budget_bytes
@@ -370,35 +407,34 @@ def _is_cpu() -> bool:
     return bool(current_platform.is_cpu())
 
 
-def _device(options: EngineOptions) -> str:
+def _device() -> str:
     """Return the device of the installed vLLM, which is built for one.
 
     Raises:
-        InvalidArgumentError: Another one is asked for, or there is no GPU.
+        InvalidArgumentError: vLLM finds none.
     """
     from vllm.platforms import current_platform
 
     found = "cpu" if current_platform.is_cpu() else "cuda"
     if current_platform.device_type not in ("cpu", "cuda"):
         raise InvalidArgumentError("engine", "vllm", "a GPU, or vLLM's CPU build: vLLM found no device")
-    if options.device not in ("auto", found):
-        allowed = f"{found} with this build of vLLM ({installed_version()})"
-        raise InvalidArgumentError("device", options.device, allowed)
     return found
 
 
-def _start_error(options: EngineOptions, error: Exception) -> Exception:
-    """Return the typed error for what vLLM raised at start."""
+def _start_error(options: EngineOptions, error: Exception) -> InvalidArgumentError:
+    """Return the typed error for what vLLM raised at start, with the first sentence of its message."""
     text = " ".join(str(error).split())
     lowered = text.lower()
-    if "memory" in lowered and (
-        "kv cache" in lowered or "free memory" in lowered or "cache blocks" in lowered
-    ):
+    said = _PREFIX.sub("", re.split(r"(?<=[a-z)])[.;] | \[type=", text, maxsplit=1)[0])[:MAX_SAID]
+    if "memory" in lowered and any(words in lowered for words in _OF_MEMORY):
         field = "cache_budget_mb" if options.cache_budget_bytes is not None else "cache_memory_share"
         got = options.memory_share if options.cache_budget_bytes is None else options.cache_budget_bytes >> 20
-        return InvalidArgumentError(field, got, f"enough for one session of the whole context: {text}")
+        return InvalidArgumentError(
+            field, got, f"enough for one session: {said.replace('GPU memory', 'memory')}"
+        )
     model = f"{options.model} with the drafter {options.head}" if options.head else options.model
-    return UnsupportedModelError(model, f"vLLM: {type(error).__name__}: {text}")
+    allowed = f"a model that vLLM {SUPPORTED_VLLM} loads: {type(error).__name__}: {said}"
+    return InvalidArgumentError("model", model, allowed)
 
 
 def _cache_bytes(scheduler: Any) -> int:

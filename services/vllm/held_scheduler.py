@@ -10,9 +10,9 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from services.vllm.messages import Masks, PostedBlock, Verdicts
+from services.vllm.messages import DraftBlock, Masks, PostedBlock, Verdicts
 
-__all__ = ["HeldScheduler", "NoProposer"]
+__all__ = ["DraftingScheduler", "HeldScheduler", "NoProposer"]
 
 _NEVER = 1 << 62
 """A step that no request reaches: vLLM skips a request whose `next_decode_eligible_step` lies ahead."""
@@ -91,18 +91,23 @@ class HeldScheduler(Scheduler):  # type: ignore[misc]  # vLLM's classes are not 
         self._told |= output.finished_req_ids
         self.num_scheduled = dict(output.num_scheduled_tokens)
         self.running.sort(key=lambda request: request.request_id not in self.num_scheduled)
-        posted = {
-            request_id: self._posted.pop(request_id)
+        posted = self._take_posted(
+            request_id
             for request_id in output.num_scheduled_tokens
             if request_id in self._posted and not self.requests[request_id].is_prefill_chunk
-        }
+        )
         output.posted = posted
         self._masks = None if self.mask_maker is None else self.mask_maker(posted)
-        if self.vllm_config.speculative_config.method not in ("medusa", "custom_class"):
+        config = self.vllm_config.speculative_config
+        if config is not None and config.method not in ("medusa", "custom_class"):
             # Medusa's heads are all computed at once; others read new tokens even if they draft none.
             depths = [block.draft_depth for block in posted.values()]
             output.num_spec_tokens_to_schedule = min(max(depths, default=0), most)
         return output
+
+    def _take_posted(self, request_ids: Iterable[str]) -> dict[str, Any]:
+        """Return the blocks of requests whose rows a step computes."""
+        return {request_id: self._posted.pop(request_id) for request_id in request_ids}
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> Masks | None:
         """Return the masks of gammaray's own grammars, computed while the forward runs."""
@@ -116,12 +121,35 @@ class HeldScheduler(Scheduler):  # type: ignore[misc]  # vLLM's classes are not 
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         super()._update_after_schedule(scheduler_output)
+        self._hold(scheduler_output)
+
+    def _hold(self, scheduler_output: SchedulerOutput) -> None:
+        """Stop the requests whose rows the step computes."""
         for request in self._scheduled(scheduler_output):
             if not request.is_prefill_chunk:
                 request.next_decode_eligible_step = _NEVER
 
     def _scheduled(self, scheduler_output: SchedulerOutput) -> Iterable[Request]:
         return (self.requests[request_id] for request_id in scheduler_output.num_scheduled_tokens)
+
+
+class DraftingScheduler(HeldScheduler):
+    """Runs a request in every step from its block on, a token each, until it is held or aborted."""
+
+    def post(self, request_id: str, block: DraftBlock) -> None:  # type: ignore[override]
+        """Let a request draft."""
+        self._posted[request_id] = block  # type: ignore[assignment]
+        self.set_held(request_id, is_held=False)
+
+    def set_held(self, request_id: str, *, is_held: bool) -> None:
+        """Stop a request for some steps, or let it go on; it keeps its cache."""
+        self.requests[request_id].next_decode_eligible_step = _NEVER if is_held else 0
+
+    def _take_posted(self, request_ids: Iterable[str]) -> dict[str, Any]:
+        return {request_id: self._posted[request_id] for request_id in request_ids}
+
+    def _hold(self, scheduler_output: SchedulerOutput) -> None:
+        """Let all requests go on."""
 
 
 class NoProposer:

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from gammaray.config import TargetSettings
-from gammaray.demo_pair import resolve_model
+from collections.abc import Mapping
+from dataclasses import replace
+
+from gammaray.config import DraftSettings, TargetSettings, WorkerSettings
+from gammaray.demo_pair import early_exit_layers, resolve_model
 from gammaray.errors import InvalidArgumentError
 from gammaray.gguf import is_gguf
+from services.engine.core.drafter import is_ordinary
+from services.heads.loading import names_head
 from services.process.fingerprints import check_drafter, model_identity, vocab_sha256
 from services.scheduling.grammars import Grammars
 from services.scheduling.planning import Limits
 from services.streaming.messages import Model
+from services.vllm.draft_scheduler import VllmDraftScheduler
 from services.vllm.engine import EngineOptions, VllmEngine
 from services.vllm.heads import TARGETS_OWN
 from services.vllm.scheduler import VllmScheduler
+from services.vocabulary.translation import target_size
 
-__all__ = ["load_target"]
+__all__ = ["check_draft", "load_draft", "load_target"]
+
+_ALLOWED_MODEL = "a directory or hub name of a causal model with vLLM as the engine"
 
 
 def load_target(path: str, settings: TargetSettings, limits: Limits) -> tuple[Model, VllmScheduler]:
@@ -27,35 +36,12 @@ def load_target(path: str, settings: TargetSettings, limits: Limits) -> tuple[Mo
 
     Raises:
         UnsupportedVllmError: vLLM is missing, or in another version.
-        UnsupportedModelError: vLLM cannot load the model, or not with this head.
-        InvalidArgumentError: A setting that vLLM does not serve, a head for another target, no GPU, or too
-            little memory.
+        InvalidArgumentError: vLLM cannot load the model or the head, there is no GPU, too little memory, or
+            the head is for another target.
     """
-    for field, allowed in (
-        ("features", ""),
-        ("deterministic", False),
-        ("head_weights", "auto"),
-        ("head_window", 0),
-    ):
-        if getattr(settings, field) != allowed:
-            got = getattr(settings, field)
-            raise InvalidArgumentError(field, got, f"{allowed!r} with vLLM as the engine")
-    if is_gguf(path):
-        raise InvalidArgumentError("model", path, "a directory or hub name with vLLM as the engine")
-    budget = settings.cache_budget_mb
-    engine = VllmEngine(
-        EngineOptions(
-            model=path,
-            device=settings.device,
-            dtype=settings.dtype,
-            max_batch_tokens=limits.max_batch_tokens,
-            prefill_chunk=limits.prefill_chunk,
-            cache_budget_bytes=None if budget is None else budget << 20,
-            memory_share=settings.cache_memory_share,
-            tensor_parallel=settings.tensor_parallel,
-            head=_head(settings.head, path) if settings.head else "",
-        )
-    )
+    options = _options(path, settings, limits)
+    head = _head(settings.head, path) if settings.head else ""
+    engine = VllmEngine(replace(options, tensor_parallel=settings.tensor_parallel, head=head))
     identity = model_identity(path, dtype=engine.dtype, device=engine.device, deterministic=False)
     model = Model(
         settings.model,
@@ -64,6 +50,7 @@ def load_target(path: str, settings: TargetSettings, limits: Limits) -> tuple[Mo
         vocab_sha256(path),
         kernel=engine.kernel,
         identity=identity,
+        takes_trees=False,
     )
     return model, VllmScheduler(engine, limits, Grammars(path, engine.vocab_size))
 
@@ -82,3 +69,83 @@ def _head(name: str, target: str) -> str:
     if own and theirs and own != theirs:
         raise InvalidArgumentError("head", name, f"a drafter with the vocabulary of {target}")
     return head
+
+
+def load_draft(
+    path: str, target: str, settings: DraftSettings, limits: Limits
+) -> tuple[Model, VllmDraftScheduler]:
+    """Load a draft model on vLLM; return its facts and its scheduler.
+
+    Args:
+        path: Directory or hub name.
+        target: The target's directory, hub name or GGUF file; "" if it is not known.
+        settings: Of the worker.
+        limits: Bounds of one forward.
+
+    Raises:
+        UnsupportedVllmError: vLLM is missing, or in another version.
+        UnsupportedModelError: vLLM cannot load the model.
+        InvalidArgumentError: As of `check_draft`; no GPU, or too little memory.
+    """
+    check_draft(path, target, settings)
+    engine = VllmEngine(replace(_options(path, settings, limits), is_draft=True))
+    digest = vocab_sha256(target or path)
+    model = Model(settings.model, engine.vocab_size, engine.max_context, digest, kernel=engine.kernel)
+    scheduler = VllmDraftScheduler(
+        engine,
+        limits,
+        draft_top_k=settings.draft_top_k,
+        weight_bits=settings.weight_bits,
+        ahead_rows=settings.ahead_rows if settings.draft_ahead else 0,
+        grammars=Grammars(target or path, engine.vocab_size),
+    )
+    return model, scheduler
+
+
+def check_draft(path: str, target: str, settings: DraftSettings) -> None:
+    """Check that vLLM serves a drafter, before it is loaded.
+
+    Args:
+        path: Directory or hub name.
+        target: The target's directory, hub name or GGUF file; "" if it is not known.
+        settings: Of the worker.
+
+    Raises:
+        InvalidArgumentError: A kind of drafter or a setting that vLLM does not serve, or another vocabulary
+            than the target's.
+        NotFoundError: There is no such model.
+        UnsupportedModelError: Its configuration cannot be read.
+    """
+    _check_settings(path, settings, {"draft_weights": "auto", "deterministic": False})
+    if early_exit_layers(path, field="model") is not None or names_head(path) or not is_ordinary(path):
+        raise InvalidArgumentError("model", path, _ALLOWED_MODEL)
+    if not target:
+        return
+    digest, own = vocab_sha256(target), vocab_sha256(path)
+    # Without a tokenizer of its own, a draft has the target's.
+    has_tokens = bool(digest) and own in ("", digest)
+    if not has_tokens or target_size(target) not in (0, target_size(path)):
+        raise InvalidArgumentError("model", path, f"one of {target}'s vocabulary with vLLM as the engine")
+
+
+def _check_settings(path: str, settings: WorkerSettings, allowed: Mapping[str, object]) -> None:
+    """Check a model's name, and the settings that have one value with vLLM."""
+    for field, value in allowed.items():
+        got = getattr(settings, field)
+        if got != value:
+            raise InvalidArgumentError(field, got, f"{value!r} with vLLM as the engine")
+    if is_gguf(path):
+        raise InvalidArgumentError("model", path, _ALLOWED_MODEL)
+
+
+def _options(path: str, settings: WorkerSettings, limits: Limits) -> EngineOptions:
+    budget = settings.cache_budget_mb
+    return EngineOptions(
+        model=path,
+        device=settings.device,
+        dtype=settings.dtype,
+        max_batch_tokens=limits.max_batch_tokens,
+        prefill_chunk=limits.prefill_chunk,
+        cache_budget_bytes=None if budget is None else budget << 20,
+        memory_share=settings.cache_memory_share,
+    )

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 
 from gammaray.blocks import Verdict
 from gammaray.errors import GammarayError
-from gammaray.types import Proposal
+from gammaray.types import Proposal, SparseDistribution
 
-__all__ = ["Masks", "PostedBlock", "Verdicts", "first_tokens"]
+__all__ = ["DraftBlock", "Drafted", "Masks", "PostedBlock", "Verdicts", "first_tokens"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,35 @@ class Masks:
     by_request: dict[str, Sequence[bytes | None] | GammarayError] = field(default_factory=dict)
 
 
-Verdicts = dict[str, Verdict | GammarayError | None]
+@dataclass(frozen=True, slots=True)
+class DraftBlock:
+    """What a draft model draws the tokens of a proposal by.
+
+    Args:
+        base_position: Number of committed tokens, which keys the draft's own draws.
+        top_k: Rejection, block: largest support of a shipped distribution.
+        weight_bits: Its weights' sum is 2^weight_bits.
+    """
+
+    base_position: int
+    top_k: int
+    weight_bits: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """The next token of a proposal.
+
+    Args:
+        token_id: The draft's choice.
+        distribution: What it was drawn from, where verification needs it.
+    """
+
+    token_id: int
+    distribution: SparseDistribution | None = None
+
+
+Verdicts = dict[str, Verdict | Drafted | GammarayError | None]
 """Outcome per request of a step; None for a block with a known token."""
 
 

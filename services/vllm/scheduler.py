@@ -28,7 +28,7 @@ from services.scheduling.planning import Limits
 from services.scheduling.sessions import SessionCopy
 from services.scheduling.tasks import NeedTokens, Reply, SessionSpec, Timing, VerifyTask
 from services.vllm.engine import StepResult, VllmEngine
-from services.vllm.messages import Masks, PostedBlock, first_tokens
+from services.vllm.messages import Drafted, Masks, PostedBlock, first_tokens
 
 __all__ = ["VllmScheduler"]
 
@@ -261,6 +261,7 @@ class VllmScheduler(BlockQueue[VerifyTask, _Verifying]):
             work = self._by_request.get(request_id)
             if work is None:
                 continue  # its block was dropped, and the request is read anew
+            assert not isinstance(outcome, Drafted)
             if outcome is None:
                 assert work.follows is not None
                 self.engine.post(request_id, work.follows)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.platforms import current_platform
 
+from services.vllm.draft_sampler import DraftSampler
 from services.vllm.heads import CoupledDrafts
 from services.vllm.held_scheduler import NoProposer
 from services.vllm.messages import Masks
@@ -16,7 +17,7 @@ if TYPE_CHECKING or not current_platform.is_cpu():
 else:
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
 
-__all__ = ["SamplingWorker"]
+__all__ = ["DraftingWorker", "SamplingWorker"]
 
 
 class SamplingWorker(PlatformWorker):  # type: ignore[misc]  # vLLM's classes are not typed here
@@ -26,11 +27,16 @@ class SamplingWorker(PlatformWorker):  # type: ignore[misc]  # vLLM's classes ar
         """Load the model and replace the runner's sampling."""
         super().load_model(*args, **kwargs)
         runner = self.model_runner
-        self._sampler = BlockSampler(runner, runner.model_config.get_vocab_size())
+        self._sampler = self._make_sampler(runner, runner.model_config.get_vocab_size())
         runner._sample = self._sampler.sample
         runner.sampler.gather_logprobs = gather_logprobs
+
+    def _make_sampler(self, runner: Any, vocab_size: int) -> BlockSampler | DraftSampler:
+        """Return what samples for the runner."""
+        sampler = BlockSampler(runner, vocab_size)
         if not isinstance(runner.drafter, NoProposer):
-            CoupledDrafts(runner.drafter, self._sampler).install()
+            CoupledDrafts(runner.drafter, sampler).install()
+        return sampler
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """Run the forward of a step."""
@@ -45,3 +51,10 @@ class SamplingWorker(PlatformWorker):  # type: ignore[misc]  # vLLM's classes ar
         output = super().sample_tokens(None)
         output.verdicts = self._sampler.take_verdicts()
         return output
+
+
+class DraftingWorker(SamplingWorker):
+    """Draws a draft's proposals."""
+
+    def _make_sampler(self, runner: Any, vocab_size: int) -> DraftSampler:
+        return DraftSampler(runner, vocab_size)

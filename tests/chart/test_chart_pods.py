@@ -85,7 +85,7 @@ def test_writable_paths_are_volumes(values):
         mounts = {mount["mountPath"] for mount in container(group["template"])["volumeMounts"]}
         shown = environment(group["template"])
         assert {"/tmp", "/models"} <= mounts
-        for name in ("HOME", "HF_HOME", "TRITON_CACHE_DIR"):
+        for name in ("HOME", "HF_HOME", "TRITON_CACHE_DIR", "VLLM_CACHE_ROOT"):
             assert any(f"{shown[name]}/".startswith(f"{mount}/") for mount in mounts), name
 
 
@@ -148,6 +148,26 @@ def test_gpus_choose_image_device_and_resources():
     assert "nvidia.com/gpu" not in cpu["resources"]["limits"]
     two = container(groups({"target": {"gpus": 2}, "gpuResource": "amd.com/gpu"})["target"]["template"])
     assert two["resources"]["limits"]["amd.com/gpu"] == two["resources"]["requests"]["amd.com/gpu"] == "2"
+
+
+def test_workers_have_shared_memory_of_the_size_in_the_values():
+    found = groups({"target": {"gpus": 2, "shmSize": "3Gi"}})
+    for role, size in (("target", "3Gi"), ("draft", "1Gi")):
+        template = found[role]["template"]
+        (volume,) = (one for one in template["spec"]["volumes"] if one["name"] == "shm")
+        assert volume["emptyDir"] == {"medium": "Memory", "sizeLimit": size}
+        assert {"name": "shm", "mountPath": "/dev/shm"} in container(template)["volumeMounts"]
+    for role in ("head", "orchestrator"):  # KubeRay mounts its own
+        mounts = container(found[role]["template"])["volumeMounts"]
+        assert "/dev/shm" not in {mount["mountPath"] for mount in mounts}
+
+
+def test_no_probe_ends_a_worker_that_compiles_its_model():
+    """Ray's node is up before: only readiness, whose failure ends nothing, asks the worker."""
+    for role in ("draft", "target"):
+        only = container(groups()[role]["template"])
+        for probe in ("startupProbe", "livenessProbe"):
+            assert only[probe]["httpGet"]["path"] == "/api/local_raylet_healthz"
 
 
 def test_start_parameters_are_options_of_ray():

@@ -17,6 +17,7 @@ from tests.support.chart.chart_helpers import (
     ROOT,
     VARIANTS,
     application,
+    chart,
     container,
     environment,
     groups,
@@ -121,6 +122,20 @@ def test_draft_workers_know_the_targets_tokenizer_where_the_models_differ():
 def test_device_follows_the_gpus():
     assert settings("draft")["device"] == "cuda"
     assert settings("draft", VARIANTS["cpu-trial"])["device"] == "cpu"
+
+
+def test_engine_is_that_of_the_values_unless_a_pool_has_its_own():
+    assert "engine" not in settings("target")
+    values = {"engine": "vllm", "draft": {"settings": {"engine": "native"}}}
+    assert settings("target", values)["engine"] == "vllm"
+    assert settings("draft", values)["engine"] == "native"
+    with pytest.raises(helm_python.HelmValuesError, match="engine"):
+        chart().validate_schema({"engine": "sglang"})
+
+
+def test_target_is_spread_over_its_gpus():
+    assert settings("target", {"target": {"gpus": 4}})["tensor_parallel"] == 4
+    assert settings("target", VARIANTS["cpu-trial"])["tensor_parallel"] == 1
 
 
 def test_fixed_pools_report_their_load_if_others_scale():

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 import gammaray
+from gammaray.deploy.engines import SUPPORTED_VLLM
 from tests.support.chart.chart_helpers import CHART, ROOT, chart, container, groups, render
 
 DOCKERFILE = ROOT / "docker" / "Dockerfile"
@@ -56,7 +57,7 @@ def test_image_runs_as_the_user_of_the_chart(name):
     assert history(name).index(users[0]) > install  # what is installed cannot be changed by who runs it
 
 
-@pytest.mark.parametrize("name", IMAGES)
+@pytest.mark.parametrize("name", ["orchestrator", "worker-cpu"])
 def test_image_installs_the_version_of_the_package_without_an_index(name):
     lines = history(name)
     assert f"ARG VERSION={gammaray.__version__}" in lines
@@ -69,6 +70,30 @@ def test_image_installs_the_version_of_the_package_without_an_index(name):
     assert wheels[-1] == (
         f'RUN ["pip", "wheel", "--wheel-dir=/wheels",{found} "./services/demo_pair", ".[{extra}]"]'
     )
+
+
+def test_gpu_image_is_vllms_of_the_supported_version_and_keeps_its_packages():
+    lines = stages(DOCKERFILE.read_text())["worker-gpu"]
+    version = re.fullmatch(r"FROM vllm/vllm-openai:v(\d+\.\d+)\.\d+ AS worker-gpu", lines[0])[1]
+    assert version == SUPPORTED_VLLM
+    (install,) = [line for line in lines if "pip install" in line]
+    listed, _, rest = install.partition("> /tmp/vllm.txt")
+    assert "pip list --format=freeze" in listed
+    assert "--constraint=/tmp/vllm.txt" in rest
+    assert "ENTRYPOINT []" in lines  # vLLM's own would start its server
+
+
+def test_all_images_have_one_minor_of_python_and_one_ray():
+    text = DOCKERFILE.read_text()
+    minors = set(re.findall(r"^FROM python:(3\.\d+)", text, re.MULTILINE))
+    minors |= {
+        f"{major}.{minor}" for major, minor in re.findall(r"version_info\[:2\] == \((\d+), (\d+)\)", text)
+    }
+    minors |= set(re.findall(r"/usr/local/lib/python(3\.\d+)/", text))
+    assert minors == {"3.12"}
+    (install,) = [line for line in stages(text)["worker-gpu"] if "pip install" in line]
+    assert "grep '^ray==' /src/constraints.txt >> /tmp/vllm.txt" in install
+    assert re.search(r"^ray==", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
 
 
 def test_image_without_a_compiler_contains_the_kernel():
@@ -174,7 +199,10 @@ def test_image_contains_the_paths_in_the_environment_of_the_chart():
     environment = (CHART / "templates/_env.tpl").read_text()
     for name, value in (("HF_HOME", "/models/huggingface"), ("HOME", "/tmp")):
         assert f"- name: {name}\n  value: {value}" in environment
-        assert any(f"{name}={value}" in line for line in history("orchestrator") if line.startswith("ENV"))
+        for image in IMAGES:
+            assert any(f"{name}={value}" in line for line in history(image) if line.startswith("ENV"))
+    for name, value in (("TRITON_CACHE_DIR", "/tmp/triton"), ("VLLM_CACHE_ROOT", "/tmp/vllm")):
+        assert f"- name: {name}\n  value: {value}" in environment
 
 
 def test_ports_are_those_of_the_package():

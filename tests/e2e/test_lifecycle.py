@@ -30,14 +30,14 @@ FAIL_FAST_S = 60.0
 ROOT = Path(__file__).parents[2]
 
 
-def refuse(*options, timeout_s=FAIL_FAST_S):
+def refuse(*options, timeout_s=FAIL_FAST_S, status=2):
     """Run a launcher that must refuse to start; return what it says."""
     ports = [str(port) for port in free_ports("127.0.0.1", 2)]
     defaults = () if "--http-port" in options else ("--http-port", ports[0], "--grpc-port", ports[1])
     mark = uuid.uuid4().hex
     with launch("--wait-ready", *defaults, *options, mark=mark, stderr=subprocess.PIPE) as launcher:
         output, complaint = launcher.communicate(timeout=timeout_s)
-    assert launcher.returncode not in (0, None)
+    assert launcher.returncode == status
     assert output == ""
     assert len(complaint.splitlines()) == 1, complaint
     assert started_with(mark) == []
@@ -67,8 +67,14 @@ def test_architecture_that_is_not_supported_is_refused_with_the_reason(tmp_path)
     shutil.copytree(TARGET_DIR, folder)
     config = {"model_type": "mamba", "architectures": ["MambaForCausalLM"], "vocab_size": 2048}
     (folder / "config.json").write_text(json.dumps(config))
-    complaint = refuse("--target", str(folder), "--draft", "demo", timeout_s=180)
+    complaint = refuse("--target", str(folder), "--draft", "demo", timeout_s=180, status=1)
     assert "cannot be served" in complaint
+
+
+def test_setting_that_a_worker_refuses_ends_the_start_with_its_words():
+    complaint = refuse("--engine", "native", "--dtype", "bfloat16", timeout_s=180)
+    assert complaint.startswith("gammaray: engine: got native, allowed: auto or transformers for ")
+    assert complaint.endswith(": bfloat16 is not covered\n")
 
 
 BENCHMARK = """

@@ -351,7 +351,7 @@ def test_tie_is_distinguished_from_a_loss(models, temperature):
 
 def test_tie_sees_equal_scores_as_equal(tmp_path):
     directory = tiny_model("llama", tmp_path, tie_word_embeddings=False)
-    engine = load_engine(str(directory), fast_kernels=False)
+    engine = load_engine(str(directory), engine="transformers")
     ask = Ask(tuple(PROMPTS[0]), 16, 0.0, 0, ())
 
     class Nudged:

@@ -76,7 +76,7 @@ async def test_tokens_are_those_of_gamma_0(target, heads, kind, temperature):
 async def test_proposals_are_those_of_all_states_at_once(target, heads, kind, every):
     """Whatever was accepted, and whatever others proposed: so no state is of another position."""
     reference = Reference(target, heads[kind])
-    async with running("target", target, head=str(heads[kind]), fast_kernels=False) as (link, _):
+    async with running("target", target, head=str(heads[kind]), engine="transformers") as (link, _):
         one = headed(link, params(0.0), gamma=8, every=every)
         one.tokens = list(PROMPT)
         await one.verify(Proposal())
@@ -94,7 +94,7 @@ async def test_proposals_are_those_of_all_states_at_once(target, heads, kind, ev
 async def test_accepted_proposals_are_drafted_from_too(target, heads):
     """The states of accepted tokens are those of the proposal's own rows in the target's forward."""
     reference = Reference(target, heads["dflash"])
-    async with running("target", target, head=str(heads["dflash"]), fast_kernels=False) as (link, _):
+    async with running("target", target, head=str(heads["dflash"]), engine="transformers") as (link, _):
         one = headed(link, params(0.0))
         expected = await plain(link, params(0.0))
         one.tokens = list(PROMPT)
@@ -111,7 +111,7 @@ async def test_accepted_proposals_are_drafted_from_too(target, heads):
 async def test_states_that_are_missing_are_not_seen(target, heads):
     """Behind a forward whose states nobody kept, the head begins where states are at hand."""
     reference = Reference(target, heads["dflash"])
-    async with running("target", target, head=str(heads["dflash"]), fast_kernels=False) as (link, _):
+    async with running("target", target, head=str(heads["dflash"]), engine="transformers") as (link, _):
         one = headed(link, params(0.0))
         one.tokens = list(PROMPT)
         result = await link.ask(one.block(pb.VerifyBlock, 0, with_spec=True))
@@ -146,7 +146,7 @@ async def test_many_sessions_draft_in_one_batch(target, heads):
 
 async def test_repeated_and_changed_blocks_are_answered_alike(target, heads):
     reference = Reference(target, heads["dflash"])
-    async with running("target", target, head=str(heads["dflash"]), fast_kernels=False) as (link, _):
+    async with running("target", target, head=str(heads["dflash"]), engine="transformers") as (link, _):
         one = headed(link, params(0.0))
         await one.generate(12)
         block = one.block(pb.VerifyBlock, 0, with_spec=True, head=pb.HeadDraft(gamma=3))

@@ -84,12 +84,10 @@ async def test_tokens_are_those_of_plain_decoding(target, drafter, temperature):
 
 
 @pytest.mark.parametrize("max_nodes", [0, 12])
-@pytest.mark.parametrize("fast_kernels", [True, False], ids=["kernel", "transformers"])
-async def test_block_takes_one_forward_and_leaves_no_mask_in_the_cache(
-    target, tmp_path, max_nodes, fast_kernels
-):
+@pytest.mark.parametrize("choice", ["auto", "transformers"], ids=["kernel", "transformers"])
+async def test_block_takes_one_forward_and_leaves_no_mask_in_the_cache(target, tmp_path, max_nodes, choice):
     drafter = make_drafter(target, tmp_path / "drafter", pard_token=4)
-    settings = {"draft_ahead": False, "fast_kernels": fast_kernels}
+    settings = {"draft_ahead": False, "engine": choice}
     async with running("draft", drafter, **settings) as (draft, worker):
         spec = spec_message(SamplingParams(temperature=1.0, seed=4))
         result = await draft.ask(propose_block(PROMPT, 6, max_nodes=max_nodes, spec=spec))

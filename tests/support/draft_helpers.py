@@ -13,7 +13,6 @@ from torch import Tensor
 from gammaray.blocks import Shape
 from gammaray.errors import GammarayError
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
-from services.draft.lookahead import Throttle
 from services.draft.scheduler import DraftScheduler
 from services.engine.core.session_cache import SessionCache
 from services.engine.engine import SequenceInput
@@ -21,6 +20,7 @@ from services.engine.sampling.noise import Noise
 from services.scheduling.planning import Limits
 from services.scheduling.tasks import ProposeTask, Reply, SessionSpec
 from services.speculation.predictions import draw_temperature
+from services.speculation.throttle import Throttle
 
 VOCAB = 40
 CAPACITY = 512

@@ -17,6 +17,7 @@ import click
 from gammaray.cli.settings import checked_settings, settings_options
 from gammaray.cli.values import FloatRange
 from gammaray.config import ClusterSettings
+from gammaray.deploy.engines import check_engine
 from gammaray.deploy.gpus import check_device
 
 __all__ = ["START_OPTIONS", "up"]
@@ -66,7 +67,9 @@ def up(context: click.Context, /, **options: Any) -> None:
         )
         context.exit(1)
     # What can be checked without models or ports is checked before the launcher replaces this process.
-    check_device(checked_settings(ClusterSettings, options).device)
+    settings = checked_settings(ClusterSettings, options)
+    check_device(settings.device)
+    check_engine(settings.engine, settings.device)
     command = [sys.executable, "-m", "orchestrator.launcher.cluster", *context.meta[_ARGUMENTS]]
     sys.stdout.flush()
     sys.stderr.flush()

@@ -14,6 +14,8 @@
   value: gammaray
 - name: TRITON_CACHE_DIR
   value: /tmp/triton
+- name: VLLM_CACHE_ROOT
+  value: /tmp/vllm
 - name: HF_HOME
   value: /models/huggingface
 # On SIGTERM Ray drains the node for this long, so that Serve moves its replicas; the last 10 s are for shutdown.

@@ -42,6 +42,9 @@
 {{- if and (eq $role "draft") (ne $.Values.models.draft $.Values.models.target) -}}
 {{- $_ := set $settings "target_model" $.Values.models.target -}}
 {{- end -}}
+{{- if ne $.Values.engine "auto" -}}
+{{- $_ := set $settings "engine" $.Values.engine -}}
+{{- end -}}
 {{- $_ := set $settings "device" (ternary "cuda" "cpu" (gt (int $values.gpus) 0)) -}}
 {{- $_ := set $deployment.ray_actor_options "num_gpus" (int $values.gpus) -}}
 {{- if hasKey $settings "tensor_parallel" -}}

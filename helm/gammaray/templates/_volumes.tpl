@@ -10,6 +10,10 @@
   {{- else }}
   emptyDir: {sizeLimit: {{ .values.modelsSize | quote }}}
   {{- end }}
+{{- with .values.shmSize }}
+- name: shm
+  emptyDir: {medium: Memory, sizeLimit: {{ . | quote }}}
+{{- end }}
 {{- if eq .component "head" }}
 - name: serve
   configMap:
@@ -40,6 +44,9 @@
 {{- define "gammaray.volumeMounts" -}}
 - {name: tmp, mountPath: /tmp}
 - {name: models, mountPath: /models}
+{{- if .values.shmSize }}
+- {name: shm, mountPath: /dev/shm}
+{{- end }}
 {{- if eq .component "head" }}
 - {name: serve, mountPath: /etc/gammaray, readOnly: true}
 {{- end }}

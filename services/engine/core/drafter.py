@@ -46,7 +46,7 @@ from services.engine.core.shapes import (
 )
 from services.engine.core.tensor_files import checkpoint_folder, read_tensor, tensor_names
 
-__all__ = ["NOT_DRAFTED", "DraftFormat", "load_drafter", "target_tensor"]
+__all__ = ["NOT_DRAFTED", "DraftFormat", "is_ordinary", "load_drafter", "target_tensor"]
 
 NOT_DRAFTED = -1e9
 """Logit of a token that a reduced draft vocabulary lacks: probability 0, and finite, so that a request that
@@ -118,6 +118,14 @@ def load_drafter(
     where = torch_device(device)
     module, draft = _assembled(name, folder, config, target, torch_dtype(dtype, where))
     return loaded_model(name, module, config, where), draft
+
+
+def is_ordinary(name: str) -> bool:
+    """Whether a directory or hub name is that of a causal model that needs nothing of a target."""
+    config, folder = load_config(name), checkpoint_folder(name)
+    return getattr(config, "pard_token", None) is None and not (
+        folder is not None and _is_special(folder, config)
+    )
 
 
 def _early_exit(name: str, target: str, device: str, dtype: str) -> tuple[LoadedModel, DraftFormat]:

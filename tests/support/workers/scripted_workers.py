@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -44,8 +44,8 @@ class ScriptedWorker:
 
     Args:
         role: "target" or "draft".
-        vocab_size: Vocabulary size that it reports; also `sha`, `max_context`, and a target's `identity`
-            and `grammars`.
+        vocab_size: Vocabulary size that it reports; also `sha`, `max_context`, and a target's `identity`,
+            `grammars` and `takes_trees`.
 
     Attributes:
         on_block: Called with each block; returns a result, several, or None to stay silent.
@@ -65,6 +65,7 @@ class ScriptedWorker:
         max_context: int = 1000,
         identity: str = "",
         grammars: str = "",
+        takes_trees: bool = False,
     ) -> None:
         self.role = role
         self.frames: list[Any] = []
@@ -81,6 +82,7 @@ class ScriptedWorker:
         self._info = {"model": role, "vocab_size": vocab_size, "max_context": max_context, "pid": 1}
         self._info["vocab_sha256"] = sha
         self.identity, self.grammars = identity, grammars
+        self.takes_trees = takes_trees
         self._server: grpc.aio.Server | None = None
         self.address = ""
 
@@ -122,7 +124,10 @@ class ScriptedWorker:
     async def GetTargetInfo(self, request, context):
         await self.runs.wait()
         return target_pb.GetTargetInfoResponse(
-            **self._about(), model_identity=self.identity, grammar_identity=self.grammars
+            **self._about(),
+            model_identity=self.identity,
+            grammar_identity=self.grammars,
+            takes_trees=self.takes_trees,
         )
 
     async def GetDraftInfo(self, request, context):
@@ -164,8 +169,9 @@ class ScriptedWorker:
         if self.role == "draft":
             self.held[block.session_id] = tokens
             return self.result(block, proposal=pb.Proposal(token_ids=self.guess(tokens, block.gamma)))
-        verdict = judge(tokens, list(block.proposal.token_ids))
-        self.held[block.session_id] = tokens + list(block.proposal.token_ids)[: len(verdict.accepted_path)]
+        verdict = judge(tokens, block.proposal.token_ids, block.proposal.parents)
+        accepted = [block.proposal.token_ids[node] for node in verdict.accepted_path]
+        self.held[block.session_id] = tokens + accepted
         return self.result(block, verdict=verdict)
 
     def guess(self, tokens: list[int], gamma: int) -> list[int]:
@@ -181,24 +187,25 @@ class ScriptedWorker:
         return kind(request_id=block.request_id, session_id=block.session_id, **outcome)
 
 
-def judge(tokens: list[int], proposal: list[int]) -> target_pb.Verdict:
+def judge(tokens: list[int], token_ids: Sequence[int], parents: Sequence[int] = ()) -> target_pb.Verdict:
+    """Walk down a proposal, a chain without `parents`, as long as its tokens are the model's."""
+    parents = parents or range(-1, len(token_ids) - 1)
     path: list[int] = []
-    for node, token in enumerate(proposal):
-        wanted = next_token([*tokens, *proposal[:node]])
-        if token != wanted:
+    known, at = list(tokens), -1
+    while True:
+        wanted = next_token(known)
+        children = [node for node, parent in enumerate(parents) if parent == at]
+        hit = next((node for node in children if token_ids[node] == wanted), None)
+        if hit is None:
             return target_pb.Verdict(
                 accepted_path=path,
                 next_token_id=wanted,
-                next_origin=pb.TOKEN_ORIGIN_CORRECTION,
-                num_tested=node + 1,
+                next_origin=pb.TOKEN_ORIGIN_CORRECTION if children else pb.TOKEN_ORIGIN_BONUS,
+                num_tested=len(path) + bool(children),
             )
-        path.append(node)
-    return target_pb.Verdict(
-        accepted_path=path,
-        next_token_id=next_token([*tokens, *proposal]),
-        next_origin=pb.TOKEN_ORIGIN_BONUS,
-        num_tested=len(path),
-    )
+        path.append(hit)
+        known.append(wanted)
+        at = hit
 
 
 @asynccontextmanager

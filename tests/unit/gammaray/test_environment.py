@@ -46,6 +46,13 @@ def test_every_known_variable_passes():
     check_environment(known_variables, {"PATH": "x", "GAMMA": "x", "MY_GAMMARAY_THING": "x"})
 
 
+def test_removed_variable_names_its_successor_and_not_its_value():
+    with pytest.raises(InvalidArgumentError) as refused:
+        check_environment(known_variables, {"GAMMARAY_FAST_KERNELS": SECRET})
+    allowed = "GAMMARAY_ENGINE=transformers in place of false"
+    assert str(refused.value) == f"GAMMARAY_FAST_KERNELS: got a variable that was removed, allowed: {allowed}"
+
+
 @pytest.mark.parametrize(
     ("wrong", "right"),
     [

@@ -60,12 +60,13 @@ FLOORS = {
     "services/speculation": 8,
     "services/streaming": 8,
     "services/process": 9,
-    "services/draft": 10,
-    "services/target": 10,
-    "services/qualify": 11,
-    "services/serve": 11,
-    "services/train/answers": 11,
-    "services/train": 12,
+    "services/vllm": 10,
+    "services/draft": 11,
+    "services/target": 11,
+    "services/qualify": 12,
+    "services/serve": 12,
+    "services/train/answers": 12,
+    "services/train": 13,
 }
 """Room -> floor. `gammaray` is the ground floor of all three packages: everybody may import its rooms."""
 

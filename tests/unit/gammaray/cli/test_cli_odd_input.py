@@ -50,7 +50,11 @@ def test_settings_of_the_environment(subtests):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["up", "--tensor-parallel", 2], "tensor_parallel: got 2, allowed: 1: gammaray's own engines"),
+        (
+            ["up", "--tensor-parallel", 2, "--engine", "native"],
+            "tensor_parallel: got 2, allowed: 1 with the engine native",
+        ),
+        (["up", "--engine", "sglang"], "'sglang' is not one of 'auto', 'vllm', 'native', 'transformers'"),
         (
             ["up", "--dtype", "float16", "--deterministic"],
             "dtype: got float16, allowed: auto or float32 with",

@@ -43,9 +43,13 @@ def test_deterministic_on_a_machine_with_a_gpu_is_refused():
     assert refusal(CudaDevices(1), deterministic=True).field == "device"
 
 
-def test_target_over_several_devices_is_refused():
-    with pytest.raises(InvalidArgumentError, match=r"tensor_parallel: got 2, allowed: 1: .* on one device"):
-        ClusterSettings(tensor_parallel=2)
+def test_target_over_several_devices_needs_vllm():
+    with pytest.raises(InvalidArgumentError, match="tensor_parallel: got 2, allowed: 1 with the engine nat"):
+        ClusterSettings(engine="native", tensor_parallel=2)
+
+
+def test_kernel_leaves_gpus_alone():
+    assert check_workers(ClusterSettings(engine="native"), CudaDevices(2)) == 0
 
 
 def test_settings_that_fit_the_gpus_pass():

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
-from services.draft.lookahead import MIN_LOOKUPS, MIN_OUTCOME, PAUSE, RUN, Throttle
 from services.engine.sampling.noise import Noise
 from services.scheduling.tasks import Release
 from services.speculation.predictions import predictions
+from services.speculation.proposals import RUN
+from services.speculation.throttle import MIN_LOOKUPS, MIN_OUTCOME, PAUSE, Throttle
 from tests.support.draft_helpers import VOCAB, ChainingEngine, Drafter, ParallelEngine, TableEngine, outcome
 
 COUPLED, REJECTION, NAIVE = (
@@ -208,7 +209,7 @@ def test_ahead_failing_forward_costs_only_what_was_prepared():
 
 
 def test_ahead_nothing_follows_the_end_of_sequence_or_of_the_context(monkeypatch):
-    monkeypatch.setattr("services.draft.lookahead.MIN_OUTCOME", 0.01)  # so that there is something left to do
+    monkeypatch.setattr("services.speculation.throttle.MIN_OUTCOME", 0.01)  # so that something is left to do
     engine = TableEngine()
     fresh = Drafter(engine).ask(PROMPT, 1).outcome
     ahead = Drafter(TableEngine(), ahead_rows=4)

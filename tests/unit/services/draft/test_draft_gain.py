@@ -3,7 +3,7 @@
 import pytest
 
 from gammaray.types import Proposal
-from services.draft.gain import GainMeter, num_accepted
+from services.speculation.gain import GainMeter, num_accepted
 
 CHAIN = Proposal((7, 8, 9))
 #        7 ─ 8

@@ -101,11 +101,11 @@ def test_tree_nodes_give_the_bits_of_a_chain(target: Engine, text: list[int], al
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("arch", "fast_kernels"), [(arch, False) for arch in SUPPORTED] + [(arch, True) for arch in LEAN]
+    ("arch", "choice"), [(arch, "transformers") for arch in SUPPORTED] + [(arch, "native") for arch in LEAN]
 )
-def test_load_covers_every_served_architecture(arch: str, fast_kernels: bool, tmp_path: Path) -> None:
+def test_load_covers_every_served_architecture(arch: str, choice: str, tmp_path: Path) -> None:
     """Loading compares 80 positions bit for bit; it refuses when one differs."""
-    engine = load_engine(str(tiny_model(arch, tmp_path)), deterministic=True, fast_kernels=fast_kernels)
+    engine = load_engine(str(tiny_model(arch, tmp_path)), deterministic=True, engine=choice)
     assert engine.stats().num_sessions == 0
 
 
@@ -116,7 +116,7 @@ def test_load_shapes_that_vary_are_caught(tmp_path: Path, monkeypatch: pytest.Mo
         loading, "TransformersRunner", lambda loaded, layout, fixed_shapes: right(loaded, layout)
     )
     with pytest.raises(UnsupportedModelError, match="not deterministic"):
-        load_engine(str(tiny_model("llama", tmp_path)), deterministic=True, fast_kernels=False)
+        load_engine(str(tiny_model("llama", tmp_path)), deterministic=True, engine="transformers")
 
 
 def test_load_half_precision_refused(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from tests.support.engine_helpers import VOCAB_SIZE, plain_logits, plain_model, 
 
 MASK = 4
 TEXT = random_tokens(9, seed=1)
-RUNNERS = pytest.mark.parametrize("fast_kernels", [True, False], ids=["kernel", "transformers"])
+RUNNERS = pytest.mark.parametrize("choice", ["auto", "transformers"], ids=["kernel", "transformers"])
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +33,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model("llama", tmp_path_factory.mktemp("source"), seed=3)
 
 
-def load(drafter: Path | str, target: Path | str = "", *, fast_kernels: bool = True) -> Engine:
-    return load_engine(str(drafter), draft_for=str(target), fast_kernels=fast_kernels)
+def load(drafter: Path | str, target: Path | str = "", *, choice: str = "auto") -> Engine:
+    return load_engine(str(drafter), draft_for=str(target), engine=choice)
 
 
 def logits_of(engine: Engine, token_ids: list[int]) -> torch.Tensor:
@@ -43,8 +43,8 @@ def logits_of(engine: Engine, token_ids: list[int]) -> torch.Tensor:
 
 
 @RUNNERS
-def test_rows_of_a_block_equal_transformers_forward_with_masks(source, tmp_path, fast_kernels):
-    engine = load(make_drafter(source, tmp_path / "d", pard_token=MASK), fast_kernels=fast_kernels)
+def test_rows_of_a_block_equal_transformers_forward_with_masks(source, tmp_path, choice):
+    engine = load(make_drafter(source, tmp_path / "d", pard_token=MASK), choice=choice)
     assert engine.mask_token == MASK
     expected = plain_logits(plain_model(source), [*TEXT, *[MASK] * 3])
     assert torch.allclose(logits_of(engine, [*TEXT, *[MASK] * 3]), expected, atol=1e-4)
@@ -52,11 +52,11 @@ def test_rows_of_a_block_equal_transformers_forward_with_masks(source, tmp_path,
 
 @RUNNERS
 @pytest.mark.parametrize("tied", [False, True])
-def test_mask_with_an_embedding_of_its_own_is_no_token(source, tmp_path, fast_kernels, tied):
+def test_mask_with_an_embedding_of_its_own_is_no_token(source, tmp_path, choice, tied):
     base = tiny_model("llama", tmp_path, seed=5, tie_word_embeddings=tied)
     options = {"pard_token": 10**6, "mask_embedding": True, "shares_embedding": not tied}
     drafter = make_drafter(base, tmp_path / "d", **options)
-    engine = load(drafter, source, fast_kernels=fast_kernels)
+    engine = load(drafter, source, choice=choice)
     assert (engine.vocab_size, engine.mask_token) == (VOCAB_SIZE, VOCAB_SIZE)
     reference = plain_model(base)
     with torch.no_grad():
@@ -69,9 +69,9 @@ def test_mask_with_an_embedding_of_its_own_is_no_token(source, tmp_path, fast_ke
 
 
 @RUNNERS
-def test_reduced_vocabulary_is_expanded_to_the_targets(source, tmp_path, fast_kernels):
+def test_reduced_vocabulary_is_expanded_to_the_targets(source, tmp_path, choice):
     drafter = make_drafter(source, tmp_path / "d", draft_vocab_size=40, shares_embedding=True)
-    engine = load(drafter, source, fast_kernels=fast_kernels)
+    engine = load(drafter, source, choice=choice)
     assert engine.vocab_size == VOCAB_SIZE
     ids = load_file(drafter / "model.safetensors")["d2t"] + torch.arange(40)
     logits = logits_of(engine, TEXT)
@@ -101,11 +101,9 @@ def test_chain_of_a_reduced_vocabulary_equals_single_steps(source, tmp_path, noi
 @RUNNERS
 @pytest.mark.parametrize("num_layers", [1, 2])
 @pytest.mark.parametrize("arch", ["llama", "qwen2-sliding"])
-def test_early_exit_equals_transformers_model_cut_to_its_first_layers(
-    tmp_path, fast_kernels, num_layers, arch
-):
+def test_early_exit_equals_transformers_model_cut_to_its_first_layers(tmp_path, choice, num_layers, arch):
     target = tiny_model(arch, tmp_path, seed=8)
-    engine = load(f"early-exit:{num_layers}", target, fast_kernels=fast_kernels)
+    engine = load(f"early-exit:{num_layers}", target, choice=choice)
     assert engine.num_layers == num_layers
     reference = plain_model(target)
     del reference.model.layers[num_layers:]

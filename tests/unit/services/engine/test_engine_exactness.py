@@ -26,7 +26,7 @@ from tests.support.engine_helpers import (
 TOLERANCE = 1e-4
 # Two roots, a chain below one, siblings with equal positions, a leaf deeper than the window is narrow.
 TREE = (-1, -1, 0, 0, 1, 2, 4, 5, 6, 8)
-PATHS = [(arch, False) for arch in SUPPORTED] + [(arch, True) for arch in LEAN]
+PATHS = [(arch, "transformers") for arch in SUPPORTED] + [(arch, "native") for arch in LEAN]
 
 
 @pytest.fixture(scope="module")
@@ -46,16 +46,16 @@ class _Directories(dict[str, Path]):
         return self[arch]
 
 
-def checked(directory: Path, fast_kernels: bool) -> CheckedEngine:
-    engine = load_engine(str(directory), fast_kernels=fast_kernels)
+def checked(directory: Path, choice: str) -> CheckedEngine:
+    engine = load_engine(str(directory), engine=choice)
     return CheckedEngine(engine, plain_model(directory))
 
 
-@pytest.mark.parametrize(("arch", "fast_kernels"), PATHS)
+@pytest.mark.parametrize(("arch", "choice"), PATHS)
 def test_engine_session_operations_match_plain_forwards(
-    directories: dict[str, Path], arch: str, fast_kernels: bool
+    directories: dict[str, Path], arch: str, choice: str
 ) -> None:
-    run = checked(directories[arch], fast_kernels)
+    run = checked(directories[arch], choice)
     text = random_tokens(110, 1)
     run.step(SequenceInput("a", 0, text[:20], 20), SequenceInput("b", 0, text[40:47], 1))
     run.step(SequenceInput("a", 20, random_tokens(6, 2), 6))
@@ -87,8 +87,8 @@ def test_engine_session_operations_match_plain_forwards(
 def test_tree_deeper_than_the_window_counts_positions_not_slots(
     directories: dict[str, Path], arch: str
 ) -> None:
-    for fast_kernels in (False, True):
-        run = checked(directories[arch], fast_kernels)
+    for choice in ("auto", "transformers"):
+        run = checked(directories[arch], choice)
         run.step(SequenceInput("a", 0, random_tokens(12, 1), 1))
         # Two interleaved chains of 11: the window of 8 covers 16 slots of which it sees 8.
         parents = [-1, -1, *range(20)]
@@ -96,9 +96,9 @@ def test_tree_deeper_than_the_window_counts_positions_not_slots(
         assert run.worst <= TOLERANCE
 
 
-@pytest.mark.parametrize("fast_kernels", [False, True])
-def test_kept_tree_path_continues_as_a_chain(directories: dict[str, Path], fast_kernels: bool) -> None:
-    run = checked(directories["llama"], fast_kernels)
+@pytest.mark.parametrize("choice", ["auto", "transformers"])
+def test_kept_tree_path_continues_as_a_chain(directories: dict[str, Path], choice: str) -> None:
+    run = checked(directories["llama"], choice)
     context, nodes = random_tokens(10, 1), random_tokens(len(TREE), 2)
     for path in ([], [1], [0, 3], [1, 4, 6, 8, 9]):
         run.step(SequenceInput("a", 0, [*context, *nodes], 1, TREE))
@@ -167,8 +167,8 @@ def test_stale_slots_after_rollback_are_caught(
 
 
 def test_step_logits_can_be_written_to(directories: dict[str, Path]) -> None:
-    for fast_kernels in (False, True):
-        engine = load_engine(str(directories["llama"]), fast_kernels=fast_kernels)
+    for choice in ("auto", "transformers"):
+        engine = load_engine(str(directories["llama"]), engine=choice)
         first, second = engine.step([SequenceInput("a", 0, [1, 2, 3], 2), SequenceInput("b", 0, [4], 1)])
         kept = second.clone()
         first.add_(1.0)

@@ -85,8 +85,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_growing_tree_each_path_matches_its_plain_forward(root: Path, arch: str) -> None:
     directory = tiny_model(arch, root, max_position_embeddings=256)
     plain = plain_model(directory)
-    for fast_kernels in (True, False):
-        growing, worst = Growing(load_engine(str(directory), fast_kernels=fast_kernels), seed=3), 0.0
+    for choice in ("auto", "transformers"):
+        growing, worst = Growing(load_engine(str(directory), engine=choice), seed=3), 0.0
         for turn in range(14):
             other = SequenceInput("t", 0, random_tokens(3 + turn, turn), 1) if turn % 3 == 0 else None
             for path, logits in growing.grow(growing.rng.randrange(1, 6), other):
@@ -107,12 +107,12 @@ def test_growing_tree_continues_as_a_chain_when_no_node_is_kept(root: Path) -> N
     assert (got - plain_logits(plain, tokens)[-3:]).abs().max() <= 1e-4
 
 
-@pytest.mark.parametrize("fast_kernels", [True, False])
-def test_growing_tree_deterministic_gives_the_bits_of_a_chain(root: Path, fast_kernels: bool) -> None:
+@pytest.mark.parametrize("choice", ["auto", "transformers"])
+def test_growing_tree_deterministic_gives_the_bits_of_a_chain(root: Path, choice: str) -> None:
     directory = tiny_model(
         "llama", root, hidden_size=64, intermediate_size=128, head_dim=16, max_position_embeddings=256
     )
-    engine = load_engine(str(directory), fast_kernels=fast_kernels, deterministic=True)
+    engine = load_engine(str(directory), engine=choice, deterministic=True)
     growing = Growing(engine, seed=7, context=CONTEXT[:61])
     for turn in range(8):
         for path, logits in growing.grow(3):

@@ -18,6 +18,7 @@ from services.engine.core.errors import UnsupportedModelError
 from services.engine.hf import probe
 from services.engine.hf.attention import LayerInput
 from services.engine.loader import load_engine
+from services.engine.native.library import Kernel
 from services.engine.native.weights import NativeModel
 from tests.support.engine_helpers import tiny_model
 
@@ -92,13 +93,41 @@ def test_load_general_path_that_differs_refused(tmp_path: Path, monkeypatch: pyt
         lambda *given, attn_mask, scale: right(*given, scale=scale),
     )
     with pytest.raises(UnsupportedModelError, match="differ from the model's own"):
-        load_engine(str(tiny_model("llama", tmp_path)), fast_kernels=False)
+        load_engine(str(tiny_model("llama", tmp_path)), engine="transformers")
 
 
 def test_load_fast_kernel_path_that_differs_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NativeModel, "rotation", lambda self, count: (torch.ones(64, 4), torch.ones(64, 4)))
     with pytest.raises(UnsupportedModelError, match="differ from the model's own"):
         load_engine(str(tiny_model("llama", tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("arch", "options", "reason"),
+    [("gpt2", {}, "gpt2 is not covered"), ("llama", {"dtype": "bfloat16"}, "bfloat16 is not covered")],
+)
+def test_kernel_asked_for_but_not_covering_the_model_is_refused(
+    arch: str, options: dict[str, str], reason: str, tmp_path: Path
+) -> None:
+    directory = str(tiny_model(arch, tmp_path))
+    with pytest.raises(InvalidArgumentError) as refused:
+        load_engine(directory, engine="native", **options)
+    assert (refused.value.field, refused.value.got) == ("engine", "native")
+    assert refused.value.allowed == f"auto or transformers for {directory}: {reason}"
+
+
+def test_kernel_asked_for_without_a_compiler_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    none = Kernel(None, reason="no C compiler")
+    monkeypatch.setattr("services.engine.native.weights.load_kernel", lambda *_: none)
+    with pytest.raises(InvalidArgumentError, match=r"engine: got native, allowed: auto or tr.*no C compiler"):
+        load_engine(str(tiny_model("llama", tmp_path)), engine="native")
+
+
+def test_vllm_is_no_engine_of_a_draft(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match="engine: got vllm, allowed: auto, native or transformers"):
+        load_engine(str(tiny_model("llama", tmp_path)), engine="vllm")
 
 
 def test_load_bidirectional_attention_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ LAST = 3
 # Any order, one of them twice.
 LAYERS = (2, LAST, 0, 1, 2)
 TREE = (-1, -1, 0, 0, 1, 2, 4, 5, 6, 8)
-PATHS = [(arch, False) for arch in SUPPORTED] + [(arch, True) for arch in LEAN]
+PATHS = [(arch, "transformers") for arch in SUPPORTED] + [(arch, "native") for arch in LEAN]
 
 
 def native(directory: Path) -> Engine:
@@ -34,11 +34,11 @@ def native(directory: Path) -> Engine:
 
 
 def general(directory: Path) -> Engine:
-    return load_engine(str(directory), fast_kernels=False)
+    return load_engine(str(directory), engine="transformers")
 
 
 def fixed(directory: Path) -> Engine:
-    return load_engine(str(directory), fast_kernels=False, deterministic=True)
+    return load_engine(str(directory), engine="transformers", deterministic=True)
 
 
 BUILDS = (native, general, fixed)
@@ -67,12 +67,12 @@ def run_session(run: CheckedTaps) -> None:
     run.step(SequenceInput("c", 6, random_tokens(3, 6), 3, (2, -3, 1), num_kept=3))
 
 
-@pytest.mark.parametrize(("arch", "fast_kernels"), PATHS)
-def test_taps_are_the_hidden_states_of_plain_forwards(arch: str, fast_kernels: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("arch", "choice"), PATHS)
+def test_taps_are_the_hidden_states_of_plain_forwards(arch: str, choice: str, tmp_path: Path) -> None:
     # Large logits: soft-caps and softmaxes are far from linear.
     directory = tiny_model(arch, tmp_path, gain=2.0 if arch.startswith("gemma") else 1.0)
-    engine = load_engine(str(directory), fast_kernels=fast_kernels)
-    assert isinstance(engine.runner, NativeRunner) == fast_kernels
+    engine = load_engine(str(directory), engine=choice)
+    assert isinstance(engine.runner, NativeRunner) == (choice == "native")
     run = CheckedTaps(engine, plain_model(directory), LAYERS)
     run_session(run)
     assert run.worst <= TOLERANCE

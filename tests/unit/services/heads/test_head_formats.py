@@ -40,11 +40,11 @@ def expected_of(folder):
     return stored["states"].unflatten(1, (3, -1)), stored["token_ids"].tolist(), stored["logits"]
 
 
-@pytest.mark.parametrize("fast_kernels", [True, False])
+@pytest.mark.parametrize("uses_kernel", [True, False])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_are_those_of_the_library(variant, fast_kernels, target):
-    engine, head, target_ids = engine_of(DATA / variant, target, fast_kernels=fast_kernels)
-    assert engine.kernel.startswith("none") is not fast_kernels
+def test_logits_are_those_of_the_library(variant, uses_kernel, target):
+    engine, head, target_ids = engine_of(DATA / variant, target, uses_kernel=uses_kernel)
+    assert engine.kernel.startswith("none") is not uses_kernel
     states, token_ids, logits = expected_of(DATA / variant)
     features = head.fuse(states)
     engine.skip("s", [0])
@@ -73,7 +73,7 @@ def test_quantised_heads_are_near_the_stored_ones(weights, target):
     difference = (rows[0] - rows[1])[:, drafted].abs()
     assert 0 < difference.mean() < {"int8": 0.1, "int4": 1.0}[weights]
     with pytest.raises(InvalidArgumentError, match="head_weights"):
-        engine_of(DATA / "llama", target, weights=weights, fast_kernels=False)
+        engine_of(DATA / "llama", target, weights=weights, uses_kernel=False)
 
 
 @pytest.mark.parametrize("fault", ["feature", "state", "position"])
@@ -134,10 +134,10 @@ def eagle1(folder, target, seed=5):
     return token_ids[0].tolist(), states[0], hidden[0] if hidden.dim() == 3 else hidden
 
 
-@pytest.mark.parametrize("fast_kernels", [True, False])
-def test_eagle_1_is_a_layer_after_a_matrix(tmp_path, target, fast_kernels):
+@pytest.mark.parametrize("uses_kernel", [True, False])
+def test_eagle_1_is_a_layer_after_a_matrix(tmp_path, target, uses_kernel):
     token_ids, states, hidden = eagle1(tmp_path, target)
-    engine, head, target_ids = engine_of(tmp_path, target, fast_kernels=fast_kernels)
+    engine, head, target_ids = engine_of(tmp_path, target, uses_kernel=uses_kernel)
     assert target_ids is None
     assert head.config.taps == (3,)  # the target's last state
     engine.skip("s", [0])

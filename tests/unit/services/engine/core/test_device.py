@@ -126,7 +126,7 @@ def test_engine_runs_forwards_and_the_probe_on_its_device(
     monkeypatch.setattr(loader, "on_device", guard)
     right = loader.probe_model
     monkeypatch.setattr(loader, "probe_model", lambda given: (seen.append([*current]), right(given))[1])
-    engine = load_engine(str(tiny_model("llama", tmp_path)), device="cpu", fast_kernels=False)
+    engine = load_engine(str(tiny_model("llama", tmp_path)), device="cpu", engine="transformers")
     assert seen == [[CPU]]
     forward = engine.runner.forward
     monkeypatch.setattr(engine.runner, "forward", lambda batch: (seen.append([*current]), forward(batch))[1])

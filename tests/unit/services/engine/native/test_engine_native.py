@@ -54,7 +54,7 @@ def scripted_steps() -> list[list[SequenceInput]]:
 @pytest.mark.parametrize("role", ["target", "draft"])
 def test_native_path_demo_pair_matches_general_path(role: str) -> None:
     native = load_engine(resolve_model("demo", role))
-    general = load_engine(resolve_model("demo", role), fast_kernels=False)
+    general = load_engine(resolve_model("demo", role), engine="transformers")
     assert isinstance(native.runner, NativeRunner)
     worst = 0.0
     for feeds in scripted_steps():
@@ -274,7 +274,7 @@ def test_chain_rejects_the_same_input_as_a_step(tmp_path: Path) -> None:
     directory = str(tiny_model("llama", tmp_path))
     engine = load_engine(directory)
     assert engine.can_chain
-    assert not load_engine(directory, fast_kernels=False).can_chain
+    assert not load_engine(directory, engine="transformers").can_chain
     engine.step([SequenceInput("a", 0, random_tokens(MAX_CONTEXT - 2, 1), 1)])
     with pytest.raises(ValueError, match="token_ids"):
         engine.chain(SequenceInput("a", MAX_CONTEXT - 2, [5] * 3, 3))

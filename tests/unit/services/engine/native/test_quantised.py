@@ -203,7 +203,7 @@ def test_draft_setting_quantises_drafts_and_never_targets(
 @pytest.mark.parametrize(
     ("arch", "how", "reason"),
     [
-        ("llama", {"fast_kernels": False}, "fast_kernels is off"),
+        ("llama", {"engine": "transformers"}, "the engine is transformers"),
         ("llama", {"dtype": "bfloat16"}, "bfloat16 is not covered"),
         ("gemma2", {}, "gemma2 is not covered"),
     ],

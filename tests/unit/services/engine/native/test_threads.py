@@ -134,7 +134,7 @@ def test_threads_go_to_the_kernel_or_to_torch(tmp_path: Path) -> None:
     directory = str(tiny_model("llama", tmp_path))
     load_engine(directory, threads=3)
     assert (kernel_threads(), torch.get_num_threads()) == (3, 1)
-    load_engine(directory, threads=3, fast_kernels=False)
+    load_engine(directory, threads=3, engine="transformers")
     assert torch.get_num_threads() == 3
     load_engine(directory)
     assert (kernel_threads(), torch.get_num_threads()) == (1, 1)

