@@ -10,8 +10,8 @@ import logging
 import os
 import re
 import time
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -21,6 +21,7 @@ from services.engine.cache_budget import CacheBudget
 from services.engine.core.errors import EngineLostError
 from services.engine.core.kv_cache import CacheStats
 from services.scheduling.tasks import SessionSpec
+from services.vllm.adapters import adapter_error, max_rank
 from services.vllm.compatibility import check_vllm
 from services.vllm.messages import DraftBlock, PostedBlock, Verdicts
 
@@ -45,10 +46,12 @@ CPU_DRAFT_BLOCK = 32
 feeds half a block again. vLLM's own choice there is 128, on GPUs 16."""
 
 _ENVIRONMENT = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the worker's settings say which cores it has
     "VLLM_CONFIGURE_LOGGING": "0",  # the worker's logging is configured already
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # else vLLM's CPU build starts a process for one rank, too
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # `services.vllm.worker` replaces the sampling of the first one
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # the worker has threads, of gRPC among others
 }
 """Defaults of vLLM's own variables; what the user sets is kept."""
 
@@ -68,6 +71,8 @@ class EngineOptions:
         memory_share: Of a GPU, for weights, activations and cache, if there is no budget.
         tensor_parallel: GPUs (or CPU ranks) that the model is spread over.
         head: Drafts in the target: see `services.vllm.heads.drafter_config`; empty: nothing does.
+        adapters: Directories or hub names of LoRA adapters, by the name that sessions give.
+        is_batch_invariant: Whether vLLM computes a row with the same bits in every batch; on GPUs.
         is_compiled: Whether vLLM compiles the model and captures CUDA graphs.
         is_draft: Whether the model drafts: its requests run freely, and their prompts are short ones after
             what the prefix cache has.
@@ -83,6 +88,8 @@ class EngineOptions:
     memory_share: float = 0.8
     tensor_parallel: int = 1
     head: str = ""
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    is_batch_invariant: bool = False
     is_compiled: bool = True
     is_draft: bool = False
 
@@ -123,11 +130,18 @@ class VllmEngine:
 
     Raises:
         UnsupportedVllmError: vLLM is missing, or in another version.
-        InvalidArgumentError: vLLM cannot load the model, there is no GPU, or too little memory for the cache.
+        InvalidArgumentError: vLLM cannot load the model or an adapter, there is no GPU, or too little memory
+            for the cache.
     """
 
     def __init__(self, options: EngineOptions) -> None:
         check_engine("vllm", options.device)
+        if options.is_batch_invariant:
+            if vllm_build()[1] == "cpu":
+                raise InvalidArgumentError(
+                    "deterministic", True, "false with vLLM on a CPU, or another engine"
+                )
+            os.environ["VLLM_BATCH_INVARIANT"] = "1"  # vLLM's modules read it when they are imported
         check_vllm()
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
@@ -139,7 +153,7 @@ class VllmEngine:
         from vllm.v1.engine.core import EngineCore
         from vllm.v1.executor import Executor
 
-        self._lost = ""
+        self._lost = False
         try:
             config = _configuration(options)
             executor = Executor.get_class(config)
@@ -155,6 +169,7 @@ class VllmEngine:
         self.dtype = str(model.dtype).removeprefix("torch.")
         ranks = f" on {options.tensor_parallel} ranks" if options.tensor_parallel > 1 else ""
         self.kernel = f"vLLM {vllm_build()[0]} ({self.device}, {self.dtype}){ranks}"
+        self.kernel += ", batch-invariant" if options.is_batch_invariant else ""
         self.max_proposal = options.max_proposal
         self._scheduler = self._core.scheduler
         self._has_drafter = bool(options.head)
@@ -162,7 +177,22 @@ class VllmEngine:
         self._block_size = int(config.cache_config.block_size)
         self._block_bytes = _cache_bytes(self._scheduler) // max(1, self._pool.num_gpu_blocks)
         self._num_opened = 0
+        self._adapters = self._load_adapters(options.adapters)
         self.num_evictions = 0
+
+    def _load_adapters(self, directories: Mapping[str, str]) -> dict[str, Any]:
+        """Load all adapters, so that a wrong one is found at the start; return vLLM's requests for them."""
+        from vllm.lora.request import LoRARequest
+
+        requests = {}
+        for number, (name, directory) in enumerate(directories.items(), start=1):
+            requests[name] = LoRARequest(name, number, directory)
+            try:
+                self._core.add_lora(requests[name])
+            except Exception as error:  # vLLM raises many kinds
+                self.shutdown()
+                raise adapter_error(name, directory, str(error)) from error
+        return requests
 
     @property
     def num_free_requests(self) -> int:
@@ -215,7 +245,7 @@ class VllmEngine:
         self,
         request_id: str,
         token_ids: Sequence[int],
-        spec: SessionSpec | None,
+        spec: SessionSpec,
         salt: str,
         num_prompt_logprobs: int | None,
     ) -> Any:
@@ -238,7 +268,7 @@ class VllmEngine:
                 sampling_params=params,
                 pooling_params=None,
                 arrival_time=time.time(),
-                lora_request=None,
+                lora_request=self._adapters[spec.adapter] if spec.adapter else None,
                 cache_salt=salt,
                 data_parallel_rank=None,
             )
@@ -271,11 +301,11 @@ class VllmEngine:
         if request_id in self._scheduler.requests:
             self._core.abort_requests([request_id])
 
-    def forget(self, token_ids: Sequence[int], salt: str) -> None:
-        """Drop what the prefix cache has of these tokens for requests with this salt."""
+    def forget(self, token_ids: Sequence[int], spec: SessionSpec, salt: str) -> None:
+        """Drop what the prefix cache has of these tokens, for requests with this salt and adapter."""
         manager = self._scheduler.kv_cache_manager
         # A look-up leaves the last token out.
-        request, _ = self._request("", [*token_ids, 0], None, salt, None)
+        request, _ = self._request("", [*token_ids, 0], spec, salt, None)
         dropped = set[int]()
         # Requests that computed the same tokens at the same time have equal blocks; a look-up finds one.
         while found := set(chain(*manager.get_computed_blocks(request)[0].get_block_ids())) - dropped:
@@ -329,8 +359,9 @@ class VllmEngine:
 
     def check(self) -> None:
         """Raise EngineLostError when a process of vLLM has ended; any thread may call it."""
-        if self._lost:
-            raise EngineLostError(self._lost)
+        # vLLM calls back only when the ranks that are left have ended, too.
+        if self._lost or getattr(self._core.model_executor, "is_failed", False):
+            raise EngineLostError("a process of vLLM has ended")
 
     def stats(self) -> CacheStats:
         """Return the counters of the KV cache; any thread may call it."""
@@ -348,7 +379,7 @@ class VllmEngine:
         self._core.shutdown()
 
     def _note_loss(self) -> None:
-        self._lost = "a process of vLLM has ended"
+        self._lost = True
 
 
 def _configuration(options: EngineOptions) -> Any:
@@ -389,6 +420,18 @@ def _configuration(options: EngineOptions) -> Any:
         }
     if options.head:
         arguments |= {"speculative_config": drafter_config(options.head), "hf_overrides": complete_config}
+    if options.adapters:
+        rows = 1 + arguments["speculative_config"]["num_speculative_tokens"]
+        arguments |= {
+            # vLLM wants buffers for a proposal of every request at once; a step takes no more than before.
+            "max_num_batched_tokens": max(options.max_batch_tokens, MAX_REQUESTS * rows),
+            "max_num_scheduled_tokens": options.max_batch_tokens,
+            "enable_lora": True,
+            # Of each held session the next block may come at any time: all have a place. vLLM's CPU kernels
+            # take the last place for a request without an adapter, which therefore stays empty.
+            "max_loras": len(options.adapters) + (device == "cpu"),
+            "max_lora_rank": max_rank(options.adapters),
+        }
     budget = options.cache_budget_bytes
     if budget is None and device == "cpu":
         import torch
@@ -432,6 +475,8 @@ def _start_error(options: EngineOptions, error: Exception) -> InvalidArgumentErr
         return InvalidArgumentError(
             field, got, f"enough for one session: {said.replace('GPU memory', 'memory')}"
         )
+    if "tensor parallel size" in lowered:
+        return InvalidArgumentError("tensor_parallel", options.tensor_parallel, f"a divisor: {said}")
     loads = f"that vLLM {SUPPORTED_VLLM} loads"
     said = f"{type(error).__name__}: {said}"
     if options.head:

@@ -191,12 +191,12 @@ class VllmScheduler(BlockQueue[VerifyTask, _Verifying]):
         if held is not None:
             self.engine.close(held.request_id)
         if session.spec.cache_salt is None:
-            self.engine.forget(session.tokens, _salt(session))
+            self.engine.forget(session.tokens, session.spec, _salt(session))
 
     def _forget_prefix(self, session_id: str) -> None:
         session = self.sessions.find(session_id)
         if session is not None:
-            self.engine.forget(session.tokens, _salt(session))
+            self.engine.forget(session.tokens, session.spec, _salt(session))
 
     def _make_room(self) -> None:
         """Close the least recently used idle requests while the blocks of this step lack slots or memory.
