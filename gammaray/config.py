@@ -286,8 +286,9 @@ class _ModelSettings(_Settings):
         if self.engine == "vllm":
             if features := getattr(self, "features", ""):
                 raise InvalidArgumentError("features", features, "none with the engine vllm")
-            if (weights := getattr(self, "head_weights", "auto")) != "auto":
-                raise InvalidArgumentError("head_weights", weights, "auto with the engine vllm")
+            for field, default in (("head_weights", "auto"), ("head_window", 0)):
+                if (got := getattr(self, field, default)) != default:
+                    raise InvalidArgumentError(field, got, f"{default} with the engine vllm")
             for field in ("target", "model"):
                 if is_gguf(got := getattr(self, field, "")):
                     raise InvalidArgumentError(field, got, "a directory or hub name with the engine vllm")

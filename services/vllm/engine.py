@@ -481,9 +481,12 @@ def _start_error(options: EngineOptions, error: Exception) -> InvalidArgumentErr
         )
     if "tensor parallel size" in lowered:
         return InvalidArgumentError("tensor_parallel", options.tensor_parallel, f"a divisor: {said}")
-    model = f"{options.model} with the drafter {options.head}" if options.head else options.model
-    allowed = f"a model that vLLM {SUPPORTED_VLLM} loads: {type(error).__name__}: {said}"
-    return InvalidArgumentError("model", model, allowed)
+    loads = f"that vLLM {SUPPORTED_VLLM} loads"
+    said = f"{type(error).__name__}: {said}"
+    if options.head:
+        allowed = f"a drafter {loads} with the model {options.model}: {said}"
+        return InvalidArgumentError("head", options.head, allowed)
+    return InvalidArgumentError("model", options.model, f"a model {loads}: {said}")
 
 
 def _cache_bytes(scheduler: Any) -> int:
