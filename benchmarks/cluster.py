@@ -95,15 +95,18 @@ async def connected(*options: str, source: Path | None = None) -> AsyncIterator[
 
 
 @asynccontextmanager
-async def running_cluster(*options: str, source: Path | None = None) -> AsyncIterator[Cluster]:
+async def running_cluster(
+    *options: str, source: Path | None = None, timeout_s: float = _START_TIMEOUT_S
+) -> AsyncIterator[Cluster]:
     """Run `gammaray up` on free loopback ports with further `options` until the block ends.
 
     Args:
         *options: Options of `gammaray up`.
         source: Source tree whose code runs, with the packages of this environment; None: the installed one.
+        timeout_s: Longest wait for its workers, three minutes unless their models take longer to load.
 
     Raises:
-        ClusterError: It did not become ready within three minutes, or processes outlived it (they are
+        ClusterError: It did not become ready in time, or processes outlived it (they are
             killed then).
     """
     http_port, grpc_port = free_ports(2)
@@ -120,7 +123,7 @@ async def running_cluster(*options: str, source: Path | None = None) -> AsyncIte
             start_new_session=True,
         )
         try:
-            cluster = await _wait_ready(process, errors)
+            cluster = await _wait_ready(process, errors, timeout_s)
             drain = asyncio.create_task(_drain(process))
             try:
                 yield cluster
@@ -130,11 +133,11 @@ async def running_cluster(*options: str, source: Path | None = None) -> AsyncIte
             await stop(process)
 
 
-async def _wait_ready(process: asyncio.subprocess.Process, errors: IO[str]) -> Cluster:
+async def _wait_ready(process: asyncio.subprocess.Process, errors: IO[str], timeout_s: float) -> Cluster:
     try:
-        found = await asyncio.wait_for(_ready_line(process), _START_TIMEOUT_S)
+        found = await asyncio.wait_for(_ready_line(process), timeout_s)
     except asyncio.TimeoutError:
-        raise ClusterError(f"not ready within {_START_TIMEOUT_S:.0f} s\n{_tail(errors)}") from None
+        raise ClusterError(f"not ready within {timeout_s:.0f} s\n{_tail(errors)}") from None
     if found is None:
         await _has_ended(process, _STOP_TIMEOUT_S)
         raise ClusterError(f"`gammaray up` ended with code {process.returncode}\n{_tail(errors)}")

@@ -25,7 +25,7 @@ from services.engine.engine import Engine, SequenceInput
 from services.engine.loader import load_engine
 from services.engine.sampling.logits import edited_logits, processed_log_probs
 from services.engine.sampling.noise import Noise
-from services.target.verification import verify
+from services.verification.rules import verify
 
 __all__ = ["EngineWorker", "NoText"]
 

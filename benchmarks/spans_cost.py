@@ -37,7 +37,7 @@ from orchestrator.cycle.session import Session
 from orchestrator.telemetry.spans import CycleBundle, SessionTrace
 from services.scheduling.tasks import ProposeTask, Reply, Task, Timing, VerifyTask
 from services.streaming.tracing import BlockTracer
-from services.target.verification import Verdict
+from services.verification.rules import Verdict
 
 CYCLES, REPEATS = 1000, 7
 NOW_NS = 1_700_000_000_000_000_000

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import quote
 
-from pydantic import AfterValidator, Field, ValidationError, model_validator
+from pydantic import AfterValidator, Field, JsonValue, ValidationError, model_validator
 from pydantic_core import core_schema
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = [
+    "MAX_ADAPTERS",
     "MAX_WORKERS",
     "METRICS_PORT",
     "REDIS_PREFIX",
@@ -39,6 +40,7 @@ __all__ = [
     "WorkerSettings",
     "at_least_one",
     "known_variables",
+    "parse_adapters",
     "settings_error",
 ]
 
@@ -109,6 +111,36 @@ class PoolSize:
         )
 
 
+MAX_ADAPTERS = 32
+"""Most adapters of a target: each has a place in the memory of its GPUs."""
+
+_ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
+
+
+def parse_adapters(text: str) -> dict[str, str]:
+    """Return the directories by name of a text such as `sql=/models/sql,legal=/models/legal`.
+
+    Raises:
+        ValueError: It has another form, a name twice or too many of them; the message says what is allowed.
+    """
+    found: dict[str, str] = {}
+    for entry in filter(None, map(str.strip, text.split(","))):
+        name, separator, directory = (part.strip() for part in entry.partition("="))
+        if not separator or not directory or _ADAPTER_NAME.fullmatch(name) is None:
+            raise ValueError(f"got {entry!r}, allowed: NAME=DIR, names of letters, digits and ._:/-")
+        if name in found:
+            raise ValueError(f"got {name!r} twice, allowed: each name once")
+        found[name] = directory
+    if len(found) > MAX_ADAPTERS:
+        raise ValueError(f"got {len(found)} adapters, allowed: at most {MAX_ADAPTERS}")
+    return found
+
+
+def _checked_adapters(text: str) -> str:
+    parse_adapters(text)
+    return text
+
+
 _OWN_MESSAGE = re.compile(r"(?:Value error, )?got (?P<got>.*), allowed: (?P<allowed>.*)", re.DOTALL)
 # Description of allowed values by pydantic error type; braces are filled from the error's context.
 _ALLOWED = {
@@ -133,9 +165,8 @@ _ALLOWED = {
     "string_type": "a text",
 }
 
-# Allowed settings in deterministic mode, see `services.engine.hf.deterministic`.
+# Allowed settings in deterministic mode without vLLM, see `services.engine.hf.deterministic`.
 _DETERMINISTIC: dict[str, tuple[Any, ...]] = {
-    "engine": ("auto", "native", "transformers"),
     "device": ("auto", "cpu"),
     "dtype": ("auto", "float32"),
     "threads": (1,),
@@ -148,12 +179,21 @@ _HOST_NAMES = r"^( *(\*|\.?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*) *(,|$))*$"
 """Comma-separated host names without ports; a leading dot matches all subdomains, an asterisk everything."""
 
 
+REPEATABLE: dict[str, JsonValue] = {"repeatable": True}
+"""Marks a field whose option may be repeated; its values are joined by commas."""
+
+Lora = Annotated[str, AfterValidator(_checked_adapters)]
+
 Engine = Literal["auto", "vllm", "native", "transformers"]
 
 _ENGINE = (
     "What computes the models: vllm; native, the compiled CPU kernel; transformers, the model's own layers. "
     "auto: vllm where it is installed and there is a GPU, else native where the kernel covers the model, "
     "else transformers."
+)
+_DETERMINISM = (
+    "Bit-identical logits whatever the batch and gamma; slower. On a CPU in float32, with vLLM on GPUs its "
+    "batch-invariant mode."
 )
 _DRAFT_WEIGHTS = (
     "Weights of the draft model: int8 and int4 are quantised at load, which changes acceptance and speed, "
@@ -167,6 +207,10 @@ _HEAD = (
 _HEAD_WEIGHTS = (
     "Weights of that head: int8 and int4 are quantised at load, for the compiled CPU kernel (of EAGLE "
     "heads); the text does not change."
+)
+_LORA = (
+    "NAME=DIR of a LoRA adapter of the target, in PEFT's format; several are separated by commas, or the "
+    "option is repeated. A request whose `model` is NAME is served with it; only with vLLM as the engine."
 )
 _FEATURES = (
     "EAGLE head of the draft workers: directory or hub name. The target returns features for it, its hidden "
@@ -229,7 +273,9 @@ class _ModelSettings(_Settings):
     @model_validator(mode="after")
     def _check_deterministic(self) -> Self:
         if getattr(self, "deterministic", False):
-            for field, allowed in _DETERMINISTIC.items():
+            # vLLM's batch-invariant mode is for GPUs.
+            rules = {"device": ("auto", "cuda")} if self.engine == "vllm" else _DETERMINISTIC
+            for field, allowed in rules.items():
                 if (got := getattr(self, field, allowed[0])) not in allowed:
                     choices = " or ".join(map(str, allowed))
                     raise InvalidArgumentError(field, got, f"{choices} with deterministic")
@@ -240,8 +286,9 @@ class _ModelSettings(_Settings):
         if self.engine == "vllm":
             if features := getattr(self, "features", ""):
                 raise InvalidArgumentError("features", features, "none with the engine vllm")
-            if (weights := getattr(self, "head_weights", "auto")) != "auto":
-                raise InvalidArgumentError("head_weights", weights, "auto with the engine vllm")
+            for field, default in (("head_weights", "auto"), ("head_window", 0)):
+                if (got := getattr(self, field, default)) != default:
+                    raise InvalidArgumentError(field, got, f"{default} with the engine vllm")
             for field in ("target", "model"):
                 if is_gguf(got := getattr(self, field, "")):
                     raise InvalidArgumentError(field, got, "a directory or hub name with the engine vllm")
@@ -252,6 +299,8 @@ class _ModelSettings(_Settings):
         devices = getattr(self, "tensor_parallel", 1)
         if devices > 1 and self.engine not in ("auto", "vllm"):
             raise InvalidArgumentError("tensor_parallel", devices, f"1 with the engine {self.engine}")
+        if (lora := getattr(self, "lora", "")) and self.engine not in ("auto", "vllm"):
+            raise InvalidArgumentError("lora", lora, f"empty with the engine {self.engine}")
         return self
 
 
@@ -346,9 +395,7 @@ class WorkerSettings(_ServingSettings, _ModelSettings):
         description="Time that one step may take while the worker serves several sessions, in milliseconds; "
         "a step takes fewer tokens than max_batch_tokens, but at least 32, to keep to it.",
     )
-    deterministic: bool = Field(
-        False, description="Bit-identical logits whatever the batch and gamma (CPU float32 only; slower)."
-    )
+    deterministic: bool = Field(False, description=_DETERMINISM)
     drain_timeout_s: float = Field(
         10.0, ge=0, description="Time for running blocks to finish after SIGTERM, in seconds."
     )
@@ -376,6 +423,7 @@ class TargetSettings(WorkerSettings):
     draft_ahead: bool = Field(
         True, description="Let that head draft the next proposals while no block waits."
     )
+    lora: Lora = Field("", description=_LORA, json_schema_extra=REPEATABLE)
     features: str = Field("", description=_FEATURES)
     feature_window: int = Field(
         2048,
@@ -663,13 +711,12 @@ class ClusterSettings(_ModelSettings):
         description="Devices that each target's model is spread over, all in one machine; more than one only "
         "with vLLM as the engine.",
     )
+    lora: Lora = Field("", description=_LORA, json_schema_extra=REPEATABLE)
     pin_cores: bool = Field(
         True,
         description="Without GPUs, bind each role of workers to separate CPU cores, if there are enough.",
     )
-    deterministic: bool = Field(
-        False, description="Bit-identical logits whatever the batch and gamma (CPU float32 only; slower)."
-    )
+    deterministic: bool = Field(False, description=_DETERMINISM)
 
     @model_validator(mode="before")
     @classmethod

@@ -74,6 +74,10 @@ class InvalidArgumentError(GammarayError):
         self.field, self.got, self.allowed = _shorten(field), _shorten(rendered), allowed
         super().__init__(f"{self.field}: got {self.got}, allowed: {allowed}")
 
+    def __reduce__(self) -> tuple[type[InvalidArgumentError], tuple[str, str, str]]:
+        # It passes between the processes of an engine.
+        return InvalidArgumentError, (self.field, self.got, self.allowed)
+
     def renamed(self, field: str) -> InvalidArgumentError:
         """Return the same error about a field of another name."""
         return InvalidArgumentError(field, self.got, self.allowed)

@@ -124,7 +124,7 @@ class Orchestrator:
             draft_addresses=settings.draft_addresses,
             tls=tls_files(settings),
         )
-        self._opener = SessionManager(self.store, tokenizer, self._check_model)
+        self._opener = SessionManager(self.store, tokenizer, self._check_model, self.model_name)
         self.draft_server = self._make_draft_server()
         self._drafting = Drafting(
             settings, self.fleet.drafts, self.fleet.targets, tokenizer.vocab_size, self.draft_server
@@ -171,6 +171,11 @@ class Orchestrator:
         return self._drafting.costs.plain_cycle_s
 
     @property
+    def adapters(self) -> list[str]:
+        """Names of the LoRA adapters that the target workers serve."""
+        return self.fleet.adapters
+
+    @property
     def num_requests(self) -> int:
         """Number of running and waiting requests."""
         return self.admission.num_running + self.admission.num_waiting
@@ -207,6 +212,7 @@ class Orchestrator:
                 vocab_size=self.vocab_size,
                 max_prompt_bytes=self._settings.max_prompt_bytes,
                 max_context=self.tokenizer.max_context,
+                adapters=self.adapters,
             )
             if request.resume_from is None:
                 self._drafting.check(request)

@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings
 
 from gammaray.cli.values import IntRange
-from gammaray.config import settings_error
+from gammaray.config import REPEATABLE, settings_error
 from gammaray.errors import InvalidArgumentError
 
 __all__ = ["checked_settings", "flag_names", "parse_settings", "settings_options"]
@@ -73,10 +73,14 @@ def checked_settings(settings: type[SettingsT], given: dict[str, Any]) -> Settin
     Raises:
         InvalidArgumentError: A setting is out of bounds, or two exclude each other.
     """
+    values: dict[str, Any] = {
+        name: given[name] for name in settings.model_fields if given.get(name) not in (None, ())
+    }
+    for name, value in values.items():
+        if isinstance(value, tuple):
+            values[name] = ",".join(value)
     try:
-        return settings(
-            **{name: given[name] for name in settings.model_fields if given.get(name) is not None}
-        )
+        return settings(**values)
     except ValidationError as error:
         raise settings_error(error) from None
 
@@ -93,6 +97,7 @@ def _option(name: str, info: FieldInfo, has_types: bool) -> click.Option:
         ["/".join(flag_names(name)) if is_flag else f"--{name.replace('_', '-')}", name],
         type=None if is_flag else _type(info) if has_types else click.STRING,
         default=None,
+        multiple=info.json_schema_extra == REPEATABLE,
         help=f"{info.description}  [default: {info.default if info.default != '' else 'empty'}]",
     )
 

@@ -18,6 +18,7 @@ from gammaray.config import (
     ScalingSettings,
     TargetSettings,
     WorkerSettings,
+    parse_adapters,
 )
 from gammaray.demo_pair import DRAFTER_FILE, early_exit_layers
 from gammaray.deploy.draft_heads import is_draft_head
@@ -176,6 +177,7 @@ def role_settings(cluster: ClusterSettings) -> dict[str, dict[str, Any]]:
             "model": cluster.target,
             "deterministic": cluster.deterministic,
             "tensor_parallel": cluster.tensor_parallel,
+            **({"lora": _absolute_adapters(cluster.lora)} if cluster.lora else {}),
             "head": cluster.head,
             "head_weights": cluster.head_weights,
             # Draft workers that are started elsewhere may have a head: then the environment names it.
@@ -194,6 +196,12 @@ def _has_draft_head(cluster: ClusterSettings) -> bool:
 
 def _absolute(file: str) -> str:
     return str(Path(file).absolute()) if file else ""
+
+
+def _absolute_adapters(lora: str) -> str:
+    """Return adapters with absolute directories, as workers run elsewhere; names of the hub stay."""
+    found = parse_adapters(lora)
+    return ",".join(f"{name}={_absolute(at) if Path(at).exists() else at}" for name, at in found.items())
 
 
 def _mapped(cluster: ClusterSettings) -> dict[str, Any]:

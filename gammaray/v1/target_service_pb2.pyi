@@ -401,6 +401,26 @@ class GetTargetInfoResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class AdaptersEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     MODEL_FIELD_NUMBER: _builtins.int
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     MAX_CONTEXT_FIELD_NUMBER: _builtins.int
@@ -419,6 +439,7 @@ class GetTargetInfoResponse(_message.Message):
     FEATURES_FIELD_NUMBER: _builtins.int
     GRAMMAR_IDENTITY_FIELD_NUMBER: _builtins.int
     TAKES_TREES_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The model name given at startup."""
     vocab_size: _builtins.int
@@ -461,6 +482,10 @@ class GetTargetInfoResponse(_message.Message):
     def totals(self) -> _types_pb2.WorkerTotals:
         """Totals since startup."""
 
+    @_builtins.property
+    def adapters(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """LoRA adapters that it serves: the model identity of a session with each, by name."""
+
     def __init__(
         self,
         *,
@@ -482,10 +507,11 @@ class GetTargetInfoResponse(_message.Message):
         features: _builtins.str = ...,
         grammar_identity: _builtins.str = ...,
         takes_trees: _builtins.bool = ...,
+        adapters: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["totals", b"totals"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_budget_bytes", b"cache_budget_bytes", "cache_bytes", b"cache_bytes", "features", b"features", "grammar_identity", b"grammar_identity", "head", b"head", "is_draining", b"is_draining", "kernel", b"kernel", "max_context", b"max_context", "metrics_address", b"metrics_address", "model", b"model", "model_identity", b"model_identity", "num_queued", b"num_queued", "num_sessions", b"num_sessions", "pid", b"pid", "takes_trees", b"takes_trees", "totals", b"totals", "vocab_sha256", b"vocab_sha256", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "cache_budget_bytes", b"cache_budget_bytes", "cache_bytes", b"cache_bytes", "features", b"features", "grammar_identity", b"grammar_identity", "head", b"head", "is_draining", b"is_draining", "kernel", b"kernel", "max_context", b"max_context", "metrics_address", b"metrics_address", "model", b"model", "model_identity", b"model_identity", "num_queued", b"num_queued", "num_sessions", b"num_sessions", "pid", b"pid", "takes_trees", b"takes_trees", "totals", b"totals", "vocab_sha256", b"vocab_sha256", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -63,6 +63,11 @@ class Backend(Protocol):
         ...
 
     @property
+    def adapters(self) -> Sequence[str]:
+        """Names of the LoRA adapters that a request's `model` may name."""
+        ...
+
+    @property
     def drafters(self) -> list[DrafterKind]:
         """What can draft for a session now: models first, then look-ups."""
         ...

@@ -51,6 +51,7 @@ class Session:
         turn: Turn of the session, from 0; the prompt contains the earlier turns.
         cache_salt: Workers share caches only between requests of one tenant with the same salt.
         num_prompt_logprobs: None for no log-probabilities of the prompt, else how many alternatives.
+        adapter: LoRA adapter that the target applies; empty: none.
 
     Attributes:
         token_ids: The committed tokens: prompt, then emitted. Positions are absolute.
@@ -82,6 +83,7 @@ class Session:
     turn: int = 0
     cache_salt: str = ""
     num_prompt_logprobs: int | None = None
+    adapter: str = ""
     token_ids: list[int] = field(init=False)
     finish_reason: FinishReason | None = field(init=False, default=None)
     state: bytes = field(init=False, default=b"")

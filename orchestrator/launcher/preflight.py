@@ -164,6 +164,9 @@ def check_workers(settings: ClusterSettings, devices: CudaDevices | None = None)
     if settings.tensor_parallel > 1 and settings.engine == "auto" and not (num_gpus and vllm_build()[0]):
         allowed = "1 without GPUs and vLLM, which spreads a model over several"
         raise InvalidArgumentError("tensor_parallel", settings.tensor_parallel, allowed)
+    if settings.lora and settings.engine == "auto" and not (num_gpus and vllm_build()[0]):
+        allowed = "empty without GPUs and vLLM, which serves adapters"
+        raise InvalidArgumentError("lora", settings.lora, allowed)
     if num_gpus != MANY_GPUS:
         gpus_by_role(num_gpus, most["target"], most["draft"], settings.tensor_parallel)
     if settings.worker_tls and find_spec("cryptography") is None:
@@ -193,7 +196,7 @@ def _check_devices(
         return MANY_GPUS
     check_device(settings.device, found)
     for role, worker in workers.items():
-        if found.count and worker.deterministic:
+        if found.count and worker.deterministic and worker.engine != "vllm":
             reason = f"cpu with deterministic: the {role} would run on a GPU of this machine"
             raise InvalidArgumentError("device", settings.device, reason)
     return found.count

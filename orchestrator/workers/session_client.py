@@ -70,7 +70,9 @@ class WorkerSession(ABC, Generic[BlockT, ResultT]):
     def _keys(self, session: Session) -> list[int]:
         """Return the prefix keys of its text for `WorkerPool.pick`; none if it shares no caches."""
         spec = self._spec
-        return prefix_keys(session.token_ids, spec.cache_salt) if spec.HasField("cache_salt") else []
+        # What an adapter computed is of no use to others.
+        salt = f"{spec.cache_salt}/{spec.adapter}" if spec.adapter else spec.cache_salt
+        return prefix_keys(session.token_ids, salt) if spec.HasField("cache_salt") else []
 
     def _attach(self, session: Session, link: WorkerConnection[BlockT, ResultT]) -> None:
         if link is not self._link:
@@ -151,4 +153,5 @@ def session_spec(session: Session, eos_token_ids: frozenset[int], *, shares_cach
         prompt_length=len(session.prompt),
         eos_token_ids=sorted(eos_token_ids | session.stop_token_ids),
         cache_salt=salt if shares_caches else None,
+        adapter=session.adapter,
     )

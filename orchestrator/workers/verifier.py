@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -48,6 +48,7 @@ __all__ = [
     "RemoteVerifier",
     "TargetLink",
     "TargetPool",
+    "adapters_of",
     "check_grammars",
     "check_served",
     "has_head",
@@ -100,9 +101,16 @@ TargetLink = WorkerConnection[target_pb.VerifyBlock, target_pb.VerifyResult]
 TargetPool = WorkerPool[target_pb.VerifyBlock, target_pb.VerifyResult]
 
 
-def identity_of(link: WorkerConnection[Any, Any]) -> str:
-    """Return the model identity in the worker's last info, empty if unknown."""
-    return link.info.model_identity if isinstance(link.info, target_pb.GetTargetInfoResponse) else ""
+def identity_of(link: WorkerConnection[Any, Any], adapter: str = "") -> str:
+    """Return the identity in the worker's last info, of its model with that adapter; empty if unknown."""
+    if not isinstance(link.info, target_pb.GetTargetInfoResponse):
+        return ""
+    return link.info.adapters.get(adapter, "") if adapter else link.info.model_identity
+
+
+def adapters_of(link: WorkerConnection[Any, Any]) -> Mapping[str, str]:
+    """Return the adapters in the worker's last info, by name with the identity of the model with each."""
+    return link.info.adapters if isinstance(link.info, target_pb.GetTargetInfoResponse) else {}
 
 
 def has_head(link: WorkerConnection[Any, Any]) -> bool:
@@ -120,16 +128,23 @@ def grammars_of(link: WorkerConnection[Any, Any]) -> str:
     return link.info.grammar_identity if isinstance(link.info, target_pb.GetTargetInfoResponse) else ""
 
 
-def of_identity(identity: str, grammars: str = "") -> Callable[[TargetLink], bool]:
+def of_identity(identity: str, grammars: str = "", adapter: str = "") -> Callable[[TargetLink], bool]:
     """Return a predicate: whether a worker may continue a session.
 
     Args:
-        identity: Model identity of the session; empty: any.
+        identity: Model identity of the session; empty: any. Without an adapter, it may be that of the model
+            with any of the worker's adapters.
         grammars: Identity of the orchestrator's grammar library, for a session with a grammar; empty: any.
+        adapter: LoRA adapter of the session; empty: none.
     """
 
     def suits(link: TargetLink) -> bool:
-        return (not identity or identity_of(link) == identity) and not _differs(grammars_of(link), grammars)
+        if _differs(grammars_of(link), grammars):
+            return False
+        adapters = adapters_of(link)
+        if adapter:
+            return adapter in adapters and identity in ("", adapters[adapter])
+        return not identity or identity_of(link) == identity or identity in adapters.values()
 
     return suits
 
@@ -181,7 +196,8 @@ async def check_served(pool: TargetPool, session_id: str, identity: str, timeout
 
 def why_nobody(pool: TargetPool, session_id: str, identity: str, error: UnavailableError) -> GammarayError:
     """Return ModelChangedError if only other models are served, else `error`."""
-    others = {identity_of(link) for link in pool.links.values() if link.is_up}
+    up = [link for link in pool.links.values() if link.is_up]
+    others = {name for link in up for name in (identity_of(link), *adapters_of(link).values())}
     if not identity or not others or identity in others:
         return error
     return ModelChangedError(session_id, identity, sorted(others))
@@ -239,7 +255,7 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
             link = await self._choose(session, left_s)
             self._attach(session, link)
             # The worker compares it, too: it may have been replaced by another process at the same address.
-            self._identity = session.model_identity or identity_of(link)
+            self._identity = session.model_identity or identity_of(link, session.adapter)
             session.has_head, session.takes_trees = has_head(link), takes_trees(link)
             self._take(proposal, drafts or Shape(0), is_chain=not session.takes_trees)
             start = time.monotonic()
@@ -288,7 +304,7 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
             raise why_nobody(self._pool, session.session_id, session.model_identity, error) from None
 
     def _suits(self, session: Session) -> Callable[[TargetLink], bool]:
-        return of_identity(session.model_identity, self._grammars)
+        return of_identity(session.model_identity, self._grammars, session.adapter)
 
     def _fill(self, session: Session, block: target_pb.VerifyBlock) -> None:
         super()._fill(session, block)

@@ -36,7 +36,7 @@ def target_uses_vllm(path: str, settings: TargetSettings) -> bool:
         settings: Of the worker; with the engine vllm they name nothing that it does not serve.
 
     Raises:
-        InvalidArgumentError: The model is to be spread over several devices, and vLLM does not serve it.
+        InvalidArgumentError: Several devices or adapters are asked for, and vLLM does not serve the model.
     """
     is_vllm = uses_vllm(settings.engine, settings.device)
     if is_vllm and settings.engine == "auto":
@@ -53,4 +53,8 @@ def target_uses_vllm(path: str, settings: TargetSettings) -> bool:
     if settings.tensor_parallel > 1 and not is_vllm:
         allowed = "1: vLLM, which spreads a model over several, is not the engine here"
         raise InvalidArgumentError("tensor_parallel", settings.tensor_parallel, allowed)
+    if settings.lora and not is_vllm:
+        raise InvalidArgumentError(
+            "lora", settings.lora, "empty: vLLM, which serves adapters, is not the engine"
+        )
     return is_vllm

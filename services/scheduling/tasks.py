@@ -42,6 +42,7 @@ class SessionSpec:
         prompt_length: Number of leading tokens that are the prompt.
         eos_token_ids: Tokens masked until `params.min_tokens` were produced; they end a proposal.
         cache_salt: Sessions with the same salt share caches; None: the session shares none.
+        adapter: LoRA adapter that the target applies; empty: none.
     """
 
     params: SamplingParams
@@ -49,6 +50,7 @@ class SessionSpec:
     prompt_length: int
     eos_token_ids: tuple[int, ...]
     cache_salt: str | None = None
+    adapter: str = ""
 
     @property
     def num_ids(self) -> int:

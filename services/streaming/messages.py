@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from gammaray.errors import GammarayError
@@ -33,6 +34,7 @@ class Model:
         kernel: Implementation of its forwards, see `Engine.kernel`.
         identity: Of a target's weights and arithmetic, see `services.process.fingerprints`; empty: unknown.
         takes_trees: Whether a target verifies trees.
+        adapters: Identity of a target with each LoRA adapter that it serves, by the adapter's name.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Model:
     kernel: str = ""
     identity: str = ""
     takes_trees: bool = True
+    adapters: Mapping[str, str] = field(default_factory=dict)
 
 
 def task_fields(block: Any, default_timeout_ms: int, deliver: Deliver) -> dict[str, Any]:
@@ -74,6 +77,7 @@ def _spec(message: types_pb2.SessionSpec) -> SessionSpec:
         prompt_length=message.prompt_length,
         eos_token_ids=tuple(message.eos_token_ids),
         cache_salt=message.cache_salt if message.HasField("cache_salt") else None,
+        adapter=message.adapter,
     )
 
 

@@ -30,7 +30,7 @@ from services.scheduling.tasks import Reply, VerifyTask
 from services.speculation.local_drafter import LocalDrafter
 from services.target.features import BlockFeatures, FeatureSource
 from services.target.prompt_scores import PromptScores
-from services.target.verdicts import judge, token_logprobs
+from services.verification.verdicts import judge, token_logprobs
 
 __all__ = ["TargetScheduler"]
 

@@ -36,7 +36,7 @@ from services.streaming.streams import Deliver, Streams
 from services.target.loading import load_feature_source, load_local_drafter
 from services.target.scheduler import TargetScheduler
 
-__all__ = ["TargetServicer", "TargetWorker"]
+__all__ = ["TargetServicer", "TargetWorker", "check_identity"]
 
 DEFAULT_TIMEOUT_MS = 60_000
 
@@ -81,11 +81,12 @@ class TargetServicer(target_service_pb2_grpc.TargetServiceServicer):
             features=self._features,
             grammar_identity=self._grammars,
             takes_trees=self._model.takes_trees,
+            adapters=self._model.adapters,
         )
 
     def _parse(self, block: pb.VerifyBlock, deliver: Deliver) -> VerifyTask:
         model = self._model
-        _check_identity(block, model)
+        check_identity(block, model)
         num_top = block.num_top_logprobs if block.HasField("num_top_logprobs") else None
         if num_top is not None and num_top > MAX_TOP_LOGPROBS:
             raise InvalidArgumentError("num_top_logprobs", num_top, f"0 to {MAX_TOP_LOGPROBS}")
@@ -118,15 +119,20 @@ class TargetServicer(target_service_pb2_grpc.TargetServiceServicer):
         return task
 
 
-def _check_identity(block: pb.VerifyBlock, model: Model) -> None:
+def check_identity(block: pb.VerifyBlock, model: Model) -> None:
     """Refuse a session of another model; its owner may expect the process that had this address before.
 
     Raises:
         ModelChangedError: The session's model identity differs.
+        InvalidArgumentError: Its adapter is not served here.
     """
-    wanted = block.spec.model_identity
-    if wanted and wanted != model.identity:
-        raise ModelChangedError(block.session_id, wanted, [model.identity])
+    wanted, adapter = block.spec.model_identity, block.spec.adapter
+    found = model.adapters.get(adapter, "") if adapter else model.identity
+    if wanted and wanted != found:
+        raise ModelChangedError(block.session_id, wanted, [model.identity, *model.adapters.values()])
+    if adapter and adapter not in model.adapters:
+        allowed = ", ".join(sorted(model.adapters)) or "none: this worker serves no adapter"
+        raise InvalidArgumentError("spec.adapter", adapter, allowed)
 
 
 def _result(reply: Reply) -> pb.VerifyResult:

@@ -15,7 +15,7 @@ from gammaray.deploy.engines import SUPPORTED_VLLM, UnsupportedVllmError, check_
 
 __all__ = ["check_vllm", "find_missing"]
 
-_NAMES: dict[str, tuple[str, ...]] = {
+NAMES: dict[str, tuple[str, ...]] = {
     "vllm.engine.arg_utils:EngineArgs": ("create_engine_config",),
     "vllm.lora.request:LoRARequest": (),
     "vllm.platforms:current_platform": ("is_cpu",),
@@ -56,7 +56,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
 }
 """Classes by module, with the attributes that are used of each."""
 
-_FIELDS: dict[str, tuple[str, ...]] = {
+FIELDS: dict[str, tuple[str, ...]] = {
     "vllm.v1.request:Request": (
         "next_decode_eligible_step",
         "is_prefill_chunk",
@@ -82,7 +82,7 @@ _FIELDS: dict[str, tuple[str, ...]] = {
 def find_missing() -> list[str]:
     """Return the names that the installed version lacks, such as `module:Class.attribute`."""
     missing = []
-    for names, are_set_at_start in ((_NAMES, False), (_FIELDS, True)):
+    for names, are_set_at_start in ((NAMES, False), (FIELDS, True)):
         for path, attributes in names.items():
             module, _, name = path.partition(":")
             try:

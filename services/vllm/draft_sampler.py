@@ -15,11 +15,11 @@ from torch import Tensor
 from gammaray.errors import GammarayError, InternalError
 from gammaray.types import VerificationMethod
 from services.engine.sampling.edits import LogitEdits
-from services.engine.sampling.logits import processed_log_probs
+from services.engine.sampling.logits import filter_key, processed_log_probs
 from services.scheduling.tasks import SessionSpec
 from services.speculation.predictions import predictions
 from services.speculation.session import draft_params, edited_log_probs
-from services.target.verification import best_tokens
+from services.verification.rules import best_tokens
 from services.vllm.messages import DraftBlock, Drafted, Masks, Verdicts
 from services.vllm.noise import NoiseRows, NoiseSource
 from services.vllm.sampler import SPEC, UNUSED_TOKEN, GivenMasks
@@ -52,7 +52,7 @@ class _Session:
         params, is_random = self.params, self.spec.params.temperature > 0
         if params is None:
             return (is_random,)
-        return is_random, params.temperature, params.top_k, params.top_p, params.min_p
+        return is_random, *filter_key(params)
 
 
 class _Row(NamedTuple):

@@ -252,12 +252,12 @@ class VllmDraftScheduler(BlockQueue[ProposeTask, _Drafting]):
         self._answered.discard(session.session_id)
         self._drop_ahead(session.session_id)
         if session.spec.cache_salt is None:
-            self.engine.forget(session.tokens, _salt(session))
+            self.engine.forget(session.tokens, session.spec, _salt(session))
 
     def _forget_prefix(self, session_id: str) -> None:
         session = self.sessions.find(session_id)
         if session is not None:
-            self.engine.forget(session.tokens, _salt(session))
+            self.engine.forget(session.tokens, session.spec, _salt(session))
 
     def _run(self) -> None:
         began = time.perf_counter()

@@ -10,8 +10,8 @@ import logging
 import os
 import re
 import time
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -21,6 +21,7 @@ from services.engine.cache_budget import CacheBudget
 from services.engine.core.errors import EngineLostError
 from services.engine.core.kv_cache import CacheStats
 from services.scheduling.tasks import SessionSpec
+from services.vllm.adapters import adapter_error, max_rank
 from services.vllm.compatibility import check_vllm
 from services.vllm.messages import DraftBlock, PostedBlock, Verdicts
 
@@ -45,10 +46,12 @@ CPU_DRAFT_BLOCK = 32
 feeds half a block again. vLLM's own choice there is 128, on GPUs 16."""
 
 _ENVIRONMENT = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the worker's settings say which cores it has
     "VLLM_CONFIGURE_LOGGING": "0",  # the worker's logging is configured already
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # else vLLM's CPU build starts a process for one rank, too
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # `services.vllm.worker` replaces the sampling of the first one
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # the worker has threads, of gRPC among others
 }
 """Defaults of vLLM's own variables; what the user sets is kept."""
 
@@ -68,6 +71,8 @@ class EngineOptions:
         memory_share: Of a GPU, for weights, activations and cache, if there is no budget.
         tensor_parallel: GPUs (or CPU ranks) that the model is spread over.
         head: Drafts in the target: see `services.vllm.heads.drafter_config`; empty: nothing does.
+        adapters: Directories or hub names of LoRA adapters, by the name that sessions give.
+        is_batch_invariant: Whether vLLM computes a row with the same bits in every batch; on GPUs.
         is_compiled: Whether vLLM compiles the model and captures CUDA graphs.
         is_draft: Whether the model drafts: its requests run freely, and their prompts are short ones after
             what the prefix cache has.
@@ -83,6 +88,8 @@ class EngineOptions:
     memory_share: float = 0.8
     tensor_parallel: int = 1
     head: str = ""
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    is_batch_invariant: bool = False
     is_compiled: bool = True
     is_draft: bool = False
 
@@ -120,14 +127,25 @@ class VllmEngine:
         device: Type of the device.
         dtype: Of the arithmetic.
         kernel: For operators: vLLM, its version and device.
+        core: vLLM's `EngineCore`.
+        held: Its scheduler.
+        pool: Its KV blocks.
+        lost: Why the engine is lost; empty while it is not.
 
     Raises:
         UnsupportedVllmError: vLLM is missing, or in another version.
-        InvalidArgumentError: vLLM cannot load the model, there is no GPU, or too little memory for the cache.
+        InvalidArgumentError: vLLM cannot load the model or an adapter, there is no GPU, or too little memory
+            for the cache.
     """
 
     def __init__(self, options: EngineOptions) -> None:
         check_engine("vllm", options.device)
+        if options.is_batch_invariant:
+            if vllm_build()[1] == "cpu":
+                raise InvalidArgumentError(
+                    "deterministic", True, "false with vLLM on a CPU, or another engine"
+                )
+            os.environ["VLLM_BATCH_INVARIANT"] = "1"  # vLLM's modules read it when they are imported
         check_vllm()
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
@@ -139,11 +157,11 @@ class VllmEngine:
         from vllm.v1.engine.core import EngineCore
         from vllm.v1.executor import Executor
 
-        self._lost = ""
+        self.lost = False
         try:
             config = _configuration(options)
             executor = Executor.get_class(config)
-            self._core = EngineCore(config, executor, log_stats=False, executor_fail_callback=self._note_loss)
+            self.core = EngineCore(config, executor, log_stats=False, executor_fail_callback=self.note_loss)
         except (EngineLostError, InvalidArgumentError):
             raise
         except Exception as error:  # vLLM raises many kinds
@@ -155,36 +173,52 @@ class VllmEngine:
         self.dtype = str(model.dtype).removeprefix("torch.")
         ranks = f" on {options.tensor_parallel} ranks" if options.tensor_parallel > 1 else ""
         self.kernel = f"vLLM {vllm_build()[0]} ({self.device}, {self.dtype}){ranks}"
+        self.kernel += ", batch-invariant" if options.is_batch_invariant else ""
         self.max_proposal = options.max_proposal
-        self._scheduler = self._core.scheduler
+        self.held = self.core.scheduler
         self._has_drafter = bool(options.head)
-        self._pool = self._scheduler.kv_cache_manager.block_pool
+        self.pool = self.held.kv_cache_manager.block_pool
         self._block_size = int(config.cache_config.block_size)
-        self._block_bytes = _cache_bytes(self._scheduler) // max(1, self._pool.num_gpu_blocks)
+        self._block_bytes = _cache_bytes(self.held) // max(1, self.pool.num_gpu_blocks)
         self._num_opened = 0
+        self._adapters = self._load_adapters(options.adapters)
         self.num_evictions = 0
+
+    def _load_adapters(self, directories: Mapping[str, str]) -> dict[str, Any]:
+        """Load all adapters, so that a wrong one is found at the start; return vLLM's requests for them."""
+        from vllm.lora.request import LoRARequest
+
+        requests = {}
+        for number, (name, directory) in enumerate(directories.items(), start=1):
+            requests[name] = LoRARequest(name, number, directory)
+            try:
+                self.core.add_lora(requests[name])
+            except Exception as error:  # vLLM raises many kinds
+                self.shutdown()
+                raise adapter_error(name, directory, str(error)) from error
+        return requests
 
     @property
     def num_free_requests(self) -> int:
         """Requests that may be opened beside those that exist."""
-        return int(self._scheduler.max_num_running_reqs) - len(self._scheduler.requests)
+        return int(self.held.max_num_running_reqs) - len(self.held.requests)
 
     def needed_blocks(self, num_tokens: int) -> int:
         """Return the KV blocks of that many tokens, and of the draft tokens after them."""
-        return int(-(-(num_tokens + self._scheduler.num_lookahead_tokens) // self._block_size))
+        return int(-(-(num_tokens + self.held.num_lookahead_tokens) // self._block_size))
 
     @property
     def num_free_blocks(self) -> int:
         """KV blocks that no request holds; those of the prefix cache among them."""
-        return int(self._pool.get_num_free_blocks())
+        return int(self.pool.get_num_free_blocks())
 
     def held_blocks(self, request_id: str) -> int:
         """Return the KV blocks that a request holds."""
-        return sum(map(len, self._scheduler.kv_cache_manager.get_block_ids(request_id)))
+        return sum(map(len, self.held.kv_cache_manager.get_block_ids(request_id)))
 
     def set_mask_maker(self, maker: Any) -> None:
         """Set what computes the masks of a step's posted blocks, see `HeldScheduler`."""
-        self._scheduler.mask_maker = maker
+        self.held.mask_maker = maker
 
     def open(
         self,
@@ -208,14 +242,14 @@ class VllmEngine:
         """
         self._num_opened += 1
         request_id = f"{name}#{self._num_opened}"
-        self._core.add_request(*self._request(request_id, token_ids, spec, salt, num_prompt_logprobs))
+        self.core.add_request(*self._request(request_id, token_ids, spec, salt, num_prompt_logprobs))
         return request_id
 
     def _request(
         self,
         request_id: str,
         token_ids: Sequence[int],
-        spec: SessionSpec | None,
+        spec: SessionSpec,
         salt: str,
         num_prompt_logprobs: int | None,
     ) -> Any:
@@ -230,7 +264,7 @@ class VllmEngine:
             prompt_logprobs=num_prompt_logprobs,
             extra_args={"spec": spec},
         )
-        return self._core.preprocess_add_request(
+        return self.core.preprocess_add_request(
             EngineCoreRequest(
                 request_id=request_id,
                 prompt_token_ids=list(token_ids),
@@ -238,7 +272,7 @@ class VllmEngine:
                 sampling_params=params,
                 pooling_params=None,
                 arrival_time=time.time(),
-                lora_request=None,
+                lora_request=self._adapters[spec.adapter] if spec.adapter else None,
                 cache_salt=salt,
                 data_parallel_rank=None,
             )
@@ -246,36 +280,36 @@ class VllmEngine:
 
     def post(self, request_id: str, block: PostedBlock) -> None:
         """Let a request run once, see `HeldScheduler.post`."""
-        self._scheduler.post(request_id, block)
+        self.held.post(request_id, block)
 
     def start_drafting(self, request_id: str, block: DraftBlock) -> None:
         """Let a request draft in each step from now on, see `DraftingScheduler`."""
-        self._scheduler.post(request_id, block)
+        self.held.post(request_id, block)
 
     def set_held(self, request_id: str, *, is_held: bool) -> None:
         """Stop a drafting request for some steps, or let it go on."""
-        self._scheduler.set_held(request_id, is_held=is_held)
+        self.held.set_held(request_id, is_held=is_held)
 
     def withdraw(self, request_id: str) -> None:
         """Forget a posted block that has not run."""
-        self._scheduler.withdraw(request_id)
+        self.held.withdraw(request_id)
 
     def tokens(self, request_id: str) -> Sequence[int] | None:
         """Return the tokens of a request, prompt and output; None if vLLM has none with this id."""
-        request = self._scheduler.requests.get(request_id)
+        request = self.held.requests.get(request_id)
         return None if request is None else request.all_token_ids
 
     def close(self, request_id: str) -> None:
         """End a request; its blocks stay in the prefix cache until others need them."""
-        self._scheduler.withdraw(request_id)
-        if request_id in self._scheduler.requests:
-            self._core.abort_requests([request_id])
+        self.held.withdraw(request_id)
+        if request_id in self.held.requests:
+            self.core.abort_requests([request_id])
 
-    def forget(self, token_ids: Sequence[int], salt: str) -> None:
-        """Drop what the prefix cache has of these tokens for requests with this salt."""
-        manager = self._scheduler.kv_cache_manager
+    def forget(self, token_ids: Sequence[int], spec: SessionSpec, salt: str) -> None:
+        """Drop what the prefix cache has of these tokens, for requests with this salt and adapter."""
+        manager = self.held.kv_cache_manager
         # A look-up leaves the last token out.
-        request, _ = self._request("", [*token_ids, 0], None, salt, None)
+        request, _ = self._request("", [*token_ids, 0], spec, salt, None)
         dropped = set[int]()
         # Requests that computed the same tokens at the same time have equal blocks; a look-up finds one.
         while found := set(chain(*manager.get_computed_blocks(request)[0].get_block_ids())) - dropped:
@@ -288,7 +322,7 @@ class VllmEngine:
         Raises:
             EngineLostError: Blocks of the cache are still in use.
         """
-        if not self._scheduler.recover():
+        if not self.held.recover():
             raise EngineLostError("vLLM does not release its KV cache after a step that failed")
 
     def step(self) -> StepResult:
@@ -298,9 +332,9 @@ class VllmEngine:
             EngineLostError: A process of vLLM has ended.
         """
         self.check()
-        self._scheduler.num_scheduled = {}
+        self.held.num_scheduled = {}
         try:
-            outputs, _ = self._core.step()
+            outputs, _ = self.core.step()
         except Exception:
             self.check()  # an executor that failed is the cause
             raise
@@ -310,45 +344,46 @@ class VllmEngine:
                 num_cached[output.request_id] = int(output.prefill_stats.num_cached_tokens)
             if output.new_prompt_logprobs_tensors is not None:
                 scores[output.request_id] = output.new_prompt_logprobs_tensors
-        scheduled = self._scheduler.num_scheduled
+        scheduled = self.held.num_scheduled
         return StepResult(
-            self._scheduler.take_verdicts(),
+            self.held.take_verdicts(),
             sum(scheduled.values()),
             scheduled.keys(),
             num_cached,
             scores,
             self._drafts(),
-            self._scheduler.preempted(),
+            self.held.preempted(),
         )
 
     def _drafts(self) -> dict[str, list[int]]:
         if not self._has_drafter:
             return {}
-        drafts = self._core.model_executor.take_draft_token_ids()
+        drafts = self.core.model_executor.take_draft_token_ids()
         return {} if drafts is None else dict(zip(drafts.req_ids, drafts.draft_token_ids, strict=True))
 
     def check(self) -> None:
         """Raise EngineLostError when a process of vLLM has ended; any thread may call it."""
-        if self._lost:
-            raise EngineLostError(self._lost)
+        # vLLM calls back only when the ranks that are left have ended, too.
+        if self.lost or getattr(self.core.model_executor, "is_failed", False):
+            raise EngineLostError("a process of vLLM has ended")
 
     def stats(self) -> CacheStats:
         """Return the counters of the KV cache; any thread may call it."""
-        used = self._pool.num_gpu_blocks - self._pool.get_num_free_blocks()
+        used = self.pool.num_gpu_blocks - self.pool.get_num_free_blocks()
         return CacheStats(
-            num_sessions=len(self._scheduler.requests),
+            num_sessions=len(self.held.requests),
             cache_bytes=used * self._block_bytes,
-            cache_budget_bytes=self._pool.num_gpu_blocks * self._block_bytes,
+            cache_budget_bytes=self.pool.num_gpu_blocks * self._block_bytes,
             num_evictions=self.num_evictions,
             retained_bytes=0,
         )
 
     def shutdown(self) -> None:
         """End vLLM's engine, and its processes."""
-        self._core.shutdown()
+        self.core.shutdown()
 
-    def _note_loss(self) -> None:
-        self._lost = "a process of vLLM has ended"
+    def note_loss(self) -> None:
+        self.lost = True
 
 
 def _configuration(options: EngineOptions) -> Any:
@@ -389,6 +424,18 @@ def _configuration(options: EngineOptions) -> Any:
         }
     if options.head:
         arguments |= {"speculative_config": drafter_config(options.head), "hf_overrides": complete_config}
+    if options.adapters:
+        rows = 1 + arguments["speculative_config"]["num_speculative_tokens"]
+        arguments |= {
+            # vLLM wants buffers for a proposal of every request at once; a step takes no more than before.
+            "max_num_batched_tokens": max(options.max_batch_tokens, MAX_REQUESTS * rows),
+            "max_num_scheduled_tokens": options.max_batch_tokens,
+            "enable_lora": True,
+            # Of each held session the next block may come at any time: all have a place. vLLM's CPU kernels
+            # take the last place for a request without an adapter, which therefore stays empty.
+            "max_loras": len(options.adapters) + (device == "cpu"),
+            "max_lora_rank": max_rank(options.adapters),
+        }
     budget = options.cache_budget_bytes
     if budget is None and device == "cpu":
         import torch
@@ -432,9 +479,14 @@ def _start_error(options: EngineOptions, error: Exception) -> InvalidArgumentErr
         return InvalidArgumentError(
             field, got, f"enough for one session: {said.replace('GPU memory', 'memory')}"
         )
-    model = f"{options.model} with the drafter {options.head}" if options.head else options.model
-    allowed = f"a model that vLLM {SUPPORTED_VLLM} loads: {type(error).__name__}: {said}"
-    return InvalidArgumentError("model", model, allowed)
+    if "tensor parallel size" in lowered:
+        return InvalidArgumentError("tensor_parallel", options.tensor_parallel, f"a divisor: {said}")
+    loads = f"that vLLM {SUPPORTED_VLLM} loads"
+    said = f"{type(error).__name__}: {said}"
+    if options.head:
+        allowed = f"a drafter {loads} with the model {options.model}: {said}"
+        return InvalidArgumentError("head", options.head, allowed)
+    return InvalidArgumentError("model", options.model, f"a model {loads}: {said}")
 
 
 def _cache_bytes(scheduler: Any) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from gammaray.config import DraftSettings, TargetSettings, WorkerSettings
+from gammaray.config import DraftSettings, TargetSettings, WorkerSettings, parse_adapters
 from gammaray.demo_pair import early_exit_layers, resolve_model
 from gammaray.errors import InvalidArgumentError
 from gammaray.gguf import is_gguf
@@ -15,6 +15,7 @@ from services.process.fingerprints import check_drafter, model_identity, vocab_s
 from services.scheduling.grammars import Grammars
 from services.scheduling.planning import Limits
 from services.streaming.messages import Model
+from services.vllm.adapters import adapter_sha256
 from services.vllm.draft_scheduler import VllmDraftScheduler
 from services.vllm.engine import EngineOptions, VllmEngine
 from services.vllm.heads import TARGETS_OWN
@@ -39,10 +40,23 @@ def load_target(path: str, settings: TargetSettings, limits: Limits) -> tuple[Mo
         InvalidArgumentError: vLLM cannot load the model or the head, there is no GPU, too little memory, or
             the head is for another target.
     """
-    options = _options(path, settings, limits)
-    head = _head(settings.head, path) if settings.head else ""
-    engine = VllmEngine(replace(options, tensor_parallel=settings.tensor_parallel, head=head))
-    identity = model_identity(path, dtype=engine.dtype, device=engine.device, deterministic=False)
+    options, adapters = _options(path, settings, limits), parse_adapters(settings.lora)
+    engine = VllmEngine(
+        replace(
+            options,
+            tensor_parallel=settings.tensor_parallel,
+            is_batch_invariant=settings.deterministic,
+            adapters=adapters,
+            head=_head(settings.head, path) if settings.head else "",
+        )
+    )
+    identity = model_identity(
+        path, dtype=engine.dtype, device=engine.device, deterministic=settings.deterministic
+    )
+    identities = {
+        name: f"{identity}/lora/{adapter_sha256(directory)}" if identity else ""
+        for name, directory in adapters.items()
+    }
     model = Model(
         settings.model,
         engine.vocab_size,
@@ -50,6 +64,7 @@ def load_target(path: str, settings: TargetSettings, limits: Limits) -> tuple[Mo
         vocab_sha256(path),
         kernel=engine.kernel,
         identity=identity,
+        adapters=identities,
         takes_trees=False,
     )
     return model, VllmScheduler(engine, limits, Grammars(path, engine.vocab_size))

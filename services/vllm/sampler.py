@@ -15,12 +15,12 @@ from torch import Tensor
 
 from gammaray.blocks import Verdict
 from gammaray.errors import GammarayError
-from gammaray.types import Proposal, SamplingParams, VerificationMethod
+from gammaray.types import Proposal, VerificationMethod
 from services.engine.sampling.edits import LogitEdits
-from services.engine.sampling.logits import processed_log_probs
+from services.engine.sampling.logits import filter_key, processed_log_probs
 from services.scheduling.tasks import SessionSpec
-from services.target.verdicts import judge, token_logprobs
-from services.target.verification import best_tokens, walk
+from services.verification.rules import best_tokens, walk
+from services.verification.verdicts import judge, token_logprobs
 from services.vllm.messages import Masks, PostedBlock, Verdicts, first_tokens
 from services.vllm.noise import NoiseRows, NoiseSource
 
@@ -105,6 +105,11 @@ class BlockSampler:
             del self._sessions[request_id]
             self._noise.forget(request_id)
 
+    @property
+    def num_sessions(self) -> int:
+        """Requests of which something is kept."""
+        return len(self._sessions)
+
     def take_masks(self, masks: Masks | None) -> None:
         """Take the masks of the step's grammars."""
         self._masks = masks or Masks()
@@ -165,7 +170,7 @@ class BlockSampler:
             if session is None or not shares_noise(session.spec):
                 continue
             noise = NoiseRows(request_id, session.spec, position + depth, per_request)
-            alike.setdefault(_filters(session.spec.params), []).append((at, noise))
+            alike.setdefault(filter_key(session.spec.params), []).append((at, noise))
         for group in alike.values():
             rows = [at * per_request + row for at, _ in group for row in range(per_request)]
             scores = processed_log_probs(logits[rows], group[0][1].spec.params)
@@ -199,7 +204,7 @@ class BlockSampler:
                 continue
             rows = _Rows(at, request_id, session, block, proposal, here[: len(proposal) + 1])
             if _is_drawn(session):
-                alike.setdefault(_filters(session.spec.params), []).append(rows)
+                alike.setdefault(filter_key(session.spec.params), []).append(rows)
             else:
                 served.append(self._finish(rows, self._judge(rows)))
         for group in alike.values():
@@ -301,8 +306,3 @@ def _is_drawn(session: _Session) -> bool:
 def shares_noise(spec: SessionSpec) -> bool:
     """Whether the target's tokens are drawn with noise that drafts may share."""
     return spec.method is VerificationMethod.COUPLED and spec.params.temperature > 0
-
-
-def _filters(params: SamplingParams) -> tuple[float, ...]:
-    """Return what the processed distribution of a session without edits depends on."""
-    return (params.temperature, params.top_k, params.top_p, params.min_p)

@@ -79,7 +79,7 @@ class VllmScheduler(BlockQueue[VerifyTask, _Verifying]):
 
     def __init__(self, engine: VllmEngine, limits: Limits, grammars: Grammars | None = None) -> None:
         self.engine, self.limits = engine, limits
-        self._requests: dict[str, _Held] = {}  # by session, least recently used first
+        self.requests: dict[str, _Held] = {}  # by session, least recently used first
         self._by_request: dict[str, _Verifying] = {}
         # The sampler draws the noise, on the device.
         super().__init__(engine.vocab_size, "cpu", grammars)
@@ -133,7 +133,7 @@ class VllmScheduler(BlockQueue[VerifyTask, _Verifying]):
 
     def _start(self, task: VerifyTask, session: SessionCopy) -> _Verifying:
         tokens = session.tokens
-        held, follows = self._requests.pop(session.session_id, None), None
+        held, follows = self.requests.pop(session.session_id, None), None
         depth = _draft_depth(task, 0 if held is None else held.depth)
         if held is not None and self._can_continue(held, task, session):
             request_id = held.request_id
@@ -144,7 +144,7 @@ class VllmScheduler(BlockQueue[VerifyTask, _Verifying]):
             if held is not None:
                 self.engine.close(held.request_id)
             request_id, follows = self._open(task, session, _block(task, depth))
-        self._requests[session.session_id] = _Held(request_id, session.spec, depth)
+        self.requests[session.session_id] = _Held(request_id, session.spec, depth)
         needed = self.engine.needed_blocks(len(tokens) + len(task.proposal))
         work = _Verifying(task, session, request_id, follows, needed)
         self._by_request[request_id] = work
@@ -183,20 +183,20 @@ class VllmScheduler(BlockQueue[VerifyTask, _Verifying]):
     def _withdraw(self, work: _Verifying) -> None:
         # Its prompt may be half read: the next block reads it anew, from the prefix cache.
         del self._by_request[work.request_id]
-        del self._requests[work.session.session_id]
+        del self.requests[work.session.session_id]
         self.engine.close(work.request_id)
 
     def _forget(self, session: SessionCopy) -> None:
-        held = self._requests.pop(session.session_id, None)
+        held = self.requests.pop(session.session_id, None)
         if held is not None:
             self.engine.close(held.request_id)
         if session.spec.cache_salt is None:
-            self.engine.forget(session.tokens, _salt(session))
+            self.engine.forget(session.tokens, session.spec, _salt(session))
 
     def _forget_prefix(self, session_id: str) -> None:
         session = self.sessions.find(session_id)
         if session is not None:
-            self.engine.forget(session.tokens, _salt(session))
+            self.engine.forget(session.tokens, session.spec, _salt(session))
 
     def _make_room(self) -> None:
         """Close the least recently used idle requests while the blocks of this step lack slots or memory.
@@ -205,14 +205,14 @@ class VllmScheduler(BlockQueue[VerifyTask, _Verifying]):
         """
         count = self.engine.held_blocks
         lacking = sum(max(0, work.num_needed - count(name)) for name, work in self._by_request.items())
-        for session_id, held in list(self._requests.items()):
+        for session_id, held in list(self.requests.items()):
             if self.engine.num_free_requests >= 0 and self.engine.num_free_blocks >= lacking:
                 return
             if held.request_id not in self._by_request:
                 self._evict(session_id)
 
     def _evict(self, session_id: str) -> None:
-        self.engine.close(self._requests.pop(session_id).request_id)
+        self.engine.close(self.requests.pop(session_id).request_id)
         self.engine.num_evictions += 1
 
     def _run(self) -> None:
@@ -268,7 +268,7 @@ class VllmScheduler(BlockQueue[VerifyTask, _Verifying]):
                 work.follows = None
             else:
                 session_id, drafts = work.session.session_id, result.drafts.get(request_id, ())
-                self._requests[session_id] = self._requests[session_id]._replace(drafts=drafts)
+                self.requests[session_id] = self.requests[session_id]._replace(drafts=drafts)
                 self._finish(work, outcome, result.prompt_scores.get(request_id))
 
     def _finish(self, work: _Verifying, outcome: Verdict | GammarayError, scores: Any) -> None:
@@ -283,7 +283,7 @@ class VllmScheduler(BlockQueue[VerifyTask, _Verifying]):
                 outcome = replace(outcome, prompt_logprobs=_prompt_logprobs(prompt, scores, task))
         else:
             self.engine.close(work.request_id)
-            self._requests.pop(session.session_id, None)
+            self.requests.pop(session.session_id, None)
         del self._running[session.session_id], self._by_request[work.request_id]
         self._reply(task, outcome, work.timing)
 
@@ -297,16 +297,16 @@ class VllmScheduler(BlockQueue[VerifyTask, _Verifying]):
             self.engine.close(request_id)
             self.engine.num_evictions += 1
             if work is None:
-                self._requests = {s: r for s, r in self._requests.items() if r.request_id != request_id}
+                self.requests = {s: r for s, r in self.requests.items() if r.request_id != request_id}
                 continue
-            depth = self._requests[work.session.session_id].depth
+            depth = self.requests[work.session.session_id].depth
             work.request_id, work.follows = self._open(work.task, work.session, _block(work.task, depth))
-            self._requests[work.session.session_id] = _Held(work.request_id, work.session.spec, depth)
+            self.requests[work.session.session_id] = _Held(work.request_id, work.session.spec, depth)
             self._by_request[work.request_id] = work
 
     def _unblock(self) -> None:
         """Free memory after a step in which nothing fitted: idle sessions, else fail the newest block."""
-        idle = [s for s, held in self._requests.items() if held.request_id not in self._by_request]
+        idle = [s for s, held in self.requests.items() if held.request_id not in self._by_request]
         for session_id in idle:
             self._evict(session_id)
         if idle or not self._running:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
 from typing import TYPE_CHECKING, Any
 
 from vllm.platforms import current_platform
@@ -19,16 +24,26 @@ else:
 
 __all__ = ["DraftingWorker", "SamplingWorker"]
 
+_PR_SET_PDEATHSIG = 1
+
 
 class SamplingWorker(PlatformWorker):  # type: ignore[misc]  # vLLM's classes are not typed here
-    """Hands the blocks of a step to the sampler, and its verdicts back with the step's output."""
+    """Hands the blocks of a step to the sampler, and its verdicts back with the step's output.
+
+    With tensor parallelism there is one in each of several processes. All get the same blocks and gather the
+    same logits, so that they draw the same tokens; the verdicts of rank 0 are used.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        _die_with_parent()
+        super().__init__(*args, **kwargs)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model and replace the runner's sampling."""
         super().load_model(*args, **kwargs)
         runner = self.model_runner
-        self._sampler = self._make_sampler(runner, runner.model_config.get_vocab_size())
-        runner._sample = self._sampler.sample
+        self.sampler = self._make_sampler(runner, runner.model_config.get_vocab_size())
+        runner._sample = lambda logits, metadata: self.sampler.sample(logits, metadata)
         runner.sampler.gather_logprobs = gather_logprobs
 
     def _make_sampler(self, runner: Any, vocab_size: int) -> BlockSampler | DraftSampler:
@@ -40,16 +55,16 @@ class SamplingWorker(PlatformWorker):  # type: ignore[misc]  # vLLM's classes ar
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """Run the forward of a step."""
-        self._sampler.begin(getattr(scheduler_output, "posted", {}))
+        self.sampler.begin(getattr(scheduler_output, "posted", {}))
         # A step that failed between the forward and the sampling has left it.
         self.model_runner.execute_model_state = None
         return super().execute_model(scheduler_output)
 
     def sample_tokens(self, grammar_output: Masks | None) -> Any:
         """Sample after the forward; `grammar_output` are the masks of the scheduler."""
-        self._sampler.take_masks(grammar_output)
+        self.sampler.take_masks(grammar_output)
         output = super().sample_tokens(None)
-        output.verdicts = self._sampler.take_verdicts()
+        output.verdicts = self.sampler.take_verdicts()
         return output
 
 
@@ -58,3 +73,16 @@ class DraftingWorker(SamplingWorker):
 
     def _make_sampler(self, runner: Any, vocab_size: int) -> DraftSampler:
         return DraftSampler(runner, vocab_size)
+
+
+def _die_with_parent() -> None:
+    """In a process of its own, request SIGKILL when the engine's process ends, even by SIGKILL.
+
+    vLLM asks its ranks to end through a pipe, which one that waits for another rank does not read.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None or sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if not parent.is_alive():
+        os._exit(1)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from gammaray.types import Proposal, SamplingParams, SparseDistribution, TokenOrigin, VerificationMethod
 from services.speculation.predictions import quantise, sample_sparse
-from services.target.verification import verify
+from services.verification.rules import verify
 
 SAMPLED = SamplingParams()
 GREEDY = SamplingParams(temperature=0.0)

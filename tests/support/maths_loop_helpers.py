@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from services.engine.sampling.noise import Noise
-from services.target.verification import verify
+from services.verification.rules import verify
 from tests.support.drafting_helpers import propose_token
 from tests.support.processing_helpers import processed
 

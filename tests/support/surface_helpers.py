@@ -94,6 +94,7 @@ class ScriptedBackend:
     model_name = "scripted"
     max_context = 64
     vocab_size = 100
+    adapters: Sequence[str] = ()
 
     def __init__(
         self,
@@ -130,7 +131,7 @@ class ScriptedBackend:
             self.num_open -= 1
 
     async def check(self, request: GenerationRequest) -> None:
-        if request.model not in ("", self.model_name):
+        if request.model not in ("", self.model_name, *self.adapters):
             raise NotFoundError(f"no model {request.model!r}", "model")
         request.validate()
 

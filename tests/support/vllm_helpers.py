@@ -38,6 +38,7 @@ class Session:
     method: VerificationMethod = VerificationMethod.COUPLED
     eos_token_ids: tuple[int, ...] = ()
     salt: str | None = None
+    adapter: str = ""
     name: str = field(default_factory=lambda: f"session {next(_names)}")
     epoch: int = 1
     tokens: list[int] = field(init=False)
@@ -51,7 +52,9 @@ class Session:
         return self.tokens[len(self.prompt) :]
 
     def spec(self) -> SessionSpec:
-        return SessionSpec(self.params, self.method, len(self.prompt), self.eos_token_ids, self.salt)
+        return SessionSpec(
+            self.params, self.method, len(self.prompt), self.eos_token_ids, self.salt, self.adapter
+        )
 
     def block(self, proposal: Proposal | Sequence[int] = NOTHING, **changes: Any) -> VerifyTask:
         """Return the next block: the tokens that the worker lacks, and a proposal."""

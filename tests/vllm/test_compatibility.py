@@ -11,8 +11,8 @@ def test_the_supported_version_has_every_name():
 
 def test_a_name_that_is_gone_is_found(monkeypatch):
     names = {"vllm.v1.engine.core:EngineCore": ("step", "gone"), "vllm.v1.engine.core:Gone": ()}
-    monkeypatch.setattr(compatibility, "_NAMES", names)
-    monkeypatch.setattr(compatibility, "_FIELDS", {"vllm.v1.request:Request": ("is_prefill_chunk", "left")})
+    monkeypatch.setattr(compatibility, "NAMES", names)
+    monkeypatch.setattr(compatibility, "FIELDS", {"vllm.v1.request:Request": ("is_prefill_chunk", "left")})
     assert find_missing() == [
         "vllm.v1.engine.core:EngineCore.gone",
         "vllm.v1.engine.core:Gone",

@@ -22,8 +22,12 @@ def sessions_of(lengths):
     ]
 
 
+def worker_of(scheduler):
+    return scheduler.engine.core.model_executor.driver_worker.worker
+
+
 def runner_of(scheduler):
-    return scheduler.engine._core.model_executor.driver_worker.worker.model_runner
+    return worker_of(scheduler).model_runner
 
 
 def fail_in_forward(scheduler, monkeypatch):
@@ -37,7 +41,7 @@ def fail_in_sampling(scheduler, monkeypatch):
     def fail(*args, **kwargs):
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(runner_of(scheduler), "_sample", fail)
+    monkeypatch.setattr(worker_of(scheduler).sampler, "sample", fail)
 
 
 def fail_between(scheduler, monkeypatch):
@@ -46,14 +50,14 @@ def fail_between(scheduler, monkeypatch):
     def fail():
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(scheduler.engine._scheduler, "mask_maker", lambda posted: fail)
+    monkeypatch.setattr(scheduler.engine.held, "mask_maker", lambda posted: fail)
 
 
 def fail_in_schedule(scheduler, monkeypatch):
     def fail(posted):
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(scheduler.engine._scheduler, "mask_maker", fail)
+    monkeypatch.setattr(scheduler.engine.held, "mask_maker", fail)
 
 
 @pytest.mark.parametrize("fail", [fail_in_forward, fail_in_sampling, fail_between, fail_in_schedule])
@@ -91,7 +95,8 @@ def test_a_row_that_is_not_a_number_fails_its_block_alone(scheduler, reference, 
     good, bad = sessions = sessions_of((40, 50))
     generate(scheduler, sessions, 2)
     runner = runner_of(scheduler)
-    sample = runner._sample
+    sampler = worker_of(scheduler).sampler
+    sample = sampler.sample
 
     def spoil(logits, metadata):
         at = runner.input_batch.req_id_to_index
@@ -101,7 +106,7 @@ def test_a_row_that_is_not_a_number_fails_its_block_alone(scheduler, reference, 
         return sample(logits, metadata)
 
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "_sample", spoil)
+        patch.setattr(sampler, "sample", spoil)
         tasks = [good.block(), bad.block()]
         fine, failed = answers(scheduler, tasks)
     good.take(tasks[0], fine)
@@ -140,14 +145,14 @@ async def test_an_engine_that_is_lost_ends_its_thread_and_answers_what_waits(sch
     thread.submit([session.block(deliver=deliver)])
     session.take(*await asyncio.wait_for(answered.get(), 30))
     try:
-        scheduler.engine._note_loss()
+        scheduler.engine.note_loss()
         thread.submit([session.block(deliver=deliver)])
         _, reply = await asyncio.wait_for(answered.get(), 30)
         assert isinstance(reply.outcome, EngineLostError)
         await asyncio.wait_for(thread.ended.wait(), 30)
         assert await thread.stop(30)
     finally:
-        scheduler.engine._lost = ""
+        scheduler.engine.lost = ""
 
 
 async def test_an_engine_that_is_lost_while_idle_ends_its_thread(scheduler, monkeypatch):
@@ -155,9 +160,9 @@ async def test_an_engine_that_is_lost_while_idle_ends_its_thread(scheduler, monk
     thread = EngineThread(lambda: scheduler, "engine")
     await thread.start()
     try:
-        scheduler.engine._note_loss()
+        scheduler.engine.note_loss()
         thread.check()
         await asyncio.wait_for(thread.ended.wait(), 30)
         assert await thread.stop(30)
     finally:
-        scheduler.engine._lost = ""
+        scheduler.engine.lost = ""

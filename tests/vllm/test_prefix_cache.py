@@ -68,7 +68,7 @@ def test_what_a_session_computed_is_forgotten_for_the_whole_tenant(scheduler):
     generate(scheduler, sessions, 1)
     end(scheduler, sessions[0], forgets=True)
     assert first_block(scheduler, "one", 5)[1] == 0
-    scheduler.engine.close(next(iter(scheduler._requests.values())).request_id)
+    scheduler.engine.close(next(iter(scheduler.requests.values())).request_id)
     end(scheduler, sessions[1], forgets=True)
     assert first_block(scheduler, "one", 6)[1] == 0
 

@@ -10,8 +10,7 @@ import pytest
 
 from gammaray.errors import ResourceExhaustedError
 from gammaray.types import SamplingParams
-from services.vllm.engine import MAX_REQUESTS
-from services.vllm.scheduler import VllmScheduler
+from services.vllm.engine import MAX_REQUESTS, VllmEngine
 from tests.support.vllm_helpers import Session, answers, ask, end, generate
 
 BLOCK = 128
@@ -30,7 +29,7 @@ def session(length, seed):
 @contextmanager
 def free_blocks(scheduler, count):
     """Leave vLLM that many KV blocks."""
-    pool = scheduler.engine._pool
+    pool = scheduler.engine.pool
     taken = pool.get_new_blocks(scheduler.engine.num_free_blocks - count)
     try:
         yield
@@ -127,7 +126,7 @@ def test_vllms_own_preemption_takes_the_least_recently_used_idle_session(schedul
         generate(scheduler, sessions[:3], 1)
         for each in (sessions[1], sessions[0], sessions[3]):  # the last one is new
             ask(scheduler, each)
-        monkeypatch.setattr(VllmScheduler, "_make_room", lambda self: None)
+        monkeypatch.setattr(VllmEngine, "num_free_blocks", property(lambda self: 1 << 30))
         evictions = scheduler.engine.stats().num_evictions
         for _ in range(2):
             ask(scheduler, sessions[0])

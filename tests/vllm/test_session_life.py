@@ -246,7 +246,7 @@ def test_blocks_of_one_session_are_served_in_order(scheduler, reference):
 
 
 def test_requests_that_ended_are_forgotten_by_the_worker_of_vllm(scheduler):
-    sampler_sessions = scheduler.engine._core.model_executor.driver_worker.worker._sampler._sessions
+    sampler = scheduler.engine.core.model_executor.driver_worker.worker.sampler
     for seed in range(12):
         session = Session(prompt(20, seed), SamplingParams(seed=seed, presence_penalty=0.1))
         generate(scheduler, [session], 3)
@@ -254,4 +254,4 @@ def test_requests_that_ended_are_forgotten_by_the_worker_of_vllm(scheduler):
     last = Session(prompt(20), SAMPLED)
     ask(scheduler, last)
     ask(scheduler, last)
-    assert len(sampler_sessions) == 1
+    assert sampler.num_sessions == 1

@@ -243,7 +243,7 @@ class RequestBody(_SamplingFields):
     }
     stream_options_type: ClassVar[type[BaseModel]] = StreamOptions
 
-    model: str = Field("", description="Name of the served model, or empty.")
+    model: str = Field("", description="Name of the served model or of one of its LoRA adapters, or empty.")
     stream: bool = Field(False, description="Whether to stream the response as server-sent events.")
     gammaray: GammarayOptions = Field(GammarayOptions(), description="Options of speculation.")
 

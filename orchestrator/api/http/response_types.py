@@ -351,9 +351,10 @@ class ModelInfo(TypedDict):
 
 
 class Model(TypedDict):
-    """The served model."""
+    """A served model, or a LoRA adapter of it."""
 
     id: str
+    parent: NotRequired[Annotated[str, Field(description="The model that an adapter belongs to.")]]
     object: Literal["model"]
     created: _Count
     owned_by: Literal["gammaray"]

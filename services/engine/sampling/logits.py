@@ -20,7 +20,7 @@ from torch import Tensor
 from gammaray.types import SamplingParams
 from services.engine.sampling.edits import LogitEdits
 
-__all__ = ["edited_logits", "processed_log_probs"]
+__all__ = ["edited_logits", "filter_key", "processed_log_probs"]
 
 # Lower bound: at this temperature the best token already has all probability; smaller ones would give 0 / 0.
 _MIN_TEMPERATURE = 1e-30
@@ -59,6 +59,11 @@ def processed_log_probs(
     if params.top_p < 1:
         logits = _keep_top_p(logits, params.top_p)
     return logits.log_softmax(dim=-1)
+
+
+def filter_key(params: SamplingParams) -> tuple[float, ...]:
+    """Return what the processed distribution depends on beside logits and edits; equal ones share a call."""
+    return params.temperature, params.top_k, params.top_p, params.min_p
 
 
 def edited_logits(

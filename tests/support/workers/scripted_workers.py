@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -45,7 +45,7 @@ class ScriptedWorker:
     Args:
         role: "target" or "draft".
         vocab_size: Vocabulary size that it reports; also `sha`, `max_context`, and a target's `identity`,
-            `grammars` and `takes_trees`.
+            `grammars`, `takes_trees` and `adapters`.
 
     Attributes:
         on_block: Called with each block; returns a result, several, or None to stay silent.
@@ -66,6 +66,7 @@ class ScriptedWorker:
         identity: str = "",
         grammars: str = "",
         takes_trees: bool = False,
+        adapters: Mapping[str, str] | None = None,
     ) -> None:
         self.role = role
         self.frames: list[Any] = []
@@ -82,7 +83,7 @@ class ScriptedWorker:
         self._info = {"model": role, "vocab_size": vocab_size, "max_context": max_context, "pid": 1}
         self._info["vocab_sha256"] = sha
         self.identity, self.grammars = identity, grammars
-        self.takes_trees = takes_trees
+        self.takes_trees, self.adapters = takes_trees, adapters or {}
         self._server: grpc.aio.Server | None = None
         self.address = ""
 
@@ -128,6 +129,7 @@ class ScriptedWorker:
             model_identity=self.identity,
             grammar_identity=self.grammars,
             takes_trees=self.takes_trees,
+            adapters=self.adapters,
         )
 
     async def GetDraftInfo(self, request, context):

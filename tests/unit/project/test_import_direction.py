@@ -59,6 +59,7 @@ FLOORS = {
     "services/scheduling": 7,
     "services/speculation": 8,
     "services/streaming": 8,
+    "services/verification": 8,
     "services/process": 9,
     "services/vllm": 10,
     "services/draft": 11,

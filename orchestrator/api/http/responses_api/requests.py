@@ -106,7 +106,7 @@ def plan_response(
         )
         request.validate()
         check_size((ChoicePlan(0, 0, request),), expected_bytes(request, model.max_context))
-    head = _head(body, request, response_id, model.model_name)
+    head = _head(body, request, response_id, body.model or model.model_name)
     return ResponsePlan(head, items, request, calls, naming)
 
 

@@ -240,7 +240,8 @@ def _add_generation(app: FastAPI, backend: Backend, bodies: BodyReader) -> None:
         async def answer() -> fastapi.Response:
             async with bodies.read(request) as data:
                 body, plans = await _planned(_plan_completions, backend, data)
-            response = CompletionResponse(backend.model_name, plans, backend.token_bytes, backend.is_special)
+            name = body.model or backend.model_name
+            response = CompletionResponse(name, plans, backend.token_bytes, backend.is_special)
             return await _generate(backend, plans, response, body, request)
 
         return await guarded(answer)
@@ -250,7 +251,8 @@ def _add_generation(app: FastAPI, backend: Backend, bodies: BodyReader) -> None:
         async def answer() -> fastapi.Response:
             async with bodies.read(request) as data:
                 body, plans = await _planned(_plan_chat, backend, data)
-            response = ChatResponse(backend.model_name, plans, backend.token_bytes, backend.is_special)
+            name = body.model or backend.model_name
+            response = ChatResponse(name, plans, backend.token_bytes, backend.is_special)
             with renaming("prompt", "messages"):
                 return await _generate(backend, plans, response, body, request)
 
@@ -260,15 +262,20 @@ def _add_generation(app: FastAPI, backend: Backend, bodies: BodyReader) -> None:
 def _add_information(app: FastAPI, backend: Backend) -> None:
     started_at = int(time.time())
 
-    def model() -> Model:
-        return {
-            "id": backend.model_name,
+    def model(name: str) -> Model:
+        base = backend.model_name
+        described: Model = {
+            "id": name,
             "object": "model",
             "created": started_at,
             "owned_by": "gammaray",
             "max_model_len": backend.max_context,
             "gammaray": {"chat": bool(backend.chat_format.template), "drafters": backend.drafters},
         }
+        return described if name == base else {**described, "parent": base}
+
+    def names() -> list[str]:
+        return [backend.model_name, *backend.adapters]
 
     @app.get("/")
     async def root(request: Request) -> fastapi.Response:
@@ -279,13 +286,14 @@ def _add_information(app: FastAPI, backend: Backend) -> None:
 
     @app.get("/v1/models")
     async def models() -> ModelList:
-        return {"object": "list", "data": [model()]}
+        return {"object": "list", "data": [model(name) for name in names()]}
 
     @app.get("/v1/models/{name:path}")
     async def one_model(name: str) -> Model:
-        if name != backend.model_name:
-            raise NotFoundError(f"no model {name!r}; this server has {backend.model_name!r}", "model")
-        return model()
+        if name not in names():
+            served = ", ".join(map(repr, names()))
+            raise NotFoundError(f"no model {name!r}; this server has {served}", "model")
+        return model(name)
 
     @app.get("/health")
     async def health() -> fastapi.Response:

@@ -79,7 +79,10 @@ def test_kernel_does_not_run_on_a_gpu():
     [
         ({"head_weights": "int8"}, "head_weights: got int8, allowed: auto with the engine vllm"),
         ({"features": "h"}, "features: got h, allowed: none with the engine vllm"),
-        ({"deterministic": True}, "engine: got vllm, allowed: auto or native or transformers with determin"),
+        (
+            {"deterministic": True, "device": "cpu"},
+            "device: got cpu, allowed: auto or cuda with deterministic",
+        ),
         ({"model": "m.gguf"}, "model: got m.gguf, allowed: a directory or hub name with the engine vllm"),
     ],
 )

@@ -13,7 +13,7 @@ from gammaray.types import DrafterKind, Proposal, SamplingParams, VerificationMe
 from orchestrator.drafting.matches import to_proposal
 from orchestrator.drafting.prompt_lookup import LONGEST, SHORTEST, PromptLookup
 from services.engine.sampling.noise import Noise
-from services.target.verification import verify
+from services.verification.rules import verify
 from tests.support.cycle_helpers import make_session
 
 

@@ -48,6 +48,17 @@ def test_target_over_several_devices_needs_vllm():
         ClusterSettings(engine="native", tensor_parallel=2)
 
 
+def test_adapters_need_vllm_and_a_gpu_unless_the_engine_is_given():
+    with pytest.raises(InvalidArgumentError, match="lora: got a=/x, allowed: empty without GPUs and vLLM"):
+        check_workers(ClusterSettings(lora="a=/x"), NONE)
+
+
+def test_deterministic_with_vllm_is_for_gpus():
+    with pytest.raises(InvalidArgumentError, match="device: got cpu, allowed: auto or cuda with determin"):
+        ClusterSettings(engine="vllm", deterministic=True, device="cpu")
+    assert ClusterSettings(engine="vllm", deterministic=True, dtype="bfloat16").deterministic
+
+
 def test_kernel_leaves_gpus_alone():
     assert check_workers(ClusterSettings(engine="native"), CudaDevices(2)) == 0
 

@@ -13,7 +13,7 @@ from services.draft.translated_chains import SharedLogits, TextChain, TokenChain
 from services.engine.sampling.noise import Noise
 from services.scheduling.sessions import SessionCopy
 from services.scheduling.tasks import SessionSpec
-from services.target.verification import verify
+from services.verification.rules import verify
 from services.vocabulary.intersection import Intersection
 from services.vocabulary.translation import Translation
 from tests.support.maths_loop_helpers import g_test

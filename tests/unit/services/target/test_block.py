@@ -12,7 +12,7 @@ import torch
 
 from gammaray.types import Proposal, SamplingParams, SparseDistribution, VerificationMethod
 from services.engine.sampling.noise import Noise
-from services.target import verification
+from services.verification import rules as verification
 from tests.support.maths_helpers import (
     GREEDY,
     Blend,

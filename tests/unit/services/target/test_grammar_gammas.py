@@ -36,7 +36,7 @@ from services.engine.sampling.logits import edited_logits, processed_log_probs
 from services.engine.sampling.noise import Noise
 from services.scheduling.sessions import SessionCopy
 from services.scheduling.tasks import SessionSpec
-from services.target.verification import cut_before, verify
+from services.verification.rules import cut_before, verify
 from tests.support.cycle_helpers import PROMPT, make_session
 from tests.support.processing_helpers import small_compiler
 

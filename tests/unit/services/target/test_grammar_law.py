@@ -17,7 +17,7 @@ from gammaray.grammar.matcher import GrammarState
 from gammaray.types import Proposal, SamplingParams, TokenOrigin, VerificationMethod
 from orchestrator.drafting.grammar import GrammarDrafter
 from services.engine.sampling.edits import LogitEdits
-from services.target.verification import cut_before
+from services.verification.rules import cut_before
 from tests.support.cycle_helpers import make_session
 from tests.support.maths_helpers import (
     TinyModel,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gammaray.types import Proposal, SparseDistribution, VerificationMethod
-from services.target import verification
+from services.verification import rules as verification
 from tests.support.maths_helpers import (
     TinyModel,
     chain_proposals,

@@ -11,7 +11,7 @@ from gammaray.blocks import Verdict
 from gammaray.errors import InternalError, InvalidArgumentError
 from gammaray.types import Proposal, SparseDistribution, TokenOrigin, VerificationMethod
 from services.engine.sampling.noise import Noise
-from services.target.verification import cut_before, is_accepted, verify
+from services.verification.rules import cut_before, is_accepted, verify
 from tests.support.maths_helpers import GREEDY, SAMPLED, ScriptedNoise, TinyModel, rows_of
 
 COUPLED, REJECTION, NAIVE, BLOCK = VerificationMethod

@@ -213,6 +213,28 @@ async def test_models_lists_the_one_served():
     assert (await call(ScriptedBackend(), "GET", "/v1/models/other")).status_code == 404
 
 
+async def test_adapters_are_models_that_a_request_may_name():
+    backend = ScriptedBackend()
+    backend.adapters = ["legal", "sql"]
+    listed = (await call(backend, "GET", "/v1/models")).json()["data"]
+    assert [(model["id"], model.get("parent")) for model in listed] == [
+        ("scripted", None),
+        ("legal", "scripted"),
+        ("sql", "scripted"),
+    ]
+    assert (await call(backend, "GET", "/v1/models/sql")).json()["parent"] == "scripted"
+    for path, fields in (
+        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/chat/completions", {"messages": CHAT}),
+        ("/v1/responses", {"input": "x"}),
+    ):
+        assert (await complete(backend, path, model="sql", **fields)).json()["model"] == "sql"
+        assert backend.requests[-1].model == "sql"
+    refused = await complete(backend, prompt="x", model="poems")
+    assert refused.status_code == 404
+    assert refused.json()["error"]["code"] == "model_not_found"
+
+
 async def test_health_needs_a_target_worker():
     assert (await call(ScriptedBackend(), "GET", "/health")).status_code == 200
     answer = await call(ScriptedBackend(healthy=False), "GET", "/health")

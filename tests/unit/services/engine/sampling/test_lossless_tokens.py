@@ -10,7 +10,7 @@ import pytest
 
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from services.engine.sampling.noise import Noise
-from services.target import verification
+from services.verification import rules as verification
 from tests.support import processing_helpers
 from tests.support.maths_loop_helpers import Speculator, TableModel, chain_of
 

@@ -215,7 +215,7 @@ def test_masks_are_computed_while_the_forward_runs(scheduler, monkeypatch):
     """The forward waits here until they are; they wait for a forward that has begun."""
     has_begun, have_masks = threading.Event(), threading.Event()
     session = grammar_sessions()[0]
-    model = scheduler.engine._core.model_executor.driver_worker.worker.model_runner.model
+    model = scheduler.engine.core.model_executor.driver_worker.worker.model_runner.model
     forward, masks, waited = model.forward, type(scheduler.grammars.begin(GRAMMAR, EOS)).masks, []
 
     def wait_for_masks(*args, **kwargs):

@@ -13,7 +13,7 @@ from services.engine.sampling.edits import LogitEdits, row_paths
 from services.engine.sampling.logits import edited_logits, processed_log_probs
 from services.engine.sampling.noise import Noise
 from services.scheduling.tasks import SessionSpec
-from services.target.verification import cut_before, verify
+from services.verification.rules import cut_before, verify
 
 __all__ = ["judge", "token_logprobs"]
 

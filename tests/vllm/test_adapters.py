@@ -1,0 +1,191 @@
+"""LoRA adapters of a target on vLLM: the tokens are those of a model with the adapter merged into it."""
+
+import json
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from gammaray.errors import InvalidArgumentError
+from gammaray.types import SamplingParams
+from services.engine.loader import load_engine
+from services.target.scheduler import TargetScheduler
+from services.vllm.adapters import RANKS, adapter_sha256, max_rank
+from tests.support.vllm_helpers import Session, ask, end, generate
+from tests.vllm.conftest import LIMITS, start_vllm
+
+NUM_TOKENS = 24
+START_TIMEOUT_S = 180
+RANK, ALPHA = 4, 8
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def make_adapter(directory: Path, base: Path, seed: int, rank: int = RANK) -> dict[str, torch.Tensor]:
+    """Save a random adapter of all projections; return what it adds to the base model's weights."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors, added = {}, {}
+    for name, weight in load_file(base / "model.safetensors").items():
+        if not name.endswith(tuple(f"{projection}.weight" for projection in PROJECTIONS)):
+            continue
+        rows, columns = weight.shape
+        down = torch.randn(rank, columns, generator=generator) / columns**0.5
+        up = torch.randn(rows, rank, generator=generator) * weight.std()
+        key = f"base_model.model.{name.removesuffix('.weight')}"
+        tensors |= {f"{key}.lora_A.weight": down, f"{key}.lora_B.weight": up}
+        added[name] = up @ down * (ALPHA / rank)
+    directory.mkdir(parents=True)
+    save_file(tensors, directory / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(base),
+        "r": rank,
+        "lora_alpha": ALPHA,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": list(PROJECTIONS),
+    }
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    return added
+
+
+@pytest.fixture(scope="module")
+def adapters(llama, tmp_path_factory) -> dict[str, Path]:
+    """Two adapters, and beside each the model that it is merged into."""
+    folder = tmp_path_factory.mktemp("adapters")
+    found = {}
+    for seed, name in enumerate(("sql", "legal")):
+        added = make_adapter(folder / name, llama, seed)
+        merged = shutil.copytree(llama, folder / f"{name}-merged")
+        weights = load_file(llama / "model.safetensors")
+        save_file(
+            {key: weight + added.get(key, 0) for key, weight in weights.items()},
+            merged / "model.safetensors",
+            {"format": "pt"},
+        )
+        found[name] = folder / name
+    return found
+
+
+@pytest.fixture(scope="module")
+def served(llama, adapters) -> Iterator:
+    """The scheduler with both adapters."""
+    scheduler = start_vllm(llama, adapters={name: str(path) for name, path in adapters.items()})
+    yield scheduler
+    scheduler.close()
+
+
+@pytest.fixture(scope="module")
+def merged(llama, adapters) -> dict[str, TargetScheduler]:
+    """The CPU engine with the base and with each merged model."""
+    paths = {"": llama, **{name: path.with_name(f"{name}-merged") for name, path in adapters.items()}}
+    return {name: TargetScheduler(load_engine(str(path)), LIMITS) for name, path in paths.items()}
+
+
+def sessions(adapter, temperature=1.0, salt=None):
+    rng = random.Random(5)
+    return [
+        Session(
+            [rng.randrange(4, 97) for _ in range(5 + 20 * at)],
+            SamplingParams(seed=at, temperature=temperature),
+            salt=salt,
+            adapter=adapter,
+        )
+        for at in range(2)
+    ]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_adapters_and_base_in_one_batch_give_the_tokens_of_the_merged_models(served, merged, temperature):
+    kinds = ("", "sql", "legal")
+    wanted = {kind: generate(merged[kind], sessions("", temperature), NUM_TOKENS) for kind in kinds}
+    assert len({str(outputs) for outputs in wanted.values()}) == len(kinds)
+    rng = random.Random(0)
+
+    def guess(session):
+        known = wanted[session.adapter][session.params.seed]
+        rest = known[len(session.output) : len(session.output) + rng.randrange(6)]
+        return [token if rng.random() < 0.8 else rng.randrange(4, 97) for token in rest]
+
+    for propose in (lambda session: [], guess):
+        batch = [session for kind in kinds for session in sessions(kind, temperature)]
+        outputs = generate(served, batch, NUM_TOKENS, propose)
+        assert outputs == [output for kind in kinds for output in wanted[kind]]
+
+
+def test_an_adapter_has_a_prefix_cache_of_its_own(served):
+    prompt = [7 + at % 80 for at in range(200)]
+    cached = {}
+    for kind in ("sql", "sql", "legal", ""):
+        session = Session(prompt, salt="one", adapter=kind)
+        task = session.block()
+        served.submit([task])
+        replies = []
+        while not replies:
+            replies = served.step()
+        session.take(task, replies[0][1])
+        cached.setdefault(kind, []).append(replies[0][1].timing.cached_tokens)
+        end(served, session)
+    assert cached["sql"][0] == 0
+    assert cached["sql"][1] >= 128
+    assert cached["legal"] == cached[""] == [0]
+
+
+def test_a_session_without_a_salt_leaves_nothing_of_its_adapter_in_the_cache(served):
+    prompt = [5 + at % 70 for at in range(200)]
+    first = Session(prompt, adapter="legal", name="again")
+    ask(served, first)
+    end(served, first, forgets=True)
+    session = Session(prompt, adapter="legal", name="again")
+    task = session.block()
+    served.submit([task])
+    replies = []
+    while not replies:
+        replies = served.step()
+    assert replies[0][1].timing.cached_tokens == 0
+    session.take(task, replies[0][1])
+    end(served, session)
+
+
+def test_a_directory_that_is_no_adapter_of_the_target_ends_the_start_with_its_reason(llama, tmp_path):
+    with pytest.raises(
+        InvalidArgumentError, match=r"lora: got sql=.*none, allowed: a LoRA adapter .*cannot be read"
+    ):
+        max_rank({"sql": str(tmp_path / "none")})
+    wide = tmp_path / "wide"
+    make_adapter(wide, llama, 0)
+    config = json.loads((wide / "adapter_config.json").read_text())
+    (wide / "adapter_config.json").write_text(json.dumps({**config, "r": RANKS[-1] + 1}))
+    with pytest.raises(InvalidArgumentError, match=r"lora: got wide=.* its rank 513, at most 512"):
+        max_rank({"wide": str(wide)})
+    (wide / "adapter_config.json").write_text(json.dumps({**config, "peft_type": "IA3"}))
+    with pytest.raises(InvalidArgumentError, match="its kind is IA3"):
+        max_rank({"wide": str(wide)})
+
+
+def test_the_fingerprint_of_an_adapter_is_that_of_its_files(adapters):
+    one, other = (adapter_sha256(str(path)) for path in adapters.values())
+    assert one != other
+    assert adapter_sha256(str(adapters["sql"])) == one
+
+
+def test_an_adapter_of_another_model_ends_the_worker_with_one_line_and_status_2(llama, tmp_path):
+    foreign = tmp_path / "foreign"
+    make_adapter(foreign, llama, 0)
+    tensors = load_file(foreign / "adapter_model.safetensors")
+    renamed = {name.replace("q_proj", "query"): tensor for name, tensor in tensors.items()}
+    save_file(renamed, foreign / "adapter_model.safetensors")
+    command = [sys.executable, "-m", "services.target", "--model", str(llama), "--engine", "vllm"]
+    options = ["--cache-budget-mb", "16", "--lora", f"foreign={foreign}"]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=START_TIMEOUT_S)
+    assert done.returncode == 2, done.stderr[-2000:]
+    (line,) = [each for each in done.stderr.splitlines() if each.startswith("python -m services.target:")]
+    assert f"lora: got foreign={foreign}"[:60] in line
+    assert "allowed: a LoRA adapter of the target in PEFT's format: " in line
+    assert "query" in line

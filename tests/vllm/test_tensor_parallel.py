@@ -1,0 +1,172 @@
+"""A model over two ranks of vLLM's multiprocess executor, here two processes on CPUs that talk by gloo."""
+
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from gammaray.errors import InvalidArgumentError
+from gammaray.types import SamplingParams
+from services.scheduling.tasks import NeedTokens
+from tests.support.processing_helpers import GRAMMAR, follows_grammar
+from tests.support.vllm_helpers import Session, answers, ask, end, generate
+from tests.vllm.conftest import start_vllm
+
+NUM_TOKENS = 40
+START_TIMEOUT_S = 180
+EOS = (0, 3)
+
+
+@pytest.fixture(scope="module")
+def ranks(llama) -> Iterator:
+    """The scheduler over two ranks."""
+    scheduler = start_vllm(llama, tensor_parallel=2)
+    yield scheduler
+    scheduler.close()
+    assert not [
+        child for child in psutil.Process().children(recursive=True) if "vllm" in child.name().lower()
+    ]
+
+
+def sessions(**params):
+    rng = random.Random(3)
+    return [
+        Session([rng.randrange(4, 97) for _ in range(6 + 29 * at)], SamplingParams(seed=at, **params))
+        for at in range(4)
+    ]
+
+
+def guesses(outputs, rng, share):
+    """Propose from known outputs: up to seven tokens, each with that probability, else another one."""
+    known = dict(enumerate(outputs))
+
+    def propose(session):
+        at = session.params.seed
+        rest = known[at][len(session.output) : len(session.output) + rng.randrange(8)]
+        return [token if rng.random() < share else rng.randrange(4, 97) for token in rest]
+
+    return propose
+
+
+PARAMS = {
+    "greedy": {"temperature": 0},
+    "drawn": {"temperature": 1.0},
+    "filtered": {"temperature": 0.8, "top_p": 0.9, "top_k": 20},
+    "penalties": {"temperature": 1.0, "frequency_penalty": 0.4, "repetition_penalty": 1.2},
+}
+
+
+@pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
+def test_tokens_over_two_ranks_equal_those_of_one_whatever_is_proposed(scheduler, ranks, params):
+    wanted = generate(scheduler, sessions(**params), NUM_TOKENS)
+    assert generate(ranks, sessions(**params), NUM_TOKENS) == wanted
+    for share in (1.0, 0.8, 0.0):
+        propose = guesses(wanted, random.Random(1), share)
+        assert generate(ranks, sessions(**params), NUM_TOKENS, propose) == wanted, share
+
+
+def test_all_ranks_hold_the_same_tokens(ranks):
+    generate(ranks, batch := sessions(temperature=1.0), 12, lambda session: [5, 6])
+
+    def held(worker):
+        rows = worker.model_runner.input_batch
+        return {
+            name: rows.token_ids_cpu[at, : rows.num_tokens_no_spec[at]].tolist()
+            for at, name in enumerate(rows.req_ids)
+        }
+
+    first, second = ranks.engine.core.collective_rpc(held)
+    assert first == second
+    assert sorted(map(len, first.values())) == sorted(len(session.tokens) for session in batch)
+
+
+def test_a_grammar_holds_over_two_ranks(scheduler, ranks):
+    params, outputs = {"temperature": 1.0, "grammar": GRAMMAR}, []
+    for served in (scheduler, ranks):
+        session = Session([5, 6, 7], SamplingParams(seed=4, **params), eos_token_ids=EOS)
+        for proposal in ([], [1, 2], [4, 4, 4], [2]):
+            task = session.block(proposal)
+            if task.spec is not None:
+                task.grammar = served.grammars.begin(GRAMMAR, EOS)
+            (reply,) = answers(served, [task])
+            session.take(task, reply)
+        outputs.append(session.output)
+    assert outputs[0] == outputs[1]
+    for at, token in enumerate(outputs[1]):
+        assert follows_grammar(outputs[1][:at], token, EOS)
+
+
+def test_log_probabilities_over_two_ranks_equal_those_of_one(scheduler, ranks):
+    prompt, found = [9, 8, 7, 6, 5, 4], []
+    for served in (scheduler, ranks):
+        verdict = ask(served, Session(prompt), num_top_logprobs=3, num_prompt_logprobs=2)
+        found.append((verdict.logprobs, verdict.prompt_logprobs))
+    (one, one_prompt), (two, two_prompt) = found
+    assert [each.logprob for each in two] == pytest.approx([each.logprob for each in one], abs=1e-4)
+    assert [[top for top, _ in each.top] for each in two] == [[top for top, _ in each.top] for each in one]
+    assert two_prompt.top_token_ids == one_prompt.top_token_ids
+    assert two_prompt.logprobs == pytest.approx(one_prompt.logprobs, abs=1e-4)
+
+
+def test_the_error_of_a_block_comes_back_from_another_process(ranks):
+    # Every token is masked: the ones that may be drawn end the sequence, which is too short for that.
+    params = SamplingParams(seed=0, allowed_token_ids=(3,), min_tokens=4)
+    outcome = ask(ranks, Session([5, 6], params, eos_token_ids=(3,)))
+    assert isinstance(outcome, InvalidArgumentError)
+    session = Session([5, 6])
+    assert not isinstance(ask(ranks, session), InvalidArgumentError | NeedTokens)
+    end(ranks, session)
+
+
+@pytest.fixture
+def worker(llama) -> Iterator:
+    """A target worker with two ranks, as a process that listens; its ranks."""
+    command = [sys.executable, "-m", "services.target", "--model", str(llama), "--engine", "vllm"]
+    options = ["--tensor-parallel", "2", "--cache-budget-mb", "16", "--drain-timeout-s", "1"]
+    process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True)
+    watched = psutil.Process(process.pid)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line.startswith("listening "), line
+        yield process, watched.children(recursive=True)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def ranks_of(children):
+    return [
+        child
+        for child in children
+        if "multiprocessing.spawn" in " ".join(child.cmdline()) or "VLLM" in child.name()
+    ]
+
+
+@pytest.mark.timeout(START_TIMEOUT_S)
+def test_sigkill_of_a_rank_ends_the_worker_with_exit_1_and_no_process_stays(worker):
+    process, children = worker
+    victims = ranks_of(children)
+    assert len(victims) == 2, [child.cmdline() for child in children]
+    began = time.monotonic()
+    victims[1].kill()
+    assert process.wait(30) == 1
+    took = time.monotonic() - began
+    _, alive = psutil.wait_procs(children, 10)
+    assert not alive
+    print(f"ended after {took:.1f} s")
+
+
+@pytest.mark.timeout(START_TIMEOUT_S)
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_to_the_worker_leaves_no_process(worker, signum):
+    process, children = worker
+    process.send_signal(signum)
+    assert process.wait(30) == (0 if signum == signal.SIGTERM else -signal.SIGKILL)
+    _, alive = psutil.wait_procs(children, 10)
+    assert not alive
