@@ -64,6 +64,14 @@ def start_vllm(directory: Path, **options):
     return VllmScheduler(engine, LIMITS, Grammars(str(directory), engine.vocab_size))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def groups() -> Iterator[None]:
+    """Keep vLLM's process groups when an engine ends: other engines of the run use them, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vllm.v1.engine.core.cleanup_dist_env_and_memory", lambda: None)
+        yield
+
+
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory) -> Path:
     """A Llama."""

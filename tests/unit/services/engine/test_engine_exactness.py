@@ -136,7 +136,7 @@ def test_position_off_by_one_after_rollback_is_caught(
 
 def test_window_off_by_one_is_caught(directories: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     right = batch.allowed_slots
-    run = checked(directories["mistral"], False)
+    run = checked(directories["mistral"], "transformers")
     monkeypatch.setattr(batch, "allowed_slots", lambda s, w: right(s, None if w is None else w + 1))
     run.step(SequenceInput("a", 0, random_tokens(8, 1), 1))
     assert run.worst <= TOLERANCE
@@ -147,7 +147,7 @@ def test_window_off_by_one_is_caught(directories: dict[str, Path], monkeypatch: 
 def test_stale_slots_after_rollback_are_caught(
     directories: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = checked(directories["llama"], False)
+    run = checked(directories["llama"], "transformers")
     run.step(SequenceInput("a", 0, random_tokens(9, 1), 1))
     run.step(SequenceInput("a", 9, random_tokens(4, 2), 4))
     right = attention.attend
