@@ -74,7 +74,7 @@ $(VLLM_ENV)/.installed: pyproject.toml constraints.txt constraints-vllm.txt serv
 
 test-vllm: $(VLLM_ENV)/.installed  ## vLLM behind target workers, on CPUs, and grammars with the llguidance that vLLM needs
 	@failed=0; \
-	$(VLLM_BIN)/pytest --durations 10 tests/vllm || failed=1; \
+	$(VLLM_BIN)/pytest -n 2 --dist loadfile --durations 10 tests/vllm || failed=1; \
 	$(VLLM_BIN)/pytest -n 2 --dist loadfile -m "not slow" tests/unit/gammaray/grammar || failed=1; \
 	exit $$failed
 

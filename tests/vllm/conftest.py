@@ -111,7 +111,9 @@ def scheduler(shared) -> Iterator:
 
 
 @pytest.fixture(scope="session")
-def reference(llama) -> TargetScheduler:
+def reference(llama) -> Iterator[TargetScheduler]:
     """The CPU engine with the same model."""
     engine = load_engine(str(llama))
-    return TargetScheduler(engine, LIMITS, Grammars(str(llama), engine.vocab_size))
+    scheduler = TargetScheduler(engine, LIMITS, Grammars(str(llama), engine.vocab_size))
+    yield scheduler
+    scheduler.close()

@@ -78,4 +78,6 @@ async def assert_drains(process, address):
     assert await link.call.code() == grpc.StatusCode.OK
     assert await asyncio.wait_for(process.wait(), EXIT_TIMEOUT_S) == 0
     await link.close()
-    assert [child for child in children if child.is_running()] == []
+    # A zombie has ended; it is for the machine's first process to reap.
+    left = [each for each in children if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+    assert left == []
