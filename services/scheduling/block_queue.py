@@ -169,6 +169,14 @@ class BlockQueue(ABC, Generic[TaskT, WorkT]):
             if not queue:
                 del self._waiting[session_id]
 
+    def _note_start(self, work: WorkT) -> None:
+        """Count how long a block waited before the first forward that includes it."""
+        if not work.is_started:
+            work.is_started = True
+            waited_us = int((time.monotonic() - work.task.arrived) * 1e6) - work.timing.head_us
+            work.timing.queue_us = max(0, waited_us)
+            self.meter.waited(work.timing.queue_us * 1e-6)
+
     def _reply(self, task: TaskT, outcome: object, timing: Timing | None = None) -> None:
         self._block_s += time.monotonic() - task.arrived
         self.meter.answered(outcome)

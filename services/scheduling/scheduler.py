@@ -155,13 +155,9 @@ class Scheduler(BlockQueue[TaskT, Running[TaskT]]):
                     self.engine.fork(source, session.session_id, shared)
 
     def _forward(self, batch: list[tuple[Running[TaskT], SequenceInput]]) -> None:
-        began, now = time.perf_counter(), time.monotonic()
+        began = time.perf_counter()
         for running, _ in batch:
-            if not running.is_started:
-                running.is_started = True
-                waited_us = int((now - running.task.arrived) * 1e6) - running.timing.head_us
-                running.timing.queue_us = max(0, waited_us)
-                self.meter.waited(running.timing.queue_us * 1e-6)
+            self._note_start(running)
         results = self._run_engine(batch)
         if results is None:
             return

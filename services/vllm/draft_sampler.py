@@ -13,46 +13,17 @@ import torch
 from torch import Tensor
 
 from gammaray.errors import GammarayError, InternalError
-from gammaray.types import VerificationMethod
-from services.engine.sampling.edits import LogitEdits
+from gammaray.types import SamplingParams
 from services.engine.sampling.logits import filter_key, processed_log_probs
 from services.scheduling.tasks import SessionSpec
 from services.speculation.predictions import predictions
 from services.speculation.session import draft_params, edited_log_probs
 from services.verification.rules import best_tokens
-from services.vllm.messages import DraftBlock, Drafted, Masks, Verdicts
-from services.vllm.noise import NoiseRows, NoiseSource
-from services.vllm.sampler import SPEC, UNUSED_TOKEN, GivenMasks
+from services.vllm.messages import DraftBlock, Drafted
+from services.vllm.noise import NoiseRows
+from services.vllm.sampler import UNUSED_TOKEN, RequestState, StepSampler
 
 __all__ = ["DraftSampler"]
-
-
-class _Session:
-    """What the sampler keeps of a request: its spec, how its logits are processed, and their edits."""
-
-    def __init__(self, spec: SessionSpec, vocab_size: int, device: torch.device) -> None:
-        self.spec, self.masks, self.edits = spec, GivenMasks(), None
-        self.params = draft_params(spec)
-        if self.params is not None and LogitEdits.needed(self.params):
-            grammar: Any = self.masks if self.params.grammar else None
-            self.edits = LogitEdits(
-                self.params, spec.eos_token_ids, spec.prompt_length, vocab_size, device, grammar
-            )
-
-    @property
-    def is_drawn(self) -> bool:
-        """Whether its token is the best of its scores, which depend on no other tokens."""
-        spec = self.spec
-        is_coupled = spec.method is VerificationMethod.COUPLED or spec.params.temperature == 0
-        return self.edits is None and is_coupled
-
-    @property
-    def alike(self) -> tuple[float, ...]:
-        """What sessions whose scores are computed together have in common."""
-        params, is_random = self.params, self.spec.params.temperature > 0
-        if params is None:
-            return (is_random,)
-        return is_random, *filter_key(params)
 
 
 class _Row(NamedTuple):
@@ -66,42 +37,14 @@ class _Row(NamedTuple):
 
     at: int
     request_id: str
-    session: _Session
+    session: RequestState
     block: DraftBlock
     position: int
     logits: Tensor
 
 
-class DraftSampler:
-    """Replaces `GPUModelRunner._sample` in the process that has the logits.
-
-    Args:
-        runner: vLLM's model runner, whose batch says which rows are whose.
-        vocab_size: Number of token ids.
-    """
-
-    def __init__(self, runner: Any, vocab_size: int) -> None:
-        self._runner, self._vocab_size = runner, vocab_size
-        self._sessions: dict[str, _Session] = {}
-        self._noise = NoiseSource(vocab_size, runner.device)
-        self._posted: dict[str, DraftBlock] = {}
-        self._masks = Masks()
-        self._verdicts: Verdicts = {}
-
-    def begin(self, posted: dict[str, DraftBlock]) -> None:
-        """Take the blocks of the step that begins, and forget requests that vLLM has forgotten."""
-        self._posted, self._verdicts = posted, {}
-        for request_id in self._sessions.keys() - self._runner.requests.keys():
-            del self._sessions[request_id]
-
-    def take_masks(self, masks: Masks | None) -> None:
-        """Take the masks of the step's grammars."""
-        self._masks = masks or Masks()
-
-    def take_verdicts(self) -> Verdicts:
-        """Return the tokens of the step's requests."""
-        verdicts, self._verdicts = self._verdicts, {}
-        return verdicts
+class DraftSampler(StepSampler):
+    """Replaces `GPUModelRunner._sample` in the process that has the logits; draws a draft's tokens."""
 
     def sample(self, logits: Tensor, spec_decode_metadata: Any) -> Any:
         """Return the next token of each request, as vLLM's `SamplerOutput`.
@@ -121,14 +64,14 @@ class DraftSampler:
             if block is None:
                 continue
             try:
-                session = self._session(request_id)
+                session = self._state(request_id)
             except GammarayError as error:
                 self._verdicts[request_id] = error
                 continue
             position = int(batch.num_tokens_no_spec[at])
             row = _Row(at, request_id, session, block, position, logits[at : at + 1])
             if session.is_drawn:
-                alike.setdefault(session.alike, []).append(row)
+                alike.setdefault(_alike(session), []).append(row)
             else:
                 self._note(row, self._choose(row), tokens)
         for rows in alike.values():
@@ -142,13 +85,8 @@ class DraftSampler:
         if isinstance(outcome, Drafted):
             tokens[row.at] = outcome.token_id
 
-    def _session(self, request_id: str) -> _Session:
-        """Return what is kept of a request; raises InvalidArgumentError if its masks leave no token."""
-        found = self._sessions.get(request_id)
-        if found is None:
-            spec = self._runner.requests[request_id].sampling_params.extra_args[SPEC]
-            found = self._sessions[request_id] = _Session(spec, self._vocab_size, self._runner.device)
-        return found
+    def _params(self, spec: SessionSpec) -> SamplingParams | None:
+        return draft_params(spec)
 
     def _draw(self, rows: list[_Row]) -> list[Drafted | GammarayError]:
         """Draw for sessions with equal filters, whose tokens are the argmaxes of one tensor."""
@@ -196,3 +134,9 @@ class DraftSampler:
 def _key(spec: SessionSpec) -> str:
     """Return the name of a session's noise, which it keeps although each proposal is another request."""
     return f"{spec.params.seed} {spec.params.sample_index}"
+
+
+def _alike(session: RequestState) -> tuple[float, ...]:
+    """Return what sessions whose scores are computed together have in common."""
+    is_random = session.spec.params.temperature > 0
+    return (is_random,) if session.params is None else (is_random, *filter_key(session.params))

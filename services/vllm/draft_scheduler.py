@@ -20,12 +20,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar
 
-from gammaray.errors import CancelledError, GammarayError, InternalError, ResourceExhaustedError
+from gammaray.errors import CancelledError, GammarayError, ResourceExhaustedError
 from gammaray.types import Proposal, SparseDistribution, VerificationMethod
-from services.engine.core.device import raise_if_lost
 from services.engine.core.errors import EngineLostError
-from services.engine.core.kv_cache import CacheStats
-from services.scheduling.block_queue import BlockQueue, Work
 from services.scheduling.grammars import Grammars
 from services.scheduling.load import LoadCounters
 from services.scheduling.planning import Limits
@@ -35,6 +32,7 @@ from services.speculation.gain import GainMeter
 from services.speculation.throttle import Throttle
 from services.vllm.engine import StepResult, VllmEngine
 from services.vllm.messages import DraftBlock, Drafted, Masks
+from services.vllm.request_queue import RequestQueue, RequestWork
 
 __all__ = ["VllmDraftScheduler"]
 
@@ -42,17 +40,15 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
-class _Drafting(Work[ProposeTask]):
+class _Drafting(RequestWork[ProposeTask]):
     """A proposal that vLLM drafts.
 
     Args:
-        request_id: Of vLLM's request.
         depth: Tokens to draft.
         token_ids: Those so far; behind an end of sequence they only keep the duration constant.
         distributions: What each was drawn from; None where verification does not need it.
     """
 
-    request_id: str
     depth: int
     token_ids: list[int] = field(default_factory=list)
     distributions: list[SparseDistribution | None] = field(default_factory=list)
@@ -112,7 +108,7 @@ class _Ahead:
     is_held: bool = False
 
 
-class VllmDraftScheduler(BlockQueue[ProposeTask, _Drafting]):
+class VllmDraftScheduler(RequestQueue[ProposeTask, _Drafting]):
     """Implements `BlockScheduler` for proposals, which are chains.
 
     Args:
@@ -125,7 +121,6 @@ class VllmDraftScheduler(BlockQueue[ProposeTask, _Drafting]):
     """
 
     role: ClassVar[str] = "draft"
-    step_timeout_s: ClassVar[float | None] = None
 
     def __init__(
         self,
@@ -137,27 +132,16 @@ class VllmDraftScheduler(BlockQueue[ProposeTask, _Drafting]):
         ahead_rows: int,
         grammars: Grammars | None = None,
     ) -> None:
-        self.engine, self.limits = engine, limits
         self._top_k, self._bits, self._ahead_rows = draft_top_k, weight_bits, ahead_rows
         self._ahead: dict[str, _Ahead] = {}  # by session, oldest first
         self._answered: set[str] = set()  # sessions with a proposal
-        self._by_request: dict[str, _Drafting] = {}
         self._gain, self.throttle = GainMeter(), Throttle()
         self._step_s = 0.0
         self._ahead_ended = self._ahead_began = 0.0
-        # The sampler draws the noise, on the device.
-        super().__init__(engine.vocab_size, "cpu", grammars)
+        super().__init__(engine, limits, grammars)
         engine.set_mask_maker(self._begin_masks)
         if ahead_rows:
             self.meter.watch_ahead(self.throttle.stats)
-
-    def check(self) -> None:
-        """Raise EngineLostError when vLLM's engine has failed; any thread may call it."""
-        self.engine.check()
-
-    def stats(self) -> CacheStats:
-        """Return the counters of the cache; any thread may call it."""
-        return self.engine.stats()
 
     def load(self) -> LoadCounters:
         """Return the load counters so far, including draft-ahead hits and tokens gained."""
@@ -261,8 +245,7 @@ class VllmDraftScheduler(BlockQueue[ProposeTask, _Drafting]):
 
     def _run(self) -> None:
         began = time.perf_counter()
-        self._note_starts()
-        result = self._run_engine()
+        result = self._step_engine()
         if result is None:
             return
         took_s = time.perf_counter() - began
@@ -271,45 +254,19 @@ class VllmDraftScheduler(BlockQueue[ProposeTask, _Drafting]):
         if not result.num_tokens:
             self._unblock(is_preempted=bool(result.preempted))
 
-    def _run_engine(self) -> StepResult | None:
-        """Run a step; None when it failed, in which case all blocks are answered."""
-        try:
-            result = self.engine.step()
-        except EngineLostError:
-            raise
-        except Exception as error:
-            raise_if_lost(error)
-            _log.exception("a step over %d sessions failed", len(self._running))
-            self.fail_all(InternalError(f"the forward failed: {type(error).__name__}: {error}"))
-            return None
+    def _step_engine(self) -> StepResult | None:
+        """Run a step, and give up requests that draft ahead and lost their cache."""
+        result = super()._step_engine()
+        preempted = set() if result is None else set(result.preempted)
         # vLLM computes those of blocks again.
-        preempted = set(result.preempted)
         for session_id, ahead in list(self._ahead.items()):
             if ahead.request_id in preempted:
                 self._evict(session_id)
         return result
 
-    def _note_starts(self) -> None:
-        now = time.monotonic()
-        for work in self._running.values():
-            if not work.is_started:
-                work.is_started = True
-                work.timing.queue_us = max(0, int((now - work.task.arrived) * 1e6))
-                self.meter.waited(work.timing.queue_us * 1e-6)
-
     def _take(self, result: StepResult, took_us: int) -> None:
         """Add a step's time and tokens to its blocks, and answer those that it completed."""
-        self.meter.step(took_us * 1e-6, len(result.scheduled), result.num_tokens)
-        cost = Timing(0, took_us, took_us, len(result.scheduled), result.num_tokens, 1)
-        cost.batch_rows = len(result.verdicts)
-        for request_id in result.scheduled:
-            if request_id in self._by_request:
-                self._by_request[request_id].timing.add(cost)
-        for request_id, num_cached in result.num_cached.items():
-            work = self._by_request.get(request_id)
-            if work is not None and work.task.spec is not None:
-                work.timing.cached_tokens = num_cached
-                self.meter.looked_up(len(work.session.tokens), num_cached)
+        self._count(result, took_us, len(result.verdicts))
         for request_id, outcome in result.verdicts.items():
             work = self._by_request.get(request_id)
             if work is None:
@@ -406,7 +363,7 @@ class VllmDraftScheduler(BlockQueue[ProposeTask, _Drafting]):
         if not going:
             return
         self._ahead_began, began_cpu = time.monotonic(), time.thread_time()
-        result = self._run_engine()
+        result = self._step_engine()
         self._ahead_ended = time.monotonic()
         if result is None:
             return

@@ -20,8 +20,8 @@ from gammaray.errors import InvalidArgumentError
 from services.engine.cache_budget import CacheBudget
 from services.engine.core.errors import EngineLostError
 from services.engine.core.kv_cache import CacheStats
+from services.process.adapters import adapter_error, max_rank
 from services.scheduling.tasks import SessionSpec
-from services.vllm.adapters import adapter_error, max_rank
 from services.vllm.compatibility import check_vllm
 from services.vllm.messages import DraftBlock, PostedBlock, Verdicts
 

@@ -41,7 +41,7 @@ class HeldScheduler(Scheduler):  # type: ignore[misc]  # vLLM's classes are not 
         self._posted: dict[str, PostedBlock] = {}  # oldest first
         self._masks: Callable[[], Masks] | None = None
         self._verdicts: Verdicts = {}
-        self._told: set[str] = set()
+        self._announced: set[str] = set()
 
     def post(self, request_id: str, block: PostedBlock) -> None:
         """Let a request run once, with the block's proposal as its draft tokens.
@@ -69,7 +69,7 @@ class HeldScheduler(Scheduler):  # type: ignore[misc]  # vLLM's classes are not 
         they did not compute.
         """
         self._posted, self._verdicts, self._masks = {}, {}, None
-        self.finished_req_ids |= self._told
+        self.finished_req_ids |= self._announced
         return bool(self.kv_cache_manager.reset_prefix_cache())
 
     def preempted(self) -> list[str]:
@@ -88,7 +88,7 @@ class HeldScheduler(Scheduler):  # type: ignore[misc]  # vLLM's classes are not 
         finally:
             self.num_spec_tokens = most
         output.num_spec_tokens_to_schedule = most
-        self._told |= output.finished_req_ids
+        self._announced |= output.finished_req_ids
         self.num_scheduled = dict(output.num_scheduled_tokens)
         self.running.sort(key=lambda request: request.request_id not in self.num_scheduled)
         posted = self._take_posted(
@@ -116,7 +116,7 @@ class HeldScheduler(Scheduler):  # type: ignore[misc]  # vLLM's classes are not 
     def update_from_output(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> Any:
         """Take the verdicts of the step."""
         self._verdicts.update(getattr(output, "verdicts", {}))
-        self._told.clear()
+        self._announced.clear()
         return super().update_from_output(scheduler_output, output)
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:

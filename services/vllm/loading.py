@@ -11,11 +11,11 @@ from gammaray.errors import InvalidArgumentError
 from gammaray.gguf import is_gguf
 from services.engine.core.drafter import is_ordinary
 from services.heads.loading import names_head
+from services.process.adapters import adapter_sha256
 from services.process.fingerprints import check_drafter, model_identity, vocab_sha256
 from services.scheduling.grammars import Grammars
 from services.scheduling.planning import Limits
 from services.streaming.messages import Model
-from services.vllm.adapters import adapter_sha256
 from services.vllm.draft_scheduler import VllmDraftScheduler
 from services.vllm.engine import EngineOptions, VllmEngine
 from services.vllm.heads import TARGETS_OWN

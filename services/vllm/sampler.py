@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gammaray.blocks import Verdict
 from gammaray.errors import GammarayError
-from gammaray.types import Proposal, VerificationMethod
+from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from services.engine.sampling.edits import LogitEdits
 from services.engine.sampling.logits import filter_key, processed_log_probs
 from services.scheduling.tasks import SessionSpec
@@ -24,7 +24,7 @@ from services.verification.verdicts import judge, token_logprobs
 from services.vllm.messages import Masks, PostedBlock, Verdicts, first_tokens
 from services.vllm.noise import NoiseRows, NoiseSource
 
-__all__ = ["BlockSampler", "gather_logprobs"]
+__all__ = ["BlockSampler", "RequestState", "StepSampler", "gather_logprobs"]
 
 SPEC = "spec"
 """Key of the session's spec in the `extra_args` of its request."""
@@ -53,16 +53,82 @@ class GivenMasks:
         return list(self.given[: len(paths)])
 
 
-class _Session:
-    """What the sampler keeps of a request: its spec and the edits of its logits."""
+class RequestState:
+    """What a sampler keeps of a request: its session's spec, and the edits of its logits.
 
-    def __init__(self, spec: SessionSpec, vocab_size: int, device: torch.device) -> None:
-        self.spec, self.masks, self.edits = spec, GivenMasks(), None
-        if LogitEdits.needed(spec.params):
-            grammar: Any = self.masks if spec.params.grammar else None
+    Args:
+        spec: Of the session.
+        params: By which its logits are processed; None: they are not.
+        vocab_size: Number of token ids.
+        device: Where the logits are.
+    """
+
+    def __init__(
+        self, spec: SessionSpec, params: SamplingParams | None, vocab_size: int, device: torch.device
+    ) -> None:
+        self.spec, self.params, self.masks, self.edits = spec, params, GivenMasks(), None
+        if params is not None and LogitEdits.needed(params):
+            grammar: Any = self.masks if params.grammar else None
             self.edits = LogitEdits(
-                spec.params, spec.eos_token_ids, spec.prompt_length, vocab_size, device, grammar
+                params, spec.eos_token_ids, spec.prompt_length, vocab_size, device, grammar
             )
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether the best of its scores are its tokens, and depend on no other tokens."""
+        is_coupled = self.spec.method is VerificationMethod.COUPLED or self.spec.params.temperature == 0
+        return self.edits is None and is_coupled
+
+
+class StepSampler:
+    """What both samplers are given for a step, and keep between steps.
+
+    Args:
+        runner: vLLM's model runner, whose batch says which rows are whose.
+        vocab_size: Number of token ids.
+    """
+
+    def __init__(self, runner: Any, vocab_size: int) -> None:
+        self._runner, self._vocab_size = runner, vocab_size
+        self._states: dict[str, RequestState] = {}
+        self._noise = NoiseSource(vocab_size, runner.device)
+        self._posted: dict[str, Any] = {}
+        self._masks = Masks()
+        self._verdicts: Verdicts = {}
+
+    @property
+    def num_requests(self) -> int:
+        """Requests of which something is kept."""
+        return len(self._states)
+
+    def begin(self, posted: dict[str, Any]) -> None:
+        """Take the blocks of the step that begins, and forget requests that vLLM has forgotten."""
+        self._posted, self._verdicts = posted, {}
+        for request_id in self._states.keys() - self._runner.requests.keys():
+            del self._states[request_id]
+            self._noise.forget(request_id)
+
+    def take_masks(self, masks: Masks | None) -> None:
+        """Take the masks of the step's grammars."""
+        self._masks = masks or Masks()
+
+    def take_verdicts(self) -> Verdicts:
+        """Return the outcomes of the step's requests."""
+        verdicts, self._verdicts = self._verdicts, {}
+        return verdicts
+
+    def _params(self, spec: SessionSpec) -> SamplingParams | None:
+        """Return by what the logits of a session are processed."""
+        return spec.params
+
+    def _state(self, request_id: str) -> RequestState:
+        """Return what is kept of a request; raises InvalidArgumentError if its masks leave no token."""
+        found = self._states.get(request_id)
+        if found is None:
+            spec = self._runner.requests[request_id].sampling_params.extra_args[SPEC]
+            found = RequestState(spec, self._params(spec), self._vocab_size, self._runner.device)
+            self._states[request_id] = found
+        return found
 
 
 class _Rows(NamedTuple):
@@ -75,49 +141,18 @@ class _Rows(NamedTuple):
 
     at: int
     request_id: str
-    session: _Session
+    session: RequestState
     block: PostedBlock
     proposal: Proposal
     logits: Tensor
 
 
-class BlockSampler:
-    """Replaces `GPUModelRunner._sample` in the process that has the logits.
-
-    Args:
-        runner: vLLM's model runner, whose batch says which rows are whose.
-        vocab_size: Number of token ids.
-    """
+class BlockSampler(StepSampler):
+    """Replaces `GPUModelRunner._sample` in the process that has the logits; verifies blocks."""
 
     def __init__(self, runner: Any, vocab_size: int) -> None:
-        self._runner, self._vocab_size = runner, vocab_size
-        self._sessions: dict[str, _Session] = {}
-        self._noise = NoiseSource(vocab_size, runner.device)
-        self._posted: dict[str, PostedBlock] = {}
-        self._masks = Masks()
-        self._verdicts: Verdicts = {}
+        super().__init__(runner, vocab_size)
         self._emitted: list[tuple[str, int] | None] = []
-
-    def begin(self, posted: dict[str, PostedBlock]) -> None:
-        """Take the blocks of the step that begins, and forget requests that vLLM has forgotten."""
-        self._posted, self._verdicts = posted, {}
-        for request_id in self._sessions.keys() - self._runner.requests.keys():
-            del self._sessions[request_id]
-            self._noise.forget(request_id)
-
-    @property
-    def num_sessions(self) -> int:
-        """Requests of which something is kept."""
-        return len(self._sessions)
-
-    def take_masks(self, masks: Masks | None) -> None:
-        """Take the masks of the step's grammars."""
-        self._masks = masks or Masks()
-
-    def take_verdicts(self) -> Verdicts:
-        """Return the outcomes of the step's blocks."""
-        verdicts, self._verdicts = self._verdicts, {}
-        return verdicts
 
     def sample(self, logits: Tensor, spec_decode_metadata: Any) -> Any:
         """Return the emitted tokens of each request, as vLLM's `SamplerOutput`.
@@ -166,7 +201,7 @@ class BlockSampler:
             if emitted is None or at * per_request >= len(tokens):
                 continue
             request_id, position = emitted
-            session = self._sessions.get(request_id)
+            session = self._states.get(request_id)
             if session is None or not shares_noise(session.spec):
                 continue
             noise = NoiseRows(request_id, session.spec, position + depth, per_request)
@@ -197,28 +232,19 @@ class BlockSampler:
             # vLLM cuts proposals that do not fit the step: a shorter one is verified.
             proposal = first_tokens(block.proposal, num_drafts)
             try:
-                session = self._session(request_id)
+                session = self._state(request_id)
             except GammarayError as error:
                 self._verdicts[request_id] = error
                 served.append((at, [UNUSED_TOKEN]))
                 continue
             rows = _Rows(at, request_id, session, block, proposal, here[: len(proposal) + 1])
-            if _is_drawn(session):
+            if session.is_drawn:
                 alike.setdefault(filter_key(session.spec.params), []).append(rows)
             else:
                 served.append(self._finish(rows, self._judge(rows)))
         for group in alike.values():
             served += self._draw(group)
         return served
-
-    def _session(self, request_id: str) -> _Session:
-        """Return what is kept of a request; raises InvalidArgumentError if its masks leave no token."""
-        found = self._sessions.get(request_id)
-        if found is None:
-            spec = self._runner.requests[request_id].sampling_params.extra_args[SPEC]
-            found = _Session(spec, self._vocab_size, self._runner.device)
-            self._sessions[request_id] = found
-        return found
 
     def _draw(self, group: Sequence[_Rows]) -> list[tuple[int, list[int]]]:
         """Verify blocks of sessions with equal filters, whose tokens are the argmaxes of one tensor."""
@@ -294,13 +320,6 @@ def gather_logprobs(log_probs: Tensor, num_top: int, token_ids: Tensor) -> Any:
     indices = torch.cat((token_ids[:, None], top.indices), dim=1)
     ranks = (log_probs > own).sum(-1) + 1
     return LogprobsTensors(indices.to(torch.int32), torch.cat((own, top.values), dim=1), ranks)
-
-
-def _is_drawn(session: _Session) -> bool:
-    """Whether the best scores of its rows are all of a block's verification."""
-    spec = session.spec
-    is_coupled = spec.method is VerificationMethod.COUPLED or spec.params.temperature == 0
-    return session.edits is None and is_coupled
 
 
 def shares_noise(spec: SessionSpec) -> bool:

@@ -16,19 +16,17 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 from gammaray.blocks import Verdict
-from gammaray.errors import GammarayError, InternalError, InvalidArgumentError, ResourceExhaustedError
+from gammaray.errors import GammarayError, InvalidArgumentError, ResourceExhaustedError
 from gammaray.types import PromptLogprobs, Proposal
-from services.engine.core.device import raise_if_lost
 from services.engine.core.errors import EngineLostError
-from services.engine.core.kv_cache import CacheStats
 from services.engine.sampling.edits import row_paths
-from services.scheduling.block_queue import BlockQueue, Work
 from services.scheduling.grammars import Grammars
 from services.scheduling.planning import Limits
 from services.scheduling.sessions import SessionCopy
-from services.scheduling.tasks import NeedTokens, Reply, SessionSpec, Timing, VerifyTask
+from services.scheduling.tasks import NeedTokens, Reply, SessionSpec, VerifyTask
 from services.vllm.engine import StepResult, VllmEngine
 from services.vllm.messages import Drafted, Masks, PostedBlock, first_tokens
+from services.vllm.request_queue import RequestQueue, RequestWork
 
 __all__ = ["VllmScheduler"]
 
@@ -51,21 +49,19 @@ class _Held(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class _Verifying(Work[VerifyTask]):
+class _Verifying(RequestWork[VerifyTask]):
     """A verification that vLLM computes.
 
     Args:
-        request_id: Of vLLM's request.
         follows: The block that is posted once the request has read the prompt; None: it is posted already.
         num_needed: KV blocks of the request when the block has been verified.
     """
 
-    request_id: str
     follows: PostedBlock | None = None
     num_needed: int = 0
 
 
-class VllmScheduler(BlockQueue[VerifyTask, _Verifying]):
+class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
     """Implements `BlockScheduler` for verifications.
 
     Args:
@@ -75,25 +71,13 @@ class VllmScheduler(BlockQueue[VerifyTask, _Verifying]):
     """
 
     role: ClassVar[str] = "target"
-    step_timeout_s: ClassVar[float | None] = None
 
     def __init__(self, engine: VllmEngine, limits: Limits, grammars: Grammars | None = None) -> None:
-        self.engine, self.limits = engine, limits
         self.requests: dict[str, _Held] = {}  # by session, least recently used first
-        self._by_request: dict[str, _Verifying] = {}
-        # The sampler draws the noise, on the device.
-        super().__init__(engine.vocab_size, "cpu", grammars)
+        super().__init__(engine, limits, grammars)
         self._masks: list[Future[Masks]] = []
         self._mask_thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
         engine.set_mask_maker(self._begin_masks)
-
-    def check(self) -> None:
-        """Raise EngineLostError when vLLM's engine has failed; any thread may call it."""
-        self.engine.check()
-
-    def stats(self) -> CacheStats:
-        """Return the counters of the cache; any thread may call it."""
-        return self.engine.stats()
 
     def fail_all(self, error: GammarayError) -> None:
         """Answer every block with `error` and drop every session and the prefix cache."""
@@ -217,46 +201,22 @@ class VllmScheduler(BlockQueue[VerifyTask, _Verifying]):
 
     def _run(self) -> None:
         began = time.perf_counter()
-        self._note_starts()
-        try:
-            result = self.engine.step()
-        except EngineLostError:
-            raise
-        except Exception as error:
-            raise_if_lost(error)
-            _log.exception("a step over %d sessions failed", len(self._running))
-            self.fail_all(InternalError(f"the forward failed: {type(error).__name__}: {error}"))
+        result = self._step_engine()
+        if result is None:
             return
         self._take(result, int((time.perf_counter() - began) * 1e6))
         self._reopen(result.preempted)
         if not result.num_tokens and not result.preempted:
             self._unblock()
 
-    def _note_starts(self) -> None:
-        now = time.monotonic()
-        for work in self._running.values():
-            if not work.is_started:
-                work.is_started = True
-                work.timing.queue_us = max(0, int((now - work.task.arrived) * 1e6))
-                self.meter.waited(work.timing.queue_us * 1e-6)
-
     def _take(self, result: StepResult, took_us: int) -> None:
         """Add a step's time to its blocks, and answer those that it completed."""
-        self.meter.step(took_us * 1e-6, len(result.scheduled), result.num_tokens)
-        cost = Timing(0, took_us, took_us, len(result.scheduled), result.num_tokens, 1)
-        cost.batch_rows = sum(
+        num_rows = sum(
             1 + (0 if outcome is None else len(self._by_request[request_id].task.proposal))
             for request_id, outcome in result.verdicts.items()
             if request_id in self._by_request
         )
-        for request_id in result.scheduled:
-            if request_id in self._by_request:
-                self._by_request[request_id].timing.add(cost)
-        for request_id, num_cached in result.num_cached.items():
-            work = self._by_request.get(request_id)
-            if work is not None and work.task.spec is not None:
-                work.timing.cached_tokens = num_cached
-                self.meter.looked_up(len(work.session.tokens), num_cached)
+        self._count(result, took_us, num_rows)
         for request_id, outcome in result.verdicts.items():
             work = self._by_request.get(request_id)
             if work is None:
@@ -290,7 +250,7 @@ class VllmScheduler(BlockQueue[VerifyTask, _Verifying]):
     def _reopen(self, preempted: Sequence[str]) -> None:
         """Close requests that lost their cache, and read those with a block again.
 
-        vLLM would recompute them and advance a token that nobody asked for.
+        vLLM would recompute them and sample one more token, without a block.
         """
         for request_id in preempted:
             work = self._by_request.pop(request_id, None)
@@ -353,7 +313,7 @@ def _block(task: VerifyTask, depth: int) -> PostedBlock:
 
 
 def _draft_depth(task: VerifyTask, before: int) -> int:
-    """Return how many tokens to draft after a block, for the next one, which nobody knows yet.
+    """Return how many tokens to draft after a block, for the next one, whose shape is not known yet.
 
     As many as for this block. After a proposal from elsewhere, such as a look-up, the head may be asked
     again, as it was before; after gamma 0 it probably does not pay.

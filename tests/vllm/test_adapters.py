@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from gammaray.errors import InvalidArgumentError
 from gammaray.types import SamplingParams
 from services.engine.loader import load_engine
+from services.process.adapters import RANKS, adapter_sha256, max_rank
 from services.target.scheduler import TargetScheduler
-from services.vllm.adapters import RANKS, adapter_sha256, max_rank
 from tests.support.vllm_helpers import Session, ask, end, generate
 from tests.vllm.conftest import LIMITS, start_vllm
 

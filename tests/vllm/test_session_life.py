@@ -254,4 +254,4 @@ def test_requests_that_ended_are_forgotten_by_the_worker_of_vllm(scheduler):
     last = Session(prompt(20), SAMPLED)
     ask(scheduler, last)
     ask(scheduler, last)
-    assert sampler.num_sessions == 1
+    assert sampler.num_requests == 1

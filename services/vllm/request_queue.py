@@ -1,0 +1,97 @@
+"""What target and draft workers with vLLM share: blocks that are requests of vLLM, and its steps."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, TypeVar
+
+from gammaray.errors import InternalError
+from services.engine.core.device import raise_if_lost
+from services.engine.core.errors import EngineLostError
+from services.engine.core.kv_cache import CacheStats
+from services.scheduling.block_queue import BlockQueue, TaskT, Work
+from services.scheduling.grammars import Grammars
+from services.scheduling.planning import Limits
+from services.scheduling.tasks import Timing
+from services.vllm.engine import StepResult, VllmEngine
+
+__all__ = ["MAX_STEP_S", "RequestQueue", "RequestWork"]
+
+_log = logging.getLogger(__name__)
+
+MAX_STEP_S = 300.0
+"""After which a step counts as stuck, such as one whose ranks wait for each other; vLLM has the same limit.
+A step takes seconds at most, since compilation is over when the worker serves."""
+
+
+@dataclass(slots=True, eq=False)
+class RequestWork(Work[TaskT], Generic[TaskT]):
+    """A block that vLLM computes.
+
+    Args:
+        request_id: Of vLLM's request.
+    """
+
+    request_id: str
+
+
+RequestWorkT = TypeVar("RequestWorkT", bound=RequestWork[Any])
+
+
+class RequestQueue(BlockQueue[TaskT, RequestWorkT]):
+    """Runs vLLM's steps for admitted blocks.
+
+    Args:
+        engine: The model.
+        limits: Bounds of one forward.
+        grammars: Compiles the sessions' grammars; None: sessions with one are refused.
+    """
+
+    step_timeout_s: ClassVar[float | None] = MAX_STEP_S
+
+    def __init__(self, engine: VllmEngine, limits: Limits, grammars: Grammars | None) -> None:
+        self.engine, self.limits = engine, limits
+        self._by_request: dict[str, RequestWorkT] = {}
+        # The sampler draws the noise, on the device.
+        super().__init__(engine.vocab_size, "cpu", grammars)
+
+    def check(self) -> None:
+        """Raise EngineLostError when vLLM's engine has failed; any thread may call it."""
+        self.engine.check()
+
+    def stats(self) -> CacheStats:
+        """Return the counters of the cache; any thread may call it."""
+        return self.engine.stats()
+
+    def _step_engine(self) -> StepResult | None:
+        """Run a step; None when it failed, in which case all blocks are answered.
+
+        Raises:
+            EngineLostError: No later step can succeed.
+        """
+        for work in self._running.values():
+            self._note_start(work)
+        try:
+            return self.engine.step()
+        except EngineLostError:
+            raise
+        except Exception as error:
+            raise_if_lost(error)
+            _log.exception("a step over %d sessions failed", len(self._running))
+            self.fail_all(InternalError(f"the forward failed: {type(error).__name__}: {error}"))
+            return None
+
+    def _count(self, result: StepResult, took_us: int, num_rows: int) -> None:
+        """Add a step's time, and what it found in the prefix cache, to its blocks and to the metrics."""
+        self.meter.step(took_us * 1e-6, len(result.scheduled), result.num_tokens)
+        cost = Timing(0, took_us, took_us, len(result.scheduled), result.num_tokens, 1)
+        cost.batch_rows = num_rows
+        for request_id in result.scheduled:
+            if request_id in self._by_request:
+                self._by_request[request_id].timing.add(cost)
+        for request_id, num_cached in result.num_cached.items():
+            work = self._by_request.get(request_id)
+            if work is not None and work.task.spec is not None:
+                work.timing.cached_tokens = num_cached
+                self.meter.looked_up(len(work.session.tokens), num_cached)
