@@ -212,10 +212,6 @@ _LORA = (
     "NAME=DIR of a LoRA adapter of the target, in PEFT's format; several are separated by commas, or the "
     "option is repeated. A request whose `model` is NAME is served with it; only with vLLM as the engine."
 )
-_FEATURES = (
-    "EAGLE head of the draft workers: directory or hub name. The target returns features for it, its hidden "
-    "states fused and in float8, of the positions that it computes. Empty: none."
-)
 _DRAFT_KEY_FILE = "File with the API key of the server that drafts; empty: it needs none."
 _DRAFT_CA_FILE = (
     "PEM file of the CA that signed the certificate of the server that drafts; empty: the system's."
@@ -284,8 +280,6 @@ class _ModelSettings(_Settings):
     @model_validator(mode="after")
     def _check_engine(self) -> Self:
         if self.engine == "vllm":
-            if features := getattr(self, "features", ""):
-                raise InvalidArgumentError("features", features, "none with the engine vllm")
             for field, default in (("head_weights", "auto"), ("head_window", 0)):
                 if (got := getattr(self, field, default)) != default:
                     raise InvalidArgumentError(field, got, f"{default} with the engine vllm")
@@ -424,20 +418,6 @@ class TargetSettings(WorkerSettings):
         True, description="Let that head draft the next proposals while no block waits."
     )
     lora: Lora = Field("", description=_LORA, json_schema_extra=REPEATABLE)
-    features: str = Field("", description=_FEATURES)
-    feature_window: int = Field(
-        2048,
-        ge=1,
-        le=4096,
-        description="Upper bound of positions whose features one result returns; of a longer prompt the "
-        "newest.",
-    )
-
-    @model_validator(mode="after")
-    def _check_features(self) -> Self:
-        if self.features and self.head:
-            raise InvalidArgumentError("features", self.features, "none with a head in the target worker")
-        return self
 
 
 class DraftSettings(WorkerSettings):
