@@ -200,13 +200,13 @@ _DRAFT_WEIGHTS = (
     "not the text; on a CPU they need the compiled kernel, on CUDA torchao. auto: as dtype."
 )
 _HEAD = (
-    "What drafts in the target workers, instead of draft workers: directory or hub name of an EAGLE, "
-    "DFlash or Medusa head, which reads the target's hidden states, or of a draft model; with vLLM also mtp: "
-    "the target's own layers for this; empty: nothing."
+    "What drafts in the target workers, instead of draft workers: directory or hub name of an EAGLE-3 head, "
+    "which reads the target's hidden states, or of a draft model; with vLLM also an EAGLE, Medusa or DFlash "
+    "head, or mtp: the target's own layers for this; empty: nothing."
 )
 _HEAD_WEIGHTS = (
-    "Weights of that head: int8 and int4 are quantised at load, for the compiled CPU kernel (of EAGLE "
-    "heads); the text does not change."
+    "Weights of that head: int8 and int4 are quantised at load, for the compiled CPU kernel; the text does "
+    "not change."
 )
 _LORA = (
     "NAME=DIR of a LoRA adapter of the target, in PEFT's format; several are separated by commas, or the "
@@ -411,7 +411,7 @@ class TargetSettings(WorkerSettings):
         0,
         ge=0,
         le=4096,
-        description="Upper bound of positions that an EAGLE head reads when it begins after a prompt; they "
+        description="Upper bound of positions that a head reads when it begins after a prompt; they "
         "are the newest. 0: 64 for heads of `gammaray train`, which are trained for this, else 4096.",
     )
     draft_ahead: bool = Field(
@@ -636,7 +636,7 @@ class ClusterSettings(_ModelSettings):
     draft: Annotated[str, AfterValidator(check_draft)] = Field(
         DEMO_PAIR,
         min_length=1,
-        description="Draft model (an ordinary or a parallel one), EAGLE head, early-exit:N for the target's "
+        description="Draft model (an ordinary or a parallel one), early-exit:N for the target's "
         "first N layers, or openai:URL of a server that drafts (llama.cpp, vLLM, SGLang, Ollama or "
         "gammaray); without one, a target other than the demo pair's has no draft workers.",
     )

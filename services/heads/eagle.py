@@ -146,7 +146,7 @@ class EagleLayer(nn.Module):
 
 
 class EagleHead(nn.Module):
-    """An EAGLE head; its parameters have the names of the `speculators` format.
+    """An EAGLE-3 head; its parameters have the names of the `speculators` format.
 
     Args:
         config: Its shape and variant.

@@ -62,7 +62,7 @@ class KernelMap:
 
 
 class HeadKernelRunner(NativeRunner):
-    """Runs steps of an EAGLE head with the compiled kernel.
+    """Runs steps of a head with the compiled kernel.
 
     Args:
         name: Of the head, for errors.

@@ -28,7 +28,7 @@ HEAD_CACHE_BYTES = 1 << 30
 
 
 class HeadRunner:
-    """Runs steps of an EAGLE head with torch, on any device.
+    """Runs steps of a head with torch, on any device.
 
     Args:
         head: The head, on its device.

@@ -81,6 +81,42 @@ def wide_bigram(folder: Path) -> Path:
     return _with_tokenizer(bigram_target(folder, head_dim=HEAD_DIM, max_positions=MAX_POSITIONS))
 
 
+def constant_target(folder: Path) -> Path:
+    """Write a target with the same distribution of the next token after every text."""
+    wide_bigram(folder)
+    weights = load_file(folder / "model.safetensors")
+    rows = weights["model.embed_tokens.weight"]
+    weights["model.embed_tokens.weight"] = rows[:1].expand_as(rows).contiguous()
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def constant_head(kind: str, folder: Path, target: Path) -> Path:
+    """Write a head for a constant target that has its distribution.
+
+    Args:
+        kind: "eagle", "medusa" or "dflash".
+        folder: Where to.
+        target: The target.
+    """
+    if kind == "eagle":
+        return bigram_eagle(folder, target)
+    stored = load_file(target / "model.safetensors")
+    embedding, output = stored["model.embed_tokens.weight"], stored["lm_head.weight"]
+    made = medusa(folder, target) if kind == "medusa" else dflash(folder, target)
+    weights = load_file(made / "model.safetensors")
+    for key, tensor in weights.items():
+        name = key.rpartition(".")[0]
+        if "blocks." in key or name.endswith(("o_proj", "down_proj")):
+            weights[key] = torch.zeros_like(tensor)
+        elif "lm_head" in key:
+            weights[key] = output.clone()
+        elif name == "embed_tokens":
+            weights[key] = embedding.clone()
+    save_file(weights, made / "model.safetensors")
+    return made
+
+
 def mtp_target(folder: Path) -> Path:
     """Write a MiMo with one layer that predicts the token after the next exactly.
 
