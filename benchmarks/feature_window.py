@@ -2,8 +2,8 @@
 
     python -m benchmarks.feature_window --target TARGET --head HEAD --answers WORK/answers
 
-A head on a draft worker may lack the states of earlier positions: behind a shared prefix, after a takeover,
-or when its worker was replaced. It then does not see these positions. This is the acceptance at temperature
+A head may lack the states of earlier positions: behind a shared prefix, after an eviction, or when it reads
+only the end of a long prompt. It then does not see these positions. This is the acceptance at temperature
 1 (1 - TV over the target's likeliest ids) at the same places of held-out answers, with all states, without
 those of the prompt, and with those of the last positions only: an upper bound of what a vector in place of
 missing states could gain. The answers are those that `gammaray train` stored, of another run than the head's.
@@ -29,8 +29,8 @@ from services.engine.core.model import load_model
 from services.heads.loading import load_head
 from services.train.answers.states import StateStore
 from services.train.answers.store import AnswerStore, Sequence
-from services.train.features import HeadBatch
-from services.train.head import HeadDrafter
+from services.train.batches import Batch
+from services.train.head import TrainableHead
 
 __all__ = ["behind", "main"]
 
@@ -43,7 +43,7 @@ PLACES = 24
 _DEPTH = 3
 
 
-def behind(batch: HeadBatch, start: int) -> HeadBatch:
+def behind(batch: Batch, start: int) -> Batch:
     """Return the batch of one sequence without the states before `start`, and the places left."""
     kept = batch.place[:, 1] > start
     rows = {name: getattr(batch, name)[kept] for name in ("place", "labels", "top_ids", "top_logs")}
@@ -57,7 +57,7 @@ def behind(batch: HeadBatch, start: int) -> HeadBatch:
 
 
 @torch.no_grad()
-def overlaps(drafter: HeadDrafter, batch: HeadBatch) -> dict[tuple[int, int], float]:
+def overlaps(drafter: TrainableHead, batch: Batch) -> dict[tuple[int, int], float]:
     """Return 1 - TV by anchor and depth."""
     wanted, found = drafter.common(batch, drafter(batch))
     shares = torch.minimum(wanted, found.exp()).sum(-1).tolist()
@@ -66,11 +66,11 @@ def overlaps(drafter: HeadDrafter, batch: HeadBatch) -> dict[tuple[int, int], fl
     }
 
 
-def compare(drafter: HeadDrafter, held: Items[Sequence]) -> list[dict[str, Any]]:
+def compare(drafter: TrainableHead, held: Items[Sequence]) -> list[dict[str, Any]]:
     """Return a row per set of missing states: acceptance by depth, also with all states."""
     found: dict[str, list[tuple[int, float, float]]] = {}
     for one in held:
-        batch = drafter.batch([one], keep=1.0)
+        batch = drafter.batch([one], _DEPTH)
         everything = overlaps(drafter, batch)
         middle = (one.num_prompt + len(one.token_ids)) // 2
         cases = {"those of the prompt": (max(0, one.num_prompt - 2), range(len(one.token_ids)))}
@@ -118,7 +118,7 @@ def main(argv: Items[str] | None = None) -> None:
     store = AnswerStore(options.answers, identity, meta["top_k"], model.config.vocab_size)
     taps = head.config.taps
     states = StateStore(options.answers, identity, model, taps, store.num_tokens, len(store))
-    drafter = HeadDrafter(model, taps, ids, _DEPTH, states).eval()
+    drafter = TrainableHead(model, taps, ids, _DEPTH, states).eval()
     drafter.start_from(options.head, path)
     held = [one for one in store.sequences() if len(one.token_ids) - one.num_prompt > PLACES][::16]
     rows = compare(drafter, held[: options.count])

@@ -1,6 +1,6 @@
 """Drafters beside their target and at a distance from it: what each gains on the whole stack.
 
-    python -m benchmarks.placement --target MODEL_DIR --in-target HEAD ... --remote HEAD_OR_DRAFT ...
+    python -m benchmarks.placement --target MODEL_DIR --in-target HEAD ... --remote DRAFT ...
 
 Each drafter gets a cluster of its own: in the target worker, or on a draft worker behind a relay that adds
 what `--delays` says to the round trip between orchestrator and draft worker. One prompt of each category of
@@ -43,7 +43,6 @@ from gammaray.bench.measure import PLAIN, Samples, differences, measure
 from gammaray.bench.systems import Ask, stack_name
 from gammaray.bench.tables import plain_table
 from gammaray.demo_pair import resolve_model
-from gammaray.deploy.draft_heads import is_draft_head
 from gammaray.wire.cycles import CycleRecord
 from orchestrator.launcher.redis_server import RedisServer
 from orchestrator.text.tokenizer import Tokenizer
@@ -121,9 +120,6 @@ async def measure_placed(
         up = ["--target", options.target, "--redis-url", redis.url, "--draft-workers", "0"]
         if not placed.is_remote:
             up += ["--head", placed.drafter, "--head-weights", placed.weights]
-        os.environ["GAMMARAY_FEATURES"] = (
-            placed.drafter if placed.is_remote and is_draft_head(placed.drafter) else ""
-        )
         cluster = await exits.enter_async_context(running_cluster(*up))
         client = await exits.enter_async_context(AsyncClient(cluster.grpc_address))
         await client.wait_ready(_READY_TIMEOUT_S, roles=("target",))
@@ -261,7 +257,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--target", required=True, help="model directory")
     drafter = {"action": "append", "default": [], "metavar": "DIR[:WEIGHTS]"}
     parser.add_argument("--in-target", **drafter, help="head or draft model in the target worker; repeatable")
-    parser.add_argument("--remote", **drafter, help="head or draft model on a draft worker; repeatable")
+    parser.add_argument("--remote", **drafter, help="draft model on a draft worker; repeatable")
     parser.add_argument(
         "--delays", default="0,2,10,40", help="added to the round trip, ms; default 0,2,10,40"
     )

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from gammaray.types import DrafterKind, PromptLogprobs, Proposal, TokenOrigin
 
 __all__ = [
     "MAX_ANSWER_BYTES",
-    "MAX_FEATURES",
-    "MAX_FEATURE_BYTES",
-    "Features",
     "Shape",
     "TokenLogprobs",
     "Verdict",
@@ -20,10 +16,6 @@ __all__ = [
 
 MAX_ANSWER_BYTES = 64 << 20
 """Largest frame that a worker writes and an orchestrator reads; a larger one closes the connection."""
-
-MAX_FEATURES, MAX_FEATURE_BYTES = 4096, 4 << 20
-"""Most rows and bytes of the features of one session in a block or a result: half of the largest frame that a
-worker reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,66 +49,6 @@ class Shape:
     def clipped(self, depth: int) -> Shape:
         """Return the shape with at most `depth` levels."""
         return self if self.depth <= depth else replace(self, depth=depth)
-
-
-@dataclass(frozen=True, slots=True)
-class Features:
-    """What a head on a draft worker reads of consecutive positions: the target's hidden states, fused.
-
-    Args:
-        start: Position of the first row.
-        count: Number of rows.
-        width: Values of a row.
-        data: The values in float8 (e4m3fn), row by row.
-        scales: A float32 per row, little endian, by which its values are multiplied.
-    """
-
-    start: int
-    count: int
-    width: int
-    data: bytes
-    scales: bytes
-
-    @property
-    def end(self) -> int:
-        """Position after the last row."""
-        return self.start + self.count
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of values and scales."""
-        return len(self.data) + len(self.scales)
-
-    def after(self, start: int) -> Features:
-        """Return the rows of the positions from `start` on."""
-        return self._rows(min(max(0, start - self.start), self.count), self.count)
-
-    def before(self, end: int) -> Features:
-        """Return the rows of the positions before `end`."""
-        return self._rows(0, min(max(0, end - self.start), self.count))
-
-    @staticmethod
-    def joined(parts: Sequence[Features]) -> Features:
-        """Return features whose parts follow each other; at least one part, all of one width."""
-        first = parts[0]
-        if len(parts) == 1:
-            return first
-        return Features(
-            first.start,
-            sum(part.count for part in parts),
-            first.width,
-            b"".join(part.data for part in parts),
-            b"".join(part.scales for part in parts),
-        )
-
-    def _rows(self, first: int, last: int) -> Features:
-        return Features(
-            self.start + first,
-            last - first,
-            self.width,
-            self.data[first * self.width : last * self.width],
-            self.scales[4 * first : 4 * last],
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +98,6 @@ class Verdict:
         timing: Timing of the worker's step, set by the orchestrator; None if the worker did not report any.
         drafted: The proposal of the worker's head that was verified, without distributions; None if the head
             was not asked for one.
-        features: Features of the positions that this verification computed and accepted, for a head
-            elsewhere; not set in the orchestrator.
     """
 
     accepted_path: tuple[int, ...]
@@ -178,4 +108,3 @@ class Verdict:
     prompt_logprobs: PromptLogprobs | None = None
     timing: VerifyTiming | None = None
     drafted: Proposal | None = None
-    features: Features | None = None

@@ -200,21 +200,17 @@ _DRAFT_WEIGHTS = (
     "not the text; on a CPU they need the compiled kernel, on CUDA torchao. auto: as dtype."
 )
 _HEAD = (
-    "What drafts in the target workers, instead of draft workers: directory or hub name of an EAGLE, "
-    "DFlash or Medusa head, which reads the target's hidden states, or of a draft model; with vLLM also mtp: "
-    "the target's own layers for this; empty: nothing."
+    "What drafts in the target workers, instead of draft workers: directory or hub name of an EAGLE-3 head, "
+    "which reads the target's hidden states, or of a draft model; with vLLM also an EAGLE, Medusa or DFlash "
+    "head, or mtp: the target's own layers for this; empty: nothing."
 )
 _HEAD_WEIGHTS = (
-    "Weights of that head: int8 and int4 are quantised at load, for the compiled CPU kernel (of EAGLE "
-    "heads); the text does not change."
+    "Weights of that head: int8 and int4 are quantised at load, for the compiled CPU kernel; the text does "
+    "not change."
 )
 _LORA = (
     "NAME=DIR of a LoRA adapter of the target, in PEFT's format; several are separated by commas, or the "
     "option is repeated. A request whose `model` is NAME is served with it; only with vLLM as the engine."
-)
-_FEATURES = (
-    "EAGLE head of the draft workers: directory or hub name. The target returns features for it, its hidden "
-    "states fused and in float8, of the positions that it computes. Empty: none."
 )
 _DRAFT_KEY_FILE = "File with the API key of the server that drafts; empty: it needs none."
 _DRAFT_CA_FILE = (
@@ -284,8 +280,6 @@ class _ModelSettings(_Settings):
     @model_validator(mode="after")
     def _check_engine(self) -> Self:
         if self.engine == "vllm":
-            if features := getattr(self, "features", ""):
-                raise InvalidArgumentError("features", features, "none with the engine vllm")
             for field, default in (("head_weights", "auto"), ("head_window", 0)):
                 if (got := getattr(self, field, default)) != default:
                     raise InvalidArgumentError(field, got, f"{default} with the engine vllm")
@@ -417,27 +411,13 @@ class TargetSettings(WorkerSettings):
         0,
         ge=0,
         le=4096,
-        description="Upper bound of positions that an EAGLE head reads when it begins after a prompt; they "
+        description="Upper bound of positions that a head reads when it begins after a prompt; they "
         "are the newest. 0: 64 for heads of `gammaray train`, which are trained for this, else 4096.",
     )
     draft_ahead: bool = Field(
         True, description="Let that head draft the next proposals while no block waits."
     )
     lora: Lora = Field("", description=_LORA, json_schema_extra=REPEATABLE)
-    features: str = Field("", description=_FEATURES)
-    feature_window: int = Field(
-        2048,
-        ge=1,
-        le=4096,
-        description="Upper bound of positions whose features one result returns; of a longer prompt the "
-        "newest.",
-    )
-
-    @model_validator(mode="after")
-    def _check_features(self) -> Self:
-        if self.features and self.head:
-            raise InvalidArgumentError("features", self.features, "none with a head in the target worker")
-        return self
 
 
 class DraftSettings(WorkerSettings):
@@ -656,7 +636,7 @@ class ClusterSettings(_ModelSettings):
     draft: Annotated[str, AfterValidator(check_draft)] = Field(
         DEMO_PAIR,
         min_length=1,
-        description="Draft model (an ordinary or a parallel one), EAGLE head, early-exit:N for the target's "
+        description="Draft model (an ordinary or a parallel one), early-exit:N for the target's "
         "first N layers, or openai:URL of a server that drafts (llama.cpp, vLLM, SGLang, Ollama or "
         "gammaray); without one, a target other than the demo pair's has no draft workers.",
     )

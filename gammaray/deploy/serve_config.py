@@ -21,7 +21,6 @@ from gammaray.config import (
     parse_adapters,
 )
 from gammaray.demo_pair import DRAFTER_FILE, early_exit_layers
-from gammaray.deploy.draft_heads import is_draft_head
 from gammaray.draft_server import is_draft_server
 from gammaray.wire.metadata import APPLICATION
 
@@ -180,18 +179,11 @@ def role_settings(cluster: ClusterSettings) -> dict[str, dict[str, Any]]:
             **({"lora": _absolute_adapters(cluster.lora)} if cluster.lora else {}),
             "head": cluster.head,
             "head_weights": cluster.head_weights,
-            # Draft workers that are started elsewhere may have a head: then the environment names it.
-            **({"features": cluster.draft} if _has_draft_head(cluster) else {}),
             **worker,
         },
         "draft": worker if is_server else draft,
         "orchestrator": {"model": cluster.target, **(server if is_server else {})},
     }
-
-
-def _has_draft_head(cluster: ClusterSettings) -> bool:
-    """Whether draft workers serve a head."""
-    return cluster.draft_workers.maximum > 0 and is_draft_head(cluster.draft)
 
 
 def _absolute(file: str) -> str:
@@ -216,8 +208,7 @@ def serve_document(cluster: ClusterSettings) -> dict[str, Any]:
     """
     own = role_settings(cluster)
     # Draft workers may lack the target's files; an ordinary draft that needs them has its environment.
-    needs_target = early_exit_layers(cluster.draft) is not None or is_draft_head(cluster.draft)
-    if not needs_target and not (Path(cluster.draft) / DRAFTER_FILE).is_file():
+    if early_exit_layers(cluster.draft) is None and not (Path(cluster.draft) / DRAFTER_FILE).is_file():
         own["draft"].pop("target_model", None)
     for settings in own.values():
         for field in ("engine", "dtype", "draft_weights", "head_weights"):

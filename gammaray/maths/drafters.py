@@ -34,8 +34,6 @@ class Kind(str, Enum):
     """The target's first layers and its head, one pass per proposed token (LayerSkip, arXiv 2404.16710)."""
     HEAD = "head"
     """An EAGLE-3 head on the target's own device, one pass per proposed token, without a round trip."""
-    REMOTE_HEAD = "remote-head"
-    """The same head on a draft worker, which the target sends its hidden states."""
     TEXT = "text"
     """Look-ups in the text by the orchestrator: no pass, no device, no round trip."""
 
@@ -209,7 +207,6 @@ def drafters_for(target: Model, draft: Model, exit_layers: int | None = None) ->
     heads = []
     if (head := target.eagle_head()) is not None:
         heads = [Drafter(Kind.HEAD, head)]
-        kinds.append((Kind.REMOTE_HEAD, head))
     found = [Drafter(kind, model, weights) for kind, model in kinds for weights in ("bf16", "int8", "int4")]
     return [*found, *heads, Drafter(Kind.TEXT)]
 

@@ -19,7 +19,7 @@ class QualifyTask(_Frozen):
     Attributes:
         target: Directory, hub name or "demo".
         drafts: The same for each candidate that drafts on a draft worker.
-        heads: The same for each candidate that drafts in the target worker: EAGLE heads, and draft models.
+        heads: The same for each candidate that drafts in the target worker: EAGLE-3 heads, and draft models.
         prompts: Texts to continue.
         chat: Whether each prompt is a user's message, to be put into the target's chat template.
         max_tokens: Upper bound of tokens per completion; end-of-sequence tokens end it earlier.

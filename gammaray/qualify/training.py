@@ -18,24 +18,21 @@ class TrainTask(BaseModel):
         work: Folder of answers and state, from which an interrupted run continues.
         prompts: Texts; None: the target writes its own user turns.
         chat: Whether prompts are user turns, instead of texts to continue.
-        kind: "parallel" (PARD), "plain", or a head that reads the target's hidden states: "eagle1", "eagle3",
-            "medusa", which has one head per depth, or "dflash", which predicts a block in a pass.
-        layers: Layers of the target to start from, counted from 0, in this order; of a head the layers whose
-            entering states it reads, the last one the number of layers, but for DFlash. Empty: the first two,
-            for EAGLE-3 2, the middle, the last but two, and the end, for DFlash the last one instead of the
-            end; EAGLE-1 and Medusa read the end only.
-        init: A directory of this command's drafter to start from; same shape. An EAGLE-3 head may have
-            another number of rows.
-        draft_vocab: Rows of the head; at most the target's. EAGLE-1 always has all.
-        depth: Tokens per block of a parallel draft or DFlash head, of which the latter has at least 2, number
-            of Medusa heads, and tokens of the proposals that are measured.
-        unroll: Steps in which an EAGLE head is trained in the second half of the time, or from `init` on.
+        kind: "eagle3", a head that reads the target's hidden states, or "plain", a draft model.
+        layers: Of a head the layers whose entering states it reads, counted from 0, the last one the number
+            of layers; of a draft model the target's layers to start from, in this order. Empty: 2, the
+            middle, the last but two, and the end; for a draft model the first two.
+        init: A directory of this command's drafter to start from; same shape. A head may have another number
+            of rows.
+        draft_vocab: Rows of the output matrix; at most the target's.
+        depth: Tokens of the proposals that are measured.
+        unroll: Steps in which a head is trained in the second half of the time, or from `init` on.
         tokens: Answer tokens to generate.
         max_tokens: Longest answer.
         temperatures: Of the answers, in turn.
         batch: Answers generated at once.
         train_tokens: Least answer tokens per training step.
-        learning_rate: Peak of AdamW's rate; None: 0.002, for a head 0.001.
+        learning_rate: Peak of AdamW's rate; None: 0.001, for a draft model 0.002.
         loss: "kl", "tv" (total variation) or "coupled" (what coupled verification rejects).
         minutes: Limit of generation and training together, over all runs; half of it at most is generation.
         patience: Measurements without improvement after which training stops.
@@ -52,7 +49,7 @@ class TrainTask(BaseModel):
     work: str
     prompts: tuple[str, ...] | None = None
     chat: bool = True
-    kind: Literal["parallel", "plain", "eagle1", "eagle3", "medusa", "dflash"] = "parallel"
+    kind: Literal["eagle3", "plain"] = "eagle3"
     layers: tuple[int, ...] = ()
     init: str | None = None
     draft_vocab: int = Field(8192, ge=1)

@@ -301,14 +301,6 @@ WORKERS = (
         labels=("role", "direction"),
     ),
     Metric(
-        *("gammaray.wire.features", Kind.COUNTER, "By", ORCHESTRATOR),
-        "Bytes of features for a head on draft workers: from targets, and to draft workers, by role.",
-        "sum by (role) (rate(gammaray_wire_features_bytes_total[5m])) "
-        "/ scalar(sum(rate(gammaray_cycles_total[5m])))",
-        "Bytes of features per cycle, by role.",
-        labels=("role",),
-    ),
-    Metric(
         *("gammaray.workers", Kind.GAUGE, "{worker}", ORCHESTRATOR),
         "Workers that the orchestrator is connected to, by role.",
         "min by (role) (gammaray_workers)",

@@ -169,12 +169,6 @@ REQUEST_BYTES: Final = Attribute(
 RESPONSE_BYTES: Final = Attribute(
     "gammaray.worker.response_bytes", "int", "By", "Bytes of the answers on the wire, without their frame."
 )
-FEATURE_BYTES: Final = Attribute(
-    "gammaray.worker.feature_bytes",
-    "int",
-    "By",
-    "Bytes of features for a head on draft workers in the blocks (propose) or the answers (verify), if any.",
-)
 QUEUE_MS: Final = Attribute(
     "gammaray.worker.queue_ms", "double", "ms", "From the block's arrival at the worker to its first step."
 )
@@ -284,7 +278,7 @@ SPANS: Final = (
         "Waiting for the proposal, re-feeds included. Prefilling a long prompt concurrently with the first "
         "cycles is such a span too, under the generation.",
         _CALL,
-        (FEATURE_BYTES, DRAFT_AHEAD_HIT, *_TIMING, ERROR_TYPE),
+        (DRAFT_AHEAD_HIT, *_TIMING, ERROR_TYPE),
     ),
     Span(
         *(SPAN_PROPOSE, "producer", "orchestrator", SPAN_CYCLE),
@@ -311,7 +305,7 @@ SPANS: Final = (
         *(SPAN_VERIFY, "client", "orchestrator", SPAN_CYCLE),
         "Waiting for the verdict, re-feeds and other targets included.",
         _CALL,
-        (FEATURE_BYTES, *_TIMING, ERROR_TYPE),
+        (*_TIMING, ERROR_TYPE),
     ),
     Span(
         *(SPAN_VERIFY, "server", "target", SPAN_VERIFY),

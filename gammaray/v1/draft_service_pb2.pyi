@@ -67,7 +67,6 @@ class ProposeBlock(_message.Message):
     TRACE_FIELD_NUMBER: _builtins.int
     WANTS_AHEAD_FIELD_NUMBER: _builtins.int
     IS_NOTICE_FIELD_NUMBER: _builtins.int
-    FEATURES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     """Chosen by the orchestrator, unique per stream; echoed in the result."""
     session_id: _builtins.str
@@ -100,12 +99,6 @@ class ProposeBlock(_message.Message):
     def trace(self) -> _types_pb2.TraceContext:
         """Trace context of the cycle."""
 
-    @_builtins.property
-    def features(self) -> _types_pb2.Features:
-        """For a head: features that the worker may lack, of positions up to `base_position` - 2.
-        Kept for this session until the head reads them.
-        """
-
     def __init__(
         self,
         *,
@@ -121,20 +114,15 @@ class ProposeBlock(_message.Message):
         trace: _types_pb2.TraceContext | None = ...,
         wants_ahead: _builtins.bool = ...,
         is_notice: _builtins.bool = ...,
-        features: _types_pb2.Features | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_features", b"_features", "_spec", b"_spec", "_trace", b"_trace", "context", b"context", "features", b"features", "spec", b"spec", "trace", b"trace"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_spec", b"_spec", "_trace", b"_trace", "context", b"context", "spec", b"spec", "trace", b"trace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_features", b"_features", "_spec", b"_spec", "_trace", b"_trace", "base_position", b"base_position", "context", b"context", "epoch", b"epoch", "features", b"features", "gamma", b"gamma", "is_notice", b"is_notice", "max_nodes", b"max_nodes", "request_id", b"request_id", "session_id", b"session_id", "spec", b"spec", "timeout_ms", b"timeout_ms", "trace", b"trace", "wants_ahead", b"wants_ahead"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_spec", b"_spec", "_trace", b"_trace", "base_position", b"base_position", "context", b"context", "epoch", b"epoch", "gamma", b"gamma", "is_notice", b"is_notice", "max_nodes", b"max_nodes", "request_id", b"request_id", "session_id", b"session_id", "spec", b"spec", "timeout_ms", b"timeout_ms", "trace", b"trace", "wants_ahead", b"wants_ahead"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__features: _TypeAlias = _typing.Literal["features"]  # noqa: Y015
-    _WhichOneofArgType__features: _TypeAlias = _typing.Literal["_features", b"_features"]  # noqa: Y015
     _WhichOneofReturnType__spec: _TypeAlias = _typing.Literal["spec"]  # noqa: Y015
     _WhichOneofArgType__spec: _TypeAlias = _typing.Literal["_spec", b"_spec"]  # noqa: Y015
     _WhichOneofReturnType__trace: _TypeAlias = _typing.Literal["trace"]  # noqa: Y015
     _WhichOneofArgType__trace: _TypeAlias = _typing.Literal["_trace", b"_trace"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__features) -> _WhichOneofReturnType__features | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__spec) -> _WhichOneofReturnType__spec | None: ...
     @_typing.overload
@@ -314,7 +302,6 @@ class GetDraftInfoResponse(_message.Message):
     METRICS_ADDRESS_FIELD_NUMBER: _builtins.int
     IS_DRAINING_FIELD_NUMBER: _builtins.int
     KERNEL_FIELD_NUMBER: _builtins.int
-    FEATURES_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The model name given at startup."""
     vocab_size: _builtins.int
@@ -339,10 +326,6 @@ class GetDraftInfoResponse(_message.Message):
     """The worker is stopping: it accepts no new stream. Default false."""
     kernel: _builtins.str
     """Kernel of the model's forwards, see `ProcessStatus.kernel`."""
-    features: _builtins.str
-    """Fingerprint of the head that it serves, which drafts from the features of a target worker with the same one; empty
-    for a draft model.
-    """
     @_builtins.property
     def totals(self) -> _types_pb2.WorkerTotals:
         """Totals since startup."""
@@ -363,11 +346,10 @@ class GetDraftInfoResponse(_message.Message):
         metrics_address: _builtins.str = ...,
         is_draining: _builtins.bool = ...,
         kernel: _builtins.str = ...,
-        features: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["totals", b"totals"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_budget_bytes", b"cache_budget_bytes", "cache_bytes", b"cache_bytes", "features", b"features", "is_draining", b"is_draining", "kernel", b"kernel", "max_context", b"max_context", "metrics_address", b"metrics_address", "model", b"model", "num_queued", b"num_queued", "num_sessions", b"num_sessions", "pid", b"pid", "totals", b"totals", "vocab_sha256", b"vocab_sha256", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_budget_bytes", b"cache_budget_bytes", "cache_bytes", b"cache_bytes", "is_draining", b"is_draining", "kernel", b"kernel", "max_context", b"max_context", "metrics_address", b"metrics_address", "model", b"model", "num_queued", b"num_queued", "num_sessions", b"num_sessions", "pid", b"pid", "totals", b"totals", "vocab_sha256", b"vocab_sha256", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

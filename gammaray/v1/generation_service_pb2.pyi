@@ -1159,7 +1159,6 @@ class WorkerCall(_message.Message):
     RESPONSE_BYTES_FIELD_NUMBER: _builtins.int
     TIMING_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
-    FEATURE_BYTES_FIELD_NUMBER: _builtins.int
     address: _builtins.str
     """host:port of the last worker that responded."""
     blocks: _builtins.int
@@ -1172,8 +1171,6 @@ class WorkerCall(_message.Message):
     """Bytes of the results."""
     error: _builtins.str
     """Class of the last failure, or empty."""
-    feature_bytes: _builtins.int
-    """Bytes of features among the bytes of the blocks (draft) or of the results (target)."""
     @_builtins.property
     def timing(self) -> _types_pb2.WorkerTiming:
         """Time that the worker spent on its last result."""
@@ -1188,11 +1185,10 @@ class WorkerCall(_message.Message):
         response_bytes: _builtins.int = ...,
         timing: _types_pb2.WorkerTiming | None = ...,
         error: _builtins.str = ...,
-        feature_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timing", b"timing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "blocks", b"blocks", "error", b"error", "feature_bytes", b"feature_bytes", "refed_tokens", b"refed_tokens", "request_bytes", b"request_bytes", "response_bytes", b"response_bytes", "timing", b"timing"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "blocks", b"blocks", "error", b"error", "refed_tokens", b"refed_tokens", "request_bytes", b"request_bytes", "response_bytes", b"response_bytes", "timing", b"timing"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

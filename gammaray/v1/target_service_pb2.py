@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from gammaray.v1 import types_pb2 as gammaray_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n gammaray/v1/target_service.proto\x12\x0bgammaray.v1\x1a\x17gammaray/v1/types.proto\"h\n\rVerifyRequest\x12(\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x18.gammaray.v1.VerifyBlock\x12-\n\x08releases\x18\x02 \x03(\x0b\x32\x1b.gammaray.v1.ReleaseSession\"\x80\x04\n\x0bVerifyBlock\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x15\n\rbase_position\x18\x04 \x01(\r\x12\'\n\x07\x63ontext\x18\x05 \x01(\x0b\x32\x16.gammaray.v1.TokenSpan\x12+\n\x04spec\x18\x06 \x01(\x0b\x32\x18.gammaray.v1.SessionSpecH\x00\x88\x01\x01\x12\'\n\x08proposal\x18\x07 \x01(\x0b\x32\x15.gammaray.v1.Proposal\x12\x1d\n\x10num_top_logprobs\x18\x08 \x01(\rH\x01\x88\x01\x01\x12\x12\n\ntimeout_ms\x18\t \x01(\r\x12-\n\x05trace\x18\n \x01(\x0b\x32\x19.gammaray.v1.TraceContextH\x02\x88\x01\x01\x12 \n\x13num_prompt_logprobs\x18\x0b \x01(\rH\x03\x88\x01\x01\x12)\n\x04head\x18\x0c \x01(\x0b\x32\x16.gammaray.v1.HeadDraftH\x04\x88\x01\x01\x12\x1a\n\rfeatures_from\x18\r \x01(\rH\x05\x88\x01\x01\x42\x07\n\x05_specB\x13\n\x11_num_top_logprobsB\x08\n\x06_traceB\x16\n\x14_num_prompt_logprobsB\x07\n\x05_headB\x10\n\x0e_features_from\"-\n\tHeadDraft\x12\r\n\x05gamma\x18\x01 \x01(\r\x12\x11\n\tmax_nodes\x18\x02 \x01(\r\"Q\n\x0eVerifyResponse\x12*\n\x07results\x18\x01 \x03(\x0b\x32\x19.gammaray.v1.VerifyResult\x12\x13\n\x0bis_draining\x18\x02 \x01(\x08\"\xf1\x02\n\x0cVerifyResult\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\'\n\x07verdict\x18\x03 \x01(\x0b\x32\x14.gammaray.v1.VerdictH\x00\x12\'\n\x04need\x18\x04 \x01(\x0b\x32\x17.gammaray.v1.NeedTokensH\x00\x12(\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x17.gammaray.v1.BlockErrorH\x00\x12)\n\x06timing\x18\x06 \x01(\x0b\x32\x19.gammaray.v1.WorkerTiming\x12+\n\x07\x64rafted\x18\x07 \x01(\x0b\x32\x15.gammaray.v1.ProposalH\x01\x88\x01\x01\x12,\n\x08\x66\x65\x61tures\x18\x08 \x01(\x0b\x32\x15.gammaray.v1.FeaturesH\x02\x88\x01\x01\x12\x13\n\x0bis_prepared\x18\t \x01(\x08\x42\t\n\x07outcomeB\n\n\x08_draftedB\x0b\n\t_features\"\xf7\x01\n\x07Verdict\x12\x15\n\raccepted_path\x18\x01 \x03(\r\x12\x15\n\rnext_token_id\x18\x02 \x01(\r\x12-\n\x0bnext_origin\x18\x03 \x01(\x0e\x32\x18.gammaray.v1.TokenOrigin\x12\x12\n\nnum_tested\x18\x04 \x01(\r\x12,\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1a.gammaray.v1.TokenLogprobs\x12\x39\n\x0fprompt_logprobs\x18\x06 \x01(\x0b\x32\x1b.gammaray.v1.PromptLogprobsH\x00\x88\x01\x01\x42\x12\n\x10_prompt_logprobs\"M\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x01\x12\x15\n\rtop_token_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x01\"\x16\n\x14GetTargetInfoRequest\"\x92\x04\n\x15GetTargetInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x13\n\x0bmax_context\x18\x03 \x01(\r\x12\x0b\n\x03pid\x18\x04 \x01(\r\x12\x14\n\x0cnum_sessions\x18\x05 \x01(\r\x12\x12\n\nnum_queued\x18\x06 \x01(\r\x12\x13\n\x0b\x63\x61\x63he_bytes\x18\x07 \x01(\x04\x12\x1a\n\x12\x63\x61\x63he_budget_bytes\x18\x08 \x01(\x04\x12\x14\n\x0cvocab_sha256\x18\t \x01(\t\x12)\n\x06totals\x18\n \x01(\x0b\x32\x19.gammaray.v1.WorkerTotals\x12\x17\n\x0fmetrics_address\x18\x0b \x01(\t\x12\x13\n\x0bis_draining\x18\x0c \x01(\x08\x12\x16\n\x0emodel_identity\x18\r \x01(\t\x12\x0e\n\x06kernel\x18\x0e \x01(\t\x12\x0c\n\x04head\x18\x0f \x01(\t\x12\x10\n\x08\x66\x65\x61tures\x18\x10 \x01(\t\x12\x18\n\x10grammar_identity\x18\x11 \x01(\t\x12\x13\n\x0btakes_trees\x18\x12 \x01(\x08\x12\x42\n\x08\x61\x64\x61pters\x18\x13 \x03(\x0b\x32\x30.gammaray.v1.GetTargetInfoResponse.AdaptersEntry\x1a/\n\rAdaptersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x32\xae\x01\n\rTargetService\x12\x45\n\x06Verify\x12\x1a.gammaray.v1.VerifyRequest\x1a\x1b.gammaray.v1.VerifyResponse(\x01\x30\x01\x12V\n\rGetTargetInfo\x12!.gammaray.v1.GetTargetInfoRequest\x1a\".gammaray.v1.GetTargetInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n gammaray/v1/target_service.proto\x12\x0bgammaray.v1\x1a\x17gammaray/v1/types.proto\"h\n\rVerifyRequest\x12(\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x18.gammaray.v1.VerifyBlock\x12-\n\x08releases\x18\x02 \x03(\x0b\x32\x1b.gammaray.v1.ReleaseSession\"\xe7\x03\n\x0bVerifyBlock\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x15\n\rbase_position\x18\x04 \x01(\r\x12\'\n\x07\x63ontext\x18\x05 \x01(\x0b\x32\x16.gammaray.v1.TokenSpan\x12+\n\x04spec\x18\x06 \x01(\x0b\x32\x18.gammaray.v1.SessionSpecH\x00\x88\x01\x01\x12\'\n\x08proposal\x18\x07 \x01(\x0b\x32\x15.gammaray.v1.Proposal\x12\x1d\n\x10num_top_logprobs\x18\x08 \x01(\rH\x01\x88\x01\x01\x12\x12\n\ntimeout_ms\x18\t \x01(\r\x12-\n\x05trace\x18\n \x01(\x0b\x32\x19.gammaray.v1.TraceContextH\x02\x88\x01\x01\x12 \n\x13num_prompt_logprobs\x18\x0b \x01(\rH\x03\x88\x01\x01\x12)\n\x04head\x18\x0c \x01(\x0b\x32\x16.gammaray.v1.HeadDraftH\x04\x88\x01\x01\x42\x07\n\x05_specB\x13\n\x11_num_top_logprobsB\x08\n\x06_traceB\x16\n\x14_num_prompt_logprobsB\x07\n\x05_headJ\x04\x08\r\x10\x0eR\rfeatures_from\"-\n\tHeadDraft\x12\r\n\x05gamma\x18\x01 \x01(\r\x12\x11\n\tmax_nodes\x18\x02 \x01(\r\"Q\n\x0eVerifyResponse\x12*\n\x07results\x18\x01 \x03(\x0b\x32\x19.gammaray.v1.VerifyResult\x12\x13\n\x0bis_draining\x18\x02 \x01(\x08\"\xc6\x02\n\x0cVerifyResult\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\'\n\x07verdict\x18\x03 \x01(\x0b\x32\x14.gammaray.v1.VerdictH\x00\x12\'\n\x04need\x18\x04 \x01(\x0b\x32\x17.gammaray.v1.NeedTokensH\x00\x12(\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x17.gammaray.v1.BlockErrorH\x00\x12)\n\x06timing\x18\x06 \x01(\x0b\x32\x19.gammaray.v1.WorkerTiming\x12+\n\x07\x64rafted\x18\x07 \x01(\x0b\x32\x15.gammaray.v1.ProposalH\x01\x88\x01\x01\x12\x13\n\x0bis_prepared\x18\t \x01(\x08\x42\t\n\x07outcomeB\n\n\x08_draftedJ\x04\x08\x08\x10\tR\x08\x66\x65\x61tures\"\xf7\x01\n\x07Verdict\x12\x15\n\raccepted_path\x18\x01 \x03(\r\x12\x15\n\rnext_token_id\x18\x02 \x01(\r\x12-\n\x0bnext_origin\x18\x03 \x01(\x0e\x32\x18.gammaray.v1.TokenOrigin\x12\x12\n\nnum_tested\x18\x04 \x01(\r\x12,\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1a.gammaray.v1.TokenLogprobs\x12\x39\n\x0fprompt_logprobs\x18\x06 \x01(\x0b\x32\x1b.gammaray.v1.PromptLogprobsH\x00\x88\x01\x01\x42\x12\n\x10_prompt_logprobs\"M\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x01\x12\x15\n\rtop_token_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x01\"\x16\n\x14GetTargetInfoRequest\"\x90\x04\n\x15GetTargetInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x13\n\x0bmax_context\x18\x03 \x01(\r\x12\x0b\n\x03pid\x18\x04 \x01(\r\x12\x14\n\x0cnum_sessions\x18\x05 \x01(\r\x12\x12\n\nnum_queued\x18\x06 \x01(\r\x12\x13\n\x0b\x63\x61\x63he_bytes\x18\x07 \x01(\x04\x12\x1a\n\x12\x63\x61\x63he_budget_bytes\x18\x08 \x01(\x04\x12\x14\n\x0cvocab_sha256\x18\t \x01(\t\x12)\n\x06totals\x18\n \x01(\x0b\x32\x19.gammaray.v1.WorkerTotals\x12\x17\n\x0fmetrics_address\x18\x0b \x01(\t\x12\x13\n\x0bis_draining\x18\x0c \x01(\x08\x12\x16\n\x0emodel_identity\x18\r \x01(\t\x12\x0e\n\x06kernel\x18\x0e \x01(\t\x12\x0c\n\x04head\x18\x0f \x01(\t\x12\x18\n\x10grammar_identity\x18\x11 \x01(\t\x12\x13\n\x0btakes_trees\x18\x12 \x01(\x08\x12\x42\n\x08\x61\x64\x61pters\x18\x13 \x03(\x0b\x32\x30.gammaray.v1.GetTargetInfoResponse.AdaptersEntry\x1a/\n\rAdaptersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01J\x04\x08\x10\x10\x11R\x08\x66\x65\x61tures2\xae\x01\n\rTargetService\x12\x45\n\x06Verify\x12\x1a.gammaray.v1.VerifyRequest\x1a\x1b.gammaray.v1.VerifyResponse(\x01\x30\x01\x12V\n\rGetTargetInfo\x12!.gammaray.v1.GetTargetInfoRequest\x1a\".gammaray.v1.GetTargetInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,23 +37,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_VERIFYREQUEST']._serialized_start=74
   _globals['_VERIFYREQUEST']._serialized_end=178
   _globals['_VERIFYBLOCK']._serialized_start=181
-  _globals['_VERIFYBLOCK']._serialized_end=693
-  _globals['_HEADDRAFT']._serialized_start=695
-  _globals['_HEADDRAFT']._serialized_end=740
-  _globals['_VERIFYRESPONSE']._serialized_start=742
-  _globals['_VERIFYRESPONSE']._serialized_end=823
-  _globals['_VERIFYRESULT']._serialized_start=826
-  _globals['_VERIFYRESULT']._serialized_end=1195
-  _globals['_VERDICT']._serialized_start=1198
-  _globals['_VERDICT']._serialized_end=1445
-  _globals['_TOKENLOGPROBS']._serialized_start=1447
-  _globals['_TOKENLOGPROBS']._serialized_end=1524
-  _globals['_GETTARGETINFOREQUEST']._serialized_start=1526
-  _globals['_GETTARGETINFOREQUEST']._serialized_end=1548
-  _globals['_GETTARGETINFORESPONSE']._serialized_start=1551
-  _globals['_GETTARGETINFORESPONSE']._serialized_end=2081
-  _globals['_GETTARGETINFORESPONSE_ADAPTERSENTRY']._serialized_start=2034
-  _globals['_GETTARGETINFORESPONSE_ADAPTERSENTRY']._serialized_end=2081
-  _globals['_TARGETSERVICE']._serialized_start=2084
-  _globals['_TARGETSERVICE']._serialized_end=2258
+  _globals['_VERIFYBLOCK']._serialized_end=668
+  _globals['_HEADDRAFT']._serialized_start=670
+  _globals['_HEADDRAFT']._serialized_end=715
+  _globals['_VERIFYRESPONSE']._serialized_start=717
+  _globals['_VERIFYRESPONSE']._serialized_end=798
+  _globals['_VERIFYRESULT']._serialized_start=801
+  _globals['_VERIFYRESULT']._serialized_end=1127
+  _globals['_VERDICT']._serialized_start=1130
+  _globals['_VERDICT']._serialized_end=1377
+  _globals['_TOKENLOGPROBS']._serialized_start=1379
+  _globals['_TOKENLOGPROBS']._serialized_end=1456
+  _globals['_GETTARGETINFOREQUEST']._serialized_start=1458
+  _globals['_GETTARGETINFOREQUEST']._serialized_end=1480
+  _globals['_GETTARGETINFORESPONSE']._serialized_start=1483
+  _globals['_GETTARGETINFORESPONSE']._serialized_end=2011
+  _globals['_GETTARGETINFORESPONSE_ADAPTERSENTRY']._serialized_start=1948
+  _globals['_GETTARGETINFORESPONSE_ADAPTERSENTRY']._serialized_end=1995
+  _globals['_TARGETSERVICE']._serialized_start=2014
+  _globals['_TARGETSERVICE']._serialized_end=2188
 # @@protoc_insertion_point(module_scope)

@@ -67,7 +67,6 @@ class VerifyBlock(_message.Message):
     TRACE_FIELD_NUMBER: _builtins.int
     NUM_PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     HEAD_FIELD_NUMBER: _builtins.int
-    FEATURES_FROM_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     """Chosen by the orchestrator, unique per stream; echoed in the result."""
     session_id: _builtins.str
@@ -85,8 +84,6 @@ class VerifyBlock(_message.Message):
     The worker then computes the whole prompt again: cached positions have no logits. Absent: none. Range [0, 20];
     (this + 1) x `base_position` is at most 2^20.
     """
-    features_from: _builtins.int
-    """Return the features of the positions from this one on that this block computes and accepts. Absent: none."""
     @_builtins.property
     def context(self) -> _types_pb2.TokenSpan:
         """Committed tokens that the worker may lack; ends at `base_position`."""
@@ -124,14 +121,11 @@ class VerifyBlock(_message.Message):
         trace: _types_pb2.TraceContext | None = ...,
         num_prompt_logprobs: _builtins.int | None = ...,
         head: Global___HeadDraft | None = ...,
-        features_from: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_features_from", b"_features_from", "_head", b"_head", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_num_top_logprobs", b"_num_top_logprobs", "_spec", b"_spec", "_trace", b"_trace", "context", b"context", "features_from", b"features_from", "head", b"head", "num_prompt_logprobs", b"num_prompt_logprobs", "num_top_logprobs", b"num_top_logprobs", "proposal", b"proposal", "spec", b"spec", "trace", b"trace"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_head", b"_head", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_num_top_logprobs", b"_num_top_logprobs", "_spec", b"_spec", "_trace", b"_trace", "context", b"context", "head", b"head", "num_prompt_logprobs", b"num_prompt_logprobs", "num_top_logprobs", b"num_top_logprobs", "proposal", b"proposal", "spec", b"spec", "trace", b"trace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_features_from", b"_features_from", "_head", b"_head", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_num_top_logprobs", b"_num_top_logprobs", "_spec", b"_spec", "_trace", b"_trace", "base_position", b"base_position", "context", b"context", "epoch", b"epoch", "features_from", b"features_from", "head", b"head", "num_prompt_logprobs", b"num_prompt_logprobs", "num_top_logprobs", b"num_top_logprobs", "proposal", b"proposal", "request_id", b"request_id", "session_id", b"session_id", "spec", b"spec", "timeout_ms", b"timeout_ms", "trace", b"trace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_head", b"_head", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_num_top_logprobs", b"_num_top_logprobs", "_spec", b"_spec", "_trace", b"_trace", "base_position", b"base_position", "context", b"context", "epoch", b"epoch", "head", b"head", "num_prompt_logprobs", b"num_prompt_logprobs", "num_top_logprobs", b"num_top_logprobs", "proposal", b"proposal", "request_id", b"request_id", "session_id", b"session_id", "spec", b"spec", "timeout_ms", b"timeout_ms", "trace", b"trace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__features_from: _TypeAlias = _typing.Literal["features_from"]  # noqa: Y015
-    _WhichOneofArgType__features_from: _TypeAlias = _typing.Literal["_features_from", b"_features_from"]  # noqa: Y015
     _WhichOneofReturnType__head: _TypeAlias = _typing.Literal["head"]  # noqa: Y015
     _WhichOneofArgType__head: _TypeAlias = _typing.Literal["_head", b"_head"]  # noqa: Y015
     _WhichOneofReturnType__num_prompt_logprobs: _TypeAlias = _typing.Literal["num_prompt_logprobs"]  # noqa: Y015
@@ -142,8 +136,6 @@ class VerifyBlock(_message.Message):
     _WhichOneofArgType__spec: _TypeAlias = _typing.Literal["_spec", b"_spec"]  # noqa: Y015
     _WhichOneofReturnType__trace: _TypeAlias = _typing.Literal["trace"]  # noqa: Y015
     _WhichOneofArgType__trace: _TypeAlias = _typing.Literal["_trace", b"_trace"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__features_from) -> _WhichOneofReturnType__features_from | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__head) -> _WhichOneofReturnType__head | None: ...
     @_typing.overload
@@ -224,7 +216,6 @@ class VerifyResult(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     TIMING_FIELD_NUMBER: _builtins.int
     DRAFTED_FIELD_NUMBER: _builtins.int
-    FEATURES_FIELD_NUMBER: _builtins.int
     IS_PREPARED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     """Echo of the block's id."""
@@ -254,12 +245,6 @@ class VerifyResult(_message.Message):
         It is empty where the head lacks the hidden states of the last tokens.
         """
 
-    @_builtins.property
-    def features(self) -> _types_pb2.Features:
-        """Features up to the last accepted position: the newest ones where there are more than the worker sends. Absent if the
-        block asked for none, the worker computes none, or they are not finite.
-        """
-
     def __init__(
         self,
         *,
@@ -270,23 +255,18 @@ class VerifyResult(_message.Message):
         error: _types_pb2.BlockError | None = ...,
         timing: _types_pb2.WorkerTiming | None = ...,
         drafted: _types_pb2.Proposal | None = ...,
-        features: _types_pb2.Features | None = ...,
         is_prepared: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_drafted", b"_drafted", "_features", b"_features", "drafted", b"drafted", "error", b"error", "features", b"features", "need", b"need", "outcome", b"outcome", "timing", b"timing", "verdict", b"verdict"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_drafted", b"_drafted", "drafted", b"drafted", "error", b"error", "need", b"need", "outcome", b"outcome", "timing", b"timing", "verdict", b"verdict"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drafted", b"_drafted", "_features", b"_features", "drafted", b"drafted", "error", b"error", "features", b"features", "is_prepared", b"is_prepared", "need", b"need", "outcome", b"outcome", "request_id", b"request_id", "session_id", b"session_id", "timing", b"timing", "verdict", b"verdict"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drafted", b"_drafted", "drafted", b"drafted", "error", b"error", "is_prepared", b"is_prepared", "need", b"need", "outcome", b"outcome", "request_id", b"request_id", "session_id", b"session_id", "timing", b"timing", "verdict", b"verdict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__drafted: _TypeAlias = _typing.Literal["drafted"]  # noqa: Y015
     _WhichOneofArgType__drafted: _TypeAlias = _typing.Literal["_drafted", b"_drafted"]  # noqa: Y015
-    _WhichOneofReturnType__features: _TypeAlias = _typing.Literal["features"]  # noqa: Y015
-    _WhichOneofArgType__features: _TypeAlias = _typing.Literal["_features", b"_features"]  # noqa: Y015
     _WhichOneofReturnType_outcome: _TypeAlias = _typing.Literal["verdict", "need", "error"]  # noqa: Y015
     _WhichOneofArgType_outcome: _TypeAlias = _typing.Literal["outcome", b"outcome"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__drafted) -> _WhichOneofReturnType__drafted | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__features) -> _WhichOneofReturnType__features | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_outcome) -> _WhichOneofReturnType_outcome | None: ...
 
@@ -436,7 +416,6 @@ class GetTargetInfoResponse(_message.Message):
     MODEL_IDENTITY_FIELD_NUMBER: _builtins.int
     KERNEL_FIELD_NUMBER: _builtins.int
     HEAD_FIELD_NUMBER: _builtins.int
-    FEATURES_FIELD_NUMBER: _builtins.int
     GRAMMAR_IDENTITY_FIELD_NUMBER: _builtins.int
     TAKES_TREES_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
@@ -470,8 +449,6 @@ class GetTargetInfoResponse(_message.Message):
     """Kernel of the model's forwards, see `ProcessStatus.kernel`."""
     head: _builtins.str
     """The head that drafts in this worker, as given at startup; empty for none."""
-    features: _builtins.str
-    """Fingerprint of the head for which the worker computes features, hex; empty for none."""
     grammar_identity: _builtins.str
     """Fingerprint of the masks that it computes for grammars: `sha256/library-version`. Workers with the same SHA-256
     allow the same tokens. Empty if unknown.
@@ -504,14 +481,13 @@ class GetTargetInfoResponse(_message.Message):
         model_identity: _builtins.str = ...,
         kernel: _builtins.str = ...,
         head: _builtins.str = ...,
-        features: _builtins.str = ...,
         grammar_identity: _builtins.str = ...,
         takes_trees: _builtins.bool = ...,
         adapters: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["totals", b"totals"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "cache_budget_bytes", b"cache_budget_bytes", "cache_bytes", b"cache_bytes", "features", b"features", "grammar_identity", b"grammar_identity", "head", b"head", "is_draining", b"is_draining", "kernel", b"kernel", "max_context", b"max_context", "metrics_address", b"metrics_address", "model", b"model", "model_identity", b"model_identity", "num_queued", b"num_queued", "num_sessions", b"num_sessions", "pid", b"pid", "takes_trees", b"takes_trees", "totals", b"totals", "vocab_sha256", b"vocab_sha256", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "cache_budget_bytes", b"cache_budget_bytes", "cache_bytes", b"cache_bytes", "grammar_identity", b"grammar_identity", "head", b"head", "is_draining", b"is_draining", "kernel", b"kernel", "max_context", b"max_context", "metrics_address", b"metrics_address", "model", b"model", "model_identity", b"model_identity", "num_queued", b"num_queued", "num_sessions", b"num_sessions", "pid", b"pid", "takes_trees", b"takes_trees", "totals", b"totals", "vocab_sha256", b"vocab_sha256", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -375,44 +375,6 @@ class Proposal(_message.Message):
 Global___Proposal: _TypeAlias = Proposal  # noqa: Y015
 
 @_typing.final
-class Features(_message.Message):
-    """What a head on a draft worker reads of consecutive committed positions: the target's hidden states, fused."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    START_FIELD_NUMBER: _builtins.int
-    COUNT_FIELD_NUMBER: _builtins.int
-    WIDTH_FIELD_NUMBER: _builtins.int
-    DATA_FIELD_NUMBER: _builtins.int
-    SCALES_FIELD_NUMBER: _builtins.int
-    start: _builtins.int
-    """Absolute position of the first row."""
-    count: _builtins.int
-    """Number of rows. Range [1, 4096]."""
-    width: _builtins.int
-    """Values of a row."""
-    data: _builtins.bytes
-    """The values in float8 (e4m3fn), row by row: `count` x `width` bytes; with `scales` at most 2^22 bytes."""
-    scales: _builtins.bytes
-    """A float32 per row, little endian, by which its values are multiplied: 4 x `count` bytes."""
-    def __init__(
-        self,
-        *,
-        start: _builtins.int = ...,
-        count: _builtins.int = ...,
-        width: _builtins.int = ...,
-        data: _builtins.bytes = ...,
-        scales: _builtins.bytes = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "data", b"data", "scales", b"scales", "start", b"start", "width", b"width"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Features: _TypeAlias = Features  # noqa: Y015
-
-@_typing.final
 class SessionSpec(_message.Message):
     """Properties of a session that a worker needs in addition to its tokens. Sent with the first block of a session and
     after a NeedTokens of position 0.

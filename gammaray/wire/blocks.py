@@ -7,15 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from gammaray.blocks import (
-    MAX_FEATURE_BYTES,
-    MAX_FEATURES,
-    Features,
-    Shape,
-    TokenLogprobs,
-    Verdict,
-    VerifyTiming,
-)
+from gammaray.blocks import Shape, TokenLogprobs, Verdict, VerifyTiming
 from gammaray.errors import InternalError, InvalidArgumentError
 from gammaray.types import MAX_GAMMA, MAX_NODES, PromptLogprobs, Proposal, SparseDistribution
 from gammaray.v1 import draft_service_pb2 as draft_pb
@@ -25,8 +17,6 @@ from gammaray.wire.enums import ORIGINS, origin_from_proto
 
 __all__ = [
     "MAX_SUPPORT",
-    "features_from_proto",
-    "features_to_proto",
     "fill_prompt_logprobs",
     "fill_verdict",
     "prompt_logprobs_from_proto",
@@ -118,43 +108,6 @@ def _distribution(message: pb.SparseDistribution, vocab_size: int) -> SparseDist
             f"{name}.weights", f"a sum of {sum(weights)}", f"positive weights with sum {1 << bits}"
         )
     return SparseDistribution(ids, weights, bits)
-
-
-def features_to_proto(features: Features) -> pb.Features:
-    """Return the wire form of features."""
-    return pb.Features(
-        start=features.start,
-        count=features.count,
-        width=features.width,
-        data=features.data,
-        scales=features.scales,
-    )
-
-
-def features_from_proto(message: pb.Features, end: int) -> Features:
-    """Return the features of a wire message, of which the sizes are checked but no value is read.
-
-    Args:
-        message: The message.
-        end: The position after the last row.
-
-    Raises:
-        InvalidArgumentError: There are none or too many, their bytes do not match, or they end elsewhere.
-    """
-    count, width = message.count, message.width
-    if not 1 <= count <= MAX_FEATURES:
-        raise InvalidArgumentError("features.count", count, f"1 to {MAX_FEATURES}")
-    if message.start + count != end:
-        raise InvalidArgumentError("features", f"an end at {message.start + count}", f"an end at {end}")
-    sizes = {"data": (len(message.data), count * width), "scales": (len(message.scales), 4 * count)}
-    for name, (size, wanted) in sizes.items():
-        if size != wanted or not size:
-            allowed = f"{wanted} bytes for {count} rows of {width}"
-            raise InvalidArgumentError(f"features.{name}", f"{size} bytes", allowed)
-    if len(message.data) + len(message.scales) > MAX_FEATURE_BYTES:
-        got = f"{len(message.data) + len(message.scales)} bytes"
-        raise InvalidArgumentError("features", got, f"at most {MAX_FEATURE_BYTES}")
-    return Features(message.start, count, width, message.data, message.scales)
 
 
 def fill_verdict(message: target_pb.Verdict, verdict: Verdict) -> None:

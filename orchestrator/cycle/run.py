@@ -36,8 +36,6 @@ async def run_cycle(
         GammarayError: The verifier failed.
     """
     start, is_first = time.perf_counter(), session.num_emitted == 0
-    features = session.features
-    received, sent = features.num_received, features.num_sent
     shape = controller.next_shape().clipped(session.remaining - 1)  # the target emits one token itself
     shape = shape if session.takes_trees else shape.chain
 
@@ -81,8 +79,6 @@ async def run_cycle(
         is_fallback=draft_failed or proposal.is_fallback or shape.is_fallback,
         is_prepared=proposal.is_prepared,
         started=start,
-        features_received=features.num_received - received,
-        features_sent=features.num_sent - sent,
     )
     controller.observe(cycle)
     return cycle

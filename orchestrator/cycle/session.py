@@ -10,7 +10,6 @@ from typing import Protocol
 
 from gammaray.errors import DeadlineExceededError
 from gammaray.types import FinishReason, PromptLogprobs, SamplingParams, VerificationMethod
-from orchestrator.cycle.features import FeatureRelay
 from orchestrator.cycle.types import Call
 
 __all__ = ["CallLog", "Session", "TextStream"]
@@ -66,7 +65,6 @@ class Session:
         uses_head: Whether the target keeps hidden states for its head, which may draft.
         has_head: Whether the target worker in use has a head, as far as known.
         takes_trees: Whether it verifies trees, as far as known.
-        features: Features on their way to a head on a draft worker.
         digest: Key in the store of the request that began the turn, see `orchestrator.storage.session_store`.
     """
 
@@ -95,7 +93,6 @@ class Session:
     uses_head: bool = field(init=False, default=False)
     has_head: bool = field(init=False, default=False)
     takes_trees: bool = field(init=False, default=True)
-    features: FeatureRelay = field(init=False, default_factory=FeatureRelay)
     digest: str = field(init=False, default="")
 
     def __post_init__(self) -> None:

@@ -125,8 +125,6 @@ class Cycle:
         is_fallback: Whether the drafter that the request allows could not propose.
         is_prepared: Whether the proposal had arrived before it was requested.
         started: `time.perf_counter()` at the start of the cycle.
-        features_received: Bytes of features that came from the target worker.
-        features_sent: Bytes of features that went to the draft worker.
     """
 
     gamma: int
@@ -151,5 +149,3 @@ class Cycle:
     is_fallback: bool = False
     is_prepared: bool = False
     started: float = 0.0
-    features_received: int = 0
-    features_sent: int = 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 
 from gammaray.config import ClusterSettings
-from gammaray.deploy.draft_heads import is_draft_head
 from gammaray.draft_server import DraftServerUrl, is_draft_server
 from gammaray.gguf import is_gguf, read_header
 
@@ -42,10 +41,6 @@ def model_notes(settings: ClusterSettings, num_gpus: int) -> list[str]:
         notes.append(asyncio.run(_server_note(settings)))
     elif settings.head:
         notes.append(f"the head {settings.head} drafts in the target workers")
-    elif "draft" in used and is_draft_head(settings.draft):
-        notes.append(
-            f"the head {settings.draft} drafts on draft workers, from features that the targets send"
-        )
     elif "draft" not in used:
         notes.append("no draft workers: speculates by look-ups in the text; --draft names a draft model")
     return notes

@@ -19,9 +19,9 @@ from pydantic import ValidationError
 
 from gammaray.config import ClusterSettings, ScalingSettings, WorkerSettings, settings_error
 from gammaray.demo_pair import early_exit_layers, resolve_model
-from gammaray.deploy.draft_heads import check_draft_head, is_draft_head
 from gammaray.deploy.engines import check_engine, vllm_build
 from gammaray.deploy.gpus import CudaDevices, check_device, cuda_devices
+from gammaray.deploy.heads import check_no_head
 from gammaray.deploy.serve_config import APPLICATIONS, role_settings
 from gammaray.errors import InvalidArgumentError
 from gammaray.gguf import check_packages, is_gguf, read_header
@@ -252,18 +252,15 @@ def check_models(target: str, draft: str) -> list[str]:
     """Check that both models exist; return what is to be said about their vocabularies.
 
     Raises:
-        InvalidArgumentError: A model cannot be found or read, or the draft is a head that only target workers
-            run.
+        InvalidArgumentError: A model cannot be found or read, or the draft is a head.
     """
     target_size = vocab_size("target", target)
-    check_draft_head("draft", draft)
+    check_no_head("draft", draft)
     if early_exit_layers(draft) is not None:
         if is_gguf(target):
             raise InvalidArgumentError("draft", draft, "a draft model, as the target is a GGUF file")
         config = _config("target", resolve_model(target))
         early_exit_layers(draft, (config.get("text_config") or config).get("num_hidden_layers"))
-        return []
-    if is_draft_head(draft):  # the worker that loads it checks its sizes
         return []
     draft_size = vocab_size("draft", draft)
     if target_size == draft_size:

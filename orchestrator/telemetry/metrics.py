@@ -16,7 +16,6 @@ from orchestrator.workers.fleet import Fleet
 
 __all__ = ["OrchestratorMeter", "RequestMeter"]
 
-_FEATURE_ROLES = ("target", "draft")
 _PARTS = ("draft", "target_queue", "target_step", "target_wire", "other")
 _GOOD = tuple(reason.value for reason in FinishReason)
 
@@ -46,7 +45,6 @@ class OrchestratorMeter:
         self.gamma = meter.histogram("gammaray.cycle.gamma")
         self.duration = meter.histogram("gammaray.cycle.duration")
         self.parts = tuple(meter.counter("gammaray.cycle.time", part=part) for part in _PARTS)
-        self.features = tuple(meter.counter("gammaray.wire.features", role=role) for role in _FEATURE_ROLES)
         self.decode_s = meter.counter("gammaray.decode.time")
         self.plain_s = meter.counter("gammaray.decode.plain_time")
         self.grammar_hits = meter.counter("gammaray.grammar.hits")
@@ -100,8 +98,6 @@ class OrchestratorMeter:
         self.gamma.observe(cycle.gamma)
         self.duration.observe(cycle.total_s)
         _split(self.parts, cycle)
-        for counter, count in zip(self.features, (cycle.features_received, cycle.features_sent), strict=True):
-            counter.value += count
         if not cycle.is_first and plain_cycle_s is not None:
             self.decode_s.value += cycle.total_s
             self.plain_s.value += emitted * plain_cycle_s

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 
 from gammaray.types import TokenOrigin
 from gammaray.v1 import generation_service_pb2 as pb
-from gammaray.v1.draft_service_pb2 import ProposeBlock
-from gammaray.v1.target_service_pb2 import VerifyResult
 from gammaray.wire.enums import DRAFTERS, ORIGINS
 from orchestrator.cycle.session import Session
 from orchestrator.cycle.types import Call, Cycle
@@ -90,20 +88,9 @@ def worker_call(call: Call) -> pb.WorkerCall:
         response_bytes=sum(result.ByteSize() for result in call.results if result is not None),
         error=call.error,
     )
-    record.feature_bytes = _feature_bytes(call)
     if len(call.blocks) > 1:
         record.refed_tokens = sum(len(block.context.token_ids) for block in call.blocks[1:])
     answer = call.results[-1] if call.results else None
     if answer is not None and answer.timing is not None:  # a server that drafts does not say how long it took
         record.timing.CopyFrom(answer.timing)
     return record
-
-
-def _feature_bytes(call: Call) -> int:
-    """Return the bytes of the features in the messages of a call; a server that drafts has none."""
-    found = [
-        message.features
-        for message in (*call.blocks, *call.results)
-        if isinstance(message, ProposeBlock | VerifyResult) and message.HasField("features")
-    ]
-    return sum(len(features.data) + len(features.scales) for features in found)

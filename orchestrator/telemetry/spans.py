@@ -215,8 +215,6 @@ def _write_call(span: Any, call: pb.WorkerCall) -> None:
         t.REQUEST_BYTES: call.request_bytes,
         t.RESPONSE_BYTES: call.response_bytes,
     }
-    if call.feature_bytes:
-        values[t.FEATURE_BYTES] = call.feature_bytes
     if call.HasField("timing"):
         timing = call.timing
         values[t.BATCH_SIZE], values[t.BATCH_TOKENS] = timing.batch_size, timing.batch_tokens

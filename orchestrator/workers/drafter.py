@@ -9,17 +9,11 @@ from enum import Enum
 from functools import partial
 
 from gammaray.blocks import Shape
-from gammaray.errors import (
-    DeadlineExceededError,
-    GammarayError,
-    InternalError,
-    InvalidArgumentError,
-    UnavailableError,
-)
+from gammaray.errors import DeadlineExceededError, GammarayError, InternalError, UnavailableError
 from gammaray.types import Proposal
 from gammaray.v1 import draft_service_pb2 as draft_pb
 from gammaray.v1 import types_pb2 as pb
-from gammaray.wire.blocks import features_to_proto, proposal_from_proto, shape_to_proto
+from gammaray.wire.blocks import proposal_from_proto, shape_to_proto
 from orchestrator.cycle.session import Session
 from orchestrator.workers.backoff import Backoff
 from orchestrator.workers.connection import WorkerConnection
@@ -46,9 +40,6 @@ _DraftLink = WorkerConnection[draft_pb.ProposeBlock, draft_pb.ProposeResult]
 
 class RemoteDrafter(WorkerSession[draft_pb.ProposeBlock, draft_pb.ProposeResult]):
     """Proposes through a draft worker, with failover to another one; implements the cycle's Drafter.
-
-    A worker with a head gets the features that it lacks with each block, and is asked only when the last one
-    is there.
 
     All sessions avoid a late worker for a multiple of the time that it cost; a worker that fails with another
     error is avoided by this session only. A long prompt is sent in the background while the target processes
@@ -78,7 +69,6 @@ class RemoteDrafter(WorkerSession[draft_pb.ProposeBlock, draft_pb.ProposeResult]
         self._shape = Shape(0)
         self._pauses: dict[str, Backoff] = {}
         self._prefill: asyncio.Task[object] | None = None
-        self._features_sent = self._features_held = 0
 
     def prepare(self, session: Session) -> Readiness:
         """Choose a worker, start a prefill if it lacks many tokens, and return whether it can propose."""
@@ -90,10 +80,7 @@ class RemoteDrafter(WorkerSession[draft_pb.ProposeBlock, draft_pb.ProposeResult]
         if link is None:
             return Readiness.ABSENT
         self._attach(session, link)
-        features = session.features
-        if features.head and not self._has_last_feature(session):
-            return Readiness.READING  # the target has not computed it, or it was lost with another worker
-        if max(session.num_committed - self._num_known, features.count) < LONG_CONTEXT:
+        if session.num_committed - self._num_known < LONG_CONTEXT:
             return Readiness.READY
         self._prefill = asyncio.create_task(self._read(session, link))
         return Readiness.READING
@@ -128,7 +115,7 @@ class RemoteDrafter(WorkerSession[draft_pb.ProposeBlock, draft_pb.ProposeResult]
         link.patience.observe(time.monotonic() - start)
         self._pauses.pop(link.address, None)
         link.backoff.succeeded()
-        self._note_held(session)
+        self._num_known = self._base_position
         return replace(proposal, worker=link.address)
 
     def _take_prepared(self, session: Session, link: _DraftLink, shape: Shape) -> Proposal | None:
@@ -163,8 +150,6 @@ class RemoteDrafter(WorkerSession[draft_pb.ProposeBlock, draft_pb.ProposeResult]
             super()._attach(session, link)
             self._prepared.expect_nothing()
             link.listeners[session.session_id] = self._prepared.put
-            self._features_held = 0
-            session.features.serve("" if link.info is None else link.info.features)
 
     def _detach(self, session: Session) -> None:
         if self._link is not None:
@@ -200,18 +185,7 @@ class RemoteDrafter(WorkerSession[draft_pb.ProposeBlock, draft_pb.ProposeResult]
         except GammarayError as error:
             self._note_failure(session, link, error, time.monotonic() - start)
         else:
-            self._note_held(session)
-
-    def _note_held(self, session: Session) -> None:
-        """Note that the worker holds the tokens and features of the last block."""
-        self._num_known = self._base_position
-        self._features_held = max(self._features_held, self._features_sent)
-        session.features.delivered(self._features_sent)
-
-    def _has_last_feature(self, session: Session) -> bool:
-        """Whether the worker has, or can be sent, what its head needs to propose."""
-        features, last = session.features, session.num_committed - 1
-        return self._features_held == last or (features.count > 0 and features.end == last)
+            self._num_known = self._base_position
 
     def _expect(self, session: Session, link: _DraftLink, shape: Shape) -> bool:
         """Prepare a request within `shape` and the draft model's context; return whether there is room."""
@@ -223,8 +197,6 @@ class RemoteDrafter(WorkerSession[draft_pb.ProposeBlock, draft_pb.ProposeResult]
         return True
 
     def _note_failure(self, session: Session, link: _DraftLink, error: GammarayError, lost_s: float) -> None:
-        if isinstance(error, InvalidArgumentError):
-            session.features.drop()  # they may be what the worker refuses
         if not link.is_up:
             self._detach(session)  # it may have restarted when it reconnects
         elif session.is_overdue:
@@ -238,12 +210,6 @@ class RemoteDrafter(WorkerSession[draft_pb.ProposeBlock, draft_pb.ProposeResult]
     def _block(self, session: Session) -> draft_pb.ProposeBlock:
         block = shape_to_proto(self._shape)
         block.wants_ahead = True
-        self._features_sent = 0
-        features = session.features.waiting()
-        if features is not None and features.end == session.num_committed - 1:
-            block.features.CopyFrom(features_to_proto(features))
-            self._features_sent = features.end
-            session.features.num_sent += features.num_bytes
         return block
 
 

@@ -7,7 +7,7 @@ import logging
 from typing import Protocol
 
 from gammaray.aio import end_tasks
-from gammaray.errors import FailedPreconditionError, GammarayError, InvalidArgumentError
+from gammaray.errors import GammarayError, InvalidArgumentError
 from gammaray.security.tls import TlsFiles
 from gammaray.types import ProcessStatus
 from gammaray.v1 import draft_service_pb2 as draft_pb
@@ -63,7 +63,7 @@ class Fleet:
             TARGET, _split(target_addresses), self._check_target, tls
         )
         self.drafts: WorkerPool[draft_pb.ProposeBlock, draft_pb.ProposeResult] = WorkerPool(
-            DRAFT, _split(draft_addresses), self._check_draft_worker, tls
+            DRAFT, _split(draft_addresses), self._check_draft, tls
         )
         self._task: asyncio.Task[None] | None = None
         self._has_registry = True
@@ -148,9 +148,7 @@ class Fleet:
 
     def _check_all(self) -> None:
         for refusal in (*self.targets.refusals(), *self.drafts.refusals()):
-            # Targets with another head may follow, and text needs none.
-            if not isinstance(refusal, FailedPreconditionError):
-                raise refusal
+            raise refusal
         for link in self.drafts.links.values():  # some may have connected before any target
             if link.info is not None:
                 self._check_draft(link.info)
@@ -183,24 +181,6 @@ class Fleet:
                 "draft",
                 f"{info.model}, whose {info.vocab_size} token ids mean other tokens",
                 f"a draft model with the vocabulary of the target ({self._vocab_size} token ids)",
-            )
-
-    def _check_draft_worker(self, info: WorkerInfo) -> None:
-        self._check_draft(info)
-        self._check_head(info)
-
-    def _check_head(self, info: WorkerInfo) -> None:
-        """Check that a target makes features for the head of a draft worker, as far as targets are connected.
-
-        Raises:
-            FailedPreconditionError: None does.
-        """
-        links = [link for link in self.targets.links.values() if link.is_up and link.info is not None]
-        made = {link.info.features for link in links if link.info is not None}
-        if info.features and made and info.features not in made:
-            raise FailedPreconditionError(
-                f"no target worker makes features for the head {info.model} ({info.features[:12]}), see the "
-                f"setting features; theirs are for {sorted(features[:12] or 'none' for features in made)}"
             )
 
     @staticmethod

@@ -21,7 +21,6 @@ from gammaray.errors import (
     FailedPreconditionError,
     GammarayError,
     InternalError,
-    InvalidArgumentError,
     ModelChangedError,
     UnavailableError,
 )
@@ -30,7 +29,6 @@ from gammaray.types import PromptLogprobs, Proposal
 from gammaray.v1 import target_service_pb2 as target_pb
 from gammaray.v1 import types_pb2 as pb
 from gammaray.wire.blocks import (
-    features_from_proto,
     prompt_logprobs_from_proto,
     proposal_to_proto,
     verdict_from_proto,
@@ -273,7 +271,6 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
             # The worker's cache holds the accepted tokens; the token it sampled last was not fed yet.
             self._num_known = self._base_position + len(result.verdict.accepted_path)
             verdict = self._verdict(session, link, result)
-            self._take_features(session, link, result)
             session.model_identity = self._identity
             if session.lacks_prompt_logprobs:
                 prompt = result.verdict.prompt_logprobs
@@ -338,15 +335,6 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
             raise InternalError(f"the target worker at {link.address} sent a verdict that cannot be")
         return replace(verdict, accepted_path=tuple(self._path[node] for node in verdict.accepted_path))
 
-    def _take_features(self, session: Session, link: TargetLink, result: target_pb.VerifyResult) -> None:
-        """Keep the features that came with a verdict, if their sizes are right; no verdict needs them."""
-        if not result.HasField("features") or not _wants_features(session, link):
-            return
-        try:
-            session.features.take(features_from_proto(result.features, self._num_known))
-        except InvalidArgumentError as error:
-            _log.debug("the target worker at %s sent features that cannot be: %s", link.address, error)
-
     def _leave(
         self,
         session: Session,
@@ -376,14 +364,7 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
             proposal=proposal_to_proto(self._proposal),
             num_top_logprobs=session.num_top_logprobs,
             num_prompt_logprobs=session.num_prompt_logprobs if session.lacks_prompt_logprobs else None,
-            features_from=session.features.end if _wants_features(session, self._link) else None,
         )
-
-
-def _wants_features(session: Session, link: TargetLink | None) -> bool:
-    """Whether a target worker makes features for the head of the session's draft worker."""
-    head = session.features.head
-    return bool(head) and link is not None and link.info is not None and link.info.features == head
 
 
 def _prompt_logprobs(session: Session, link: TargetLink, verdict: target_pb.Verdict) -> PromptLogprobs:

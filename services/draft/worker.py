@@ -11,20 +11,17 @@ import grpc
 
 from gammaray.config import DraftSettings
 from gammaray.demo_pair import early_exit_layers, resolve_model
-from gammaray.deploy.draft_heads import check_draft_head
+from gammaray.deploy.heads import check_no_head
 from gammaray.errors import InvalidArgumentError
-from gammaray.gguf import is_gguf
 from gammaray.types import Proposal
 from gammaray.v1 import draft_service_pb2, draft_service_pb2_grpc
 from gammaray.v1 import draft_service_pb2 as pb
-from gammaray.wire.blocks import features_from_proto, proposal_to_proto, shape_from_proto
-from services.draft.heads import HeadScheduler, load_head_engine
+from gammaray.wire.blocks import proposal_to_proto, shape_from_proto
 from services.draft.translated import make_draft_scheduler
 from services.engine.choice import uses_vllm
 from services.engine.engine import Engine
 from services.engine.loader import load_worker_engine
-from services.heads.loading import names_head
-from services.process.fingerprints import check_drafter, head_sha256, vocab_sha256
+from services.process.fingerprints import check_drafter, vocab_sha256
 from services.process.server import guarded
 from services.process.worker import Worker
 from services.scheduling.grammars import Grammars
@@ -47,11 +44,10 @@ class DraftServicer(draft_service_pb2_grpc.DraftServiceServicer):
     Args:
         streams: The worker's open streams.
         model: What the worker serves.
-        features: Fingerprint of the head that it serves; empty for a draft model, which takes no features.
     """
 
-    def __init__(self, streams: Streams, model: Model, features: str = "") -> None:
-        self._streams, self._model, self._features = streams, model, features
+    def __init__(self, streams: Streams, model: Model) -> None:
+        self._streams, self._model = streams, model
 
     async def Propose(
         self, request_iterator: AsyncIterator[pb.ProposeRequest], context: grpc.aio.ServicerContext
@@ -70,22 +66,14 @@ class DraftServicer(draft_service_pb2_grpc.DraftServiceServicer):
         """Return what the worker serves and its load."""
         async with guarded(context):
             info = await describe(self._model, self._streams.engine)
-        leaving = self._streams.is_leaving
-        return pb.GetDraftInfoResponse(**info, is_draining=leaving, features=self._features)
+        return pb.GetDraftInfoResponse(**info, is_draining=self._streams.is_leaving)
 
     def _parse(self, block: pb.ProposeBlock, deliver: Deliver) -> ProposeTask:
-        features = None
-        if block.HasField("features"):
-            if not self._features:
-                got = f"{block.features.count} rows"
-                raise InvalidArgumentError("features", got, "none: this worker has a draft model, no head")
-            features = features_from_proto(block.features, block.base_position - 1)
         task = ProposeTask(
             **task_fields(block, DEFAULT_TIMEOUT_MS, deliver),
             shape=shape_from_proto(block),
             wants_ahead=block.wants_ahead,
             is_notice=block.is_notice,
-            features=features,
         )
         task.validate(self._model.vocab_size, self._model.max_context)
         return task
@@ -143,25 +131,14 @@ class DraftWorker(Worker[DraftSettings]):
     role: ClassVar[str] = "draft"
     service_name: ClassVar[str] = draft_service_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name
 
-    def __init__(self, settings: DraftSettings) -> None:
-        super().__init__(settings)
-        self._features = ""
-
     def _load_model(self, path: str) -> tuple[Model, BlockScheduler[Any]]:
         name, target, limits = self.settings.model, self._target, self._limits
-        check_draft_head("model", path)
+        check_no_head("model", path)
         check_drafter(path, target)
         if drafts_on_vllm(path, target, self.settings):
             from services.vllm.loading import load_draft  # vLLM is an extra
 
             return load_draft(path, target, self.settings, limits)
-        if early_exit_layers(path) is None and not is_gguf(path) and names_head(path):
-            self._features = head_sha256(path)
-            head = load_head_engine(path, target, self.settings)
-            model = Model(name, head.vocab_size, head.max_context, vocab_sha256(target), kernel=head.kernel)
-            grammars = Grammars(target, head.vocab_size)
-            top_k, bits = self.settings.draft_top_k, self.settings.weight_bits
-            return model, HeadScheduler(head, limits, draft_top_k=top_k, weight_bits=bits, grammars=grammars)
         engine = load_worker_engine(path, self.settings, draft_for=target)
         vocab_size, digest, translation = self._vocabulary(path, engine)
         model = Model(name, vocab_size, engine.max_context, digest, kernel=engine.kernel)
@@ -195,5 +172,5 @@ class DraftWorker(Worker[DraftSettings]):
         return translation.target_size, target_digest, translation
 
     def _add_servicer(self, server: Any, streams: Streams, model: Model) -> None:
-        servicer = DraftServicer(streams, model, self._features)
+        servicer = DraftServicer(streams, model)
         draft_service_pb2_grpc.add_DraftServiceServicer_to_server(servicer, server)

@@ -41,7 +41,6 @@ def target_uses_vllm(path: str, settings: TargetSettings) -> bool:
     is_vllm = uses_vllm(settings.engine, settings.device)
     if is_vllm and settings.engine == "auto":
         asked = {
-            "features": bool(settings.features),
             "deterministic": settings.deterministic,
             "head_weights": settings.head_weights != "auto",
             "a GGUF file": is_gguf(path),

@@ -1,9 +1,8 @@
-"""EAGLE heads: one layer over a token's embedding and the target's hidden states before it.
+"""EAGLE-3 heads (arXiv 2503.01840): one layer over a token's embedding and the hidden states before it.
 
-EAGLE-1 (arXiv 2401.15077) and 2 (2406.16858) read the target's last hidden state, EAGLE-3 (2503.01840) the
-states that enter several layers, fused by a matrix. A head predicts the token after x_p from x_p and the
-feature of position p - 1. Where the target has not computed that feature, the head's own state of position
-p - 1 stands in for it.
+A head reads the states that enter several layers of the target, fused by a matrix into a feature. It predicts
+the token after x_p from x_p and the feature of position p - 1. Where the target has not computed that
+feature, the head's own state of position p - 1 stands in for it.
 """
 
 from __future__ import annotations
@@ -38,12 +37,9 @@ class EagleConfig:
         vocab_size: Number of the target's token ids.
         num_outputs: Rows of the head's output matrix; below `vocab_size` for a reduced vocabulary.
         norm_eps: Of all norms of the head.
-        feature_eps: Of the target's last norm, through which EAGLE-1 reads the last state.
         rope: Configuration from which the rotary embedding is made.
-        is_fused: EAGLE-3; False: EAGLE-1.
         attention_bias: Whether the attention's projections have biases.
         mlp_bias: Whether the MLP has biases.
-        fc_bias: Whether the first matrix has a bias.
         has_head_norms: Whether queries and keys are normalised, as in Qwen3.
         norm_before_fc: Whether all states are normalised together before they are fused.
         fc_norm: Whether each state is normalised on its own before they are fused.
@@ -62,11 +58,8 @@ class EagleConfig:
     num_outputs: int
     norm_eps: float
     rope: LlamaConfig
-    is_fused: bool = True
-    feature_eps: float = 1e-6
     attention_bias: bool = False
     mlp_bias: bool = False
-    fc_bias: bool = False
     has_head_norms: bool = False
     norm_before_fc: bool = False
     fc_norm: bool = False
@@ -94,8 +87,7 @@ class _Attention(nn.Module):
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
         bias, dim = config.attention_bias, config.head_dim
-        # EAGLE-3 reads the embedding and the feature side by side.
-        width = (1 + config.is_fused) * config.hidden_size
+        width = 2 * config.hidden_size  # the embedding and the feature side by side
         self.q_proj = nn.Linear(width, config.num_heads * dim, bias=bias)
         self.k_proj = nn.Linear(width, config.num_kv_heads * dim, bias=bias)
         self.v_proj = nn.Linear(width, config.num_kv_heads * dim, bias=bias)
@@ -136,14 +128,13 @@ class EagleLayer(nn.Module):
         super().__init__()
         size, eps = config.hidden_size, config.norm_eps
         self._config = config
-        if config.is_fused:
-            self.input_layernorm, self.hidden_norm = Norm(size, eps), Norm(size, eps)
+        self.input_layernorm, self.hidden_norm = Norm(size, eps), Norm(size, eps)
         self.self_attn = _Attention(config)
         self.post_attention_layernorm = Norm(size, eps)
         self.mlp = Mlp(size, config.intermediate_size, bias=config.mlp_bias)
 
     def enter(self, embedded: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the input of EAGLE-3's attention and the residual."""
+        """Return the input of the attention and the residual."""
         normed = self.hidden_norm(feature)
         residual = normed if self._config.norm_before_residual else feature
         return torch.cat([self.input_layernorm(embedded), normed], dim=-1), residual
@@ -155,7 +146,7 @@ class EagleLayer(nn.Module):
 
 
 class EagleHead(nn.Module):
-    """An EAGLE head; its parameters have the names of the `speculators` format.
+    """An EAGLE-3 head; its parameters have the names of the `speculators` format.
 
     Args:
         config: Its shape and variant.
@@ -166,36 +157,25 @@ class EagleHead(nn.Module):
         self.config = config
         size, eps, num_taps = config.hidden_size, config.norm_eps, len(config.taps)
         self.embed_tokens = nn.Embedding(config.vocab_size, size)
-        width = num_taps * config.target_hidden_size if config.is_fused else 2 * size
-        self.fc = nn.Linear(width, size, bias=config.fc_bias)
+        width = num_taps * config.target_hidden_size
+        self.fc = nn.Linear(width, size, bias=False)
         if config.norm_before_fc:
             self.input_norm = Norm(width, eps)
         if config.fc_norm:
             self.fc_norm = nn.ModuleList(Norm(config.target_hidden_size, eps) for _ in range(num_taps))
         self.layers = nn.ModuleList([EagleLayer(config)])
-        if config.is_fused:
-            self.norm = Norm(size, eps)
-        else:
-            self.feature_norm = Norm(config.target_hidden_size, config.feature_eps)
+        self.norm = Norm(size, eps)
         self.lm_head = nn.Linear(size, config.num_outputs, bias=False)
         self.rotary = LlamaRotaryEmbedding(config.rope)
-
-    @property
-    def feature_size(self) -> int:
-        """Width of a feature: what the head reads of one position."""
-        return self.config.hidden_size
 
     def fuse(self, states: Tensor, fc: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """Return features [..., hidden_size] from the target's states [..., taps, target_hidden_size].
 
         Args:
             states: The states.
-            fc: Computes `fc` of a fused head in another way.
+            fc: Computes `fc` in another way.
         """
         config = self.config
-        if not config.is_fused:
-            normed: Tensor = self.feature_norm(states[..., 0, :])
-            return normed
         if config.fc_norm:
             states = torch.stack([norm(states[..., at, :]) for at, norm in enumerate(self.fc_norm)], dim=-2)
         flat = states.flatten(-2)
@@ -220,14 +200,9 @@ class EagleHead(nn.Module):
         embedded = self.embed_tokens(token_ids)
         layer = self.layers[0]
         assert isinstance(layer, EagleLayer)
-        if self.config.is_fused:
-            x, residual = layer.enter(embedded, features)
-        else:
-            x = residual = self.fc(torch.cat([embedded, features], dim=-1))
+        x, residual = layer.enter(embedded, features)
         cos, sin = self.rotary(x, positions)
         hidden = layer(x, residual, cos, sin, attend)
-        if not self.config.is_fused:
-            return hidden, hidden
         normed = self.norm(hidden)
         return normed, normed if self.config.norm_output else hidden
 

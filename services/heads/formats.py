@@ -1,10 +1,9 @@
-"""Reads the configurations of heads in the formats in which they are published.
+"""Reads the configurations of EAGLE-3 heads in the formats in which they are published.
 
 - `speculators` (vllm-project/speculators): `speculators_model_type` "eagle3".
 - Official EAGLE-3 (SafeAILab/EAGLE, SpecForge, SGLang): an architecture `LlamaForCausalLMEagle3`.
-- EAGLE-1 and 2 (SafeAILab/EAGLE): a Llama configuration of one layer, and the tensors `fc.weight` and
-  `layers.0.self_attn.*`.
 
+Heads of other kinds are refused: vLLM serves EAGLE-1 and 2, Medusa and DFlash.
 A flag that is unknown, or missing where programs disagree about its default, is refused: read wrongly it
 would cost acceptance in silence.
 """
@@ -13,25 +12,27 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from transformers import LlamaConfig, PretrainedConfig
 
+from gammaray.deploy.heads import EAGLE_3, kind_of_config
 from services.engine.core.errors import UnsupportedModelError
 from services.engine.core.shapes import check_fields, check_head_dim
 from services.heads.eagle import EagleConfig
 
-__all__ = ["LAYER", "OFFICIAL_LAYER", "RMS_NORMED", "is_head", "read_config", "refuse_unknown"]
+__all__ = ["LAYER", "OFFICIAL_LAYER", "is_head", "read_config"]
 
 LAYER, OFFICIAL_LAYER = "layers.0.", "midlayer."
-"""Where the layer's tensors are: in the `speculators` format and EAGLE-1, and in the official EAGLE-3."""
+"""Where the layer's tensors are: in the `speculators` format and in the official one."""
 
 _OFFICIAL = frozenset({"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"})
-RMS_NORMED = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-"""Types of targets whose last norm is the root mean square norm times its weights, and no more."""
-
+_SERVED_BY_VLLM = {
+    "eagle": "an EAGLE-1 or EAGLE-2 head",
+    "medusa": "a Medusa head",
+    "dflash": "a DFlash head",
+}
 _LAYER_TYPES = frozenset({"llama", "qwen3"})
 _SPECULATORS_KEYS = frozenset(
     {
@@ -82,8 +83,7 @@ def is_head(folder: Path, tensors: Sequence[str]) -> bool:
         folder: It has a config.json.
         tensors: The names of its tensors.
     """
-    stored = _stored(folder)
-    return "speculators_model_type" in stored or "fc.weight" in tensors or _is_official(stored)
+    return kind_of_config(_stored(folder), tensors) != ""
 
 
 def read_config(name: str, folder: Path, tensors: Sequence[str], target: PretrainedConfig) -> EagleConfig:
@@ -100,21 +100,18 @@ def read_config(name: str, folder: Path, tensors: Sequence[str], target: Pretrai
     """
     stored = _stored(folder)
     check_fields(name, stored)
-    kind = stored.get("speculators_model_type")
-    if "dflash_config" in stored:
-        raise UnsupportedModelError(name, "it is a DFlash head, which drafts in the target worker only")
-    if kind is not None:
-        if kind != "eagle3":
+    kind = kind_of_config(stored, tensors)
+    if kind in _SERVED_BY_VLLM:
+        served = "served by the engine vllm only; this engine serves EAGLE-3 heads"
+        raise UnsupportedModelError(name, f"it is {_SERVED_BY_VLLM[kind]}, {served}")
+    if "speculators_model_type" in stored:
+        if kind != EAGLE_3:
             raise UnsupportedModelError(name, f"its speculators_model_type is {kind!r}; served is 'eagle3'")
         config = _speculators(name, stored, target)
     elif _is_official(stored):
         config = _official(name, stored, target)
-    elif "fc.weight" in tensors:
-        config = _first_version(name, stored, tensors, target)
     else:
-        raise UnsupportedModelError(
-            name, "it is no head of a known format (speculators' eagle3, EAGLE-3 or EAGLE-1)"
-        )
+        raise UnsupportedModelError(name, "it is no head in the format of speculators or the official one")
     return _checked(name, config, target)
 
 
@@ -134,7 +131,7 @@ def _is_official(stored: Mapping[str, Any]) -> bool:
 
 
 def _speculators(name: str, stored: Mapping[str, Any], target: PretrainedConfig) -> EagleConfig:
-    refuse_unknown(name, "flag", stored, _SPECULATORS_KEYS)
+    _refuse_unknown(name, "flag", stored, _SPECULATORS_KEYS)
     if "norm_before_residual" not in stored:
         reason = "it lacks norm_before_residual, of which programs assume different defaults"
         raise UnsupportedModelError(name, reason)
@@ -161,11 +158,11 @@ def _speculators(name: str, stored: Mapping[str, Any], target: PretrainedConfig)
 
 
 def _official(name: str, stored: Mapping[str, Any], target: PretrainedConfig) -> EagleConfig:
-    refuse_unknown(name, "flag", stored, _OFFICIAL_KEYS | LlamaConfig().to_dict().keys())
+    _refuse_unknown(name, "flag", stored, _OFFICIAL_KEYS | LlamaConfig().to_dict().keys())
     eagle = stored.get("eagle_config") or {}
     if not isinstance(eagle, dict):
         raise UnsupportedModelError(name, f"its eagle_config is {eagle!r}, no object")
-    refuse_unknown(name, "flag of eagle_config", eagle, _EAGLE_CONFIG_KEYS)
+    _refuse_unknown(name, "flag of eagle_config", eagle, _EAGLE_CONFIG_KEYS)
     if eagle.get("use_aux_hidden_state", True) is not True:
         raise UnsupportedModelError(name, "its use_aux_hidden_state is not true")
     outputs = eagle.get("eagle_aux_hidden_state_layer_ids")
@@ -180,25 +177,6 @@ def _official(name: str, stored: Mapping[str, Any], target: PretrainedConfig) ->
         target_hidden_size=stored.get("target_hidden_size"),
         norm_before_fc=_flag(name, eagle, "norm_before_fc"),
     )
-
-
-def _first_version(
-    name: str, stored: Mapping[str, Any], tensors: Sequence[str], target: PretrainedConfig
-) -> EagleConfig:
-    if target.model_type not in RMS_NORMED:
-        served = ", ".join(sorted(RMS_NORMED))
-        raise UnsupportedModelError(name, f"EAGLE-1 is served for targets of types {served}")
-    config = _config(
-        name,
-        stored,
-        target,
-        taps=[target.num_hidden_layers],
-        num_outputs=None,
-        target_hidden_size=None,
-        is_fused=False,
-        fc_bias="fc.bias" in tensors,
-    )
-    return replace(config, feature_eps=target.rms_norm_eps)
 
 
 def _config(
@@ -279,17 +257,9 @@ def _numbers(name: str, given: object) -> list[int]:
     return list(given)
 
 
-def refuse_unknown(name: str, what: str, stored: Mapping[str, Any], known: frozenset[str] | set[str]) -> None:
-    """Refuse keys of a configuration that are not known: read without them it would be another head.
-
-    Args:
-        name: The head, for the error.
-        what: What the keys are, for the error.
-        stored: The configuration.
-        known: The keys that may be there.
-
-    Raises:
-        UnsupportedModelError: Another one is there.
-    """
+def _refuse_unknown(
+    name: str, what: str, stored: Mapping[str, Any], known: frozenset[str] | set[str]
+) -> None:
+    """Refuse keys of a configuration that are not known: read without them it would be another head."""
     if unknown := sorted(stored.keys() - set(known)):
         raise UnsupportedModelError(name, f"its {what} {unknown[0]!r} is not known here")

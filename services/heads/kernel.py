@@ -15,7 +15,7 @@ from services.engine.core.quantised import QuantisedMatrix, quantise_int4, quant
 from services.engine.native.bindings import BatchArguments, LayerWeights, MatrixWeights, ModelWeights
 from services.engine.native.library import kernel_threads, load_kernel
 from services.engine.native.runner import NativeRunner
-from services.engine.native.weights import EAGLE_1, EAGLE_3, NativeModel, Packer, check_layout
+from services.engine.native.weights import NativeModel, Packer, check_layout
 from services.heads.eagle import EagleHead, EagleLayer
 from services.heads.states import HeadStates
 
@@ -62,7 +62,7 @@ class KernelMap:
 
 
 class HeadKernelRunner(NativeRunner):
-    """Runs steps of an EAGLE head with the compiled kernel.
+    """Runs steps of a head with the compiled kernel.
 
     Args:
         name: Of the head, for errors.
@@ -75,8 +75,8 @@ class HeadKernelRunner(NativeRunner):
         super().__init__(_packed(name, head, max_context, weights))
         config = head.config
         self.head = head
-        self._fc = KernelMap(head.fc, self.model.kernel) if config.is_fused else None
-        self._states = HeadStates(1, 2 * config.num_kv_heads, config.head_dim, config.hidden_size)
+        self._fc = KernelMap(head.fc, self.model.kernel)
+        self._states = HeadStates(2 * config.num_kv_heads, config.head_dim, config.hidden_size)
 
     @property
     def cache_shape(self) -> CacheShape:
@@ -136,14 +136,13 @@ def _packed(name: str, head: EagleHead, max_context: int, weights: str) -> Nativ
     packer = Packer(library.gr_panel(), library.gr_lanes(), model.kept, _quantised(head, weights))
     layer = cast(EagleLayer, head.layers[0])
     attention, mlp = layer.self_attn, layer.mlp
-    entry_norm = packer.vector(layer.input_layernorm.weight) if config.is_fused else None
     layers = (LayerWeights * 1)(
         LayerWeights(
             _joined(packer, attention.q_proj, attention.k_proj, attention.v_proj),
             _joined(packer, attention.o_proj),
             _joined(packer, mlp.gate_proj, mlp.up_proj),
             _joined(packer, mlp.down_proj),
-            entry_norm,
+            packer.vector(layer.input_layernorm.weight),
             packer.vector(layer.post_attention_layernorm.weight),
             packer.vector(attention.q_norm.weight) if config.has_head_norms else None,
             packer.vector(attention.k_norm.weight) if config.has_head_norms else None,
@@ -163,15 +162,10 @@ def _packed(name: str, head: EagleHead, max_context: int, weights: str) -> Nativ
     made.embedding, made.embedding_scale = packer.embedding(head.embed_tokens.weight)
     made.head = _joined(packer, head.lm_head)
     made.layer = layers
-    made.entry_kind = EAGLE_3 if config.is_fused else EAGLE_1
-    if config.is_fused:
-        made.last_norm, made.feature_norm = (
-            packer.vector(head.norm.weight),
-            packer.vector(layer.hidden_norm.weight),
-        )
-        made.residual_is_normed, made.state_is_normed = config.norm_before_residual, config.norm_output
-    else:
-        made.entry = _joined(packer, head.fc)
+    made.is_head = True
+    made.last_norm = packer.vector(head.norm.weight)
+    made.feature_norm = packer.vector(layer.hidden_norm.weight)
+    made.residual_is_normed, made.state_is_normed = config.norm_before_residual, config.norm_output
     check_layout(name, model)
     return model
 

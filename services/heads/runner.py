@@ -18,17 +18,17 @@ from services.heads.eagle import EagleHead
 from services.heads.kernel import HeadKernelRunner, kernel_obstacle
 from services.heads.states import HeadStates
 
-__all__ = ["CHECK", "HEAD_CACHE_BYTES", "HeadEngine", "HeadRunner", "head_engine"]
+__all__ = ["HEAD_CACHE_BYTES", "HeadEngine", "HeadRunner", "head_engine"]
 
-CHECK = "check"
+_CHECK = "check"
 """Session of the check at the end of loading."""
 
 HEAD_CACHE_BYTES = 1 << 30
-"""Budget of the caches of what drafts in a target worker, and of a head until its worker sets one."""
+"""Budget of the caches of what drafts in a target worker."""
 
 
 class HeadRunner:
-    """Runs steps of an EAGLE head with torch, on any device.
+    """Runs steps of a head with torch, on any device.
 
     Args:
         head: The head, on its device.
@@ -37,7 +37,7 @@ class HeadRunner:
     def __init__(self, head: EagleHead) -> None:
         self.head = head
         config = head.config
-        self._states = HeadStates(1, config.num_kv_heads, 2 * config.head_dim, config.hidden_size)
+        self._states = HeadStates(config.num_kv_heads, 2 * config.head_dim, config.hidden_size)
 
     @property
     def cache_shape(self) -> CacheShape:
@@ -76,29 +76,35 @@ class HeadEngine(Engine):
     """An engine that runs a head; built by `head_engine`."""
 
     @property
-    def feature_size(self) -> int:
-        """Width of a feature."""
-        assert isinstance(self.runner, HeadRunner | HeadKernelRunner)
-        return self.runner.head.feature_size
+    def target_taps(self) -> tuple[int, ...]:
+        """The hidden states of the target that it reads, by the ids of `Engine.tap`."""
+        return self._head_runner.head.config.taps
 
     def fuse(self, states: Tensor) -> Tensor:
         """Return features [positions, width] from the target's states [positions, taps, hidden_size]."""
-        assert isinstance(self.runner, HeadRunner | HeadKernelRunner)
         with torch.inference_mode():
-            return self.runner.fuse(states)
+            return self._head_runner.fuse(states)
 
-    def probe(self, feed: SequenceInput) -> None:
-        """Run a feed of a new session, and forget it.
+    def check(self) -> None:
+        """Run a few tokens of a new session, and forget it.
 
         Raises:
-            InvalidModelError: Its logits are not finite.
+            InvalidModelError: The head computes logits that are not finite.
         """
-        (logits,) = self.step([feed])
-        self.release(feed.session_id)
+        config, count = self._head_runner.head.config, min(3, self.max_context - 1)
+        features = self.fuse(torch.ones(count, len(config.taps), config.target_hidden_size))
+        self.skip(_CHECK, [0])
+        (logits,) = self.step([SequenceInput(_CHECK, 1, [0] * count, count, features=features)])
+        self.release(_CHECK)
         if not logits.isfinite().all():
             file = weights_file(self.model_name)
             got = "numbers that are not finite"
             raise InvalidModelError(self.model_name, file, "its logits", got, "finite numbers")
+
+    @property
+    def _head_runner(self) -> HeadRunner | HeadKernelRunner:
+        assert isinstance(self.runner, HeadRunner | HeadKernelRunner)
+        return self.runner
 
 
 def head_engine(
@@ -111,7 +117,6 @@ def head_engine(
     weights: str = "auto",
     uses_kernel: bool = True,
     kernel_cache: str = "",
-    setting: str = "head_weights",
 ) -> HeadEngine:
     """Return an engine that runs a head.
 
@@ -124,7 +129,6 @@ def head_engine(
         weights: "auto", "int8" or "int4"; the last two need the compiled kernel.
         uses_kernel: Use the compiled kernel where it covers the head.
         kernel_cache: Folder of compiled kernels; empty: the default of `load_kernel`.
-        setting: Name of the setting that gave `weights`, for the error.
 
     Raises:
         InvalidArgumentError: Weights without a kernel.
@@ -133,7 +137,7 @@ def head_engine(
     obstacle = kernel_obstacle(head, kernel_cache) if uses_kernel else "the engine is transformers"
     if obstacle and weights != "auto":
         allowed = f"auto: {weights} needs the compiled CPU kernel ({obstacle})"
-        raise InvalidArgumentError(setting, weights, allowed)
+        raise InvalidArgumentError("head_weights", weights, allowed)
     runner = HeadRunner(head) if obstacle else HeadKernelRunner(name, head, max_context, weights)
     engine = HeadEngine(
         runner,
@@ -144,8 +148,5 @@ def head_engine(
         kernel=f"none: {obstacle}" if obstacle else load_kernel(kernel_cache).variant,
     )
     engine.draft_for(DraftFormat(head.config.vocab_size, None, target_ids))
-    count = min(3, max_context - 1)
-    features = engine.fuse(torch.ones(count, len(head.config.taps), head.config.target_hidden_size))
-    engine.skip(CHECK, [0])
-    engine.probe(SequenceInput(CHECK, 1, [0] * count, count, features=features))
+    engine.check()
     return engine

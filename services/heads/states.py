@@ -17,19 +17,18 @@ class HeadStates:
     """Lays out states like keys of further layers, so that rollback and tree paths move them, too.
 
     Args:
-        num_layers: Layers with keys and values.
-        rows: Vectors of a layer per token.
+        rows: Vectors per token of the head's one layer, which has keys and values.
         dim: Length of a vector.
         size: Length of a state.
     """
 
-    def __init__(self, num_layers: int, rows: int, dim: int, size: int) -> None:
-        self._num_layers, self._rows, self._dim, self._size = num_layers, rows, dim, size
+    def __init__(self, rows: int, dim: int, size: int) -> None:
+        self._rows, self._dim, self._size = rows, dim, size
         self._state_layers = -(-size // (rows * dim))
 
     def cache_shape(self, dtype: torch.dtype, device: torch.device) -> CacheShape:
         """The entry of a token: its keys and values, then its state."""
-        return CacheShape(self._num_layers + self._state_layers, self._rows, self._dim, dtype, device)
+        return CacheShape(1 + self._state_layers, self._rows, self._dim, dtype, device)
 
     def features(self, batch: Batch) -> Tensor:
         """Return the feature of the position before each row: the given one, else the head's state.
@@ -52,7 +51,7 @@ class HeadStates:
         slots = [_slot_before(segment, row) for row in rows]
         if any(not segment.cache.first <= slot < segment.slot for slot in slots):
             raise ValueError("features: a token has none, and the state before it was not computed")
-        kept = segment.cache.data[self._num_layers :, :, slots]  # [layers, rows, slots, dim]
+        kept = segment.cache.data[1:, :, slots]  # [layers, rows, slots, dim]
         return kept.permute(2, 0, 1, 3).flatten(1)[:, : self._size].contiguous()
 
     def keep(self, batch: Batch, states: Tensor) -> None:
@@ -63,7 +62,7 @@ class HeadStates:
         for segment in batch.segments:
             end, row = segment.slot + segment.count, segment.row
             kept = shaped[:, :, row : row + segment.count]
-            segment.cache.data[self._num_layers :, :, segment.slot : end] = kept
+            segment.cache.data[1:, :, segment.slot : end] = kept
 
     def _of_segment(self, segment: Segment) -> Tensor:
         given = segment.features

@@ -20,7 +20,7 @@ from gammaray.errors import GammarayError, InvalidArgumentError
 from gammaray.gguf import is_gguf, pretrained_arguments, read_header
 from gammaray.vocabulary import vocabulary_sha256
 
-__all__ = ["check_drafter", "head_sha256", "model_identity", "vocab_sha256", "weights_sha256"]
+__all__ = ["check_drafter", "model_identity", "vocab_sha256", "weights_sha256"]
 
 UNREADABLE = (GammarayError, OSError, ValueError, KeyError, TypeError, struct.error)
 """What may be raised for weights that cannot be found or read."""
@@ -80,21 +80,6 @@ def weights_sha256(model: str) -> str:
     for part in _gguf_parts(model) if is_gguf(model) else _parts(_folder(model)):
         digest.update(part)
     return digest.hexdigest()
-
-
-def head_sha256(head: str) -> str:
-    """Return the fingerprint of a head, the same for target workers and draft workers.
-
-    Args:
-        head: Directory, or the name of a head in the hub's cache; it has been loaded from there.
-
-    Raises:
-        InvalidArgumentError: Its files cannot be found or read.
-    """
-    try:
-        return weights_sha256(head)
-    except UNREADABLE as error:
-        raise InvalidArgumentError("features", f"{head!r} ({error})", "a directory of a head") from error
 
 
 def check_drafter(model: str, target: str) -> None:

@@ -123,11 +123,7 @@ def _local_candidate(task: QualifyTask, source: Source, target: Loaded, name: st
     facts = PairFacts(target=target.facts, draft=found, is_local=True)
     if drafter is None:
         return facts
-    pair = Pair(
-        target_scheduler(target.engine, target.settings, drafter),
-        None,
-        is_block=drafter.engine.mask_token is not None,
-    )
+    pair = Pair(target_scheduler(target.engine, target.settings, drafter), None)
     try:
         return _measured(task, source, encode(source, task.prompts, chat=task.chat), pair, facts, tell)
     finally:

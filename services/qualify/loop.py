@@ -112,14 +112,10 @@ class Pair:
     Args:
         target: The target's scheduler, used exclusively by this object.
         draft: The draft's; None: the target's scheduler has a drafter of its own.
-        is_block: Whether that one drafts a whole proposal in one forward.
     """
 
-    def __init__(
-        self, target: TargetScheduler, draft: Scheduler[ProposeTask] | None, *, is_block: bool = False
-    ) -> None:
+    def __init__(self, target: TargetScheduler, draft: Scheduler[ProposeTask] | None) -> None:
         self.target, self.draft = target, draft
-        self._is_block = is_block
         self._names = map(str, itertools.count())
 
     def complete(self, ask: Ask, gamma: int) -> Text:
@@ -150,10 +146,6 @@ class Pair:
             cycles.append(self._cycle(completion, min(gamma, completion.remaining - 1)))
         return cycles
 
-    def _num_forwards(self, proposal: Proposal) -> int:
-        """Forwards of the target's own drafter that a proposal took."""
-        return min(len(proposal), 1) if self._is_block else len(proposal)
-
     def end(self, completion: Completion) -> None:
         """Free the caches of a completion."""
         for scheduler in (self.target, self.draft):
@@ -182,7 +174,7 @@ class Pair:
             num_accepted=len(accepted),
             num_emitted=len(accepted) + 1,
             draft_ms=(timing.head_us if drafted is None else timing.compute_us) / 1e3,
-            draft_forwards=self._num_forwards(proposal) if drafted is None else timing.num_forwards,
+            draft_forwards=len(proposal) if drafted is None else timing.num_forwards,
             verify_ms=verified.timing.compute_us / 1e3,
             is_first=is_first,
         )

@@ -21,9 +21,7 @@ from services.engine.loader import load_worker_engine
 from services.heads.loading import names_head
 from services.process.fingerprints import check_drafter, vocab_sha256
 from services.speculation.local_drafter import LocalDrafter
-from services.target.dflash import DFlashDrafter
 from services.target.loading import load_local_drafter
-from services.target.medusa import MedusaDrafter
 
 __all__ = ["Loaded", "Source", "encode", "eos_token_ids", "find", "load", "load_local"]
 
@@ -173,7 +171,7 @@ def load_local(name: str, source: Source, target: Engine) -> tuple[ModelFacts, L
     engine = drafter.engine
     facts = ModelFacts(
         name=name,
-        architecture=_architecture(drafter),
+        architecture="EAGLE-3 head" if drafter.taps else "draft model",
         vocab_size=engine.vocab_size,
         tokenizer_size=source.facts.tokenizer_size,
         tokenizer_sha256=source.facts.tokenizer_sha256,
@@ -182,14 +180,6 @@ def load_local(name: str, source: Source, target: Engine) -> tuple[ModelFacts, L
         dtype=str(engine.dtype).removeprefix("torch."),
     )
     return facts, drafter
-
-
-def _architecture(drafter: LocalDrafter) -> str:
-    if isinstance(drafter, MedusaDrafter):
-        return "Medusa heads"
-    if isinstance(drafter, DFlashDrafter):
-        return "DFlash head"
-    return "EAGLE head" if drafter.taps else "draft model"
 
 
 def eos_token_ids(source: Source) -> tuple[int, ...]:

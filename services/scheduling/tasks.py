@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from gammaray.blocks import Features, Shape
+from gammaray.blocks import Shape
 from gammaray.checks import MAX_TOKEN_IDS
 from gammaray.errors import GammarayError, InvalidArgumentError
 from gammaray.grammar.matcher import GrammarState
@@ -24,9 +24,6 @@ __all__ = [
     "Timing",
     "VerifyTask",
 ]
-
-ID_BYTES = 32
-"""Memory of a token id as a Python integer in a list."""
 
 MAX_SESSION_ID = 256
 """Longest session id, in characters: the tenant's name plus the client's own id of at most 128."""
@@ -130,15 +127,9 @@ class Task:
         return False
 
     @property
-    def num_further_ids(self) -> int:
-        """How many token ids have the size of what else the task brings."""
-        return 0
-
-    @property
     def num_ids(self) -> int:
         """Number of token ids in the task."""
-        of_spec = 0 if self.spec is None else self.spec.num_ids
-        return len(self.context) + of_spec + self.num_further_ids
+        return len(self.context) + (0 if self.spec is None else self.spec.num_ids)
 
     def validate(self, vocab_size: int, max_context: int) -> None:
         """Check the fields that do not depend on the session's state.
@@ -170,15 +161,12 @@ class VerifyTask(Task):
         num_prompt_logprobs: The same for each token of the prompt.
         head: The shape within which the worker's head drafts first, of depth 0 for no proposal; None: the
             session's hidden states are not kept either.
-        features_from: Return the features of the positions from this one on that the block computes; None:
-            none.
     """
 
     proposal: Proposal
     num_top_logprobs: int | None
     num_prompt_logprobs: int | None = None
     head: Shape | None = None
-    features_from: int | None = None
 
     @property
     def reads_anew(self) -> bool:
@@ -194,18 +182,11 @@ class ProposeTask(Task):
         shape: Bounds of the proposal; its depth is 1 or more.
         wants_ahead: Whether proposals prepared to follow this one are sent when they are complete.
         is_notice: Whether the caller has the proposal already and does not wait for an answer.
-        features: Features that a head may lack; they end before the last committed position.
     """
 
     shape: Shape
     wants_ahead: bool = False
     is_notice: bool = False
-    features: Features | None = None
-
-    @property
-    def num_further_ids(self) -> int:
-        """How many token ids have the size of the features."""
-        return 0 if self.features is None else self.features.num_bytes // ID_BYTES
 
     def validate(self, vocab_size: int, max_context: int) -> None:
         """Check the fields that do not depend on the session's state.

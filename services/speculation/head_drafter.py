@@ -1,9 +1,8 @@
 """Drafts with a head, from the hidden states of the forwards that the target runs anyway.
 
-The states of committed positions are kept as features until the head is fed the tokens after them: in the
-target worker as they are, on a draft worker as they came over the wire. They are a cache: where features are
-missing, as behind a shared prefix or after an eviction, the head starts later and does not attend to the
-tokens before. Without the feature of the last position but one there is no proposal.
+The states of committed positions are kept as features until the head is fed the tokens after them. They are a
+cache: where features are missing, as behind a shared prefix or after an eviction, the head starts later and
+does not attend to the tokens before. Without the feature of the last position but one there is no proposal.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ from services.engine.core.errors import CacheFullError
 from services.engine.engine import SequenceInput
 from services.heads.runner import HeadEngine
 from services.scheduling.sessions import SessionCopy
-from services.speculation.local_drafter import CHUNK, TOP_K, WEIGHT_BITS, Drafting, LocalDrafter
+from services.speculation.local_drafter import CHUNK, Drafting, LocalDrafter
 from services.speculation.session import Speculation
 
-__all__ = ["MAX_FEATURES", "HeadDrafter", "HeldFeatures"]
+__all__ = ["MAX_FEATURES", "HeadDrafter"]
 
 MAX_FEATURES = 4096
 """Features of one session that wait for the head at most; the oldest are dropped."""
 
 
 @dataclass(slots=True)
-class HeldFeatures:
+class _HeldFeatures:
     """The features of one session that the head has not read.
 
     Attributes:
@@ -72,46 +71,21 @@ class HeadDrafter(LocalDrafter):
 
     Args:
         engine: Runs the head.
-        taps: The hidden states that it reads, by the ids of `Engine.tap`; none where it gets features.
-        top_k: As for `LocalDrafter`.
-        bits: As for `LocalDrafter`.
         window: Features of one session that wait for the head at most; the oldest are dropped. A head that
             begins after a long prompt, or after that many tokens of other drafters, reads no more than these.
     """
 
-    def __init__(
-        self,
-        engine: HeadEngine,
-        taps: Sequence[int] = (),
-        *,
-        top_k: int = TOP_K,
-        bits: int = WEIGHT_BITS,
-        window: int = MAX_FEATURES,
-    ) -> None:
-        super().__init__(engine, top_k=top_k, bits=bits)
-        self._head, self.taps, self._window = engine, taps, window
-        self._sessions: dict[str, HeldFeatures] = {}
+    def __init__(self, engine: HeadEngine, window: int = MAX_FEATURES) -> None:
+        super().__init__(engine)
+        self._head, self._window = engine, window
+        self.taps = engine.target_taps
+        self._sessions: dict[str, _HeldFeatures] = {}
 
     def _take(self, session_id: str, start: int, states: Tensor) -> None:
-        self.keep(session_id, start, self._head.fuse(states))
-
-    def truncate(self, session_id: str, end: int) -> None:
-        """Drop the features of a session's positions from `end` on: its tokens changed there."""
-        held = self._sessions.get(session_id)
-        if held is not None:
-            held.truncate(end)
-
-    def keep(self, session_id: str, start: int, rows: Tensor) -> None:
-        """Keep features of committed positions until the head reads them.
-
-        Args:
-            session_id: The session.
-            start: Position of the first.
-            rows: The features [positions, width].
-        """
+        rows = self._head.fuse(states)
         held = self._sessions.get(session_id)
         if held is None:
-            self._sessions[session_id] = HeldFeatures(
+            self._sessions[session_id] = _HeldFeatures(
                 start + max(0, len(rows) - self._window), rows[-self._window :]
             )
             return
@@ -146,7 +120,7 @@ class HeadDrafter(LocalDrafter):
         held.is_opened = True
         return self._read(speculation, shape)
 
-    def _has_start(self, held: HeldFeatures, session: SessionCopy) -> bool:
+    def _has_start(self, held: _HeldFeatures, session: SessionCopy) -> bool:
         """Find out how much of the head's cache is valid; begin a new one if features between are missing."""
         session_id, tokens = session.session_id, session.tokens
         fed = self._num_fed(held, session)
@@ -159,7 +133,7 @@ class HeadDrafter(LocalDrafter):
         held.fed, held.lowest = fed, len(tokens)
         return fed < len(tokens)
 
-    def _num_fed(self, held: HeldFeatures, session: SessionCopy) -> int:
+    def _num_fed(self, held: _HeldFeatures, session: SessionCopy) -> int:
         """Return how many of the session's tokens are in the head's cache."""
         tokens, cached = session.tokens, self.engine.tokens(session.session_id)
         fed = min(held.fed, len(cached), len(tokens) - 1)

@@ -1,7 +1,7 @@
 """Drafting for several sessions in one call: by a head on the target's hidden states, or by a small model.
 
-The target worker calls it before a verification, and a draft worker with a head for its blocks. Nothing here
-may make either fail: if drafting fails, the session goes on without proposals.
+The target worker calls it before a verification. Nothing here may make the verification fail: if drafting
+fails, the session goes on without proposals.
 
 After a verdict the target worker has what the next proposal needs, while the orchestrator commits the tokens
 and asks for it. `prepare` drafts in that time; `draft` then reads what is there and feeds what is missing.
@@ -28,15 +28,15 @@ from services.speculation.proposals import ProposalBuilder
 from services.speculation.session import Speculation
 from services.speculation.tree import Node
 
-__all__ = ["CHUNK", "TOP_K", "WEIGHT_BITS", "Drafting", "LocalDrafter"]
+__all__ = ["CHUNK", "Drafting", "LocalDrafter"]
 
 _log = logging.getLogger(__name__)
 
 CHUNK = 512
 """Tokens of one session in one forward of the drafter."""
 
-TOP_K, WEIGHT_BITS = 64, 24
-"""Rejection: support of a distribution and bits of its weights' sum; large, for where nothing is sent."""
+_TOP_K, _WEIGHT_BITS = 64, 24
+"""Rejection: support of a distribution and bits of its weights' sum; large, as nothing is sent."""
 
 
 @dataclass(slots=True, eq=False)
@@ -55,8 +55,6 @@ class LocalDrafter(ABC):
 
     Args:
         engine: Runs the drafter.
-        top_k: Rejection: largest support of a distribution.
-        bits: Rejection: its weights' sum is 2^bits.
 
     Attributes:
         taps: The hidden states of the target that `take` expects, by the ids of `Engine.tap`.
@@ -64,8 +62,8 @@ class LocalDrafter(ABC):
 
     taps: Sequence[int] = ()
 
-    def __init__(self, engine: Engine, *, top_k: int = TOP_K, bits: int = WEIGHT_BITS) -> None:
-        self.engine, self._top_k, self._bits = engine, top_k, bits
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
         self._reduced = engine.keep_reduced()
         self._calibration = Calibration()
 
@@ -159,10 +157,9 @@ class LocalDrafter(ABC):
         return Speculation(
             session,
             max_context=self.engine.max_context,
-            top_k=self._top_k,
-            bits=self._bits,
+            top_k=_TOP_K,
+            bits=_WEIGHT_BITS,
             calibration=self._calibration,
-            mask_token=self.engine.mask_token,
             reduced=self._reduced,
         )
 

@@ -28,7 +28,6 @@ from services.scheduling.scheduler import Scheduler
 from services.scheduling.sessions import SessionCopy
 from services.scheduling.tasks import Reply, VerifyTask
 from services.speculation.local_drafter import LocalDrafter
-from services.target.features import BlockFeatures, FeatureSource
 from services.target.prompt_scores import PromptScores
 from services.verification.verdicts import judge, token_logprobs
 
@@ -44,14 +43,12 @@ class _Verifying(Running[VerifyTask]):
         must_draft: Whether the head has to draft before the first forward.
         is_expected: Whether it may have done so ahead.
         states: Hidden states of the last feed's tokens, [tokens, taps, hidden_size]; for a head.
-        features: Features for a head elsewhere, if the block asks for them.
     """
 
     scores: PromptScores | None = None
     must_draft: bool = False
     is_expected: bool = False
     states: Tensor | None = None
-    features: BlockFeatures | None = None
 
     @property
     def is_ready(self) -> bool:
@@ -73,7 +70,6 @@ class TargetScheduler(Scheduler[VerifyTask]):
         limits: Bounds of one forward.
         grammars: Compiles the sessions' grammars; None: sessions with one are refused.
         head: Drafts for blocks that ask for it; None: these are verified without a proposal.
-        features: Makes the features that blocks ask for; None: they get none. Not together with a head.
         draft_ahead: Whether the head drafts while no block waits.
     """
 
@@ -85,22 +81,18 @@ class TargetScheduler(Scheduler[VerifyTask]):
         limits: Limits,
         grammars: Grammars | None = None,
         head: LocalDrafter | None = None,
-        features: FeatureSource | None = None,
         *,
         draft_ahead: bool = True,
     ) -> None:
         super().__init__(engine, limits, grammars=grammars)
-        self._head, self._features = head, features
+        self._head = head
         self._drafts_ahead, self._ahead = draft_ahead, dict[str, tuple[SessionCopy, Shape]]()
         self._expected = set[str]()
         self._stop, self._stats = c_int32(), AheadStats()
         self.meter.watch_ahead(self._stats, has_rows=False)
-        taps = (
-            head.taps if features is None and head is not None else () if features is None else features.taps
-        )
-        self._is_tapped = len(taps) > 0
-        if self._is_tapped:
-            engine.tap(taps)
+        self._is_tapped = head is not None and len(head.taps) > 0
+        if head is not None and self._is_tapped:
+            engine.tap(head.taps)
         self._mask_thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
 
     @property
@@ -149,8 +141,6 @@ class TargetScheduler(Scheduler[VerifyTask]):
             running.is_scored = True
         running.must_draft = self._head is not None and task.head is not None and task.head.depth > 0
         running.is_expected = running.must_draft and was_expected
-        if self._features is not None and task.features_from is not None:
-            running.features = self._features.begin(task.base_position, task.features_from)
         return running
 
     def _prepare_blocks(self) -> None:
@@ -201,19 +191,12 @@ class TargetScheduler(Scheduler[VerifyTask]):
     def _note_states(self, running: Running[VerifyTask], feed: SequenceInput, states: Tensor) -> None:
         """Keep the hidden states of committed tokens; those of a proposal wait for the verdict."""
         assert isinstance(running, _Verifying)
-        if running.features is None and (self._head is None or running.task.head is None):
+        if self._head is None or running.task.head is None:
             return
         if feed.start + len(feed.token_ids) < running.num_tokens:
-            self._keep_states(running, feed.start, states)
+            self._head.take(running.task.session_id, feed.start, states)
         else:
             running.states = states
-
-    def _keep_states(self, running: _Verifying, start: int, states: Tensor) -> None:
-        """Hand the hidden states of committed tokens to the head, or make features of them."""
-        if self._head is not None and running.task.head is not None:
-            self._head.take(running.task.session_id, start, states)
-        if self._features is not None and running.features is not None:
-            self._features.take(running.features, start, states)
 
     def _prepare(self, running: Running[VerifyTask]) -> None:
         began, paths = time.perf_counter(), row_paths(running.task.proposal)
@@ -245,13 +228,10 @@ class TargetScheduler(Scheduler[VerifyTask]):
             self.engine.truncate(session.session_id, base + len(path))
         else:
             self.engine.keep_path(session.session_id, base, path)
-        if running.states is not None:
+        if self._head is not None and running.states is not None:
             first = len(running.states) - len(proposal)
             rows = [*range(first), *(first + node for node in path)]
-            self._keep_states(running, running.fed_from, running.states[rows])
-        if self._features is not None and running.features is not None:
-            features = self._features.finish(running.features, base + len(path))
-            verdict = replace(verdict, features=features)
+            self._head.take(session.session_id, running.fed_from, running.states[rows])
         if task.head is not None and task.head.depth > 0:
             verdict = replace(verdict, drafted=replace(proposal, draft_distributions=None))
             if self._drafts_ahead and verdict.next_token_id not in session.spec.eos_token_ids:

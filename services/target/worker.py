@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any, ClassVar
 
 import grpc
 
-from gammaray.blocks import MAX_ANSWER_BYTES, Verdict
+from gammaray.blocks import Verdict
 from gammaray.checks import check_int
 from gammaray.config import TargetSettings
 from gammaray.errors import InvalidArgumentError, ModelChangedError
@@ -16,13 +16,7 @@ from gammaray.grammar.identity import grammar_identity
 from gammaray.types import MAX_NODES, MAX_TOP_LOGPROBS, check_prompt_logprobs
 from gammaray.v1 import target_service_pb2, target_service_pb2_grpc
 from gammaray.v1 import target_service_pb2 as pb
-from gammaray.wire.blocks import (
-    features_to_proto,
-    fill_verdict,
-    proposal_from_proto,
-    proposal_to_proto,
-    shape_from_proto,
-)
+from gammaray.wire.blocks import fill_verdict, proposal_from_proto, proposal_to_proto, shape_from_proto
 from services.engine.choice import target_uses_vllm
 from services.engine.loader import load_worker_engine
 from services.process.fingerprints import model_identity, vocab_sha256
@@ -33,7 +27,7 @@ from services.scheduling.tasks import Reply, VerifyTask
 from services.streaming.block_scheduler import BlockScheduler
 from services.streaming.messages import Model, describe, fill_result, task_fields
 from services.streaming.streams import Deliver, Streams
-from services.target.loading import load_feature_source, load_local_drafter
+from services.target.loading import load_local_drafter
 from services.target.scheduler import TargetScheduler
 
 __all__ = ["TargetServicer", "TargetWorker", "check_identity"]
@@ -48,11 +42,10 @@ class TargetServicer(target_service_pb2_grpc.TargetServiceServicer):
         streams: The worker's open streams.
         model: What the worker serves.
         head: Name of the head that drafts in it; empty for none.
-        features: Fingerprint of the head for which it makes features; empty for none.
     """
 
-    def __init__(self, streams: Streams, model: Model, head: str = "", features: str = "") -> None:
-        self._streams, self._model, self._head, self._features = streams, model, head, features
+    def __init__(self, streams: Streams, model: Model, head: str = "") -> None:
+        self._streams, self._model, self._head = streams, model, head
         self._grammars = grammar_identity()
 
     async def Verify(
@@ -64,8 +57,7 @@ class TargetServicer(target_service_pb2_grpc.TargetServiceServicer):
         frames = self._streams.serve(request_iterator, self._parse)
         async with guarded(context), aclosing(frames):
             async for replies in frames:
-                for results in _frames(list(map(_result, replies))):
-                    yield pb.VerifyResponse(results=results, is_draining=self._streams.is_leaving)
+                yield pb.VerifyResponse(results=map(_result, replies), is_draining=self._streams.is_leaving)
 
     async def GetTargetInfo(
         self, request: pb.GetTargetInfoRequest, context: grpc.aio.ServicerContext
@@ -78,7 +70,6 @@ class TargetServicer(target_service_pb2_grpc.TargetServiceServicer):
             is_draining=self._streams.is_leaving,
             model_identity=self._model.identity,
             head=self._head,
-            features=self._features,
             grammar_identity=self._grammars,
             takes_trees=self._model.takes_trees,
             adapters=self._model.adapters,
@@ -108,7 +99,6 @@ class TargetServicer(target_service_pb2_grpc.TargetServiceServicer):
             num_top_logprobs=num_top,
             num_prompt_logprobs=num_prompt,
             head=head,
-            features_from=block.features_from if block.HasField("features_from") else None,
         )
         task.validate(model.vocab_size, model.max_context)
         end = task.base_position + proposal.depth
@@ -143,22 +133,7 @@ def _result(reply: Reply) -> pb.VerifyResult:
         if reply.outcome.drafted is not None:
             result.drafted.CopyFrom(proposal_to_proto(reply.outcome.drafted))
             result.is_prepared = reply.outcome.drafted.is_prepared
-        if reply.outcome.features is not None:
-            result.features.CopyFrom(features_to_proto(reply.outcome.features))
     return result
-
-
-def _frames(results: list[pb.VerifyResult]) -> Iterator[list[pb.VerifyResult]]:
-    """Split results so that features of many prompts fit into frames; at least one frame."""
-    frame: list[pb.VerifyResult] = []
-    size = 0
-    for result in results:
-        size += result.ByteSize()
-        if frame and size > MAX_ANSWER_BYTES // 2:
-            yield frame
-            frame, size = [], result.ByteSize()
-        frame.append(result)
-    yield frame
 
 
 class TargetWorker(Worker[TargetSettings]):
@@ -166,10 +141,6 @@ class TargetWorker(Worker[TargetSettings]):
 
     role: ClassVar[str] = "target"
     service_name: ClassVar[str] = target_service_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name
-
-    def __init__(self, settings: TargetSettings) -> None:
-        super().__init__(settings)
-        self._features = ""
 
     def _load_model(self, path: str) -> tuple[Model, BlockScheduler[Any]]:
         settings = self.settings
@@ -193,13 +164,10 @@ class TargetWorker(Worker[TargetSettings]):
             identity=identity,
         )
         head = load_local_drafter(settings, engine) if settings.head else None
-        features = None
-        if settings.features:
-            features, self._features = load_feature_source(settings, engine)
         grammars = Grammars(path, engine.vocab_size)
         ahead = settings.draft_ahead
-        return model, TargetScheduler(engine, self._limits, grammars, head, features, draft_ahead=ahead)
+        return model, TargetScheduler(engine, self._limits, grammars, head, draft_ahead=ahead)
 
     def _add_servicer(self, server: Any, streams: Streams, model: Model) -> None:
-        servicer = TargetServicer(streams, model, self.settings.head, self._features)
+        servicer = TargetServicer(streams, model, self.settings.head)
         target_service_pb2_grpc.add_TargetServiceServicer_to_server(servicer, server)

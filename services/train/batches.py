@@ -1,24 +1,19 @@
-"""Training batches: answers with blocks of masks, conditionally dropped (COD, PARD, arXiv 2504.18583).
-
-Row (anchor a, depth 1) is the real token a; row (a, k) is the mask at position a + k - 1, which predicts
-token a + k. A row sees the real tokens up to its anchor and the masks of its own block before it, as
-when serving.
-"""
+"""Training batches: answers of the target, and the places whose tokens a drafter predicts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
 from services.train.answers.store import Sequence
 
-__all__ = ["KEEP", "MASK", "Batch", "build_batch"]
+__all__ = ["Batch", "build_batch"]
 
-MASK = -1
-KEEP, _KEEP_LEAST = 0.7, 0.2
+_WINDOWS = 0.5
+"""Share of the answers of which a head sees no states before a random place, as after a lost cache."""
 
 
 @dataclass(frozen=True)
@@ -26,76 +21,82 @@ class Batch:
     """Inputs and what the target expects.
 
     Attributes:
-        token_ids: int64 [sequences, rows]; `MASK` is the mask token.
-        positions: int64 [sequences, rows].
-        allowed: Whether a row sees another one, bool [sequences, 1, rows, rows].
-        rows: Sequence and row of each prediction, int64 [predictions, 2].
-        place: Sequence, anchor and depth (from 1) of each prediction, int64 [predictions, 3].
+        token_ids: int64 [sequences, tokens], padded at the end.
+        starts: Position of each sequence's first token here, int64 [sequences]; 0 but for windows.
+        place: Sequence, anchor and depth (from 1) of each prediction, by depth, int64 [predictions, 3]: the
+            token at anchor + depth, predicted after the tokens up to anchor + depth - 1; of a head from the
+            state at anchor - 1.
         labels: Token of the answer at the predicted place, int64 [predictions].
         top_ids: The target's most likely ids there, int64 [predictions, top_k].
         top_logs: Their log-probabilities at temperature 1, float32 [predictions, top_k].
+        states: The target's hidden states for a head, bfloat16 [sequences, tokens, taps, hidden_size]; of a
+            draft model without taps.
     """
 
     token_ids: Tensor
-    positions: Tensor
-    allowed: Tensor
-    rows: Tensor
+    starts: Tensor
     place: Tensor
     labels: Tensor
     top_ids: Tensor
     top_logs: Tensor
+    states: Tensor
+
+    def to(self, device: torch.device | str) -> Batch:
+        """Return the batch on a device."""
+        return Batch(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
 
 
 def build_batch(
-    sequences: Items[Sequence], depth: int, *, keep: float = KEEP, generator: torch.Generator | None = None
+    sequences: Items[Sequence],
+    num_depths: int,
+    states: Items[Tensor] | None = None,
+    generator: torch.Generator | None = None,
 ) -> Batch:
-    """Return one batch.
+    """Return a batch.
 
     Args:
         sequences: Answers with their prompts.
-        depth: Rows per block; 1: no masks.
-        keep: Share of the blocks that goes on from each depth to the next, at least 0.2 in all; 1 keeps all.
-        generator: Chooses them.
+        num_depths: Depths that are predicted.
+        states: The target's states of each sequence, [tokens, taps, hidden_size]; None: of a draft model.
+        generator: Chooses windows; None: each sequence is whole.
     """
-    parts = [_blocks(sequence, depth, keep, generator) for sequence in sequences]
-    width = max(len(anchors) for _, anchors, _ in parts)
-    shape = (len(parts), width)
-    token_ids, positions = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
-    allowed = torch.eye(width, dtype=torch.bool).repeat(len(parts), 1, 1, 1)  # padding sees itself: no NaN
-    rows, place, labels, ids, logs = [], [], [], [], []
-    for number, (sequence, (tokens, anchors, depths)) in enumerate(zip(sequences, parts, strict=True)):
-        count = len(tokens)
-        token_ids[number, :count], positions[number, :count] = tokens, anchors + depths - 1
-        is_real = depths == 1
-        sees = is_real & (anchors <= anchors[:, None])
-        sees |= ~is_real & (anchors == anchors[:, None]) & (depths <= depths[:, None])
-        allowed[number, 0, :count, :count] = sees
-        label = anchors + depths
-        chosen = ((label >= sequence.num_prompt) & (label < len(sequence.token_ids))).nonzero()[:, 0]
-        label = label[chosen]
-        rows.append(torch.stack((torch.full_like(chosen, number), chosen), 1))
-        place.append(torch.stack((rows[-1][:, 0], anchors[chosen], depths[chosen]), 1))
-        labels.append(torch.from_numpy(sequence.token_ids[label.numpy()].astype("int64")))
-        answer = label.numpy() - sequence.num_prompt
-        ids.append(torch.from_numpy(sequence.top_ids[answer].astype("int64")))
-        logs.append(torch.from_numpy(sequence.top_logs[answer].astype("float32")))
-    joined = (torch.cat(part) for part in (rows, place, labels, ids, logs))
-    return Batch(token_ids, positions, allowed, *joined)
+    starts = [0 if generator is None else _start(one, generator) for one in sequences]
+    width = max(len(one.token_ids) - start for one, start in zip(sequences, starts, strict=True))
+    token_ids = torch.zeros(len(sequences), width, dtype=torch.long)
+    size = (0, 0) if states is None else states[0].shape[1:]
+    given = torch.zeros(len(sequences), width, *size, dtype=torch.bfloat16)
+    for number, (one, start) in enumerate(zip(sequences, starts, strict=True)):
+        length = len(one.token_ids) - start
+        token_ids[number, :length] = torch.from_numpy(one.token_ids[start:].astype("int64"))
+        if states is not None:
+            given[number, :length] = states[number][start:]
+    place, labels, ids, logs = [], [], [], []
+    for depth in range(1, num_depths + 1):
+        for number, one in enumerate(sequences):
+            end = len(one.token_ids)
+            first = starts[number] + depth + (states is not None)  # a head needs the state before the anchor
+            label = torch.arange(min(end, max(one.num_prompt, first)), end)
+            anchor = label - depth
+            place.append(
+                torch.stack((torch.full_like(anchor, number), anchor, torch.full_like(anchor, depth)), 1)
+            )
+            answer = label.numpy() - one.num_prompt
+            labels.append(torch.from_numpy(one.token_ids[label.numpy()].astype("int64")))
+            ids.append(torch.from_numpy(one.top_ids[answer].astype("int64")))
+            logs.append(torch.from_numpy(one.top_logs[answer].astype("float32")))
+    return Batch(
+        token_ids=token_ids,
+        starts=torch.tensor(starts),
+        place=torch.cat(place),
+        labels=torch.cat(labels),
+        top_ids=torch.cat(ids),
+        top_logs=torch.cat(logs),
+        states=given,
+    )
 
 
-def _blocks(
-    sequence: Sequence, depth: int, keep: float, generator: torch.Generator | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return token, anchor and depth of each row."""
-    count = len(sequence.token_ids)
-    real = torch.from_numpy(sequence.token_ids.astype("int64"))
-    tokens, anchors, depths = [real], [torch.arange(count)], [torch.ones(count, dtype=torch.long)]
-    # One number per anchor, so that a block that has depth k has all depths before it.
-    chance = torch.rand(count, generator=generator)
-    for k in range(2, depth + 1):
-        begins = torch.arange(sequence.num_prompt - 1, max(sequence.num_prompt - 1, count - k))
-        begins = begins[chance[begins] < max(_KEEP_LEAST, keep ** (k - 1))]
-        tokens.append(torch.full_like(begins, MASK))
-        anchors.append(begins)
-        depths.append(torch.full_like(begins, k))
-    return torch.cat(tokens), torch.cat(anchors), torch.cat(depths)
+def _start(one: Sequence, generator: torch.Generator) -> int:
+    """Return the first position of which the head sees the states; at least half of the answer follows."""
+    most = one.num_prompt + (len(one.token_ids) - one.num_prompt) // 2
+    is_window, place = torch.rand(2, generator=generator).tolist()
+    return int(place * most) if is_window < _WINDOWS else 0

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from services.train.answers.store import Sequence
-from services.train.features import AnyDrafter
 from services.train.losses import coupled, overlap
+from services.train.trainable import Trainable
 
 __all__ = ["evaluate"]
 
@@ -25,7 +25,7 @@ _WAYS = ("tokens_per_cycle", "lookup", "lookup_first", "merged")
 
 
 @torch.no_grad()
-def evaluate(drafter: AnyDrafter, held: Items[Sequence], gamma: int) -> dict[str, Any]:
+def evaluate(drafter: Trainable, held: Items[Sequence], gamma: int) -> dict[str, Any]:
     """Return what the drafter reaches.
 
     Args:
@@ -38,8 +38,8 @@ def evaluate(drafter: AnyDrafter, held: Items[Sequence], gamma: int) -> dict[str
         the true text: `overlap`, 1 - TV, and `coupled`, the share that coupled verification accepts (lower
         bounds, over the target's top ids); tokens per cycle at temperature 0: `tokens_per_cycle` alone,
         `lookup` of prompt lookup, `lookup_first` of prompt lookup where it finds a match, else the drafter,
-        `merged` of a tree with a branch of each; `positions` measured. Depths are of the block; a plain draft
-        has an `overlap` and a `coupled` of depth 1 only.
+        `merged` of a tree with a branch of each; `positions` measured. A draft model has an `overlap` and a
+        `coupled` of depth 1 only.
     """
     drafter.eval()
     tested, matched = [0] * gamma, [0] * gamma
@@ -57,7 +57,7 @@ def evaluate(drafter: AnyDrafter, held: Items[Sequence], gamma: int) -> dict[str
             continue
         text, start = sequence.token_ids.tolist(), sequence.num_prompt - 1
         drafted = [
-            _drafted(hits, anchor, min(gamma, len(text) - 1 - anchor), is_block=drafter.depth > 1)
+            _drafted(hits, anchor, min(gamma, len(text) - 1 - anchor), is_head=drafter.depth > 1)
             for anchor in range(len(text) - 1)
         ]
         for anchor in range(start, len(text) - 1):
@@ -80,10 +80,9 @@ def evaluate(drafter: AnyDrafter, held: Items[Sequence], gamma: int) -> dict[str
     }
 
 
-def _predictions(drafter: AnyDrafter, sequence: Sequence) -> Iterator[tuple[int, int, list[float], bool]]:
+def _predictions(drafter: Trainable, sequence: Sequence) -> Iterator[tuple[int, int, list[float], bool]]:
     """Yield anchor, depth, `_SHARES`, and whether the likeliest token is that of the text."""
-    batch: Any = drafter.batch([sequence], keep=1.0)
-    batch = type(batch)(*(part.to(drafter.head.device) for part in vars(batch).values()))
+    batch = drafter.batch([sequence], drafter.depth).to(drafter.head.device)
     logs = drafter(batch)
     wanted, found = drafter.common(batch, logs)
     shares = torch.stack([share(wanted, found) for share in _SHARES.values()], -1)
@@ -94,11 +93,11 @@ def _predictions(drafter: AnyDrafter, sequence: Sequence) -> Iterator[tuple[int,
         yield anchor, depth, each, hit
 
 
-def _drafted(hits: Mapping[tuple[int, int], bool], anchor: int, most: int, *, is_block: bool) -> int:
+def _drafted(hits: Mapping[tuple[int, int], bool], anchor: int, most: int, *, is_head: bool) -> int:
     """Return how many of `most` drafted tokens after an anchor are those of the text."""
     for depth in range(1, most + 1):
-        # Where all before matched, a plain draft has read the true text.
-        if not hits.get((anchor, depth) if is_block else (anchor + depth - 1, 1), False):
+        # Where all before matched, a draft model has read the true text.
+        if not hits.get((anchor, depth) if is_head else (anchor + depth - 1, 1), False):
             return depth - 1
     return most
 

@@ -14,17 +14,18 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel
+from torch import Tensor, nn
+from transformers import LlamaConfig, PreTrainedModel
 
 from gammaray.errors import FailedPreconditionError, InvalidArgumentError
 from services.heads.eagle import Attend, EagleConfig, EagleHead
 from services.heads.loading import load_head
 from services.train.answers.states import StateStore
-from services.train.drafter import write_drafter
-from services.train.features import FeatureDrafter, FixedRows, HeadBatch, head_card
+from services.train.answers.store import Sequence
+from services.train.batches import Batch, build_batch
+from services.train.trainable import Trainable, write_drafter
 
-__all__ = ["HeadDrafter", "save_head"]
+__all__ = ["TrainableHead"]
 
 _SMALL = 0.1
 """Factor on what the layer adds at first: the head then begins near the target's own last state."""
@@ -50,14 +51,14 @@ _CONFIG_KEYS = (
 )
 
 
-class HeadDrafter(FeatureDrafter):
+class TrainableHead(Trainable):
     """A head that begins near the target's last state; the target's input embedding is not trained.
 
     Args:
         target: A causal model with layers as Llama's.
         taps: The states that it reads, the last one after all layers, see `StateStore`.
         target_ids: Ascending ids of the output's rows.
-        depth: Steps that are evaluated.
+        depth: Depths that are evaluated.
         states: Where states are read.
 
     Raises:
@@ -67,32 +68,18 @@ class HeadDrafter(FeatureDrafter):
     def __init__(
         self, target: PreTrainedModel, taps: Items[int], target_ids: Tensor, depth: int, states: StateStore
     ) -> None:
-        self.check_target(target.config)
         config: Any = target.config
-        super().__init__(taps, config.hidden_size, config.vocab_size, target_ids, depth, states)
-        stored = {key: getattr(config, key) for key in _CONFIG_KEYS if getattr(config, key, None) is not None}
-        self.layer_config = LlamaConfig(**stored, num_hidden_layers=1, tie_word_embeddings=False)
-        self.config = self._head_config(self.layer_config, tuple(taps), len(target_ids))
-        self.module = EagleHead(self.config)
-        self._begin(target, target_ids)
-
-    @staticmethod
-    def check_target(config: PretrainedConfig) -> None:
-        """Check that a head can be trained for a target.
-
-        Raises:
-            FailedPreconditionError: It has other layers.
-        """
         if config.model_type not in _LAYER_TYPES:
             allowed = ", ".join(_LAYER_TYPES)
             raise FailedPreconditionError(
                 f"model_type {config.model_type}: a head is trained for targets of types {allowed}"
             )
-
-    def _head_config(self, layer: LlamaConfig, taps: tuple[int, ...], num_outputs: int) -> EagleConfig:
-        """Return the head's configuration from that of its layer."""
-        return EagleConfig(
-            taps=taps,
+        super().__init__(config.vocab_size, target_ids, depth)
+        self._states = states
+        stored = {key: getattr(config, key) for key in _CONFIG_KEYS if getattr(config, key, None) is not None}
+        layer = LlamaConfig(**stored, num_hidden_layers=1, tie_word_embeddings=False)
+        self.config = EagleConfig(
+            taps=tuple(taps),
             hidden_size=layer.hidden_size,
             target_hidden_size=layer.hidden_size,
             intermediate_size=layer.intermediate_size,
@@ -100,11 +87,13 @@ class HeadDrafter(FeatureDrafter):
             num_kv_heads=layer.num_key_value_heads or layer.num_attention_heads,
             head_dim=layer.head_dim or layer.hidden_size // layer.num_attention_heads,
             vocab_size=layer.vocab_size,
-            num_outputs=num_outputs,
+            num_outputs=len(target_ids),
             norm_eps=layer.rms_norm_eps,
             rope=layer,
             fc_norm=True,
         )
+        self.module = EagleHead(self.config)
+        self._begin(target, target_ids)
 
     @torch.no_grad()
     def _begin(self, target: PreTrainedModel, target_ids: Tensor) -> None:
@@ -125,38 +114,33 @@ class HeadDrafter(FeatureDrafter):
             getattr(layer.mlp, name).weight.copy_(getattr(last.mlp, name).weight.float())
         layer.mlp.down_proj.weight.copy_(last.mlp.down_proj.weight.float() * _SMALL)
         del module.embed_tokens
-        module.embed_tokens = FixedRows(decoder.embed_tokens.weight.detach().float())  # type: ignore[assignment]
-        self._begin_variant(decoder, model.get_output_embeddings().weight.detach().float()[target_ids])
-
-    def _begin_variant(self, decoder: Any, output: Tensor) -> None:
-        """Fill what only some heads have.
-
-        Args:
-            decoder: The target's.
-            output: The target's output matrix, its rows of `target_ids`.
-        """
-        layer: Any = self.module.layers[0]
-        layer.hidden_norm.weight.copy_(decoder.layers[-1].input_layernorm.weight.float())
+        module.embed_tokens = _FixedRows(decoder.embed_tokens.weight.detach().float())  # type: ignore[assignment]
+        layer.hidden_norm.weight.copy_(last.input_layernorm.weight.float())
         layer.input_layernorm.weight.fill_(1.0)
-        self.module.norm.weight.copy_(decoder.norm.weight.float())
-        self.module.lm_head.weight.copy_(output)
+        module.norm.weight.copy_(decoder.norm.weight.float())
+        module.lm_head.weight.copy_(model.get_output_embeddings().weight.float()[target_ids])
+
+    def batch(
+        self, sequences: Items[Sequence], num_depths: int, generator: torch.Generator | None = None
+    ) -> Batch:
+        """Return a batch, see `build_batch`."""
+        return build_batch(sequences, num_depths, self._states.of(sequences), generator)
 
     def start_from(self, init: str, target: str) -> None:
-        """Take the weights of another head, see `FeatureDrafter.start_from`.
+        """Take the weights of another head, see `Trainable.start_from`.
 
         The output's ids are taken, too, if there are as many. Otherwise ids that both have keep their rows,
         and new ids begin with what the target's rows become by the linear map that fits the others best.
         """
         head, ids = load_head(init, target)
         own = self.config
-        same = replace(head.config, rope=own.rope, feature_eps=own.feature_eps, num_outputs=own.num_outputs)
-        if same != own or (ids is None and own.is_fused):
+        if ids is None or replace(head.config, rope=own.rope, num_outputs=own.num_outputs) != own:
             raise InvalidArgumentError("init", init, f"a head of its kind on layers {list(own.taps)}")
         own_weights = self.module.state_dict()
         weights = {key: value for key, value in head.state_dict().items() if key in own_weights}
-        if ids is not None and len(ids) == len(self.target_ids):
+        if len(ids) == len(self.target_ids):
             self.take_ids(ids)
-        elif ids is not None:
+        else:
             rows = self.row_of[ids]
             if not bool((rows >= 0).any()):
                 allowed = f"a head with some of the {len(self.target_ids)} output tokens of this one"
@@ -176,15 +160,8 @@ class HeadDrafter(FeatureDrafter):
         fused = sum(parameter.numel() for parameter in self.module.fc.parameters())
         return sum(parameter.numel() for parameter in self.parameters()) - fused
 
-    def forward(self, batch: HeadBatch) -> Tensor:
+    def forward(self, batch: Batch) -> Tensor:
         """Return log-probabilities of each prediction, float32 [predictions, rows of the output]."""
-        return self._logs(self._unrolled(batch))
-
-    def _logs(self, hidden: Tensor) -> Tensor:
-        return self.module.logits(hidden).float().log_softmax(-1)
-
-    def _unrolled(self, batch: HeadBatch) -> Tensor:
-        """Return what the output matrix takes for each prediction, [predictions, hidden_size]."""
         module, rows = self.module, batch.token_ids.shape[1] - 1
         feature = module.fuse(batch.states[:, :-1].float())
         positions = torch.arange(rows, device=feature.device) + batch.starts[:, None]
@@ -198,11 +175,52 @@ class HeadDrafter(FeatureDrafter):
             )
             chosen = batch.place[batch.place[:, 2] == depth]
             found.append(hidden[chosen[:, 0], chosen[:, 1] - 1 - batch.starts[chosen[:, 0]]])
-        return torch.cat(found)
+        return module.logits(torch.cat(found)).float().log_softmax(-1)
 
     def save(self, folder: Path, identity: dict[str, str], name: str, card: dict[str, Any]) -> int:
-        """Write a directory in the `speculators` format, see `FeatureDrafter.save`."""
-        return save_head(self, folder, identity, name, card)
+        """Write a directory in the `speculators` format, see `Trainable.save`."""
+        config, ids = self.config, self.target_ids.cpu()
+        weights = {**self.module.state_dict(), "d2t": ids - torch.arange(len(ids))}
+        layer = config.rope.to_diff_dict() | {"model_type": "llama", "num_hidden_layers": 1}
+        stored = {
+            "architectures": ["Eagle3DraftModel"],
+            "speculators_model_type": "eagle3",
+            "speculators_version": "0.9.0",
+            "draft_vocab_size": config.num_outputs,
+            "target_hidden_size": config.target_hidden_size,
+            "eagle_aux_hidden_state_layer_ids": list(config.taps),
+            "norm_before_residual": config.norm_before_residual,
+            "norm_before_fc": config.norm_before_fc,
+            "fc_norm": config.fc_norm,
+            "norm_output": config.norm_output,
+            "embed_requires_grad": False,
+            "tie_word_embeddings": False,
+            "dtype": "bfloat16",
+            "transformer_layer_config": layer,
+            "speculators_config": {
+                "algorithm": "eagle3",
+                "default_proposal_method": "greedy",
+                "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": self.depth}],
+                "verifier": {"name_or_path": name, "architectures": ["LlamaForCausalLM"]},
+            },
+        }
+        about = (
+            f"An EAGLE-3 head with {config.num_outputs} output tokens, which reads the target's states at "
+            f"layers {', '.join(map(str, config.taps))}."
+        )
+        return write_drafter(folder, weights, stored, identity, name, card, about)
+
+
+class _FixedRows(nn.Module):
+    """An embedding that is not trained and not saved."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight: Tensor
+        self.register_buffer("weight", weight, persistent=False)
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        return F.embedding(token_ids, self.weight)
 
 
 def _completed(begun: Tensor, known: Tensor, trained: Tensor) -> Tensor:
@@ -255,52 +273,3 @@ class _Unrolled:
         for at, one in enumerate(values[1:]):
             mixed = mixed + share[..., rows + at, None] * one
         return mixed.transpose(1, 2)
-
-
-def save_head(
-    drafter: HeadDrafter, folder: Path, identity: dict[str, str], name: str, card: dict[str, Any]
-) -> int:
-    """Write a directory in the `speculators` format, in bfloat16; files are replaced, the weights first.
-
-    Returns:
-        Size of the weights in bytes.
-
-    Raises:
-        ResourceExhaustedError: The disk is full; what the directory held is intact.
-    """
-    weights = {
-        key: value.detach().to("cpu", torch.bfloat16).contiguous()
-        for key, value in drafter.module.state_dict().items()
-    }
-    ids = drafter.target_ids.cpu()
-    weights["d2t"] = ids - torch.arange(len(ids))
-    config = drafter.config
-    layer = drafter.layer_config.to_diff_dict() | {"model_type": "llama", "num_hidden_layers": 1}
-    stored = {
-        "architectures": ["Eagle3DraftModel"],
-        "speculators_model_type": "eagle3",
-        "speculators_version": "0.9.0",
-        "draft_vocab_size": config.num_outputs,
-        "target_hidden_size": config.target_hidden_size,
-        "eagle_aux_hidden_state_layer_ids": list(config.taps),
-        "norm_before_residual": config.norm_before_residual,
-        "norm_before_fc": config.norm_before_fc,
-        "fc_norm": config.fc_norm,
-        "norm_output": config.norm_output,
-        "embed_requires_grad": False,
-        "tie_word_embeddings": False,
-        "dtype": "bfloat16",
-        "transformer_layer_config": layer,
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": drafter.depth}],
-            "verifier": {"name_or_path": name, "architectures": ["LlamaForCausalLM"]},
-        },
-    }
-    about = (
-        f"It reads the target's states at layers {', '.join(map(str, config.taps))} and has "
-        f"{config.num_outputs} output tokens. It shares the target's input embedding and tokenizer."
-    )
-    text = head_card("EAGLE-3 head", name, about, card)
-    return write_drafter(folder, weights, stored, identity, name, card, text)

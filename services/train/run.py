@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from transformers import AutoTokenizer, GenerationConfig
 
 from gammaray.demo_pair import resolve_model
@@ -25,13 +24,11 @@ from services.train.answers.prompts import Passages, Turns, chat_jobs, file_jobs
 from services.train.answers.states import StateStore
 from services.train.answers.store import AnswerStore, Sequence, disk, write_json
 from services.train.answers.writing import Writer
-from services.train.dflash import DFlashDrafter
-from services.train.drafter import Drafter, choose_vocabulary, save_drafter
-from services.train.eagle1 import Eagle1Drafter
+from services.train.batches import Batch
+from services.train.draft_model import TrainableDraft, choose_vocabulary
 from services.train.evaluate import evaluate
-from services.train.features import AnyDrafter, FeatureDrafter
-from services.train.head import HeadDrafter
-from services.train.medusa import MedusaDrafter
+from services.train.head import TrainableHead
+from services.train.trainable import Trainable
 
 __all__ = ["run"]
 
@@ -46,14 +43,6 @@ UNROLL_FROM = 0.5
 
 _RATE, _HEAD_RATE = 2e-3, 1e-3
 """Peaks of the learning rate; a head begins near what it should be."""
-
-_HEADS: dict[str, type[HeadDrafter | MedusaDrafter | DFlashDrafter]] = {
-    "dflash": DFlashDrafter,
-    "eagle1": Eagle1Drafter,
-    "eagle3": HeadDrafter,
-    "medusa": MedusaDrafter,
-}
-"""Kinds that read the target's hidden states."""
 
 _SHAPE = ("kind", "layers", "draft_vocab", "depth", "seed")
 """Options that a saved state depends on."""
@@ -100,10 +89,8 @@ class _Run:
             raise FailedPreconditionError(f"{task.target}: its weights or its tokenizer have no fingerprint")
         self.vocab_size = int(self.target.config.vocab_size)
         count = self.target.config.num_hidden_layers
-        self.is_head = task.kind in _HEADS
+        self.is_head = task.kind == "eagle3"
         self.layers = _layers(task, count)
-        if task.kind == "dflash" and task.depth < 2:
-            raise InvalidArgumentError("depth", task.depth, "2 to 16 for dflash")
         top_k = min(_TOP_K, self.vocab_size)
         self.store = AnswerStore(work / "answers", self.identity, top_k, self.vocab_size)
         self.mixed = torch.autocast(
@@ -214,9 +201,9 @@ class _Run:
             progress = self.elapsed() / budget
             rate = min(1.0, (step + 1) / _WARM_UP_STEPS) * min(1.0, max(0.05, 2 * (1 - progress)))
             optimizer.param_groups[0]["lr"] = peak * rate
-            if isinstance(drafter, HeadDrafter):
+            if self.is_head:
                 is_late = progress >= UNROLL_FROM or task.init is not None
-                drafter.num_steps = task.unroll if is_late else 1
+                drafter.num_depths = task.unroll if is_late else 1
             with self.mixed:
                 loss = drafter.loss(self._batch(drafter, taught, step), task.loss)
             optimizer.zero_grad()
@@ -225,34 +212,21 @@ class _Run:
             optimizer.step()
             step, total = step + 1, total + loss.item()
 
-    def _drafter(self, taught: list[Sequence]) -> AnyDrafter:
+    def _drafter(self, taught: list[Sequence]) -> Trainable:
         task = self.task
         rows = choose_vocabulary(taught, min(task.draft_vocab, self.vocab_size), self.vocab_size)
         state = self.work / "state.pt"
         if state.exists():
             rows = torch.load(state, weights_only=True)["drafter"]["target_ids"]
         torch.manual_seed(task.seed)
-        drafter: AnyDrafter
+        module = self.target.module
+        drafter: Trainable
         if self.is_head:
-            states = self._state_store()
-            if task.kind == "eagle1":
-                rows = torch.arange(self.vocab_size)
-            drafter = _HEADS[task.kind](self.target.module, self.layers, rows, task.depth, states)
+            drafter = TrainableHead(module, self.layers, rows, task.depth, self._state_store())
         else:
-            depth = task.depth if task.kind == "parallel" else 1
-            drafter = Drafter(self.target.module, self.layers, rows, depth)
-        if task.init is None or state.exists():
-            return drafter.to(task.device)
-        if isinstance(drafter, FeatureDrafter):
+            drafter = TrainableDraft(module, self.layers, rows)
+        if task.init is not None and not state.exists():
             drafter.start_from(task.init, self.path)
-        else:
-            try:
-                stored = load_file(Path(task.init) / "model.safetensors")
-                drafter.load_weights(stored)
-            except (OSError, RuntimeError, KeyError) as error:
-                raise InvalidArgumentError(
-                    "init", task.init, f"a drafter of the same shape ({error})"
-                ) from error
         return drafter.to(task.device)
 
     def _state_store(self) -> StateStore:
@@ -266,19 +240,18 @@ class _Run:
             len(self.store),
         )
 
-    def _batch(self, drafter: AnyDrafter, taught: list[Sequence], step: int) -> Any:
+    def _batch(self, drafter: Trainable, taught: list[Sequence], step: int) -> Batch:
         generator = torch.Generator().manual_seed(self.task.seed * 1_000_003 + step)
         chosen: list[Sequence] = []
         count = 0
         while count < self.task.train_tokens:
             chosen.append(taught[int(torch.randint(len(taught), (), generator=generator))])
             count += len(chosen[-1].logs)
-        batch: Any = drafter.batch(chosen, generator=generator)
-        return type(batch)(*(part.to(self.task.device) for part in vars(batch).values()))
+        return drafter.batch(chosen, drafter.num_depths, generator).to(self.task.device)
 
     def _report(
         self,
-        drafter: AnyDrafter,
+        drafter: Trainable,
         held: list[Sequence],
         step: int,
         total: float,
@@ -289,8 +262,7 @@ class _Run:
         with self.mixed:
             found = evaluate(drafter, held, self.task.depth)
         cost = drafter.num_weights / sum(p.numel() for p in self.target.module.parameters())
-        passes = 1 if self.task.kind in ("parallel", "medusa", "dflash") else self.task.depth
-        found["predicted_speedup"] = round(found["tokens_per_cycle"] / (1 + passes * cost), 3)
+        found["predicted_speedup"] = round(found["tokens_per_cycle"] / (1 + self.task.depth * cost), 3)
         found |= {
             "steps": step,
             "seconds": round(self.elapsed()),
@@ -302,11 +274,7 @@ class _Run:
         score = found["tokens_per_cycle"] + sum(found["coupled"])
         if score <= best:
             return best, worse + 1
-        name, out = Path(self.path).name, Path(self.task.out)
-        if isinstance(drafter, FeatureDrafter):
-            size = drafter.save(out, self.identity, name, found)
-        else:
-            size = save_drafter(drafter, out, self.identity, name, found)
+        size = drafter.save(Path(self.task.out), self.identity, Path(self.path).name, found)
         self.tell(f"saved {self.task.out}, {size / 1e6:.1f} MB")
         return score, 0
 
@@ -316,7 +284,7 @@ class _Run:
 
     def _save(
         self,
-        drafter: AnyDrafter,
+        drafter: Trainable,
         optimizer: torch.optim.Optimizer,
         step: int,
         best: float,
@@ -334,7 +302,7 @@ class _Run:
             temporary.replace(self.work / "state.pt")
             write_json(self.clock, self.elapsed())
 
-    def _restore(self, drafter: AnyDrafter, optimizer: torch.optim.Optimizer) -> tuple[int, float, int]:
+    def _restore(self, drafter: Trainable, optimizer: torch.optim.Optimizer) -> tuple[int, float, int]:
         path = self.work / "state.pt"
         if not path.exists():
             return 0, float("-inf"), 0
@@ -356,21 +324,14 @@ def _layers(task: TrainTask, count: int) -> tuple[int, ...]:
     Raises:
         InvalidArgumentError: The kind cannot be made from these.
     """
-    low, middle, high = 2, count // 2, count - 3
-    default: tuple[int, ...] = {
-        "eagle3": (low, middle, high, count),
-        "dflash": (low, middle, high, count - 1),
-        "eagle1": (count,),
-        "medusa": (count,),
-    }.get(task.kind, (0, 1))
-    most = count if task.kind in ("eagle1", "eagle3", "medusa") else count - 1
+    is_head = task.kind == "eagle3"
+    default = (2, count // 2, count - 3, count) if is_head else (0, 1)
+    most = count if is_head else count - 1
     layers = task.layers or tuple(dict.fromkeys(layer for layer in default if 0 <= layer <= most))
     if not set(layers) <= set(range(most + 1)):
         raise InvalidArgumentError("layers", layers, f"numbers from 0 to {most}")
-    if most == count and layers[-1] != count:
+    if is_head and layers[-1] != count:
         raise InvalidArgumentError("layers", layers, f"{count} as the last one: the last state")
-    if task.kind in ("eagle1", "medusa") and layers != (count,):
-        raise InvalidArgumentError("layers", layers, f"{count} alone, the last state, for {task.kind}")
     return layers
 
 

@@ -16,6 +16,7 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from torch import Tensor
 
+from gammaray.deploy.heads import kind_of_config
 from gammaray.errors import InvalidArgumentError
 from services.engine.core.tensor_files import checkpoint_folder, tensor_names
 from services.vllm.sampler import BlockSampler
@@ -44,8 +45,8 @@ def drafter_config(name: str) -> dict[str, Any]:
     """
     if name == TARGETS_OWN:
         return {"method": "mtp", "num_speculative_tokens": MAX_DRAFTS}
-    stored = _stored(name)
-    method, most = _method(name, stored), MAX_DRAFTS
+    stored, folder, most = _stored(name), checkpoint_folder(name), MAX_DRAFTS
+    method = kind_of_config(stored, [] if folder is None else tensor_names(folder)) or "draft_model"
     if method not in _METHODS or "pard_token" in stored:
         kind = "a parallel draft model" if "pard_token" in stored else f"a drafter of kind {method}"
         allowed = f"{', '.join(_METHODS)} with vLLM as the engine; parallel draft models run on draft workers"
@@ -138,22 +139,3 @@ def _stored(name: str) -> dict[str, Any]:
     if not isinstance(stored, dict):
         raise InvalidArgumentError("head", name, "a config.json that is an object")
     return stored
-
-
-def _method(name: str, stored: dict[str, Any]) -> str:
-    kind = stored.get("speculators_model_type")
-    if kind:
-        return str(kind)
-    names = " ".join(
-        [str(stored.get("model_type", "")), *map(str, stored.get("architectures") or [])]
-    ).lower()
-    if "medusa" in names or "medusa_num_heads" in stored:
-        return "medusa"
-    if "dflash" in names or "dflash_config" in stored:
-        return "dflash"
-    if "eagle3" in names:
-        return "eagle3"
-    # The configuration of an EAGLE-1 head may be that of a Llama with one layer.
-    folder = checkpoint_folder(name)
-    is_head = folder is not None and "fc.weight" in tensor_names(folder)
-    return "eagle" if is_head or "eagle" in names else "draft_model"

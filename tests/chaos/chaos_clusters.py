@@ -43,7 +43,6 @@ KINDS = {
     "early-exit": Kind(DRAFTER),
     "server": Kind(SERVER, ("server", *ROLES[1:])),
     "head": Kind(HEAD, tuple(role for role in ROLES if role != "draft")),
-    "remote-head": Kind(DRAFTER),
 }
 
 
@@ -102,10 +101,6 @@ def started(name: str, stderr: int | None = None, other_target: str | None = Non
             target = Path(resolve_model("demo", "target"))
             head = bigram_head(Path(stack.enter_context(TemporaryDirectory()), "head"), target)
             options += [*PLAIN, "--draft-workers", "0", "--target", "demo", "--head", str(head)]
-        elif name == "remote-head":
-            target = Path(resolve_model("demo", "target"))
-            head = bigram_head(Path(stack.enter_context(TemporaryDirectory()), "head"), target)
-            options += [*WITH_DRAFTS, "--target", "demo", "--draft", str(head)]
         elif name == "early-exit":
             options += [*WITH_DRAFTS, "--target", "demo", "--draft", "early-exit:13"]
         else:

@@ -71,7 +71,7 @@ VOCABULARY = (Way("model, chains", ("model",), {"drafter": "model", "gamma": 4})
 """With draft workers of another vocabulary, which propose chains only."""
 
 DRAFTER = (*PAIR[:2], *_mixtures("model"))
-"""With draft workers whose model is parallel, part of the target, or a head."""
+"""With draft workers whose model is parallel, or part of the target."""
 
 SERVER = (Way("server, chains", ("server",), {"drafter": "server", "gamma": 4}), *_mixtures("server"))
 """With a server that drafts."""

@@ -24,7 +24,6 @@ from services.qualify.measure import is_tie, make_asks, measure, parting
 from services.qualify.models import encode, find, load, load_local
 from tests.support.engine_helpers import random_tokens, tiny_model
 from tests.support.head_helpers import bigram_head, bigram_target
-from tests.support.medusa_helpers import cyclic_heads, cyclic_target
 from tests.support.vocabulary_helpers import byte_fallback
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
@@ -259,7 +258,7 @@ def test_head_that_knows_the_target_is_always_accepted_and_recording_ends(tmp_pa
     source = find("target", str(directory), task())
     target = load(dataclasses.replace(source, facts=source.facts.model_copy(update={"refusal": ""}))).engine
     facts, drafter = load_local(str(bigram_head(tmp_path / "head", directory)), source, target)
-    assert (facts.architecture, facts.refusal, facts.vocab_size) == ("EAGLE head", "", 97)
+    assert (facts.architecture, facts.refusal, facts.vocab_size) == ("EAGLE-3 head", "", 97)
     pair = Pair(target_scheduler(target, source.settings, drafter), None)
     runs, equality, _ = measured(pair, gammas=(3,))
     assert [(one.compared, one.equal) for one in equality] == [(2, 2), (2, 2)]
@@ -269,18 +268,6 @@ def test_head_that_knows_the_target_is_always_accepted_and_recording_ends(tmp_pa
             assert sum(run.tested) > 10
             assert run.draft_ms > 0
             assert run.draft_step_ms < run.draft_ms
-
-
-def test_medusa_heads_take_one_forward_per_proposal(tmp_path):
-    directory = cyclic_target(tmp_path / "target")
-    source = find("target", str(directory), task())
-    target = load(dataclasses.replace(source, facts=source.facts.model_copy(update={"refusal": ""}))).engine
-    facts, drafter = load_local(str(cyclic_heads(tmp_path / "heads", directory)), source, target)
-    assert (facts.architecture, facts.refusal) == ("Medusa heads", "")
-    pair = Pair(target_scheduler(target, source.settings, drafter), None, is_block=True)
-    runs, equality, _ = measured(pair, gammas=(3,))
-    assert [(one.compared, one.equal) for one in equality] == [(2, 2), (2, 2)]
-    assert all(run.draft_step_ms == run.draft_ms for run in runs if run.gamma)
 
 
 def test_missing_head_is_a_wrong_argument(tmp_path, models):

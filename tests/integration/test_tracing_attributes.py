@@ -47,7 +47,6 @@ async def test_every_attribute_of_the_catalogue_is_emitted(monkeypatch, tmp_path
             await _survive_a_target_and_resume(redis, survivor, draft)
             await _follow_a_grammar(redis, survivor, draft)
             await _draft_by_a_head(redis, tmp_path)
-            await _draft_by_a_remote_head(redis, str(tmp_path / "head"))
             await _ask_without_the_tokens(survivor)
             await _fail(redis)
             try:
@@ -100,17 +99,6 @@ async def _draft_by_a_head(redis, folder):
     request = dataclasses.replace(REQUEST, session_id="", drafter=DrafterKind.HEAD)
     with exporting_worker("target", {"GAMMARAY_HEAD": str(head)}) as (_, target):
         async with running(redis, target, "") as orchestrator:
-            async for _ in orchestrator.generate(request, Caller(traceparent=SAMPLED)):
-                pass
-
-
-async def _draft_by_a_remote_head(redis, head):
-    request = dataclasses.replace(REQUEST, session_id="")
-    with (
-        exporting_worker("target", {"GAMMARAY_FEATURES": head}) as (_, target),
-        exporting_worker("draft", {"GAMMARAY_TARGET_MODEL": "demo"}, head) as (_, draft),
-    ):
-        async with running(redis, target, draft) as orchestrator:
             async for _ in orchestrator.generate(request, Caller(traceparent=SAMPLED)):
                 pass
 

@@ -54,46 +54,6 @@ def as_official(folder: Path) -> Path:
     return changed("llama", folder, config, weights)
 
 
-def complete_dflash(variant: str, folder: Path, taps: list[int] | None = None) -> Path:
-    """Write a DFlash variant with the embedding and output matrix of its expected logits.
-
-    Args:
-        variant: Its name.
-        folder: Where to.
-        taps: Other layers, at most as many.
-    """
-    expected = load_file(DATA / variant / "expected.safetensors")
-
-    def config(stored: dict[str, Any]) -> dict[str, Any]:
-        return stored if taps is None else {**stored, "aux_hidden_state_layer_ids": taps}
-
-    def weights(tensors: Weights) -> Weights:
-        width = tensors["fc.weight"].shape[1] if taps is None else 32 * len(taps)
-        return tensors | {
-            "fc.weight": tensors["fc.weight"][:, :width].contiguous(),
-            "embed_tokens.weight": expected["embed_tokens"],
-            "lm_head.weight": expected["lm_head"],
-        }
-
-    return changed(variant, folder, config, weights)
-
-
-def as_official_dflash(folder: Path) -> Path:
-    """Write the plain DFlash variant in the official format, on the outputs of layers 0 and 1."""
-    complete_dflash("dflash", folder, [1, 2])
-    stored = json.loads((folder / "config.json").read_text())
-    official = {
-        **stored["transformer_layer_config"],
-        "architectures": ["DFlashDraftModel"],
-        "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
-        "block_size": stored["block_size"],
-        "dflash_config": {"mask_token_id": stored["mask_token_id"], "target_layer_ids": [0, 1]},
-        "num_target_layers": 3,
-    }
-    (folder / "config.json").write_text(json.dumps(official))
-    return folder
-
-
 def bigram_target(
     folder: Path, vocab_size: int = 97, scale: float = 3.0, head_dim: int = 8, max_positions: int = 256
 ) -> Path:
@@ -124,26 +84,56 @@ def bigram_target(
 
 
 def bigram_head(folder: Path, target: Path) -> Path:
-    """Write an EAGLE-1 head whose layer adds nothing: its next token depends on the last one only.
+    """Write an EAGLE-3 head whose next token depends on the last one only.
 
-    It predicts a bigram target exactly, as both share embedding and output.
+    It predicts a bigram target exactly, as both share embedding and output: each position attends to itself
+    only and adds its normalised embedding to nothing, as features are multiplied by 0.
     """
     stored = json.loads((target / "config.json").read_text())
-    size, inner = stored["hidden_size"], stored["intermediate_size"]
-    dim = stored.get("head_dim") or size // stored["num_attention_heads"]
-    width, narrow = stored["num_attention_heads"] * dim, stored["num_key_value_heads"] * dim
+    size, inner, heads = stored["hidden_size"], stored["intermediate_size"], stored["num_attention_heads"]
+    layer = {
+        "model_type": "llama",
+        "vocab_size": stored["vocab_size"],
+        "hidden_size": size,
+        "intermediate_size": inner,
+        "num_hidden_layers": 1,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "head_dim": size // heads,
+        "attention_bias": True,
+        "max_position_embeddings": stored["max_position_embeddings"],
+        "rms_norm_eps": stored["rms_norm_eps"],
+    }
+    config = {
+        "speculators_model_type": "eagle3",
+        "norm_before_residual": True,
+        "eagle_aux_hidden_state_layer_ids": [0, 1, 2],
+        "draft_vocab_size": stored["vocab_size"],
+        "target_hidden_size": size,
+        "transformer_layer_config": layer,
+    }
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({**stored, "num_hidden_layers": 1}))
+    (folder / "config.json").write_text(json.dumps(config))
+    nothing, itself = torch.zeros(size, 2 * size), torch.eye(size)
+    # The rotary embedding turns equal queries and keys apart, the more the farther they are.
+    constant = torch.full((size,), 30.0)
     weights = {
-        "fc.weight": torch.cat([torch.eye(size), torch.zeros(size, size)], dim=1),
-        "layers.0.self_attn.q_proj.weight": torch.randn(width, size),
-        "layers.0.self_attn.k_proj.weight": torch.randn(narrow, size),
-        "layers.0.self_attn.v_proj.weight": torch.randn(narrow, size),
-        "layers.0.self_attn.o_proj.weight": torch.zeros(size, width),
+        "fc.weight": torch.randn(size, 3 * size),
+        "layers.0.hidden_norm.weight": torch.zeros(size),
+        "layers.0.input_layernorm.weight": torch.ones(size),
+        "layers.0.self_attn.q_proj.weight": nothing,
+        "layers.0.self_attn.q_proj.bias": constant,
+        "layers.0.self_attn.k_proj.weight": nothing.clone(),
+        "layers.0.self_attn.k_proj.bias": constant.clone(),
+        "layers.0.self_attn.v_proj.weight": torch.cat([itself, torch.zeros(size, size)], 1),
+        "layers.0.self_attn.v_proj.bias": torch.zeros(size),
+        "layers.0.self_attn.o_proj.weight": itself.clone(),
+        "layers.0.self_attn.o_proj.bias": torch.zeros(size),
         "layers.0.post_attention_layernorm.weight": torch.ones(size),
         "layers.0.mlp.gate_proj.weight": torch.randn(inner, size),
         "layers.0.mlp.up_proj.weight": torch.randn(inner, size),
         "layers.0.mlp.down_proj.weight": torch.zeros(size, inner),
+        "norm.weight": torch.ones(size),
     }
     save_file(weights, folder / "model.safetensors")
     return folder

@@ -35,8 +35,7 @@ from services.target.loading import load_local_drafter
 from services.target.scheduler import TargetScheduler
 from tests.support.drafter_helpers import make_drafter
 from tests.support.engine_helpers import random_tokens, tiny_model
-from tests.support.head_helpers import DATA, as_official, as_official_dflash, bigram_head, complete_dflash
-from tests.support.medusa_helpers import random_heads, write_own, write_vllm
+from tests.support.head_helpers import DATA, as_official, bigram_head
 from tests.support.target_helpers import Run
 
 PROMPT = random_tokens(9, seed=3)
@@ -69,13 +68,7 @@ def kinds(folder: Path) -> Iterator[tuple[Path, Try]]:
     yield DATA / "llama", as_head
     yield DATA / "qwen3", as_head
     yield as_official(folder / "official"), as_head
-    yield bigram_head(folder / "eagle1", target), as_head
-    yield complete_dflash("dflash", folder / "dflash"), as_head
-    yield as_official_dflash(folder / "official-dflash"), as_head
-    yield write_own(folder / "medusa", random_heads(target)), as_head
-    ids = torch.arange(0, 97, 3)
-    shared = random_heads(target) | {"token_map": ids}
-    yield write_vllm(folder / "vllm", shared, truncated_vocab_size=len(ids)), as_head
+    yield bigram_head(folder / "biased", target), as_head
 
 
 def compute(engine: Engine) -> None:

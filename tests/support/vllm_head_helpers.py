@@ -13,13 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from tests.support.engine_helpers import tiny_model
-from tests.support.head_helpers import (
-    as_official,
-    bigram_head,
-    bigram_target,
-    changed,
-    complete_dflash,
-)
+from tests.support.head_helpers import DATA, as_official, bigram_target, changed
 from tests.support.medusa_helpers import random_heads, write_vllm
 from tests.support.processing_helpers import TOKENS, small_tokenizer
 
@@ -54,7 +48,7 @@ def official_eagle3(folder: Path, target: Path) -> Path:
 
 def eagle(folder: Path, target: Path) -> Path:
     """Write a random EAGLE-1 head."""
-    bigram_head(folder, target)
+    bigram_eagle(folder, target)
     weights = _randomised(load_file(folder / "model.safetensors"))
     save_file(weights, folder / "model.safetensors")
     return folder
@@ -69,7 +63,7 @@ def medusa(folder: Path, target: Path) -> Path:
 
 def dflash(folder: Path, target: Path) -> Path:
     """Write a random DFlash head."""
-    complete_dflash("dflash", folder)
+    complete_dflash(folder)
     stored = json.loads((folder / "config.json").read_text())
     weights = _randomised(load_file(folder / "model.safetensors"))
     save_file(weights, folder / "model.safetensors")
@@ -85,6 +79,42 @@ def itself(folder: Path, target: Path) -> Path:
 def wide_bigram(folder: Path) -> Path:
     """Write a target whose next token depends on its last one only."""
     return _with_tokenizer(bigram_target(folder, head_dim=HEAD_DIM, max_positions=MAX_POSITIONS))
+
+
+def constant_target(folder: Path) -> Path:
+    """Write a target with the same distribution of the next token after every text."""
+    wide_bigram(folder)
+    weights = load_file(folder / "model.safetensors")
+    rows = weights["model.embed_tokens.weight"]
+    weights["model.embed_tokens.weight"] = rows[:1].expand_as(rows).contiguous()
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def constant_head(kind: str, folder: Path, target: Path) -> Path:
+    """Write a head for a constant target that has its distribution.
+
+    Args:
+        kind: "eagle", "medusa" or "dflash".
+        folder: Where to.
+        target: The target.
+    """
+    if kind == "eagle":
+        return bigram_eagle(folder, target)
+    stored = load_file(target / "model.safetensors")
+    embedding, output = stored["model.embed_tokens.weight"], stored["lm_head.weight"]
+    made = medusa(folder, target) if kind == "medusa" else dflash(folder, target)
+    weights = load_file(made / "model.safetensors")
+    for key, tensor in weights.items():
+        name = key.rpartition(".")[0]
+        if "blocks." in key or name.endswith(("o_proj", "down_proj")):
+            weights[key] = torch.zeros_like(tensor)
+        elif "lm_head" in key:
+            weights[key] = output.clone()
+        elif name == "embed_tokens":
+            weights[key] = embedding.clone()
+    save_file(weights, made / "model.safetensors")
+    return made
 
 
 def mtp_target(folder: Path) -> Path:
@@ -119,6 +149,71 @@ def mtp_target(folder: Path) -> Path:
         "num_nextn_predict_layers": 1,
     }
     (folder / "config.json").write_text(json.dumps({**stored, **changes}))
+    return folder
+
+
+def complete_dflash(folder: Path, taps: list[int] | None = None) -> Path:
+    """Write a DFlash head that `speculators` made, with an embedding and an output matrix.
+
+    Args:
+        folder: Where to.
+        taps: Other layers, at most as many.
+    """
+    shared = load_file(DATA / "dflash" / "shared.safetensors")
+
+    def config(stored: dict[str, Any]) -> dict[str, Any]:
+        return stored if taps is None else {**stored, "aux_hidden_state_layer_ids": taps}
+
+    def weights(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        width = tensors["fc.weight"].shape[1] if taps is None else 32 * len(taps)
+        return tensors | {
+            "fc.weight": tensors["fc.weight"][:, :width].contiguous(),
+            "embed_tokens.weight": shared["embed_tokens"],
+            "lm_head.weight": shared["lm_head"],
+        }
+
+    return changed("dflash", folder, config, weights)
+
+
+def as_official_dflash(folder: Path) -> Path:
+    """Write the DFlash head in the official format, on the outputs of layers 0 and 1."""
+    complete_dflash(folder, [1, 2])
+    stored = json.loads((folder / "config.json").read_text())
+    official = {
+        **stored["transformer_layer_config"],
+        "architectures": ["DFlashDraftModel"],
+        "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+        "block_size": stored["block_size"],
+        "dflash_config": {"mask_token_id": stored["mask_token_id"], "target_layer_ids": [0, 1]},
+        "num_target_layers": 3,
+    }
+    (folder / "config.json").write_text(json.dumps(official))
+    return folder
+
+
+def bigram_eagle(folder: Path, target: Path) -> Path:
+    """Write an EAGLE-1 head whose layer adds nothing: its next token depends on the last one only.
+
+    It predicts a bigram target exactly, as both share embedding and output.
+    """
+    stored = json.loads((target / "config.json").read_text())
+    size, inner = stored["hidden_size"], stored["intermediate_size"]
+    dim = stored.get("head_dim") or size // stored["num_attention_heads"]
+    width, narrow = stored["num_attention_heads"] * dim, stored["num_key_value_heads"] * dim
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**stored, "num_hidden_layers": 1}))
+    weights = {
+        "fc.weight": torch.cat([torch.eye(size), torch.zeros(size, size)], dim=1),
+        "layers.0.self_attn.q_proj.weight": torch.randn(width, size),
+        "layers.0.self_attn.k_proj.weight": torch.randn(narrow, size),
+        "layers.0.self_attn.v_proj.weight": torch.randn(narrow, size),
+        "layers.0.self_attn.o_proj.weight": torch.zeros(size, width),
+        "layers.0.post_attention_layernorm.weight": torch.ones(size),
+        "layers.0.mlp.gate_proj.weight": torch.randn(inner, size),
+        "layers.0.mlp.up_proj.weight": torch.randn(inner, size),
+        "layers.0.mlp.down_proj.weight": torch.zeros(size, inner),
+    }
+    save_file(weights, folder / "model.safetensors")
     return folder
 
 

@@ -15,7 +15,7 @@ from gammaray.v1 import target_service_pb2 as pb
 from services.vllm.heads import drafter_config
 from services.vllm.loading import load_target
 from tests.support import vllm_head_helpers as heads
-from tests.support.head_helpers import as_official, as_official_dflash, bigram_head, changed, complete_dflash
+from tests.support.head_helpers import as_official, changed
 from tests.support.medusa_helpers import random_heads, write_own, write_vllm
 from tests.support.workers.workers_helpers import running, verify_block
 from tests.vllm.conftest import LIMITS
@@ -30,7 +30,7 @@ def target(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def eagle(target, tmp_path_factory) -> Path:
     """An EAGLE-1 head that predicts it exactly."""
-    return bigram_head(tmp_path_factory.mktemp("eagle") / "eagle", target)
+    return heads.bigram_eagle(tmp_path_factory.mktemp("eagle") / "eagle", target)
 
 
 def test_kinds_are_told_apart_by_their_files(target: Path, eagle: Path, tmp_path: Path) -> None:
@@ -41,7 +41,7 @@ def test_kinds_are_told_apart_by_their_files(target: Path, eagle: Path, tmp_path
         "eagle": [eagle],
         "eagle3": [changed("llama", tmp_path / "a"), as_official(tmp_path / "b")],
         "medusa": [write_own(tmp_path / "c", weights), write_vllm(tmp_path / "d", weights, **sizes)],
-        "dflash": [complete_dflash("dflash", tmp_path / "e"), as_official_dflash(tmp_path / "f")],
+        "dflash": [heads.complete_dflash(tmp_path / "e"), heads.as_official_dflash(tmp_path / "f")],
         "draft_model": [target],
     }
     most = {"medusa": 3, "dflash": 4}

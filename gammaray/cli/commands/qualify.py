@@ -51,7 +51,7 @@ _STDOUT = Path("-")
     "--head",
     "heads",
     multiple=True,
-    help="Directory or hub name of what drafts in the target worker: an EAGLE, DFlash or Medusa head, "
+    help="Directory or hub name of what drafts in the target worker: an EAGLE-3 head, "
     "or a draft model of the same vocabulary; repeatable.",
 )
 @click.option(

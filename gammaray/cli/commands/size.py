@@ -61,7 +61,7 @@ _weights = click.Choice(list(BITS))
     default=Kind.PLAIN.value,
     show_default=True,
     help="With --card: the draft makes a pass per token (plain), or one per proposal (parallel); or the "
-    "target's first layers draft (early-exit), or an EAGLE-3 head that is sent hidden states (remote-head).",
+    "target's first layers draft (early-exit).",
 )
 @click.option("--exit-layers", type=IntRange(1), help="Layers of the early exit.  [default: a quarter]")
 @click.option("--card", help="Device of the drafters: sizes one drafter; without it, all are compared.")

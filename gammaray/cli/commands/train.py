@@ -36,16 +36,16 @@ def _layers(context: click.Context, parameter: click.Parameter, value: str | Non
 @click.option("--chat/--text", default=True, help="Prompts are user turns, or texts to continue.")
 @click.option(
     "--kind",
-    type=click.Choice(["parallel", "plain", "eagle1", "eagle3", "medusa", "dflash"]),
-    default="parallel",
+    type=click.Choice(["eagle3", "plain"]),
+    default="eagle3",
     show_default=True,
-    help="eagle1, eagle3, medusa and dflash read the target's hidden states, in its process.",
+    help="A head, which reads the target's hidden states in its process, or a draft model.",
 )
 @click.option(
     "--layers",
     callback=_layers,
-    help="Layers of the target to start from, counted from 0, or of which a head reads the states; "
-    "default: 0,1, or for eagle3 low, middle, high and last.",
+    help="Layers of the target, counted from 0, of which a head reads the states, or to start a draft model "
+    "from; default: low, middle, high and last, or for plain 0,1.",
 )
 @click.option("--init", type=click.Path(exists=True, file_okay=False), help="A drafter to start from.")
 @click.option(
@@ -53,17 +53,17 @@ def _layers(context: click.Context, parameter: click.Parameter, value: str | Non
     type=IntRange(1),
     default=8192,
     show_default=True,
-    help="Tokens it can propose; eagle1: all.",
+    help="Tokens it can propose.",
 )
 @click.option(
-    "--depth", type=IntRange(1, 16), default=5, show_default=True, help="Tokens per proposal; Medusa's heads."
+    "--depth", type=IntRange(1, 16), default=5, show_default=True, help="Tokens per measured proposal."
 )
 @click.option(
     "--unroll",
     type=IntRange(1, 8),
     default=3,
     show_default=True,
-    help="Steps in which an EAGLE head is trained.",
+    help="Steps in which a head is trained.",
 )
 @click.option(
     "--tokens", type=IntRange(1), default=300_000, show_default=True, help="Answer tokens to generate."
@@ -80,7 +80,7 @@ def _layers(context: click.Context, parameter: click.Parameter, value: str | Non
 @click.option(
     "--train-tokens", type=IntRange(1), default=512, show_default=True, help="Least tokens per step."
 )
-@click.option("--learning-rate", type=FloatRange(1e-7, 1), help="Default: 0.002, for a head 0.001.")
+@click.option("--learning-rate", type=FloatRange(1e-7, 1), help="Default: 0.001, for plain 0.002.")
 @click.option("--loss", type=click.Choice(["kl", "tv", "coupled"]), default="kl", show_default=True)
 @click.option(
     "--minutes",

@@ -52,8 +52,6 @@ NOT_DRAFTED = -1e9
 """Logit of a token that a reduced draft vocabulary lacks: probability 0, and finite, so that a request that
 allows only such tokens still has a distribution."""
 
-_LAST_NORM = "model.norm.weight"
-
 # Tensors of a drafter that are no weights of its module; EAGLE-3's t2d follows from d2t.
 _EXTRA = ("d2t", "t2d", "pard_embedding")
 
@@ -223,7 +221,7 @@ def target_tensor(name: str, target: str, what: str) -> Tensor:
     Args:
         name: The drafter that needs it.
         target: The target's directory or hub name; "" if it is not known.
-        what: "embedding", "output matrix", or "last norm" of a Llama-like model.
+        what: "embedding" or "output matrix".
 
     Raises:
         InvalidArgumentError: The target is not known, or has no such tensor in safetensors.
@@ -236,7 +234,7 @@ def target_tensor(name: str, target: str, what: str) -> Tensor:
         raise InvalidArgumentError("target_model", target, allowed)
     own_names = {"embedding": input_names, "output matrix": output_names}
     stored = {own: key for key, own in stored_as(module, tensor_names(folder)).items()}
-    for own in own_names[what](module) if what in own_names else [_LAST_NORM]:
+    for own in own_names[what](module):
         if own in stored:
             return read_tensor(target, folder, stored[own])
     raise InvalidArgumentError("target_model", target, allowed)

@@ -64,7 +64,6 @@ _SIZES = frozenset(
         "kv_lora_rank",
         "max_position_embeddings",
         "max_seq_len",
-        "medusa_num_heads",
         "n_embd",
         "n_group",
         "n_head",
@@ -82,13 +81,12 @@ _SIZES = frozenset(
         "sliding_window",
         "target_hidden_size",
         "topk_group",
-        "truncated_vocab_size",
         "v_head_dim",
         "vocab_size",
         "word_embed_proj_dim",
     }
 )
-_LAYERS = frozenset({"medusa_num_layers", "n_layer", "num_hidden_layers", "num_layers", "num_target_layers"})
+_LAYERS = frozenset({"n_layer", "num_hidden_layers", "num_layers"})
 _EXPERTS = frozenset(
     {
         "moe_intermediate_size",
@@ -115,7 +113,7 @@ _POSITIVE = frozenset(
 )
 _SHARES = frozenset({"partial_rotary_factor", "rotary_pct"})
 _ROTARY = ("rope_parameters", "rope_scaling")
-_INSIDE = ("text_config", "transformer_layer_config", "dflash_config", "eagle_config")
+_INSIDE = ("text_config", "transformer_layer_config", "eagle_config")
 """Keys of configurations inside a configuration."""
 
 _HEADS = ("num_attention_heads", "n_head")

@@ -61,11 +61,10 @@ class ModelWeights(Structure):
         ("last_norm", c_void_p),
         ("head", MatrixWeights),
         ("layer", POINTER(LayerWeights)),
-        ("entry_kind", c_int32),
+        ("is_head", c_int32),
         ("residual_is_normed", c_int32),
         ("state_is_normed", c_int32),
         ("feature_norm", c_void_p),
-        ("entry", MatrixWeights),
     )
 
 

@@ -55,7 +55,6 @@ typedef int32_t vi __attribute__((vector_size(4 * LANES), aligned(4), may_alias)
 typedef uint32_t vu __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
 enum { FLOAT32, BFLOAT16, INT8, INT4 };
-enum { NO_ENTRY, EAGLE1, EAGLE3 }; /* what enters the first layer: see services/heads/eagle.py */
 
 typedef struct {
     const void *panels; /* [ceil(outputs / PANEL), inputs, PANEL] */
@@ -78,14 +77,13 @@ typedef struct {
     float scaling, norm_eps;
     const void *embedding;        /* [vocab, hidden]: float32, or int8 where there are scales */
     const float *embedding_scale; /* [vocab] or NULL */
-    const float *last_norm; /* [hidden]; NULL for none */
+    const float *last_norm; /* [hidden] */
     gr_matrix head;         /* outputs: vocab */
     const gr_layer *layer;
-    int32_t entry_kind;         /* of a drafting head; NO_ENTRY for a model */
-    int32_t residual_is_normed; /* EAGLE3: the residual begins with the normed feature */
+    int32_t is_head;            /* a drafting head, see services/heads/eagle.py; else what follows is unused */
+    int32_t residual_is_normed; /* the residual begins with the normed feature */
     int32_t state_is_normed;    /* the state after `last_norm` is recorded */
-    const float *feature_norm;  /* EAGLE3: [hidden] */
-    gr_matrix entry;            /* EAGLE1: from embedding and feature to the layer's input */
+    const float *feature_norm;  /* [hidden] */
 } gr_model;
 
 typedef struct {
@@ -421,7 +419,7 @@ EXPORT int32_t gr_lanes(void) { return LANES; }
 /* Numbers of scratch that a forward of `rows` rows up to `position` needs on `threads` threads. */
 EXPORT int64_t gr_scratch_size(const gr_model *m, int32_t rows, int32_t position, int32_t threads) {
     int64_t width = (m->heads + 2 * m->kv_heads) * m->head_dim;
-    int64_t per_row = (m->entry_kind ? 4 : 2) * m->hidden + width + m->heads * m->head_dim + 2 * m->intermediate;
+    int64_t per_row = (m->is_head ? 4 : 2) * m->hidden + width + m->heads * m->head_dim + 2 * m->intermediate;
     return rows * per_row + threads * attention_scratch(position);
 }
 
@@ -433,27 +431,17 @@ static void record(const gr_batch *b, int layer, const float *x, int hidden) {
                 memcpy(b->tapped + ((int64_t)r * b->taps + t) * hidden, x + (int64_t)r * hidden, hidden * sizeof(float));
 }
 
-/* Computes what enters a head's layer: in `x` the residual; returns the input of its attention, [rows, *stride]. */
-static const float *enter(int threads, const gr_model *m, const gr_batch *b, float *x, float *joined,
-                          int64_t *stride) {
+/* Computes what enters a head's layer: in `x` the residual, in `joined` the input of its attention, [rows, 2 hidden]. */
+static void enter(const gr_model *m, const gr_batch *b, float *x, float *joined) {
     int hidden = m->hidden;
     for (int r = 0; r < b->rows; r++) {
         const float *feature = b->feature + (int64_t)r * hidden;
         float *to = joined + (int64_t)r * 2 * hidden, *residual = x + (int64_t)r * hidden;
         embed(m, b->token[r], residual);
-        if (m->entry_kind == EAGLE1) {
-            memcpy(to, residual, hidden * sizeof(float));
-            memcpy(to + hidden, feature, hidden * sizeof(float));
-        } else {
-            rms_norm(residual, m->layer->attention_norm, to, hidden, m->norm_eps);
-            rms_norm(feature, m->feature_norm, to + hidden, hidden, m->norm_eps);
-            memcpy(residual, m->residual_is_normed ? to + hidden : feature, hidden * sizeof(float));
-        }
+        rms_norm(residual, m->layer->attention_norm, to, hidden, m->norm_eps);
+        rms_norm(feature, m->feature_norm, to + hidden, hidden, m->norm_eps);
+        memcpy(residual, m->residual_is_normed ? to + hidden : feature, hidden * sizeof(float));
     }
-    *stride = m->entry_kind == EAGLE1 ? hidden : 2 * hidden;
-    if (m->entry_kind == EAGLE3) return joined;
-    product(threads, &m->entry, b->rows, joined, 2 * hidden, x, hidden, 0);
-    return x;
 }
 
 /* Fills the rows' slots of the caches, the logits of the wanted rows and the tapped states. */
@@ -462,20 +450,17 @@ EXPORT void gr_forward(const gr_model *m, const gr_batch *b) {
     int width = (m->heads + 2 * m->kv_heads) * m->head_dim, mixed_width = m->heads * m->head_dim;
     float *x = b->scratch, *h = x + (int64_t)rows * hidden, *qkv = h + (int64_t)rows * hidden;
     float *mixed = qkv + (int64_t)rows * width, *gate_up = mixed + (int64_t)rows * mixed_width;
-    float *joined = gate_up + (int64_t)rows * 2 * inner, *scores = joined + (m->entry_kind ? 2 * rows * hidden : 0);
-    const float *entered = 0;
-    int64_t stride = hidden;
-    if (m->entry_kind)
-        entered = enter(threads, m, b, x, joined, &stride);
+    float *joined = gate_up + (int64_t)rows * 2 * inner, *scores = joined + (m->is_head ? 2 * rows * hidden : 0);
+    if (m->is_head)
+        enter(m, b, x, joined);
     else
         for (int r = 0; r < rows; r++) embed(m, b->token[r], x + (int64_t)r * hidden);
     for (int i = 0; i < m->layers; i++) {
         const gr_layer *layer = m->layer + i;
         record(b, i, x, hidden);
-        for (int r = 0; !entered && r < rows; r++)
+        for (int r = 0; !m->is_head && r < rows; r++)
             rms_norm(x + (int64_t)r * hidden, layer->attention_norm, h + (int64_t)r * hidden, hidden, m->norm_eps);
-        product(threads, &layer->qkv, rows, entered ? entered : h, stride, qkv, width, 0);
-        entered = 0, stride = hidden;
+        product(threads, &layer->qkv, rows, m->is_head ? joined : h, m->is_head ? 2 * hidden : hidden, qkv, width, 0);
         attention(threads, m, b, layer, i, qkv, mixed, scores);
         product(threads, &layer->out, rows, mixed, mixed_width, x, hidden, 1);
         for (int r = 0; r < rows; r++)
@@ -491,10 +476,7 @@ EXPORT void gr_forward(const gr_model *m, const gr_batch *b) {
         record(b, m->layers, x, hidden);
     for (int w = 0; w < b->wanted; w++) {
         const float *from = x + (int64_t)b->logit_row[w] * hidden;
-        if (m->last_norm)
-            rms_norm(from, m->last_norm, h + (int64_t)w * hidden, hidden, m->norm_eps);
-        else
-            memcpy(h + (int64_t)w * hidden, from, hidden * sizeof(float));
+        rms_norm(from, m->last_norm, h + (int64_t)w * hidden, hidden, m->norm_eps);
     }
     product(threads, &m->head, b->wanted, h, hidden, b->logits, m->head.outputs, 0);
 }
@@ -509,13 +491,13 @@ EXPORT int32_t gr_chain(const gr_model *m, const gr_batch *b, int32_t *token, co
     gr_segment segment = *b->segment;
     gr_batch one = *b;
     segment.count = 1;
-    one.rows = one.segments = one.wanted = 1, one.taps = m->entry_kind ? 1 : 0;
+    one.rows = one.segments = one.wanted = 1, one.taps = m->is_head ? 1 : 0;
     one.segment = &segment, one.logit_row = &first;
     while (row < b->rows) {
         one.token = token + row, one.position = b->position + row, one.num_chain = b->num_chain + row;
         one.path_offset = b->path_offset + row, one.logits = b->logits + (int64_t)row * outputs;
         gr_forward(m, &one);
-        if (m->entry_kind) one.feature = one.tapped, one.tapped += m->hidden;
+        if (m->is_head) one.feature = one.tapped, one.tapped += m->hidden;
         const double *added = noise ? noise + row * vocab : 0;
         segment.slot++, row++;
         if (*stop || row == b->rows) break;

@@ -22,8 +22,6 @@ from services.engine.native.bindings import LayerWeights, MatrixWeights, ModelWe
 from services.engine.native.library import load_kernel
 
 __all__ = [
-    "EAGLE_1",
-    "EAGLE_3",
     "NativeModel",
     "Packer",
     "build_native",
@@ -32,9 +30,6 @@ __all__ = [
     "pack_panels",
     "pack_quantised",
 ]
-
-EAGLE_1, EAGLE_3 = 1, 2
-"""Kinds of entry of a head's layer, as `kernel.c` numbers them."""
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.uint8: 3}
 
@@ -164,10 +159,8 @@ def check_layout(name: str, model: NativeModel) -> None:
     check_rotary(name, model.rotary, made.head_dim)
     mixed = made.heads * made.head_dim
     projected = mixed + 2 * made.kv_heads * made.head_dim
-    entering = made.hidden * (2 if made.entry_kind == EAGLE_3 else 1)
+    entering = made.hidden * (2 if made.is_head else 1)
     matrices = [("head", made.head, made.head.outputs, made.hidden)]
-    if made.entry_kind == EAGLE_1:
-        matrices.append(("entry", made.entry, made.hidden, 2 * made.hidden))
     for number in range(made.layers):
         layer = made.layer[number]
         matrices += [

@@ -3,8 +3,8 @@
     HF_HUB_OFFLINE=1 python -m tests.data.heads.make
 
 needs `speculators` 0.9.0, which is no dependency of the project: it brings packages of other models. The
-results are committed, and `tests/unit/services/heads/test_head_formats.py` and `test_dflash_formats.py` read
-them.
+results are committed; `tests/unit/services/heads/test_head_formats.py` reads them, and the tests of vLLM use
+the DFlash head.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from speculators.config import SpeculatorsConfig, VerifierConfig
-from speculators.losses import resolve_loss_config
 from speculators.models.dflash import DFlashSpeculatorConfig
 from speculators.models.dflash.core import DFlashDraftModel
 from speculators.models.eagle3 import Eagle3SpeculatorConfig
@@ -44,17 +43,12 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama-residual": (LlamaConfig, {"norm_before_residual": True, "norm_before_fc": True}),
     "qwen3": (Qwen3Config, {"norm_before_residual": False, "fc_norm": True, "norm_output": True}),
 }
-BLOCKS: dict[str, dict[str, Any]] = {
-    "dflash": {"draft_vocab_size": VOCAB_SIZE},
-    "dflash-anchor": {"draft_vocab_size": DRAFT_VOCAB, "sample_from_anchor": True},
-}
-BLOCK_SIZE, NUM_BLOCKS = 5, 4
+BLOCK_SIZE = 5
 
 
 def main() -> None:
     """Write the heads of all variants."""
-    for number, (variant, flags) in enumerate(BLOCKS.items()):
-        _write_block(HERE / variant, 20 + number, flags)
+    _write_dflash(HERE / "dflash", 20)
     for number, (variant, (layer, flags)) in enumerate(VARIANTS.items()):
         _write(HERE / variant, number, layer(**LAYER, attn_implementation="eager"), flags)
 
@@ -101,7 +95,7 @@ def _write(folder: Path, seed: int, layer: Any, flags: dict[str, Any]) -> None:
     )
 
 
-def _write_block(folder: Path, seed: int, flags: dict[str, Any]) -> None:
+def _write_dflash(folder: Path, seed: int) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     torch.manual_seed(seed)
     config = DFlashSpeculatorConfig(
@@ -109,53 +103,23 @@ def _write_block(folder: Path, seed: int, flags: dict[str, Any]) -> None:
         block_size=BLOCK_SIZE,
         mask_token_id=VOCAB_SIZE - 1,
         aux_hidden_state_layer_ids=[0, 1, 2],
+        draft_vocab_size=VOCAB_SIZE,
         speculators_config=SpeculatorsConfig(
             algorithm="dflash",
             proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=BLOCK_SIZE - 1)],
             default_proposal_method="greedy",
             verifier=VerifierConfig(name_or_path="target", architectures=["LlamaForCausalLM"]),
         ),
-        **flags,
     )
     head = DFlashDraftModel(config)
     for parameter in head.parameters():
         parameter.data = torch.randn_like(parameter) * 0.3 + (parameter.dim() == 1)
-    if head.use_draft_vocab:
-        drafted = torch.randperm(VOCAB_SIZE)[:DRAFT_VOCAB].sort().values
-        head.d2t = drafted - torch.arange(DRAFT_VOCAB)
-        head.t2d = torch.isin(torch.arange(VOCAB_SIZE), drafted)
     head.save_pretrained(folder)
     for copy in folder.glob("*.py"):
         copy.unlink()  # of the library's code
-    states = torch.randn(1, NUM_TOKENS, 3 * 32)
-    token_ids = torch.randint(VOCAB_SIZE - 1, (1, NUM_TOKENS))
-    logits: list[torch.Tensor] = []
-    positions: list[torch.Tensor] = []
-    head.lm_head.register_forward_hook(lambda _module, _given, out: logits.append(out[0].clone()))
-    head.rotary_emb.register_forward_hook(lambda _module, given, _out: positions.append(given[1][0]))
-    with torch.no_grad():
-        head.eval()(
-            states,
-            token_ids,
-            torch.ones_like(token_ids),
-            torch.zeros(1, NUM_TOKENS, 32),
-            torch.zeros_like(token_ids),
-            loss_config=resolve_loss_config("kl_div", "eager"),
-            max_anchors=NUM_BLOCKS,
-        )
-    # Of each block the place of its first token, and the logits of its rows; the library leaves out what is
-    # the target's.
-    save_file(
-        {
-            "states": states[0].contiguous(),
-            "token_ids": token_ids[0],
-            "anchors": positions[0][NUM_TOKENS::BLOCK_SIZE].clone(),
-            "logits": logits[0].unflatten(0, (NUM_BLOCKS, BLOCK_SIZE)).clone(),
-            "embed_tokens": head.embed_tokens.weight.data.clone(),
-            "lm_head": head.lm_head.weight.data.clone(),
-        },
-        folder / "expected.safetensors",
-    )
+    # The library leaves out what is the target's.
+    shared = {"embed_tokens": head.embed_tokens.weight.data, "lm_head": head.lm_head.weight.data}
+    save_file({key: tensor.clone() for key, tensor in shared.items()}, folder / "shared.safetensors")
 
 
 if __name__ == "__main__":

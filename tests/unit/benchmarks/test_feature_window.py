@@ -6,7 +6,7 @@ import torch
 
 from benchmarks.feature_window import behind, overlaps
 from services.engine.core.model import load_model
-from services.train.head import HeadDrafter
+from services.train.head import TrainableHead
 from tests.support.engine_helpers import tiny_model
 from tests.support.train_helpers import make_sequence
 
@@ -20,8 +20,8 @@ def test_states_before_the_start_are_not_seen(tmp_path):
         def of(self, sequences):
             return [states.clone() for _ in sequences]
 
-    drafter = HeadDrafter(target, (1, 3), torch.arange(0, 64, 2), 3, States()).eval()
-    batch = drafter.batch([make_sequence(0, 4, 9)], keep=1.0)
+    drafter = TrainableHead(target, (1, 3), torch.arange(0, 64, 2), 3, States()).eval()
+    batch = drafter.batch([make_sequence(0, 4, 9)], 3)
     everything, later = overlaps(drafter, batch), overlaps(drafter, behind(batch, 5))
     assert overlaps(drafter, behind(batch, 0)) == everything
     assert {anchor for anchor, _ in later} == {anchor for anchor, _ in everything if anchor > 5}

@@ -1,4 +1,4 @@
-"""A draft that is a head makes the targets send features."""
+"""A head is recognised by its files, and refused as the draft of draft workers."""
 
 import asyncio
 import json
@@ -6,11 +6,9 @@ import struct
 
 import pytest
 
-from gammaray.config import ClusterSettings, DraftSettings
-from gammaray.deploy.draft_heads import check_draft_head, is_draft_head
-from gammaray.deploy.serve_config import role_settings, serve_document
+from gammaray.config import DraftSettings
+from gammaray.deploy.heads import check_no_head, head_kind
 from gammaray.errors import InvalidArgumentError
-from orchestrator.launcher.notes import model_notes
 from orchestrator.launcher.preflight import check_models
 from services.draft.worker import DraftWorker
 from services.heads.loading import names_head
@@ -23,13 +21,13 @@ def folders(tmp_path_factory):
     folder = tmp_path_factory.mktemp("heads")
     target = bigram_target(folder / "target")
     heads = [*(DATA / variant for variant in VARIANTS), as_official(folder / "official")]
-    return target, [*heads, bigram_head(folder / "first", target)]
+    return target, [*heads, bigram_head(folder / "exact", target)]
 
 
 def test_heads_are_told_from_models_as_the_workers_do(folders, tmp_path):
     target, heads = folders
     for name in (*heads, target, tiny_model("llama", tmp_path)):
-        assert is_draft_head(str(name)) == names_head(str(name)) == (name in heads)
+        assert (head_kind(str(name)) == "eagle3") == names_head(str(name)) == (name in heads)
 
 
 def test_names_and_damaged_files_are_no_heads(tmp_path):
@@ -43,56 +41,38 @@ def test_names_and_damaged_files_are_no_heads(tmp_path):
         "",
         "openai:http://x",
     ):
-        assert not is_draft_head(name)
+        assert head_kind(name) == ""
     for content in (b"", b"\xff" * 8, struct.pack("<Q", 2) + b"[]", struct.pack("<Q", 9) + b"{"):
         (tmp_path / "model.safetensors").write_bytes(content)
         for config in ("[]", "{", json.dumps({"architectures": 3})):
             (tmp_path / "config.json").write_text(config)
-            assert not is_draft_head(str(tmp_path))
-
-
-def test_targets_of_a_cluster_make_features_for_its_head(folders):
-    target, heads = folders
-    for head in heads:
-        settings = ClusterSettings(target=str(target), draft=str(head))
-        roles = role_settings(settings)
-        assert roles["target"]["features"] == roles["draft"]["model"] == str(head)
-        assert roles["draft"]["target_model"] == str(target)
-        assert check_models(str(target), str(head)) == []
-        (note,) = model_notes(settings, 0)
-        assert "drafts on draft workers" in note
-    without = ClusterSettings(target=str(target), draft=str(heads[0]), draft_workers="0")
-    assert "features" not in role_settings(without)["target"]  # left to the environment
-
-
-def test_draft_workers_of_a_chart_are_told_the_target(folders):
-    target, heads = folders
-    document = serve_document(ClusterSettings(target=str(target), draft=str(heads[-1])))
-    settings = {one["name"]: one["args"]["settings"] for one in document["applications"]}
-    assert settings["gammaray-draft"]["target_model"] == str(target)
-    assert settings["gammaray-target"]["features"] == str(heads[-1])
+            assert head_kind(str(tmp_path)) == ""
 
 
 @pytest.mark.parametrize(
     ("config", "kind"),
     [
-        ({"speculators_model_type": "dflash"}, "DFlash"),
-        ({"architectures": ["DFlashDraftModel"], "dflash_config": {}}, "DFlash"),
-        ({"model_type": "medusa"}, "Medusa"),
-        ({"medusa_num_heads": 3}, "Medusa"),
+        ({"speculators_model_type": "eagle3"}, "eagle3"),
+        ({"architectures": ["Eagle3LlamaForCausalLM"]}, "eagle3"),
+        ({"model_type": "eagle"}, "eagle"),
+        ({"speculators_model_type": "dflash"}, "dflash"),
+        ({"architectures": ["DFlashDraftModel"], "dflash_config": {}}, "dflash"),
+        ({"model_type": "medusa"}, "medusa"),
+        ({"medusa_num_heads": 3}, "medusa"),
     ],
 )
-def test_heads_that_only_targets_run_are_refused(config, kind, folders, tmp_path):
+def test_a_head_as_the_draft_is_refused_and_told_where_it_belongs(config, kind, folders, tmp_path):
     target, _ = folders
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(InvalidArgumentError, match=rf"draft: got .*{kind}.*, allowed: .*EAGLE head"):
+    reason = rf"got .*\(a head: {kind}\).*, allowed: a draft model; .* --head"
+    with pytest.raises(InvalidArgumentError, match=f"draft: {reason}"):
         check_models(str(target), str(tmp_path))
     worker = DraftWorker(DraftSettings(model=str(tmp_path), target_model=str(target)))
-    with pytest.raises(InvalidArgumentError, match=rf"model: got .*{kind}.*, allowed: .*EAGLE head"):
+    with pytest.raises(InvalidArgumentError, match=f"model: {reason}"):
         asyncio.run(worker.start())
 
 
 def test_other_drafts_are_not_refused(folders):
-    target, heads = folders
-    for name in (*map(str, heads), str(target), "demo", "early-exit:3", "openai:http://x", "./absent"):
-        check_draft_head("draft", name)
+    target, _ = folders
+    for name in (str(target), "demo", "early-exit:3", "openai:http://x", "./absent"):
+        check_no_head("draft", name)

@@ -78,7 +78,6 @@ def test_kernel_does_not_run_on_a_gpu():
     ("given", "words"),
     [
         ({"head_weights": "int8"}, "head_weights: got int8, allowed: auto with the engine vllm"),
-        ({"features": "h"}, "features: got h, allowed: none with the engine vllm"),
         (
             {"deterministic": True, "device": "cpu"},
             "device: got cpu, allowed: auto or cuda with deterministic",

@@ -83,7 +83,7 @@ def test_head_in_the_target_takes_its_time_and_no_round_trip():
     assert sizing == LOAD.sizing(head, DEVICES["A10"], 8)  # the card of drafters does not matter
     own_ms = Placement(head.model, "bf16", DEVICES["H100"]).pass_ms(8, 1024)
     assert sizing.cycle_ms(3, 1) == pytest.approx(LOAD.target.pass_ms(8, 1024) + 3 * own_ms)
-    remote = Drafter(Kind.REMOTE_HEAD, head.model)
+    remote = replace(PLAIN, model=head.model)
     assert speedup(head) > speedup(remote)
     far = replace(LOAD, rtt_ms=40.0)
     assert speedup(head, load=far) == speedup(head)
@@ -121,7 +121,7 @@ def test_capacity_is_bounded_by_memory_and_zero_where_the_rate_cannot_be_had():
 
 def test_drafters_are_compared_in_all_weight_types():
     names = [one.name for one in drafters_for(TARGET, SMALL)]
-    assert len(names) == len(set(names)) == 14
+    assert len(names) == len(set(names)) == 11
     assert drafters_for(TARGET, SMALL, 4)[8].model == TARGET.first_layers(4)
     assert {one.kind for one in drafters_for(find_model("1B"), SMALL)} == {
         Kind.PLAIN,
@@ -187,10 +187,6 @@ def test_prices_of_the_user_decide_how_many_drafters_are_worth_it():
         (
             ["--target", "8B", "--on", "H100", "--card", "L4", "--drafter", "early-exit"],
             "for early-exit one of",
-        ),
-        (
-            ["--target", "8B", "--on", "H100", "--card", "L4", "--drafter", "remote-head"],
-            "for remote-head one",
         ),
         (
             ["--target", "llama-3.1-8b", "--on", "H100", "--card", "L4", "--sessions", "90000"],

@@ -97,7 +97,6 @@ def test_draft_workers_know_the_target_where_it_is_another_model():
     assert "target_model" not in role_settings(ClusterSettings())["draft"]
     other = ClusterSettings(target="t", draft="demo")
     assert role_settings(other)["draft"]["target_model"] == "t"
-    assert "features" not in role_settings(other)["target"]
     document = serve_document(other)
     (args,) = (app["args"] for app in document["applications"] if "draft" in app["import_path"])
     assert "target_model" not in args["settings"]

@@ -209,14 +209,3 @@ def test_totals_are_the_counters():
     assert (totals.cycles, totals.drafts, totals.draft_tokens, totals.tested_tokens) == (3, 3, 12, 6)
     assert (totals.accepted_tokens, totals.emitted_tokens, totals.gamma_sum) == (3, 6, 15)
     assert (totals.decode_us, totals.plain_us) == (18_000, 18_000)
-
-
-def test_bytes_of_features_are_counted_by_role():
-    meter = OrchestratorMeter()
-    meter.cycle(cycle((BONUS,), features_received=580, features_sent=0), None)
-    meter.cycle(cycle((BONUS,), features_received=1160, features_sent=1740), None)
-    found = samples(meter)
-    assert (found["wire.features", "target"], found["wire.features", "draft"]) == (1740, 1740)
-    meter.cycle(cycle((BONUS,), features_received=4, features_sent=3), None)
-    found = samples(meter)
-    assert (found["wire.features", "target"], found["wire.features", "draft"]) == (1744, 1743)

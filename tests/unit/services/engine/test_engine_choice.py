@@ -33,7 +33,6 @@ def test_auto_is_vllm_where_it_is_installed_and_there_is_a_gpu(has_vllm, monkeyp
     ("given", "path", "words"),
     [
         ({"head": "h", "head_weights": "int8"}, "m", "head_weights"),
-        ({"features": "h"}, "m", "features"),
         ({"deterministic": True}, "m", "deterministic"),
         ({}, "m.gguf", "a GGUF file"),
     ],

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import json
+from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+from safetensors.torch import load_file
 
+from gammaray.config import TargetSettings
 from gammaray.errors import InvalidArgumentError, NotFoundError
 from services.engine.core.drafter import NOT_DRAFTED
 from services.engine.core.errors import UnsupportedModelError
 from services.engine.engine import SequenceInput
+from services.engine.loader import load_engine
 from services.heads.loading import load_head
 from services.heads.runner import head_engine
+from services.target.loading import load_local_drafter
 from tests.support.engine_helpers import VOCAB_SIZE, tiny_model
 from tests.support.head_helpers import DATA, VARIANTS, as_official, changed
+from tests.support.medusa_helpers import random_heads, write_own
 
 
 @pytest.fixture(scope="module")
@@ -106,46 +108,6 @@ def test_official_format_is_the_same_head(tmp_path, target):
     assert torch.equal(*rows)
 
 
-def eagle1(folder, target, seed=5):
-    """Write an EAGLE-1 head, and return the logits of transformers' own layer on some input."""
-    torch.manual_seed(seed)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-    shape = {"vocab_size": VOCAB_SIZE, "num_hidden_layers": 1, "head_dim": 8}
-    config = LlamaConfig(**sizes, **shape, attn_implementation="eager")
-    layer = LlamaDecoderLayer(config, 0)
-    layer.input_layernorm = torch.nn.Identity()
-    weights = {"fc.weight": torch.randn(32, 64) * 0.3, "fc.bias": torch.randn(32) * 0.3}
-    weights["embed_tokens.weight"] = torch.randn(VOCAB_SIZE, 32)
-    weights |= {f"layers.0.{key}": value for key, value in layer.state_dict().items()}
-    folder.mkdir(exist_ok=True)
-    save_file(weights, folder / "model.safetensors")
-    stored = {**sizes, "architectures": ["LlamaForCausalLM"], "vocab_size": VOCAB_SIZE, "head_dim": 8}
-    (folder / "config.json").write_text(json.dumps({**stored, "num_hidden_layers": 1, "bias": True}))
-    token_ids, states = torch.randint(VOCAB_SIZE, (1, 9)), torch.randn(1, 9, 32)
-    norm = load_file(f"{target}/model.safetensors")["model.norm.weight"]
-    features = torch.nn.functional.rms_norm(states, (32,), norm, eps=1e-6)
-    positions = torch.arange(1, 10)[None]
-    joined = torch.cat([weights["embed_tokens.weight"][token_ids], features], -1)
-    entering = torch.nn.functional.linear(joined, weights["fc.weight"], weights["fc.bias"])
-    mask = torch.full((9, 9), -torch.inf).triu(1)[None, None]
-    rotation = LlamaRotaryEmbedding(config)(entering, positions)
-    with torch.no_grad():
-        hidden = layer(entering, attention_mask=mask, position_embeddings=rotation)
-    return token_ids[0].tolist(), states[0], hidden[0] if hidden.dim() == 3 else hidden
-
-
-@pytest.mark.parametrize("uses_kernel", [True, False])
-def test_eagle_1_is_a_layer_after_a_matrix(tmp_path, target, uses_kernel):
-    token_ids, states, hidden = eagle1(tmp_path, target)
-    engine, head, target_ids = engine_of(tmp_path, target, uses_kernel=uses_kernel)
-    assert target_ids is None
-    assert head.config.taps == (3,)  # the target's last state
-    engine.skip("s", [0])
-    (made,) = engine.step([feed(engine, "s", 1, token_ids, head.fuse(states[:, None]))])
-    output = load_file(f"{target}/model.safetensors")["lm_head.weight"]
-    torch.testing.assert_close(made, hidden @ output.T, rtol=1e-4, atol=1e-4)
-
-
 def drop(key):
     return lambda stored: {name: value for name, value in stored.items() if name != key}
 
@@ -164,7 +126,7 @@ def layer(**values):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (put(speculators_model_type="dflash"), "speculators_model_type is 'dflash'"),
+        (put(speculators_model_type="dflash"), "a DFlash head, served by the engine vllm only"),
         (put(speculators_model_type="eagle9"), "speculators_model_type is 'eagle9'"),
         (put(norm_after_everything=True), "flag 'norm_after_everything' is not known"),
         (drop("norm_before_residual"), "lacks norm_before_residual"),
@@ -230,6 +192,33 @@ def test_head_without_an_embedding_takes_the_targets(tmp_path, target):
     assert torch.equal(head.embed_tokens.weight, stored["model.embed_tokens.weight"])
     with pytest.raises(NotFoundError):
         load_head(str(folder), str(tmp_path / "absent"))
+
+
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        ({"model_type": "llama", "num_hidden_layers": 1}, "an EAGLE-1 or EAGLE-2 head"),
+        ({"speculators_model_type": "eagle"}, "an EAGLE-1 or EAGLE-2 head"),
+        ({"architectures": ["DFlashDraftModel"], "dflash_config": {}}, "a DFlash head"),
+        ({"model_type": "medusa"}, "a Medusa head"),
+        ({"medusa_num_heads": 3}, "a Medusa head"),
+    ],
+)
+def test_heads_of_other_kinds_are_refused_and_named_with_the_engine_that_serves_them(
+    tmp_path, target, config, kind
+):
+    folder = changed("llama", tmp_path, config=lambda _: config)
+    settings = TargetSettings(model=target, head=str(folder))
+    with pytest.raises(UnsupportedModelError, match=f"it is {kind}, served by the engine vllm only"):
+        load_local_drafter(settings, load_engine(target))
+
+
+def test_medusa_heads_in_files_of_their_own_are_refused(tmp_path, target):
+    """In the format of FasterDecoding/Medusa, which has no model.safetensors."""
+    head = write_own(tmp_path / "medusa", random_heads(Path(target)))
+    settings = TargetSettings(model=target, head=str(head))
+    with pytest.raises(UnsupportedModelError, match="it is a Medusa head, served by the engine vllm only"):
+        load_local_drafter(settings, load_engine(target))
 
 
 def test_model_is_no_head(target):

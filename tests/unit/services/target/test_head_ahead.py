@@ -17,7 +17,7 @@ from services.speculation.local_drafter import LocalDrafter
 from services.target.loading import load_local_drafter
 from services.target.scheduler import TargetScheduler
 from tests.support.engine_helpers import random_tokens, tiny_model
-from tests.support.head_helpers import DATA, bigram_head, bigram_target, complete_dflash
+from tests.support.head_helpers import DATA, bigram_head, bigram_target
 from tests.support.target_helpers import Run
 
 PROMPT = random_tokens(20, seed=3)
@@ -40,7 +40,7 @@ class Forwards:
         return counted
 
 
-@pytest.fixture(scope="module", params=["exact head", "random head", "DFlash head", "draft model"])
+@pytest.fixture(scope="module", params=["exact head", "random head", "draft model"])
 def pair(request, tmp_path_factory):
     """A target and what drafts beside it."""
     folder = tmp_path_factory.mktemp("pair")
@@ -51,8 +51,6 @@ def pair(request, tmp_path_factory):
         target = tiny_model("llama", folder / "target", seed=3)
         if request.param == "random head":
             drafter = DATA / "llama"
-        elif request.param == "DFlash head":
-            drafter = complete_dflash("dflash", folder / "head")
         else:
             drafter = tiny_model("llama", folder / "draft", seed=4)
     return str(target), str(drafter)

@@ -12,7 +12,7 @@ PROMPT, ANSWER = [5, 6, 7, 8, 9, 5, 6], [7, 8, 3, 4]
 
 
 class Scripted:
-    """A plain draft that is right after given positions of the text only."""
+    """A draft model that is right after given positions of the text only."""
 
     depth = 1
     target_ids = torch.arange(16)
@@ -27,8 +27,8 @@ class Scripted:
             logs[row, label if place[1] in self.right else 15] = 0.0
         return logs
 
-    def batch(self, sequences, *, keep):
-        return build_batch(sequences, self.depth, keep=keep)
+    def batch(self, sequences, num_depths):
+        return build_batch(sequences, num_depths)
 
     def common(self, batch, logs):
         wanted = torch.zeros(len(logs), 16)

@@ -1,4 +1,4 @@
-"""`gammaray train --kind eagle3` on the demo target: learns, resumes, and serves what it predicted."""
+"""`gammaray train` on the demo target: a head: learns, resumes, and serves what it predicted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from services.heads.loading import load_head
 from services.heads.runner import head_engine
 from services.train.answers.states import StateStore
 from services.train.answers.store import AnswerStore
-from services.train.head import HeadDrafter
+from services.train.head import TrainableHead
 from services.train.run import run
 from tests.support.train_helpers import losses, make_task, overlaps, run_until
 
@@ -31,7 +31,7 @@ TAPS = (2, 8, 13, NUM_LAYERS)
 def trained(tmp_path_factory):
     """A head after some steps: its folder, and what was told before and after an interruption."""
     folder = tmp_path_factory.mktemp("head")
-    task = make_task(folder, kind="eagle3", minutes=0.8, unroll=2)
+    task = make_task(folder, minutes=0.8, unroll=2)
     first, done = run_until(task, "steps 15 ")
     assert not done
     second = []
@@ -59,12 +59,12 @@ def test_head_serves_what_was_trained(trained):
     sequence = next(one for one in store.sequences() if len(one.token_ids) - one.num_prompt > 12)
     target = load_model(str(TARGET_DIR), device="cpu", dtype="float32").module
     states = StateStore(folder, identity, target, TAPS, store.num_tokens, len(store))
-    drafter = HeadDrafter(target, TAPS, target_ids, 3, states)
+    drafter = TrainableHead(target, TAPS, target_ids, 3, states)
     drafter.module.load_state_dict(
         {key: value for key, value in head.state_dict().items() if "embed_tokens" not in key}
     )
     drafter.eval()
-    batch = drafter.batch([sequence], keep=1.0)
+    batch = drafter.batch([sequence], 3)
     with torch.no_grad():
         expected = drafter(batch)
 
@@ -121,6 +121,6 @@ def test_other_states_are_refused(trained, tmp_path, changes, reason):
     folder, _, _ = trained
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "answers").symlink_to(folder / "work" / "answers")
-    task = make_task(tmp_path, kind="eagle3", **changes)
+    task = make_task(tmp_path, **changes)
     with pytest.raises((FailedPreconditionError, InvalidArgumentError), match=reason):
         run(task, print, lambda: False)

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from gammaray.errors import InvalidArgumentError
 from services.engine.core.model import load_model
-from services.train.head import HeadDrafter, save_head
+from services.train.head import TrainableHead
 from tests.support.engine_helpers import tiny_model
 from tests.support.train_helpers import make_sequence
 
@@ -41,7 +41,7 @@ def make_drafter(folder, depth=3, taps=(1, 2), target_ids=range(0, 64, 2)):
     target = load_model(str(folder), device="cpu", dtype="float32").module
     torch.manual_seed(0)
     states = States(len(taps), target.config.hidden_size)
-    drafter = HeadDrafter(target, taps, torch.tensor(target_ids), depth, states)
+    drafter = TrainableHead(target, taps, torch.tensor(target_ids), depth, states)
     for name in ("o_proj", "down_proj"):  # nearly silent at first
         part = drafter.module.layers[0]
         (part.self_attn if name == "o_proj" else part.mlp).get_submodule(name).weight.data.mul_(10)
@@ -84,10 +84,9 @@ def drafted(drafter, sequence, start, anchor, depth, shift=0):
 @pytest.mark.parametrize("is_windowed", [False, True])
 def test_steps_of_training_are_those_of_drafting(folder, is_windowed):
     drafter = make_drafter(folder)
-    drafter.num_steps = 3
     sequences = [make_sequence(0, 4, 9), make_sequence(1, 2, 12), make_sequence(2, 6, 8)]
     generator = torch.Generator().manual_seed(1) if is_windowed else None
-    batch = drafter.batch(sequences, generator=generator)
+    batch = drafter.batch(sequences, 3, generator)
     assert bool(batch.starts.any()) == is_windowed
     places = batch.place.tolist()
     assert {depth for _, _, depth in places} == {1, 2, 3}
@@ -113,8 +112,7 @@ def test_weights_of_the_target_begin_near_its_last_state(folder):
 
 def test_loss_falls(folder):
     drafter = make_drafter(folder)
-    drafter.num_steps = 2
-    batch = drafter.batch([make_sequence(0, 4, 9), make_sequence(1, 2, 12)])
+    batch = drafter.batch([make_sequence(0, 4, 9), make_sequence(1, 2, 12)], 2)
     optimizer = torch.optim.AdamW([p for p in drafter.parameters() if p.requires_grad], lr=3e-3)
     losses = []
     for _ in range(40):
@@ -130,12 +128,11 @@ def test_loss_falls(folder):
 @pytest.mark.parametrize(("depth", "steps"), [(1, 3), (16, 1)])
 def test_short_answers_have_fewer_steps(folder, depth, steps):
     drafter = make_drafter(folder, depth=depth)
-    drafter.num_steps = steps
     sequences = [make_sequence(0, 1, 8), make_sequence(1, 2, 12)]
-    assert int(drafter.batch(sequences).place[:, 2].max()) == steps
-    whole = drafter.batch(sequences, keep=1.0)
+    assert int(drafter.batch(sequences, steps).place[:, 2].max()) == steps
+    whole = drafter.batch(sequences, depth)
     assert len(drafter(whole)) == len(whole.labels)
-    assert drafter(drafter.batch(sequences)).isfinite().all()
+    assert drafter(drafter.batch(sequences, steps)).isfinite().all()
 
 
 def test_training_starts_from_a_head(folder, tmp_path):
@@ -143,7 +140,7 @@ def test_training_starts_from_a_head(folder, tmp_path):
     first.target_ids.copy_(torch.arange(1, 64, 2))
     for parameter in first.module.parameters():
         parameter.data.copy_(torch.randn_like(parameter).bfloat16())
-    save_head(first, tmp_path, IDENTITY, "tiny", {})
+    first.save(tmp_path, IDENTITY, "tiny", {})
     then.start_from(str(tmp_path), str(folder))
     assert torch.equal(then.target_ids, first.target_ids)
     assert then.row_of[1] == 0
@@ -161,7 +158,7 @@ def test_head_of_other_rows_keeps_those_that_it_has(folder, tmp_path):
     # A linear map of the target's rows, as which the new rows are to begin.
     image = torch.randn(begun.shape[1], begun.shape[1]), torch.randn(begun.shape[1])
     first.head.data[10:] = begun[:46] @ image[0] + image[1]
-    save_head(first, tmp_path, IDENTITY, "tiny", {})
+    first.save(tmp_path, IDENTITY, "tiny", {})
     then.start_from(str(tmp_path), str(folder))
     assert then.target_ids.tolist() == list(range(10, 64))
     assert torch.equal(then.head[:46], first.head[10:].bfloat16().float())
@@ -172,7 +169,7 @@ def test_head_of_other_rows_keeps_those_that_it_has(folder, tmp_path):
 
 
 def test_head_without_a_common_row_is_no_start(folder, tmp_path):
-    save_head(make_drafter(folder, target_ids=range(20)), tmp_path, IDENTITY, "tiny", {})
+    make_drafter(folder, target_ids=range(20)).save(tmp_path, IDENTITY, "tiny", {})
     with pytest.raises(InvalidArgumentError, match="has none of them, allowed: a head with some of the 44"):
         make_drafter(folder, target_ids=range(20, 64)).start_from(str(tmp_path), str(folder))
 
@@ -184,6 +181,6 @@ def test_head_of_another_shape_is_no_start(folder, tmp_path, change):
         first = make_drafter(folder, taps=(0, 2))
     if change == "flag":
         first.config = replace(first.config, norm_before_residual=True)
-    save_head(first, tmp_path, IDENTITY, "tiny", {})
+    first.save(tmp_path, IDENTITY, "tiny", {})
     with pytest.raises(InvalidArgumentError, match=r"init: .*a head of its kind on layers \[1, 2\]"):
         then.start_from(str(tmp_path), str(folder))

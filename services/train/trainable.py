@@ -1,0 +1,173 @@
+"""What training needs of a drafter, and the directory that it becomes."""
+
+from __future__ import annotations
+
+import json
+import os
+from abc import abstractmethod
+from collections.abc import Sequence as Items
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from services.train.answers.store import Sequence, disk, write_json
+from services.train.batches import Batch
+from services.train.losses import loss_of
+
+__all__ = ["Trainable", "write_drafter"]
+
+_DEPTH_WEIGHT = 0.8
+"""Weight of a depth's loss relative to the one before, as a depth counts only if those before were right."""
+
+
+class Trainable(nn.Module):
+    """A drafter in training, with a reduced vocabulary.
+
+    Args:
+        vocab_size: Number of the target's token ids.
+        target_ids: Ascending ids of the output's rows.
+        depth: Depths that are evaluated.
+
+    Attributes:
+        num_depths: Depths that are trained.
+    """
+
+    def __init__(self, vocab_size: int, target_ids: Tensor, depth: int) -> None:
+        super().__init__()
+        self.depth, self.num_depths = depth, 1
+        self.target_ids: Tensor
+        self.row_of: Tensor
+        self.register_buffer("target_ids", target_ids.clone())
+        self.register_buffer("row_of", torch.full((vocab_size,), -1), persistent=False)
+        self.take_ids(target_ids)
+
+    @property
+    @abstractmethod
+    def head(self) -> Tensor:
+        """The output matrix, [rows, hidden_size]."""
+
+    @property
+    @abstractmethod
+    def num_weights(self) -> int:
+        """Number of weights that a drafted token reads; the lookup of embeddings is not among them."""
+
+    @abstractmethod
+    def batch(
+        self, sequences: Items[Sequence], num_depths: int, generator: torch.Generator | None = None
+    ) -> Batch:
+        """Return a batch, see `build_batch`."""
+
+    @abstractmethod
+    def forward(self, batch: Batch) -> Tensor:
+        """Return log-probabilities of each prediction, float32 [predictions, rows of the output]."""
+
+    @abstractmethod
+    def start_from(self, init: str, target: str) -> None:
+        """Take the weights and the output's ids of a trained drafter of the same kind.
+
+        Args:
+            init: Its directory.
+            target: The target's directory or hub name.
+
+        Raises:
+            InvalidArgumentError: It has another shape, or reads other states.
+            UnsupportedModelError: It is not of this kind, or not for the target.
+        """
+
+    @abstractmethod
+    def save(self, folder: Path, identity: dict[str, str], name: str, card: dict[str, Any]) -> int:
+        """Write a directory in the published format, in bfloat16; files are replaced, the weights first.
+
+        Args:
+            folder: The directory.
+            identity: Fingerprints of the target and of its tokenizer.
+            name: The target's name.
+            card: The measurements.
+
+        Returns:
+            Size of the weights in bytes.
+
+        Raises:
+            ResourceExhaustedError: The disk is full; what the directory held is intact.
+        """
+
+    def take_ids(self, ids: Tensor) -> None:
+        """Take the output's ids of another drafter with as many."""
+        self.target_ids.copy_(ids)
+        self.row_of.fill_(-1)
+        self.row_of[ids] = torch.arange(len(ids))
+
+    def common(self, batch: Batch, logs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the target's probabilities and the drafter's log-probabilities of the target's top ids.
+
+        Both are [predictions, top_k]; an id without a row has the target's probability 0, as nothing can be
+        learnt for it.
+        """
+        rows = self.row_of[batch.top_ids]
+        return batch.top_logs.exp() * (rows >= 0), logs.gather(1, rows.clamp_min(0))
+
+    def loss(self, batch: Batch, kind: str) -> Tensor:
+        """Return the mean loss, in which later depths count less; `kind` as in `losses.loss_of`."""
+        each = loss_of(kind, *self.common(batch, self(batch)))
+        weight = _DEPTH_WEIGHT ** (batch.place[:, 2] - 1).float()
+        return (each * weight).sum() / weight.sum()
+
+
+def write_drafter(
+    folder: Path,
+    weights: dict[str, Tensor],
+    config: dict[str, Any],
+    identity: dict[str, str],
+    name: str,
+    card: dict[str, Any],
+    about: str,
+) -> int:
+    """Write the directory of a drafter; files are replaced one by one, the weights first.
+
+    Args:
+        folder: The directory.
+        weights: Its tensors; floating-point numbers are stored in bfloat16.
+        config: Its config.json.
+        identity: Fingerprints of the target and of its tokenizer.
+        name: The target's name.
+        card: The measurements.
+        about: What it is, for its README.
+
+    Returns:
+        Size of the weights in bytes.
+
+    Raises:
+        ResourceExhaustedError: The disk is full; what the directory held is intact.
+    """
+    stored = {key: _narrow(value).detach().to("cpu").contiguous() for key, value in weights.items()}
+    described = {
+        "format": 1,
+        "target": {"name": name, "fingerprint": identity["target"]},
+        "tokenizer": {"fingerprint": identity["tokenizer"]},
+        "measured": card,
+    }
+    text = (
+        f"# Drafter for {name}\n\n{about} It shares the target's input embedding and tokenizer.\n\nTrained "
+        "by `gammaray train` on text of the target. The weights derive from the target's, whose licence "
+        f"applies.\n\nMeasured on held-out answers:\n\n```json\n{json.dumps(card, indent=1)}\n```\n"
+    )
+    with disk(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary = folder / ".model.safetensors.new"
+        try:
+            save_file(stored, temporary, metadata={"format": "pt"})
+        except Exception as error:  # safetensors reports a full disk by an error class of its own
+            temporary.unlink(missing_ok=True)
+            raise OSError(f"model.safetensors: {error}") from error
+        os.replace(temporary, folder / "model.safetensors")
+        write_json(folder / "config.json", config)
+        write_json(folder / "gammaray.json", described)
+        (folder / "README.md").write_text(text, encoding="utf-8")
+    return (folder / "model.safetensors").stat().st_size
+
+
+def _narrow(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
