@@ -173,7 +173,6 @@ class SpeculationCounters:
             suffix_cycles=self.cycles_by_drafter[DrafterKind.SUFFIX],
             prediction_cycles=self.cycles_by_drafter[DrafterKind.PREDICTION],
             grammar_cycles=self.cycles_by_drafter[DrafterKind.GRAMMAR],
-            server_cycles=self.cycles_by_drafter[DrafterKind.SERVER],
             head_cycles=self.cycles_by_drafter[DrafterKind.HEAD],
             drafted_tokens=self.drafted,
             accepted_tokens=self.accepted,

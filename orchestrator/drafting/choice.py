@@ -76,7 +76,7 @@ class AdaptiveChoice:
         session: The session.
         drafter: Its drafters.
         allowed: The drafter that the request allows; MODEL allows the text drafters too.
-        model: Chooses the shape of the proposals of the draft model, or of the server in its place.
+        model: Chooses the shape of the proposals of the draft model or head.
         text: Chooses among matches.
         costs: Shared by the sessions of this replica.
     """

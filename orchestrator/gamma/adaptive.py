@@ -49,7 +49,7 @@ class AdaptiveGamma:
         max_gamma: Upper bound of the depth.
         costs: Shared by the sessions of this replica.
         max_nodes: Upper bound of the nodes; up to 1 for chains only.
-        drafter: Kind of the drafter, a draft model or a server.
+        drafter: Kind of the drafter, a draft model or a head.
 
     Attributes:
         drafter: As given.

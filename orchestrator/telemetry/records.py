@@ -94,13 +94,13 @@ def worker_call(call: Call) -> pb.WorkerCall:
     if len(call.blocks) > 1:
         record.refed_tokens = sum(len(block.context.token_ids) for block in call.blocks[1:])
     answer = call.results[-1] if call.results else None
-    if answer is not None and answer.timing is not None:  # a server that drafts does not say how long it took
+    if answer is not None and answer.timing is not None:
         record.timing.CopyFrom(answer.timing)
     return record
 
 
 def _feature_bytes(call: Call) -> int:
-    """Return the bytes of the features in the messages of a call; a server that drafts has none."""
+    """Return the bytes of the features in the messages of a call."""
     found = [
         message.features
         for message in (*call.blocks, *call.results)

@@ -41,7 +41,6 @@ def test_names_and_damaged_files_are_no_heads(tmp_path):
         "./absent",
         "/absent",
         "",
-        "openai:http://x",
     ):
         assert not is_draft_head(name)
     for content in (b"", b"\xff" * 8, struct.pack("<Q", 2) + b"[]", struct.pack("<Q", 9) + b"{"):
@@ -94,5 +93,5 @@ def test_heads_that_only_targets_run_are_refused(config, kind, folders, tmp_path
 
 def test_other_drafts_are_not_refused(folders):
     target, heads = folders
-    for name in (*map(str, heads), str(target), "demo", "early-exit:3", "openai:http://x", "./absent"):
+    for name in (*map(str, heads), str(target), "demo", "early-exit:3", "./absent"):
         check_draft_head("draft", name)
