@@ -460,15 +460,9 @@ class DraftSettings(WorkerSettings):
     target_model: str = Field(
         "",
         description="The target: directory, hub name or GGUF file. A draft with another vocabulary then "
-        "proposes the target's tokens; a drafter that shares weights with its target reads them from there, "
-        "and one that was trained for another target is refused. Empty: the vocabularies are equal, and "
-        "nothing is shared.",
-    )
-    vocabulary_mapping: Literal["auto", "tokens", "text"] = Field(
-        "auto",
-        description="How a draft with another vocabulary proposes: tokens that both models have, or the "
-        "target's tokens of its text; auto is text at temperature 0 and with naive verification, else "
-        "tokens.",
+        "proposes the tokens that both have; a drafter that shares weights with its target reads them from "
+        "there, and one that was trained for another target is refused. Empty: the vocabularies are equal, "
+        "and nothing is shared.",
     )
 
 

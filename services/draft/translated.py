@@ -13,14 +13,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-from gammaray.blocks import Shape
 from gammaray.config import DraftSettings
 from gammaray.types import Proposal
 from services.draft.scheduler import DraftScheduler
-from services.draft.translated_chains import Chain, SharedLogits, TextChain, TokenChain
+from services.draft.shared_tokens import SharedLogits, TokenChain
 from services.engine.engine import Engine, SequenceInput
 from services.engine.sampling.noise import Noise
 from services.scheduling.grammars import Grammars
@@ -44,7 +42,7 @@ class _Drafting(Running[ProposeTask]):
         context: The draft's tokens of the committed text; `tail` has those fed after them.
     """
 
-    chain: Chain = field(kw_only=True)
+    chain: TokenChain = field(kw_only=True)
     context: Sequence[int] = field(kw_only=True)
 
     @property
@@ -114,9 +112,8 @@ class TranslatedDraftScheduler(Scheduler[ProposeTask]):
         grammars: Grammars | None = None,
     ) -> None:
         super().__init__(engine, limits, translation.target_size, grammars)
-        self._translation, self._top_k, self._bits = translation, draft_top_k, weight_bits
+        self._top_k, self._bits = draft_top_k, weight_bits
         self._shared = SharedLogits(translation.common, engine.device)
-        self._masked = _masked(translation, engine)
         self._open = partial(
             _Translated, translation=translation, shared=self._shared, limit=engine.max_context
         )
@@ -149,14 +146,10 @@ class TranslatedDraftScheduler(Scheduler[ProposeTask]):
         context = translated.context.tokens
         if not 0 < len(context) < self.engine.max_context:
             return Proposal()
-        chain = self._chain(translated, replace(task.shape, max_nodes=0))
+        chain = TokenChain(
+            *(session, self._shared, translated.noise, task.shape), top_k=self._top_k, bits=self._bits
+        )
         return _Drafting(task, session, [], num_logits=1, chain=chain, context=context)
-
-    def _chain(self, translated: _Translated, shape: Shape) -> Chain:
-        session, spec = translated.session, translated.session.spec
-        if self._translation.by_text(spec.method, spec.params.temperature):
-            return TextChain(session, self._translation, self._masked, shape)
-        return TokenChain(session, self._shared, translated.noise, shape, top_k=self._top_k, bits=self._bits)
 
     def _advance(self, running: Running[ProposeTask], logits: Tensor) -> Proposal | None:
         assert isinstance(running, _Drafting)
@@ -194,12 +187,3 @@ def make_draft_scheduler(
     return DraftScheduler(
         engine, limits, draft_top_k=top_k, weight_bits=bits, ahead_rows=ahead_rows, grammars=grammars
     )
-
-
-def _masked(translation: Translation, engine: Engine) -> Tensor:
-    """Return [vocab_size] -inf for draft tokens without bytes other than the end of sequence, else 0."""
-    draft, end = translation.draft, translation.common.end
-    spelled = [token_id for token_id, spelling in enumerate(draft.spellings[: engine.vocab_size]) if spelling]
-    masked = torch.full((engine.vocab_size,), -torch.inf, device=engine.device)
-    masked[[*spelled, *(() if end is None else end[:1])]] = 0.0
-    return masked
