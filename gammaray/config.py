@@ -448,7 +448,7 @@ class DraftSettings(WorkerSettings):
     weight_bits: int = Field(12, ge=1, le=24, description="Bits of its quantised weights' sum.")
     draft_ahead: bool = Field(
         True,
-        description="Prepare the next proposals while the target verifies; paused while it does not pay.",
+        description="Prepare the next proposals while the target verifies.",
     )
     ahead_rows: int = Field(
         4,
@@ -592,15 +592,6 @@ class ScalingSettings(_Settings):
     )
     draft_load: float = Field(
         4.0, gt=0, description="Blocks in flight per draft worker above which a worker is added."
-    )
-    min_gain: float = Field(
-        1.0,
-        description="Tokens per second above plain decoding below which a drafter is removed; any number.",
-    )
-    retry_s: float = Field(
-        60.0,
-        gt=0,
-        description="Pause after removing a drafter that did not pay, doubling up to 16-fold, in seconds.",
     )
     scale_up_delay_s: float = Field(
         3.0, ge=0, description="Time that more workers must be wanted before they are added, in seconds."

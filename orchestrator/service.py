@@ -406,8 +406,6 @@ class _RunningTurn:
         self._drafter, self._controller, self._verifier = drafter, controller, verifier
         self._error: BaseException | None = None
         handover = opened.handover
-        if isinstance(controller, AdaptiveChoice) and controller.kind in handover.acceptance:
-            controller.recall(handover.acceptance[controller.kind])
         drafter.prefer(opened.session, handover.draft)
         verifier.prefer(opened.session, handover.target)
 
@@ -453,13 +451,9 @@ class _RunningTurn:
             self._verifier.release(session)
 
     def _handover(self) -> bytes:
-        controller = self._controller
         return SessionHandover(
             counters=self._progress.counters,
             elapsed_s=self._progress.elapsed_s,
-            acceptance={controller.kind: controller.acceptance}
-            if isinstance(controller, AdaptiveChoice)
-            else {},
             target=self._verifier.address,
             draft=self._drafter.address,
         ).to_bytes()

@@ -150,7 +150,7 @@ class AdaptiveGamma:
 
     def _sample_acceptance(self) -> list[float]:
         """Return a posterior sample of the probability of acceptance by depth."""
-        strength = STRENGTH + sum(self.acceptance.counts[1])
+        strength = STRENGTH + self.acceptance.num_tested
         draw = self._costs.draws[-1] / math.sqrt(strength)
         return [
             min(1.0, max(0.0, p + draw * math.sqrt(p * (1.0 - p))))

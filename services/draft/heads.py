@@ -7,7 +7,6 @@ tokens that are only guessed have no features. A session whose last feature is m
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -24,12 +23,10 @@ from services.heads.features import read_features
 from services.heads.loading import load_head
 from services.heads.runner import HeadEngine, head_engine
 from services.scheduling.grammars import Grammars
-from services.scheduling.load import LoadCounters
 from services.scheduling.planning import Limits, Running
 from services.scheduling.scheduler import Scheduler
 from services.scheduling.sessions import SessionCopy
 from services.scheduling.tasks import ProposeTask, Timing
-from services.speculation.gain import GainMeter
 from services.speculation.head_drafter import HeadDrafter
 
 __all__ = ["HeadScheduler", "load_head_engine"]
@@ -60,17 +57,11 @@ class HeadScheduler(Scheduler[ProposeTask]):
         super().__init__(engine, limits, grammars=grammars)
         self._drafter = HeadDrafter(engine, top_k=draft_top_k, bits=weight_bits)
         self._width = engine.feature_size
-        self._gain = GainMeter()
-
-    def load(self) -> LoadCounters:
-        """Return the load counters so far, including tokens gained."""
-        return replace(super().load(), gained=self._gain.gained)
 
     def _reply(self, task: ProposeTask, outcome: object, timing: Timing | None = None) -> None:
         super()._reply(task, None if task.is_notice else outcome, timing)
 
     def _forget(self, session: SessionCopy) -> None:
-        self._gain.drop(session.session_id)
         self._drafter.drop(session.session_id)
 
     def _match_cache(self, session: SessionCopy) -> None:
@@ -81,7 +72,6 @@ class HeadScheduler(Scheduler[ProposeTask]):
         if task.features is not None:
             rows = read_features(task.features, self._width)
             self._drafter.keep(task.session_id, task.features.start, rows)
-        self._gain.asked(task.session_id, session.tokens, task.arrived)
         return Running(task, session, [], num_logits=1)
 
     def _prepare_blocks(self) -> None:
@@ -104,7 +94,6 @@ class HeadScheduler(Scheduler[ProposeTask]):
             timing.queue_us = int(waited * 1e6)
             forwards = max(1, proposal.depth)
             timing.add(Timing(0, took_us, took_us, len(blocks), num_tokens, forwards))
-            self._gain.sent(task.session_id, proposal, task.base_position, task.arrived, time.monotonic())
             self._reply(task, proposal, timing)
 
     def _advance(self, running: Running[ProposeTask], logits: Tensor) -> Proposal | None:

@@ -7,9 +7,8 @@ on, and the cache is cut where the tokens differ. Proposals are chains; nothing 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar
 
@@ -22,12 +21,10 @@ from services.draft.shared_tokens import SharedLogits, TokenChain
 from services.engine.engine import Engine, SequenceInput
 from services.engine.sampling.noise import Noise
 from services.scheduling.grammars import Grammars
-from services.scheduling.load import LoadCounters
 from services.scheduling.planning import Limits, Running
 from services.scheduling.scheduler import Scheduler
 from services.scheduling.sessions import SessionCopy
 from services.scheduling.tasks import ProposeTask, Timing
-from services.speculation.gain import GainMeter
 from services.vocabulary.translation import Translation
 
 __all__ = ["TranslatedDraftScheduler", "make_draft_scheduler"]
@@ -118,17 +115,11 @@ class TranslatedDraftScheduler(Scheduler[ProposeTask]):
             _Translated, translation=translation, shared=self._shared, limit=engine.max_context
         )
         self._sessions: dict[str, _Translated] = {}
-        self._gain = GainMeter()
-
-    def load(self) -> LoadCounters:
-        """Return the load counters so far, including tokens gained."""
-        return replace(super().load(), gained=self._gain.gained)
 
     def _reply(self, task: ProposeTask, outcome: object, timing: Timing | None = None) -> None:
         super()._reply(task, None if task.is_notice else outcome, timing)
 
     def _forget(self, session: SessionCopy) -> None:
-        self._gain.drop(session.session_id)
         self._sessions.pop(session.session_id, None)
         super()._forget(session)
 
@@ -141,7 +132,6 @@ class TranslatedDraftScheduler(Scheduler[ProposeTask]):
         self._match_tokens(session, translated.context.tokens, kept)
 
     def _start(self, task: ProposeTask, session: SessionCopy) -> Running[ProposeTask] | Proposal:
-        self._gain.asked(task.session_id, session.tokens, task.arrived)
         translated = self._sessions[task.session_id]
         context = translated.context.tokens
         if not 0 < len(context) < self.engine.max_context:
@@ -157,9 +147,7 @@ class TranslatedDraftScheduler(Scheduler[ProposeTask]):
         if token_id is not None and running.num_tokens < self.engine.max_context:
             running.tail.append(token_id)
             return None
-        proposal, task = running.chain.finish(), running.task
-        self._gain.sent(task.session_id, proposal, task.base_position, task.arrived, time.monotonic())
-        return proposal
+        return running.chain.finish()
 
 
 def make_draft_scheduler(

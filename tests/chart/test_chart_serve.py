@@ -103,8 +103,8 @@ def test_settings_in_values_are_applied():
     shown = effective_of_serve(serve_config(EVERYTHING))
     assert shown["draft"]["settings"]["draft_ahead"] is False
     assert shown["draft"]["workers"] == "0:4"
-    assert shown["draft"]["scaling"]["min_gain"] == 2.5
-    assert shown["draft"]["scaling"]["retry_s"] == ScalingSettings.model_fields["retry_s"].default
+    assert shown["draft"]["scaling"]["draft_load"] == 2.5
+    assert shown["draft"]["scaling"]["target_load"] == ScalingSettings.model_fields["target_load"].default
 
 
 def test_draft_workers_know_the_targets_tokenizer_where_the_models_differ():
