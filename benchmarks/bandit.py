@@ -7,9 +7,7 @@ import random
 from dataclasses import dataclass
 
 from gammaray.blocks import Shape
-from gammaray.maths.acceptance import AcceptanceEstimator
 from orchestrator.cycle.types import Cycle
-from orchestrator.gamma.cost_model import first_children
 from orchestrator.gamma.fixed import Reason
 
 __all__ = ["Arms", "BanditGamma"]
@@ -43,7 +41,6 @@ class Arms:
     """
 
     def __init__(self, rng: random.Random | None = None) -> None:
-        self.acceptance = AcceptanceEstimator(0.995)
         self._rng = rng or random.Random()
         self._arms: dict[int, dict[int, _Arm]] = {}
         self._load = 0
@@ -85,13 +82,9 @@ class BanditGamma:
     Args:
         max_gamma: Upper bound of the depth.
         arms: Shared by the sessions of this replica.
-
-    Attributes:
-        acceptance: Acceptance of this session, for its handover; the choice does not use it.
     """
 
     def __init__(self, max_gamma: int, arms: Arms) -> None:
-        self.acceptance = AcceptanceEstimator(0.975, fleet=arms.acceptance)
         self._max_gamma, self._arms = max_gamma, arms
         self._gamma, self._left = 0, 0
         self._was_plain = True
@@ -105,9 +98,6 @@ class BanditGamma:
     def observe(self, cycle: Cycle) -> None:
         """Learn from a finished cycle."""
         self._left = max(0, self._left - 1)
-        tested, accepted = first_children(cycle)
-        self.acceptance.observe(tested, accepted)
-        self._arms.acceptance.observe(tested, accepted)
         catches_up = cycle.num_drafted > 0 and self._was_plain
         if not cycle.is_first and not catches_up and not cycle.draft_failed and cycle.total_s > 0:
             self._arms.observe(cycle)

@@ -4,8 +4,8 @@
 
 Draft and target scheduler of the demo pair run in one thread, in turn: propose, verify, and then draft-ahead
 for as long as the verification took (`--window` times that), as it would do at the same time on another core.
-All times are CPU times of the thread, so the figures do not depend on what else the machine does. The
-throttle, which looks at contention, is open. A hit is a proposal that was ready without a forward.
+All times are CPU times of the thread, so the figures do not depend on what else the machine does. A hit is a
+proposal that was ready without a forward.
 
 The claim to check: with coupled verification draft and target share their noise, so that the draft foresees
 the target's tokens at temperature 1 nearly as well as at 0; with rejection sampling it does not.
@@ -38,7 +38,6 @@ from services.engine.loader import load_engine
 from services.scheduling.metrics import AheadStats
 from services.scheduling.planning import Limits
 from services.scheduling.tasks import ProposeTask, Release, SessionSpec, Task, VerifyTask
-from services.speculation.throttle import Throttle
 from services.target.scheduler import TargetScheduler
 
 __all__ = ["Pair", "Run", "main"]
@@ -48,10 +47,6 @@ CHAINS = (2, 4, 6)
 TREES = ((4, 8), (4, 12), (6, 16))
 TEMPERATURES = (0.0, 0.7, 1.0)
 """What is measured: the depths of chains, the depth and nodes of trees, and the temperatures of each."""
-
-
-class _Open(Throttle):
-    is_open = True
 
 
 @dataclass
@@ -116,8 +111,6 @@ class Pair:
         draft = DraftScheduler(
             self._draft, _LIMITS, draft_top_k=64, weight_bits=12, ahead_rows=4 if run.window else 0
         )
-        if draft.lookahead is not None:
-            draft.lookahead.throttle = _Open()
         target = TargetScheduler(self._target, _LIMITS)
         for seed, text in enumerate(texts):
             params = SamplingParams(temperature=run.temperature, seed=seed)
@@ -125,7 +118,7 @@ class Pair:
             tokens = self._complete(run, draft, target, params, prompt, num_tokens)
             run.tokens.append(tokens[len(prompt) :][:num_tokens])
         if draft.lookahead is not None:
-            run.stats = draft.lookahead.throttle.stats
+            run.stats = draft.lookahead.stats
         return run
 
     def _complete(

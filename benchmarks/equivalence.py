@@ -226,7 +226,7 @@ def count(
 
 def _cycles(summaries: Sequence[SpeculationSummary]) -> dict[str, int]:
     """Return how many cycles each drafter proposed in."""
-    kinds = ("model", "server", "ngram", "suffix", "prediction", "plain")
+    kinds = ("model", "head", "ngram", "suffix", "prediction", "plain")
     total: Counter[str] = Counter()
     for summary in summaries:
         total.update({kind: getattr(summary, f"{kind}_cycles") for kind in kinds})

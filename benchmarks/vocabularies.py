@@ -5,7 +5,7 @@
 
 By default the demo draft (2,048 tokens, trained on Python) drafts for SmolLM2 (49,152 tokens) on beginnings
 of functions. Draft and target take turns in one process, each with one thread; every prompt is completed by
-plain decoding and by each mapping and gamma before the next one. The speed is tokens per second over those of
+plain decoding and by each gamma before the next one. The speed is tokens per second over those of
 plain decoding, from the summed durations of the completions.
 """
 
@@ -30,10 +30,9 @@ from gammaray.demo_pair import resolve_model
 from gammaray.types import VerificationMethod
 from services.engine.loader import load_worker_engine
 from services.qualify.loop import Ask, MeasuredCycle, Pair, draft_scheduler, target_scheduler
-from services.vocabulary.translation import MappingMethod, Translation, load_translation
+from services.vocabulary.translation import Translation, load_translation
 
 WORKLOAD = "code"
-MAPPINGS: tuple[MappingMethod, ...] = ("tokens", "text")
 CASES = (
     (VerificationMethod.COUPLED, 0.0),
     (VerificationMethod.COUPLED, 0.7),
@@ -48,7 +47,7 @@ _WARM_UP_TOKENS = 16
 
 @dataclass
 class Sums:
-    """Completions of one mapping, verification, temperature and gamma.
+    """Completions of one verification, temperature and gamma.
 
     With rejection the text depends on gamma, so it is not compared with that of plain decoding.
     """
@@ -88,37 +87,33 @@ def share_of_common(translation: Translation, texts: Sequence[Sequence[int]]) ->
 
 
 def measure(
-    pairs: dict[MappingMethod, Pair],
+    pair: Pair,
     asked: Sequence[Sequence[int]],
     gammas: Sequence[int],
     num_tokens: int,
     console: Console,
 ) -> tuple[list[dict[str, Any]], list[Sequence[int]]]:
     """Complete every prompt in every way; return the rows, and the greedy texts of plain decoding."""
-    sums: dict[tuple[str, VerificationMethod, float, int], Sums] = {}
+    sums: dict[tuple[VerificationMethod, float, int], Sums] = {}
     plain_texts = list[Sequence[int]]()
     for seed, prompt in enumerate(asked):
         for method, temperature in CASES:
             ask = Ask(tuple(prompt), num_tokens, temperature, seed, (), method)
-            plain, plain_s = _timed(pairs["tokens"], ask, 0)
+            plain, plain_s = _timed(pair, ask, 0)
             if temperature == 0:
                 plain_texts.append(plain.token_ids)
-            for mapping in MAPPINGS:
-                if mapping == "text" and method.uses_draft_distributions:
-                    continue  # by tokens there
-                for gamma in gammas:
-                    text, seconds = _timed(pairs[mapping], ask, gamma)
-                    one = sums.setdefault((mapping, method, temperature, gamma), Sums(method))
-                    one.cycles += text.cycles
-                    one.seconds.append(seconds)
-                    one.plain_seconds.append(plain_s)
-                    one.num_tokens += len(text.token_ids)
-                    one.num_equal += text.token_ids == plain.token_ids
+            for gamma in gammas:
+                text, seconds = _timed(pair, ask, gamma)
+                one = sums.setdefault((method, temperature, gamma), Sums(method))
+                one.cycles += text.cycles
+                one.seconds.append(seconds)
+                one.plain_seconds.append(plain_s)
+                one.num_tokens += len(text.token_ids)
+                one.num_equal += text.token_ids == plain.token_ids
         console.print(f"{seed + 1} of {len(asked)} prompts", style="dim")
     rows = [
-        {"mapping": mapping, "verification": method.value, "temperature": temperature, "gamma": gamma}
-        | one.row()
-        for (mapping, method, temperature, gamma), one in sums.items()
+        {"verification": method.value, "temperature": temperature, "gamma": gamma} | one.row()
+        for (method, temperature, gamma), one in sums.items()
     ]
     return rows, plain_texts
 
@@ -144,37 +139,32 @@ def main() -> None:
     target_settings, draft_settings = TargetSettings(model=given.target), DraftSettings(model=given.draft)
     target = load_worker_engine(target_path, target_settings)
     draft = load_worker_engine(draft_path, draft_settings)
-    translations = {
-        mapping: load_translation(draft_path, draft.vocab_size, target_path, mapping) for mapping in MAPPINGS
-    }
-    pairs = {
-        mapping: Pair(target_scheduler(target, target_settings), draft_scheduler(draft, draft_settings, one))
-        for mapping, one in translations.items()
-    }
+    translation = load_translation(draft_path, draft.vocab_size, target_path)
+    pair = Pair(
+        target_scheduler(target, target_settings), draft_scheduler(draft, draft_settings, translation)
+    )
     tokenizer = AutoTokenizer.from_pretrained(target_path)
     texts = prompts(WORKLOAD, given.prompts)
     asked = [tokenizer(text)["input_ids"] for text in texts]
     gammas = [int(gamma) for gamma in given.gammas.split(",")]
-    for pair in pairs.values():  # the first forwards of each shape are slow
-        for gamma in (0, *gammas):
-            pair.complete(Ask(tuple(asked[0]), _WARM_UP_TOKENS, 0.0, 0, ()), gamma)
-    rows, plain_texts = measure(pairs, asked, gammas, given.tokens, console)
-    common = translations["tokens"].common
+    for gamma in (0, *gammas):  # the first forwards of each shape are slow
+        pair.complete(Ask(tuple(asked[0]), _WARM_UP_TOKENS, 0.0, 0, ()), gamma)
+    rows, plain_texts = measure(pair, asked, gammas, given.tokens, console)
     vocabularies = {
-        "target": translations["tokens"].target_size,
+        "target": translation.target_size,
         "draft": draft.vocab_size,
-        "shared": len(common.target_ids),
-        "share_of_prompts": share_of_common(translations["tokens"], asked),
-        "share_of_texts": share_of_common(translations["tokens"], plain_texts),
+        "shared": len(translation.common.target_ids),
+        "share_of_prompts": share_of_common(translation, asked),
+        "share_of_texts": share_of_common(translation, plain_texts),
     }
     console.print(f"shared tokens: {vocabularies}")
     table = plain_table(
         "A draft with another vocabulary",
-        ("mapping", "verification", "T", "gamma", "alpha", "tokens/cycle", "speed", "range", "equal"),
+        ("verification", "T", "gamma", "alpha", "tokens/cycle", "speed", "range", "equal"),
     )
     for row in rows:
         table.add_row(
-            *(row["mapping"], row["verification"], f"{row['temperature']:g}", str(row["gamma"])),
+            *(row["verification"], f"{row['temperature']:g}", str(row["gamma"])),
             *(f"{row['alpha']:.3f}", f"{row['tokens_per_cycle']:.2f}", f"{row['speed']:.2f}"),
             "{:.2f}-{:.2f}".format(*row["speed_range"]),
             "" if row["equal"] is None else f"{row['equal']} of {row['completions']}",

@@ -17,8 +17,7 @@ from pydantic import AfterValidator, Field, JsonValue, ValidationError, model_va
 from pydantic_core import core_schema
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from gammaray.demo_pair import DEMO_PAIR
-from gammaray.draft_server import check_draft, check_draft_server, is_draft_server
+from gammaray.demo_pair import DEMO_PAIR, early_exit_layers
 from gammaray.environment import OTHER_VARIABLES, PREFIX, check_environment
 from gammaray.errors import InvalidArgumentError
 from gammaray.gguf import is_gguf
@@ -211,10 +210,6 @@ _HEAD_WEIGHTS = (
 _LORA = (
     "NAME=DIR of a LoRA adapter of the target, in PEFT's format; several are separated by commas, or the "
     "option is repeated. A request whose `model` is NAME is served with it; only with vLLM as the engine."
-)
-_DRAFT_KEY_FILE = "File with the API key of the server that drafts; empty: it needs none."
-_DRAFT_CA_FILE = (
-    "PEM file of the CA that signed the certificate of the server that drafts; empty: the system's."
 )
 
 
@@ -433,7 +428,7 @@ class DraftSettings(WorkerSettings):
     weight_bits: int = Field(12, ge=1, le=24, description="Bits of its quantised weights' sum.")
     draft_ahead: bool = Field(
         True,
-        description="Prepare the next proposals while the target verifies; paused while it does not pay.",
+        description="Prepare the next proposals while the target verifies.",
     )
     ahead_rows: int = Field(
         4,
@@ -445,15 +440,9 @@ class DraftSettings(WorkerSettings):
     target_model: str = Field(
         "",
         description="The target: directory, hub name or GGUF file. A draft with another vocabulary then "
-        "proposes the target's tokens; a drafter that shares weights with its target reads them from there, "
-        "and one that was trained for another target is refused. Empty: the vocabularies are equal, and "
-        "nothing is shared.",
-    )
-    vocabulary_mapping: Literal["auto", "tokens", "text"] = Field(
-        "auto",
-        description="How a draft with another vocabulary proposes: tokens that both models have, or the "
-        "target's tokens of its text; auto is text at temperature 0 and with naive verification, else "
-        "tokens.",
+        "proposes the tokens that both have; a drafter that shares weights with its target reads them from "
+        "there, and one that was trained for another target is refused. Empty: the vocabularies are equal, "
+        "and nothing is shared.",
     )
 
 
@@ -480,18 +469,6 @@ class OrchestratorSettings(_ServingSettings):
     )
     draft_addresses: str = Field(
         "", description="Comma-separated host:port of draft workers, in addition to the registry's."
-    )
-    draft_server: Annotated[str, AfterValidator(check_draft_server)] = Field(
-        "",
-        description="openai:URL of a server that drafts in place of draft workers: llama.cpp, vLLM, SGLang, "
-        "Ollama or gammaray. #MODEL at the end names one of its models. Empty: none.",
-    )
-    draft_key_file: str = Field("", description=_DRAFT_KEY_FILE)
-    draft_ca_file: str = Field("", description=_DRAFT_CA_FILE)
-    vocabulary_mapping: Literal["auto", "tokens", "text"] = Field(
-        "auto",
-        description="What is exchanged with the server that drafts: token ids of the target's vocabulary, a "
-        "server of another one being refused, or text; auto is token ids where the vocabularies are equal.",
     )
     max_gamma: int = Field(
         8, ge=0, le=64, description="Upper bound of an adaptive gamma; 0: nothing is proposed."
@@ -596,15 +573,6 @@ class ScalingSettings(_Settings):
     draft_load: float = Field(
         4.0, gt=0, description="Blocks in flight per draft worker above which a worker is added."
     )
-    min_gain: float = Field(
-        1.0,
-        description="Tokens per second above plain decoding below which a drafter is removed; any number.",
-    )
-    retry_s: float = Field(
-        60.0,
-        gt=0,
-        description="Pause after removing a drafter that did not pay, doubling up to 16-fold, in seconds.",
-    )
     scale_up_delay_s: float = Field(
         3.0, ge=0, description="Time that more workers must be wanted before they are added, in seconds."
     )
@@ -627,21 +595,23 @@ def at_least_one(size: PoolSize) -> PoolSize:
     return size
 
 
+def _checked_draft(draft: str) -> str:
+    early_exit_layers(draft)
+    return draft
+
+
 class ClusterSettings(_ModelSettings):
     """A cluster on one machine, as started by `gammaray up`."""
 
     target: str = Field(
         DEMO_PAIR, min_length=1, description="Target model: directory, hub name or GGUF file."
     )
-    draft: Annotated[str, AfterValidator(check_draft)] = Field(
+    draft: Annotated[str, AfterValidator(_checked_draft)] = Field(
         DEMO_PAIR,
         min_length=1,
-        description="Draft model (an ordinary or a parallel one), early-exit:N for the target's "
-        "first N layers, or openai:URL of a server that drafts (llama.cpp, vLLM, SGLang, Ollama or "
-        "gammaray); without one, a target other than the demo pair's has no draft workers.",
+        description="Draft model (an ordinary or a parallel one), or early-exit:N for the target's first N "
+        "layers; without one, a target other than the demo pair's has no draft workers.",
     )
-    draft_key_file: str = Field("", description=_DRAFT_KEY_FILE)
-    draft_ca_file: str = Field("", description=_DRAFT_CA_FILE)
     draft_weights: Literal["auto", "int8", "int4"] = Field("auto", description=_DRAFT_WEIGHTS)
     target_workers: Annotated[PoolSize, AfterValidator(at_least_one)] = Field(
         "1", validate_default=True, description="Number of target workers, N or MIN:MAX to scale between."
@@ -701,21 +671,16 @@ class ClusterSettings(_ModelSettings):
     @model_validator(mode="before")
     @classmethod
     def _leave_out_draft(cls, given: Any) -> Any:
-        """Start no draft workers where a server drafts, or the only draft model would be another target's."""
+        """Start no draft workers where a head drafts, or the only draft model would be another target's."""
         is_foreign = given.get("target", DEMO_PAIR) != DEMO_PAIR and "draft" not in given
-        if is_foreign or given.get("head") or is_draft_server(str(given.get("draft", ""))):
+        if is_foreign or given.get("head"):
             return {"draft_workers": "0", **given}
         return given
 
     @model_validator(mode="after")
     def _check_draft_workers(self) -> Self:
-        if is_draft_server(self.draft) and self.draft_workers.maximum:
-            field = "draft_workers"
-            raise InvalidArgumentError(field, str(self.draft_workers), f"0 with draft {self.draft}")
-        if is_draft_server(self.draft) and self.draft_weights != "auto":
-            raise InvalidArgumentError("draft_weights", self.draft_weights, f"auto with draft {self.draft}")
-        if self.head and (self.draft_workers.maximum or is_draft_server(self.draft)):
-            raise InvalidArgumentError("head", self.head, "none with draft workers or a server that drafts")
+        if self.head and self.draft_workers.maximum:
+            raise InvalidArgumentError("head", self.head, "none with draft workers")
         return self
 
 

@@ -74,11 +74,10 @@ class FinishReason(str, Enum):
 
 
 class DrafterKind(str, Enum):
-    """Kind of drafter: draft model, head, server, look-ups in text, tokens that a grammar forces, none."""
+    """Kind of drafter: draft model, head, look-ups in text, tokens that a grammar forces, none."""
 
     MODEL = "model"
     HEAD = "head"
-    SERVER = "server"
     NGRAM = "ngram"
     SUFFIX = "suffix"
     PREDICTION = "prediction"
@@ -88,7 +87,7 @@ class DrafterKind(str, Enum):
     @property
     def is_model(self) -> bool:
         """Whether a model proposes, rather than a look-up in text."""
-        return self in (DrafterKind.MODEL, DrafterKind.HEAD, DrafterKind.SERVER)
+        return self in (DrafterKind.MODEL, DrafterKind.HEAD)
 
 
 @dataclass(frozen=True)
@@ -483,7 +482,6 @@ class SpeculationSummary:
     suffix_cycles: int = 0
     prediction_cycles: int = 0
     grammar_cycles: int = 0
-    server_cycles: int = 0
     head_cycles: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0

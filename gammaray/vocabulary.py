@@ -1,4 +1,4 @@
-"""Vocabularies of tokenizers: their fingerprint, the bytes of each token, and the tokens of any bytes."""
+"""Vocabularies of tokenizers: their fingerprint, the bytes of each token, and tokens for any bytes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-__all__ = ["Vocabulary", "decoder_kind", "incomplete_tail", "is_byte_token", "spell", "vocabulary_sha256"]
-
-MAX_WINDOW = 8
-"""Committed tokens before a continuation that are tokenised with it, at most: those of its first word."""
+__all__ = ["Vocabulary", "decoder_kind", "is_byte_token", "spell", "vocabulary_sha256"]
 
 _BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 
@@ -139,32 +136,6 @@ class Vocabulary:
             token_ids += self._longest(run)
         return token_ids
 
-    def continuation(self, committed: Sequence[int], added: bytes) -> list[int]:
-        """Return tokens for bytes that follow committed tokens, which stay as they are.
-
-        Args:
-            committed: The last committed tokens.
-            added: Bytes after them; an incomplete character at the end is left out.
-
-        Returns:
-            The tokens; more text may change those of the last word.
-        """
-        added = added[: len(added) - incomplete_tail(added)]
-        window = self._window(committed)
-        token_ids = self.encode(self.bytes_of(window) + added)
-        if token_ids[: len(window)] == window:
-            return token_ids[len(window) :]
-        return self.encode(added)  # the committed tokens stay, whatever the tokenizer would make now
-
-    def num_stable(self, token_ids: Sequence[int]) -> int:
-        """Return how many tokens of a continuation are before its last word: more text keeps them."""
-        for index in range(len(token_ids) - 1, 0, -1):
-            before = _kind(self.spellings[token_ids[index - 1]][-1:])
-            # A space belongs to the word after it.
-            if before not in ("space", _kind(self.spellings[token_ids[index]][:1])):
-                return index
-        return 0
-
     def _by_spelling(self, byte_tokens: Sequence[int]) -> dict[bytes, int]:
         fallbacks = set(byte_tokens)
         regular = (token_id for token_id in range(len(self.spellings)) if token_id not in fallbacks)
@@ -186,18 +157,6 @@ class Vocabulary:
                     break
             else:
                 at += 1
-
-    def _window(self, committed: Sequence[int]) -> list[int]:
-        """Return the committed tokens of the last word."""
-        spellings = self.spellings
-        for count in range(1, min(len(committed), MAX_WINDOW) + 1):
-            token_id = committed[-count]
-            spelling = spellings[token_id] if token_id < len(spellings) else b""
-            if not spelling:
-                return list(committed[len(committed) - count + 1 :])
-            if spelling[:1].isspace():
-                return list(committed[-count:])
-        return list(committed[-MAX_WINDOW:])
 
 
 def _plain_backend(tokenizer: Any) -> Any:
@@ -240,27 +199,6 @@ def _runs(data: bytes) -> Iterator[tuple[bytes, bool]]:
         else:
             yield data, True
             return
-
-
-def incomplete_tail(data: bytes) -> int:
-    """Return how many bytes at the end are the begin of a character of which more bytes may follow."""
-    for count in range(1, min(3, len(data)) + 1):
-        first = data[-count]
-        if first >= 0xC0:
-            length = 2 if first < 0xE0 else 3 if first < 0xF0 else 4
-            return count if count < length else 0
-        if first < 0x80:
-            break
-    return 0
-
-
-def _kind(byte: bytes) -> str:
-    """Return the kind of a character, by which tokenizers split text into words, from one of its bytes."""
-    if byte.isspace():
-        return "space"
-    if byte.isdigit():
-        return "digit"
-    return "letter" if byte.isalpha() or not byte.isascii() else "other"
 
 
 def _steps(decoder: Mapping[str, Any] | None) -> Iterable[Mapping[str, Any]]:

@@ -15,7 +15,6 @@ from typing import Any
 from gammaray.aio import end_tasks
 from gammaray.config import OrchestratorSettings
 from gammaray.demo_pair import resolve_model
-from gammaray.draft_server import DraftServerUrl
 from gammaray.errors import CancelledError, GammarayError, NotFoundError
 from gammaray.grammar.identity import grammar_identity
 from gammaray.grammar.matcher import GrammarState
@@ -35,7 +34,6 @@ from orchestrator.cycle.pipeline import run_cycles
 from orchestrator.cycle.types import Cycle
 from orchestrator.drafting.choice import AdaptiveChoice, FixedChoice
 from orchestrator.drafting.factory import Drafting
-from orchestrator.drafting.http.server import DraftServer
 from orchestrator.drafting.prediction import prediction_ids
 from orchestrator.drafting.session_drafter import SessionDrafter
 from orchestrator.grammar_checks import GrammarChecks
@@ -90,7 +88,6 @@ class Orchestrator:
         leases: Renewal and reaping of session leases.
         sessions: Calls of clients about their sessions.
         corpus: Past outputs, which are proposed to later sessions of the same tenant.
-        draft_server: The server that drafts in place of draft workers; None without one.
     """
 
     def __init__(self, settings: OrchestratorSettings, redis: Redis, tokenizer: Tokenizer) -> None:
@@ -125,14 +122,9 @@ class Orchestrator:
             tls=tls_files(settings),
         )
         self._opener = SessionManager(self.store, tokenizer, self._check_model, self.model_name)
-        self.draft_server = self._make_draft_server()
-        self._drafting = Drafting(
-            settings, self.fleet.drafts, self.fleet.targets, tokenizer.vocab_size, self.draft_server
-        )
+        self._drafting = Drafting(settings, self.fleet.drafts, self.fleet.targets, tokenizer.vocab_size)
         self.corpus = self._drafting.corpus
-        self._board = StatusBoard(
-            self.meter, self.admission, self.fleet, redis, keys, self.model_name, self.draft_server
-        )
+        self._board = StatusBoard(self.meter, self.admission, self.fleet, redis, keys, self.model_name)
         self.leases = LeaseManager(self.store, self.fleet.release)
         self.sessions = SessionCalls(self.store, tokenizer, self._release, records)
 
@@ -151,8 +143,6 @@ class Orchestrator:
             tokenizer = await asyncio.to_thread(Tokenizer, resolve_model(settings.model))
             await asyncio.to_thread(grammar_identity)  # remembered: later calls take no time
             orchestrator = cls(settings, redis, tokenizer)
-            if orchestrator.draft_server is not None:
-                await orchestrator.draft_server.start(SETTLE_S)
             await orchestrator.fleet.start(SETTLE_S)
             await orchestrator._board.start(settings.metrics_listen)
         except BaseException:
@@ -344,8 +334,6 @@ class Orchestrator:
         if self._upkeep is not None:
             await end_tasks(self._upkeep)
         await self._board.stop()
-        if self.draft_server is not None:
-            await self.draft_server.close()
         await self.fleet.close()
         await self.leases.close()
         await self._grammars.close()
@@ -353,14 +341,6 @@ class Orchestrator:
         await self.responses.close()
         await self.tracing.shutdown()
         await self._redis.aclose()
-
-    def _make_draft_server(self) -> DraftServer | None:
-        settings = self._settings
-        if not settings.draft_server:
-            return None
-        url = DraftServerUrl.parse(settings.draft_server)
-        files = settings.draft_key_file, settings.draft_ca_file
-        return DraftServer(url, self.tokenizer, settings.vocabulary_mapping, *files)
 
     async def _check_model(self, session_id: str, identity: str, left_s: float) -> None:
         if identity:
@@ -426,8 +406,6 @@ class _RunningTurn:
         self._drafter, self._controller, self._verifier = drafter, controller, verifier
         self._error: BaseException | None = None
         handover = opened.handover
-        if isinstance(controller, AdaptiveChoice) and controller.kind in handover.acceptance:
-            controller.recall(handover.acceptance[controller.kind])
         drafter.prefer(opened.session, handover.draft)
         verifier.prefer(opened.session, handover.target)
 
@@ -473,13 +451,9 @@ class _RunningTurn:
             self._verifier.release(session)
 
     def _handover(self) -> bytes:
-        controller = self._controller
         return SessionHandover(
             counters=self._progress.counters,
             elapsed_s=self._progress.elapsed_s,
-            acceptance={controller.kind: controller.acceptance}
-            if isinstance(controller, AdaptiveChoice)
-            else {},
             target=self._verifier.address,
             draft=self._drafter.address,
         ).to_bytes()

@@ -8,9 +8,7 @@ import logging
 import os
 import re
 import uuid
-from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,8 +22,6 @@ from gammaray.types import ProcessStatus
 from gammaray.v1 import generation_service_pb2 as pb
 from gammaray.wire.convert import process_from_proto, process_to_proto
 from orchestrator.access.admission import Admission
-from orchestrator.drafting.http.client import Failure
-from orchestrator.drafting.http.server import DraftServer
 from orchestrator.storage.client import Redis, address_of, answer
 from orchestrator.storage.keys import Keys
 from orchestrator.storage.registry import RedisRegistry
@@ -152,7 +148,6 @@ class StatusBoard:
         redis: A connected client.
         keys: The cluster's keys in it.
         model_name: Name under which the target model is served.
-        draft_server: The server that drafts, if any.
     """
 
     def __init__(
@@ -163,18 +158,12 @@ class StatusBoard:
         redis: Redis,
         keys: Keys,
         model_name: str,
-        draft_server: DraftServer | None = None,
     ) -> None:
-        self._draft_server = draft_server
         self._meter, self._admission, self._fleet = meter, admission, fleet
         self._redis, self._model_name = redis, model_name
         self._presence = Presence(RedisRegistry(redis, keys), self.own)
         self._export: MetricsExport | None = None
         meter.watch(admission, fleet)
-        failures = Counter[Failure]() if draft_server is None else draft_server.failures
-        for failure in Failure:
-            read = partial(failures.__getitem__, failure)
-            meter.meter.observed("gammaray.draft_server.failures", read, reason=failure.value)
 
     async def start(self, metrics_listen: str) -> None:
         """Start serving metrics, and announce this orchestrator.
@@ -212,8 +201,7 @@ class StatusBoard:
         _, others, redis = await asyncio.gather(
             self._presence.announce(), self._presence.others(), self._redis_status()
         )
-        server = self._draft_server.status() if self._draft_server is not None else []
-        return [own, *others, *server, *self._fleet.status(), redis]
+        return [own, *others, *self._fleet.status(), redis]
 
     async def stop(self) -> None:
         """Withdraw the announcement, send the last metrics and stop serving them."""

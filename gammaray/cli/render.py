@@ -71,7 +71,6 @@ class OriginPainter:
 _LOOKS: dict[Source, tuple[str, str]] = {
     DrafterKind.MODEL: ("green", "proposed by the draft model, accepted"),
     DrafterKind.HEAD: ("bright_yellow", "proposed by the head in the target worker, accepted"),
-    DrafterKind.SERVER: ("bright_cyan", "proposed by the server that drafts, accepted"),
     DrafterKind.NGRAM: ("bright_blue", "proposed by prompt lookup, accepted"),
     DrafterKind.SUFFIX: ("magenta", "proposed by suffix decoding, accepted"),
     DrafterKind.PREDICTION: ("cyan", "proposed from the request's prediction, accepted"),
@@ -137,7 +136,6 @@ def _drafters(summary: SpeculationSummary) -> str:
     parts = [
         f"{summary.model_cycles} model" + (f" ({n} workers)" if (n := summary.draft_workers) > 1 else ""),
         f"{summary.head_cycles} head",
-        f"{summary.server_cycles} server",
         f"{summary.ngram_cycles} prompt lookup",
         f"{summary.suffix_cycles} suffix decoding",
         f"{summary.prediction_cycles} prediction",

@@ -21,7 +21,6 @@ from gammaray.config import (
     parse_adapters,
 )
 from gammaray.demo_pair import DRAFTER_FILE, early_exit_layers
-from gammaray.draft_server import is_draft_server
 from gammaray.wire.metadata import APPLICATION
 
 __all__ = [
@@ -164,13 +163,7 @@ APPLICATIONS: Final[Mapping[str, ServeApplication]] = {
 def role_settings(cluster: ClusterSettings) -> dict[str, dict[str, Any]]:
     """Return what a cluster's settings determine per role; the rest is left to environment and defaults."""
     worker: dict[str, Any] = {"engine": cluster.engine, "device": cluster.device, "dtype": cluster.dtype}
-    is_server = is_draft_server(cluster.draft)
     draft = {"model": cluster.draft, "draft_weights": cluster.draft_weights, **worker, **_mapped(cluster)}
-    server = {
-        "draft_server": cluster.draft,
-        "draft_key_file": _absolute(cluster.draft_key_file),
-        "draft_ca_file": _absolute(cluster.draft_ca_file),
-    }
     return {
         "target": {
             "model": cluster.target,
@@ -181,19 +174,19 @@ def role_settings(cluster: ClusterSettings) -> dict[str, dict[str, Any]]:
             "head_weights": cluster.head_weights,
             **worker,
         },
-        "draft": worker if is_server else draft,
-        "orchestrator": {"model": cluster.target, **(server if is_server else {})},
+        "draft": draft,
+        "orchestrator": {"model": cluster.target},
     }
 
 
-def _absolute(file: str) -> str:
-    return str(Path(file).absolute()) if file else ""
 
 
 def _absolute_adapters(lora: str) -> str:
     """Return adapters with absolute directories, as workers run elsewhere; names of the hub stay."""
     found = parse_adapters(lora)
-    return ",".join(f"{name}={_absolute(at) if Path(at).exists() else at}" for name, at in found.items())
+    return ",".join(
+        f"{name}={Path(at).absolute() if Path(at).exists() else at}" for name, at in found.items()
+    )
 
 
 def _mapped(cluster: ClusterSettings) -> dict[str, Any]:

@@ -173,7 +173,6 @@ class SpeculationCounters:
             suffix_cycles=self.cycles_by_drafter[DrafterKind.SUFFIX],
             prediction_cycles=self.cycles_by_drafter[DrafterKind.PREDICTION],
             grammar_cycles=self.cycles_by_drafter[DrafterKind.GRAMMAR],
-            server_cycles=self.cycles_by_drafter[DrafterKind.SERVER],
             head_cycles=self.cycles_by_drafter[DrafterKind.HEAD],
             drafted_tokens=self.drafted,
             accepted_tokens=self.accepted,
@@ -229,13 +228,9 @@ class AcceptanceEstimator:
         self._tested = [count * factor for count in self._tested]
 
     @property
-    def counts(self) -> tuple[list[float], list[float]]:
-        """Accepted and tested tokens by depth, decayed."""
-        return list(self._accepted), list(self._tested)
-
-    def recall(self, accepted: list[float], tested: list[float]) -> None:
-        """Restore the `counts` of an earlier estimator of the same session."""
-        self._accepted, self._tested = list(accepted), list(tested)
+    def num_tested(self) -> float:
+        """Tested tokens over all depths, decayed."""
+        return sum(self._tested)
 
     @property
     def alpha(self) -> float:

@@ -197,16 +197,10 @@ def _caveats(pair: PairFacts) -> list[str]:
 
 
 def _mapped(overlap: Overlap, target: ModelFacts, draft: ModelFacts) -> str:
-    bound = f"alpha there is {overlap.prompt_share:.2f} at most on such text"
-    how = {
-        "auto": f"by text at temperature 0, token by token above: {bound}",
-        "text": "by text",
-        "tokens": f"token by token: {bound}",
-    }
     return (
         f"the vocabularies differ ({target.vocab_size} token ids of the target, {draft.vocab_size} of the "
         f"draft): the draft has {overlap.shared} of the target's tokens, {overlap.prompt_share:.0%} of those "
-        f"of the prompts. Its proposals are mapped {how[overlap.mapping]}"
+        f"of the prompts, so alpha is {overlap.prompt_share:.2f} at most on such text"
     )
 
 

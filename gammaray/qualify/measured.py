@@ -142,12 +142,10 @@ class Overlap(_Frozen):
     Attributes:
         shared: Tokens of the target that the draft can propose one by one.
         prompt_share: Their share of the prompts' tokens, in [0, 1].
-        mapping: The draft's setting `vocabulary_mapping`.
     """
 
     shared: int
     prompt_share: float
-    mapping: str
 
 
 class Decision(_Frozen):

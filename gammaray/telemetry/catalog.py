@@ -151,7 +151,7 @@ SPECULATION = (
     ),
     Metric(
         *("gammaray.cycles", Kind.COUNTER, "{cycle}", ORCHESTRATOR),
-        "Cycles by the drafter that proposed: model, server, ngram, suffix, prediction, grammar, or none.",
+        "Cycles by the drafter that proposed: model, head, ngram, suffix, prediction, grammar, or none.",
         "sum(rate(gammaray_tokens_total[5m])) / sum(rate(gammaray_cycles_total[5m]))",
         "Tokens per cycle.",
         labels=("rung",),
@@ -161,14 +161,6 @@ SPECULATION = (
         "Cycles in which the drafter that the request allows was absent, failed or was late.",
         "sum(rate(gammaray_cycle_fallbacks_total[5m])) / sum(rate(gammaray_cycles_total[5m]))",
         "Share of cycles without the requested drafter.",
-    ),
-    Metric(
-        *("gammaray.draft_server.failures", Kind.COUNTER, "{call}", ORCHESTRATOR),
-        "Calls of the server that drafts without a proposal, by reason: connection, timeout, status, size "
-        "(too many bytes), content (not such a server's answer) or tokens (none of the vocabulary).",
-        "sum by (reason) (rate(gammaray_draft_server_failures_total[5m]))",
-        "Failed calls per second, by reason.",
-        labels=("reason",),
     ),
     Metric(
         *("gammaray.cycle.gamma", Kind.HISTOGRAM, "{token}", ORCHESTRATOR),

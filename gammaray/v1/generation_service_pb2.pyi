@@ -516,7 +516,6 @@ class SpeculationSummary(_message.Message):
     PREDICTION_CYCLES_FIELD_NUMBER: _builtins.int
     DRAFTED_TOKENS_FIELD_NUMBER: _builtins.int
     ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
-    SERVER_CYCLES_FIELD_NUMBER: _builtins.int
     GRAMMAR_CYCLES_FIELD_NUMBER: _builtins.int
     HEAD_CYCLES_FIELD_NUMBER: _builtins.int
     cycles: _builtins.int
@@ -561,8 +560,6 @@ class SpeculationSummary(_message.Message):
     """Proposed tokens, of all drafters."""
     accepted_tokens: _builtins.int
     """Proposed tokens that were accepted and emitted, of all drafters."""
-    server_cycles: _builtins.int
-    """Cycles whose proposal came from a server that drafts."""
     grammar_cycles: _builtins.int
     """Cycles whose proposal were the tokens that the grammar forces."""
     head_cycles: _builtins.int
@@ -594,13 +591,12 @@ class SpeculationSummary(_message.Message):
         prediction_cycles: _builtins.int = ...,
         drafted_tokens: _builtins.int = ...,
         accepted_tokens: _builtins.int = ...,
-        server_cycles: _builtins.int = ...,
         grammar_cycles: _builtins.int = ...,
         head_cycles: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_acceptance_rate", b"_acceptance_rate", "_alpha", b"_alpha", "_speedup_estimate", b"_speedup_estimate", "acceptance_rate", b"acceptance_rate", "alpha", b"alpha", "speedup_estimate", b"speedup_estimate"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_acceptance_rate", b"_acceptance_rate", "_alpha", b"_alpha", "_speedup_estimate", b"_speedup_estimate", "acceptance_rate", b"acceptance_rate", "accepted_lengths", b"accepted_lengths", "accepted_tokens", b"accepted_tokens", "alpha", b"alpha", "cycles", b"cycles", "draft_ms", b"draft_ms", "draft_workers", b"draft_workers", "drafted_tokens", b"drafted_tokens", "fallback_cycles", b"fallback_cycles", "gamma_mean", b"gamma_mean", "grammar_cycles", b"grammar_cycles", "head_cycles", b"head_cycles", "model_cycles", b"model_cycles", "ngram_cycles", b"ngram_cycles", "other_ms", b"other_ms", "plain_cycles", b"plain_cycles", "prediction_cycles", b"prediction_cycles", "server_cycles", b"server_cycles", "speedup_estimate", b"speedup_estimate", "suffix_cycles", b"suffix_cycles", "tokens_per_cycle", b"tokens_per_cycle", "total_ms", b"total_ms", "verify_ms", b"verify_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_acceptance_rate", b"_acceptance_rate", "_alpha", b"_alpha", "_speedup_estimate", b"_speedup_estimate", "acceptance_rate", b"acceptance_rate", "accepted_lengths", b"accepted_lengths", "accepted_tokens", b"accepted_tokens", "alpha", b"alpha", "cycles", b"cycles", "draft_ms", b"draft_ms", "draft_workers", b"draft_workers", "drafted_tokens", b"drafted_tokens", "fallback_cycles", b"fallback_cycles", "gamma_mean", b"gamma_mean", "grammar_cycles", b"grammar_cycles", "head_cycles", b"head_cycles", "model_cycles", b"model_cycles", "ngram_cycles", b"ngram_cycles", "other_ms", b"other_ms", "plain_cycles", b"plain_cycles", "prediction_cycles", b"prediction_cycles", "speedup_estimate", b"speedup_estimate", "suffix_cycles", b"suffix_cycles", "tokens_per_cycle", b"tokens_per_cycle", "total_ms", b"total_ms", "verify_ms", b"verify_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__acceptance_rate: _TypeAlias = _typing.Literal["acceptance_rate"]  # noqa: Y015
     _WhichOneofArgType__acceptance_rate: _TypeAlias = _typing.Literal["_acceptance_rate", b"_acceptance_rate"]  # noqa: Y015

@@ -137,10 +137,6 @@ class _DrafterKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DrafterKi
     """
     DRAFTER_KIND_PREDICTION: _DrafterKind.ValueType  # 5
     """The prediction of the request, where the completion follows it."""
-    DRAFTER_KIND_SERVER: _DrafterKind.ValueType  # 6
-    """A server with an HTTP API of its own (`draft_server`), in place of a draft model. As the drafter that a request
-    allows: this server alone, without the look-ups.
-    """
     DRAFTER_KIND_GRAMMAR: _DrafterKind.ValueType  # 7
     """The tokens that the request's grammar leaves no choice for. As the drafter that a request allows: these alone."""
     DRAFTER_KIND_HEAD: _DrafterKind.ValueType  # 8
@@ -165,10 +161,6 @@ tenant (arXiv 2411.04975).
 """
 DRAFTER_KIND_PREDICTION: DrafterKind.ValueType  # 5
 """The prediction of the request, where the completion follows it."""
-DRAFTER_KIND_SERVER: DrafterKind.ValueType  # 6
-"""A server with an HTTP API of its own (`draft_server`), in place of a draft model. As the drafter that a request
-allows: this server alone, without the look-ups.
-"""
 DRAFTER_KIND_GRAMMAR: DrafterKind.ValueType  # 7
 """The tokens that the request's grammar leaves no choice for. As the drafter that a request allows: these alone."""
 DRAFTER_KIND_HEAD: DrafterKind.ValueType  # 8

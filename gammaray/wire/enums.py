@@ -40,7 +40,6 @@ FINISH_REASONS: Final = {
 DRAFTERS: Final = {
     DrafterKind.MODEL: pb.DRAFTER_KIND_MODEL,
     DrafterKind.HEAD: pb.DRAFTER_KIND_HEAD,
-    DrafterKind.SERVER: pb.DRAFTER_KIND_SERVER,
     DrafterKind.NGRAM: pb.DRAFTER_KIND_NGRAM,
     DrafterKind.SUFFIX: pb.DRAFTER_KIND_SUFFIX,
     DrafterKind.PREDICTION: pb.DRAFTER_KIND_PREDICTION,

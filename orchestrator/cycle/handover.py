@@ -4,39 +4,32 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from gammaray.maths.acceptance import SpeculationCounters
 from gammaray.types import DrafterKind
 
-__all__ = ["Counts", "SessionHandover"]
+__all__ = ["SessionHandover"]
 
 _log = logging.getLogger(__name__)
-
-Counts = tuple[list[float], list[float]]
-"""Decayed counts of accepted and tested tokens by depth, from which alpha is estimated."""
 
 
 @dataclass(frozen=True)
 class SessionHandover:
     """Hints for the next owner: without them the tokens are the same, and generation is slower at first.
 
-    The workers' addresses save the prefill of all tokens. The acceptance raises the tokens per second of the
-    first eight cycles by 1 to 14 % on a replica that has served other sessions (docs/lab.md).
+    The workers' addresses save the prefill of all tokens (docs/lab.md).
 
     Args:
         counters: Counters of the turn so far; the last few cycles before the takeover may be missing.
         elapsed_s: Seconds since the turn's first cycle, without takeovers.
-        acceptance: Acceptance counts of the session by drafter kind.
         target: host:port of the target worker that holds the session's cache.
         draft: host:port of the draft worker that holds the session's cache.
     """
 
     counters: SpeculationCounters = field(default_factory=SpeculationCounters)
     elapsed_s: float = 0.0
-    acceptance: Mapping[DrafterKind, Counts] = field(default_factory=dict)
     target: str = ""
     draft: str = ""
 
@@ -46,12 +39,8 @@ class SessionHandover:
             "cycles_by_drafter": {k.value: count for k, count in self.counters.cycles_by_drafter.items()},
             "draft_workers": sorted(self.counters.draft_workers),
         }
-        acceptance = {
-            kind.value: [[round(count, 4) for count in side] for side in counts]
-            for kind, counts in self.acceptance.items()
-        }
-        body = {"counters": counters, "elapsed_s": self.elapsed_s, "acceptance": acceptance}
-        return json.dumps({**body, "target": self.target, "draft": self.draft}).encode()
+        body = {"counters": counters, "elapsed_s": self.elapsed_s, "target": self.target, "draft": self.draft}
+        return json.dumps(body).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> SessionHandover:
@@ -60,15 +49,9 @@ class SessionHandover:
             return cls()
         try:
             body = json.loads(data)
-            acceptance = {
-                DrafterKind(kind): ([float(x) for x in accepted], [float(x) for x in tested])
-                for kind, (accepted, tested) in body["acceptance"].items()
-                if len(accepted) == len(tested)
-            }
             return cls(
                 _counters(body["counters"]),
                 float(body["elapsed_s"]),
-                acceptance,
                 str(body["target"]),
                 str(body["draft"]),
             )

@@ -11,7 +11,6 @@ from dataclasses import replace
 
 from gammaray.blocks import Shape
 from gammaray.types import DrafterKind
-from orchestrator.cycle.handover import Counts
 from orchestrator.cycle.session import Session
 from orchestrator.cycle.types import Cycle
 from orchestrator.drafting.session_drafter import SessionDrafter
@@ -76,7 +75,7 @@ class AdaptiveChoice:
         session: The session.
         drafter: Its drafters.
         allowed: The drafter that the request allows; MODEL allows the text drafters too.
-        model: Chooses the shape of the proposals of the draft model, or of the server in its place.
+        model: Chooses the shape of the proposals of the draft model or head.
         text: Chooses among matches.
         costs: Shared by the sessions of this replica.
     """
@@ -122,20 +121,6 @@ class AdaptiveChoice:
                 self._text.observe(cycle)
             self._costs.observe(cycle, was_plain=False)
             self._model.skip()
-
-    @property
-    def acceptance(self) -> Counts:
-        """Acceptance counts of the draft model's proposals, for the session's next owner."""
-        return self._model.acceptance.counts
-
-    @property
-    def kind(self) -> DrafterKind:
-        """Kind of the drafter to which these counts belong."""
-        return self._model.drafter
-
-    def recall(self, acceptance: Counts) -> None:
-        """Restore the acceptance counts of the session's previous owner."""
-        self._model.acceptance.recall(*acceptance)
 
 
 def _has_fallen_back(cycle: Cycle) -> bool:

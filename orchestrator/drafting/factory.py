@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 
 from gammaray.config import OrchestratorSettings
@@ -16,8 +15,6 @@ from orchestrator.drafting.choice import AdaptiveChoice, FixedChoice
 from orchestrator.drafting.corpus import Corpus
 from orchestrator.drafting.grammar import GrammarDrafter
 from orchestrator.drafting.head import TargetHead
-from orchestrator.drafting.http.drafter import ServerDrafter
-from orchestrator.drafting.http.server import DraftServer
 from orchestrator.drafting.matches import TextDrafter
 from orchestrator.drafting.prediction import PredictionDrafter
 from orchestrator.drafting.prompt_lookup import PromptLookup
@@ -42,7 +39,6 @@ class Drafting:
         pool: The draft workers.
         targets: The target workers, of which some may have heads.
         vocab_size: Vocabulary size of the target.
-        server: The server that drafts in place of draft workers, if any.
 
     Attributes:
         costs: Costs and acceptance over all sessions.
@@ -55,11 +51,9 @@ class Drafting:
         pool: WorkerPool[draft_pb.ProposeBlock, draft_pb.ProposeResult],
         targets: TargetPool,
         vocab_size: int,
-        server: DraftServer | None = None,
     ) -> None:
         self._settings, self._pool, self._vocab_size = settings, pool, vocab_size
         self._targets = targets
-        self._server = server
         self.costs = CostModel()
         # Proposals from past outputs are a shared cache: without prefix caching nothing is shared.
         max_tokens = settings.max_corpus_tokens if settings.prefix_caching else 0
@@ -84,8 +78,8 @@ class Drafting:
         """
         settings, policy, allowed = self._settings, request.gamma, request.drafter
         session.takes_trees = self._takes_trees
-        remote = self._remote(session, request, spec)
-        kind = DrafterKind.MODEL if self._server is None else DrafterKind.SERVER
+        remote = self._remote(request, spec)
+        kind = DrafterKind.MODEL
         if isinstance(remote, TargetHead):
             kind, session.uses_head, session.has_head = DrafterKind.HEAD, True, True
         by_server = settings.max_text_gamma if settings.max_gamma > 0 else 0
@@ -97,8 +91,7 @@ class Drafting:
             plain = FixedGamma(0, self.costs, reason=Reason.NO_DRAFTER)
             return drafter, FixedChoice(session, drafter, allowed, plain)
         if policy.fixed is not None:
-            max_nodes = policy.max_nodes if self._server is None else 0
-            fixed = FixedGamma(policy.fixed, self.costs, max_nodes, drafter=kind)
+            fixed = FixedGamma(policy.fixed, self.costs, policy.max_nodes, drafter=kind)
             return drafter, FixedChoice(session, drafter, allowed, fixed)
         text = TextGamma(max_text, self.costs, request.sampling.temperature)
         return drafter, AdaptiveChoice(
@@ -109,12 +102,8 @@ class Drafting:
         """Check that a new request can use the drafter that it allows.
 
         Raises:
-            InvalidArgumentError: It allows a server and there is none, or the verification method would need
-                the distributions from which a server draws, which no server sends.
+            InvalidArgumentError: It allows a head alone, and no target worker has one.
         """
-        if self._server is None and request.drafter is DrafterKind.SERVER:
-            allowed = "another drafter: this cluster has no server that drafts (draft_server)"
-            raise InvalidArgumentError("drafter", request.drafter.value, allowed)
         if (
             request.drafter is DrafterKind.HEAD
             and not self._has_head
@@ -122,40 +111,28 @@ class Drafting:
         ):
             allowed = "another drafter: no target worker of this cluster has a head (head)"
             raise InvalidArgumentError("drafter", request.drafter.value, allowed)
-        if self._server is not None and request.drafter.is_model and _tests_distributions(request):
-            method = request.verification.value
-            allowed = (
-                "coupled or naive: a server drafts for this cluster and sends no draft distribution, without "
-                f"which {method} is not exact; or {method} with drafter ngram, suffix, prediction or none"
-            )
-            raise InvalidArgumentError("verification", method, allowed)
 
-    def _remote(
-        self, session: Session, request: GenerationRequest, spec: pb.SessionSpec
-    ) -> ModelDrafter | None:
+    def _remote(self, request: GenerationRequest, spec: pb.SessionSpec) -> ModelDrafter | None:
         """Return the drafter that has a model, if the request allows one."""
-        settings = self._settings
-        bounds = {"timeout_s": settings.propose_timeout_s, "prefill_timeout_s": settings.verify_timeout_s}
-        if self._server is not None:
-            if not request.drafter.is_model or _tests_distributions(request):
-                return None
-            # Names of tenants and of sessions are not for the server: it only compares the salts.
-            salt = spec.cache_salt if spec.HasField("cache_salt") else session.session_id
-            hashed = hashlib.sha256(salt.encode()).hexdigest()[:32]
-            return ServerDrafter(self._server, hashed, **bounds)
         if request.drafter.is_model and self._has_head:
             return TargetHead()
         if request.drafter is not DrafterKind.MODEL:
             return None
-        return RemoteDrafter(self._pool, spec, vocab_size=self._vocab_size, **bounds)
+        return RemoteDrafter(
+            self._pool,
+            spec,
+            vocab_size=self._vocab_size,
+            timeout_s=self._settings.propose_timeout_s,
+            prefill_timeout_s=self._settings.verify_timeout_s,
+        )
 
     @property
     def kinds(self) -> list[DrafterKind]:
         """What can draft for a session now: models first, then look-ups."""
-        found = [DrafterKind.SERVER] if self._server is not None else []
-        if not found and self._has_head:
+        found = []
+        if self._has_head:
             found = [DrafterKind.HEAD]
-        elif not found and self._pool.pick_any() is not None:
+        elif self._pool.pick_any() is not None:
             found = [DrafterKind.MODEL]
         return [*found, DrafterKind.NGRAM, DrafterKind.SUFFIX, DrafterKind.PREDICTION, DrafterKind.GRAMMAR]
 
@@ -189,11 +166,9 @@ class Drafting:
         return texts
 
     def _model(self, request: GenerationRequest, kind: DrafterKind) -> AdaptiveGamma:
-        """Return the controller of the proposals of the draft model, head or server."""
+        """Return the controller of the proposals of the draft model or head."""
         settings, policy = self._settings, request.gamma
         max_gamma = policy.max_gamma or settings.max_gamma
-        if kind is DrafterKind.SERVER:  # it returns one chain
-            return AdaptiveGamma(max_gamma, self.costs, drafter=kind)
         # Only coupled verification takes trees, at any temperature.
         may_be_tree = request.verification is VerificationMethod.COUPLED and self._takes_trees
         max_nodes = (policy.max_nodes or settings.max_nodes) if may_be_tree else 0

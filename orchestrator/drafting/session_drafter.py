@@ -1,4 +1,4 @@
-"""The drafters of one session: a draft worker or a server, and look-ups in known text."""
+"""The drafters of one session: a draft worker or head, and look-ups in known text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class ModelDrafter(Protocol):
-    """Proposes for one session by a model in another process: `RemoteDrafter` and `ServerDrafter`."""
+    """Proposes for one session by a model in another process: `RemoteDrafter` and `TargetHead`."""
 
     @property
     def address(self) -> str:
@@ -51,10 +51,10 @@ class SessionDrafter:
     """Proposes by the drafter that a shape names; implements the cycle's Drafter.
 
     If the draft model fails, the cycle continues at once with the longest match in known text. Later cycles
-    do so while no draft worker, or not the server, is usable, and return to it as soon as one is.
+    do so while no draft worker is usable, and return to it as soon as one is.
 
     Args:
-        remote: Proposes by a model, through draft workers or a server; None if the request does not allow it.
+        remote: Proposes by a model; None if the request does not allow it.
         texts: Text drafters, of equally long matches the first one's is preferred.
         grammar: Proposes the tokens that the grammar forces; None without a grammar.
         max_gamma: Upper bound of the tokens of a match.
@@ -122,7 +122,7 @@ class SessionDrafter:
 
     @property
     def address(self) -> str:
-        """Address of the draft worker or server in use, "" for none."""
+        """Address of the draft worker in use, "" for none."""
         return "" if self._remote is None else self._remote.address
 
     def prefer(self, session: Session, address: str) -> None:

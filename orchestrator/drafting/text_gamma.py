@@ -107,7 +107,7 @@ class TextGamma:
     def _sample_acceptance(self, match: Match) -> list[float]:
         """Return a posterior sample of the probability of acceptance, by depth."""
         estimator = self._estimator(self._class_of(match))
-        draw = self._costs.draws[-1] / math.sqrt(STRENGTH + sum(estimator.counts[1]))
+        draw = self._costs.draws[-1] / math.sqrt(STRENGTH + estimator.num_tested)
         return [
             min(1.0, max(0.0, p + draw * math.sqrt(p * (1.0 - p))))
             for p in estimator.by_depth(min(len(match.token_ids), self._max_gamma))

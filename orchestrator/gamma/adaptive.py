@@ -49,7 +49,7 @@ class AdaptiveGamma:
         max_gamma: Upper bound of the depth.
         costs: Shared by the sessions of this replica.
         max_nodes: Upper bound of the nodes; up to 1 for chains only.
-        drafter: Kind of the drafter, a draft model or a server.
+        drafter: Kind of the drafter, a draft model or a head.
 
     Attributes:
         drafter: As given.
@@ -150,7 +150,7 @@ class AdaptiveGamma:
 
     def _sample_acceptance(self) -> list[float]:
         """Return a posterior sample of the probability of acceptance by depth."""
-        strength = STRENGTH + sum(self.acceptance.counts[1])
+        strength = STRENGTH + self.acceptance.num_tested
         draw = self._costs.draws[-1] / math.sqrt(strength)
         return [
             min(1.0, max(0.0, p + draw * math.sqrt(p * (1.0 - p))))

@@ -355,7 +355,7 @@ class SessionManager:
         session.model_identity = stored.model_identity
         await self._store.next_turn(session, _serialised(request), stored)
         left = SessionHandover.from_bytes(stored.state)  # counters of the previous turn do not carry over
-        handover = SessionHandover(acceptance=left.acceptance, target=left.target, draft=left.draft)
+        handover = SessionHandover(target=left.target, draft=left.draft)
         return OpenSession(session, request, handover=handover)
 
     async def _resume(self, request: GenerationRequest, stored: StoredSession) -> OpenSession:

@@ -91,6 +91,6 @@ def worker_call(call: Call) -> pb.WorkerCall:
     if len(call.blocks) > 1:
         record.refed_tokens = sum(len(block.context.token_ids) for block in call.blocks[1:])
     answer = call.results[-1] if call.results else None
-    if answer is not None and answer.timing is not None:  # a server that drafts does not say how long it took
+    if answer is not None and answer.timing is not None:
         record.timing.CopyFrom(answer.timing)
     return record

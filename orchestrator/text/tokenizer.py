@@ -23,7 +23,7 @@ from gammaray.errors import InvalidArgumentError
 from gammaray.gguf import check_packages, is_gguf, pretrained_arguments, read_header
 from gammaray.grammar.check_pool import CheckPool
 from gammaray.grammar.matcher import GrammarCompiler, GrammarState
-from gammaray.vocabulary import Vocabulary, decoder_kind, spell, vocabulary_sha256
+from gammaray.vocabulary import decoder_kind, spell, vocabulary_sha256
 from orchestrator.text.chat import ChatFormat, chat_format, render
 from orchestrator.text.cpu_threads import in_thread
 
@@ -223,15 +223,6 @@ class Tokenizer:
     def is_special(self, token_id: int) -> bool:
         """Whether a token is a special token, which decoded text omits."""
         return token_id in self._special_ids
-
-    @cached_property
-    def vocabulary(self) -> Vocabulary:
-        """The tokens by their bytes; takes up to a second for a large vocabulary.
-
-        Raises:
-            ValueError: The bytes of its tokens are not known; the message says why.
-        """
-        return Vocabulary(self._tokenizer)
 
     @cached_property
     def has_exact_bytes(self) -> bool:

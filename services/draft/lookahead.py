@@ -6,18 +6,17 @@ import functools
 import logging
 import os
 import threading
-import time
 from contextlib import suppress
 from ctypes import c_int32
 
 from services.engine.core.device import raise_if_lost
 from services.engine.core.errors import CacheFullError
 from services.engine.engine import Engine
+from services.scheduling.metrics import AheadStats
 from services.scheduling.tasks import Prepared, ProposeTask
 from services.speculation.outcomes import OutcomeSet
 from services.speculation.proposals import RUN
 from services.speculation.session import Speculation
-from services.speculation.throttle import Throttle
 from services.speculation.tree import Node
 
 __all__ = [
@@ -92,9 +91,6 @@ class IdlePriority:
 MIN_SENT = 0.25
 """Least total probability of proposals to send together: a message costs as much as a forward."""
 
-ROUND_TRIP = 2
-"""Cost of requesting a proposal and receiving it, in forwards; a lower bound that leaves out the network."""
-
 _log = logging.getLogger(__name__)
 
 
@@ -107,14 +103,13 @@ class Lookahead:
         stop: Set while a request waits for the engine.
 
     Attributes:
-        throttle: Decides whether to draft ahead, and counts.
+        stats: Its counters.
     """
 
     def __init__(self, engine: Engine, max_rows: int, stop: c_int32) -> None:
-        self.throttle = Throttle()
+        self.stats = AheadStats()
         self._engine, self._max_rows, self._stop = engine, max_rows, stop
         self._pending: dict[str, tuple[Speculation, ProposeTask]] = {}
-        self._began = self._ended = 0.0
         self._giving_way = IdlePriority() if engine.device.type == "cpu" and can_give_way() else None
 
     @property
@@ -124,38 +119,27 @@ class Lookahead:
 
     def add(self, speculation: Speculation, task: ProposeTask) -> None:
         """Start preparing the proposals that may follow the one just made for a task."""
-        if self.throttle.is_open:
-            self._pending[speculation.session.session_id] = speculation, task
+        self._pending[speculation.session.session_id] = speculation, task
 
     def drop(self, session_id: str) -> None:
         """Stop preparing proposals for a session."""
         self._pending.pop(session_id, None)
 
-    def note_answer(
-        self, speculation: Speculation, num_forwards: int, forward_s: float, *, was_at_hand: bool
-    ) -> None:
-        """Note that a requested proposal was sent.
+    def note_answer(self, speculation: Speculation, *, is_hit: bool) -> None:
+        """Count a requested proposal that was sent.
 
         Args:
             speculation: The session's.
-            num_forwards: Forwards since the request.
-            forward_s: Seconds of a forward.
-            was_at_hand: Whether it was sent before it was requested.
+            is_hit: Whether it needed no forward.
         """
-        reading, foreseen = speculation.sent, speculation.foreseen
+        reading = speculation.sent
         assert reading is not None
         speculation.note_use((reading.root, *reading.nodes))
-        self.throttle.stats.used_rows += speculation.num_used
+        self.stats.used_rows += speculation.num_used
         speculation.num_used = 0
-        if foreseen is not None:
-            saved = max(0, reading.num_forwards - num_forwards) + (ROUND_TRIP if was_at_hand else 0)
-            self.throttle.looked_up(is_hit=num_forwards == 0, foreseen=foreseen, saved_s=saved * forward_s)
-
-    def note_arrival(self, arrived: float) -> None:
-        """Note a request's arrival (`time.monotonic()`); it may have waited for a draft-ahead forward."""
-        waited = self._ended - max(self._began, arrived)
-        if waited > 0:
-            self.throttle.delayed(waited)
+        if speculation.is_continued:
+            self.stats.lookups += 1
+            self.stats.hits += is_hit
 
     def preempt(self) -> None:
         """Raise the priority of the current forward, because a request waits for the engine. Thread-safe."""
@@ -164,7 +148,6 @@ class Lookahead:
 
     def step(self) -> list[Prepared]:
         """Feed the open nodes that are likeliest to be needed; return the proposals that this completes."""
-        self._began, began_cpu = time.monotonic(), time.thread_time()
         pending = list(self._pending.values())
         chosen, run_length = self._choose()
         if not chosen:
@@ -183,12 +166,8 @@ class Lookahead:
             for speculation in chosen:
                 self._engine.release(speculation.session.session_id)
             self._pending.clear()
-        self._ended = time.monotonic()
-        stolen_s = 0.0
-        if self._engine.device.type == "cpu" and self._giving_way is None:
-            # Wall time minus CPU time: this thread shared its core and delayed other work by as much.
-            stolen_s = max(0.0, self._ended - self._began - (time.thread_time() - began_cpu))
-        self.throttle.worked(num_rows, stolen_s, num_forwards)
+        self.stats.forwards += num_forwards
+        self.stats.rows += num_rows
         return self._whole(pending, MIN_SENT)
 
     def _whole(self, pending: list[tuple[Speculation, ProposeTask]], least: float) -> list[Prepared]:
@@ -237,7 +216,7 @@ class Lookahead:
             return []
         if speculation.ahead is None:
             assert speculation.sent is not None
-            speculation.ahead = OutcomeSet(speculation.sent, speculation.read_outcome, self.throttle.floor)
+            speculation.ahead = OutcomeSet(speculation.sent, speculation.read_outcome)
         return speculation.ahead.wanted()
 
     def _run(self, chosen: dict[Speculation, list[Node]], length: int) -> int:

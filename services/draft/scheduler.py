@@ -8,7 +8,6 @@ call of several.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from contextlib import suppress
 from ctypes import c_int32
@@ -29,7 +28,6 @@ from services.scheduling.scheduler import Scheduler
 from services.scheduling.sessions import SessionCopy
 from services.scheduling.tasks import ProposeTask, Reply, Timing
 from services.speculation.calibration import Calibration
-from services.speculation.gain import GainMeter
 from services.speculation.proposals import ProposalBuilder
 from services.speculation.session import Speculation
 from services.speculation.tree import Node
@@ -46,14 +44,14 @@ class _Drafting(Running[ProposeTask]):
         reading: The builder that reads the proposal.
         nodes: The open nodes that the next forward feeds; none while committed tokens are not all fed, nor
             with a parallel draft model, whose masks are the `tail`.
-        num_forwards: Forwards that returned logits so far.
+        has_forwarded: Whether a forward returned logits.
         run: The tokens fed by the last call, from the open node on; empty if it was a single forward.
     """
 
     speculation: Speculation = field(kw_only=True)
     reading: ProposalBuilder = field(kw_only=True)
     nodes: list[Node] = field(kw_only=True)
-    num_forwards: int = field(kw_only=True, default=0)
+    has_forwarded: bool = field(kw_only=True, default=False)
     run: list[int] = field(kw_only=True, default_factory=list)
 
     @property
@@ -87,7 +85,6 @@ class DraftScheduler(Scheduler[ProposeTask]):
     Attributes:
         lookahead: Draft-ahead, and its counters.
         speculations: The speculation tree of each session, by session id.
-        forward_s: Moving average of the seconds of a drafting forward; 0 before the first.
     """
 
     role: ClassVar[str] = "draft"
@@ -106,7 +103,7 @@ class DraftScheduler(Scheduler[ProposeTask]):
         self._stop = c_int32()
         self.lookahead = Lookahead(engine, ahead_rows, self._stop) if ahead_rows > 0 else None
         if self.lookahead is not None:
-            self.meter.watch_ahead(self.lookahead.throttle.stats)
+            self.meter.watch_ahead(self.lookahead.stats)
         self._speculate = partial(
             Speculation,
             max_context=engine.max_context,
@@ -117,15 +114,13 @@ class DraftScheduler(Scheduler[ProposeTask]):
             reduced=engine.keep_reduced(),
         )
         self.speculations: dict[str, Speculation] = {}
-        self.forward_s = 0.0
-        self._gain = GainMeter()
 
     def load(self) -> LoadCounters:
-        """Return the load counters so far, including draft-ahead hits and tokens gained."""
-        counters = replace(super().load(), gained=self._gain.gained)
+        """Return the load counters so far, including draft-ahead hits."""
+        counters = super().load()
         if self.lookahead is None:
             return counters
-        stats = self.lookahead.throttle.stats
+        stats = self.lookahead.stats
         return replace(counters, lookups=stats.lookups, hits=stats.hits)
 
     @property
@@ -138,10 +133,6 @@ class DraftScheduler(Scheduler[ProposeTask]):
         tasks = list(tasks)
         if not all(task.is_notice for task in tasks):
             self._stop.value = 0  # reset: draft-ahead does not run while blocks wait
-        if self.lookahead is not None:
-            for task in tasks:
-                if not task.is_notice:
-                    self.lookahead.note_arrival(task.arrived)
         super().submit(tasks)
 
     def preempt(self, tasks: Iterable[ProposeTask]) -> None:
@@ -171,7 +162,6 @@ class DraftScheduler(Scheduler[ProposeTask]):
         super()._reply(task, None if task.is_notice else outcome, timing)
 
     def _forget(self, session: SessionCopy) -> None:
-        self._gain.drop(session.session_id)
         self.speculations.pop(session.session_id, None)
         if self.lookahead is not None:
             self.lookahead.drop(session.session_id)
@@ -184,7 +174,6 @@ class DraftScheduler(Scheduler[ProposeTask]):
         speculation = self.speculations.get(session.session_id)
         if speculation is None:
             speculation = self.speculations[session.session_id] = self._speculate(session)
-        speculation.foreseen = speculation.foresee()
         speculation.note_outcome()
         if not speculation.follow(self.engine):
             super()._match_cache(session)
@@ -192,7 +181,6 @@ class DraftScheduler(Scheduler[ProposeTask]):
 
     def _start(self, task: ProposeTask, session: SessionCopy) -> Running[ProposeTask] | Proposal:
         speculation = self.speculations[task.session_id]
-        self._gain.asked(task.session_id, session.tokens, task.arrived)
         shape = task.shape
         if shape.is_tree and session.spec.method is not VerificationMethod.COUPLED:
             shape = replace(shape, max_nodes=0)  # only coupled verification supports trees
@@ -217,17 +205,9 @@ class DraftScheduler(Scheduler[ProposeTask]):
             speculation.open_run(self.engine, nodes[0], running.run, logits)
         else:
             speculation.open(self.engine, nodes, logits)
-        running.num_forwards += len(running.run) or 1
+        running.has_forwarded = True
         running.run = []
         return None if self._reads_on(running) else self._finish(running)
-
-    def _run_engine(self, batch: list[tuple[Running[ProposeTask], SequenceInput]]) -> list[Tensor] | None:
-        began = time.perf_counter()
-        results = super()._run_engine(batch)
-        if all(_is_drafting(running, feed) for running, feed in batch):
-            took = (time.perf_counter() - began) / self.num_forwards
-            self.forward_s = took if not self.forward_s else 0.95 * self.forward_s + 0.05 * took
-        return results
 
     def _step(self, batch: list[tuple[Running[ProposeTask], SequenceInput]]) -> list[Tensor]:
         """Run the forward, or several in one call for a chain that is the only block."""
@@ -262,13 +242,9 @@ class DraftScheduler(Scheduler[ProposeTask]):
     def _finish(self, drafting: _Drafting) -> Proposal:
         speculation, proposal = drafting.speculation, drafting.reading.proposal()
         speculation.sent, speculation.ahead = drafting.reading, None
-        task = drafting.task
-        self._gain.sent(task.session_id, proposal, task.base_position, task.arrived, time.monotonic())
         if self.lookahead is not None:
-            self.lookahead.note_answer(
-                speculation, drafting.num_forwards, self.forward_s, was_at_hand=task.is_notice
-            )
-            self.lookahead.add(speculation, task)
+            self.lookahead.note_answer(speculation, is_hit=not drafting.has_forwarded)
+            self.lookahead.add(speculation, drafting.task)
         return proposal
 
     def _begin_anew(self, drafting: _Drafting) -> None:
@@ -279,10 +255,3 @@ class DraftScheduler(Scheduler[ProposeTask]):
         assert reading is not None
         drafting.reading = reading
         self._reads_on(drafting)
-
-
-def _is_drafting(running: Running[ProposeTask], feed: SequenceInput) -> bool:
-    """Whether a feed consists of drafted tokens or masks, and not of many committed tokens."""
-    assert isinstance(running, _Drafting)
-    is_block = feed.num_logits > 1 and len(feed.token_ids) <= 2 * feed.num_logits
-    return bool(running.nodes) or is_block

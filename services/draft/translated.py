@@ -7,29 +7,24 @@ on, and the cache is cut where the tokens differ. Proposals are chains; nothing 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-from gammaray.blocks import Shape
 from gammaray.config import DraftSettings
 from gammaray.types import Proposal
 from services.draft.scheduler import DraftScheduler
-from services.draft.translated_chains import Chain, SharedLogits, TextChain, TokenChain
+from services.draft.shared_tokens import SharedLogits, TokenChain
 from services.engine.engine import Engine, SequenceInput
 from services.engine.sampling.noise import Noise
 from services.scheduling.grammars import Grammars
-from services.scheduling.load import LoadCounters
 from services.scheduling.planning import Limits, Running
 from services.scheduling.scheduler import Scheduler
 from services.scheduling.sessions import SessionCopy
 from services.scheduling.tasks import ProposeTask, Timing
-from services.speculation.gain import GainMeter
 from services.vocabulary.translation import Translation
 
 __all__ = ["TranslatedDraftScheduler", "make_draft_scheduler"]
@@ -44,7 +39,7 @@ class _Drafting(Running[ProposeTask]):
         context: The draft's tokens of the committed text; `tail` has those fed after them.
     """
 
-    chain: Chain = field(kw_only=True)
+    chain: TokenChain = field(kw_only=True)
     context: Sequence[int] = field(kw_only=True)
 
     @property
@@ -114,24 +109,17 @@ class TranslatedDraftScheduler(Scheduler[ProposeTask]):
         grammars: Grammars | None = None,
     ) -> None:
         super().__init__(engine, limits, translation.target_size, grammars)
-        self._translation, self._top_k, self._bits = translation, draft_top_k, weight_bits
+        self._top_k, self._bits = draft_top_k, weight_bits
         self._shared = SharedLogits(translation.common, engine.device)
-        self._masked = _masked(translation, engine)
         self._open = partial(
             _Translated, translation=translation, shared=self._shared, limit=engine.max_context
         )
         self._sessions: dict[str, _Translated] = {}
-        self._gain = GainMeter()
-
-    def load(self) -> LoadCounters:
-        """Return the load counters so far, including tokens gained."""
-        return replace(super().load(), gained=self._gain.gained)
 
     def _reply(self, task: ProposeTask, outcome: object, timing: Timing | None = None) -> None:
         super()._reply(task, None if task.is_notice else outcome, timing)
 
     def _forget(self, session: SessionCopy) -> None:
-        self._gain.drop(session.session_id)
         self._sessions.pop(session.session_id, None)
         super()._forget(session)
 
@@ -144,19 +132,14 @@ class TranslatedDraftScheduler(Scheduler[ProposeTask]):
         self._match_tokens(session, translated.context.tokens, kept)
 
     def _start(self, task: ProposeTask, session: SessionCopy) -> Running[ProposeTask] | Proposal:
-        self._gain.asked(task.session_id, session.tokens, task.arrived)
         translated = self._sessions[task.session_id]
         context = translated.context.tokens
         if not 0 < len(context) < self.engine.max_context:
             return Proposal()
-        chain = self._chain(translated, replace(task.shape, max_nodes=0))
+        chain = TokenChain(
+            *(session, self._shared, translated.noise, task.shape), top_k=self._top_k, bits=self._bits
+        )
         return _Drafting(task, session, [], num_logits=1, chain=chain, context=context)
-
-    def _chain(self, translated: _Translated, shape: Shape) -> Chain:
-        session, spec = translated.session, translated.session.spec
-        if self._translation.by_text(spec.method, spec.params.temperature):
-            return TextChain(session, self._translation, self._masked, shape)
-        return TokenChain(session, self._shared, translated.noise, shape, top_k=self._top_k, bits=self._bits)
 
     def _advance(self, running: Running[ProposeTask], logits: Tensor) -> Proposal | None:
         assert isinstance(running, _Drafting)
@@ -164,9 +147,7 @@ class TranslatedDraftScheduler(Scheduler[ProposeTask]):
         if token_id is not None and running.num_tokens < self.engine.max_context:
             running.tail.append(token_id)
             return None
-        proposal, task = running.chain.finish(), running.task
-        self._gain.sent(task.session_id, proposal, task.base_position, task.arrived, time.monotonic())
-        return proposal
+        return running.chain.finish()
 
 
 def make_draft_scheduler(
@@ -194,12 +175,3 @@ def make_draft_scheduler(
     return DraftScheduler(
         engine, limits, draft_top_k=top_k, weight_bits=bits, ahead_rows=ahead_rows, grammars=grammars
     )
-
-
-def _masked(translation: Translation, engine: Engine) -> Tensor:
-    """Return [vocab_size] -inf for draft tokens without bytes other than the end of sequence, else 0."""
-    draft, end = translation.draft, translation.common.end
-    spelled = [token_id for token_id, spelling in enumerate(draft.spellings[: engine.vocab_size]) if spelling]
-    masked = torch.full((engine.vocab_size,), -torch.inf, device=engine.device)
-    masked[[*spelled, *(() if end is None else end[:1])]] = 0.0
-    return masked

@@ -168,7 +168,7 @@ class DraftWorker(Worker[DraftSettings]):
         if engine.mask_token is not None:
             allowed = "one of the target's vocabulary, as a parallel draft model's tokens are not mapped"
             raise InvalidArgumentError("model", path, allowed)
-        translation = load_translation(path, size, target, self.settings.vocabulary_mapping)
+        translation = load_translation(path, size, target)
         return translation.target_size, target_digest, translation
 
     def _add_servicer(self, server: Any, streams: Streams, model: Model) -> None:

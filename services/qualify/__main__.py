@@ -99,9 +99,8 @@ def _candidate(task: QualifyTask, source: Source, target: Loaded, draft: Source,
     assert isinstance(loaded.settings, DraftSettings)
     translation, prompts = None, encode(source, task.prompts, chat=task.chat)
     if has_other_vocabulary(target.facts, loaded.facts):
-        mapping = loaded.settings.vocabulary_mapping
         try:
-            translation = load_translation(draft.path, loaded.engine.vocab_size, source.path, mapping)
+            translation = load_translation(draft.path, loaded.engine.vocab_size, source.path)
         except InvalidArgumentError as error:
             refused = loaded.facts.model_copy(update={"refusal": str(error)})
             return PairFacts(target=target.facts, draft=refused)
@@ -150,7 +149,6 @@ def _overlap(translation: Translation, prompts: Sequence[Sequence[int]]) -> Over
     return Overlap(
         shared=len(shared),
         prompt_share=sum(token in shared for token in used) / max(1, len(used)),
-        mapping=translation.method,
     )
 
 

@@ -17,7 +17,6 @@ class LoadCounters:
         busy_s: Seconds spent in steps that served blocks.
         lookups: Requested proposals that draft-ahead may have prepared; 0 for a target worker.
         hits: Those that it had prepared.
-        gained: Tokens gained by drafting, beyond those that the target would have emitted alone.
         cache_use: Share of the KV cache budget in use; not a sum but the current value.
     """
 
@@ -25,7 +24,6 @@ class LoadCounters:
     busy_s: float = 0.0
     lookups: int = 0
     hits: int = 0
-    gained: float = 0.0
     cache_use: float = 0.0
 
 
@@ -37,14 +35,12 @@ class LoadReport:
         in_flight: Mean number of blocks waiting or running (the sum of their stays per second, Little's law).
         busy: Share of the time in steps that served blocks.
         hit_rate: Share of the requested proposals that were prepared; 0 when none was requested.
-        gained: Tokens per second gained by drafting; negative when it cost more than it saved.
         cache_use: Share of the KV cache budget in use.
     """
 
     in_flight: float
     busy: float
     hit_rate: float
-    gained: float
     cache_use: float
 
     def as_metrics(self) -> dict[str, float]:
@@ -68,6 +64,5 @@ class LoadReporter:
             in_flight=(now.block_s - before.block_s) / seconds,
             busy=min(1.0, (now.busy_s - before.busy_s) / seconds),
             hit_rate=(now.hits - before.hits) / lookups if lookups > 0 else 0.0,
-            gained=(now.gained - before.gained) / seconds,
             cache_use=now.cache_use,
         )

@@ -7,13 +7,11 @@ Signals of each worker (`services.scheduling.load`), as means over the last repo
 * *cache use*: sessions that do not fit are evicted and prefilled again, so a target pool grows before that.
 * *hit rate*: draft-ahead prepares proposals in the drafters' idle time, which shrinks when fewer drafters do
   the work. So a draft pool shrinks only if it can carry the load without hits.
-* *gain*: tokens per second that drafting adds to what the targets would emit alone. Drafters whose share is
-  below `min_gain` are removed, one at a time, down to the pool's minimum.
 
 Against oscillation: a pool grows above `load` per worker, and shrinks only if the load fits into 70 % of
 `load` with one worker less (so the new state is far from growing again); workers are removed one at a time; a
 pool does not grow while workers start or stop; Serve acts only when a decision holds for `scale_up_delay_s`
-or `scale_down_delay_s`; after drafters below `min_gain`, none is added for a pause that doubles each time.
+or `scale_down_delay_s`. The last drafter stays while targets have work.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from gammaray.config import ScalingSettings
 from gammaray.deploy.serve_config import SHRINK_MARGIN
 from services.scheduling.load import LoadReport
 
-__all__ = ["DraftMemory", "Pool", "wanted_drafters", "wanted_targets"]
+__all__ = ["Pool", "wanted_drafters", "wanted_targets"]
 
 MIN_BUSY = 0.3
 """Below this share of busy time workers are not compute-bound, and more of them would not help."""
@@ -36,9 +34,6 @@ CACHE_FULL = 0.85
 
 MAX_HIT_RATE = 0.9
 """Upper bound of the hit rate: above it, the load without hits cannot be estimated."""
-
-MAX_DOUBLINGS = 4
-"""Upper bound of doublings of the pause after drafters below `min_gain`."""
 
 
 @dataclass(frozen=True)
@@ -78,21 +73,6 @@ class Pool:
         return max(self.minimum, min(highest, number))
 
 
-@dataclass(frozen=True)
-class DraftMemory:
-    """State about drafters whose gain was below `min_gain`.
-
-    Args:
-        refused: Number of drafters whose gain was too low; 0 for none.
-        paused_until: No drafter is added before this time, in seconds of the caller's clock.
-        failures: Number of consecutive pauses.
-    """
-
-    refused: int = 0
-    paused_until: float = 0.0
-    failures: int = 0
-
-
 def wanted_targets(pool: Pool, settings: ScalingSettings) -> int:
     """Return how many target workers there should be.
 
@@ -109,34 +89,22 @@ def wanted_targets(pool: Pool, settings: ScalingSettings) -> int:
     return pool.clip(number)
 
 
-def wanted_drafters(
-    pool: Pool, demand: float, memory: DraftMemory, settings: ScalingSettings, now: float
-) -> tuple[int, DraftMemory]:
-    """Return how many draft workers there should be, and what to remember.
+def wanted_drafters(pool: Pool, demand: float, settings: ScalingSettings) -> int:
+    """Return how many draft workers there should be.
 
     Args:
         pool: The draft workers.
         demand: Blocks in flight at the target workers: whether there are sessions to draft for.
-        memory: The state that the last call returned.
         settings: Thresholds.
-        now: Time of any clock, in seconds.
     """
+    least = int(demand > 0)
     if pool.wanted == 0:
-        begins = demand > 0 and now >= memory.paused_until
-        return pool.clip(int(begins)), memory
+        return pool.clip(least)
     if not pool.reports:
-        return pool.clip(pool.wanted), memory  # the workers still load their models: no load to judge yet
-    # Drafters without requests while targets work have too little gain: controllers stopped using them.
-    if max(pool.in_flight, demand) > 0 and pool.is_settled:
-        if sum(report.gained for report in pool.reports) < settings.min_gain * pool.wanted:
-            return pool.clip(pool.wanted - 1), _pause(memory, pool.wanted, settings, now)
-        if pool.wanted >= memory.refused:
-            memory = DraftMemory()  # the same number of drafters has enough gain now: forget the pause
+        return pool.clip(pool.wanted)  # the workers still load their models: no load to judge yet
     ready = min(pool.mean("hit_rate"), MAX_HIT_RATE)
     number = _by_load(pool, settings.draft_load, pool.in_flight / (1 - ready))
-    if now < memory.paused_until:
-        number = min(number, pool.wanted)
-    return pool.clip(number), memory
+    return pool.clip(max(least, number))
 
 
 def _by_load(pool: Pool, load: float, load_without_hits: float) -> int:
@@ -147,10 +115,3 @@ def _by_load(pool: Pool, load: float, load_without_hits: float) -> int:
     if load_without_hits <= SHRINK_MARGIN * load * (pool.wanted - 1):
         return pool.wanted - 1
     return pool.wanted
-
-
-def _pause(memory: DraftMemory, refused: int, settings: ScalingSettings, now: float) -> DraftMemory:
-    """Extend the pause; if the previous one had ended, it counts as another failure."""
-    failures = memory.failures + (now >= memory.paused_until)
-    pause_s = settings.retry_s * 2.0 ** min(failures - 1, MAX_DOUBLINGS)
-    return DraftMemory(refused, now + pause_s, failures)

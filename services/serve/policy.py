@@ -7,17 +7,15 @@ draft for even while it has no worker, so the target pool's policy stores its lo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import fields
 from typing import Any
 
 from gammaray.config import ScalingSettings
 from services.scheduling.load import LoadReport
 from services.serve import demand
-from services.serve.autoscaling import DraftMemory, Pool, wanted_drafters, wanted_targets
+from services.serve.autoscaling import Pool, wanted_drafters, wanted_targets
 
 __all__ = ["DraftPolicy", "TargetPolicy"]
-
-_MEMORY = "gammaray"
 
 
 class _Policy:
@@ -35,7 +33,7 @@ class TargetPolicy(_Policy):
     """Policy of target workers."""
 
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
-        """Return the wanted number of replicas and the state to keep."""
+        """Return the wanted number of replicas, and no state."""
         pool = _pool(context)
         demand.in_flight = pool.in_flight
         return wanted_targets(pool, self._settings), {}
@@ -45,12 +43,8 @@ class DraftPolicy(_Policy):
     """Policy of draft workers."""
 
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
-        """Return the wanted number of replicas and the state to keep."""
-        memory = DraftMemory(**context.policy_state.get(_MEMORY, {}))
-        number, memory = wanted_drafters(
-            _pool(context), demand.in_flight, memory, self._settings, context.current_time
-        )
-        return number, {_MEMORY: asdict(memory)}
+        """Return the wanted number of replicas, and no state."""
+        return wanted_drafters(_pool(context), demand.in_flight, self._settings), {}
 
 
 def _pool(context: Any) -> Pool:

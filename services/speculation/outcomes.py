@@ -31,6 +31,9 @@ from services.speculation.tree import Node
 
 __all__ = ["Outcome", "OutcomeSet"]
 
+MIN_OUTCOME = 0.08
+"""Outcomes less likely than this are ignored: one more row costs about half a CPU forward."""
+
 MAX_BRANCHES = 8
 """Outcomes followed per proposal, at most."""
 
@@ -58,26 +61,18 @@ class OutcomeSet:
     Args:
         sent: The proposal that was sent.
         start: Begins to read the proposal below an outcome's node; returns None if none will be requested.
-        floor: Outcomes less likely than this are ignored.
 
     Attributes:
         branches: The outcomes that are followed, likeliest first.
     """
 
-    def __init__(
-        self, sent: ProposalBuilder, start: Callable[[Node], ProposalBuilder | None], floor: float
-    ) -> None:
-        self._sent, self._start, self._floor = sent, start, floor
+    def __init__(self, sent: ProposalBuilder, start: Callable[[Node], ProposalBuilder | None]) -> None:
+        self._sent, self._start = sent, start
         self.branches: list[Outcome] = []
         self._leaves: list[tuple[float, Node]] = []
         ends, leaves = sent.outcomes()
-        self._leaves = [(weight, node) for weight, node in leaves if weight >= floor]
+        self._leaves = [(weight, node) for weight, node in leaves if weight >= MIN_OUTCOME]
         self._branch_off(ends)
-
-    @property
-    def covered(self) -> float:
-        """The probability of the outcomes whose proposals are complete."""
-        return sum(branch.probability for branch in self.branches if not branch.open_nodes)
 
     def take_whole(self, least: float) -> list[ProposalBuilder]:
         """Return the complete proposals, likeliest first, each once.
@@ -112,7 +107,7 @@ class OutcomeSet:
 
     def _branch_off(self, ends: list[tuple[float, Node, int]]) -> None:
         for probability, node, token_id in ends:
-            if probability < self._floor:
+            if probability < MIN_OUTCOME:
                 continue
             reading = self._start(node.child(token_id))
             if reading is not None:

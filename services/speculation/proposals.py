@@ -89,11 +89,6 @@ class ProposalBuilder:
         return self.root.block[depth - 1] if depth <= len(self.root.block) else None
 
     @property
-    def num_forwards(self) -> int:
-        """Forwards that the proposal takes if nothing of it is prepared."""
-        return min(self.depth, 1) if self._is_parallel else self.depth
-
-    @property
     def depth(self) -> int:
         """Length of the longest path, in tokens."""
         return max((node.position for node in self.nodes), default=self.root.position) - self.root.position

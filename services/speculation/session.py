@@ -101,8 +101,7 @@ class Speculation:
         tree: The tree.
         sent: The last proposal sent, below the tree's root; None before the first.
         ahead: The proposals prepared to follow it.
-        foreseen: The draft's estimate of the probability that the current request was prepared; None if no
-            request came before.
+        is_continued: Whether the current request follows a proposal, so that it may have been prepared.
         num_used: Nodes fed ahead that were used.
     """
 
@@ -121,7 +120,7 @@ class Speculation:
         self._calibration = Calibration(calibration)
         self._tested: list[tuple[Prediction, int]] = []
         self._is_rejected = False
-        self.foreseen: float | None = None
+        self.is_continued = False
         self.num_used = 0
         self._max_context, self._top_k, self._bits = max_context, top_k, bits
         self._spec: SessionSpec | None = None
@@ -166,15 +165,10 @@ class Speculation:
         can_go_on = len(root.block) >= depth - 1 if self.is_parallel else self.is_held(engine)
         return is_last and is_read and can_go_on
 
-    def foresee(self) -> float | None:
-        """Return `foreseen` for the block that extended the session's tokens; call before the root moves."""
-        if self.sent is None or len(self.session.tokens) <= self.tree.base:
-            return None
-        return 0.0 if self.ahead is None else self.ahead.covered
-
     def note_outcome(self) -> None:
         """Note how far the session's tokens match the draft's choices; call before the root moves."""
         self._learn()
+        self.is_continued = self.sent is not None and len(self.session.tokens) > self.tree.base
         sent, tokens = self.sent, self.session.tokens
         if sent is None or self.session.changed_from < self.tree.base or not self._is_gumbel_max:
             return

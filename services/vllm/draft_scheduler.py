@@ -25,11 +25,10 @@ from gammaray.types import Proposal, SparseDistribution, VerificationMethod
 from services.engine.core.errors import EngineLostError
 from services.scheduling.grammars import Grammars
 from services.scheduling.load import LoadCounters
+from services.scheduling.metrics import AheadStats
 from services.scheduling.planning import Limits
 from services.scheduling.sessions import SessionCopy
 from services.scheduling.tasks import NeedTokens, ProposeTask, Reply, SessionSpec, Timing
-from services.speculation.gain import GainMeter
-from services.speculation.throttle import Throttle
 from services.vllm.engine import StepResult, VllmEngine
 from services.vllm.messages import DraftBlock, Drafted, Masks
 from services.vllm.request_queue import RequestQueue, RequestWork
@@ -135,19 +134,16 @@ class VllmDraftScheduler(RequestQueue[ProposeTask, _Drafting]):
         self._top_k, self._bits, self._ahead_rows = draft_top_k, weight_bits, ahead_rows
         self._ahead: dict[str, _Ahead] = {}  # by session, oldest first
         self._answered: set[str] = set()  # sessions with a proposal
-        self._gain, self.throttle = GainMeter(), Throttle()
-        self._step_s = 0.0
-        self._ahead_ended = self._ahead_began = 0.0
+        self.ahead_stats = AheadStats()
         super().__init__(engine, limits, grammars)
         engine.set_mask_maker(self._begin_masks)
         if ahead_rows:
-            self.meter.watch_ahead(self.throttle.stats)
+            self.meter.watch_ahead(self.ahead_stats)
 
     def load(self) -> LoadCounters:
-        """Return the load counters so far, including draft-ahead hits and tokens gained."""
-        stats = self.throttle.stats
-        counters = replace(super().load(), gained=self._gain.gained)
-        return replace(counters, lookups=stats.lookups, hits=stats.hits)
+        """Return the load counters so far, including draft-ahead hits."""
+        stats = self.ahead_stats
+        return replace(super().load(), lookups=stats.lookups, hits=stats.hits)
 
     def fail_all(self, error: GammarayError) -> None:
         """Answer every block with `error` and drop every session and the prefix cache."""
@@ -169,7 +165,6 @@ class VllmDraftScheduler(RequestQueue[ProposeTask, _Drafting]):
         """Queue blocks; the newest of a session cancels those before it."""
         tasks = list(tasks)
         for task in tasks:
-            self._note_arrival(task.arrived)
             running = self._running.get(task.session_id)
             if running is not None and task.epoch >= running.task.epoch:
                 del self._running[task.session_id]
@@ -206,7 +201,6 @@ class VllmDraftScheduler(RequestQueue[ProposeTask, _Drafting]):
             return error
 
     def _start(self, task: ProposeTask, session: SessionCopy) -> _Drafting | Proposal:
-        self._gain.asked(task.session_id, session.tokens, task.arrived)
         depth = min(task.shape.depth, self.engine.max_context - task.base_position)
         going_on = self._take_ahead(task, session)
         if depth <= 0:
@@ -232,7 +226,6 @@ class VllmDraftScheduler(RequestQueue[ProposeTask, _Drafting]):
         self.engine.close(work.request_id)
 
     def _forget(self, session: SessionCopy) -> None:
-        self._gain.drop(session.session_id)
         self._answered.discard(session.session_id)
         self._drop_ahead(session.session_id)
         if session.spec.cache_salt is None:
@@ -248,9 +241,7 @@ class VllmDraftScheduler(RequestQueue[ProposeTask, _Drafting]):
         result = self._step_engine()
         if result is None:
             return
-        took_s = time.perf_counter() - began
-        self._step_s = took_s if not self._step_s else 0.95 * self._step_s + 0.05 * took_s
-        self._take(result, int(took_s * 1e6))
+        self._take(result, int((time.perf_counter() - began) * 1e6))
         if not result.num_tokens:
             self._unblock(is_preempted=bool(result.preempted))
 
@@ -287,7 +278,6 @@ class VllmDraftScheduler(RequestQueue[ProposeTask, _Drafting]):
         """Return a complete proposal; its request drafts ahead, or ends."""
         task, session, proposal = work.task, work.session, work.proposal()
         self._answered.add(session.session_id)
-        self._gain.sent(task.session_id, proposal, task.base_position, task.arrived, time.monotonic())
         tokens = self.engine.tokens(work.request_id)
         limit = min(task.base_position + 2 * work.depth + 1, self.engine.max_context)
         if tokens is not None and self._may_go_ahead(session.spec, tokens, limit):
@@ -340,7 +330,6 @@ class VllmDraftScheduler(RequestQueue[ProposeTask, _Drafting]):
         is_coupled = spec.method is VerificationMethod.COUPLED or spec.params.temperature == 0
         return (
             self._ahead_rows > 0
-            and self.throttle.is_open
             and is_coupled
             and not spec.params.grammar
             and len(tokens) < limit
@@ -362,16 +351,11 @@ class VllmDraftScheduler(RequestQueue[ProposeTask, _Drafting]):
         self._hold_others(going)
         if not going:
             return
-        self._ahead_began, began_cpu = time.monotonic(), time.thread_time()
         result = self._step_engine()
-        self._ahead_ended = time.monotonic()
         if result is None:
             return
-        stolen_s = 0.0
-        if self.engine.device == "cpu":
-            # Wall time minus CPU time: this thread shared its core and delayed other work by as much.
-            stolen_s = max(0.0, self._ahead_ended - self._ahead_began - (time.thread_time() - began_cpu))
-        self.throttle.worked(len(result.scheduled), stolen_s)
+        self.ahead_stats.forwards += 1
+        self.ahead_stats.rows += len(result.scheduled)
         for session_id, ahead in list(self._ahead.items()):
             if isinstance(result.verdicts.get(ahead.request_id), GammarayError):
                 self._drop_ahead(session_id)
@@ -408,9 +392,8 @@ class VllmDraftScheduler(RequestQueue[ProposeTask, _Drafting]):
             else:
                 self.engine.set_held(ahead.request_id, is_held=False)
         if self._ahead_rows and session.session_id in self._answered:
-            saved_s = max(0, min(num_ready, task.shape.depth)) * self._step_s
-            is_hit = num_ready >= task.shape.depth
-            self.throttle.looked_up(is_hit=is_hit, foreseen=float(ahead is not None), saved_s=saved_s)
+            self.ahead_stats.lookups += 1
+            self.ahead_stats.hits += num_ready >= task.shape.depth
         return None if ahead is None or num_ready < 0 else ahead.request_id
 
     def _num_ready(self, ahead: _Ahead, session: SessionCopy) -> int:
@@ -429,12 +412,6 @@ class VllmDraftScheduler(RequestQueue[ProposeTask, _Drafting]):
     def _evict(self, session_id: str) -> None:
         self._drop_ahead(session_id)
         self.engine.num_evictions += 1
-
-    def _note_arrival(self, arrived: float) -> None:
-        """Note a block's arrival; it may have waited for a step of draft-ahead."""
-        waited = self._ahead_ended - max(self._ahead_began, arrived)
-        if waited > 0:
-            self.throttle.delayed(waited)
 
 
 def _salt(session: SessionCopy) -> str:

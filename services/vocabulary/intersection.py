@@ -25,7 +25,6 @@ class Intersection:
         duplicates: Rounds of (index into `target_ids`, further draft token with the same bytes); an index
             occurs once per round.
         to_draft: Draft token of each shared target token, special tokens included, for the context.
-        end: The draft's and the target's end of sequence; None if one has none.
         num_text_tokens: Shared tokens that are not special.
     """
 
@@ -50,9 +49,7 @@ class Intersection:
                 self.to_draft[target_id] = draft_special
                 if draft_special != draft.eos_token_id:
                     proposed[target_id] = draft_special
-        self.end: tuple[int, int] | None = None
         if draft.eos_token_id is not None and target.eos_token_id is not None and draft.eos_token_id < size:
-            self.end = draft.eos_token_id, target.eos_token_id
             self.to_draft.setdefault(target.eos_token_id, draft.eos_token_id)
             proposed[target.eos_token_id] = draft.eos_token_id
         self.num_text_tokens = len(fed)

@@ -9,7 +9,6 @@ plain decoding said while nothing was disturbed. What drafts is one of these, ea
 - parallel: two draft workers with a parallel draft model (PARD), a part of its vocabulary and int8 weights.
 - early-exit: two draft workers with the first 13 of the target's 16 layers.
 - vocabulary: two draft workers whose model has another vocabulary than the target. By the model and mixtures.
-- server: a second gammaray, asked over HTTP; its processes are killed, too. By the server and mixtures.
 
 Exits with 1 when a stream was lost, a token was lost, repeated or changed, or a drafter was never used.
 """

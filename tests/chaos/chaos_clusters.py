@@ -1,4 +1,4 @@
-"""The clusters of chaos runs, by what drafts: draft workers with some kind of model, or a second gammaray."""
+"""The clusters of chaos runs, by what drafts: draft workers with some kind of model, or a head."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from gammaray.demo_pair import resolve_model
-from tests.chaos.chaos_drafters import DRAFTER, HEAD, PAIR, SERVER, VOCABULARY, Way
+from tests.chaos.chaos_drafters import DRAFTER, HEAD, PAIR, VOCABULARY, Way
 from tests.chaos.chaos_redis import ChaosRedis, chaos_redis
 from tests.chaos.other_vocabulary import with_fewer_merges
 from tests.chaos.victims import ROLES
@@ -41,7 +41,6 @@ KINDS = {
     "vocabulary": Kind(VOCABULARY),
     "parallel": Kind(DRAFTER),
     "early-exit": Kind(DRAFTER),
-    "server": Kind(SERVER, ("server", *ROLES[1:])),
     "head": Kind(HEAD, tuple(role for role in ROLES if role != "draft")),
 }
 
@@ -54,13 +53,11 @@ class Scene:
         cluster: The cluster.
         redis: Its Redis.
         ways: Ways to draft on it.
-        server: The second gammaray, which drafts over HTTP, if any.
     """
 
     cluster: Cluster
     redis: ChaosRedis
     ways: tuple[Way, ...]
-    server: Cluster | None = None
 
 
 @contextmanager
@@ -75,12 +72,7 @@ def started(name: str, stderr: int | None = None, other_target: str | None = Non
     with ExitStack() as stack:
         redis = stack.enter_context(chaos_redis())
         options = ["--redis-url", redis.server.url]
-        server = None
-        if name == "server":
-            small = ("--target", resolve_model("demo", "draft"), "--draft-workers", "0")
-            server = stack.enter_context(running_cluster(*small, stderr=stderr))
-            options += [*PLAIN, "--draft", f"openai:{server.http}"]
-        elif name == "vocabulary":
+        if name == "vocabulary":
             if other_target is None:
                 folder = Path(stack.enter_context(TemporaryDirectory()), "target")
                 other_target = str(with_fewer_merges(Path(resolve_model("demo", "target")), folder))
@@ -106,4 +98,4 @@ def started(name: str, stderr: int | None = None, other_target: str | None = Non
         else:
             options += WITH_DRAFTS
         cluster = stack.enter_context(running_cluster(*options, stderr=stderr))
-        yield Scene(cluster, redis, KINDS[name].ways, server)
+        yield Scene(cluster, redis, KINDS[name].ways)

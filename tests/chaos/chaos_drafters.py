@@ -10,7 +10,7 @@ from typing import Any
 
 from gammaray.types import GammaPolicy, SpeculationSummary
 
-__all__ = ["DRAFTER", "PAIR", "SERVER", "VOCABULARY", "Way", "cycles_by_drafter", "unused"]
+__all__ = ["DRAFTER", "PAIR", "VOCABULARY", "Way", "cycles_by_drafter", "unused"]
 
 MISTAKE_EVERY = 24
 """A prediction lacks every so many tokens one of the completion: the completion deviates there."""
@@ -73,10 +73,6 @@ VOCABULARY = (Way("model, chains", ("model",), {"drafter": "model", "gamma": 4})
 DRAFTER = (*PAIR[:2], *_mixtures("model"))
 """With draft workers whose model is parallel, or part of the target."""
 
-SERVER = (Way("server, chains", ("server",), {"drafter": "server", "gamma": 4}), *_mixtures("server"))
-"""With a server that drafts."""
-
-
 HEAD = (
     Way("head, chains", ("head",), {"drafter": "head", "gamma": 4}),
     Way("head, trees", ("head",), {"drafter": "head", "gamma": GammaPolicy(fixed=4, max_nodes=12)}),
@@ -87,7 +83,7 @@ HEAD = (
 
 def cycles_by_drafter(summary: SpeculationSummary) -> Counter[str]:
     """Return how many cycles of a completion each drafter proposed in."""
-    kinds = ("model", "head", "server", "ngram", "suffix", "prediction", "grammar", "plain", "fallback")
+    kinds = ("model", "head", "ngram", "suffix", "prediction", "grammar", "plain", "fallback")
     return Counter({kind: getattr(summary, f"{kind}_cycles") for kind in kinds})
 
 

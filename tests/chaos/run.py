@@ -100,7 +100,7 @@ class Outcome:
 
 
 async def run(scene: Scene, options: Options, say: Callable[[str], None]) -> Outcome:
-    """Run chaos on a cluster without other clients, on its Redis and on the server that drafts for it."""
+    """Run chaos on a cluster without other clients and on its Redis."""
     cluster, wanted = scene.cluster, asks(options.streams, options.max_tokens)
     say(f"{len(wanted)} streams of {options.max_tokens} tokens, first plain and undisturbed ...")
     expected = await reference(cluster.grpc, wanted)
@@ -142,11 +142,9 @@ async def run(scene: Scene, options: Options, say: Callable[[str], None]) -> Out
 async def _carry_out(scene: Scene, blows: Strike, tally: Tally, watch: Watch) -> Event:
     """Strike, and wait until stopped processes continue."""
     cluster, redis = scene.cluster, scene.redis
-    server_pid = 0 if scene.server is None else scene.server.launcher.pid
 
     def look() -> list[list[psutil.Process]]:
-        pids = (cluster.launcher.pid, redis.server.pid, server_pid)
-        return [find(blow.role, *pids) for blow in blows.blows]
+        return [find(blow.role, cluster.launcher.pid, redis.server.pid) for blow in blows.blows]
 
     (first, *_) = blows.blows
     found = await asyncio.to_thread(look)

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 from gammaray.demo_pair import resolve_model
 from gammaray.deploy.redis_connection import reply_code
 from tests.chaos.chaos_clusters import KINDS, started
-from tests.chaos.chaos_drafters import PAIR, SERVER, VOCABULARY, unused
+from tests.chaos.chaos_drafters import PAIR, VOCABULARY, unused
 from tests.chaos.chaos_redis import chaos_redis
 from tests.chaos.load import Said, Tally, asks, difference, streams
 from tests.chaos.other_vocabulary import with_fewer_merges
@@ -93,9 +93,7 @@ def test_every_way_to_draft_has_a_greedy_and_a_sampled_stream():
         made = streams(asks(Options.streams, 8), kind.ways)
         found = {(stream.way.name, stream.ask.temperature) for stream in made}
         assert found == {(way.name, temperature) for way in kind.ways for temperature in (0.0, 1.0)}
-    assert {drafter for way in (*PAIR, *SERVER) for drafter in way.drafters} == {
-        *("model", "server", "ngram", "suffix", "prediction")
-    }
+    assert {drafter for way in PAIR for drafter in way.drafters} == {"model", "ngram", "suffix", "prediction"}
 
 
 def test_prediction_lacks_tokens_and_salts_of_ways_without_past_outputs_differ():

@@ -15,7 +15,6 @@ from orchestrator.storage.session_store import LEASE_S
 __all__ = [
     "EVERYWHERE",
     "ROLES",
-    "SERVER",
     "SPECIAL",
     "Action",
     "Blow",
@@ -26,10 +25,6 @@ __all__ = [
 ]
 
 ROLES = ("draft", "target", "orchestrator", "proxy", "redis")
-SERVER = "server"
-"""A process of the second gammaray, which drafts over HTTP: without any one of them it cannot answer."""
-
-_SERVING = ("orchestrator", "target", "proxy")
 
 _TITLES = {
     "draft": "ray::ServeReplica:gammaray-draft:",
@@ -129,17 +124,14 @@ def plan(
             yield Strike(rng.uniform(*pause_s), tuple(blow(role, action) for role, action in kind))
 
 
-def find(role: str, launcher_pid: int, redis_pid: int = 0, server_pid: int = 0) -> list[psutil.Process]:
+def find(role: str, launcher_pid: int, redis_pid: int = 0) -> list[psutil.Process]:
     """Return the serving processes of a role, oldest first.
 
     Args:
-        role: One of `ROLES`, or `SERVER`.
+        role: One of `ROLES`.
         launcher_pid: Process id of the cluster's launcher.
         redis_pid: That of its Redis.
-        server_pid: That of the launcher of the second gammaray.
     """
-    if role == SERVER:
-        return [process for own in _SERVING for process in find(own, server_pid)]
     if role == "redis":
         with contextlib.suppress(psutil.NoSuchProcess):
             return [psutil.Process(redis_pid)]

@@ -103,8 +103,8 @@ def test_settings_in_values_are_applied():
     shown = effective_of_serve(serve_config(EVERYTHING))
     assert shown["draft"]["settings"]["draft_ahead"] is False
     assert shown["draft"]["workers"] == "0:4"
-    assert shown["draft"]["scaling"]["min_gain"] == 2.5
-    assert shown["draft"]["scaling"]["retry_s"] == ScalingSettings.model_fields["retry_s"].default
+    assert shown["draft"]["scaling"]["draft_load"] == 2.5
+    assert shown["draft"]["scaling"]["target_load"] == ScalingSettings.model_fields["target_load"].default
 
 
 def test_draft_workers_know_the_targets_tokenizer_where_the_models_differ():
@@ -236,42 +236,3 @@ def test_collector_forwards_to_the_endpoint(telemetry, traces, metrics):
 def test_dashboards_are_those_of_the_folder():
     data = render(EVERYTHING)["configmap-dashboards.yaml"].get("data") or {}
     assert set(data) == {path.name for path in (CHART / "dashboards").glob("*.json")}
-
-
-DRAFT_SERVER = {
-    "draftServer": {"url": "openai:http://llama.models:8080/v1#m", "keySecret": {"name": "llama-key"}},
-    "draft": {"workers": "0"},
-}
-
-
-def test_server_that_drafts_is_a_setting_and_its_key_a_file():
-    shown = effective_of_serve(serve_config(DRAFT_SERVER))
-    assert "draft" not in shown
-    own = shown["orchestrator"]["settings"]
-    assert own["draft_server"] == DRAFT_SERVER["draftServer"]["url"]
-    template = groups(DRAFT_SERVER)["orchestrator"]["template"]
-    mount = next(m for m in container(template)["volumeMounts"] if m["name"] == "draft-server-key")
-    volume = next(v for v in template["spec"]["volumes"] if v["name"] == "draft-server-key")
-    assert own["draft_key_file"] == f"{mount['mountPath']}/key"
-    assert volume["secret"]["secretName"] == "llama-key"
-    assert not any(
-        volume["name"] == "draft-server-key"
-        for volume in groups(DRAFT_SERVER)["target"]["template"]["spec"]["volumes"]
-    )
-
-
-@pytest.mark.parametrize(
-    ("values", "error"),
-    [
-        ({"draftServer": DRAFT_SERVER["draftServer"]}, "draft.workers: must be"),
-        ({**DRAFT_SERVER, "draftServer": {"url": "openai:http://user:hunter2@llama"}}, "draftServer"),
-        (
-            {**DRAFT_SERVER, "networkPolicy": {"egress": {"enabled": True}}},
-            "to reach the server of draftServer.url",
-        ),
-    ],
-)
-def test_server_that_drafts_is_refused_where_it_cannot_be_reached_or_has_a_password(values, error):
-    refusals = helm_python.HelmRenderError, helm_python.HelmValuesError
-    with pytest.raises(refusals, match=error):
-        render(values)

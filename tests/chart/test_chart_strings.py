@@ -23,15 +23,14 @@ SCHEMA = jsonschema.Draft7Validator(yaml.safe_load((CHART / "values.schema.json"
 COUNTS = (("orchestrator", "replicas"), ("draft", "workers"), ("target", "workers"))
 """Numbers that may be given as strings."""
 
-DRAFTED = {
+UNDRAFTED = {
     "draft": {"workers": "0"},
-    "draftServer": {"url": "openai:http://llama:8080"},
     "pods": {"disruptionBudget": {"enabled": False}},
 }
 VARIANTS = {
     "default": REGISTRY,
     "everything": EVERYTHING,
-    "server": merged(REGISTRY, DRAFTED, {"modelCache": {"enabled": True}}),
+    "no drafts": merged(REGISTRY, UNDRAFTED, {"modelCache": {"enabled": True}}),
 }
 
 

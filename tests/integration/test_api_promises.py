@@ -470,7 +470,7 @@ async def test_call_of_a_response_that_is_cut_is_incomplete_and_continues(api):
 
 async def test_options_have_their_ranges_and_change_no_token(api):
     text = await api.text(seed=7)
-    absent = {DrafterKind.HEAD, DrafterKind.SERVER}
+    absent = {DrafterKind.HEAD}
     for kind in absent:
         error = await api.refused(COMPLETIONS, {"gammaray": {"drafter": kind.value}})
         assert error["param"] == "gammaray.drafter"

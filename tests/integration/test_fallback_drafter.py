@@ -72,7 +72,7 @@ class Repeats:
         return Verdict(tuple(path), (base + len(path)) % 3, TokenOrigin.BONUS, len(path))
 
 
-@pytest.mark.parametrize("top", sorted(set(DrafterKind) - {DrafterKind.SERVER, DrafterKind.HEAD}))
+@pytest.mark.parametrize("top", sorted(set(DrafterKind) - {DrafterKind.HEAD}))
 async def test_fallback_is_lossless_for_every_requested_drafter(top):
     async with scripted("target", "draft") as (target, draft), fleet_of(target, draft) as fleet:
         session = make_session(max_tokens=60)

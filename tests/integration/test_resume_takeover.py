@@ -136,8 +136,6 @@ async def test_resume_restores_counters_and_workers(pair):
     opener = SessionManager(other.store, other.tokenizer, any_model)
     opened = await opener.open(resumed(request, chunks), other.max_context)
     handover = opened.handover
-    (accepted, tested) = next(counts for counts in handover.acceptance.values() if counts[1])
-    assert 0 < sum(accepted) <= sum(tested)
     assert handover.counters.cycles >= 25
     links = other.fleet.targets.links, other.fleet.drafts.links
     assert handover.target in links[0]

@@ -46,23 +46,22 @@ def draft(request, tmp_path_factory):
     return saved(tokenizer, tmp_path_factory.mktemp("draft"), 1)
 
 
-def pair_of(target, draft, mapping):
+def pair_of(target, draft):
     target_engine, draft_engine = load_engine(str(target)), load_engine(str(draft))
-    translation = load_translation(str(draft), draft_engine.vocab_size, str(target), mapping)
+    translation = load_translation(str(draft), draft_engine.vocab_size, str(target))
     return Pair(
         target_scheduler(target_engine, TargetSettings()),
         draft_scheduler(draft_engine, DraftSettings(), translation),
     )
 
 
-@pytest.mark.parametrize("mapping", ["tokens", "text"])
 @pytest.mark.parametrize(
     ("method", "temperature"),
     [(COUPLED, 0.0), (COUPLED, 1.0), (NAIVE, 0.0), (NAIVE, 1.0), (REJECTION, 0.0), (BLOCK, 0.0)],
 )
-def test_tokens_are_those_of_plain_decoding(target, draft, mapping, method, temperature):
+def test_tokens_are_those_of_plain_decoding(target, draft, method, temperature):
     (target_folder, tokenizer), (draft_folder, _) = target, draft
-    pair = pair_of(target_folder, draft_folder, mapping)
+    pair = pair_of(target_folder, draft_folder)
     num_drafted = 0
     for seed, prompt in enumerate(PROMPTS):
         ask = Ask(tuple(tokenizer(prompt)["input_ids"]), 40, temperature, seed, (), method)
@@ -75,12 +74,11 @@ def test_tokens_are_those_of_plain_decoding(target, draft, mapping, method, temp
     assert pair.draft.engine.stats().num_sessions == 0
 
 
-@pytest.mark.parametrize("mapping", ["tokens", "text"])
 @pytest.mark.parametrize("method", [REJECTION, BLOCK])
-def test_rejection_maps_tokens_whatever_the_setting(target, draft, mapping, method):
+def test_rejection_tests_the_distribution_over_the_shared_tokens(target, draft, method):
     """Its text may differ from plain decoding's; each test needs the distribution that was shipped."""
     (target_folder, tokenizer), (draft_folder, _) = target, draft
-    pair = pair_of(target_folder, draft_folder, mapping)
+    pair = pair_of(target_folder, draft_folder)
     ask = Ask(tuple(tokenizer(PROMPTS[0])["input_ids"]), 60, 1.0, 3, (), method)
     text = pair.complete(ask, 3)
     assert len(text.token_ids) == 60
@@ -99,11 +97,11 @@ def same_model(tmp_path_factory):
     return folder, copy, tokenizer
 
 
-@pytest.mark.parametrize(("mapping", "temperature"), [("tokens", 0.0), ("tokens", 1.0), ("text", 0.0)])
-def test_draft_that_is_the_target_under_other_ids_is_always_accepted(same_model, mapping, temperature):
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_draft_that_is_the_target_under_other_ids_is_always_accepted(same_model, temperature):
     """Positions, noise and the rollback of the draft's cache are right in every cycle, or a token fails."""
     target, draft, tokenizer = same_model
-    pair = pair_of(target, draft, mapping)
+    pair = pair_of(target, draft)
     for seed, prompt in enumerate(PROMPTS[:2]):
         ask = Ask(tuple(tokenizer(prompt)["input_ids"]), 64, temperature, seed, ())
         text = pair.complete(ask, 4)
@@ -118,7 +116,7 @@ def test_context_past_the_drafts_is_not_drafted(target, tmp_path, temperature):
     short = byte_level("", 256)
     draft = tiny_model("llama", tmp_path, seed=2, vocab_size=len(short), max_position_embeddings=64)
     short.save_pretrained(draft)
-    pair = pair_of(target_folder, draft, "auto")
+    pair = pair_of(target_folder, draft)
     ask = Ask(tuple(tokenizer(CODE[:60])["input_ids"]), 80, temperature, 0, ())
     text = pair.complete(ask, 4)
     assert text.token_ids == pair.complete(ask, 0).token_ids

@@ -10,7 +10,6 @@ import pytest
 from gammaray.errors import InvalidArgumentError
 from gammaray.types import FinishReason, GenerationRequest
 from orchestrator.access.caller import ANONYMOUS, Caller
-from tests.support.workers.draft_servers import served
 from tests.support.workers.resume_helpers import first_chunks, sessions_on
 from tests.support.workers.service_helpers import PROMPTS, SEEDED, complete, running, text_of, tokens_of
 
@@ -97,16 +96,3 @@ async def test_session_that_is_named_must_be_stored(redis_server, workers, field
         with pytest.raises(InvalidArgumentError, match="is no session to name or resume") as caught:
             await complete(orchestrator, replace(UNSTORED, **fields))
         assert caught.value.field == "store"
-
-
-async def test_second_gammaray_stores_no_proposal(redis_server, redis, workers):
-    target, _ = workers
-    async with running(redis_server, target, "") as second, served(second) as api:
-        settings = {"draft_server": api.url, "propose_timeout_s": 30.0}
-        async with running(redis_server, target, "", **settings) as orchestrator:
-            async with unchanged(redis):
-                chunks = await complete(orchestrator, UNSTORED)
-            assert chunks[-1].summary.server_cycles > 0
-            before = len(await second.sessions.recent(1000, ANONYMOUS))
-            await complete(orchestrator, replace(UNSTORED, store=True))
-            assert len(await second.sessions.recent(1000, ANONYMOUS)) == before + 1  # the target's alone

@@ -43,7 +43,6 @@ WITHOUT_A_CLUSTER: Mapping[str, str] = {
     r"gammaray (generate|chat) .*--ca-file": "needs TLS in front, see tests/integration/test_tls_proxy.py",
     r"docker (build|push|run) ": "needs Docker, a registry, or the network",
     r"serve run serve\.yaml": "tests/support/cluster/served_chart.py runs it, on a Ray of its own",
-    r"llama-server ": "tests/integration/test_openai_drafter_llama.py starts one where LLAMA_SERVER names it",
     r"((OTEL|GAMMARAY)_\w+=\S+ )?gammaray up\b": "tests/e2e start clusters by it; each takes a minute",
     r"gammaray qualify --target build/models/smollm2": "needs make smollm2, see test_qualify_pairs.py",
     r"gammaray train ": "takes an hour, see tests/unit/services/train/test_train_run.py",

@@ -20,7 +20,6 @@ from services.engine.sampling.noise import Noise
 from services.scheduling.planning import Limits
 from services.scheduling.tasks import ProposeTask, Reply, SessionSpec
 from services.speculation.predictions import draw_temperature
-from services.speculation.throttle import Throttle
 
 VOCAB = 40
 CAPACITY = 512
@@ -176,12 +175,6 @@ class ParallelEngine(TableEngine):
         return self.table[len(path) % VOCAB, 0] + 0.2 * self.table[(before + num_masks) % VOCAB, last]
 
 
-class Open(Throttle):
-    """A throttle that ignores the time."""
-
-    is_open = True
-
-
 class Drafter:
     """A scheduler and its sessions in one thread.
 
@@ -195,8 +188,6 @@ class Drafter:
         self.scheduler = DraftScheduler(
             self.engine, Limits(max_batch_tokens, 16), draft_top_k=8, weight_bits=10, ahead_rows=ahead_rows
         )
-        if self.scheduler.lookahead is not None:
-            self.scheduler.lookahead.throttle = Open()
 
     def task(
         self,

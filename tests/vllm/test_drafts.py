@@ -21,7 +21,6 @@ from services.engine.loader import load_engine
 from services.scheduling.grammars import Grammars
 from services.scheduling.tasks import NeedTokens, Release
 from services.vllm.engine import CPU_DRAFT_BLOCK
-from tests.support.draft_helpers import Open
 from tests.support.engine_helpers import random_tokens
 from tests.support.processing_helpers import GRAMMAR, follows_grammar
 from tests.support.vllm_draft_helpers import answer, assert_alike, draft, draft_task
@@ -55,7 +54,6 @@ def scheduler_of(engine, llama, ahead_rows: int) -> Iterator:
 
     grammars = Grammars(str(llama), engine.vocab_size)
     scheduler = VllmDraftScheduler(engine, LIMITS, ahead_rows=ahead_rows, grammars=grammars, **SHIPPED)
-    scheduler.throttle = Open()
     yield scheduler
     scheduler.step()
     scheduler.release([Release(name, 0, True) for name in list(scheduler.sessions)])
@@ -417,7 +415,7 @@ def test_draft_ahead_waits_while_another_block_runs(ahead):
 def test_draft_ahead_is_for_few_sessions_at_a_time(ahead):
     draft(ahead, sessions_with(DRAWN, count=5), 2)
     assert ahead.step() == []
-    assert ahead.throttle.stats.rows == 2
+    assert ahead.ahead_stats.rows == 2
 
 
 def test_nothing_is_drafted_ahead_of_a_draw_or_an_end(ahead):

@@ -17,17 +17,6 @@
 {{- $_ := set $args "replicas" ($values.replicas | int) -}}
 {{- end -}}
 {{- $_ := set $settings "model" $.Values.models.target -}}
-{{- with $.Values.draftServer -}}
-{{- if .url -}}
-{{- if ne (toString $.Values.draft.workers) "0" -}}
-{{- fail "draft.workers: must be \"0\" where draftServer.url names a server that drafts" -}}
-{{- end -}}
-{{- $_ := set $settings "draft_server" .url -}}
-{{- if .keySecret.name -}}
-{{- $_ := set $settings "draft_key_file" (printf "/etc/gammaray/draft-server/%s" .keySecret.key) -}}
-{{- end -}}
-{{- end -}}
-{{- end -}}
 {{- if $.Values.apiKeysSecret.name -}}
 {{- $_ := set $settings "api_keys_file" (printf "/etc/gammaray/keys/%s" $.Values.apiKeysSecret.key) -}}
 {{- else -}}

@@ -24,11 +24,6 @@
   secret:
     secretName: {{ $values.apiKeysSecret.name | quote }}
 {{- end }}
-{{- if and (eq .component "orchestrator") $values.draftServer.keySecret.name }}
-- name: draft-server-key
-  secret:
-    secretName: {{ $values.draftServer.keySecret.name | quote }}
-{{- end }}
 {{- if and $values.workerTls.enabled (ne .component "head") }}
 {{- $holder := ternary "orchestrator" "worker" (eq .component "orchestrator") }}
 - name: worker-tls
@@ -52,9 +47,6 @@
 {{- end }}
 {{- if and (eq .component "orchestrator") .root.Values.apiKeysSecret.name }}
 - {name: api-keys, mountPath: /etc/gammaray/keys, readOnly: true}
-{{- end }}
-{{- if and (eq .component "orchestrator") .root.Values.draftServer.keySecret.name }}
-- {name: draft-server-key, mountPath: /etc/gammaray/draft-server, readOnly: true}
 {{- end }}
 {{- if and .root.Values.workerTls.enabled (ne .component "head") }}
 - {name: worker-tls, mountPath: /etc/gammaray/tls, readOnly: true}

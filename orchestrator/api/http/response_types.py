@@ -60,7 +60,6 @@ class CyclesByDrafter(TypedDict):
 
     model: _Count
     head: _Count
-    server: _Count
     ngram: _Count
     suffix: _Count
     prediction: _Count

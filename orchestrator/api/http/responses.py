@@ -321,7 +321,6 @@ class ChoiceState:
             "cycles_by_drafter": {
                 "model": summary.model_cycles,
                 "head": summary.head_cycles,
-                "server": summary.server_cycles,
                 "ngram": summary.ngram_cycles,
                 "suffix": summary.suffix_cycles,
                 "prediction": summary.prediction_cycles,

@@ -50,7 +50,7 @@ EVERYTHING: dict[str, Any] = {
     "orchestrator": {"settings": {"max_gamma": 6}},
     "draft": {"workers": "0:4", "acceleratorType": "NVIDIA-L4", "settings": {"draft_ahead": False}},
     "target": {"workers": "2:3", "gpus": 1, "nodeSelector": {"zone": "a"}},
-    "scaling": {"min_gain": 2.5},
+    "scaling": {"draft_load": 2.5},
     "ray": {"faultTolerance": {"enabled": True}},
     "tls": {"certManager": {"enabled": True, "issuerRef": {"name": "letsencrypt"}}},
     "workerTls": {"enabled": True, "issuerRef": {"name": "internal"}},

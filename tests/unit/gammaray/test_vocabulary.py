@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gammaray.vocabulary import Vocabulary, incomplete_tail
-from tests.support.vocabulary_helpers import CODE, PROSE, byte_fallback, byte_level, word_pieces
+from gammaray.vocabulary import Vocabulary
+from tests.support.vocabulary_helpers import CODE, byte_fallback, byte_level, word_pieces
 
 BYTE_LEVEL = Vocabulary(byte_level(CODE, 300))
 BYTE_FALLBACK = Vocabulary(byte_fallback(["▁the", "▁def", "return", "é", "aé"]))
@@ -54,61 +54,6 @@ def test_bytes_that_no_token_has_are_left_out():
     assert lacking.bytes_of(lacking.encode("a\xe9a é\n".encode() + b"\xff")) == b"aa \n"
 
 
-@pytest.mark.parametrize(
-    ("data", "count"),
-    [
-        (b"", 0),
-        (b"abc", 0),
-        ("é".encode(), 0),
-        ("é".encode()[:1], 1),
-        ("日".encode()[:2], 2),
-        ("🙂".encode()[:3], 3),
-        ("🙂".encode(), 0),
-        (b"a\x80\x80\x80", 0),
-        (b"\xff", 1),
-    ],
-)
-def test_incomplete_characters_are_recognised(data, count):
-    assert incomplete_tail(data) == count
-
-
 def test_tokens_that_are_no_bytes_are_refused():
     with pytest.raises(ValueError, match="neither byte-level nor SentencePiece"):
         Vocabulary(word_pieces())
-
-
-WIDE = Vocabulary(byte_level(CODE + PROSE, 400, specials=("<|im_end|>", "<|end|>")))
-
-
-@given(
-    committed=st.lists(st.integers(0, len(WIDE) - 1), max_size=20),
-    added=st.one_of(st.text(max_size=20).map(str.encode), st.binary(max_size=20)),
-)
-def test_continuation_has_the_bytes_that_were_added(committed, added):
-    token_ids = WIDE.continuation(committed, added)
-    assert WIDE.bytes_of(token_ids) == added[: len(added) - incomplete_tail(added)]
-
-
-def test_continuation_joins_the_word_that_was_begun():
-    text = CODE.encode()
-    token_ids = WIDE.encode(text)
-    for cut in range(1, len(token_ids)):
-        added = WIDE.bytes_of(token_ids[cut:])
-        assert WIDE.continuation(token_ids[:cut], added) == token_ids[cut:]
-
-
-def test_more_text_keeps_the_tokens_before_the_last_word():
-    text = CODE.encode()
-    whole, num_kept = WIDE.encode(text), 0
-    for size in range(1, len(text)):
-        begun = WIDE.continuation([], text[:size])
-        stable = WIDE.num_stable(begun)
-        assert begun[:stable] == whole[:stable]
-        num_kept += len(begun) - stable <= 4
-    assert num_kept > 0.8 * len(text)
-
-
-def test_continuation_of_sentence_pieces_begins_without_a_space():
-    tokens = BYTE_FALLBACK.encode(b" def")
-    assert BYTE_FALLBACK.bytes_of(BYTE_FALLBACK.continuation(tokens, b"return")) == b"return"
-    assert BYTE_FALLBACK.bytes_of(BYTE_FALLBACK.continuation(tokens, b" the")) == b" the"

@@ -11,8 +11,6 @@ ROOT = Path(__file__).parents[3]
 DECLARED = "gammaray/sampling.py"
 ARITHMETIC = {"services/engine/sampling/logits.py", "services/engine/sampling/edits.py"}
 DRAFT = "services/speculation/session.py"
-FORWARDED = "orchestrator/drafting/http/dialects.py"
-"""Asks another gammaray to draft: a parameter that is missing there costs acceptance only."""
 # The others are also a benchmark's temperature, an attribute of spans or the seed of a session, for example.
 PLAIN = ("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
@@ -35,7 +33,7 @@ def test_parameter_is_written_where_the_architecture_page_says(name, sources):
     assert name in SAMPLING_RULES
     files = {path for path, text in sources.items() if re.search(rf"\b{name}\b", text)}
     assert DECLARED in files
-    assert files <= {DECLARED, DRAFT, FORWARDED, *ARITHMETIC}
+    assert files <= {DECLARED, DRAFT, *ARITHMETIC}
     assert len(files & ARITHMETIC) == 1
 
 

@@ -62,10 +62,6 @@ def test_settings_of_the_environment(subtests):
         (["up", "--device", "cuda", "--deterministic"], "device: got cuda, allowed: auto or cpu with"),
         (["up", "--dtype", "int8"], "'int8' is not one of 'auto', 'float32', 'bfloat16', 'float16'"),
         (["up", "--draft-weights", "int2"], "'int2' is not one of 'auto', 'int8', 'int4'"),
-        (
-            ["up", "--draft", "openai:http://127.0.0.1:9", "--draft-weights", "int8"],
-            "draft_weights: got int8, allowed: auto with draft openai:http://127.0.0.1:9",
-        ),
         (["up", "--draft-workers", "x"], "draft_workers: got 'x', allowed: N or MIN:MAX"),
         (["up", "--target-workers", "0"], "target_workers: got 0, allowed: at least 1"),
         (["up", "--http-port", "x"], "'x' is not a valid integer."),

@@ -39,7 +39,6 @@ def test_names_and_damaged_files_are_no_heads(tmp_path):
         "./absent",
         "/absent",
         "",
-        "openai:http://x",
     ):
         assert head_kind(name) == ""
     for content in (b"", b"\xff" * 8, struct.pack("<Q", 2) + b"[]", struct.pack("<Q", 9) + b"{"):
@@ -74,5 +73,5 @@ def test_a_head_as_the_draft_is_refused_and_told_where_it_belongs(config, kind, 
 
 def test_other_drafts_are_not_refused(folders):
     target, _ = folders
-    for name in (str(target), "demo", "early-exit:3", "openai:http://x", "./absent"):
+    for name in (str(target), "demo", "early-exit:3", "./absent"):
         check_no_head("draft", name)

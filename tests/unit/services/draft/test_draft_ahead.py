@@ -10,7 +10,6 @@ from services.engine.sampling.noise import Noise
 from services.scheduling.tasks import Release
 from services.speculation.predictions import predictions
 from services.speculation.proposals import RUN
-from services.speculation.throttle import MIN_LOOKUPS, MIN_OUTCOME, PAUSE, Throttle
 from tests.support.draft_helpers import VOCAB, ChainingEngine, Drafter, ParallelEngine, TableEngine, outcome
 
 COUPLED, REJECTION, NAIVE = (
@@ -49,7 +48,7 @@ def test_ahead_proposals_are_those_that_are_drafted_on_demand(engine, method, pa
         ahead.idle(rng.choice((0, 1, 3, 10**6)))
         tokens += outcome(ahead.engine, tokens, ours.outcome, rng, params, method)
     assert saved > 0
-    assert ahead.scheduler.lookahead.throttle.stats.lookups == 59
+    assert ahead.scheduler.lookahead.stats.lookups == 59
 
 
 @pytest.mark.parametrize("shape", [(4, 8), (3, 12), (6, 16), (2, 40)], ids=str)
@@ -107,7 +106,7 @@ def test_ahead_own_continuation_is_ready_without_a_forward():
     reply = ahead.ask([*PROMPT, *longer.token_ids], 4)
     assert reply.timing.num_forwards == 0
     assert ahead.engine.num_steps == steps
-    stats = ahead.scheduler.lookahead.throttle.stats
+    stats = ahead.scheduler.lookahead.stats
     assert (stats.lookups, stats.hits) == (1, 1)
     assert stats.used_rows == 5  # the last proposed token, the bonus, and what its proposal needed
     assert stats.wasted_rows == stats.rows - 5 > 0
@@ -209,12 +208,12 @@ def test_ahead_failing_forward_costs_only_what_was_prepared():
 
 
 def test_ahead_nothing_follows_the_end_of_sequence_or_of_the_context(monkeypatch):
-    monkeypatch.setattr("services.speculation.throttle.MIN_OUTCOME", 0.01)  # so that something is left to do
+    monkeypatch.setattr("services.speculation.outcomes.MIN_OUTCOME", 0.01)  # so that something is left to do
     engine = TableEngine()
     fresh = Drafter(engine).ask(PROMPT, 1).outcome
     ahead = Drafter(TableEngine(), ahead_rows=4)
     assert ahead.ask(PROMPT, 4, eos=fresh.token_ids).outcome == fresh
-    stats = ahead.scheduler.lookahead.throttle.stats
+    stats = ahead.scheduler.lookahead.stats
     ahead.idle()
     chosen = {
         node.token_id for node in ahead.scheduler.speculations["s"].tree.root.below() if node.prediction
@@ -246,53 +245,3 @@ def test_rejection_predictions_follow_the_distribution():
         assert tested[chosen] == prediction.confidence(base)
         assert sum(tested.values()) <= 1 + 1e-9
         assert all(tested[token] < bonus[token] for token in tested if token != chosen)
-
-
-def test_throttle_closes_when_it_does_not_pay_and_tries_again():
-    throttle = Throttle()
-    for _ in range(MIN_LOOKUPS):
-        assert throttle.is_open
-        throttle.worked(4, stolen_s=1e-3)
-        throttle.looked_up(is_hit=False, foreseen=0.5, saved_s=0.0)
-    assert not throttle.is_open
-    for _ in range(PAUSE):
-        assert not throttle.is_open
-        throttle.looked_up(is_hit=False, foreseen=0.0, saved_s=0.0)
-    assert throttle.is_open
-
-
-@pytest.mark.parametrize(("delay_s", "is_open"), [(0.2e-3, True), (2e-3, False)])
-def test_throttle_weighs_delays_against_forwards_saved(delay_s, is_open):
-    throttle = Throttle()
-    for index in range(3 * MIN_LOOKUPS):
-        throttle.worked(4, stolen_s=0.0)
-        throttle.delayed(delay_s)
-        throttle.looked_up(is_hit=index % 2 == 0, foreseen=0.5, saved_s=1e-3 * (index % 2))
-    assert throttle.is_open is is_open
-
-
-def test_throttle_raises_its_floor_if_hits_are_rarer_than_predicted():
-    throttle, optimist = Throttle(), Throttle()
-    for index in range(100):
-        throttle.looked_up(is_hit=index % 10 == 0, foreseen=0.8, saved_s=1.0)
-        optimist.looked_up(is_hit=index % 10 != 0, foreseen=0.9, saved_s=1.0)
-    assert throttle.floor > 2 * MIN_OUTCOME
-    assert optimist.floor == pytest.approx(MIN_OUTCOME, rel=0.2)
-
-
-def test_ahead_proposal_already_sent_saves_an_additional_round_trip():
-    saved = {}
-    for is_notice in (False, True):
-        ahead = Drafter(TableEngine(), ahead_rows=4)
-        first = ahead.ask(PROMPT, 4).outcome
-        ahead.idle()
-        longer = Drafter(TableEngine()).ask(PROMPT, 5).outcome
-        task = ahead.task([*PROMPT, *longer.token_ids], 4)
-        assert longer.token_ids[:4] == first.token_ids
-        task.is_notice = is_notice
-        throttle = ahead.scheduler.lookahead.throttle
-        throttle.looked_up = lambda saved_s, is_notice=is_notice, **_: saved.update({is_notice: saved_s})
-        ahead.scheduler.submit([task])
-        ahead.scheduler.forward_s = 1.0
-        ahead.scheduler.step()
-    assert saved == {False: 4.0, True: 6.0}

@@ -10,23 +10,22 @@ from gammaray.deploy.serve_config import autoscaling_config
 from gammaray.errors import InvalidArgumentError
 from orchestrator.launcher.options import parse_options
 from services.scheduling.load import LoadCounters, LoadReport, LoadReporter
-from services.serve.autoscaling import DraftMemory, Pool, wanted_drafters, wanted_targets
+from services.serve.autoscaling import Pool, wanted_drafters, wanted_targets
 from services.serve.policy import DraftPolicy, TargetPolicy
 
-SETTINGS = ScalingSettings(target_load=8, draft_load=4, min_gain=1, retry_s=60)
-FRESH = DraftMemory()
+SETTINGS = ScalingSettings(target_load=8, draft_load=4)
 
 
-def report(in_flight=0.0, busy=0.9, hit_rate=0.0, gained=100.0, cache_use=0.0):
-    return LoadReport(in_flight, busy, hit_rate, gained, cache_use)
+def report(in_flight=0.0, busy=0.9, hit_rate=0.0, cache_use=0.0):
+    return LoadReport(in_flight, busy, hit_rate, cache_use)
 
 
 def pool(*reports, wanted=None, minimum=0, maximum=8):
     return Pool(len(reports) if wanted is None else wanted, reports, minimum, maximum)
 
 
-def drafters(given, memory=FRESH, demand=1.0, now=0.0):
-    return wanted_drafters(given, demand, memory, SETTINGS, now)
+def drafters(given, demand=1.0):
+    return wanted_drafters(given, demand, SETTINGS)
 
 
 @pytest.mark.parametrize(
@@ -65,67 +64,35 @@ def test_pools_do_not_grow_but_may_shrink_while_workers_start():
 
 
 def test_drafters_grow_by_load_and_shrink_one_at_a_time():
-    assert drafters(pool(report(9)))[0] == 3
-    assert drafters(pool(*[report(0.5)] * 3))[0] == 2
-    assert drafters(pool(report(0), minimum=1))[0] == 1
-    assert drafters(pool(report(0), minimum=0))[0] == 0
+    assert drafters(pool(report(9))) == 3
+    assert drafters(pool(*[report(0.5)] * 3)) == 2
+    assert drafters(pool(report(0), minimum=1)) == 1
+    assert drafters(pool(report(0), minimum=0), demand=0.0) == 0
 
 
 def test_prepared_proposals_count_as_load_before_removing_drafters():
-    assert drafters(pool(*[report(0.6)] * 2, minimum=1))[0] == 1
-    assert drafters(pool(*[report(0.6, hit_rate=0.8)] * 2, minimum=1))[0] == 2
-
-
-def test_drafter_that_does_not_pay_is_removed_and_retried_after_growing_pauses():
-    bad, good = pool(report(2, gained=0.5)), pool(report(2, gained=50.0))
-    number, memory = drafters(bad, now=0)
-    assert (number, memory) == (0, DraftMemory(refused=1, paused_until=60, failures=1))
-    empty = pool(maximum=3)
-    assert drafters(empty, memory, now=59) == (0, memory)
-    assert drafters(empty, memory, now=61) == (1, memory)
-    number, memory = drafters(bad, memory, now=70)
-    assert (number, memory) == (0, DraftMemory(refused=1, paused_until=190, failures=2))
-    # The wish must last before Serve acts: it is one failure all the same, and the pause runs from its end.
-    assert drafters(bad, memory, now=80) == (0, DraftMemory(refused=1, paused_until=200, failures=2))
-    number, memory = drafters(good, memory, now=201)
-    assert (number, memory) == (1, FRESH)
-
-
-def test_one_of_several_drafters_is_removed_if_their_mean_does_not_pay():
-    mixed = pool(report(2, gained=2.5), report(2, gained=0.1), report(2, gained=0.1), minimum=1)
-    assert drafters(mixed)[0] == 2
-    assert drafters(pool(report(2, gained=-5), minimum=1))[0] == 1
-
-
-def test_pause_keeps_a_pool_with_a_minimum_from_growing():
-    memory = DraftMemory(refused=2, paused_until=100, failures=1)
-    assert drafters(pool(report(9), minimum=1), memory, now=50) == (1, memory)
-    assert drafters(pool(report(9), minimum=1), memory, now=101) == (3, memory)
-
-
-def test_temporary_low_gain_of_kept_drafters_is_forgotten():
-    _, memory = drafters(pool(report(2, gained=0), minimum=1))
-    assert drafters(pool(report(9), minimum=1), memory, now=1) == (3, FRESH)
+    assert drafters(pool(*[report(0.6)] * 2, minimum=1)) == 1
+    assert drafters(pool(*[report(0.6, hit_rate=0.8)] * 2, minimum=1)) == 2
 
 
 def test_empty_pool_starts_when_targets_have_load():
-    assert drafters(pool(), demand=0.0)[0] == 0
-    assert drafters(pool(), demand=0.2)[0] == 1
+    assert drafters(pool(), demand=0.0) == 0
+    assert drafters(pool(), demand=0.2) == 1
 
 
 def test_drafters_that_load_their_model_are_not_idle():
-    assert drafters(pool(wanted=1), demand=0.0) == (1, FRESH)
-    assert drafters(pool(wanted=2), demand=3.0) == (2, FRESH)
+    assert drafters(pool(wanted=1), demand=0.0) == 1
+    assert drafters(pool(wanted=2), demand=3.0) == 2
 
 
-def test_unused_drafter_while_targets_are_busy_does_not_pay():
-    number, memory = drafters(pool(report(0, gained=0)), demand=2.0)
-    assert (number, memory.paused_until) == (0, 60)
-    assert drafters(pool(report(0, gained=0)), demand=0.0) == (0, FRESH)  # no load: it may begin again
+def test_last_drafter_stays_while_targets_have_work():
+    """It would be started again at once."""
+    assert drafters(pool(report(0)), demand=2.0) == 1
+    assert drafters(pool(*[report(0)] * 2), demand=2.0) == 1
 
 
-def context(reports, wanted, bounds, state, now=0.0):
-    names = ("in_flight", "busy", "hit_rate", "gained", "cache_use")
+def context(reports, wanted, bounds):
+    names = ("in_flight", "busy", "hit_rate", "cache_use")
     metrics = {name: {i: getattr(r, name) for i, r in enumerate(reports)} for name in names}
     return SimpleNamespace(
         aggregated_metrics=metrics,
@@ -133,22 +100,17 @@ def context(reports, wanted, bounds, state, now=0.0):
         target_num_replicas=wanted,
         capacity_adjusted_min_replicas=bounds[0],
         capacity_adjusted_max_replicas=bounds[1],
-        policy_state=state,
-        current_time=now,
     )
 
 
-def test_policies_share_the_demand_and_store_state_in_serve():
+def test_policies_share_the_demand():
     settings = SETTINGS.model_dump(mode="json")
     target, draft = TargetPolicy(settings), DraftPolicy(settings)
-    assert target(context([report(0)], 1, (1, 1), {})) == (1, {})
-    assert draft(context([], 0, (0, 2), {}))[0] == 0
-    target(context([report(3)], 1, (1, 1), {}))
-    assert draft(context([], 0, (0, 2), {}))[0] == 1
-    number, state = draft(context([report(2, gained=0)], 1, (0, 2), {}, now=5.0))
-    assert number == 0
-    assert draft(context([], 0, (0, 2), {**state, "decision_counter": 3}, now=64.0))[0] == 0
-    assert draft(context([], 0, (0, 2), state, now=66.0))[0] == 1
+    assert target(context([report(0)], 1, (1, 1))) == (1, {})
+    assert draft(context([], 0, (0, 2)))[0] == 0
+    target(context([report(3)], 1, (1, 1)))
+    assert draft(context([], 0, (0, 2)))[0] == 1
+    assert draft(context([report(0)], 1, (0, 2))) == (1, {})
 
 
 def test_policies_share_the_demand_as_serve_loads_them():
@@ -160,13 +122,13 @@ def test_policies_share_the_demand_as_serve_loads_them():
     }
     loaded = {role: policy.get_policy()(**policy.policy_kwargs) for role, policy in policies.items()}
     for in_flight, wanted in ((0, 0), (3, 1), (0, 0)):
-        loaded["target"](context([report(in_flight)], 1, (1, 1), {}))
-        assert loaded["draft"](context([], 0, (0, 2), {}))[0] == wanted
+        loaded["target"](context([report(in_flight)], 1, (1, 1)))
+        assert loaded["draft"](context([], 0, (0, 2)))[0] == wanted
 
 
 def test_policy_waits_for_replicas_that_have_not_reported():
     target = TargetPolicy(SETTINGS.model_dump(mode="json"))
-    given = context([report(40)], 2, (1, 4), {})
+    given = context([report(40)], 2, (1, 4))
     given.running_replicas = [0, 1]
     assert target(given)[0] == 2
 
@@ -176,10 +138,10 @@ def test_reporter_turns_sums_into_rates(monkeypatch):
     # Not time.monotonic itself: threads of other tests may look at it, too.
     monkeypatch.setattr("services.scheduling.load.time", SimpleNamespace(monotonic=lambda: next(clock)))
     reporter = LoadReporter()
-    first = reporter.report(LoadCounters(8.0, 2.0, 10, 4, 40.0, 0.5))
-    assert first == LoadReport(in_flight=2.0, busy=0.5, hit_rate=0.4, gained=10.0, cache_use=0.5)
-    second = reporter.report(LoadCounters(8.0, 2.0, 10, 4, 38.0, 0.25))
-    assert second == LoadReport(in_flight=0.0, busy=0.0, hit_rate=0.0, gained=-1.0, cache_use=0.25)
+    first = reporter.report(LoadCounters(8.0, 2.0, 10, 4, 0.5))
+    assert first == LoadReport(in_flight=2.0, busy=0.5, hit_rate=0.4, cache_use=0.5)
+    second = reporter.report(LoadCounters(8.0, 2.0, 10, 4, 0.25))
+    assert second == LoadReport(in_flight=0.0, busy=0.0, hit_rate=0.0, cache_use=0.25)
 
 
 @pytest.mark.parametrize("text", ["2", "0:3", "1:1", "0"])

@@ -27,11 +27,9 @@ def common(draft, target):
 def test_shared_tokens_have_equal_bytes_and_ascending_ids(draft, target):
     shared = common(draft, target)
     assert shared.target_ids == sorted(set(shared.target_ids))
-    end = shared.end
-    assert end == (draft.eos_token_id, target.eos_token_id)
     for target_id, draft_id in zip(shared.target_ids, shared.draft_ids, strict=True):
-        if target_id == end[1]:
-            assert draft_id == end[0]
+        if target_id == target.eos_token_id:
+            assert draft_id == draft.eos_token_id
         else:
             assert target.spellings[target_id] == draft.spellings[draft_id] != b""
     expected = {spelling for spelling in target.spellings if spelling} & set(draft.spellings)
@@ -72,30 +70,7 @@ def test_tokens_past_the_models_sizes_are_not_shared():
     shared = Intersection(DRAFT, TARGET, 100, 150)
     assert max(shared.draft_ids) < 100
     assert max(shared.target_ids) < 150
-    assert shared.end is None  # the draft's is its last token
-
-
-@pytest.mark.parametrize(
-    ("mapping", "method", "temperature", "expected"),
-    [
-        ("auto", COUPLED, 0.0, True),
-        ("auto", COUPLED, 1.0, False),
-        ("auto", REJECTION, 0.0, True),
-        ("auto", REJECTION, 1.0, False),
-        ("auto", NAIVE, 1.0, True),
-        ("auto", BLOCK, 0.0, True),
-        ("auto", BLOCK, 1.0, False),
-        ("text", COUPLED, 1.0, True),
-        ("text", NAIVE, 1.0, True),
-        ("text", REJECTION, 0.0, True),
-        ("text", REJECTION, 1.0, False),
-        ("text", BLOCK, 1.0, False),
-        ("tokens", COUPLED, 0.0, False),
-    ],
-)
-def test_text_is_not_used_where_a_distribution_is_tested(mapping, method, temperature, expected):
-    pair = Translation(DRAFT, TARGET, len(DRAFT), len(TARGET), mapping)
-    assert pair.by_text(method, temperature) is expected
+    assert TARGET.eos_token_id not in shared.target_ids  # the draft's end is its last token
 
 
 def test_vocabularies_without_a_common_token_are_refused():
@@ -109,12 +84,12 @@ def test_vocabularies_without_a_common_token_are_refused():
 def test_translation_of_directories_uses_the_models_sizes(tmp_path):
     tokenizer = byte_level(CODE, 300)
     tokenizer.save_pretrained(tmp_path)
-    pair = load_translation(str(DRAFT_DIR), 2048, str(tmp_path), "auto")
+    pair = load_translation(str(DRAFT_DIR), 2048, str(tmp_path))
     assert (pair.target_size, target_size(str(tmp_path))) == (300, 0)
-    back = load_translation(str(tmp_path), 300, str(TARGET_DIR), "text")
-    assert (back.target_size, back.method) == (2048, "text")
+    back = load_translation(str(tmp_path), 300, str(TARGET_DIR))
+    assert back.target_size == 2048
     with pytest.raises(InvalidArgumentError) as caught:
-        load_translation(str(tmp_path / "none"), 300, str(TARGET_DIR), "auto")
+        load_translation(str(tmp_path / "none"), 300, str(TARGET_DIR))
     assert caught.value.field == "model"
 
 

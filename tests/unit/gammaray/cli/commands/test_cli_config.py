@@ -76,7 +76,7 @@ def test_serve_configuration_is_read_back(tmp_path):
     shown = printed(str(path))
     assert (shown["http_port"], shown["grpc_port"]) == (8000, 9000)
     assert shown["draft"]["workers"] == "0:4"
-    assert shown["draft"]["scaling"]["min_gain"] == 1.0
+    assert shown["draft"]["scaling"]["draft_load"] == 4.0
     assert shown["draft"]["settings"]["model"] == "d"
     assert shown["target"]["takes"]["resources"] == {"gammaray_target": 1}
     assert shown["orchestrator"]["settings"]["max_gamma"] == 8

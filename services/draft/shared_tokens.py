@@ -1,14 +1,9 @@
-"""Chains of a draft model with another vocabulary than the target's: by shared tokens, or by text.
-
-A chain takes the draft's logits, one row per forward, and returns the draft token to feed next, until its
-proposal is complete. Proposals have the target's token ids.
-"""
+"""Chains of a draft model with another vocabulary than the target's, of the tokens that both have."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,25 +19,8 @@ from services.speculation.proposals import ProposalBuilder
 from services.speculation.session import draft_params
 from services.speculation.tree import Node
 from services.vocabulary.intersection import Intersection
-from services.vocabulary.translation import Translation
 
-__all__ = ["Chain", "SharedLogits", "TextChain", "TokenChain"]
-
-FORWARDS_PER_TOKEN = 4
-"""Upper bound of the draft's forwards per proposed token where the proposal is made by text."""
-
-
-class Chain(Protocol):
-    """A proposal that is being drafted."""
-
-    def take(self, logits: Tensor) -> int | None:
-        """Take the logits [1, vocab_size] after the last draft token; return the next one to feed.
-
-        None: the proposal is complete.
-        """
-
-    def finish(self) -> Proposal:
-        """Return the proposal."""
+__all__ = ["SharedLogits", "TokenChain"]
 
 
 class SharedLogits:
@@ -113,7 +91,10 @@ class TokenChain:
         self._builder = ProposalBuilder(self._root, shape, session.spec.eos_token_ids)
 
     def take(self, logits: Tensor) -> int | None:
-        """Draw the next token; None when the proposal is complete."""
+        """Draw the next token from the draft's logits [1, vocab_size]; return the draft token to feed.
+
+        None: the proposal is complete.
+        """
         scores = self._processed(self._shared.of(logits))
         if not bool((scores > -torch.inf).any()):
             return None  # the sampling parameters allow none of the shared tokens
@@ -135,7 +116,7 @@ class TokenChain:
         return self._shared.draft_id_of[self._tip.token_id]
 
     def finish(self) -> Proposal:
-        """Return the proposal."""
+        """Return the proposal, in the target's token ids."""
         proposal = self._builder.proposal()
         for node in [self._root, *self._root.below()]:
             node.clear()  # break the reference cycles, so that the memory is freed at once
@@ -175,48 +156,3 @@ class _Mapped:
 
     def guesses(self, base: int | None) -> Sequence[Guess]:
         return [(self._target_ids[index], share) for index, share in self._prediction.guesses(base)]
-
-
-class TextChain:
-    """The draft's likeliest text, tokenised by the target's tokenizer (SLEM).
-
-    Sampling parameters are ignored: they apply to the target's tokens. Not for rejection and block
-    verification above temperature 0: the text has no distribution over the target's tokens.
-
-    Args:
-        session: The session, in the target's tokens.
-        translation: The vocabularies.
-        masked: [vocab_size] -inf for draft tokens without bytes other than its end of sequence, else 0.
-        shape: Bounds of the proposal.
-    """
-
-    def __init__(self, session: SessionCopy, translation: Translation, masked: Tensor, shape: Shape) -> None:
-        self._session, self._translation, self._masked = session, translation, masked
-        self._depth = shape.depth
-        self._text, self._found = b"", list[int]()
-        self._num_forwards, self._is_ended = 0, False
-
-    def take(self, logits: Tensor) -> int | None:
-        """Append the likeliest token; None when the proposal is complete."""
-        token_id = int((logits[0] + self._masked).argmax())
-        end, translation = self._translation.common.end, self._translation
-        if end is not None and token_id == end[0]:
-            self._is_ended = True
-            return None
-        self._text += translation.draft.spellings[token_id]
-        self._num_forwards += 1
-        self._found = translation.target.continuation(self._session.tokens, self._text)
-        is_late = self._num_forwards >= FORWARDS_PER_TOKEN * (self._depth + 1)
-        return None if is_late or translation.target.num_stable(self._found) >= self._depth else token_id
-
-    def finish(self) -> Proposal:
-        """Return the proposal."""
-        translation, spec = self._translation, self._session.spec
-        # More text may change the last word, but a guess of one token costs little.
-        token_ids = self._found
-        if not self._is_ended:
-            token_ids = token_ids[: translation.target.num_stable(token_ids) or 1]
-        end = translation.common.end
-        if self._is_ended and end is not None and end[1] in spec.eos_token_ids:
-            token_ids = [*token_ids, end[1]]
-        return Proposal(tuple(token_ids[: self._depth]))

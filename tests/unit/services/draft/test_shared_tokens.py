@@ -7,17 +7,16 @@ import pytest
 import torch
 
 from gammaray.blocks import Shape
-from gammaray.types import Proposal, SamplingParams, VerificationMethod
+from gammaray.types import SamplingParams, VerificationMethod
 from gammaray.vocabulary import Vocabulary
-from services.draft.translated_chains import SharedLogits, TextChain, TokenChain
+from services.draft.shared_tokens import SharedLogits, TokenChain
 from services.engine.sampling.noise import Noise
 from services.scheduling.sessions import SessionCopy
 from services.scheduling.tasks import SessionSpec
 from services.verification.rules import verify
 from services.vocabulary.intersection import Intersection
-from services.vocabulary.translation import Translation
 from tests.support.maths_loop_helpers import g_test
-from tests.support.vocabulary_helpers import CODE, byte_fallback, byte_level
+from tests.support.vocabulary_helpers import byte_fallback
 
 COUPLED, REJECTION, NAIVE, BLOCK = VerificationMethod
 TARGET = Vocabulary(byte_fallback(["abcd"], num_bytes=0x65))
@@ -181,45 +180,6 @@ def test_chain_ends_after_the_end_of_sequence():
     row[0, DRAFT.eos_token_id] = 9.0
     proposal, fed = proposal_of(chain_of(session_of(temperature=0.0, eos=(end,)), depth=4), row)
     assert (proposal.token_ids, fed) == ((end,), [None])
-
-
-WIDE = Vocabulary(byte_level(CODE, 400, specials=("<|im_end|>",)))
-NARROW = Vocabulary(byte_level(CODE, 270))
-BY_TEXT = Translation(NARROW, WIDE, len(NARROW), len(WIDE), "text")
-
-
-def text_chain(committed, depth, eos=()):
-    session = session_of(temperature=0.0, eos=eos)
-    session.merge(0, list(committed))
-    masked = torch.zeros(len(NARROW))
-    return TextChain(session, BY_TEXT, masked, Shape(depth))
-
-
-def drafted(chain, text):
-    """Run a chain on a draft that continues with `text`, one of its tokens after the other."""
-    for token_id in [*NARROW.encode(text), NARROW.eos_token_id]:
-        row = torch.zeros(1, len(NARROW))
-        row[0, token_id] = 30.0
-        if chain.take(row) is None:
-            break
-    return chain.finish()
-
-
-def test_text_is_proposed_in_the_targets_own_tokens():
-    token_ids = WIDE.encode(CODE.encode())
-    for cut in (3, 8, 20):
-        added = WIDE.bytes_of(token_ids[cut:])
-        proposal = drafted(text_chain(token_ids[:cut], 5), added)
-        assert proposal == Proposal(tuple(token_ids[cut : cut + 5]))
-
-
-def test_last_word_waits_for_more_text_unless_the_draft_ends_it():
-    prompt, end = WIDE.encode(b"def "), WIDE.eos_token_id
-    token_ids = WIDE.encode(b"def fib(n):")[len(prompt) - 1 :]
-    ended = drafted(text_chain(WIDE.encode(b"def"), 9, eos=(end,)), b" fib(n):")
-    assert ended.token_ids == (*token_ids, end)
-    not_an_end = drafted(text_chain(WIDE.encode(b"def"), 9), b" fib(n):")
-    assert not_an_end.token_ids == tuple(token_ids)
 
 
 def test_spec_of_the_session_is_not_changed():
