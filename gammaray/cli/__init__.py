@@ -27,7 +27,6 @@ _COMMANDS = {
     "keys": "Create, list and revoke API keys.",
     "qualify": "Check whether drafts or heads suit a target.",
     "sessions": "List, resume, cancel and delete sessions.",
-    "size": "Predict which drafter pays on which device, or the gain of one drafter.",
     "status": "List the processes of a cluster.",
     "top": "Show live statistics of a cluster.",
     "trace": "Show the tokens and times of each cycle of a SESSION.",

@@ -28,7 +28,7 @@ __all__ = [
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "helm" / "gammaray" / "README.md"]
 
-HERE = r"gammaray (size|qualify|keys|certs|config)\b(?!.*build/models)"
+HERE = r"gammaray (qualify|keys|certs|config)\b(?!.*build/models)"
 """Run as they stand, in a folder of their own."""
 RENDERED = r"helm (install|upgrade|diff upgrade) "
 """Rendered with the chart and the values that they name, by Helm's own code."""
