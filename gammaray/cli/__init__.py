@@ -20,7 +20,6 @@ __all__ = ["main"]
 # Each command and its short help, so that `gammaray --help` imports no command.
 _COMMANDS = {
     "bench": "Measure a running cluster: speed, acceptance and latency by gamma.",
-    "certs": "Create a development CA in DIRECTORY, and certificates.",
     "chat": "Chat with the model.",
     "config": "Print the effective settings of every process.",
     "generate": "Stream a completion of PROMPT.",
@@ -33,7 +32,6 @@ _COMMANDS = {
     "train": "Train a drafter for a target on text that the target writes.",
     "up": "Start a whole cluster on this machine.",
 }
-_MODULES = {"certs": "keys"}
 
 
 class _Gammaray(click.Group):
@@ -48,9 +46,7 @@ class _Gammaray(click.Group):
         if name != "up":
             # gRPC's log lines on failed handshakes say less than our errors; set before gRPC is imported.
             os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
-        command: click.Command = getattr(
-            import_module(f"gammaray.cli.commands.{_MODULES.get(name, name)}"), name
-        )
+        command: click.Command = getattr(import_module(f"gammaray.cli.commands.{name}"), name)
         return command
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:

@@ -11,11 +11,11 @@ import pytest
 
 from gammaray.config import OrchestratorSettings
 from gammaray.errors import InvalidArgumentError
-from gammaray.security.certs import make_certificates
 from gammaray.types import DrafterKind, GammaPolicy, SamplingParams, VerificationMethod
 from orchestrator.access.caller import ANONYMOUS
 from orchestrator.drafting.http.client import Failure
 from orchestrator.service import Orchestrator
+from tests.support.tls_helpers import Authority, role_certificates
 from tests.support.workers.draft_servers import fake_server, found, http
 from tests.support.workers.resume_helpers import request_of
 from tests.support.workers.scripted_workers import scripted, until, until_so
@@ -367,7 +367,7 @@ async def test_key_file_without_a_key_stops_the_start(redis_server, target, tmp_
 
 @pytest.mark.parametrize("knows_ca", [True, False])
 async def test_certificate_of_the_server_is_verified(redis_server, target, tmp_path, knows_ca):
-    files = make_certificates(tmp_path, hosts=["127.0.0.1"])["server"]
+    files = role_certificates(Authority(tmp_path, "ca"))["server"]
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(files.cert, files.key)
     async with fake_server(ssl_context=context) as server:
