@@ -3,7 +3,7 @@
     python -m benchmarks.verifiers
 
 Texts of the target are recorded with both models' distributions at each position. As verification emits
-tokens of the target's law, the acceptance of a method follows from these (`gammaray.maths.verifiers`): for
+tokens of the target's law, the acceptance of a method follows from these (`verification_rules.py`): for
 chains and for children drawn with replacement exactly, else as a mean over draws at each position. Rejection,
 block, SpecInfer and SpecTr draw from what a draft worker ships, `--top-k` tokens with quantised weights;
 coupled and naive verification ship nothing and draw from the draft's whole distribution.
@@ -37,16 +37,16 @@ from torch import Tensor
 
 from benchmarks.drafters.compare import texts_for
 from benchmarks.provenance import write_result
-from gammaray.bench.tables import plain_table
-from gammaray.bench.workloads import fingerprint
-from gammaray.config import DraftSettings, TargetSettings
-from gammaray.demo_pair import resolve_model
-from gammaray.maths.verifiers import (
+from benchmarks.verification_rules import (
     block_survival,
     rejection_survival,
     specinfer_ranks,
     spectr_ranks,
 )
+from gammaray.bench.tables import plain_table
+from gammaray.bench.workloads import fingerprint
+from gammaray.config import DraftSettings, TargetSettings
+from gammaray.demo_pair import resolve_model
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from gammaray.wire.blocks import proposal_to_proto
 from orchestrator.text.tokenizer import Tokenizer
