@@ -11,9 +11,9 @@ and drafting gained the accepted tokens, less those that plain decoding would ha
     gain = accepted - draft_s / plain_s,    draft_s = answer - request
 
 The steps took longer because they verified a proposal, and messages count as their time, so this
-overestimates the gain: in simulation by 0.18 to 0.51 of the speed of plain decoding, the more a row costs
-(`python -m benchmarks.gain`). Where that matters the orchestrator's gamma controller, which measures it,
-requests no proposals, and the gain is 0.
+overestimates the gain: in simulation by 0.18 to 0.51 of the speed of plain decoding, the more a row costs.
+Where that matters the orchestrator's gamma controller, which measures it, requests no proposals, and the gain
+is 0.
 """
 
 from __future__ import annotations

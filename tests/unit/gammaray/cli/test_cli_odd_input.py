@@ -82,10 +82,6 @@ def test_settings_of_the_environment(subtests):
         (["chat", "--url", NOWHERE, "--api-key", "a\nb"], "api_key: got a key (not shown)"),
         (["chat", "--url", "http://me:hunter2@h"], "url: got a URL with a user or password"),
         (["qualify", "--target", "", "--draft", "demo"], "target: got an empty name"),
-        (
-            ["qualify", "--target", "demo", "--draft", "demo", "--deterministic", "--threads", "2"],
-            "threads: got 2, allowed: 1 with deterministic",
-        ),
     ],
     ids=str,
 )
