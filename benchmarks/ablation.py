@@ -6,7 +6,7 @@
 A share is expected tokens per second over the oracle's, which knows acceptance and costs and always plays
 the best shape. Sets of worlds:
 
-- `chains`, `trees`: the 108 of `benchmarks.regret`, with chains only and with trees of up to 32 nodes.
+- `chains`, `trees`: the 108 of `worlds.GRID`, with chains only and with trees of up to 32 nodes.
 - `useless`: 48 with drafts that agree rarely (alpha 0.2 to 0.5) and whose forwards take 0.3 to 0.6 of one of
   the target.
 - `turn`: a useless draft becomes good. After 200 cycles of a fresh replica, the first figures are of 700
@@ -32,9 +32,8 @@ from rich.table import Table
 
 from benchmarks.bandit import Arms, BanditGamma
 from benchmarks.provenance import write_result
-from benchmarks.regret import GRID, MAX_GAMMA
 from benchmarks.simulation import Lone, crowd, drive
-from benchmarks.worlds import World, candidates
+from benchmarks.worlds import GRID, MAX_GAMMA, World, candidates
 from gammaray.bench.tables import plain_table
 from orchestrator.cycle.protocols import GammaController
 from orchestrator.gamma import cost_model

@@ -3,7 +3,7 @@
     python -m benchmarks.verifiers
 
 Texts of the target are recorded with both models' distributions at each position. As verification emits
-tokens of the target's law, the acceptance of a method follows from these (`gammaray.maths.verifiers`): for
+tokens of the target's law, the acceptance of a method follows from these (`verification_rules.py`): for
 chains and for children drawn with replacement exactly, else as a mean over draws at each position. Rejection,
 block, SpecInfer and SpecTr draw from what a draft worker ships, `--top-k` tokens with quantised weights;
 coupled and naive verification ship nothing and draw from the draft's whole distribution.
@@ -35,18 +35,18 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from benchmarks.drafters.compare import texts_for
+from benchmarks.prompts import load_tasks
 from benchmarks.provenance import write_result
-from gammaray.bench.tables import plain_table
-from gammaray.bench.workloads import fingerprint
-from gammaray.config import DraftSettings, TargetSettings
-from gammaray.demo_pair import resolve_model
-from gammaray.maths.verifiers import (
+from benchmarks.verification_rules import (
     block_survival,
     rejection_survival,
     specinfer_ranks,
     spectr_ranks,
 )
+from gammaray.bench import workloads
+from gammaray.bench.tables import plain_table
+from gammaray.config import DraftSettings, TargetSettings
+from gammaray.demo_pair import resolve_model
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from gammaray.wire.blocks import proposal_to_proto
 from orchestrator.text.tokenizer import Tokenizer
@@ -405,6 +405,14 @@ class Models:
             yield Ask(token_ids, num_tokens, temperature, seed, (), method, max_nodes)
 
 
+def _prompts(target: str, count: int) -> list[str]:
+    """Return `count` chat tasks of each category, or for the demo pair seven times as many pieces of code."""
+    if target == "demo":
+        return workloads.prompts("code", 7 * count)
+    tokenizer = Tokenizer(resolve_model(target, "target"))
+    return [tokenizer.render_chat(task.messages) for task in load_tasks(count=count)]
+
+
 def _with_room(cycles: Sequence[MeasuredCycle], num_tokens: int) -> Iterator[MeasuredCycle]:
     """Yield the cycles that begin where the largest chain has room."""
     done = 0
@@ -467,11 +475,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         if pair == "smollm2" and not Path(target).is_dir():
             continue
         models = Models(target, draft, options.top_k)
-        prompts = texts_for(target, options.prompts * (7 if pair == "demo" else 1))
+        prompts = _prompts(target, options.prompts)
         for temperature in options.temperatures:
             texts = models.texts(prompts, temperature, options.tokens, options.draws)
             served = models.served(prompts, temperature, options.tokens)
-            case = {"pair": pair, "temperature": temperature, "prompts": fingerprint(prompts)}
+            case = {"pair": pair, "temperature": temperature, "prompts": workloads.fingerprint(prompts)}
             add(case, texts, served)
     settings = {name: value for name, value in vars(options).items() if name != "out"}
     path = write_result("verifiers", {"settings": settings, "cases": cases}, options.out)

@@ -5,6 +5,7 @@ Times are in units of the target's forward over one token.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,7 +15,11 @@ from gammaray.blocks import Shape
 from gammaray.maths.theory import tree_tokens
 from orchestrator.cycle.types import Level
 
-__all__ = ["World", "candidates"]
+__all__ = ["GRID", "MAX_GAMMA", "World", "candidates"]
+
+MAX_GAMMA = 8
+GRID = list(itertools.product((0.3, 0.6, 0.8, 0.9), (0.05, 0.15, 0.4), (0.0, 0.1, 1.0), (0.005, 0.05, 0.3)))
+"""Alpha, cost of a draft forward, network and cost of a row of the 108 worlds that compare controllers."""
 
 
 @dataclass(frozen=True)

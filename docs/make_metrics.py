@@ -46,7 +46,7 @@ The [dashboard](../helm/gammaray/dashboards/gammaray.json) for Grafana is made o
 [alerts](../helm/gammaray/files/alerts.yaml) that the chart ships.
 
 Counting takes 5 us per cycle in an orchestrator, 1.4 us per step and block in a worker, and a scrape 2 ms
-(2026-11-21, one AMD EPYC core of a busy machine, `python -m benchmarks.metrics_cost`).
+(2026-11-21, one AMD EPYC core of a busy machine, `benchmarks.metrics_cost` at abac27d).
 
 The counters `gammaray_spec_decode_*` are vLLM's, with its definitions and our prefix, but for one thing: an
 accepted token after the end of a completion was not emitted and is not counted. So over any set

@@ -302,7 +302,7 @@ class _ServingSettings(_Settings):
     tls_ca: str = Field(
         "", description="PEM file of the CA for TLS between orchestrators and workers; empty: no TLS."
     )
-    tls_cert: str = Field("", description="PEM file of this process's certificate, see `gammaray certs`.")
+    tls_cert: str = Field("", description="PEM file of this process's certificate, see docs/security.md.")
     tls_key: str = Field("", description="PEM file of its private key.")
     redis_url: str = Field("", repr=False)
     redis_password: str = Field(
@@ -644,9 +644,6 @@ class ClusterSettings(_ModelSettings):
         pattern=_HOST_NAMES,
         description="Without API keys: comma-separated names that requests may have in `Host`, "
         "in addition to localhost and IP addresses; '.example.com' is all names below it, '*' any.",
-    )
-    worker_tls: bool = Field(
-        False, description="Mutual TLS between orchestrators and workers, with certificates made at startup."
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Device of the models.")
     head: str = Field("", description=_HEAD)

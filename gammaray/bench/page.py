@@ -8,7 +8,7 @@ from typing import Any
 
 from gammaray.bench.loops import loops_line
 from gammaray.bench.rows import Row
-from gammaray.bench.svg import bar_chart, line_chart
+from gammaray.bench.svg import bar_chart
 from gammaray.bench.systems import stack_name
 
 _STYLE = """:root{color-scheme:light dark}body{font:15px/1.5 system-ui,sans-serif;max-width:820px;
@@ -75,12 +75,11 @@ def _point(point: dict[str, Any]) -> Iterator[str]:
     depths = {name: _survival(row) for name, row in zip(names, rows, strict=True) if _survival(row)}
     if depths:
         longest = max(map(len, depths.values()))
-        yield line_chart(
+        yield bar_chart(
             "Cycles that accepted at least this many draft tokens",
-            list(range(longest)),
+            list(map(str, range(longest))),
             {name: [*shares, *[None] * (longest - len(shares))] for name, shares in depths.items()},
             unit="share",
-            axis="draft tokens",
         )
     latency: dict[str, list[float | None]] = {
         name: [

@@ -16,18 +16,12 @@ from gammaray.types import SpeculationSummary
 
 __all__ = [
     "Row",
-    "burst_cv2",
-    "burst_zero_share",
     "gap_figures",
     "gaps",
-    "paced_gaps",
     "percentile",
     "row",
     "speculation",
 ]
-
-_PACE_WEIGHT = 0.2
-"""Weight of the newest cycle in the pace that `paced_gaps` follows."""
 
 
 def gaps(arrivals: Sequence[Arrival]) -> list[float]:
@@ -42,56 +36,13 @@ def gaps(arrivals: Sequence[Arrival]) -> list[float]:
     return found
 
 
-def paced_gaps(arrivals: Sequence[Arrival]) -> list[float]:
-    """Return the gaps between tokens, in seconds, when they are shown at the pace of the cycles so far.
-
-    This is how a user interface can smooth bursts without knowledge of the future: a token is shown one pace
-    after the previous one, or on arrival if that is later. The pace is a decayed mean of time over tokens.
-    """
-    shown: list[float] = []
-    time_s = tokens = 0.0
-    for (before, _), (at, num_tokens) in pairwise(arrivals):
-        weight = _PACE_WEIGHT if tokens else 1.0
-        time_s += weight * (at - before - time_s)
-        tokens += weight * (num_tokens - tokens)
-        for _ in range(num_tokens):
-            shown.append(max(at, shown[-1] + time_s / tokens) if shown else at)
-    return [later - earlier for earlier, later in pairwise(shown)]
-
-
-def burst_zero_share(tokens_per_cycle: float) -> float:
-    """Return the share of zero gaps that k = `tokens_per_cycle` implies, 1 - 1/k."""
-    return 1.0 - 1.0 / tokens_per_cycle
-
-
-def burst_cv2(tokens_per_cycle: float) -> float:
-    """Return the squared coefficient of variation of the gaps between cycles of equal length, k - 1."""
-    return tokens_per_cycle - 1.0
-
-
 def gap_figures(completions: Iterable[Sequence[Arrival]]) -> dict[str, Any] | None:
-    """Return statistics over the gaps of several completions, in milliseconds; None when there are none.
-
-    `expected` holds the closed-form values at `tokens_per_cycle`, which here excludes first chunks.
-    """
-    found, paced, num_chunks = [], [], 0
-    for arrivals in completions:
-        found += gaps(arrivals)
-        paced += paced_gaps(arrivals)
-        num_chunks += max(0, len(arrivals) - 1)
+    """Return statistics over the gaps of several completions, in milliseconds; None when there are none."""
+    found = [gap for arrivals in completions for gap in gaps(arrivals)]
     if not found:
         return None
-    mean = statistics.fmean(found)
-    tokens_per_cycle = len(found) / num_chunks
-    return {
-        "mean_ms": mean * 1e3,
-        **{f"p{q}_ms": percentile(found, q) * 1e3 for q in (50, 95, 99)},
-        "cv2": statistics.pvariance(found, mean) / mean**2 if mean > 0 else 0.0,
-        "zero_share": 1.0 - num_chunks / len(found),
-        "tokens_per_cycle": tokens_per_cycle,
-        "expected": {"cv2": burst_cv2(tokens_per_cycle), "zero_share": burst_zero_share(tokens_per_cycle)},
-        "paced": {f"p{q}_ms": percentile(paced, q) * 1e3 for q in (50, 99)} if paced else None,
-    }
+    percentiles = {f"p{q}_ms": percentile(found, q) * 1e3 for q in (50, 95, 99)}
+    return {"mean_ms": statistics.fmean(found) * 1e3, **percentiles}
 
 
 def percentile(values: Sequence[float], q: float) -> float:
@@ -114,7 +65,7 @@ def row(system: str, samples: Samples, bases: Mapping[str, str] = BASES) -> Row:
 
     - `tokens_per_s` and each ratio of `bases`: median over repetitions, and the values.
     - `speculation`: see `speculation`; None for systems that do not speculate or do not report it.
-    - `first_token_ms`: 50th and 99th percentile; `between_tokens`: see `latency.gap_figures`. None for
+    - `first_token_ms`: 50th and 99th percentile; `between_tokens`: see `gap_figures`. None for
       systems that do not stream.
     """
     own = speeds(samples[system])
@@ -158,7 +109,6 @@ def speculation(summaries: Sequence[SpeculationSummary]) -> dict[str, Any] | Non
         "gamma_mean": drafted / cycles,
         "alpha": accepted / tested if tested else None,
         "acceptance_rate": accepted / drafted if drafted else None,
-        "wasted_per_token": (drafted - accepted) / emitted,
         "accepted_lengths": histogram,
         "cycle_ms": {part: sum(getattr(s, f"{part}_ms") for s in summaries) / cycles for part in parts},
     }

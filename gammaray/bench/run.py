@@ -9,7 +9,6 @@ from typing import Any
 
 from gammaray.bench.loops import without_loops
 from gammaray.bench.measure import PLAIN, Samples, differences, measure
-from gammaray.bench.optimum import optimum
 from gammaray.bench.rows import row
 from gammaray.bench.systems import Ask, Stack
 from gammaray.bench.workloads import fingerprint
@@ -86,7 +85,6 @@ async def run_bench(
             "concurrency": concurrency,
             "rows": rows,
             "equality": _equality(samples, verification, temperature),
-            "optimum": optimum(rows),
             "loops": loops,
             "categories": _by_category(kept, [categories[i] for i in loops["kept"]], concurrency),
         }

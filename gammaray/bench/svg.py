@@ -1,4 +1,4 @@
-"""Bar and line charts as SVG text: no library, readable on light and dark backgrounds."""
+"""Bar charts as SVG text: no library, readable on light and dark backgrounds."""
 
 from __future__ import annotations
 
@@ -67,52 +67,6 @@ def bar_chart(
     if base is not None:
         y = _TOP + plot_h * (1 - base / top)
         parts.append(f'<path class="b" stroke-dasharray="4 3" d="M{_LEFT} {y:.1f}H{width - _RIGHT}"/>')
-    return _svg(parts, width, height)
-
-
-def line_chart(
-    title: str,
-    at: Sequence[float],
-    series: Mapping[str, Sequence[float | None]],
-    *,
-    unit: str = "",
-    axis: str = "",
-    width: int = 760,
-    height: int = 300,
-) -> str:
-    """Return lines through points at equal distances.
-
-    Args:
-        title: Above the chart.
-        at: Numbers along the horizontal axis, at most some twenty.
-        series: Name of a line -> its values; None interrupts it.
-        unit: Of the values, at the vertical axis.
-        axis: Name of the horizontal axis.
-        width: In pixels.
-        height: In pixels.
-    """
-    values = [value for found in series.values() for value in found if value is not None]
-    top, ticks = _scale(max(values, default=1.0))
-    plot_w, plot_h = width - _LEFT - _RIGHT, height - _TOP - _BOTTOM
-    step = plot_w / max(1, len(at) - 1) if len(at) > 1 else 0.0
-    parts = _frame(title, unit, dict(zip(series, cycle(COLOURS), strict=False)), ticks, top, width, height)
-    for i, found in enumerate(series.values()):
-        colour = COLOURS[i % len(COLOURS)]
-        points = [
-            None if value is None else (_LEFT + step * j, _TOP + plot_h * (1 - value / top))
-            for j, value in enumerate(found)
-        ]
-        runs = " ".join(
-            f"{'M' if j == 0 or points[j - 1] is None else 'L'}{point[0]:.1f} {point[1]:.1f}"
-            for j, point in enumerate(points)
-            if point is not None
-        )
-        parts.append(f'<path d="{runs}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        parts += [f'<circle cx="{p[0]:.1f}" cy="{p[1]:.1f}" r="3" fill="{colour}"/>' for p in points if p]
-    for j, number in enumerate(at):
-        x = _LEFT + step * j
-        parts.append(f'<text x="{x:.1f}" y="{height - 12}" text-anchor="middle">{number:g}</text>')
-    parts.append(f'<text class="m" x="{width - _RIGHT}" y="{height}" text-anchor="end">{escape(axis)}</text>')
     return _svg(parts, width, height)
 
 

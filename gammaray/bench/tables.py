@@ -1,4 +1,4 @@
-"""Result rows as tables: for the terminal, and as Markdown."""
+"""Result rows as tables for the terminal."""
 
 from __future__ import annotations
 
@@ -6,17 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich import box
+from rich.console import Console
 from rich.table import Table
 
+from gammaray.bench.loops import loops_line
 from gammaray.bench.rows import Row
 
-__all__ = [
-    "latency_table",
-    "markdown",
-    "plain_table",
-    "speed_table",
-    "split_table",
-]
+__all__ = ["plain_table", "show_point"]
 
 _TEXT = {"system", "comparison", "figure", "workload", "role"}
 
@@ -57,10 +53,6 @@ _LATENCY: _Columns = {
     "gap p50": _figure("between_tokens", "p50_ms", digits=1),
     "p95": _figure("between_tokens", "p95_ms", digits=1),
     "p99 ": _figure("between_tokens", "p99_ms", digits=1),
-    "paced p99": _figure("between_tokens", "paced", "p99_ms", digits=1),
-    "CV²": _figure("between_tokens", "cv2"),
-    "k-1": _figure("between_tokens", "expected", "cv2"),
-    "0 gaps": _figure("between_tokens", "zero_share"),
 }
 _SPLIT: _Columns = {
     "system": _system,
@@ -77,27 +69,24 @@ def plain_table(title: str, columns: Sequence[str]) -> Table:
     return table
 
 
-def speed_table(title: str, rows: Sequence[Row]) -> Table:
-    """Return a table of speed, speedups and speculation metrics."""
-    return _table(title, rows, _SPEED)
-
-
-def latency_table(rows: Sequence[Row]) -> Table:
-    """Return a table of time to first token, gaps between tokens, and burstiness with its closed form."""
+def show_point(console: Console, point: dict[str, Any]) -> None:
+    """Print the tables of one load: speed, latency, and the time of each phase of a cycle."""
+    rows: Sequence[Row] = point["rows"]
+    title = (
+        f"temperature {point['temperature']:g}, {point['verification']} verification, "
+        f"{point['concurrency']} in flight"
+    )
+    console.print(_table(title, rows, _SPEED))
     streamed = [row for row in rows if row["between_tokens"] is not None]
-    return _table("First token, gaps between tokens (ms), and how bursty they are", streamed, _LATENCY)
-
-
-def split_table(rows: Sequence[Row]) -> Table:
-    """Return a table of the time per phase of a cycle, as reported by the orchestrator."""
+    console.print(_table("First token, gaps between tokens (ms)", streamed, _LATENCY))
     speculative = [row for row in rows if row["speculation"] is not None]
-    return _table("A cycle as the orchestrator sees it, prefill included (mean ms)", speculative, _SPLIT)
-
-
-def markdown(rows: Sequence[Row]) -> str:
-    """Return speed, speedups and speculation metrics as a Markdown table."""
-    lines = [_line(_SPEED), _line(["---"] + ["---:"] * (len(_SPEED) - 1))]
-    return "\n".join([*lines, *(_line([cell(row) for cell in _SPEED.values()]) for row in rows)])
+    title = "A cycle as the orchestrator sees it, prefill included (mean ms)"
+    console.print(_table(title, speculative, _SPLIT))
+    if equality := point["equality"]:
+        console.print(f"same tokens as gamma 0: {equality['equal']} of {equality['compared']}")
+    if line := loops_line(point["loops"]):
+        console.print(line, soft_wrap=True)
+    console.print()
 
 
 def _table(title: str, rows: Sequence[Row], columns: _Columns) -> Table:
@@ -105,7 +94,3 @@ def _table(title: str, rows: Sequence[Row], columns: _Columns) -> Table:
     for row in rows:
         table.add_row(*(cell(row) for cell in columns.values()))
     return table
-
-
-def _line(cells: Sequence[str] | _Columns) -> str:
-    return f"| {' | '.join(cells)} |"

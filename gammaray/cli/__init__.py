@@ -20,21 +20,18 @@ __all__ = ["main"]
 # Each command and its short help, so that `gammaray --help` imports no command.
 _COMMANDS = {
     "bench": "Measure a running cluster: speed, acceptance and latency by gamma.",
-    "certs": "Create a development CA in DIRECTORY, and certificates.",
     "chat": "Chat with the model.",
     "config": "Print the effective settings of every process.",
     "generate": "Stream a completion of PROMPT.",
     "keys": "Create, list and revoke API keys.",
     "qualify": "Check whether drafts or heads suit a target.",
     "sessions": "List, resume, cancel and delete sessions.",
-    "size": "Predict which drafter pays on which device, or the gain of one drafter.",
     "status": "List the processes of a cluster.",
     "top": "Show live statistics of a cluster.",
     "trace": "Show the tokens and times of each cycle of a SESSION.",
     "train": "Train a drafter for a target on text that the target writes.",
     "up": "Start a whole cluster on this machine.",
 }
-_MODULES = {"certs": "keys"}
 
 
 class _Gammaray(click.Group):
@@ -49,9 +46,7 @@ class _Gammaray(click.Group):
         if name != "up":
             # gRPC's log lines on failed handshakes say less than our errors; set before gRPC is imported.
             os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
-        command: click.Command = getattr(
-            import_module(f"gammaray.cli.commands.{_MODULES.get(name, name)}"), name
-        )
+        command: click.Command = getattr(import_module(f"gammaray.cli.commands.{name}"), name)
         return command
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:

@@ -1,8 +1,7 @@
 """The judgement on a measured pair: whether it can be served, is lossless and is faster.
 
 A *cycle* here is one proposal and its verification by the two models, plus a given network time; speedups are
-over plain decoding with the same target. Measured speedups use the measured tokens per cycle and times,
-predicted ones those of `gammaray.maths.theory` for the measured alpha and costs.
+over plain decoding with the same target.
 """
 
 from __future__ import annotations
@@ -11,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from gammaray.bench.optimum import CURVE_GAMMAS, Costs
-from gammaray.maths.theory import optimal_gamma, speedup
 from gammaray.qualify.measured import Decision, ModelFacts, Overlap, PairFacts, Run
 
 __all__ = ["Depth", "Fitness", "Judgement", "Payoff", "has_other_vocabulary", "judge", "obstacles"]
@@ -34,17 +31,7 @@ class Fitness(str, Enum):
 
 @dataclass(frozen=True)
 class Depth:
-    """Results of chains of one depth.
-
-    Args:
-        gamma: Depth of the chains.
-        tokens_per_cycle: Mean over the cycles with a whole proposal.
-        draft_ms: Time of a proposal.
-        verify_ms: Time of its verification.
-        cycle_ms: Both, plus the network time.
-        speedup: Measured speedup over plain decoding.
-        predicted: Speedup predicted by the theory.
-    """
+    """Chains of one gamma: mean tokens of whole proposals, median times, and the measured speedup."""
 
     gamma: int
     tokens_per_cycle: float
@@ -52,7 +39,6 @@ class Depth:
     verify_ms: float
     cycle_ms: float
     speedup: float
-    predicted: float
 
 
 @dataclass(frozen=True)
@@ -67,8 +53,6 @@ class Payoff:
         plain_ms: Time of a plain cycle: a target pass over one token.
         draft_step_ms: Time of one forward pass of the draft.
         depths: Results by gamma, without those at which no proposal was whole.
-        gamma_predicted: The best gamma by the theory, up to `CURVE_GAMMAS`; 0: plain decoding.
-        speedup_predicted: By gamma, from 0 to `CURVE_GAMMAS`.
         decision: The result of the sequential test, if there was one.
     """
 
@@ -79,8 +63,6 @@ class Payoff:
     plain_ms: float
     draft_step_ms: float
     depths: tuple[Depth, ...]
-    gamma_predicted: int
-    speedup_predicted: tuple[float, ...]
     decision: Decision | None = None
 
     @property
@@ -97,14 +79,7 @@ class Payoff:
 
 @dataclass(frozen=True)
 class Judgement:
-    """The judgement on a pair.
-
-    Args:
-        fitness: The result.
-        reasons: Reasons of the result, in sentences.
-        warnings: Further facts relevant to a deployment of the pair.
-        payoffs: Results by temperature; empty when the pair cannot be served.
-    """
+    """The judgement on a pair: its reasons and warnings in sentences, and the results by temperature."""
 
     fitness: Fitness
     reasons: tuple[str, ...]
@@ -130,17 +105,15 @@ def judge(pair: PairFacts, rtt_ms: float = 0.0, min_speedup: float = 1.0) -> Jud
         return Judgement(Fitness.UNFIT, tuple(found))
     warnings, rtt_ms = _caveats(pair), 0.0 if pair.is_local else rtt_ms
     payoffs = tuple(
-        payoff
-        for equality in pair.equality
-        if (payoff := _payoff(pair, equality.temperature, rtt_ms)) is not None
+        payoff for one in pair.equality if (payoff := _payoff(pair, one.temperature, rtt_ms)) is not None
     )
-    losses = [
-        f"not lossless at temperature {equality.temperature:g}: {equality.first}"
-        for equality in pair.equality
-        if not equality.is_lossless
-    ]
+    losses = tuple(
+        f"not lossless at temperature {one.temperature:g}: {one.first}"
+        for one in pair.equality
+        if not one.is_lossless
+    )
     if losses:
-        return Judgement(Fitness.UNFIT, tuple(losses), tuple(warnings), payoffs)
+        return Judgement(Fitness.UNFIT, losses, tuple(warnings), payoffs)
     if not payoffs:
         reason = "no proposal had full length, so the speed is unknown: use more tokens"
         return Judgement(Fitness.SLOWER, (reason,), tuple(warnings))
@@ -187,13 +160,12 @@ def _caveats(pair: PairFacts) -> list[str]:
             f"the draft's context is {draft.max_context} tokens, the target's {target.max_context}: "
             "beyond it nothing is drafted"
         )
-    found += [
+    return found + [
         f"temperature {equality.temperature:g}: {equality.ties} of {equality.compared} completions diverge "
         "from plain decoding at a tie, due to rounding"
         for equality in pair.equality
         if equality.ties
     ]
-    return found
 
 
 def _mapped(overlap: Overlap, target: ModelFacts, draft: ModelFacts) -> str:
@@ -216,28 +188,19 @@ def _payoff(pair: PairFacts, temperature: float, rtt_ms: float) -> Payoff | None
     tested = sum(sum(run.tested) for run in here)
     if plain_ms is None or not timed or tested == 0:
         return None
-    alpha = sum(sum(run.accepted) for run in here) / tested
-    costs = Costs.fit(plain_ms, [(run.gamma, draft + verify) for run, draft, verify in timed])
-    latency = costs.latency + rtt_ms / plain_ms / 2.0
-    curve = [speedup(alpha, gamma, costs.draft_cost, latency) for gamma in range(CURVE_GAMMAS + 1)]
     depths = []
     for run, draft_ms, verify_ms in timed:
         cycle_ms = draft_ms + verify_ms + rtt_ms
         tokens = run.whole_emitted / run.whole_cycles
-        predicted = speedup(alpha, run.gamma, costs.draft_cost, latency)
-        depths.append(
-            Depth(run.gamma, tokens, draft_ms, verify_ms, cycle_ms, tokens * plain_ms / cycle_ms, predicted)
-        )
+        depths.append(Depth(run.gamma, tokens, draft_ms, verify_ms, cycle_ms, tokens * plain_ms / cycle_ms))
     return Payoff(
         temperature=temperature,
-        alpha=alpha,
+        alpha=sum(sum(run.accepted) for run in here) / tested,
         tested=tested,
         by_position=_by_position([run for run, _, _ in timed]),
         plain_ms=plain_ms,
         draft_step_ms=min(run.draft_step_ms or draft_ms for run, draft_ms, _ in timed),
         depths=tuple(depths),
-        gamma_predicted=optimal_gamma(alpha, costs.draft_cost, latency, CURVE_GAMMAS),
-        speedup_predicted=tuple(curve),
         decision=next((one for one in pair.decisions if one.temperature == temperature), None),
     )
 
@@ -264,16 +227,11 @@ def _sentence(payoff: Payoff, min_speedup: float) -> str:
 
 def _uncertain(payoff: Payoff) -> str:
     """Return a note on a result that more tokens could change; "" if none could."""
-    if payoff.decision is not None:
-        if payoff.decision.pays is not None:
-            return ""
-        return (
-            f"temperature {payoff.temperature:g}: whether speculation pays is not certain "
-            f"(error {payoff.decision.error:g}) after all tokens; ask for more prompts or tokens"
-        )
-    if payoff.tested >= MIN_TESTED:
+    decision = payoff.decision
+    if decision is not None and decision.pays is None:
+        what = f"whether speculation pays is not certain (error {decision.error:g}) after all tokens"
+    elif decision is None and payoff.tested < MIN_TESTED:
+        what = f"alpha is from {payoff.tested} tested tokens only"
+    else:
         return ""
-    return (
-        f"temperature {payoff.temperature:g}: alpha is from {payoff.tested} tested tokens only; "
-        "ask for more prompts or tokens"
-    )
+    return f"temperature {payoff.temperature:g}: {what}; ask for more prompts or tokens"

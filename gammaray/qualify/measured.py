@@ -29,11 +29,7 @@ class QualifyTask(_Frozen):
         min_speedup: Smallest speedup at which speculation pays.
         error: Probability, at most, that measuring stops with the wrong answer at a temperature; 0: it does
             not stop before all completions are made.
-        device: The worker setting; None: environment or default.
-        dtype: Likewise.
-        threads: Likewise.
-        deterministic: Likewise.
-        draft_weights: Likewise, of the drafts and heads.
+        draft_weights: The worker setting, of drafts and heads; None: environment or default, as all others.
     """
 
     target: str
@@ -47,10 +43,6 @@ class QualifyTask(_Frozen):
     rtt_ms: float = 0.0
     min_speedup: float = 1.0
     error: float = 0.0
-    device: str | None = None
-    dtype: str | None = None
-    threads: int | None = None
-    deterministic: bool | None = None
     draft_weights: str | None = None
 
 
@@ -62,7 +54,6 @@ class ModelFacts(_Frozen):
         architecture: Its `model_type`; "" when transformers does not know it.
         refusal: Why it cannot be served exactly (the following fields are then unknown); "" if it can.
         vocab_size: Size of its vocabulary; 0: unknown.
-        tokenizer_size: Tokens of its tokenizer; 0: it has none.
         tokenizer_sha256: Fingerprint by which workers are matched; "" without a tokenizer.
         max_context: Longest sequence, in tokens; 0: unknown.
         device: Device it ran on.
@@ -73,7 +64,6 @@ class ModelFacts(_Frozen):
     architecture: str = ""
     refusal: str = ""
     vocab_size: int = 0
-    tokenizer_size: int = 0
     tokenizer_sha256: str = ""
     max_context: int = 0
     device: str = ""

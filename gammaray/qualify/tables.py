@@ -18,7 +18,8 @@ _COLOURS = {Fitness.FIT: "green", Fitness.SLOWER: "yellow", Fitness.UNFIT: "red"
 
 def print_pair(console: Console, pair: PairFacts, judgement: Judgement) -> None:
     """Print the measurements of one candidate, and its judgement."""
-    console.print(_models(pair))
+    console.print(_model("target", pair.target), soft_wrap=True, markup=False)
+    console.print(_model("head" if pair.is_local else "draft", pair.draft), soft_wrap=True, markup=False)
     for equality in pair.equality:
         console.print(_lossless(equality), soft_wrap=True)
     for payoff in judgement.payoffs:
@@ -45,27 +46,21 @@ def print_ranking(console: Console, pairs: Sequence[PairFacts], judgements: Sequ
     console.print(table)
 
 
-def _models(pair: PairFacts) -> Table:
-    table = _table("", "", "architecture", "served", "vocabulary", "tokenizer", "context", "runs in")
-    for role, facts in (("target", pair.target), ("head" if pair.is_local else "draft", pair.draft)):
-        table.add_row(
-            f"{role} {facts.name}",
-            facts.architecture or "unknown",
-            "no" if facts.refusal else "exactly" if facts.device else "not tried",
-            _count(facts.vocab_size),
-            _count(facts.tokenizer_size, "none"),
-            _count(facts.max_context),
-            _where(facts),
-        )
-    return table
+def _model(role: str, facts: ModelFacts) -> str:
+    served = f"runs in {facts.dtype} on {facts.device}" if facts.device else "not run"
+    return (
+        f"{role} {facts.name}: {facts.architecture or 'unknown architecture'}, "
+        f"{facts.vocab_size or 'unknown'} token ids, "
+        f"context of {facts.max_context or 'unknown'} tokens, {served}"
+    )
 
 
 def _gains(payoff: Payoff) -> Table:
     table = _table(
         f"temperature {payoff.temperature:g}",
-        *("gamma", "tokens/cycle", "draft, ms", "verify, ms", "cycle, ms", "speedup", "by theory"),
+        *("gamma", "tokens/cycle", "draft, ms", "verify, ms", "cycle, ms", "speedup"),
     )
-    table.add_row("0", "1.00", "", f"{payoff.plain_ms:.2f}", f"{payoff.plain_ms:.2f}", "1.00", "1.00")
+    table.add_row("0", "1.00", "", f"{payoff.plain_ms:.2f}", f"{payoff.plain_ms:.2f}", "1.00")
     for depth in payoff.depths:
         mark = " <- best" if depth == payoff.best and depth.speedup > 1 else ""
         table.add_row(
@@ -75,18 +70,15 @@ def _gains(payoff: Payoff) -> Table:
             f"{depth.verify_ms:.2f}",
             f"{depth.cycle_ms:.2f}",
             f"{depth.speedup:.2f}{mark}",
-            f"{depth.predicted:.2f}",
         )
     return table
 
 
 def _lines(payoff: Payoff) -> list[str]:
     by_position = ", ".join(f"{alpha:.2f}" for alpha in payoff.by_position)
-    best = payoff.speedup_predicted[payoff.gamma_predicted]
     return [
         f"alpha {payoff.alpha:.3f} over {payoff.tested} tested tokens; by position: {by_position}",
-        f"target pass {payoff.plain_ms:.2f} ms, draft step {payoff.draft_step_ms:.2f} ms; "
-        f"best gamma by theory: {payoff.gamma_predicted} ({best:.2f}x)",
+        f"target pass {payoff.plain_ms:.2f} ms, draft step {payoff.draft_step_ms:.2f} ms",
         "",
     ]
 
@@ -96,14 +88,6 @@ def _lossless(equality: Equality) -> str:
     same = f"{equality.equal} of {equality.compared} completions have the tokens of plain decoding{ties}"
     tokens = f" ({equality.tokens} tokens compared)" if equality.tokens else ""
     return f"temperature {equality.temperature:g}: {same}{tokens}"
-
-
-def _where(facts: ModelFacts) -> str:
-    return f"{facts.dtype} on {facts.device}" if facts.device else ""
-
-
-def _count(value: int, otherwise: str = "unknown") -> str:
-    return str(value) if value else otherwise
 
 
 def _table(title: str, *headings: str) -> Table:

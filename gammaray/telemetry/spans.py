@@ -1,7 +1,7 @@
 """Cheap spans: facts are collected while serving, and converted to spans later, in the export thread.
 
 Spans of the SDK are expensive to create and more so to encode: the four of a cycle take the orchestrator
-425 us instead of 61 us (`python -m benchmarks.spans_cost`, 2026-11-22). Serving therefore only does one `put`
+425 us instead of 61 us (2026-11-22). Serving therefore only does one `put`
 of a `Bundle` into the SDK's batch processor, whose thread lets the bundle write its spans directly into the
 OTLP message. Sampling, batching, retries and transport are the SDK's.
 """

@@ -201,7 +201,7 @@ def serve_cluster(
     signals.check()
     _start_serve(settings, started)
     redis = None if settings.redis_url else _start_redis(directory, settings.redis_maxmemory_mb, started)
-    trust = arrange_trust(settings, directory)
+    trust = arrange_trust(settings)
     _deploy(settings, settings.redis_url if redis is None else redis.url, trust, num_gpus)
     try:
         _wait_until_healthy(settings, deadline, trust.api_key)
@@ -310,7 +310,7 @@ def _deploy(settings: ClusterSettings, redis_url: str, trust: Trust, num_gpus: i
     scaling: dict[str, Any] | None = {} if any(size.is_elastic for _, size in workers.values()) else None
     targets = [
         serve.RunTarget(
-            _build(role, {**shared, **trust.worker, **own}, size, resources[role], scaling),
+            _build(role, {**shared, **own}, size, resources[role], scaling),
             APPLICATIONS[role].name,
             None,
         )

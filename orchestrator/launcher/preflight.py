@@ -11,7 +11,6 @@ import random
 import re
 import socket
 from collections.abc import Collection, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -169,9 +168,6 @@ def check_workers(settings: ClusterSettings, devices: CudaDevices | None = None)
         raise InvalidArgumentError("lora", settings.lora, allowed)
     if num_gpus != MANY_GPUS:
         gpus_by_role(num_gpus, most["target"], most["draft"], settings.tensor_parallel)
-    if settings.worker_tls and find_spec("cryptography") is None:
-        allowed = "false: certificates need a package, pip install 'gammaray[orchestrator]'"
-        raise InvalidArgumentError("worker_tls", True, allowed)
     num_processes = sum(most.values()) + settings.orchestrators
     for worker in workers.values():
         _check_worker(worker, sum(most.values()), num_processes, settings)
@@ -216,8 +212,7 @@ def _check_worker(
         if first and last - first + 1 < num_processes:
             allowed = f"port 0, or a range of {num_processes} ports, one for each process"
             raise InvalidArgumentError("metrics_listen", worker.metrics_listen, allowed)
-    if not settings.worker_tls:
-        tls_files(worker)
+    tls_files(worker)
     if worker.cpu_affinity and not (settings.pin_cores and settings.device == "cpu"):
         cores = (
             os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))

@@ -1,11 +1,11 @@
-"""Access control of a cluster on one machine: who may call it, and how its processes authenticate."""
+"""Access control of a cluster on one machine: who may call it."""
 
 from __future__ import annotations
 
 import ipaddress
 import socket
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ from gammaray.checks import is_address, is_loopback
 from gammaray.config import ClusterSettings
 from gammaray.errors import InvalidArgumentError
 from gammaray.security.keys import hash_key, make_secret, read_keys
-from gammaray.security.tls import TlsFiles
 
 __all__ = ["Trust", "arrange_trust", "check_access", "reachable"]
 
@@ -24,12 +23,10 @@ class Trust:
 
     Args:
         orchestrator: Fields of OrchestratorSettings.
-        worker: Fields of WorkerSettings.
         api_key: The launcher's own key; None if no keys are required.
     """
 
     orchestrator: Mapping[str, Any]
-    worker: Mapping[str, Any]
     api_key: str | None
 
 
@@ -55,10 +52,9 @@ def check_access(settings: ClusterSettings) -> None:
         )
 
 
-def arrange_trust(settings: ClusterSettings, directory: Path) -> Trust:
-    """Return keys and certificates for a cluster; generated files are stored in `directory`."""
+def arrange_trust(settings: ClusterSettings) -> Trust:
+    """Return who may call a cluster, and the launcher's own key."""
     orchestrator: dict[str, Any] = {}
-    worker: dict[str, Any] = {}
     api_key = None
     if settings.api_keys_file:
         api_key = make_secret()
@@ -68,13 +64,7 @@ def arrange_trust(settings: ClusterSettings, directory: Path) -> Trust:
         orchestrator["local_only"] = True
     if not settings.api_keys_file:
         orchestrator["allowed_hosts"] = _own_names(settings)
-    if settings.worker_tls:
-        from gammaray.security.certs import make_certificates
-
-        files = make_certificates(directory / "tls")
-        orchestrator |= _fields(files["orchestrator"])
-        worker |= _fields(files["worker"])
-    return Trust(orchestrator, worker, api_key)
+    return Trust(orchestrator, api_key)
 
 
 def _own_names(settings: ClusterSettings) -> str:
@@ -91,7 +81,3 @@ def reachable(host: str) -> str:
         return "127.0.0.1" if ipaddress.ip_address(host.strip("[]")).is_unspecified else host
     except ValueError:
         return host
-
-
-def _fields(files: TlsFiles) -> dict[str, str]:
-    return {f"tls_{name}": str(path) for name, path in asdict(files).items()}

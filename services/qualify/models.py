@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
 from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig
 
-from gammaray.config import DraftSettings, TargetSettings, WorkerSettings
+from gammaray.config import DraftSettings, TargetSettings, WorkerSettings, settings_error
 from gammaray.demo_pair import early_exit_layers, resolve_model
 from gammaray.errors import InvalidArgumentError, NotFoundError
 from gammaray.gguf import is_gguf, pretrained_arguments, read_header
@@ -29,6 +30,7 @@ _ALLOWED = "a directory or GGUF file with a causal LM, or the name of one on the
 _HEAD_REFUSAL = "it is a head, which --head measures, in the target worker"
 _ALLOWED_HEADS = "a directory or hub name of a head, or of a draft model with the target's vocabulary"
 _SETTINGS: Mapping[str, type[WorkerSettings]] = {"target": TargetSettings, "draft": DraftSettings}
+_WEIGHTS = {"target": "head_weights", "draft": "draft_weights"}
 
 
 @dataclass(frozen=True)
@@ -82,11 +84,11 @@ def find(role: str, name: str, task: QualifyTask, target: Source | None = None) 
         InvalidArgumentError: There is no such model, or a setting is wrong.
     """
     path = resolve_model(name, role)
-    given = {key: getattr(task, key) for key in ("device", "dtype", "threads", "deterministic")}
-    given["draft_weights" if role == "draft" else "head_weights"] = task.draft_weights
-    settings = _SETTINGS[role](
-        model=name, **{key: value for key, value in given.items() if value is not None}
-    )
+    weights: dict[str, Any] = {} if task.draft_weights is None else {_WEIGHTS[role]: task.draft_weights}
+    try:
+        settings = _SETTINGS[role](model=name, **weights)
+    except ValidationError as error:
+        raise settings_error(error) from None
     if target is not None and early_exit_layers(name) is not None:
         early_exit_layers(name, getattr(target.config, "num_hidden_layers", None))
         facts = target.facts.model_copy(update={"name": name})
@@ -108,7 +110,6 @@ def find(role: str, name: str, task: QualifyTask, target: Source | None = None) 
         name=name,
         architecture=str(config.model_type),
         vocab_size=getattr(text, "vocab_size", None) or 0,
-        tokenizer_size=len(_tokenizer(path).get_vocab()) if digest else 0,
         tokenizer_sha256=digest,
         max_context=getattr(text, "max_position_embeddings", None) or 0,
     )
@@ -173,7 +174,6 @@ def load_local(name: str, source: Source, target: Engine) -> tuple[ModelFacts, L
         name=name,
         architecture="EAGLE-3 head" if drafter.taps else "draft model",
         vocab_size=engine.vocab_size,
-        tokenizer_size=source.facts.tokenizer_size,
         tokenizer_sha256=source.facts.tokenizer_sha256,
         max_context=engine.max_context,
         device=engine.device.type,

@@ -27,7 +27,7 @@ def overlap(wanted: Tensor, found: Tensor) -> Tensor:
 def coupled(wanted: Tensor, found: Tensor) -> Tensor:
     """Return the probability that target and drafter draw the same token with the same Gumbel noise.
 
-    That is sum_j 1 / sum_i max(p_i / p_j, q_i / q_j), see `gammaray.maths.verifiers.coupled_acceptance`.
+    That is sum_j 1 / sum_i max(p_i / p_j, q_i / q_j).
     Tokens that are not among `wanted` are taken to belong to one of the two only.
 
     Args:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from gammaray.security.certs import make_certificates
 from tests.support.chart.chart_helpers import (
     EVERYTHING,
     NAME,
@@ -26,6 +25,7 @@ from tests.support.chart.chart_helpers import (
     pods,
     render,
 )
+from tests.support.tls_helpers import Authority, role_certificates
 
 DOWNLOADS = {"modelCache": {"enabled": True}, "models": {"target": "team/large", "draft": "team/small"}}
 
@@ -87,8 +87,8 @@ def run(only, *more, env=None):
 def account(tmp_path_factory):
     """What Kubernetes mounts of a service account, and a server's side of its TLS."""
     folder = tmp_path_factory.mktemp("account")
-    made = make_certificates(folder)["server"]
-    (folder / "ca.crt").write_bytes((folder / "ca.pem").read_bytes())
+    made = role_certificates(Authority(folder, "ca"))["server"]
+    (folder / "ca.crt").write_bytes(made.ca.read_bytes())
     (folder / "token").write_text("the-token\n")
     (folder / "namespace").write_text("somewhere\n")
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

@@ -1,5 +1,6 @@
 """A cluster with API keys and worker TLS, called by tenants and by clients without keys."""
 
+import dataclasses
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from gammaray import Client, InvalidArgumentError, NotFoundError, Unauthenticate
 from gammaray.security.keys import create_key, revoke_key
 from gammaray.v1 import target_service_pb2, target_service_pb2_grpc
 from tests.support.cluster.cluster_helpers import Cluster, running_cluster
+from tests.support.tls_helpers import Authority, role_certificates
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -33,8 +35,12 @@ def keys(key_file):
 
 @pytest.fixture(scope="module")
 def guarded(keys, key_file):
-    with running_cluster("--api-keys-file", str(key_file), "--worker-tls") as cluster:
-        yield cluster
+    files = role_certificates(Authority(key_file.parent, "ca"))["both"]
+    with pytest.MonkeyPatch.context() as environment:
+        for name, path in dataclasses.asdict(files).items():
+            environment.setenv(f"GAMMARAY_TLS_{name.upper()}", str(path))
+        with running_cluster("--api-keys-file", str(key_file)) as cluster:
+            yield cluster
 
 
 def test_client_without_a_key_is_rejected_by_both_apis(guarded: Cluster):

@@ -65,7 +65,7 @@ def test_demo_pair_is_served_lossless_and_measured(tmp_path):
         assert f"\n{step}" in f"\n{done.stderr}"
     (candidate,) = json.loads((tmp_path / "r.json").read_text())["candidates"]
     measured = candidate["measured"]
-    assert (measured["target"]["vocab_size"], measured["draft"]["tokenizer_size"]) == (2048, 2048)
+    assert (measured["target"]["vocab_size"], measured["draft"]["vocab_size"]) == (2048, 2048)
     assert [(one["temperature"], one["equal"]) for one in measured["equality"]] == [(0.0, 4), (1.0, 4)]
     for payoff in candidate["payoffs"]:
         assert 0 < payoff["alpha"] < 1
@@ -165,7 +165,10 @@ def test_directory_without_weights_is_a_wrong_argument(tmp_path):
 def test_settings_of_the_environment_are_those_of_workers(monkeypatch):
     monkeypatch.setenv("GAMMARAY_THREADS", "2")
     assert find("target", "demo", task()).settings.threads == 2
-    assert find("draft", "demo", task(threads=1)).settings.threads == 1
+    assert find("draft", "demo", task(draft_weights="int8")).settings.draft_weights == "int8"
+    monkeypatch.setenv("GAMMARAY_THREADS", "0")
+    with pytest.raises(InvalidArgumentError, match="threads: got 0"):
+        find("target", "demo", task())
 
 
 @pytest.fixture(scope="module")

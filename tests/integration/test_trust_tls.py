@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import re
+import shutil
 import socket
 import ssl
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from datetime import timedelta
 
 import grpc
 import pytest
@@ -17,7 +20,6 @@ from cryptography import x509
 
 from gammaray.config import TargetSettings
 from gammaray.errors import InvalidArgumentError
-from gammaray.security.certs import ROLES, make_certificates
 from gammaray.security.tls import TlsFiles, dial, tls_files
 from gammaray.types import GenerationRequest
 from gammaray.v1 import target_service_pb2 as pb
@@ -25,7 +27,9 @@ from gammaray.v1.target_service_pb2_grpc import TargetServiceStub
 from orchestrator.launcher.preflight import free_ports
 from orchestrator.storage.client import check_redis
 from services.target.worker import TargetWorker
+from tests.support.docs_commands import commands
 from tests.support.engine_helpers import tiny_model
+from tests.support.tls_helpers import Authority, role_certificates
 from tests.support.workers.redis_helpers import running_redis
 from tests.support.workers.service_helpers import complete, running, tokens_of
 
@@ -34,7 +38,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory):
-    return make_certificates(tmp_path_factory.mktemp("certificates"))
+    return role_certificates(Authority(tmp_path_factory.mktemp("certificates"), "ca"))
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +73,7 @@ async def ask(address: str, files: TlsFiles | None) -> str:
 
 
 async def test_worker_accepts_only_orchestrators_of_its_ca(certificates, model, tmp_path):
-    strangers = make_certificates(tmp_path / "strangers")
+    strangers = role_certificates(Authority(tmp_path, "strangers"))
     async with target(model, certificates["worker"]) as worker:
         assert await ask(worker.address, certificates["orchestrator"]) == str(model)
         assert await ask(worker.address, None) == "UNAVAILABLE"
@@ -86,7 +90,7 @@ async def test_worker_accepts_only_orchestrators_of_its_ca(certificates, model, 
 
 
 async def test_orchestrator_rejects_a_worker_of_another_ca(certificates, model, tmp_path):
-    strangers = make_certificates(tmp_path / "strangers")
+    strangers = role_certificates(Authority(tmp_path, "strangers"))
     async with target(model, strangers["worker"]) as worker:
         assert await ask(worker.address, certificates["orchestrator"]) == "UNAVAILABLE"
     async with target(model, certificates["server"]) as worker:  # a certificate of the wrong role
@@ -94,10 +98,11 @@ async def test_orchestrator_rejects_a_worker_of_another_ca(certificates, model, 
 
 
 async def test_worker_uses_a_renewed_certificate_without_a_restart(model, tmp_path):
-    files = make_certificates(tmp_path)
+    authority = Authority(tmp_path, "ca")
+    files = role_certificates(authority)
     async with target(model, files["worker"]) as worker:
         before = await asyncio.to_thread(serial, worker.address, files["orchestrator"])
-        assert make_certificates(tmp_path, days=30) == files
+        assert role_certificates(authority, expires_in=timedelta(days=30)) == files
         after = await asyncio.to_thread(serial, worker.address, files["orchestrator"])
         assert before != after
         assert await ask(worker.address, files["orchestrator"]) == str(model)
@@ -178,17 +183,20 @@ def test_settings_with_half_of_the_files_are_refused(certificates, missing):
         tls_files(settings)
 
 
-def test_certificate_keys_are_private_and_the_ca_is_kept(tmp_path):
-    directory = tmp_path / "new"
-    first = make_certificates(directory)
-    ca = (directory / "ca.pem").read_bytes()
-    second = make_certificates(directory, hosts=["redis.example", "10.0.0.7"])
-    assert first.keys() == second.keys() == ROLES.keys()
-    assert (directory / "ca.pem").read_bytes() == ca
-    for key in directory.glob("*-key.pem"):
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
+async def test_certificates_of_the_documented_commands_are_accepted(model, tmp_path):
+    documented = [line for _, line in commands() if re.match("openssl |for role in ", line)]
+    script = ["bash", "-euo", "pipefail", "-c", "\n".join(documented)]
+    await asyncio.to_thread(subprocess.run, script, cwd=tmp_path, check=True, timeout=60)
+    ca = tmp_path / "ca.pem"
+    worker, orchestrator, both = (
+        TlsFiles(ca, tmp_path / f"{name}.pem", tmp_path / f"{name}-key.pem")
+        for name in ("worker", "orchestrator", "both")
+    )
+    for key in tmp_path.glob("*-key.pem"):
         assert key.stat().st_mode & 0o077 == 0
-    certificate = x509.load_pem_x509_certificate(second["server"].cert.read_bytes())
-    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    assert "redis.example" in names.get_values_for_type(x509.DNSName)
-    assert "10.0.0.7" in map(str, names.get_values_for_type(x509.IPAddress))
-    assert {path.suffix for path in directory.iterdir()} == {".pem"}
+    async with target(model, worker) as served:
+        assert await ask(served.address, orchestrator) == str(model)
+        assert await ask(served.address, worker) == "UNAUTHENTICATED"
+    async with target(model, both) as served:
+        assert await ask(served.address, both) == str(model)

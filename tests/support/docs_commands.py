@@ -28,7 +28,7 @@ __all__ = [
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "helm" / "gammaray" / "README.md"]
 
-HERE = r"gammaray (size|qualify|keys|certs|config)\b(?!.*build/models)"
+HERE = r"gammaray (qualify|keys|config)\b(?!.*build/models)"
 """Run as they stand, in a folder of their own."""
 RENDERED = r"helm (install|upgrade|diff upgrade) "
 """Rendered with the chart and the values that they name, by Helm's own code."""
@@ -41,9 +41,10 @@ WITHOUT_A_CLUSTER: Mapping[str, str] = {
     r"kubectl -n gammaray (get|wait|patch|delete) |CLUSTER=\$\(kubectl": "needs a Kubernetes cluster",
     r"helm (history|rollback|uninstall) ": "needs a Kubernetes cluster",
     r"gammaray (generate|chat) .*--ca-file": "needs TLS in front, see tests/integration/test_tls_proxy.py",
+    r"openssl |for role in ": "tests/integration/test_trust_tls.py runs them and uses the certificates",
     r"docker (build|push|run) ": "needs Docker, a registry, or the network",
     r"serve run serve\.yaml": "tests/support/cluster/served_chart.py runs it, on a Ray of its own",
-    r"((OTEL|GAMMARAY)_\w+=\S+ )?gammaray up\b": "tests/e2e start clusters by it; each takes a minute",
+    r"((OTEL|GAMMARAY)_\w+=\S+ )*gammaray up\b": "tests/e2e start clusters by it; each takes a minute",
     r"gammaray qualify --target build/models/smollm2": "needs make smollm2, see test_qualify_pairs.py",
     r"gammaray train ": "takes an hour, see tests/unit/services/train/test_train_run.py",
     r"export OTEL_EXPORTER_OTLP_ENDPOINT=": "only sets a variable for the next line",

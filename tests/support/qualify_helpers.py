@@ -7,7 +7,6 @@ def facts(name="m", **changed):
     known = {
         "architecture": "llama",
         "vocab_size": 100,
-        "tokenizer_size": 100,
         "tokenizer_sha256": "same",
         "max_context": 512,
     }

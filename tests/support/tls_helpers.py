@@ -7,6 +7,8 @@ is critical then.
 
 from __future__ import annotations
 
+import ipaddress
+from collections.abc import Mapping
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from gammaray.security.client_tls import ClientTls
+from gammaray.security.tls import ORCHESTRATOR_NAME, WORKER_NAME, TlsFiles
 
 NOW = datetime.now(timezone.utc)
 YEAR = timedelta(days=365)
@@ -43,9 +46,9 @@ class Authority:
         self.file.write_bytes(certificate.public_bytes(Encoding.PEM))
 
     def issue(self, name: str, *hosts: str, expires_in: timedelta = YEAR) -> ClientTls:
-        """Return a certificate and its key for DNS names; trusts this authority."""
+        """Return a certificate and its key for DNS names and addresses; trusts this authority."""
         key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
-        names = x509.SubjectAlternativeName([x509.DNSName(host) for host in hosts])
+        names = x509.SubjectAlternativeName([_name(host) for host in hosts])
         both = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
         authority_key = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
         certificate = (
@@ -62,6 +65,30 @@ class Authority:
         pkcs1 = PrivateFormat.TraditionalOpenSSL  # cert-manager's default encoding
         key_file.write_bytes(key.private_bytes(Encoding.PEM, pkcs1, NoEncryption()))
         return ClientTls(self.file, cert_file, key_file)
+
+
+def role_certificates(authority: Authority, expires_in: timedelta = YEAR) -> Mapping[str, TlsFiles]:
+    """Return certificates of a worker, an orchestrator and a server on this machine, such as Redis."""
+    names = {
+        "worker": (WORKER_NAME,),
+        "orchestrator": (ORCHESTRATOR_NAME,),
+        "both": (WORKER_NAME, ORCHESTRATOR_NAME),
+        "server": ("localhost", "127.0.0.1"),
+    }
+    found = {}
+    for role, hosts in names.items():
+        files = authority.issue(role, *hosts, expires_in=expires_in)
+        assert files.cert_file is not None
+        assert files.key_file is not None
+        found[role] = TlsFiles(authority.file, files.cert_file, files.key_file)
+    return found
+
+
+def _name(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)
 
 
 def _builder(

@@ -11,14 +11,12 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from gammaray.bench.compare import compare, comparison_table, load_result, warnings
-from gammaray.bench.loops import loops_line
 from gammaray.bench.measure import loads
 from gammaray.bench.page import page
 from gammaray.bench.provenance import provenance, write_result
-from gammaray.bench.run import BenchSettings, Point, run_bench
+from gammaray.bench.run import BenchSettings, run_bench
 from gammaray.bench.systems import Ask, parse_gamma
-from gammaray.bench.tables import latency_table, speed_table, split_table
+from gammaray.bench.tables import show_point
 from gammaray.bench.workloads import WORKLOADS, tasks
 from gammaray.cli.options import connection_options, read_prompts
 from gammaray.cli.output import output_console
@@ -42,17 +40,10 @@ def _positive(text: str) -> int:
 _METHODS = ", ".join(method.value for method in VerificationMethod)
 
 
-@click.group("bench", invoke_without_command=True)
+@click.command()
 @connection_options(timeout_s=600.0)
 @click.option("--workload", type=click.Choice(WORKLOADS), default="mixed", show_default=True)
 @click.option("--prompts", "num_prompts", type=IntRange(1), default=4, show_default=True)
-@click.option(
-    "--prompt",
-    "given",
-    multiple=True,
-    metavar="TEXT",
-    help="Prompt to use instead of a workload; repeatable.",
-)
 @click.option(
     "--prompt-file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
@@ -94,29 +85,11 @@ _METHODS = ", ".join(method.value for method in VerificationMethod)
     type=click.Path(dir_okay=False, path_type=Path),
     help="File for a page with charts: speed by gamma and category, acceptance by depth, latency.",
 )
-@click.pass_context
-def bench(context: click.Context, /, **options: Any) -> None:
+def bench(**options: Any) -> None:
     """Measure a running cluster: speed, acceptance and latency by gamma.
 
     Each prompt is completed by every system before the next prompt; ratios are taken within a repetition.
     """
-    if context.invoked_subcommand is None:
-        _run(options)
-
-
-@bench.command("compare")
-@click.argument("old", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.argument("new", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-def compare_results(old: Path, new: Path) -> None:
-    """Show two result files side by side."""
-    results = load_result(old), load_result(new)
-    console = output_console()
-    console.print(comparison_table(compare(*results)))
-    for warning in warnings(*results):
-        console.print(f"note: {warning}", soft_wrap=True)
-
-
-def _run(options: dict[str, Any]) -> None:
     found, workload = _tasks(options)
     settings = BenchSettings(
         workload=workload,
@@ -155,36 +128,11 @@ async def _measure(
             return lambda: progress.advance(task)
 
         async with options["connection"].client() as client:
-            return await run_bench(client, settings, found, begin, lambda point: _show(console, point))
-
-
-def _show(console: Console, point: Point) -> None:
-    title = (
-        f"temperature {point['temperature']:g}, {point['verification']} verification, "
-        f"{point['concurrency']} in flight"
-    )
-    console.print(speed_table(title, point["rows"]))
-    console.print(latency_table(point["rows"]))
-    console.print(split_table(point["rows"]))
-    if best := point["optimum"]:
-        console.print(
-            f"best: {best['best_system']}; best chain: gamma {best['gamma_measured']} measured, "
-            f"{best['gamma_predicted']} predicted from alpha {best['alpha']:.2f}, "
-            f"{best['draft_cost']:.3f} plain cycles per draft token, "
-            f"{2 * best['latency']:.2f} per proposal",
-            soft_wrap=True,
-        )
-    if equality := point["equality"]:
-        console.print(f"same tokens as gamma 0: {equality['equal']} of {equality['compared']}")
-    if line := loops_line(point["loops"]):
-        console.print(line, soft_wrap=True)
-    console.print()
+            return await run_bench(client, settings, found, begin, lambda point: show_point(console, point))
 
 
 def _tasks(options: dict[str, Any]) -> tuple[list[tuple[str, str]], str]:
     """Return the prompts, each after its category, and the name of their source."""
-    if options["given"]:
-        return [("given", text) for text in options["given"]], "--prompt"
     path: Path | None = options["prompt_file"]
     if path is None:
         try:

@@ -1,9 +1,8 @@
-"""`gammaray keys` and `gammaray certs`: API keys of a cluster, and certificates inside it."""
+"""`gammaray keys`: API keys of a cluster."""
 
 from __future__ import annotations
 
 import json
-from importlib.util import find_spec
 from pathlib import Path
 
 import click
@@ -13,7 +12,7 @@ from rich.text import Text
 from gammaray.cli.output import output_console
 from gammaray.security.keys import create_key, read_keys, revoke_key
 
-__all__ = ["certs", "keys"]
+__all__ = ["keys"]
 
 _file = click.option(
     "--file",
@@ -71,28 +70,3 @@ def revoke(path: Path, key_id: str) -> None:
     """Remove a key from the file: calls with it are rejected within a second."""
     key = revoke_key(path, key_id)
     click.echo(f"revoked key {key.id} of tenant {key.tenant}", err=True)
-
-
-@click.command()
-@click.argument("directory", type=click.Path(path_type=Path, file_okay=False))
-@click.option("--days", type=int, default=365, show_default=True, help="Validity of the certificates.")
-@click.option(
-    "--host",
-    "hosts",
-    multiple=True,
-    metavar="NAME",
-    help="Additional name or address of `server`; repeatable.",
-)
-def certs(directory: Path, days: int, hosts: tuple[str, ...]) -> None:
-    """Create a development CA in DIRECTORY, and certificates for orchestrators, workers and a server (Redis).
-
-    Run it again to renew the certificates: the CA is kept, and processes reload the files automatically.
-    """
-    if find_spec("cryptography") is None:
-        raise click.ClickException("certificates need a package: pip install 'gammaray[orchestrator]'")
-    from gammaray.security.certs import make_certificates
-
-    for role, files in make_certificates(directory, days, hosts).items():
-        click.echo(f"# {role}")
-        for name in ("ca", "cert", "key"):
-            click.echo(f"GAMMARAY_TLS_{name.upper()}={getattr(files, name)}")

@@ -13,16 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import click
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 from rich.console import Console
 
 from gammaray.bench.provenance import provenance, write_result
-from gammaray.bench.workloads import WORKLOADS, prompts
+from gammaray.bench.workloads import prompts
 from gammaray.cli.options import read_prompts
 from gammaray.cli.output import output_console
 from gammaray.cli.values import FloatRange, IntRange, list_of, temperature
-from gammaray.config import DraftSettings, TargetSettings, settings_error
-from gammaray.deploy.gpus import check_device
 from gammaray.errors import InvalidArgumentError
 from gammaray.qualify.judgement import Fitness, Judgement, judge
 from gammaray.qualify.measured import PairFacts, QualifyTask, check_gamma
@@ -60,13 +58,21 @@ _STDOUT = Path("-")
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="Prompts of the expected traffic: one per line, or a JSON list of strings.",
 )
-@click.option("--workload", type=click.Choice(WORKLOADS), default="mixed", show_default=True)
 @click.option(
-    "--num-prompts", type=IntRange(1), default=6, show_default=True, help="Number of prompts of the workload."
+    "--num-prompts",
+    type=IntRange(1, 100),
+    default=6,
+    show_default=True,
+    help="Without --prompts: number of pieces of Python code and prose.",
 )
 @click.option("--chat", is_flag=True, help="Each prompt is a user's message, in the target's chat template.")
 @click.option(
-    "--tokens", type=IntRange(2), default=96, show_default=True, help="Maximum tokens per completion."
+    "--tokens",
+    "max_tokens",
+    type=IntRange(2),
+    default=96,
+    show_default=True,
+    help="Maximum tokens per completion.",
 )
 @click.option(
     "--gammas",
@@ -102,17 +108,11 @@ _STDOUT = Path("-")
     show_default=True,
     help="Measuring stops when the verdict is wrong with at most this probability; 0: never early.",
 )
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), help="Same as for workers.")
-@click.option(
-    "--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), help="Same as for workers."
-)
 @click.option(
     "--draft-weights",
     type=click.Choice(["auto", "int8", "int4"]),
     help="Same as for draft workers; also of heads.",
 )
-@click.option("--threads", type=IntRange(1, 256), help="Same as for workers.")
-@click.option("--deterministic", is_flag=True, default=None, help="Same as for workers.")
 @click.option(
     "--json",
     "out",
@@ -160,56 +160,17 @@ def _progress() -> Iterator[Callable[[str], None]]:
 def _task(given: dict[str, Any]) -> QualifyTask:
     if not given["drafts"] and not given["heads"]:
         raise click.UsageError("Missing option '--draft' or '--head'.")
-    path: Path | None = given["prompt_file"]
-    if path is not None:
-        texts = read_prompts(path, "--prompts")
-    else:
-        try:
-            texts = prompts(given["workload"], given["num_prompts"])
-        except ValueError as error:
-            raise click.BadParameter(str(error), param_hint="--num-prompts") from None
-    _check(given)
-    return QualifyTask(
-        target=given["target"],
-        drafts=tuple(dict.fromkeys(given["drafts"])),
-        heads=tuple(dict.fromkeys(given["heads"])),
-        prompts=tuple(texts),
-        chat=given["chat"],
-        max_tokens=given["tokens"],
-        gammas=tuple(sorted(given["gammas"])),
-        temperatures=given["temperatures"],
-        rtt_ms=given["rtt_ms"],
-        min_speedup=given["min_speedup"],
-        error=given["error"],
-        device=given["device"],
-        dtype=given["dtype"],
-        threads=given["threads"],
-        deterministic=given["deterministic"],
-        draft_weights=given["draft_weights"],
-    )
-
-
-def _check(given: dict[str, Any]) -> None:
-    """Validate settings before the measuring process is started, which takes seconds.
-
-    Raises:
-        InvalidArgumentError: A setting of the workers is out of bounds, or two exclude each other.
-    """
-    shared = {name: given[name] for name in ("device", "dtype", "threads", "deterministic")}
-    settings = {name: value for name, value in shared.items() if value is not None}
-    for role, models in (
-        ("target", (given["target"],)),
-        ("draft", given["drafts"]),
-        ("head", given["heads"]),
-    ):
-        kind = DraftSettings if role == "draft" else TargetSettings
-        for model in models:
-            if not model:
-                raise InvalidArgumentError(role, "an empty name", "a directory, hub name or GGUF file")
-            try:
-                check_device(kind(model=model, **settings).device)
-            except ValidationError as error:
-                raise settings_error(error) from None
+    for role in ("target", "drafts", "heads"):
+        if "" in ((given[role],) if role == "target" else given[role]):
+            raise InvalidArgumentError(
+                role.removesuffix("s"), "an empty name", "a directory, hub name or GGUF file"
+            )
+    path: Path | None = given.pop("prompt_file")
+    count: int = given.pop("num_prompts")
+    texts = prompts("mixed", count) if path is None else read_prompts(path, "--prompts")
+    unique = {name: tuple(dict.fromkeys(given.pop(name))) for name in ("drafts", "heads")}
+    gammas = tuple(sorted(given.pop("gammas")))
+    return QualifyTask(**given, **unique, prompts=tuple(texts), gammas=gammas)
 
 
 def _result(task: QualifyTask, pairs: Sequence[PairFacts], judgements: Sequence[Judgement]) -> dict[str, Any]:

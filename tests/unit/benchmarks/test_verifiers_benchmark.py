@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 
+from benchmarks.verification_rules import coupled_acceptance, specinfer_ranks, spectr_ranks
 from benchmarks.verifiers import (
     CHAINS,
     Position,
@@ -17,7 +18,6 @@ from benchmarks.verifiers import (
     record,
     tokens_per_cycle,
 )
-from gammaray.maths.verifiers import coupled_acceptance, specinfer_ranks, spectr_ranks
 
 P, Q = (0.5, 0.2, 0.1, 0.2), (0.4, 0.3, 0.2, 0.1)
 LEAF = ()

@@ -1,9 +1,8 @@
-"""Interleaving, ratios per repetition, equality, and the overhead of a cycle over its forwards."""
+"""Interleaving, ratios per repetition, and equality."""
 
 from __future__ import annotations
 
 import asyncio
-import math
 import random
 import time
 from dataclasses import replace
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.probe import ProbedCycle, cycle_cost
 from gammaray.bench.measure import PLAIN, Samples, Turn, differences, first_difference, loads, measure
 from gammaray.bench.rows import row
 from gammaray.bench.systems import Ask, Sample, parse_gamma
@@ -148,7 +146,6 @@ def test_row_joins_summaries_as_ratios_of_sums() -> None:
     assert speculation["alpha"] == pytest.approx(15 / 24)
     assert speculation["acceptance_rate"] == pytest.approx(15 / 24)
     assert speculation["tokens_per_cycle"] == pytest.approx(35 / 20)
-    assert speculation["wasted_per_token"] == pytest.approx(9 / 35)
     assert speculation["cycle_ms"] == {"draft": 0.8, "verify": 4.0, "other": 0.2, "total": 5.0}
     assert figures["first_token_ms"]["p50"] == pytest.approx(500.0)
     assert figures["between_tokens"]["mean_ms"] == pytest.approx(125.0)
@@ -180,23 +177,6 @@ def test_first_difference_is_an_index_or_the_shorter_length(
     left: tuple[int, ...], right: tuple[int, ...], wanted: int | None
 ) -> None:
     assert first_difference(left, right) == wanted
-
-
-def test_cycle_cost_parts_add_up_to_the_cycle() -> None:
-    probed = [ProbedCycle(wait_ms=20.0, compute_ms=18.0, draft_ms=5.0, verify_ms=12.0)] * 3
-    cost = cycle_cost("4", [21.0, 22.0, 40.0], probed)
-    assert cost["cycle_ms"] == 22.0
-    parts = ("forward_ms", "worker_ms", "wire_ms", "orchestrator_ms")
-    assert math.isclose(sum(cost[part] for part in parts), cost["cycle_ms"])
-    assert (cost["draft_ms"], cost["verify_ms"]) == (5.0, 12.0)
-    assert cost["overhead_ms"] == 5.0
-    assert cost["overhead_percent"] == pytest.approx(100 * 5 / 22)
-
-
-def test_cycle_cost_proposals_made_ahead_do_not_make_drafting_look_free() -> None:
-    ahead = [ProbedCycle(12.0, 12.0, 0.0, 12.0, is_ahead=True)] * 5
-    asked = [ProbedCycle(18.0, 18.0, 6.0, 12.0)] * 2
-    assert cycle_cost("4", [20.0], ahead + asked)["draft_ms"] == 6.0
 
 
 async def test_measure_at_once_keeps_that_many_in_flight_and_times_the_whole() -> None:

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from gammaray.bench.page import page
-from gammaray.bench.svg import bar_chart, line_chart
+from gammaray.bench.svg import bar_chart
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -38,12 +38,6 @@ def test_bars_stay_in_the_picture_at_every_scale(largest: float) -> None:
     (bar,) = (rect for rect in root.iter(f"{SVG}rect") if rect.find(f"{SVG}title") is not None)
     assert float(bar.attrib["y"]) >= 58 - 0.1
     assert 2 <= sum(path.attrib.get("class") == "g" for path in root.iter(f"{SVG}path")) <= 8
-
-
-def test_line_chart_interrupts_a_line_where_a_value_is_missing() -> None:
-    root = ElementTree.fromstring(line_chart("t", [0, 1, 2, 3], {"s": [1.0, 0.5, None, 0.2]}))
-    (line,) = (path for path in root.iter(f"{SVG}path") if path.attrib.get("fill") == "none")
-    assert re.sub(r"[^ML]", "", line.attrib["d"]) == "MLM"
 
 
 def row(name: str, over_plain: float) -> dict[str, Any]:

@@ -1,11 +1,9 @@
-"""The launcher's keys and certificates, before anything starts."""
+"""The launcher's keys, before anything starts."""
 
 import pytest
-from click.testing import CliRunner
 
 from gammaray.checks import is_loopback
-from gammaray.cli import main
-from gammaray.config import ClusterSettings, OrchestratorSettings, WorkerSettings
+from gammaray.config import ClusterSettings, OrchestratorSettings
 from gammaray.errors import InvalidArgumentError, UnauthenticatedError
 from gammaray.security.keys import create_key, hash_key
 from orchestrator.access.caller import Authenticator, make_authenticator
@@ -44,8 +42,8 @@ def test_check_access_key_file_without_keys_is_reported(keys, tmp_path):
         check_access(ClusterSettings(api_keys_file=str(empty)))
 
 
-def test_arrange_trust_gives_the_launcher_a_key_of_its_own(keys, tmp_path):
-    trust = arrange_trust(ClusterSettings(api_keys_file=keys), tmp_path)
+def test_arrange_trust_gives_the_launcher_a_key_of_its_own(keys):
+    trust = arrange_trust(ClusterSettings(api_keys_file=keys))
     assert trust.api_key is not None
     settings = OrchestratorSettings(**trust.orchestrator)
     assert settings.probe_key_sha256 == hash_key(trust.api_key)
@@ -54,9 +52,9 @@ def test_arrange_trust_gives_the_launcher_a_key_of_its_own(keys, tmp_path):
     assert caller.tenant == "gammaray-probe"
 
 
-def test_arrange_trust_without_keys_stays_on_this_machine(tmp_path):
-    trust = arrange_trust(ClusterSettings(), tmp_path)
-    assert (trust.api_key, dict(trust.worker)) == (None, {})
+def test_arrange_trust_without_keys_stays_on_this_machine():
+    trust = arrange_trust(ClusterSettings())
+    assert trust.api_key is None
     door = make_authenticator(OrchestratorSettings(**trust.orchestrator))
     for peer in ("", "ipv4:127.0.0.1:5", "ipv6:[::1]:5", "ipv6:%5B::1%5D:5", "unix:"):
         assert door.identify({}, peer).tenant == ""
@@ -66,33 +64,11 @@ def test_arrange_trust_without_keys_stays_on_this_machine(tmp_path):
     assert Authenticator().identify({}, "ipv4:10.0.0.1:5").tenant == ""
 
 
-def test_arrange_trust_makes_certificates_when_asked(tmp_path):
-    trust = arrange_trust(ClusterSettings(worker_tls=True), tmp_path)
-    assert WorkerSettings(**trust.worker).tls_cert.endswith("worker.pem")
-    assert OrchestratorSettings(**trust.orchestrator).tls_cert.endswith("orchestrator.pem")
-
-
 @pytest.mark.parametrize(
     ("host", "address"), [("0.0.0.0", "127.0.0.1"), ("10.0.0.1", "10.0.0.1"), ("localhost", "localhost")]
 )
 def test_reachable_is_the_address_for_local_connections(host, address):
     assert reachable(host) == address
-
-
-def test_certs_command_prints_the_settings_of_each_role(tmp_path):
-    done = CliRunner().invoke(main, ["certs", str(tmp_path / "new"), "--days", "30", "--host", "redis"])
-    assert done.exit_code == 0, done.output
-    reported = dict(line.split("=", 1) for line in done.output.splitlines() if "=" in line)
-    assert reported.keys() == {"GAMMARAY_TLS_CA", "GAMMARAY_TLS_CERT", "GAMMARAY_TLS_KEY"}
-    assert [line for line in done.output.splitlines() if line.startswith("#")] == [
-        "# orchestrator",
-        "# worker",
-        "# server",
-    ]
-    assert "-----BEGIN" not in done.output
-    assert CliRunner().invoke(main, ["certs", str(tmp_path / "new"), "--days", "0"]).exit_code == 2
-    (tmp_path / "new" / "ca.pem").write_text("rubbish")
-    assert CliRunner().invoke(main, ["certs", str(tmp_path / "new")]).exit_code == 2
 
 
 def test_settings_do_not_show_the_password_of_redis():

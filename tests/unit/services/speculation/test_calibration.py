@@ -8,7 +8,6 @@ from collections.abc import Callable
 import pytest
 from test_draft_tree import EOS, Fixed, opened
 
-from benchmarks.calibration import chains, error
 from gammaray.blocks import Shape
 from gammaray.types import SamplingParams, VerificationMethod
 from services.speculation.calibration import LEAST, MOST, Calibration, scales
@@ -141,18 +140,6 @@ def test_session_whose_tokens_are_rejected_gets_less_confident():
 )
 def test_sampled_draft_tokens_do_not_change_the_calibration(method: VerificationMethod):
     assert compared(lambda tokens, chain: [*tokens, *chain, (chain[-1] + 1) % VOCAB], method) == 1.0
-
-
-def test_benchmark_shows_calibration_error_decreasing():
-    rng, common, found = random.Random(5), Calibration(), []
-    for _ in range(40):
-        believed = [rng.uniform(0.3, 1.0) for _ in range(200)]
-        is_right = [rng.random() < confidence**0.4 for confidence in believed]
-        found += chains(believed, is_right, 4, common)
-    plain, calibrated = (error([(chain[i], chain[2]) for chain in found]) for i in (0, 1))
-    assert plain > 0.15
-    assert calibrated < 0.3 * plain
-    assert error([(0.5, True), (0.5, False), (1.0, True)]) == 0.0
 
 
 def test_power_leaves_its_bound_quickly():

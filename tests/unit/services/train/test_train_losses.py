@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gammaray.maths.verifiers import coupled_acceptance
+from benchmarks.verification_rules import coupled_acceptance
 from services.train.losses import coupled, loss_of, overlap
 
 P = [0.4, 0.3, 0.15, 0.0, 0.1, 0.05, 0.0, 0.0]

@@ -47,7 +47,9 @@ def server() -> Iterator[tuple[ScriptedService, str]]:
 
 def measured(address: str, out: Path, *options: object) -> dict[str, Any]:
     """Run a small bench and return the file it wrote."""
-    small = ("--prompt", "a", "--tokens", 12, "--repeats", 2, "--temperatures", "0", "--json", out)
+    prompts = out.with_name("prompts.txt")
+    prompts.write_text("a\n")
+    small = ("--prompt-file", prompts, "--tokens", 12, "--repeats", 2, "--temperatures", "0", "--json", out)
     result = invoke("-a", address, *small, *options)
     assert result.exit_code == 0, result.output
     assert f"written: {out}" in result.stdout
@@ -65,10 +67,8 @@ def test_bench_measures_and_reports_gamma_zero_in_the_same_run(
     assert list(rows) == ["gammaray-0", "gammaray-3", "gammaray-adaptive"]
     assert rows["gammaray-0"]["over_plain"]["values"] == [1.0, 1.0]
     assert rows["gammaray-3"]["speculation"]["alpha"] == 1.0
-    assert rows["gammaray-3"]["between_tokens"]["zero_share"] == pytest.approx(0.75)
-    assert rows["gammaray-3"]["between_tokens"]["expected"]["cv2"] == pytest.approx(3.0)
+    assert rows["gammaray-3"]["between_tokens"]["p50_ms"] == 0.0
     assert point["equality"] == {"compared": 4, "equal": 4, "different": []}
-    assert point["optimum"]["gamma_measured"] in (0, 3)
     assert result["provenance"]["versions"]["gammaray"]
     assert result["settings"]["gammas"] == ["3", "adaptive"]
 
@@ -132,25 +132,4 @@ def test_bench_file_without_prompts_ends_with_code_2(tmp_path: Path, name: str, 
 
 
 def test_bench_without_a_server_ends_with_code_3() -> None:
-    assert invoke("-a", "127.0.0.1:1", "--prompt", "a").exit_code == 3
-
-
-def test_bench_compare_shows_both_files_and_what_differs(
-    server: tuple[ScriptedService, str], tmp_path: Path
-) -> None:
-    old, new = tmp_path / "old.json", tmp_path / "new.json"
-    measured(server[1], old, "--gammas", "3")
-    measured(server[1], new, "--gammas", "3,5")
-    result = invoke("compare", old, new)
-    assert result.exit_code == 0
-    assert "gammaray-3" in result.stdout
-    assert "gammaray-5" not in result.stdout
-    assert "gammas differs: ['3'] and ['3', '5']" in result.stdout
-
-
-def test_bench_compare_other_file_ends_with_code_2(tmp_path: Path) -> None:
-    path = tmp_path / "x.json"
-    path.write_text("{}")
-    result = invoke("compare", path, path)
-    assert result.exit_code == 2
-    assert "x.json" in result.stderr
+    assert invoke("-a", "127.0.0.1:1").exit_code == 3

@@ -8,8 +8,8 @@ from fractions import Fraction
 
 import pytest
 
-from gammaray.maths import verifiers
-from gammaray.maths.verifiers import (
+from benchmarks import verification_rules
+from benchmarks.verification_rules import (
     NodeOutcome,
     block_survival,
     coupled_acceptance,
@@ -335,7 +335,7 @@ def test_mutant_is_caught(rule, draws):
 
 @pytest.mark.parametrize("rho", [Fraction(1), Fraction(11, 10)], ids=str)
 def test_mutant_rho_is_caught(monkeypatch, rho):
-    monkeypatch.setattr(verifiers, "spectr_rho", lambda *_: rho)
+    monkeypatch.setattr(verification_rules, "spectr_rho", lambda *_: rho)
     assert not is_lossless(spectr, with_replacement, SHAPES["two"])
 
 

@@ -1,1 +1,0 @@
-"""Drafters of a target, compared; and a drafter that ships."""
