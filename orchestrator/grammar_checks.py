@@ -26,6 +26,10 @@ MAX_REMEMBERED = 4096
 MAX_RUNNING = NUM_COMPILER_THREADS
 """Checks and compilations at once; a named tenant has at most one, so that others do not wait for it."""
 
+MAX_FOLLOWED_S = 0.05
+"""CPU time of the check of a grammar by which an orchestrator drafts. A step by the grammar may take as long,
+on the event loop; ordinary grammars take less than 10 ms."""
+
 MAX_WAITING = 256
 MAX_WAIT_S = 30.0
 """Bounds of the queue."""
@@ -40,7 +44,7 @@ class GrammarChecks:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._results: OrderedDict[bytes, InvalidArgumentError | None] = OrderedDict()
+        self._results: OrderedDict[bytes, InvalidArgumentError | float] = OrderedDict()
         self._running: dict[bytes, _Shared] = {}
         self._places = Admission(MAX_RUNNING, MAX_WAITING, MAX_WAIT_S, tenant_capacity=1)
         self._pool: asyncio.Task[CheckPool] | None = None
@@ -68,14 +72,19 @@ class GrammarChecks:
             raise DeadlineExceededError("the deadline passed while the grammar was checked")
         work.result()
 
-    async def begin(self, grammar: str, caller: Caller) -> GrammarState:
+    async def begin(self, grammar: str, caller: Caller) -> GrammarState | None:
         """Compile a checked grammar, and return its state before the first token.
+
+        None if its check took more than `MAX_FOLLOWED_S`: then only target and draft workers follow it.
 
         Raises:
             InvalidArgumentError: It is wrong or too complex.
             ResourceExhaustedError: Too many wait.
             DeadlineExceededError: The caller's deadline came first.
         """
+        found = self._results.get(_digest(grammar))
+        if isinstance(found, float) and found > MAX_FOLLOWED_S:
+            return None
         async with self._places.place(caller):
             work = asyncio.ensure_future(in_compiler_thread(self._tokenizer.begin_grammar, grammar))
             try:
@@ -105,25 +114,24 @@ class GrammarChecks:
                 del self._running[key]
         self._results.move_to_end(key)
         found = self._results[key]
-        if found is not None:
+        if isinstance(found, InvalidArgumentError):
             raise InvalidArgumentError(found.field, found.got, found.allowed)
 
-    def _remember(self, key: bytes, result: InvalidArgumentError | None) -> None:
+    def _remember(self, key: bytes, result: InvalidArgumentError | float) -> None:
         self._results[key] = result
         if len(self._results) > MAX_REMEMBERED:
             self._results.popitem(last=False)
 
-    async def _run(self, grammar: str, caller: Caller) -> InvalidArgumentError | None:
+    async def _run(self, grammar: str, caller: Caller) -> InvalidArgumentError | float:
         async with self._places.place(caller):
             pool = await self._get_pool()
             check = GrammarCheck(grammar)
             try:
-                await asyncio.wrap_future(pool.submit(check))
+                return await asyncio.wrap_future(pool.submit(check))
             except InvalidArgumentError as error:
                 return error
             finally:
                 check.cancel()
-            return None
 
     async def _get_pool(self) -> CheckPool:
         failed = self._pool is not None and self._pool.done() and self._pool.exception() is not None

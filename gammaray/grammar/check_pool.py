@@ -101,12 +101,14 @@ class CheckPool:
         self._idle: list[_Process] = []
         self._threads = ThreadPoolExecutor(num_processes, thread_name_prefix="gammaray-grammar-check")
 
-    def submit(self, check: GrammarCheck) -> Future[None]:
-        """Begin a check; its result is None, or one of the errors of `check`."""
+    def submit(self, check: GrammarCheck) -> Future[float]:
+        """Begin a check; its result is that of `check`, or one of its errors."""
         return self._threads.submit(self._run, check)
 
-    def check(self, grammar: str) -> None:
-        """Check a grammar.
+    def check(self, grammar: str) -> float:
+        """Check a grammar; return the seconds of CPU time that it took.
+
+        A later step, for one token or mask, takes at most a few milliseconds or as long as the check.
 
         Raises:
             InvalidArgumentError: The grammar is wrong, unsupported, or exceeds the limits, or llguidance
@@ -114,7 +116,7 @@ class CheckPool:
             ResourceExhaustedError: The check took too long without having used its CPU time.
             UnavailableError: The process was ended from outside, twice.
         """
-        self.submit(GrammarCheck(grammar)).result()
+        return self.submit(GrammarCheck(grammar)).result()
 
     def close(self) -> None:
         """End the processes; checks that wait or run fail."""
@@ -122,7 +124,7 @@ class CheckPool:
         while self._idle:
             self._idle.pop().end()
 
-    def _run(self, check: GrammarCheck) -> None:
+    def _run(self, check: GrammarCheck) -> float:
         for is_last in (False, True):
             check.check_wanted()
             try:
@@ -130,7 +132,7 @@ class CheckPool:
             except IndexError:
                 process = _Process(self._settings)
             try:
-                answer = process.ask(check)
+                error, cpu_s = process.ask(check)
             except _EndedError as ended:
                 _raise_limit(ended.by_signal)
                 if is_last:
@@ -147,9 +149,10 @@ class CheckPool:
                 raise
             else:
                 self._idle.append(process)
-                if answer is not None:
-                    raise InvalidArgumentError("grammar", *answer)
-                return
+                if error is not None:
+                    raise InvalidArgumentError("grammar", *error)
+                return cpu_s
+        raise AssertionError
 
 
 def _raise_limit(by_signal: int) -> None:
@@ -195,8 +198,8 @@ class _Process:
         self._settings: str | None = settings
         self.is_idle = False
 
-    def ask(self, check: GrammarCheck) -> list[str] | None:
-        """Return the error of a grammar, as what was got and what is allowed.
+    def ask(self, check: GrammarCheck) -> tuple[list[str] | None, float]:
+        """Return the error of a grammar, as what was got and what is allowed, and the check's CPU time.
 
         Raises:
             _EndedError: The process has ended.
@@ -214,9 +217,9 @@ class _Process:
         check.check_wanted()
         self.is_idle = False
         self._write(check.grammar)
-        answer: list[str] | None = json.loads(self._read(check, MAX_DURATION_S))
+        error, cpu_s = json.loads(self._read(check, MAX_DURATION_S))
         self.is_idle = True
-        return answer
+        return error, cpu_s
 
     def end(self) -> None:
         """Kill the process and wait for its end."""

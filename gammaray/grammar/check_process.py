@@ -1,9 +1,9 @@
 """Process that checks grammars of users for `gammaray.grammar.check_pool`: `python -m` this module.
 
 On standard input it reads frames of 4 bytes of length and UTF-8 text: first the tokenizer's settings, then
-grammars; to each it answers with a frame on standard output. It ends at the end of its input, which comes
-with the end of its parent at the latest, or by a signal at its limits of CPU time and memory, which the
-system enforces while llguidance works.
+grammars. To each grammar it answers with a frame on standard output: the error, if there is one, and the CPU
+time in seconds. It ends at the end of its input, which comes with the end of its parent at the latest, or by
+a signal at its limits of CPU time and memory, which the system enforces while llguidance works.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import resource
 import signal
 import struct
 import sys
+import time
 from pathlib import Path
 from typing import BinaryIO
 
@@ -57,9 +58,10 @@ def _main() -> None:
     while (grammar := read_frame(requests)) is not None:
         # CPU time of all threads; the signal ends the process also inside llguidance.
         signal.setitimer(signal.ITIMER_PROF, settings["max_cpu_s"])
+        began = time.process_time()
         error_fields = _error_of(compiler, grammar)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        write_frame(answers, json.dumps(error_fields))
+        write_frame(answers, json.dumps([error_fields, time.process_time() - began]))
 
 
 def _error_of(compiler: GrammarCompiler, grammar: str) -> list[str] | None:

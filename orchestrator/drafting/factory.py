@@ -74,7 +74,8 @@ class Drafting:
             request: Says which drafter is allowed, and bounds gamma.
             spec: Session parameters for the draft worker.
             prediction: Token ids of the request's prediction.
-            grammar: The session's grammar before the first token of the completion; None without one.
+            grammar: The session's grammar before the first token of the completion; None without one, and
+                where drafting by it would take too long.
         """
         settings, policy, allowed = self._settings, request.gamma, request.drafter
         session.takes_trees = self._takes_trees

@@ -159,7 +159,7 @@ class BlockQueue(ABC, Generic[TaskT, WorkT]):
         now = time.monotonic()
         for session_id in list(self._waiting):
             queue = self._waiting[session_id]
-            while queue and session_id not in self._running:
+            while queue and session_id not in self._running and not self._is_masking(session_id):
                 task = queue.popleft()
                 outcome = _reason_to_drop(task, now) or self._try_start(task)
                 if isinstance(outcome, Work):
@@ -168,6 +168,10 @@ class BlockQueue(ABC, Generic[TaskT, WorkT]):
                     self._reply(task, outcome)
             if not queue:
                 del self._waiting[session_id]
+
+    def _is_masking(self, session_id: str) -> bool:
+        session = self.sessions.find(session_id)
+        return session is not None and session.is_masking
 
     def _note_start(self, work: WorkT) -> None:
         """Count how long a block waited before the first forward that includes it."""

@@ -102,7 +102,7 @@ class StepBudget:
     """Learns how many tokens one step may take, so that no session waits long for the work of others.
 
     A step that takes longer than the limit lowers the budget in proportion; a short one that used most of the
-    budget raises it.
+    budget raises it. With a limit the first budget is `MIN_STEP_TOKENS`, as nothing is known of the model.
 
     Args:
         limits: Bounds of one forward.
@@ -114,8 +114,8 @@ class StepBudget:
 
     def __init__(self, limits: Limits) -> None:
         self._limits, self._least = limits, min(MIN_STEP_TOKENS, limits.max_batch_tokens)
-        self.num_tokens, self.token_s = limits.max_batch_tokens, 0.0
-        self._small_s = 0.0
+        self.num_tokens = limits.max_batch_tokens if math.isinf(limits.max_step_s) else self._least
+        self.token_s = self._small_s = 0.0
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Note a step."""
@@ -141,9 +141,10 @@ def plan(
     """Choose the feeds of the next forward.
 
     The oldest block is always included, so that none starves. Then come the blocks that one forward
-    completes, so that long prompts do not stall them, in the order in which they would end if all blocks
-    progressed at the same rate, so that many large blocks do not stall a small one. The rest goes to long
-    prompts, one chunk each.
+    completes, so that long prompts do not stall them, in the order in which they would end if all requests
+    progressed at the same rate, and the choices of one request one after another. So neither many large
+    blocks nor the many choices of one request stall a small one. The rest goes to long prompts, one chunk
+    each.
 
     Args:
         blocks: Oldest first.
@@ -164,7 +165,8 @@ def plan(
         token_s, tokens = budget.token_s, min(tokens, max(budget.num_tokens, oldest.num_logits))
     short = [one for one in found[1:] if one[2] <= max(_chunk(one[0], limits), one[0].num_logits)]
     long = [one for one in found[1:] if one[2] > max(_chunk(one[0], limits), one[0].num_logits)]
-    short.sort(key=lambda one: one[0].task.arrived + one[2] * token_s * len(found))
+    round_s = token_s * max(1, sum(_choice(running) == 0 for running, _, _ in found))
+    short.sort(key=lambda one: one[0].task.arrived + one[2] * round_s * (1 + _choice(one[0])))
     share = max(tokens // 2, tokens - sum(todo for _, _, todo in short))
     batch = []
     for running, start, todo in [found[0], *short, *long]:
@@ -181,6 +183,11 @@ def plan(
             scored -= size if running.is_scored else 0
             scored = max(scored, 0)
     return batch
+
+
+def _choice(running: Running[TaskT]) -> int:
+    """Return which choice of its request the block's session is."""
+    return running.session.spec.params.sample_index
 
 
 def _chunk(running: Running[TaskT], limits: Limits) -> int:

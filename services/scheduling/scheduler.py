@@ -23,6 +23,7 @@ from services.engine.core.prefix_cache import MIN_PREFIX
 from services.engine.engine import Engine, SequenceInput
 from services.scheduling.block_queue import BlockQueue, TaskT
 from services.scheduling.grammars import Grammars
+from services.scheduling.masks import wait_for_any
 from services.scheduling.planning import Limits, Running, StepBudget, plan
 from services.scheduling.sessions import SessionCopy
 from services.scheduling.tasks import NeedTokens, Reply, Timing
@@ -98,6 +99,8 @@ class Scheduler(BlockQueue[TaskT, Running[TaskT]]):
         batch = plan(ready, self.engine.length, self.limits, budget)
         if batch:
             self._forward(batch)
+        elif not self._replies:
+            wait_for_any(map(self.sessions.find, (*self._running, *self._waiting)))
         replies, self._replies = self._replies, []
         return replies
 

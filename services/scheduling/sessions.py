@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 
 import torch
 
-from gammaray.errors import FailedPreconditionError, InvalidArgumentError
+from gammaray.errors import FailedPreconditionError, GammarayError, InvalidArgumentError
 from gammaray.grammar.matcher import GrammarState
 from gammaray.types import SamplingParams
 from services.engine.sampling.edits import LogitEdits
@@ -42,6 +43,8 @@ class SessionCopy:
         grammar: State of the spec's grammar; None without one, or if the worker cannot follow it.
         edits: Changes to the logits by the sampling parameters; created by `edits_for` on first use for a
             spec.
+        masking: Computes masks of the current block in another thread, see `services.scheduling.masks`.
+        has_slow_masks: Whether its last masks took so long that no step waits for the next ones.
     """
 
     __slots__ = (
@@ -49,6 +52,8 @@ class SessionCopy:
         "edits",
         "epoch",
         "grammar",
+        "has_slow_masks",
+        "masking",
         "noise",
         "num_confirmed",
         "num_counted",
@@ -68,6 +73,13 @@ class SessionCopy:
         self.num_confirmed = 0
         self.changed_from = 0
         self.edits: LogitEdits | None = None
+        self.masking: Future[GammarayError | None] | None = None
+        self.has_slow_masks = False
+
+    @property
+    def is_masking(self) -> bool:
+        """Whether another thread reads the session, so that nothing may change it."""
+        return self.masking is not None and not self.masking.done()
 
     def edits_for(self, params: SamplingParams, vocab_size: int, device: torch.device | str) -> LogitEdits:
         """Return the edits by `params`, which are those of the spec as far as they matter, up to `tokens`.

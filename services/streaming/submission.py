@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import Iterable, Sequence
+from weakref import WeakValueDictionary
 
 from gammaray.errors import CancelledError, GammarayError, InternalError
 from services.scheduling.tasks import Release, Reply, Task
 from services.streaming.engine_thread import EngineThread
 
 __all__ = ["Submission"]
+
+MAX_COMPILING = 2
+"""Grammars that are compiled at once, each at most once: the engine needs the cores, too, and the choices of
+one request, which have the same grammar, must not delay the sessions of others."""
 
 _log = logging.getLogger(__name__)
 
@@ -30,6 +36,8 @@ class Submission:
         self._engine = engine
         self._held: dict[str, deque[Task]] = {}
         self._compiling: set[asyncio.Task[None]] = set()
+        self._places = asyncio.Semaphore(MAX_COMPILING)
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     def submit(self, tasks: Iterable[Task]) -> None:
         """Submit blocks; each is answered through its `deliver`, also when its grammar is wrong."""
@@ -83,14 +91,22 @@ class Submission:
         del self._held[session_id]
 
     async def _compile(self, task: Task) -> GammarayError | None:
-        """Compile the grammar of a block in another thread; return the error if it is wrong."""
+        """Compile the grammar of a block in another thread; return the error if it is wrong.
+
+        A block that is answered already, or that the engine will drop, needs none.
+        """
         scheduler, spec = self._engine.scheduler, task.spec
         assert scheduler is not None
         assert scheduler.grammars is not None
         assert spec is not None
-        begin = scheduler.grammars.begin
+        begin, grammar = scheduler.grammars.begin, spec.params.grammar
+        turn = self._turns.setdefault(grammar, asyncio.Lock())
         try:
-            task.grammar = await asyncio.to_thread(begin, spec.params.grammar, spec.eos_token_ids)
+            async with turn, self._places:
+                held = self._held[task.session_id]
+                is_first = len(held) > 0 and held[0] is task  # else it was released
+                if is_first and not task.cancelled and time.monotonic() <= task.deadline:
+                    task.grammar = await asyncio.to_thread(begin, grammar, spec.eos_token_ids)
         except GammarayError as error:
             return error
         except Exception as error:

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import suppress
+from concurrent.futures import wait
 from ctypes import c_int32
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar
 
 from torch import Tensor
 
 from gammaray.blocks import Shape, Verdict
-from gammaray.errors import GammarayError
 from gammaray.types import Proposal
 from services.engine.engine import Engine, SequenceInput
 from services.engine.sampling.edits import LogitEdits, row_paths
 from services.scheduling.grammars import Grammars
+from services.scheduling.masks import MAX_WAIT_S, MaskThreads
 from services.scheduling.metrics import AheadStats
 from services.scheduling.planning import Limits, Running
 from services.scheduling.scheduler import Scheduler
@@ -42,18 +42,22 @@ class _Verifying(Running[VerifyTask]):
         scores: Collects the requested log-probabilities of the prompt.
         must_draft: Whether the head has to draft before the first forward.
         is_expected: Whether it may have done so ahead.
+        has_masks: Whether the masks of its rows were begun.
+        must_mask: Whether the next forward that includes it must wait for them.
         states: Hidden states of the last feed's tokens, [tokens, taps, hidden_size]; for a head.
     """
 
     scores: PromptScores | None = None
     must_draft: bool = False
     is_expected: bool = False
+    has_masks: bool = False
+    must_mask: bool = False
     states: Tensor | None = None
 
     @property
     def is_ready(self) -> bool:
         """Whether the next forward may include it."""
-        return not self.must_draft
+        return not self.must_draft and not (self.must_mask and self.session.is_masking)
 
     def propose(self, proposal: Proposal) -> None:
         """Verify a proposal that the block did not bring."""
@@ -93,7 +97,7 @@ class TargetScheduler(Scheduler[VerifyTask]):
         self._is_tapped = head is not None and len(head.taps) > 0
         if head is not None and self._is_tapped:
             engine.tap(head.taps)
-        self._mask_thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
+        self._masks = MaskThreads()
 
     @property
     def has_work(self) -> bool:
@@ -110,8 +114,8 @@ class TargetScheduler(Scheduler[VerifyTask]):
         self._stop.value = 1
 
     def close(self) -> None:
-        """End the thread of the masks, too."""
-        self._mask_thread.shutdown(wait=False)
+        """End the threads of the masks, too."""
+        self._masks.close()
         super().close()
 
     def step(self) -> list[tuple[VerifyTask, Reply]]:
@@ -144,6 +148,15 @@ class TargetScheduler(Scheduler[VerifyTask]):
         return running
 
     def _prepare_blocks(self) -> None:
+        """Let the head draft, and begin the masks that no step waits for."""
+        self._draft_blocks()
+        for running in self._running.values():
+            assert isinstance(running, _Verifying)
+            if running.session.has_slow_masks and not (running.has_masks or running.must_draft):
+                running.must_mask = True
+                self._begin_masks(running)
+
+    def _draft_blocks(self) -> None:
         """Draft for the oldest blocks that leave it to the head, as many as a step may verify."""
         drafting, num_tokens = list[_Verifying](), 0
         for one in self._running.values():
@@ -173,16 +186,13 @@ class TargetScheduler(Scheduler[VerifyTask]):
 
     def _step(self, batch: list[tuple[Running[VerifyTask], SequenceInput]]) -> list[Tensor]:
         """Run the forward, and meanwhile compute the masks of the sessions with a grammar."""
-        masks = [
-            self._mask_thread.submit(self._prepare, running)
-            for running, feed in batch
-            if running.session.spec.params.grammar and feed.num_logits
-        ]
+        for running, feed in batch:
+            if feed.num_logits:
+                self._begin_masks(running)
         self.num_forwards = 1
-        try:
-            logits = self.engine.step([feed for _, feed in batch])
-        finally:
-            wait(masks)  # the engine's thread may change the sessions from here on
+        logits = self.engine.step([feed for _, feed in batch])
+        sessions = [running.session for running, feed in batch if feed.num_logits]
+        wait([one.masking for one in sessions if one.masking is not None], MAX_WAIT_S)
         if self._is_tapped:
             for (running, feed), states in zip(batch, self.engine.taps, strict=True):
                 self._note_states(running, feed, states)
@@ -198,10 +208,15 @@ class TargetScheduler(Scheduler[VerifyTask]):
         else:
             running.states = states
 
+    def _begin_masks(self, running: Running[VerifyTask]) -> None:
+        assert isinstance(running, _Verifying)
+        if running.session.spec.params.grammar and not running.has_masks:
+            running.has_masks = True
+            self._masks.begin(running.session, partial(self._prepare, running))
+
     def _prepare(self, running: Running[VerifyTask]) -> None:
         began, paths = time.perf_counter(), row_paths(running.task.proposal)
-        with suppress(GammarayError):  # it is raised again when the masks are needed
-            self._edits(running.session).prepare(paths)
+        self._edits(running.session).prepare(paths)
         took = time.perf_counter() - began
         running.timing.mask_us += int(took * 1e6)
         self.meter.masked(took, len(paths))
@@ -214,8 +229,23 @@ class TargetScheduler(Scheduler[VerifyTask]):
             if running.fed_from + len(logits) < running.num_tokens:
                 return None
             logits = logits[-running.num_logits :]
+        if running.has_masks:
+            assert running.session.masking is not None
+            if running.session.is_masking:
+                self._put_off(running)
+                return None
+            if (error := running.session.masking.result()) is not None:
+                raise error
         verdict = self._judge(running, logits)
         return verdict if scores is None else replace(verdict, prompt_logprobs=scores.result())
+
+    def _put_off(self, running: _Verifying) -> None:
+        """Forget the last forward of a block, except for committed tokens: its masks are late."""
+        running.must_mask = True
+        if running.states is not None and (num_kept := len(running.states) - running.num_logits) > 0:
+            self._keep_states(running, running.fed_from, running.states[:num_kept])
+        running.states = None
+        self.engine.truncate(running.session.session_id, running.task.base_position)
 
     def _judge(self, running: _Verifying, logits: Tensor) -> Verdict:
         task, session = running.task, running.session

@@ -449,6 +449,37 @@ async def test_sessions_released_while_their_grammar_compiles_are_not_begun(mode
         assert (await link.info()).num_sessions == 0
 
 
+@pytest.mark.parametrize("role", ["target", "draft"])
+async def test_choices_compile_their_grammar_one_at_a_time_and_not_after_their_deadline(
+    models, role, monkeypatch
+):
+    goes_on, begun = threading.Event(), []
+    begin = Grammars.begin
+
+    def begin_late(grammars, grammar, ends):
+        begun.append(grammar)
+        assert grammar == "start: BOOL\nBOOL: /true|false/" or goes_on.wait(60)
+        return begin(grammars, grammar, ends)
+
+    monkeypatch.setattr(Grammars, "begin", begin_late)
+    other = SamplingParams(temperature=0.0, seed=1, grammar="start: BOOL\nBOOL: /true|false/")
+
+    def block(name, sampling, timeout_ms=60_000):
+        spec = spec_message(sampling, prompt_length=len(PROMPT), eos_token_ids=(END,))
+        fields = {"session_id": name, "spec": spec, "timeout_ms": timeout_ms}
+        return verify_block(PROMPT, **fields) if role == "target" else propose_block(PROMPT, 4, **fields)
+
+    async with running(role, models[0]) as (link, _):
+        choices = await link.send([block(f"choice {number}", params(1)) for number in range(5)])
+        assert not (await link.ask(block("other", other))).error.message
+        assert begun == [GRAMMAR, other.grammar]  # the other choices wait for the first one
+        (expired,) = await link.send([block("expired", params(1), 1)])
+        goes_on.set()
+        assert not any([(await answer).error.message for answer in choices])
+        assert "not finished within" in (await expired).error.message
+        assert begun.count(GRAMMAR) == len(choices)
+
+
 async def test_blocks_of_a_session_wait_for_its_grammar_in_their_order(target):
     spec = spec_message(params(1), prompt_length=len(PROMPT), eos_token_ids=(END,))
     first = verify_block(PROMPT, session_id="ordered", spec=spec)

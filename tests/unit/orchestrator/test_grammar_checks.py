@@ -96,6 +96,16 @@ def test_grammar_of_several_choices_is_checked_once(checking, submitted):
     checking(test)
 
 
+def test_grammars_whose_steps_take_long_are_left_to_the_workers(checking):
+    async def test(checks):
+        costly = f"start: /{'a?' * 4096}/"
+        for grammar, followed in ((costly, type(None)), ('start: "a"', GrammarState)):
+            await checks.check(grammar, ANONYMOUS)
+            assert type(await checks.begin(grammar, ANONYMOUS)) is followed
+
+    checking(test, max_cpu_s=100.0)
+
+
 def test_endless_grammars_of_one_tenant_do_not_keep_another_waiting(checking, submitted):
     async def test(checks):
         hostile = [

@@ -1,6 +1,7 @@
 """Planning of the next forward, and the session table; no model needed."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -28,9 +29,9 @@ def task(session_id="s", tokens=(1, 2, 3), start=0, epoch=1, spec=SPEC):
     )
 
 
-def block(name, num_committed, num_nodes=0):
+def block(name, num_committed, num_nodes=0, sample_index=0):
     tokens = list(range(num_committed))
-    session = SessionCopy(name, 1, SPEC)
+    session = SessionCopy(name, 1, replace(SPEC, params=replace(SPEC.params, sample_index=sample_index)))
     session.tokens = tokens
     nodes = [1000 + node for node in range(num_nodes)]
     return Running(task(name, tokens), session, nodes, num_logits=num_nodes + 1)
@@ -311,6 +312,52 @@ def served_steps(budget, num_large=100):
 def test_many_large_blocks_do_not_stall_a_small_one():
     assert served_steps(budget_of(126, 0.0004)) == 1
     assert served_steps(budget_of(126, 0.0)) == 8  # in order of arrival
+
+
+def steps_until_served(name, blocks, token_s=0.001):
+    """Return after how many steps of 32 tokens, which take as many ms, a block is served."""
+    now_s, budget, step = 0.0, budget_of(MIN_STEP_TOKENS, token_s), 0
+    while any(running.task.session_id == name for running in blocks):
+        arrived = [running for running in blocks if running.task.arrived <= now_s]
+        batch = plan(arrived, lambda _: 49, Limits(1024, 256), budget)
+        blocks = [running for running in blocks if all(running is not other for other, _ in batch)]
+        now_s, step = now_s + MIN_STEP_TOKENS * token_s, step + 1
+    return step
+
+
+@pytest.mark.parametrize("num_nodes", [0, 4])
+def test_choices_of_one_request_do_not_stall_another_one(num_nodes):
+    blocks = [block(f"choice {i}", 50, num_nodes, sample_index=i) for i in range(128)]
+    for running in blocks:
+        running.task.arrived = 0.0
+    other = block("other", 50)
+    other.task.arrived = 0.001  # in the first step
+    num_steps = 128 * (1 + num_nodes) / MIN_STEP_TOKENS
+    assert steps_until_served("other", [*blocks, other]) == 2
+    assert steps_until_served("choice 127", [*blocks, other]) <= num_steps + 2
+    for running in blocks:
+        running.session.spec = SPEC  # requests of one choice each: in order of arrival
+    other.session.spec = SPEC
+    if num_nodes == 0:
+        assert steps_until_served("other", [*blocks, other]) > 4
+
+
+def test_choices_are_served_beside_a_steady_stream_of_others():
+    choice = block("choice 127", 50, sample_index=127)
+    others = [block(f"{i}", 50) for i in range(4000)]
+    for i, running in enumerate(others):
+        running.task.arrived = i * 0.001  # as much as there is room for
+    choice.task.arrived = 0.0
+    assert steps_until_served("choice 127", [others[0], choice, *others[1:]]) * MIN_STEP_TOKENS < 1000
+
+
+def test_first_steps_are_small_where_steps_have_a_limit():
+    budget = StepBudget(Limits(1024, 256, max_step_s=0.05))
+    assert budget.num_tokens == MIN_STEP_TOKENS
+    for _ in range(5):
+        budget.observe(budget.num_tokens, 0.001)
+    assert budget.num_tokens == 1024
+    assert StepBudget(Limits(1024, 256)).num_tokens == 1024
 
 
 def test_small_blocks_do_not_stall_a_large_one_for_ever():

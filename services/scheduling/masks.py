@@ -1,0 +1,69 @@
+"""Computes the masks of sessions with a grammar in threads, so that other sessions do not wait for them.
+
+A mask takes 50 µs as a rule, and seconds for a regular expression with thousands of optional parts. So a step
+computes masks beside its forward and waits for them at most `MAX_WAIT_S` after it. A block whose masks are
+late leaves the step without a verdict; it is fed again when they are there. llguidance releases the GIL.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+
+from gammaray.errors import GammarayError
+from services.scheduling.sessions import SessionCopy
+
+__all__ = ["MAX_WAIT_S", "NUM_THREADS", "MaskThreads", "wait_for_any"]
+
+MAX_WAIT_S = 0.03
+"""How long a step waits for masks after its forward, for all of its blocks together."""
+
+NUM_THREADS = 4
+POLL_S = 0.005
+
+
+class MaskThreads:
+    """Threads that compute masks; used by the engine's thread.
+
+    A session whose last masks took longer than `MAX_WAIT_S` is slow. Slow sessions have a thread of their
+    own, so that the masks of other sessions do not wait for theirs.
+    """
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="masks")
+        self._slow_thread = ThreadPoolExecutor(1, thread_name_prefix="slow-masks")
+
+    def begin(self, session: SessionCopy, compute: Callable[[], None]) -> None:
+        """Begin to compute masks; `session.masking` is their future until they are there.
+
+        Args:
+            session: The session. Nothing may change it meanwhile.
+            compute: Does it; a GammarayError becomes the future's result.
+        """
+        threads = self._slow_thread if session.has_slow_masks else self._threads
+        session.masking = threads.submit(self._run, session, compute)
+
+    def close(self) -> None:
+        """Begin no further masks."""
+        for threads in (self._threads, self._slow_thread):
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    def _run(self, session: SessionCopy, compute: Callable[[], None]) -> GammarayError | None:
+        began = time.perf_counter()
+        try:
+            compute()
+        except GammarayError as error:
+            return error
+        finally:
+            session.has_slow_masks = time.perf_counter() - began > MAX_WAIT_S
+        return None
+
+
+def wait_for_any(sessions: Iterable[SessionCopy | None]) -> None:
+    """Wait a moment for the masks of one of these sessions, where a scheduler has nothing else to do."""
+    masking: list[Future[GammarayError | None]] = []
+    for session in sessions:
+        if session is not None and session.masking is not None:
+            masking.append(session.masking)
+    wait(masking, POLL_S, FIRST_COMPLETED)
