@@ -28,6 +28,9 @@ from tests.chaos.chaos_clusters import KINDS, started
 from tests.chaos.report import figures, table
 from tests.chaos.run import Options, Outcome, run
 
+RESUME_VLLM_S = 240.0
+"""How long clients try to resume a stream: a worker on vLLM starts for a minute or more on a busy machine."""
+
 
 def main() -> int:
     """Run and print; return the exit status."""
@@ -43,6 +46,9 @@ def main() -> int:
     )
     parser.add_argument("--streams", type=int, default=18, help="Streams at one time. Default: 18.")
     parser.add_argument("--tokens", type=int, default=400, help="Tokens of each completion. Default: 400.")
+    parser.add_argument(
+        "--engine", default="auto", choices=("auto", "vllm"), help="Of the workers. Default: auto."
+    )
     parser.add_argument("--roles", help="Who is struck. Default: all.")
     parser.add_argument(
         "--other-target", help="Target of `vocabulary`. Default: the demo target with fewer merges."
@@ -54,7 +60,8 @@ def main() -> int:
     names = list(KINDS) if given.drafters == "all" else given.drafters.split(",")
     if unknown := set(names) - set(KINDS):
         parser.error(f"--drafters: got {', '.join(sorted(unknown))}, allowed: all, {', '.join(KINDS)}")
-    options = Options(given.minutes * 60, given.seed, given.streams, given.tokens)
+    resume_s = RESUME_VLLM_S if given.engine == "vllm" else Options.resume_s
+    options = Options(given.minutes * 60, given.seed, given.streams, given.tokens, resume_s=resume_s)
     by_name = {}
     for name in names:
         roles = KINDS[name].roles if given.roles is None else tuple(given.roles.split(","))
@@ -65,7 +72,7 @@ def main() -> int:
     outcomes = {}
     for name, own in by_name.items():
         print(f"drafters: {name}", flush=True)
-        outcomes[name] = _run(name, own, given.other_target)
+        outcomes[name] = _run(name, own, given.other_target, given.engine)
         print("", table(outcomes[name]), "", sep="\n", flush=True)
     if given.out is not None:
         results = {name: figures(outcome, by_name[name]) for name, outcome in outcomes.items()}
@@ -73,10 +80,10 @@ def main() -> int:
     return 0 if all(outcome.is_clean for outcome in outcomes.values()) else 1
 
 
-def _run(name: str, options: Options, other_target: str | None) -> Outcome:
+def _run(name: str, options: Options, other_target: str | None, engine: str) -> Outcome:
     with TemporaryFile("w+") as complaints:  # Ray tells of every death
         try:
-            with started(name, complaints.fileno(), other_target) as scene:
+            with started(name, complaints.fileno(), other_target, engine) as scene:
                 return asyncio.run(run(scene, options, lambda line: print(line, flush=True)))
         except BaseException:
             complaints.seek(0)
