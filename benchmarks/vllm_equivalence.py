@@ -62,6 +62,7 @@ WITH_DRAFT: dict[str, GenerateOptions] = {
     "adaptive": {},
     "no drafter": {"drafter": "none"},
 }
+GREEDY: dict[str, GenerateOptions] = {"gamma 0": {"gamma": 0}, "adaptive": {}}
 WITH_HEAD: dict[str, GenerateOptions] = {
     "head, gamma 3": {"drafter": "head", "gamma": 3},
     "head, adaptive": {"drafter": "head"},
@@ -132,36 +133,46 @@ async def _cluster(
 
 
 async def _compare(given: argparse.Namespace, asks: Asks) -> Comparisons:
-    began = time.monotonic()
-    async with running_vllm(given.target) as baselines:
-        plain = await generated(baselines, asks)
     sampled = replace(asks, prompts=asks.prompts[: given.sampled])
-    model, noise = resolve_model(given.target, "target"), noise_of(plain)
-    found = Comparisons(model, asks, sampled, plain, noise, began)
-    print(f"{time.monotonic() - began:5.0f} s  vLLM alone: noise {noise:.1e}", flush=True)
-    async with _cluster("vllm", given.target, given.draft) as client:
-        zero = await completed(client, sampled, 1.0, gamma=0, cache_salt="plain")
-        for name, how in WITH_DRAFT.items():
-            made = await completed(client, sampled, 1.0, cache_salt=name, **how)
-            found.add_sampled(f"{name} = gamma 0", made, zero)
-        loaded = replace(sampled, at_once=AT_ONCE)
-        made = await completed(client, loaded, 1.0, cache_salt="at once")
-        found.add_sampled(f"adaptive, {AT_ONCE} at once = gamma 0", made, zero)
-        for name, how in {"gamma 0": {"gamma": 0}, "adaptive": {}}.items():
-            made = await completed(client, asks, 0.0, cache_salt=f"greedy, {name}", **how)
-            found.add_greedy(name, made)
+    began = time.monotonic()
+
+    def say(what: str) -> None:
+        print(f"{time.monotonic() - began:5.0f} s  {what}", flush=True)
+
+    made: dict[str, list[Made]] = {}
+    greedy: dict[str, list[Made]] = {}
+    async with running_vllm(given.target) as alone, _cluster("vllm", given.target, given.draft) as client:
+        generating = asyncio.create_task(generated(alone, asks))  # meanwhile the cluster works
+        try:
+            zero = await completed(client, sampled, 1.0, gamma=0, cache_salt="plain")
+            say("gamma 0")
+            for name, how in WITH_DRAFT.items():
+                made[name] = await completed(client, sampled, 1.0, cache_salt=name, **how)
+                say(name)
+            name, loaded = f"adaptive, {AT_ONCE} at once", replace(sampled, at_once=AT_ONCE)
+            made[name] = await completed(client, loaded, 1.0, cache_salt=name)
+            say(name)
+            for name, how in GREEDY.items():
+                greedy[name] = await completed(client, asks, 0.0, cache_salt=f"greedy, {name}", **how)
+                say(f"greedy, {name}")
+            plain = await generating
+        finally:
+            generating.cancel()
+    found = Comparisons(resolve_model(given.target, "target"), asks, sampled, plain, noise_of(plain), began)
+    for name, ours in made.items():
+        found.add_sampled(f"{name} = gamma 0", ours, zero)
+    for name, ours in greedy.items():
+        found.add_greedy(name, ours)
     if given.head:
         async with _cluster("vllm", given.target, None, given.head) as client:
             for name, how in WITH_HEAD.items():
-                made = await completed(client, sampled, 1.0, cache_salt=name, **how)
-                found.add_sampled(f"{name} = gamma 0", made, zero)
-            made = await completed(client, asks, 0.0, drafter="head", gamma=3)
-            found.add_greedy("head, gamma 3", made)
+                ours = await completed(client, sampled, 1.0, cache_salt=name, **how)
+                found.add_sampled(f"{name} = gamma 0", ours, zero)
+            found.add_greedy("head, gamma 3", await completed(client, asks, 0.0, drafter="head", gamma=3))
     async with _cluster("native", given.target, None) as client:
-        made = await completed(client, sampled, 1.0, gamma=0, drafter="none")
-        found.add_sampled("gamma 0 on the CPU engine = gamma 0 on vLLM", made, zero)
-        made = await completed(client, asks, 0.0, gamma=0, drafter="none")
-        found.add_greedy("gamma 0 on the CPU engine", made)
+        ours = await completed(client, sampled, 1.0, gamma=0, drafter="none")
+        found.add_sampled("gamma 0 on the CPU engine = gamma 0 on vLLM", ours, zero)
+        found.add_greedy("gamma 0, CPU engine", await completed(client, asks, 0.0, gamma=0, drafter="none"))
     return found
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 __all__ = ["VllmWorker"]
 
-CACHE_BYTES = 1 << 30
+CACHE_BYTES = 256 << 20
 
 _ENVIRONMENT = {
     "VLLM_CONFIGURE_LOGGING": "0",
@@ -38,6 +38,7 @@ class VllmWorker:
             enable_prefix_caching=False,
             async_scheduling=False,
             disable_log_stats=True,
+            max_model_len=-1,  # the model's, or what one request can have of the cache
         )
 
     def generate(self, request: dict[str, Any]) -> dict[str, Any]:

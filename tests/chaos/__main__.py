@@ -28,8 +28,9 @@ from tests.chaos.chaos_clusters import KINDS, started
 from tests.chaos.report import figures, table
 from tests.chaos.run import Options, Outcome, run
 
-RESUME_VLLM_S = 240.0
-"""How long clients try to resume a stream: a worker on vLLM starts for a minute or more on a busy machine."""
+RECOVERY_VLLM_S = 240.0
+"""How long clients try to resume a stream, and the next strike waits for all streams: on a busy machine a
+worker on vLLM starts for a minute and more."""
 
 
 def main() -> int:
@@ -60,8 +61,9 @@ def main() -> int:
     names = list(KINDS) if given.drafters == "all" else given.drafters.split(",")
     if unknown := set(names) - set(KINDS):
         parser.error(f"--drafters: got {', '.join(sorted(unknown))}, allowed: all, {', '.join(KINDS)}")
-    resume_s = RESUME_VLLM_S if given.engine == "vllm" else Options.resume_s
-    options = Options(given.minutes * 60, given.seed, given.streams, given.tokens, resume_s=resume_s)
+    options = Options(given.minutes * 60, given.seed, given.streams, given.tokens)
+    if given.engine == "vllm":
+        options = replace(options, resume_s=RECOVERY_VLLM_S, move_timeout_s=RECOVERY_VLLM_S)
     by_name = {}
     for name in names:
         roles = KINDS[name].roles if given.roles is None else tuple(given.roles.split(","))
