@@ -21,6 +21,7 @@ token differs. Needs an environment with vLLM (`make vllm`).
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import sys
 import time

@@ -43,14 +43,11 @@ def chi_square(counts: Counter[Pair], law: Mapping[Pair, float]) -> float:
     return float(torch.special.gammaincc(torch.tensor((len(cells) - 1) / 2.0), torch.tensor(statistic / 2)))
 
 
-def check_law(counts: Counter[Pair], law: Mapping[Pair, float], alpha: float) -> None:
-    """Check that counts have a law.
-
-    The test has to find a law whose likeliest outcome has another 10 % of all.
-    """
+def check_law(counts: Counter[Pair], law: Mapping[Pair, float], alpha: float, tilt: float = 0.1) -> None:
+    """Check that counts have a law, and not that whose likeliest outcome has another `tilt` of all."""
     assert set(counts) <= set(law)
     assert chi_square(counts, law) > alpha
     likely = max(law, key=lambda outcome: law[outcome])
-    tilted = {outcome: prob + 0.1 * (outcome == likely) for outcome, prob in law.items()}
+    tilted = {outcome: prob + tilt * (outcome == likely) for outcome, prob in law.items()}
     mass = math.fsum(tilted.values())
     assert chi_square(counts, {outcome: prob / mass for outcome, prob in tilted.items()}) < alpha

@@ -19,10 +19,11 @@ from tests.support.workers.service_helpers import complete, running, tokens_of
 pytestmark = [pytest.mark.integration, pytest.mark.statistical, pytest.mark.timeout(400)]
 
 PROMPT = (455, 832, 63, 1123, 8, 508, 309, 273, 334, 221)
-ALLOWED = (293, 856, 337, 996)
-"""The likeliest tokens after it."""
+ALLOWED = (337, 996, 85, 663, 49, 62)
+"""Tokens after it that are about as likely as each other."""
 TEMPERATURE = 1.0
-NUM_SEEDS = 500
+NUM_SEEDS = 800
+TILT = 0.2
 ALPHA = 1e-4
 VLLM = ("--model", "demo", "--engine", "vllm", "--cache-budget-mb", 64)
 
@@ -62,7 +63,7 @@ async def test_two_tokens_over_many_seeds_have_the_targets_law_with_every_method
                 first = NUM_SEEDS * list(VerificationMethod).index(method)
                 seeds = range(first, first + NUM_SEEDS)
                 answers = await asyncio.gather(*(one(method, seed) for seed in seeds))
-                check_law(Counter(tuple(tokens_of(chunks)[:2]) for chunks in answers), law, ALPHA)
+                check_law(Counter(tuple(tokens_of(chunks)[:2]) for chunks in answers), law, ALPHA, TILT)
                 summaries = [chunks[-1].summary for chunks in answers]
                 drafted = sum(summary.drafted_tokens for summary in summaries)
                 accepted = sum(summary.accepted_tokens for summary in summaries)
