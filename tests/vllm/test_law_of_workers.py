@@ -22,8 +22,8 @@ PROMPT = (455, 832, 63, 1123, 8, 508, 309, 273, 334, 221)
 ALLOWED = (337, 996, 85, 663, 49, 62)
 """Tokens after it that are about as likely as each other."""
 TEMPERATURE = 1.0
-NUM_SEEDS = 800
-TILT = 0.2
+NUM_SEEDS = 500
+TILT = 0.3
 ALPHA = 1e-4
 VLLM = ("--model", "demo", "--engine", "vllm", "--cache-budget-mb", 64)
 
