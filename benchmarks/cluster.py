@@ -111,10 +111,10 @@ async def running_cluster(
             killed then).
     """
     http_port, grpc_port = free_ports(2)
-    ports = ["--http-port", str(http_port), "--grpc-port", str(grpc_port)]
+    own = ["--http-port", str(http_port), "--grpc-port", str(grpc_port), "--start-timeout-s", str(timeout_s)]
     with tempfile.TemporaryFile("w+") as errors:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", _GAMMARAY, "up", "--wait-ready", *ports, *options),
+            *(sys.executable, "-c", _GAMMARAY, "up", "--wait-ready", *own, *options),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=errors,
@@ -124,7 +124,7 @@ async def running_cluster(
             start_new_session=True,
         )
         try:
-            cluster = await _wait_ready(process, errors, timeout_s)
+            cluster = await _wait_ready(process, errors, timeout_s + _STOP_TIMEOUT_S)
             drain = asyncio.create_task(_drain(process))
             try:
                 yield cluster
