@@ -16,9 +16,9 @@ from typing import Any
 from gammaray.bench.systems import Arrival
 from gammaray.demo_pair import resolve_model
 
-__all__ = ["Baselines", "Gaps", "Generated", "running_baselines", "running_engine"]
+__all__ = ["Baselines", "Gaps", "Generated", "running_baselines", "running_engine", "running_vllm"]
 
-_START_TIMEOUT_S = 120.0
+_START_TIMEOUT_S = 300.0
 _GENERATE_TIMEOUT_S = 300.0
 _LINE_LIMIT = 2**24
 
@@ -130,7 +130,7 @@ class Baselines:
 
         Raises:
             RuntimeError: The process ended.
-            TimeoutError: It took longer than two minutes.
+            TimeoutError: It took longer than five minutes.
         """
         if await asyncio.wait_for(self._read(), _START_TIMEOUT_S) is None:
             raise RuntimeError(_ENDED)
@@ -183,6 +183,19 @@ async def running_engine(
     """
     given = (resolve_model(target, "target"), ",".join(map(str, eos_token_ids)))
     async with _running("benchmarks.engine_worker", given, threads) as baselines:
+        yield baselines
+
+
+@asynccontextmanager
+async def running_vllm(target: str, threads: int = 1) -> AsyncIterator[Baselines]:
+    """Start vLLM alone, which generates greedily; the process ends with the block.
+
+    Args:
+        target: Directory or hub name, or "demo".
+        threads: Arithmetic threads.
+    """
+    given = (resolve_model(target, "target"), "")
+    async with _running("benchmarks.vllm_worker", given, threads) as baselines:
         yield baselines
 
 

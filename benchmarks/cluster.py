@@ -22,6 +22,7 @@ from gammaray import AsyncClient
 from gammaray.errors import GammarayError
 
 __all__ = [
+    "START_TIMEOUT_S",
     "Cluster",
     "ClusterError",
     "connected",
@@ -33,7 +34,7 @@ __all__ = [
 ]
 
 _HOST = "127.0.0.1"
-_START_TIMEOUT_S = 180.0
+START_TIMEOUT_S = 180.0
 _WORKERS_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 45.0
 GONE_TIMEOUT_S = 10.0  # for the processes below `gammaray up`, once it has ended
@@ -96,7 +97,7 @@ async def connected(*options: str, source: Path | None = None) -> AsyncIterator[
 
 @asynccontextmanager
 async def running_cluster(
-    *options: str, source: Path | None = None, timeout_s: float = _START_TIMEOUT_S
+    *options: str, source: Path | None = None, timeout_s: float = START_TIMEOUT_S
 ) -> AsyncIterator[Cluster]:
     """Run `gammaray up` on free loopback ports with further `options` until the block ends.
 
@@ -110,10 +111,10 @@ async def running_cluster(
             killed then).
     """
     http_port, grpc_port = free_ports(2)
-    ports = ["--http-port", str(http_port), "--grpc-port", str(grpc_port)]
+    own = ["--http-port", str(http_port), "--grpc-port", str(grpc_port), "--start-timeout-s", str(timeout_s)]
     with tempfile.TemporaryFile("w+") as errors:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", _GAMMARAY, "up", "--wait-ready", *ports, *options),
+            *(sys.executable, "-c", _GAMMARAY, "up", "--wait-ready", *own, *options),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=errors,
@@ -123,7 +124,7 @@ async def running_cluster(
             start_new_session=True,
         )
         try:
-            cluster = await _wait_ready(process, errors, timeout_s)
+            cluster = await _wait_ready(process, errors, timeout_s + _STOP_TIMEOUT_S)
             drain = asyncio.create_task(_drain(process))
             try:
                 yield cluster

@@ -51,7 +51,7 @@ from gammaray.errors import GammarayError
 from gammaray.types import SpeculationSummary
 from orchestrator.text.tokenizer import Tokenizer
 
-__all__ = ["Asks", "Made", "chat_prompts", "count", "noise_of"]
+__all__ = ["Asks", "Made", "chat_prompts", "comparison_table", "completed", "count", "generated", "noise_of"]
 
 TASKS = "tasks"
 """Workload of chat tasks."""
@@ -128,13 +128,13 @@ def chat_prompts(
     return own, compared
 
 
-async def _transformers(baselines: Baselines, asks: Asks) -> list[Generated]:
+async def generated(baselines: Baselines, asks: Asks) -> list[Generated]:
     """Return the greedy completions of `generate`, with gaps."""
     options = {"max_tokens": asks.max_tokens, "ignore_eos": asks.ignore_eos, "with_gaps": True}
     return [await baselines.generate("generate", prompt, **options) for prompt in asks.prompts]
 
 
-async def _gammaray(
+async def completed(
     client: AsyncClient, asks: Asks, temperature: float, predictions: Sequence[Made] = (), **options: Any
 ) -> list[Made]:
     """Return gammaray's completions, as many of them at once as the asks say."""
@@ -237,7 +237,8 @@ def _made(token_ids: Sequence[tuple[int, ...]]) -> list[Made]:
     return [Made(one) for one in token_ids]
 
 
-def _table(counts: Sequence[dict[str, Any]]) -> Table:
+def comparison_table(counts: Sequence[dict[str, Any]]) -> Table:
+    """Return the comparisons as a table."""
     columns = ("comparison", "equal", "tied", "tokens", "accepted of drafted", "differs")
     table = plain_table("Completions with the same tokens", columns)
     for one in counts:
@@ -261,36 +262,37 @@ async def _run(target: str, draft: str | None, asks: Asks, console: Console) -> 
         console.print(f"{seconds:5.0f} s  {one['comparison']}: {one['equal']} of {one['completions']}")
 
     async with running_baselines(target, draft) as baselines, running_stack(target, draft) as client:
-        generating = asyncio.create_task(_transformers(baselines, asks))  # meanwhile the cluster works
+        generating = asyncio.create_task(generated(baselines, asks))  # meanwhile the cluster works
         try:
-            plain = await _gammaray(client, asks, 1.0, gamma=0, cache_salt="plain")
+            plain = await completed(client, asks, 1.0, gamma=0, cache_salt="plain")
             for name, options in (_WITH_DRAFT if draft else _WITHOUT_DRAFT).items():
                 given = {"cache_salt": name, **options}
-                add(f"temperature 1, {name} = gamma 0", await _gammaray(client, asks, 1.0, **given), plain)
+                add(f"temperature 1, {name} = gamma 0", await completed(client, asks, 1.0, **given), plain)
             if draft:
                 loaded = Asks(asks.prompts, asks.max_tokens, asks.ignore_eos, _AT_ONCE)
-                made = await _gammaray(client, loaded, 1.0, cache_salt="at once")
+                made = await completed(client, loaded, 1.0, cache_salt="at once")
                 add(f"temperature 1, adaptive, {_AT_ONCE} at once = gamma 0", made, plain)
             greedy = {
-                name: await _gammaray(client, asks, 0.0, cache_salt=f"greedy, {name}", **options)
+                name: await completed(client, asks, 0.0, cache_salt=f"greedy, {name}", **options)
                 for name, options in _greedy(draft).items()
             }
-            generated = await generating
+            greedy_ones = await generating
         finally:
             generating.cancel()
-        expected = _made([made.token_ids for made in generated])
-        noise = noise_of(generated)
+        expected = _made([made.token_ids for made in greedy_ones])
+        noise = noise_of(greedy_ones)
         for name, got in greedy.items():
-            add(f"temperature 0, {name} = generate", got, expected, [made.gaps for made in generated], noise)
+            gaps_of = [made.gaps for made in greedy_ones]
+            add(f"temperature 0, {name} = generate", got, expected, gaps_of, noise)
         if not draft:
-            made = await _gammaray(client, asks, 1.0, expected, cache_salt="prediction", **_BY_PREDICTION)
+            made = await completed(client, asks, 1.0, expected, cache_salt="prediction", **_BY_PREDICTION)
             add("temperature 1, the greedy text as prediction, gamma 8 = gamma 0", made, plain)
     if draft:
         # The target as its own draft: another drafter, one whose proposals are nearly always wholly accepted.
         async with running_stack(target, resolve_model(target, "target")) as client:
-            made = await _gammaray(client, asks, 1.0, gamma=3)
+            made = await completed(client, asks, 1.0, gamma=3)
             add("temperature 1, gamma 3, another drafter = gamma 0", made, plain)
-    gaps = [gap for made in generated if made.gaps is not None for gap in made.gaps.gaps]
+    gaps = [gap for made in greedy_ones if made.gaps is not None for gap in made.gaps.gaps]
     return {
         "comparisons": counts,
         "ties": {
@@ -348,7 +350,7 @@ def main() -> None:
     asks = Asks(tuple(asked), options.tokens, options.ignore_eos, options.at_once)
     found = run_or_exit(_run(options.target, draft, asks, console))
     counts = found["comparisons"] = rendered + found["comparisons"]
-    console.print(_table(counts))
+    console.print(comparison_table(counts))
     ties = found["ties"]
     console.print(
         f"gaps between the two largest logits of generate: noise {ties['noise']:.1e}, narrowest "

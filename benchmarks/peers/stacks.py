@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
-from benchmarks.cluster import running_cluster
+from benchmarks.cluster import START_TIMEOUT_S, running_cluster
 from gammaray import AsyncClient
 from gammaray.bench.systems import Ask, Sample, Stack
 from gammaray.client.request import GenerateOptions
@@ -81,7 +81,11 @@ def with_server_times(sample: Sample, cycles: Sequence[CycleRecord], called: flo
 
 @asynccontextmanager
 async def running_stack(
-    target: str, draft: str | None, head: str | None = None, weights: str = "auto"
+    target: str,
+    draft: str | None,
+    head: str | None = None,
+    weights: str = "auto",
+    timeout_s: float = START_TIMEOUT_S,
 ) -> AsyncIterator[AsyncClient]:
     """Run `gammaray up` until the block ends, without draft workers if `draft` is None; yield its client.
 
@@ -90,6 +94,7 @@ async def running_stack(
         draft: Likewise.
         head: A head in the target worker.
         weights: Of the draft or head: auto, int8 or int4.
+        timeout_s: Longest wait for the workers' models.
 
     Raises:
         ClusterError: It did not start, or did not end all of its processes.
@@ -100,7 +105,7 @@ async def running_stack(
         pair = (*pair, "--head", head, "--head-weights", weights)
     roles = ("target", "draft") if draft else ("target",)
     async with (
-        running_cluster("--target", target, *pair) as cluster,
+        running_cluster("--target", target, *pair, timeout_s=timeout_s) as cluster,
         AsyncClient(cluster.grpc_address) as client,
     ):
         await client.wait_ready(_WORKERS_TIMEOUT_S, roles=roles)

@@ -12,6 +12,7 @@ from ray import serve
 
 from gammaray.config import PoolSize, ScalingSettings, WorkerSettings
 from gammaray.deploy.effective import WorkerArguments
+from gammaray.deploy.engines import vllm_build
 from gammaray.deploy.serve_config import APPLICATIONS, autoscaling_config
 from gammaray.errors import InvalidArgumentError
 from services.process.server import is_wildcard, split_address
@@ -24,6 +25,11 @@ __all__ = ["WorkerReplica", "build", "draft", "target"]
 _log = logging.getLogger("ray.serve")  # Ray writes this logger to a replica's log
 # Time for the replica to exit after the worker has drained.
 _SHUTDOWN_MARGIN_S = 5.0
+# Serve replaces a replica after three late health checks in a row; one whose process has ended at once.
+# Orchestrators leave a worker that does not answer long before.
+_HEALTH_TIMEOUT_S = 10.0
+# vLLM's Python code and what it compiles run beside the event loop for longer than other engines' forwards.
+_VLLM_HEALTH_TIMEOUT_S = 60.0
 # Imported by the replicas only, since they load torch.
 _WORKERS = {"draft": "services.draft.worker:DraftWorker", "target": "services.target.worker:TargetWorker"}
 
@@ -113,13 +119,19 @@ def build(
         name=application.deployment,
         ray_actor_options={"num_cpus": 0, **(ray_actor_options or {})},
         health_check_period_s=2.0,
-        health_check_timeout_s=10.0,
+        health_check_timeout_s=_health_timeout_s(checked.engine),
         # Requests do not pass through Serve: the worker itself waits for its blocks.
         graceful_shutdown_wait_loop_s=0.1,
         graceful_shutdown_timeout_s=checked.drain_timeout_s + _SHUTDOWN_MARGIN_S,
         **count,
     )
     return make_deployment(WorkerReplica).bind(role, checked)
+
+
+def _health_timeout_s(engine: str) -> float:
+    """Return how long a health check may take with the setting `engine`."""
+    is_vllm = engine == "vllm" or (engine == "auto" and bool(vllm_build()[0]))
+    return _VLLM_HEALTH_TIMEOUT_S if is_vllm else _HEALTH_TIMEOUT_S
 
 
 def draft(args: dict[str, Any]) -> Any:

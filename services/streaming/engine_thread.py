@@ -125,6 +125,16 @@ class EngineThread:
         self._inbox.put(command)
         return await asyncio.wrap_future(future)
 
+    def look(self, function: Callable[[BlockScheduler[Any]], T]) -> T:
+        """Return the result of `function`, which any thread may call, also during a step.
+
+        Raises:
+            UnavailableError: The thread has ended.
+        """
+        if not self.is_alive or self.scheduler is None:
+            raise UnavailableError("the engine has stopped")
+        return function(self.scheduler)
+
     async def stop(self, timeout_s: float) -> bool:
         """End the thread after its current step; return whether it ended in time."""
         self._inbox.put(None)

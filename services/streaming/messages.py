@@ -102,7 +102,15 @@ def fill_result(result: Any, reply: Reply) -> None:
 
 
 async def describe(model: Model, engine: EngineThread) -> dict[str, Any]:
-    """Return the fields that GetDraftInfoResponse and GetTargetInfoResponse share."""
+    """Return the fields that GetDraftInfoResponse and GetTargetInfoResponse share.
+
+    The answer comes between two steps: an orchestrator leaves a worker that does not give it for some
+    seconds. A scheduler that bounds the time of its steps answers during a step, too, since the worker itself
+    leaves when one takes longer.
+
+    Raises:
+        UnavailableError: The engine's thread has ended.
+    """
 
     def measure(scheduler: BlockScheduler[Any]) -> dict[str, Any]:
         stats = scheduler.stats()
@@ -114,6 +122,8 @@ async def describe(model: Model, engine: EngineThread) -> dict[str, Any]:
             "totals": types_pb2.WorkerTotals(**vars(scheduler.meter.totals)),
         }
 
+    scheduler = engine.scheduler
+    has_bound = scheduler is not None and scheduler.step_timeout_s is not None
     return {
         "model": model.name,
         "vocab_size": model.vocab_size,
@@ -122,5 +132,5 @@ async def describe(model: Model, engine: EngineThread) -> dict[str, Any]:
         "vocab_sha256": model.vocab_sha256,
         "metrics_address": model.metrics_address,
         "kernel": model.kernel,
-        **await engine.call(measure),
+        **(engine.look(measure) if has_bound else await engine.call(measure)),
     }

@@ -243,7 +243,8 @@ class TargetScheduler(Scheduler[VerifyTask]):
         """Forget the last forward of a block, except for committed tokens: its masks are late."""
         running.must_mask = True
         if running.states is not None and (num_kept := len(running.states) - running.num_logits) > 0:
-            self._keep_states(running, running.fed_from, running.states[:num_kept])
+            assert self._head is not None
+            self._head.take(running.task.session_id, running.fed_from, running.states[:num_kept])
         running.states = None
         self.engine.truncate(running.session.session_id, running.task.base_position)
 

@@ -64,6 +64,7 @@ class EngineOptions:
         model: Directory or hub name.
         device: "auto", "cpu" or "cuda".
         dtype: "auto", "float32", "bfloat16" or "float16".
+        threads: CPU threads of the arithmetic, of each rank; on GPUs vLLM's own choice is kept.
         max_batch_tokens: Tokens fed in one forward, over all sessions.
         prefill_chunk: Tokens of one session's prompt in one forward while others wait.
         max_proposal: Most tokens of one proposal.
@@ -81,6 +82,7 @@ class EngineOptions:
     model: str
     device: str = "auto"
     dtype: str = "auto"
+    threads: int = 1
     max_batch_tokens: int = 1024
     prefill_chunk: int = 256
     max_proposal: int = 16
@@ -149,6 +151,8 @@ class VllmEngine:
         check_vllm()
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
+        if vllm_build()[1] == "cpu":
+            _use_threads(options.threads)
         logging.getLogger("vllm").setLevel(logging.WARNING)
         # What it logs of a configuration that it cannot read is raised, too.
         logging.getLogger("vllm.transformers_utils").setLevel(logging.CRITICAL)
@@ -384,6 +388,14 @@ class VllmEngine:
 
     def note_loss(self) -> None:
         self.lost = True
+
+
+def _use_threads(count: int) -> None:
+    """Set the arithmetic threads of this process and of its ranks; vLLM leaves them as they are."""
+    import torch
+
+    torch.set_num_threads(count)
+    os.environ["OMP_NUM_THREADS"] = str(count)
 
 
 def _configuration(options: EngineOptions) -> Any:

@@ -159,6 +159,7 @@ def _options(path: str, settings: WorkerSettings, limits: Limits) -> EngineOptio
         model=path,
         device=settings.device,
         dtype=settings.dtype,
+        threads=settings.threads,
         max_batch_tokens=limits.max_batch_tokens,
         prefill_chunk=limits.prefill_chunk,
         cache_budget_bytes=None if budget is None else budget << 20,

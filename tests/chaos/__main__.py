@@ -27,6 +27,10 @@ from tests.chaos.chaos_clusters import KINDS, started
 from tests.chaos.report import figures, table
 from tests.chaos.run import Options, Outcome, run
 
+RECOVERY_VLLM_S = 240.0
+"""How long clients try to resume a stream, and the next strike waits for all streams: on a busy machine a
+worker on vLLM starts for a minute and more."""
+
 
 def main() -> int:
     """Run and print; return the exit status."""
@@ -42,6 +46,9 @@ def main() -> int:
     )
     parser.add_argument("--streams", type=int, default=18, help="Streams at one time. Default: 18.")
     parser.add_argument("--tokens", type=int, default=400, help="Tokens of each completion. Default: 400.")
+    parser.add_argument(
+        "--engine", default="auto", choices=("auto", "vllm"), help="Of the workers. Default: auto."
+    )
     parser.add_argument("--roles", help="Who is struck. Default: all.")
     parser.add_argument(
         "--other-target", help="Target of `vocabulary`. Default: the demo target with fewer merges."
@@ -54,6 +61,8 @@ def main() -> int:
     if unknown := set(names) - set(KINDS):
         parser.error(f"--drafters: got {', '.join(sorted(unknown))}, allowed: all, {', '.join(KINDS)}")
     options = Options(given.minutes * 60, given.seed, given.streams, given.tokens)
+    if given.engine == "vllm":
+        options = replace(options, resume_s=RECOVERY_VLLM_S, move_timeout_s=RECOVERY_VLLM_S)
     by_name = {}
     for name in names:
         roles = KINDS[name].roles if given.roles is None else tuple(given.roles.split(","))
@@ -64,7 +73,7 @@ def main() -> int:
     outcomes = {}
     for name, own in by_name.items():
         print(f"drafters: {name}", flush=True)
-        outcomes[name] = _run(name, own, given.other_target)
+        outcomes[name] = _run(name, own, given.other_target, given.engine)
         print("", table(outcomes[name]), "", sep="\n", flush=True)
     if given.out is not None:
         results = {name: figures(outcome, by_name[name]) for name, outcome in outcomes.items()}
@@ -72,10 +81,10 @@ def main() -> int:
     return 0 if all(outcome.is_clean for outcome in outcomes.values()) else 1
 
 
-def _run(name: str, options: Options, other_target: str | None) -> Outcome:
+def _run(name: str, options: Options, other_target: str | None, engine: str) -> Outcome:
     with TemporaryFile("w+") as complaints:  # Ray tells of every death
         try:
-            with started(name, complaints.fileno(), other_target) as scene:
+            with started(name, complaints.fileno(), other_target, engine) as scene:
                 return asyncio.run(run(scene, options, lambda line: print(line, flush=True)))
         except BaseException:
             complaints.seek(0)

@@ -19,8 +19,8 @@ from tests.support.head_helpers import bigram_head
 
 __all__ = ["KINDS", "Kind", "Scene", "started"]
 
-PLAIN = ("--orchestrators", "2", "--target-workers", "2", "--deterministic")
-WITH_DRAFTS = (*PLAIN, "--draft-workers", "2")
+TWO_OF_EACH = ("--orchestrators", "2", "--target-workers", "2")
+DRAFTS = ("--draft-workers", "2")
 
 
 @dataclass(frozen=True)
@@ -61,14 +61,20 @@ class Scene:
 
 
 @contextmanager
-def started(name: str, stderr: int | None = None, other_target: str | None = None) -> Iterator[Scene]:
+def started(
+    name: str, stderr: int | None = None, other_target: str | None = None, engine: str = "auto"
+) -> Iterator[Scene]:
     """Run a cluster of two orchestrators, two target workers and what drafts.
 
     Args:
         name: One of `KINDS`.
         stderr: Where the standard error of its processes goes.
         other_target: Target of the kind "vocabulary"; None: the demo target with other tokens.
+        engine: Of the workers. vLLM computes the same bits in every batch on GPUs only: elsewhere its tokens
+            are the same up to ties.
     """
+    plain = (*TWO_OF_EACH, "--engine", engine, *(() if engine == "vllm" else ("--deterministic",)))
+    with_drafts = (*plain, *DRAFTS)
     with ExitStack() as stack:
         redis = stack.enter_context(chaos_redis())
         options = ["--redis-url", redis.server.url]
@@ -76,7 +82,7 @@ def started(name: str, stderr: int | None = None, other_target: str | None = Non
             if other_target is None:
                 folder = Path(stack.enter_context(TemporaryDirectory()), "target")
                 other_target = str(with_fewer_merges(Path(resolve_model("demo", "target")), folder))
-            options += [*WITH_DRAFTS, "--target", other_target, "--draft", "demo"]
+            options += [*with_drafts, "--target", other_target, "--draft", "demo"]
         elif name == "parallel":
             target = Path(resolve_model("demo", "target"))
             drafter = make_drafter(
@@ -88,14 +94,14 @@ def started(name: str, stderr: int | None = None, other_target: str | None = Non
                 target=target,
             )
             # Neither its int8 weights nor a token that it lacks may change a token of the text.
-            options += [*WITH_DRAFTS, "--target", "demo", "--draft", str(drafter), "--draft-weights", "int8"]
+            options += [*with_drafts, "--target", "demo", "--draft", str(drafter), "--draft-weights", "int8"]
         elif name == "head":
             target = Path(resolve_model("demo", "target"))
             head = bigram_head(Path(stack.enter_context(TemporaryDirectory()), "head"), target)
-            options += [*PLAIN, "--draft-workers", "0", "--target", "demo", "--head", str(head)]
+            options += [*plain, "--draft-workers", "0", "--target", "demo", "--head", str(head)]
         elif name == "early-exit":
-            options += [*WITH_DRAFTS, "--target", "demo", "--draft", "early-exit:13"]
+            options += [*with_drafts, "--target", "demo", "--draft", "early-exit:13"]
         else:
-            options += WITH_DRAFTS
+            options += with_drafts
         cluster = stack.enter_context(running_cluster(*options, stderr=stderr))
         yield Scene(cluster, redis, KINDS[name].ways)

@@ -196,6 +196,21 @@ async def test_worker_leaves_while_its_engine_is_stuck(
         stuck.may_end.set()
 
 
+@pytest.mark.parametrize("role", ["target", "draft"])
+async def test_worker_whose_steps_have_a_bound_answers_during_one(role: str, model: Any) -> None:
+    stuck = Stuck()
+    async with running(role, model) as (link, worker):
+        break_steps(worker, stuck.step)
+        await link.send([block(role)])
+        await stuck.runs()
+        with pytest.raises(grpc.aio.AioRpcError):
+            await link.info(timeout=0.5)
+        worker.engine.scheduler.step_timeout_s = 60.0
+        assert (await link.info(timeout=ANSWER_TIMEOUT_S)).num_queued == 1
+        assert not stuck.may_end.is_set()
+        stuck.may_end.set()
+
+
 async def test_idle_worker_whose_engine_is_lost_leaves(model: Any) -> None:
     def check() -> None:
         raise EngineLostError("process 7 of the engine ended with status -9")

@@ -29,6 +29,18 @@ def test_build_takes_resources():
 
 
 @pytest.mark.parametrize("role", ["draft", "target"])
+def test_a_worker_on_vllm_has_longer_for_its_health_checks(role, monkeypatch):
+    def timeout_s(engine):
+        return schema_of(build(role, {"engine": engine})).health_check_timeout_s
+
+    own = timeout_s("native")
+    assert timeout_s("transformers") == own < timeout_s("vllm")
+    for version, expected in (("", own), ("0.32.0", timeout_s("vllm"))):
+        monkeypatch.setattr("services.serve.app.vllm_build", lambda version=version: (version, "cpu"))
+        assert timeout_s("auto") == expected
+
+
+@pytest.mark.parametrize("role", ["draft", "target"])
 def test_build_refuses_bad_settings_and_several_workers_on_one_port(role):
     with pytest.raises(ValidationError, match="threads"):
         build(role, {"threads": 0})

@@ -20,8 +20,11 @@ from benchmarks.provenance import write_result
 from orchestrator.launcher.redis_server import RedisServer
 from tests.soak.soak_census import Observer
 from tests.soak.soak_report import figures, table
-from tests.soak.soak_run import CLUSTER, TTL_S, Options, Outcome, run
+from tests.soak.soak_run import CLUSTERS, TTL_S, Options, Outcome, run
 from tests.support.cluster.cluster_helpers import CACHE_BUDGET_MB
+
+START_TIMEOUT_S = 600.0
+"""vLLM starts for a minute and more on a busy machine."""
 
 
 def main() -> int:
@@ -31,24 +34,25 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="Of every choice. Default: 0.")
     parser.add_argument("--clients", type=int, default=6, help="How many do something at once. Default: 6.")
     parser.add_argument("--out", type=Path, help="Result file. Default: benchmarks/results/soak-<date>.json.")
+    parser.add_argument("--engine", default="auto", choices=CLUSTERS, help="Of the workers. Default: auto.")
     given = parser.parse_args()
     options = Options(given.minutes * 60, given.seed, given.clients)
     # A Redis as the launcher would start it, whose password is known here: it is asked what it holds.
     with TemporaryDirectory() as directory, RedisServer.start(Path(directory)) as redis:
-        outcome = run_or_exit(soak(redis.url, options))
+        outcome = run_or_exit(soak(redis.url, options, given.engine))
     print("", table(outcome), "", sep="\n")
     print("written:", write_result("soak", figures(outcome, options), given.out))
     return 1 if outcome.complaints() else 0
 
 
-async def soak(redis_url: str, options: Options) -> Outcome:
-    """Run on a cluster of its own."""
+async def soak(redis_url: str, options: Options, engine: str) -> Outcome:
+    """Run on a cluster of its own, whose workers have an engine."""
     os.environ |= {
         "GAMMARAY_REDIS_URL": redis_url,
         "GAMMARAY_SESSION_TTL_S": str(TTL_S),
         "GAMMARAY_CACHE_BUDGET_MB": CACHE_BUDGET_MB,
     }
-    async with running_cluster(*CLUSTER) as cluster:
+    async with running_cluster(*CLUSTERS[engine], timeout_s=START_TIMEOUT_S) as cluster:
         with Redis.from_url(redis_url) as redis:
             observer = Observer(cluster.grpc_address, cluster.pid, redis)
             http = f"http://{cluster.http_address}"

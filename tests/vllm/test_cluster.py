@@ -12,6 +12,8 @@ import psutil
 import pytest
 
 from gammaray import Client
+from gammaray.demo_pair import resolve_model
+from tests.support.adapter_helpers import make_adapter
 from tests.support.cluster.cluster_helpers import PATIENCE_S, Cluster, eventually, running_cluster
 from tests.support.cluster.takeover_helpers import PATIENT
 
@@ -31,9 +33,15 @@ SCHEMA = {
 }
 
 
+ADAPTER = "tuned"
+
+
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with running_cluster("--engine", "vllm", "--target", MODEL, "--draft-workers", "0") as running:
+def cluster(tmp_path_factory) -> Iterator[Cluster]:
+    adapter = tmp_path_factory.mktemp("adapters") / ADAPTER
+    make_adapter(adapter, Path(resolve_model(MODEL, "target")), 0)
+    model = ("--target", MODEL, "--lora", f"{ADAPTER}={adapter}")
+    with running_cluster("--engine", "vllm", *model, "--draft-workers", "0") as running:
         yield running
 
 
@@ -48,17 +56,44 @@ def test_adaptive_gamma_gives_the_tokens_of_plain_decoding(cluster, temperature)
     assert adaptive.summary.accepted_tokens > 0
 
 
-def test_chat_and_json_schema_over_http(cluster):
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_json_schema_over_http_is_followed_with_the_text_of_plain_decoding(cluster, temperature):
     form = {"type": "json_schema", "json_schema": {"name": "thing", "strict": True, "schema": SCHEMA}}
     messages = [{"role": "user", "content": "Describe a thing."}]
+    options = {"model": "", "messages": messages, "seed": 3, "max_tokens": 60, "temperature": temperature}
     with cluster.openai() as client:
-        options = {"model": "", "messages": messages, "seed": 3, "max_tokens": 60}
-        plain = client.chat.completions.create(**options)
-        forced = client.chat.completions.create(**options, response_format=form)
-    assert plain.choices[0].message.content
+        free = client.chat.completions.create(**options)
+        forced, plain = (
+            client.chat.completions.create(
+                **options, response_format=form, extra_body={"gammaray": {"gamma": gamma}}
+            )
+            for gamma in ("adaptive", 0)
+        )
+    assert free.choices[0].message.content != forced.choices[0].message.content
+    assert forced.choices[0].message.content == plain.choices[0].message.content
     thing = json.loads(forced.choices[0].message.content)
     assert sorted(thing) == ["name", "size"]
     assert thing["size"] in SCHEMA["properties"]["size"]["enum"]
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_adapter_over_http_gives_its_own_text_and_that_of_plain_decoding(cluster, temperature):
+    def text(model, gamma):
+        done = client.completions.create(
+            model=model,
+            prompt=PROMPT,
+            seed=5,
+            max_tokens=24,
+            temperature=temperature,
+            extra_body={"gammaray": {"gamma": gamma}, "ignore_eos": True},
+        )
+        return done.choices[0].text
+
+    with cluster.openai() as client:
+        assert ADAPTER in [model.id for model in client.models.list()]
+        adapted = text(ADAPTER, "adaptive")
+        assert adapted == text(ADAPTER, 0)
+        assert adapted != text("", 0)
 
 
 def test_status_and_metrics_name_the_engine(cluster):

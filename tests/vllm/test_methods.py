@@ -5,16 +5,14 @@ enumeration. Here the rows, noise and proposals that vLLM's runner hands them ar
 on the same seeds, and by a chi-square test of the tokens of many seeds.
 """
 
-import math
 import random
 from collections import Counter
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from gammaray.errors import InvalidArgumentError
 from gammaray.types import Proposal, SamplingParams, SparseDistribution, VerificationMethod
+from tests.support.law_helpers import check_law, pair_law
 from tests.support.vllm_helpers import WEIGHT_BITS, Session, answers, ask, drafted, end, generate
 
 METHODS = list(VerificationMethod)
@@ -97,6 +95,7 @@ def test_trees_are_refused_by_type_with_every_method(scheduler, method, temperat
 
 
 VOCAB = 8
+ALLOWED = tuple(range(10, 10 + VOCAB))
 """Tokens that the law below leaves."""
 TEMPERATURE = 2.0
 NUM_SEEDS = 2000
@@ -106,22 +105,7 @@ ALPHA = 1e-4
 @pytest.fixture(scope="module")
 def law(llama):
     """P(token 1, token 2) after a prompt, when only `VOCAB` tokens are allowed, from transformers."""
-    model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float64).eval()
-    with torch.no_grad():
-
-        def after(tokens):
-            logits = model(torch.tensor([tokens])).logits[0, -1]
-            masked = torch.full_like(logits, -math.inf)
-            masked[10 : 10 + VOCAB] = logits[10 : 10 + VOCAB] / TEMPERATURE
-            return masked.softmax(-1)
-
-        first = after(prompt(6))
-        return {
-            (a, b): float(first[a] * second[b])
-            for a in range(10, 10 + VOCAB)
-            for second in [after([*prompt(6), a])]
-            for b in range(10, 10 + VOCAB)
-        }
+    return pair_law(llama, prompt(6), ALLOWED, TEMPERATURE)
 
 
 def drafts(law):
@@ -143,18 +127,6 @@ def draw(shipped, rng):
     return Proposal(tokens, None, shipped)
 
 
-def chi_square(counts, law, total):
-    """Return the p-value of counts under a law; outcomes of under five expected counts are put together."""
-    rare = [outcome for outcome, prob in law.items() if prob * total < 5]
-    cells = [(counts[outcome], law[outcome] * total) for outcome in law if outcome not in rare]
-    if rare:
-        cells.append(
-            (sum(counts[outcome] for outcome in rare), sum(law[outcome] for outcome in rare) * total)
-        )
-    statistic = sum((seen - expected) ** 2 / expected for seen, expected in cells)
-    return float(torch.special.gammaincc(torch.tensor((len(cells) - 1) / 2.0), torch.tensor(statistic / 2)))
-
-
 @pytest.mark.statistical
 @pytest.mark.parametrize("method", METHODS)
 def test_two_tokens_over_many_seeds_have_the_targets_law(scheduler, law, method):
@@ -165,9 +137,7 @@ def test_two_tokens_over_many_seeds_have_the_targets_law(scheduler, law, method)
         sessions = [
             Session(
                 prompt(6),
-                SamplingParams(
-                    temperature=TEMPERATURE, seed=seed, allowed_token_ids=tuple(range(10, 10 + VOCAB))
-                ),
+                SamplingParams(temperature=TEMPERATURE, seed=seed, allowed_token_ids=ALLOWED),
                 method,
                 salt="one",
             )
@@ -180,10 +150,4 @@ def test_two_tokens_over_many_seeds_have_the_targets_law(scheduler, law, method)
         counts.update(tuple(session.output[:2]) for session in sessions)
         end(scheduler, *sessions)
     assert 0.1 * NUM_SEEDS < accepted < 1.5 * NUM_SEEDS
-    assert set(counts) <= set(law)
-    assert chi_square(counts, law, NUM_SEEDS) > ALPHA
-    # The test finds a law in which the likeliest outcome has another 10 % of all.
-    likely = max(law, key=lambda outcome: law[outcome])
-    tilted = {outcome: prob + 0.1 * (outcome == likely) for outcome, prob in law.items()}
-    mass = sum(tilted.values())
-    assert chi_square(counts, {outcome: prob / mass for outcome, prob in tilted.items()}, NUM_SEEDS) < ALPHA
+    check_law(counts, law, ALPHA)

@@ -79,11 +79,11 @@ class Link:
         """End sessions, as the owner of an epoch or of any (0)."""
         await self.send(releases=session_ids, epoch=epoch)
 
-    async def info(self) -> Any:
+    async def info(self, timeout: float = 10) -> Any:
         """Return the worker's status."""
         if self.is_target:
-            return await self.stub.GetTargetInfo(target_pb.GetTargetInfoRequest(), timeout=10)
-        return await self.stub.GetDraftInfo(draft_pb.GetDraftInfoRequest(), timeout=10)
+            return await self.stub.GetTargetInfo(target_pb.GetTargetInfoRequest(), timeout=timeout)
+        return await self.stub.GetDraftInfo(draft_pb.GetDraftInfoRequest(), timeout=timeout)
 
     async def until(self, condition: Callable[[Any], bool]) -> None:
         """Wait until the worker's status meets a condition."""

@@ -1,0 +1,71 @@
+"""The target's law with every verification method, through an orchestrator and vLLM's workers as processes.
+
+gRPC, Redis and the orchestrator are those of a cluster; Ray, which hosts processes only, is left out.
+"""
+
+import asyncio
+from collections import Counter
+from contextlib import AsyncExitStack
+
+import pytest
+
+from gammaray.demo_pair import resolve_model
+from gammaray.types import DrafterKind, GammaPolicy, GenerationRequest, SamplingParams, VerificationMethod
+from tests.support.law_helpers import check_law, pair_law
+from tests.support.workers.process_helpers import spawned
+from tests.support.workers.redis_helpers import running_redis
+from tests.support.workers.service_helpers import complete, running, tokens_of
+
+pytestmark = [pytest.mark.integration, pytest.mark.statistical, pytest.mark.timeout(400)]
+
+PROMPT = (455, 832, 63, 1123, 8, 508, 309, 273, 334, 221)
+ALLOWED = (337, 996, 85, 663, 49, 62)
+"""Tokens after it that are about as likely as each other."""
+TEMPERATURE = 1.0
+NUM_SEEDS = 500
+TILT = 0.3
+ALPHA = 1e-4
+VLLM = ("--model", "demo", "--engine", "vllm", "--cache-budget-mb", 64)
+
+
+def request(method: VerificationMethod, seed: int) -> GenerationRequest:
+    """Two tokens of three: the first cycle can draft both."""
+    return GenerationRequest(
+        PROMPT,
+        sampling=SamplingParams(temperature=TEMPERATURE, seed=seed, allowed_token_ids=ALLOWED),
+        max_tokens=3,
+        ignore_eos=True,
+        verification=method,
+        gamma=GammaPolicy(2),
+        drafter=DrafterKind.MODEL,
+        cache_salt="one",
+        store=False,
+    )
+
+
+async def test_two_tokens_over_many_seeds_have_the_targets_law_with_every_method():
+    law = pair_law(resolve_model("demo", "target"), PROMPT, ALLOWED, TEMPERATURE)
+    async with AsyncExitStack() as stack:
+        redis = stack.enter_context(running_redis())
+        (_, target), (_, draft) = await asyncio.gather(
+            stack.enter_async_context(spawned("target", *VLLM)),
+            stack.enter_async_context(spawned("draft", *VLLM, "--target-model", "demo")),
+        )
+        async with running(redis, target, draft, propose_timeout_s=20) as orchestrator:
+            free = asyncio.Semaphore(50)
+
+            async def one(method, seed):
+                async with free:
+                    return await complete(orchestrator, request(method, seed))
+
+            for method in VerificationMethod:
+                # Other seeds for each, so that the methods are tested on their own.
+                first = NUM_SEEDS * list(VerificationMethod).index(method)
+                seeds = range(first, first + NUM_SEEDS)
+                answers = await asyncio.gather(*(one(method, seed) for seed in seeds))
+                check_law(Counter(tuple(tokens_of(chunks)[:2]) for chunks in answers), law, ALPHA, TILT)
+                summaries = [chunks[-1].summary for chunks in answers]
+                drafted = sum(summary.drafted_tokens for summary in summaries)
+                accepted = sum(summary.accepted_tokens for summary in summaries)
+                assert sum(summary.model_cycles for summary in summaries) > 0.9 * NUM_SEEDS
+                assert 0.1 * drafted < accepted < 0.95 * drafted
