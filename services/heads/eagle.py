@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-__all__ = ["Attend", "EagleConfig", "EagleHead", "EagleLayer", "Mlp", "Norm"]
+__all__ = ["Attend", "EagleConfig", "EagleHead", "EagleLayer"]
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """From query, key and value [1, heads, rows, head_dim] to the mixed values [1, rows, heads, head_dim]."""
@@ -67,7 +67,7 @@ class EagleConfig:
     norm_output: bool = False
 
 
-class Norm(nn.Module):
+class _Norm(nn.Module):
     """Root mean square norm, computed in float32."""
 
     def __init__(self, size: int, eps: float) -> None:
@@ -93,7 +93,7 @@ class _Attention(nn.Module):
         self.v_proj = nn.Linear(width, config.num_kv_heads * dim, bias=bias)
         self.o_proj = nn.Linear(config.num_heads * dim, config.hidden_size, bias=bias)
         if config.has_head_norms:
-            self.q_norm, self.k_norm = Norm(dim, config.norm_eps), Norm(dim, config.norm_eps)
+            self.q_norm, self.k_norm = _Norm(dim, config.norm_eps), _Norm(dim, config.norm_eps)
         self._has_head_norms, self._dim = config.has_head_norms, dim
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
@@ -107,7 +107,7 @@ class _Attention(nn.Module):
         return mixed
 
 
-class Mlp(nn.Module):
+class _Mlp(nn.Module):
     """Gated MLP of a layer."""
 
     def __init__(self, narrow: int, wide: int, *, bias: bool) -> None:
@@ -128,18 +128,15 @@ class EagleLayer(nn.Module):
         super().__init__()
         size, eps = config.hidden_size, config.norm_eps
         self._config = config
-        self.input_layernorm, self.hidden_norm = Norm(size, eps), Norm(size, eps)
+        self.input_layernorm, self.hidden_norm = _Norm(size, eps), _Norm(size, eps)
         self.self_attn = _Attention(config)
-        self.post_attention_layernorm = Norm(size, eps)
-        self.mlp = Mlp(size, config.intermediate_size, bias=config.mlp_bias)
+        self.post_attention_layernorm = _Norm(size, eps)
+        self.mlp = _Mlp(size, config.intermediate_size, bias=config.mlp_bias)
 
-    def enter(self, embedded: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the input of the attention and the residual."""
+    def forward(self, embedded: Tensor, feature: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         normed = self.hidden_norm(feature)
         residual = normed if self._config.norm_before_residual else feature
-        return torch.cat([self.input_layernorm(embedded), normed], dim=-1), residual
-
-    def forward(self, x: Tensor, residual: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        x = torch.cat([self.input_layernorm(embedded), normed], dim=-1)
         hidden = residual + self.self_attn(x, cos, sin, attend)
         out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return out
@@ -160,11 +157,11 @@ class EagleHead(nn.Module):
         width = num_taps * config.target_hidden_size
         self.fc = nn.Linear(width, size, bias=False)
         if config.norm_before_fc:
-            self.input_norm = Norm(width, eps)
+            self.input_norm = _Norm(width, eps)
         if config.fc_norm:
-            self.fc_norm = nn.ModuleList(Norm(config.target_hidden_size, eps) for _ in range(num_taps))
+            self.fc_norm = nn.ModuleList(_Norm(config.target_hidden_size, eps) for _ in range(num_taps))
         self.layers = nn.ModuleList([EagleLayer(config)])
-        self.norm = Norm(size, eps)
+        self.norm = _Norm(size, eps)
         self.lm_head = nn.Linear(size, config.num_outputs, bias=False)
         self.rotary = LlamaRotaryEmbedding(config.rope)
 
@@ -198,11 +195,8 @@ class EagleHead(nn.Module):
             What `logits` takes and what stands in for the next feature, both [1, rows, hidden_size].
         """
         embedded = self.embed_tokens(token_ids)
-        layer = self.layers[0]
-        assert isinstance(layer, EagleLayer)
-        x, residual = layer.enter(embedded, features)
-        cos, sin = self.rotary(x, positions)
-        hidden = layer(x, residual, cos, sin, attend)
+        cos, sin = self.rotary(embedded, positions)
+        hidden = self.layers[0](embedded, features, cos, sin, attend)
         normed = self.norm(hidden)
         return normed, normed if self.config.norm_output else hidden
 
