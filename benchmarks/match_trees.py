@@ -29,7 +29,8 @@ from gammaray.bench.tables import plain_table
 from gammaray.demo_pair import resolve_model
 from gammaray.types import SamplingParams, VerificationMethod
 from orchestrator.cycle.session import Session
-from orchestrator.drafting.matches import Match, TextDrafter
+from orchestrator.cycle.types import Match
+from orchestrator.drafting.matches import TextDrafter
 from orchestrator.drafting.prediction import PredictionDrafter
 from orchestrator.drafting.prompt_lookup import PromptLookup
 from orchestrator.drafting.suffix_decoding import SuffixDrafter

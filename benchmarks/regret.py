@@ -20,8 +20,8 @@ from rich.table import Table
 from benchmarks.simulation import Lone, drive
 from benchmarks.worlds import World, candidates
 from gammaray.blocks import Shape
-from orchestrator.gamma.adaptive import AdaptiveGamma
-from orchestrator.gamma.cost_model import CostModel
+from orchestrator.control.adaptive import AdaptiveGamma
+from orchestrator.control.costs import CostModel
 
 __all__ = ["main", "regret"]
 

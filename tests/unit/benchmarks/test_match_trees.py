@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.match_trees import Replay, nodes_of, replay
 from gammaray.types import DrafterKind
-from orchestrator.drafting.matches import Match
+from orchestrator.cycle.types import Match
 
 
 class Proposes:
