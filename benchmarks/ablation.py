@@ -32,14 +32,14 @@ from rich.table import Table
 
 from benchmarks.bandit import Arms, BanditGamma
 from benchmarks.provenance import write_result
+from benchmarks.simulation import Controller as GammaController
 from benchmarks.simulation import Lone, crowd, drive
 from benchmarks.worlds import GRID, MAX_GAMMA, World, candidates
 from gammaray.bench.tables import plain_table
-from orchestrator.cycle.protocols import GammaController
-from orchestrator.gamma import cost_model
-from orchestrator.gamma.adaptive import AdaptiveGamma
-from orchestrator.gamma.cost_model import CostModel
-from orchestrator.gamma.fixed import FixedGamma
+from orchestrator.control import costs as cost_model
+from orchestrator.control.adaptive import AdaptiveGamma
+from orchestrator.control.costs import CostModel
+from orchestrator.control.fixed import FixedGamma
 
 __all__ = ["CONTROLLERS", "SETS", "ablation", "main"]
 

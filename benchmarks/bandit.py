@@ -7,8 +7,8 @@ import random
 from dataclasses import dataclass
 
 from gammaray.blocks import Shape
-from orchestrator.cycle.types import Cycle
-from orchestrator.gamma.fixed import Reason
+from orchestrator.control.fixed import Reason
+from orchestrator.cycle.types import Candidates, Cycle
 
 __all__ = ["Arms", "BanditGamma"]
 
@@ -77,7 +77,7 @@ class Arms:
 
 
 class BanditGamma:
-    """Plays the gamma that the replica's bandit chooses; implements GammaController.
+    """Plays the gamma that the replica's bandit chooses.
 
     Args:
         max_gamma: Upper bound of the depth.
@@ -89,7 +89,7 @@ class BanditGamma:
         self._gamma, self._left = 0, 0
         self._was_plain = True
 
-    def next_shape(self) -> Shape:
+    def next_shape(self, candidates: Candidates) -> Shape:
         """Return the shape of the next cycle's proposal."""
         if self._left == 0:
             self._gamma, self._left = self._arms.choose(self._max_gamma), HOLD

@@ -5,16 +5,29 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from benchmarks.worlds import World
 from gammaray.blocks import Shape, VerifyTiming
-from gammaray.types import TokenOrigin
-from orchestrator.cycle.protocols import GammaController
-from orchestrator.cycle.types import Cycle, Level
+from gammaray.types import DrafterKind, TokenOrigin
+from orchestrator.cycle.types import Candidates, Cycle, Level
 
-__all__ = ["Lone", "Run", "crowd", "drive", "make_cycle"]
+__all__ = ["MODEL_ONLY", "Controller", "Lone", "Run", "crowd", "drive", "make_cycle"]
 
 UNIT_S = 4e-3
+
+MODEL_ONLY = Candidates(DrafterKind.MODEL)
+"""What can be proposed in a simulation."""
+
+
+class Controller(Protocol):
+    """A controller of `orchestrator.control`, or one that is compared with them."""
+
+    def next_shape(self, candidates: Candidates) -> Shape:
+        """Return the shape of the next cycle's proposal."""
+
+    def observe(self, cycle: Cycle) -> None:
+        """Learn from a finished cycle."""
 
 
 @dataclass
@@ -83,12 +96,12 @@ class Lone:
 
 
 def drive(
-    controller: GammaController, world: World, num_cycles: int, session: Lone, *, is_new: bool = True
+    controller: Controller, world: World, num_cycles: int, session: Lone, *, is_new: bool = True
 ) -> Run:
     """Run cycles of one session; the first one of a new one contains the prefill, which counts nowhere."""
     run = Run()
     for index in range(num_cycles):
-        shape = controller.next_shape()
+        shape = controller.next_shape(MODEL_ONLY)
         cycle, mean = session.cycle(world, shape, is_first=is_new and index == 0)
         controller.observe(cycle)
         run.tokens += world.tokens(shape)
@@ -98,7 +111,7 @@ def drive(
 
 
 def crowd(
-    controllers: Sequence[GammaController],
+    controllers: Sequence[Controller],
     worlds: Sequence[World],
     num_rounds: int,
     rng: random.Random,
@@ -118,7 +131,7 @@ def crowd(
     """
     runs = [Run() for _ in worlds]
     for index in range(num_rounds):
-        shapes = [controller.next_shape() for controller in controllers]
+        shapes = [controller.next_shape(MODEL_ONLY) for controller in controllers]
         drafts = [world.draft_s(shape) for world, shape in zip(worlds, shapes, strict=True)]
         num_tokens = sum(1 + world.num_nodes(shape) for world, shape in zip(worlds, shapes, strict=True))
         drafting = sum(shape.depth > 0 for shape in shapes) / len(shapes)

@@ -7,7 +7,7 @@ orchestrator's own loop, drafter, verifier and store.
 from __future__ import annotations
 
 # First of all: the package sets what gRPC reads when it is imported.
-from orchestrator.gamma.cost_model import CostModel
+from orchestrator.cycle.pipeline import run_cycles
 
 # isort: split
 import os
@@ -25,9 +25,7 @@ from gammaray import GenerationRequest
 from gammaray.blocks import Shape
 from gammaray.demo_pair import resolve_model
 from gammaray.types import Proposal
-from orchestrator.cycle.pipeline import run_cycles
 from orchestrator.cycle.session import Session
-from orchestrator.gamma.fixed import FixedGamma
 from orchestrator.launcher.redis_server import RedisServer
 from orchestrator.sessions.lifecycle import open_session
 from orchestrator.storage.client import answer, connect
@@ -122,6 +120,20 @@ async def _timed(call: Any, calls: list[Asked]) -> Any:
     return result
 
 
+class _Steady:
+    """Always the same chains; implements the cycle's GammaController."""
+
+    def __init__(self, gamma: int) -> None:
+        self._shape = Shape(gamma)
+
+    def next_shape(self) -> Shape:
+        """Return the shape of the next cycle's proposal."""
+        return self._shape
+
+    def observe(self, cycle: object) -> None:
+        """Learn nothing."""
+
+
 @dataclass(frozen=True)
 class Stack:
     """What a session runs on."""
@@ -145,7 +157,7 @@ class Stack:
         )
         verifier = TimedVerifier(self.fleet.targets, spec, timeout_s=60.0, wait_s=10.0)
         calls = drafter.calls = verifier.calls = Calls()
-        controller = FixedGamma(gamma, CostModel())
+        controller = _Steady(gamma)
         found: list[Cycle] = []
         emitted = time.perf_counter()
         async with aclosing(run_cycles(session, drafter, verifier, self.store, controller)) as cycles:

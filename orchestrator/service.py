@@ -32,7 +32,7 @@ from orchestrator.access.caller import ANONYMOUS, Caller
 from orchestrator.cycle.handover import SessionHandover
 from orchestrator.cycle.pipeline import run_cycles
 from orchestrator.cycle.types import Cycle
-from orchestrator.drafting.choice import AdaptiveChoice, FixedChoice
+from orchestrator.drafting.choice import DrafterChoice
 from orchestrator.drafting.factory import Drafting
 from orchestrator.drafting.prediction import prediction_ids
 from orchestrator.drafting.session_drafter import SessionDrafter
@@ -394,7 +394,7 @@ class _RunningTurn:
         opened: OpenSession,
         progress: ChunkBuilder,
         drafter: SessionDrafter,
-        controller: AdaptiveChoice | FixedChoice,
+        controller: DrafterChoice,
         verifier: RemoteVerifier,
         cycle_log: CycleLog,
     ) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +13,7 @@ from gammaray.blocks import Shape, TokenLogprobs, VerifyTiming
 from gammaray.errors import GammarayError
 from gammaray.types import DrafterKind, FinishReason, Proposal, TokenOrigin
 
-__all__ = ["Call", "Cycle", "Level", "levels_of"]
+__all__ = ["Call", "Candidates", "Cycle", "Level", "Match", "levels_of"]
 
 
 class Call:
@@ -95,6 +97,47 @@ def levels_of(proposal: Proposal, accepted_path: Sequence[int]) -> tuple[Level, 
     return tuple(levels)
 
 
+@dataclass(frozen=True)
+class Match:
+    """A chain of tokens that a look-up found.
+
+    Args:
+        kind: Kind of the drafter that found it.
+        token_ids: The chain, at least one token.
+        length: Latest tokens of the session that occur before the chain in the text where it was found.
+        probabilities: The drafter's own estimate, per token, that it follows the ones before; 1.0 where the
+            drafter has none.
+    """
+
+    kind: DrafterKind
+    token_ids: tuple[int, ...]
+    length: int
+    probabilities: tuple[float, ...]
+
+    @property
+    def expected_tokens(self) -> float:
+        """Expected number of accepted tokens, if the probabilities are right."""
+        paths: Iterator[float] = itertools.accumulate(self.probabilities, operator.mul)
+        return sum(paths)
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """What could be proposed in a cycle.
+
+    Args:
+        model: Kind of the model that can propose; None if none can.
+        matches: What look-ups found; at most one match of each.
+        num_forced: Tokens that the grammar forces.
+        is_fallback: Whether the request allows a model, and none is there.
+    """
+
+    model: DrafterKind | None = None
+    matches: Sequence[Match] = ()
+    num_forced: int = 0
+    is_fallback: bool = False
+
+
 PLAIN = Shape(0)
 
 
@@ -149,3 +192,21 @@ class Cycle:
     is_fallback: bool = False
     is_prepared: bool = False
     started: float = 0.0
+
+    @property
+    def first_children(self) -> tuple[int, int]:
+        """How many first children were tested and how many of them were accepted, up to the first failure.
+
+        The first children of a tree form the chain that it contains; of a chain they are all tokens.
+        """
+        accepted = 0
+        for _, rank in self.levels:
+            if rank != 0:
+                return accepted + 1, accepted
+            accepted += 1
+        return accepted, accepted
+
+    @property
+    def has_fallen_back(self) -> bool:
+        """Whether the chosen drafter failed in this cycle, which is evidence for no drafter."""
+        return self.draft_failed or (self.is_fallback and not self.shape.is_fallback)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from gammaray.types import DrafterKind
 from orchestrator.access.caller import tenant_of
 from orchestrator.cycle.session import Session
-from orchestrator.drafting.matches import Match
+from orchestrator.cycle.types import Match
 from orchestrator.drafting.suffix_index import SEPARATOR, Context, SuffixIndex
 
 __all__ = ["BLOCK", "MAX_ENTRY", "MIN_ENTRY", "Corpus"]

@@ -10,8 +10,11 @@ from gammaray.grammar.matcher import GrammarState
 from gammaray.types import DrafterKind, GenerationRequest, VerificationMethod
 from gammaray.v1 import draft_service_pb2 as draft_pb
 from gammaray.v1 import types_pb2 as pb
+from orchestrator.control.adaptive import AdaptiveGamma
+from orchestrator.control.costs import CostModel
+from orchestrator.control.fixed import FixedGamma, Reason
 from orchestrator.cycle.session import Session
-from orchestrator.drafting.choice import AdaptiveChoice, FixedChoice
+from orchestrator.drafting.choice import DrafterChoice
 from orchestrator.drafting.corpus import Corpus
 from orchestrator.drafting.grammar import GrammarDrafter
 from orchestrator.drafting.head import TargetHead
@@ -20,10 +23,6 @@ from orchestrator.drafting.prediction import PredictionDrafter
 from orchestrator.drafting.prompt_lookup import PromptLookup
 from orchestrator.drafting.session_drafter import ModelDrafter, SessionDrafter
 from orchestrator.drafting.suffix_decoding import SuffixDrafter
-from orchestrator.drafting.text_gamma import TextGamma
-from orchestrator.gamma.adaptive import AdaptiveGamma
-from orchestrator.gamma.cost_model import CostModel
-from orchestrator.gamma.fixed import FixedGamma, Reason
 from orchestrator.workers.drafter import RemoteDrafter
 from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.verifier import TargetPool, has_head, takes_trees
@@ -66,8 +65,8 @@ class Drafting:
         spec: pb.SessionSpec,
         prediction: Sequence[int] = (),
         grammar: GrammarState | None = None,
-    ) -> tuple[SessionDrafter, AdaptiveChoice | FixedChoice]:
-        """Return the drafters of a session and the controller that chooses among them.
+    ) -> tuple[SessionDrafter, DrafterChoice]:
+        """Return the drafters of a session, and what chooses among them.
 
         Args:
             session: The session.
@@ -77,27 +76,30 @@ class Drafting:
             grammar: The session's grammar before the first token of the completion; None without one, and
                 where drafting by it would take too long.
         """
-        settings, policy, allowed = self._settings, request.gamma, request.drafter
+        settings, policy = self._settings, request.gamma
         session.takes_trees = self._takes_trees
         remote = self._remote(request, spec)
-        kind = DrafterKind.MODEL
         if isinstance(remote, TargetHead):
-            kind, session.uses_head, session.has_head = DrafterKind.HEAD, True, True
+            session.uses_head, session.has_head = True, self._has_head
         by_server = settings.max_text_gamma if settings.max_gamma > 0 else 0
         max_text = policy.fixed or policy.max_gamma or by_server
         texts = self._texts(request, prediction) if max_text > 0 else []
         forced = GrammarDrafter(grammar) if grammar is not None and max_text > 0 else None
-        drafter = SessionDrafter(remote, texts, max_text, forced)
-        if allowed is DrafterKind.NONE:
-            plain = FixedGamma(0, self.costs, reason=Reason.NO_DRAFTER)
-            return drafter, FixedChoice(session, drafter, allowed, plain)
-        if policy.fixed is not None:
-            fixed = FixedGamma(policy.fixed, self.costs, policy.max_nodes, drafter=kind)
-            return drafter, FixedChoice(session, drafter, allowed, fixed)
-        text = TextGamma(max_text, self.costs, request.sampling.temperature)
-        return drafter, AdaptiveChoice(
-            session, drafter, allowed, self._model(request, kind), text, self.costs
-        )
+        fixed = 0 if request.drafter is DrafterKind.NONE else policy.fixed
+        drafter = SessionDrafter(remote, texts, max_text, forced, fixed)
+        if fixed is None:
+            max_gamma = policy.max_gamma or settings.max_gamma
+            controller: AdaptiveGamma | FixedGamma = AdaptiveGamma(
+                max_gamma,
+                self.costs,
+                self._max_nodes(request),
+                max_match=max_text,
+                temperature=request.sampling.temperature,
+            )
+        else:
+            reason = Reason.NO_DRAFTER if request.drafter is DrafterKind.NONE else None
+            controller = FixedGamma(fixed, self.costs, policy.max_nodes if fixed else 0, reason)
+        return drafter, DrafterChoice(session, drafter, controller)
 
     def check(self, request: GenerationRequest) -> None:
         """Check that a new request can use the drafter that it allows.
@@ -115,7 +117,7 @@ class Drafting:
 
     def _remote(self, request: GenerationRequest, spec: pb.SessionSpec) -> ModelDrafter | None:
         """Return the drafter that has a model, if the request allows one."""
-        if request.drafter.is_model and self._has_head:
+        if request.drafter is DrafterKind.HEAD or (request.drafter.is_model and self._has_head):
             return TargetHead()
         if request.drafter is not DrafterKind.MODEL:
             return None
@@ -166,14 +168,11 @@ class Drafting:
             texts.append(PromptLookup())
         return texts
 
-    def _model(self, request: GenerationRequest, kind: DrafterKind) -> AdaptiveGamma:
-        """Return the controller of the proposals of the draft model or head."""
-        settings, policy = self._settings, request.gamma
-        max_gamma = policy.max_gamma or settings.max_gamma
-        # Only coupled verification takes trees, at any temperature.
-        may_be_tree = request.verification is VerificationMethod.COUPLED and self._takes_trees
-        max_nodes = (policy.max_nodes or settings.max_nodes) if may_be_tree else 0
-        return AdaptiveGamma(max_gamma, self.costs, max_nodes, drafter=kind)
+    def _max_nodes(self, request: GenerationRequest) -> int:
+        """Return the upper bound of a proposal's nodes; only coupled verification takes trees."""
+        if request.verification is not VerificationMethod.COUPLED or not self._takes_trees:
+            return 0
+        return request.gamma.max_nodes or self._settings.max_nodes
 
 
 def _tests_distributions(request: GenerationRequest) -> bool:

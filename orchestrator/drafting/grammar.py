@@ -13,7 +13,7 @@ from gammaray.errors import InvalidArgumentError
 from gammaray.grammar.matcher import GrammarState
 from gammaray.types import DrafterKind, Proposal
 from orchestrator.cycle.session import Session
-from orchestrator.drafting.matches import Match
+from orchestrator.cycle.types import Match
 
 __all__ = ["GrammarDrafter"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gammaray.blocks import Shape
 from gammaray.errors import UnavailableError
-from gammaray.types import Proposal
+from gammaray.types import DrafterKind, Proposal
 from orchestrator.cycle.session import Session
 from orchestrator.workers.drafter import Readiness
 
@@ -17,6 +17,7 @@ class TargetHead:
     The head drafts and the target verifies in one call, see `orchestrator.cycle.run`.
     """
 
+    kind = DrafterKind.HEAD
     address = ""
 
     def prepare(self, session: Session) -> Readiness:

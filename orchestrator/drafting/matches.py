@@ -8,40 +8,13 @@ its token matches or not; rejection accepts y with probability p(y), and otherwi
 
 from __future__ import annotations
 
-import itertools
-import operator
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Protocol
 
 from gammaray.types import DrafterKind, Proposal, SparseDistribution
 from orchestrator.cycle.session import Session
+from orchestrator.cycle.types import Match
 
-__all__ = ["Match", "TextDrafter", "to_proposal"]
-
-
-@dataclass(frozen=True)
-class Match:
-    """A chain of tokens that a look-up found.
-
-    Args:
-        kind: Kind of the drafter that found it.
-        token_ids: The chain, at least one token.
-        length: Latest tokens of the session that occur before the chain in the text where it was found.
-        probabilities: The drafter's own estimate, per token, that it follows the ones before; 1.0 where the
-            drafter has none.
-    """
-
-    kind: DrafterKind
-    token_ids: tuple[int, ...]
-    length: int
-    probabilities: tuple[float, ...]
-
-    @property
-    def expected_tokens(self) -> float:
-        """Expected number of accepted tokens, if the probabilities are right."""
-        paths: Iterator[float] = itertools.accumulate(self.probabilities, operator.mul)
-        return sum(paths)
+__all__ = ["TextDrafter", "to_proposal"]
 
 
 class TextDrafter(Protocol):

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from gammaray.types import DrafterKind, GenerationRequest
 from orchestrator.cycle.session import Session
-from orchestrator.drafting.matches import Match
+from orchestrator.cycle.types import Match
 from orchestrator.text.tokenizer import Tokenizer
 
 __all__ = ["MIN_MATCH", "PredictionDrafter", "prediction_ids"]

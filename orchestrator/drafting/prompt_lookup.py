@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from gammaray.types import DrafterKind
 from orchestrator.cycle.session import Session
-from orchestrator.drafting.matches import Match
+from orchestrator.cycle.types import Match
 
 __all__ = ["PromptLookup"]
 

@@ -11,8 +11,9 @@ from gammaray.blocks import Shape
 from gammaray.errors import GammarayError
 from gammaray.types import DrafterKind, Proposal
 from orchestrator.cycle.session import Session
+from orchestrator.cycle.types import Candidates, Match
 from orchestrator.drafting.grammar import GrammarDrafter
-from orchestrator.drafting.matches import Match, TextDrafter, to_proposal
+from orchestrator.drafting.matches import TextDrafter, to_proposal
 from orchestrator.workers.drafter import Readiness
 
 __all__ = ["ModelDrafter", "SessionDrafter"]
@@ -21,7 +22,13 @@ _log = logging.getLogger(__name__)
 
 
 class ModelDrafter(Protocol):
-    """Proposes for one session by a model in another process: `RemoteDrafter` and `TargetHead`."""
+    """Proposes for one session by a model in another process: `RemoteDrafter` and `TargetHead`.
+
+    Attributes:
+        kind: Kind of the model.
+    """
+
+    kind: DrafterKind
 
     @property
     def address(self) -> str:
@@ -48,7 +55,7 @@ class ModelDrafter(Protocol):
 
 
 class SessionDrafter:
-    """Proposes by the drafter that a shape names; implements the cycle's Drafter.
+    """Finds what could be proposed, and proposes by the drafter that a shape names.
 
     If the draft model fails, the cycle continues at once with the longest match in known text. Later cycles
     do so while no draft worker is usable, and return to it as soon as one is.
@@ -58,9 +65,7 @@ class SessionDrafter:
         texts: Text drafters, of equally long matches the first one's is preferred.
         grammar: Proposes the tokens that the grammar forces; None without a grammar.
         max_gamma: Upper bound of the tokens of a match.
-
-    Attributes:
-        has_prediction: Whether one of the text drafters follows a prediction.
+        fixed: The request's gamma; None if it is adaptive.
     """
 
     def __init__(
@@ -69,16 +74,27 @@ class SessionDrafter:
         texts: Sequence[TextDrafter],
         max_gamma: int,
         grammar: GrammarDrafter | None = None,
+        fixed: int | None = None,
     ) -> None:
         self._remote, self._texts, self._max_gamma = remote, texts, max_gamma
-        self._grammar = grammar
-        self.has_prediction = any(text.kind is DrafterKind.PREDICTION for text in texts)
+        self._grammar, self._fixed = grammar, fixed
+        self._has_prediction = any(text.kind is DrafterKind.PREDICTION for text in texts)
         self._matches: list[Match] = []
         self._position = -1
 
-    def prepare(self, session: Session) -> Readiness:
-        """Return whether the draft model can propose now."""
-        return Readiness.ABSENT if self._remote is None else self._remote.prepare(session)
+    def candidates(self, session: Session) -> Candidates:
+        """Return what could be proposed now; what a fixed gamma would not use is left out."""
+        if self._fixed == 0:
+            return Candidates()
+        readiness = None if self._remote is None else self._remote.prepare(session)
+        model = None
+        if self._remote is not None and readiness is Readiness.READY:
+            model = self._remote.kind
+        if forced := self._num_forced(session):
+            return Candidates(num_forced=forced)
+        is_alone = self._fixed is not None and model is not None and not self._has_prediction
+        matches = () if is_alone else self.matches(session)
+        return Candidates(model, matches, is_fallback=readiness is Readiness.ABSENT)
 
     def matches(self, session: Session) -> Sequence[Match]:
         """Return what the text drafters find after the committed tokens; at most one match of each."""
@@ -96,12 +112,12 @@ class SessionDrafter:
                 self._matches = [match for match in completed if match is not None]
         return self._matches
 
-    def num_forced(self, session: Session) -> int:
+    def _num_forced(self, session: Session) -> int:
         """Return how many tokens the grammar forces after the committed ones."""
         if self._grammar is None:
             return 0
-        kinds = DrafterKind.GRAMMAR
-        return next((len(match.token_ids) for match in self.matches(session) if match.kind is kinds), 0)
+        found = (match for match in self.matches(session) if match.kind is DrafterKind.GRAMMAR)
+        return max((len(match.token_ids) for match in found), default=0)
 
     async def propose(self, session: Session, shape: Shape) -> Proposal:
         """Return the proposal of the drafter that `shape` names, empty if it has none.

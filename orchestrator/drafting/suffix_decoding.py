@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from gammaray.types import DrafterKind
 from orchestrator.cycle.session import Session
+from orchestrator.cycle.types import Match
 from orchestrator.drafting.corpus import Corpus
-from orchestrator.drafting.matches import Match
 from orchestrator.drafting.suffix_index import SuffixIndex
 
 __all__ = ["SuffixDrafter"]

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gammaray.types import DrafterKind
-from orchestrator.drafting.matches import Match
+from orchestrator.cycle.types import Match
 
 __all__ = [
     "LEVELS",

@@ -7,23 +7,22 @@ import time
 
 import pytest
 
-from gammaray.blocks import Shape, Verdict
+from gammaray.blocks import Verdict
 from gammaray.errors import UnavailableError
 from gammaray.types import DrafterKind, TokenOrigin
 from gammaray.v1 import types_pb2 as pb
+from orchestrator.control.costs import CostModel
+from orchestrator.control.fixed import FixedGamma
 from orchestrator.cycle.run import run_cycle
-from orchestrator.drafting.choice import FixedChoice
+from orchestrator.drafting.choice import DrafterChoice
 from orchestrator.drafting.prompt_lookup import PromptLookup
 from orchestrator.drafting.session_drafter import SessionDrafter
 from orchestrator.drafting.suffix_decoding import SuffixDrafter
-from orchestrator.gamma.cost_model import CostModel
-from orchestrator.gamma.fixed import FixedGamma
 from orchestrator.workers.drafter import Readiness
 from tests.support.workers.fleet_helpers import clients, emitted, fleet_of, stop_pauses_ending
 from tests.support.workers.scripted_workers import (
     PROMPT,
     VOCAB,
-    Steady,
     continuation,
     make_session,
     scripted,
@@ -41,11 +40,11 @@ def drafting_of(fleet, session, allowed=DrafterKind.MODEL, **options):
     return drafting_over(remote, session, allowed), verifier
 
 
-def drafting_over(remote, session, allowed=DrafterKind.MODEL, gamma=None):
+def drafting_over(remote, session, allowed=DrafterKind.MODEL, costs=None):
     texts = [TEXTS[allowed]()] if allowed in TEXTS else []
-    drafter = SessionDrafter(remote if allowed is DrafterKind.MODEL else None, texts, 3)
-    gamma = gamma or FixedGamma(0 if allowed is DrafterKind.NONE else 3, CostModel())
-    return drafter, FixedChoice(session, drafter, allowed, gamma)
+    gamma = 0 if allowed is DrafterKind.NONE else 3
+    drafter = SessionDrafter(remote if allowed is DrafterKind.MODEL else None, texts, 3, fixed=gamma)
+    return drafter, DrafterChoice(session, drafter, FixedGamma(gamma, costs or CostModel()))
 
 
 async def one_cycle(session, drafting, verifier):
@@ -202,22 +201,19 @@ async def test_fallback_uses_prompt_lookup_while_the_drafter_prefills():
 
 
 async def test_fallback_controller_learns_nothing_from_a_cycle_whose_drafter_failed():
-    class Watching(Steady):
-        def __init__(self, gamma):
-            super().__init__(gamma)
+    class Watching(CostModel):
+        def __init__(self):
+            super().__init__()
             self.seen = []
 
-        def next_shape(self):
-            return Shape(self.gamma, reason="mine")
-
-        def observe(self, cycle):
+        def observe(self, cycle, **_):
             self.seen.append(cycle)
 
     async with scripted("target", "draft") as (target, draft), fleet_of(target, draft) as fleet:
         session = make_session(max_tokens=100_000)
         drafter, verifier = clients(fleet, session, propose_timeout_s=1.0)
-        watching = Watching(3)
-        drafting = drafting_over(drafter, session, gamma=watching)
+        watching = Watching()
+        drafting = drafting_over(drafter, session, costs=watching)
         before = [await one_cycle(session, drafting, verifier) for _ in range(4)]
         draft.on_block = lambda block: None
         fell = await one_cycle(session, drafting, verifier)

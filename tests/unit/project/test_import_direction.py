@@ -33,7 +33,7 @@ FLOORS = {
     "orchestrator/text": 3,
     "orchestrator/access": 3,
     "orchestrator/cycle": 3,
-    "orchestrator/gamma": 4,
+    "orchestrator/control": 4,
     "orchestrator/storage": 4,
     "orchestrator/workers": 4,
     "orchestrator/drafting": 5,
@@ -95,7 +95,7 @@ NEVER_IN = {
     "services": {"fastapi", "orchestrator"},
     "orchestrator/cycle": {"ray", "redis"},
     "orchestrator/cycle/run.py": {"grpc"},
-    "orchestrator/gamma": {"grpc", "ray", "redis"},
+    "orchestrator/control": {"grpc", "ray", "redis"},
 }
 """Folder or file -> packages it must not import."""
 

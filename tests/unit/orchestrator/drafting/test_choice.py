@@ -12,14 +12,13 @@ from benchmarks.worlds import World
 from gammaray.blocks import Shape
 from gammaray.errors import UnavailableError
 from gammaray.types import DrafterKind, Proposal
-from orchestrator.drafting.choice import AdaptiveChoice, FixedChoice
+from orchestrator.control.adaptive import AdaptiveGamma
+from orchestrator.control.costs import CostModel
+from orchestrator.control.fixed import FixedGamma
+from orchestrator.cycle.types import Candidates, Match
+from orchestrator.drafting.choice import DrafterChoice
 from orchestrator.drafting.head import TargetHead
-from orchestrator.drafting.matches import Match
 from orchestrator.drafting.session_drafter import SessionDrafter
-from orchestrator.drafting.text_gamma import TextGamma
-from orchestrator.gamma.adaptive import AdaptiveGamma
-from orchestrator.gamma.cost_model import CostModel
-from orchestrator.gamma.fixed import FixedGamma
 from orchestrator.workers.drafter import Readiness
 from tests.support.cycle_helpers import make_session
 
@@ -41,7 +40,7 @@ class Finds:
 class Worker:
     """A draft worker that is in one state and proposes nothing."""
 
-    address = "a:1"
+    address, kind = "a:1", MODEL
 
     def __init__(self, readiness):
         self.readiness = readiness
@@ -55,9 +54,9 @@ class Worker:
 
 def choice_of(texts, readiness=Readiness.READY, allowed=MODEL, seed=1, costs=None, temperature=0.0):
     costs, session = costs or CostModel(random.Random(seed)), make_session()
-    drafter = SessionDrafter(Worker(readiness), texts, TEXT_DEPTH)
-    text = TextGamma(TEXT_DEPTH, costs, temperature)
-    return AdaptiveChoice(session, drafter, allowed, AdaptiveGamma(8, costs), text, costs)
+    drafter = SessionDrafter(Worker(readiness) if allowed is MODEL else None, texts, TEXT_DEPTH)
+    controller = AdaptiveGamma(8, costs, max_match=TEXT_DEPTH, temperature=temperature)
+    return DrafterChoice(session, drafter, controller)
 
 
 def play(choice, num_cycles, *, model_alpha, text_alpha, world=None, seed=1):
@@ -101,21 +100,21 @@ def test_matches_are_preferred_when_they_are_accepted_as_often_as_a_draft():
 def test_matches_end_where_further_rows_cost_more():
     world = World(spikes=0.0, draft=0.01, network=0.0, per_token=0.03, further=0.17)
     costs = CostModel(random.Random(1))
-    session, text = Lone(random.Random(1)), TextGamma(TEXT_DEPTH, costs, 0.0)
-    match = Finds().match
+    session, controller = Lone(random.Random(1)), AdaptiveGamma(0, costs, max_match=TEXT_DEPTH)
+    found = Candidates(matches=[Finds().match])
     for index in range(600):  # short proposals of the draft model, and now and then a long match
         kind, depth = (SUFFIX, TEXT_DEPTH) if index % 10 == 9 else (MODEL, 1 + index % 3)
-        if kind is SUFFIX:
-            text.best([match])
         walked = replace(world, alpha=0.8 if kind is SUFFIX else 0.4)
         cycle, _ = session.cycle(walked, Shape(depth, drafter=kind), is_first=index == 0)
-        costs.observe(cycle, was_plain=False)
         if kind is SUFFIX:
-            text.observe(cycle)
+            controller.next_shape(found)
+            controller.observe(cycle)
+        else:
+            costs.observe(cycle, was_plain=False)
     depths = []
     for _ in range(50):
         costs.renew()
-        depths.append(text.best([match])[0].depth)
+        depths.append(controller.next_shape(found).depth)
     assert sum(depths) / len(depths) < 4.5
 
 
@@ -199,8 +198,8 @@ def test_without_draft_worker_and_match_nothing_is_proposed():
 
 def test_fixed_gamma_prefers_prediction_then_model_then_the_longest_match():
     def shape_of(texts, readiness):
-        session, drafter = make_session(), SessionDrafter(Worker(readiness), texts, TEXT_DEPTH)
-        return FixedChoice(session, drafter, MODEL, FixedGamma(3, CostModel(), 6)).next_shape()
+        session, drafter = make_session(), SessionDrafter(Worker(readiness), texts, TEXT_DEPTH, fixed=3)
+        return DrafterChoice(session, drafter, FixedGamma(3, CostModel(), 6)).next_shape()
 
     prediction = Finds(DrafterKind.PREDICTION, length=0)
     assert shape_of([prediction, Finds()], Readiness.READY).drafter is DrafterKind.PREDICTION
@@ -246,10 +245,10 @@ def test_head_and_matches_compete():
     session.has_head = True
     session.token_ids.append(1)
     drafter = SessionDrafter(TargetHead(), [Finds()], TEXT_DEPTH)
-    model = AdaptiveGamma(8, costs, drafter=DrafterKind.HEAD)
-    choice = AdaptiveChoice(session, drafter, MODEL, model, TextGamma(TEXT_DEPTH, costs, 0.0), costs)
+    choice = DrafterChoice(session, drafter, AdaptiveGamma(8, costs, max_match=TEXT_DEPTH))
     assert choice.next_shape().drafter in (DrafterKind.HEAD, SUFFIX)
-    fixed = FixedChoice(session, drafter, MODEL, FixedGamma(3, costs, drafter=DrafterKind.HEAD))
+    drafter = SessionDrafter(TargetHead(), [Finds()], TEXT_DEPTH, fixed=3)
+    fixed = DrafterChoice(session, drafter, FixedGamma(3, costs))
     assert (fixed.next_shape().depth, fixed.next_shape().drafter) == (3, DrafterKind.HEAD)
     session.has_head = False  # the session has moved to a worker without one
     assert fixed.next_shape().drafter is SUFFIX

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from gammaray.types import DrafterKind, Proposal, SparseDistribution
+from orchestrator.cycle.types import Match
 from orchestrator.drafting.grammar import GrammarDrafter
-from orchestrator.drafting.matches import Match
 from tests.support.cycle_helpers import make_session
 from tests.support.processing_helpers import small_compiler
 

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from gammaray.demo_pair import resolve_model
 from gammaray.types import DrafterKind, GenerationRequest, VerificationMethod
-from orchestrator.drafting.matches import Match, to_proposal
+from orchestrator.cycle.types import Match
+from orchestrator.drafting.matches import to_proposal
 from orchestrator.drafting.prediction import PredictionDrafter, prediction_ids
 from orchestrator.text.tokenizer import LONG_TEXT, Tokenizer
 from tests.support.cycle_helpers import PROMPT, make_session

@@ -21,16 +21,16 @@ from gammaray.errors import GammarayError, InvalidArgumentError
 from gammaray.grammar.matcher import GrammarState
 from gammaray.grammar.texts import json_schema_grammar
 from gammaray.types import DrafterKind, Proposal, SamplingParams, VerificationMethod
+from orchestrator.control.costs import CostModel
+from orchestrator.control.fixed import FixedGamma
 from orchestrator.cycle.run import run_cycle
 from orchestrator.cycle.session import Session
-from orchestrator.drafting.choice import FixedChoice
+from orchestrator.cycle.types import Match
+from orchestrator.drafting.choice import DrafterChoice
 from orchestrator.drafting.grammar import GrammarDrafter
-from orchestrator.drafting.matches import Match
 from orchestrator.drafting.prediction import PredictionDrafter
 from orchestrator.drafting.prompt_lookup import PromptLookup
 from orchestrator.drafting.session_drafter import SessionDrafter
-from orchestrator.gamma.cost_model import CostModel
-from orchestrator.gamma.fixed import FixedGamma
 from services.engine.sampling.edits import row_paths
 from services.engine.sampling.logits import edited_logits, processed_log_probs
 from services.engine.sampling.noise import Noise
@@ -169,9 +169,8 @@ def run(
     target = Target(params, method, seed)
     drafter = Unchecked(texts)
     if is_checked:
-        drafter = SessionDrafter(None, texts, 16, GrammarDrafter(begin(grammar)))
-    gammas = FixedGamma(gamma, CostModel(random.Random(seed)), drafter=DrafterKind.SUFFIX)
-    choice = FixedChoice(session, drafter, DrafterKind.SUFFIX, gammas)
+        drafter = SessionDrafter(None, texts, 16, GrammarDrafter(begin(grammar)), fixed=gamma)
+    choice = DrafterChoice(session, drafter, FixedGamma(gamma, CostModel(random.Random(seed))))
 
     async def cycles() -> str:
         while session.finish_reason is None:

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.simulation import UNIT_S, Lone, crowd, drive
+from benchmarks.simulation import MODEL_ONLY, UNIT_S, Lone, crowd, drive
 from benchmarks.worlds import World, candidates
 from gammaray.blocks import Shape
-from orchestrator.gamma.adaptive import AdaptiveGamma
-from orchestrator.gamma.cost_model import CostModel
-from orchestrator.gamma.fixed import FixedGamma, Reason
+from orchestrator.control.adaptive import AdaptiveGamma
+from orchestrator.control.costs import CostModel
+from orchestrator.control.fixed import FixedGamma, Reason
 
 CHAINS, SHAPES = candidates(8, 0), candidates(8, 32)
 
@@ -144,7 +144,7 @@ def test_adaptive_gamma_respects_its_bounds():
 def test_adaptive_gamma_new_session_starts_from_the_fleet():
     costs, rng = CostModel(random.Random(4)), random.Random(4)
     drive(AdaptiveGamma(8, costs), World(alpha=0.95), 300, Lone(rng))
-    assert AdaptiveGamma(8, costs).next_shape().depth >= 5
+    assert AdaptiveGamma(8, costs).next_shape(MODEL_ONLY).depth >= 5
 
 
 def total(runs):
@@ -231,11 +231,11 @@ def test_adaptive_gamma_trials_after_plain_cycles_begin_small_and_double(max_nod
 
 
 def test_adaptive_gamma_says_why():
-    assert AdaptiveGamma(0, CostModel()).next_shape().reason == Reason.OFF.value
+    assert AdaptiveGamma(0, CostModel()).next_shape(MODEL_ONLY).reason == Reason.OFF.value
     run = drive(adaptive(1, 32), World(), 400, Lone(random.Random(1)))
     assert {shape.reason for shape in run.shapes} == {Reason.FIRST.value, Reason.BEST.value}
-    assert FixedGamma(3, CostModel()).next_shape().reason == Reason.FIXED.value
-    assert FixedGamma(0, CostModel()).next_shape().reason == Reason.OFF.value
+    assert FixedGamma(3, CostModel()).next_shape(MODEL_ONLY).reason == Reason.FIXED.value
+    assert FixedGamma(0, CostModel()).next_shape(MODEL_ONLY).reason == Reason.OFF.value
 
 
 def test_fixed_gamma_never_moves_and_still_measures():

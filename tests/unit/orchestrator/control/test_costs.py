@@ -11,9 +11,9 @@ import pytest
 from benchmarks.simulation import UNIT_S, Lone, crowd, drive, make_cycle
 from benchmarks.worlds import World
 from gammaray.blocks import Shape, VerifyTiming
-from orchestrator.gamma.adaptive import AdaptiveGamma
-from orchestrator.gamma.cost_model import HOLD, CostModel, first_children
-from orchestrator.gamma.fixed import FixedGamma
+from orchestrator.control.adaptive import AdaptiveGamma
+from orchestrator.control.costs import HOLD, CostModel
+from orchestrator.control.fixed import FixedGamma
 
 GAMMAS = (0, 0, 0, 2, 4, 8)
 
@@ -30,8 +30,8 @@ def played(world: World, num_cycles: int, seed: int = 1) -> CostModel:
 
 
 def seconds(costs: CostModel, depth: int) -> float:
-    fixed, drafted, forward = costs.mean[:3]
-    return fixed + drafted + forward * depth + costs.rows_s(costs.mean, depth)
+    mean = costs.mean
+    return mean.fixed + mean.draft + mean.forward * depth + mean.rows_s(depth)
 
 
 @pytest.mark.parametrize("world", [World(spikes=0.0), World(draft=0.4, per_token=0.1), World(network=1.0)])
@@ -67,7 +67,7 @@ def test_costs_of_a_plain_cycle_follow_from_proposals_of_different_lengths():
 
 def test_costs_learn_nothing_from_prefills_and_dead_drafters():
     costs = played(World(), 300)
-    before = list(costs.mean)
+    before = costs.mean
     slow = make_cycle(Shape(4), (), 0, draft=50.0, verify=1.1, other=0.1)
     for _ in range(50):
         costs.observe(replace(slow, draft_failed=True), was_plain=False)
@@ -86,7 +86,8 @@ def test_costs_learn_nothing_from_prefills_and_dead_drafters():
     ],
 )
 def test_first_children_are_counted_up_to_the_first_failure(levels, counted):
-    assert first_children(make_cycle(Shape(8), levels, 3, draft=0.1, verify=1.1, other=0.1)) == counted
+    cycle = make_cycle(Shape(8), levels, 3, draft=0.1, verify=1.1, other=0.1)
+    assert cycle.first_children == counted
 
 
 def test_costs_take_one_hiccup_for_noise_and_a_series_for_a_change():
@@ -127,7 +128,7 @@ def test_costs_keep_the_prompts_of_others_out_of_speed_and_rows():
             costs.observe(cycle, was_plain=False)
     assert busy.others_rows == pytest.approx(plain.others_rows, rel=0.05)
     assert busy.tokens_per_s == pytest.approx(plain.tokens_per_s, rel=0.25)
-    assert busy.mean[6] == pytest.approx(0.04 * UNIT_S, rel=0.25)
+    assert busy.mean.others_prompt == pytest.approx(0.04 * UNIT_S, rel=0.25)
 
 
 def test_samples_spread_around_what_is_believed_and_stay_possible():
@@ -137,9 +138,9 @@ def test_samples_spread_around_what_is_believed_and_stay_possible():
         costs.renew()
         samples.append(costs.sample())
     assert all(value >= 0 for sample in samples for value in sample)
-    fixed = [sample[0] for sample in samples]
-    assert sum(fixed) / len(fixed) == pytest.approx(costs.mean[0], rel=0.1)
-    assert len({round(value / costs.mean[0], 6) for value in fixed}) > 100
+    fixed = [sample.fixed for sample in samples]
+    assert sum(fixed) / len(fixed) == pytest.approx(costs.mean.fixed, rel=0.1)
+    assert len({round(value / costs.mean.fixed, 6) for value in fixed}) > 100
 
 
 def test_draws_are_held_for_some_cycles_and_shared_steps_count_once():
@@ -155,9 +156,9 @@ def test_plain_cycles_bring_back_what_was_assumed_of_drafting():
     costs = CostModel(random.Random(1))
     drive(FixedGamma(4, costs), World(draft=5.0, alpha=0.05), 100, Lone(random.Random(1)))
     drive(FixedGamma(0, costs), World(), 50, Lone(random.Random(2)))
-    dear, alpha = costs.mean[2], costs.acceptance.alpha
+    dear, alpha = costs.mean.forward, costs.acceptance.alpha
     drive(FixedGamma(0, costs), World(), 2000, Lone(random.Random(2)))
-    assert costs.mean[2] < 0.3 * dear
+    assert costs.mean.forward < 0.3 * dear
     assert costs.acceptance.alpha > 2 * alpha
 
 

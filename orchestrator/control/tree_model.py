@@ -21,8 +21,7 @@ class TreeModel:
     """Expected tokens of trees from acceptance by depth and by rank, corrected by measured lengths.
 
     The model assumes the best tree of a given size. A drafter knows where it is unsure, so its trees may be
-    better; trees of a drafter that builds none are worse. The ratio of measured to expected tokens corrects
-    for both.
+    better; those of a drafter that builds none are worse. Measured over expected tokens correct for both.
 
     Args:
         decay: Factor on all counts per cycle with a tree.

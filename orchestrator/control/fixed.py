@@ -1,0 +1,68 @@
+"""The controller that always chooses the same gamma, and the reasons that controllers give."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from enum import Enum
+
+from gammaray.blocks import Shape
+from gammaray.types import DrafterKind
+from orchestrator.control.costs import CostModel
+from orchestrator.cycle.types import Candidates, Cycle
+
+__all__ = ["FixedGamma", "Reason"]
+
+
+class Reason(str, Enum):
+    """Why a shape was chosen."""
+
+    FIXED = "fixed"
+    OFF = "off"
+    NO_DRAFTER = "no drafter"
+    FIRST = "costs unknown"
+    BEST = "best"
+    FORCED = "forced by the grammar"
+
+
+class FixedGamma:
+    """Always chooses the same gamma.
+
+    The tokens that a grammar forces are proposed alone, the request's prediction while the completion follows
+    it, else the draft model proposes, and while it cannot, the longest match in known text.
+
+    Args:
+        gamma: Depth of the shape.
+        costs: Shared by the sessions of this replica; learns from these cycles too.
+        max_nodes: Above `gamma` for trees of the draft model.
+        reason: Reason to report; by default `FIXED`, or `OFF` for gamma 0.
+    """
+
+    def __init__(
+        self, gamma: int, costs: CostModel, max_nodes: int = 0, reason: Reason | None = None
+    ) -> None:
+        reason = reason or (Reason.FIXED if gamma else Reason.OFF)
+        self._shape = Shape(gamma, max_nodes, reason=reason.value)
+        self._costs = costs
+        self._was_plain = True
+
+    def next_shape(self, candidates: Candidates) -> Shape:
+        """Return the shape of the next cycle's proposal, which names its drafter."""
+        shape, matches = self._shape, candidates.matches
+        if shape.depth == 0:
+            return shape
+        if candidates.num_forced:
+            depth = min(shape.depth, candidates.num_forced)
+            return replace(shape, depth=depth, max_nodes=0, drafter=DrafterKind.GRAMMAR)
+        if any(match.kind is DrafterKind.PREDICTION for match in matches):
+            return replace(shape, max_nodes=0, drafter=DrafterKind.PREDICTION)
+        if candidates.model is not None:
+            return replace(shape, drafter=candidates.model)
+        longest = max(matches, key=lambda match: match.length, default=None)
+        kind = DrafterKind.NGRAM if longest is None else longest.kind
+        return replace(shape, max_nodes=0, drafter=kind, is_fallback=candidates.is_fallback)
+
+    def observe(self, cycle: Cycle) -> None:
+        """Learn the costs of a finished cycle for the other sessions."""
+        if not cycle.has_fallen_back:
+            self._costs.observe(cycle, was_plain=self._was_plain)
+            self._was_plain = cycle.num_drafted == 0
