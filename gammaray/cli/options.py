@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,6 +17,7 @@ from gammaray.client.async_client import AsyncClient
 __all__ = ["Connection", "connection_options", "form_options", "read_prompts"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+_Result = TypeVar("_Result")
 _FILE = click.Path(path_type=Path)
 
 
@@ -48,6 +50,19 @@ class Connection:
             InvalidArgumentError: An option is wrong.
         """
         return AsyncClient(**asdict(self))
+
+    def call(self, work: Callable[[AsyncClient], Awaitable[_Result]]) -> _Result:
+        """Connect, do `work`, and return its result.
+
+        Raises:
+            GammarayError: The work failed, or an option is wrong.
+        """
+
+        async def run() -> _Result:
+            async with self.client() as client:
+                return await work(client)
+
+        return asyncio.run(run())
 
 
 def connection_options(timeout_s: float, *, http: bool = False) -> Callable[[_Function], _Function]:

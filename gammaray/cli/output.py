@@ -2,32 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+from typing import Any
+
 from rich.console import Console, ConsoleRenderable, Group, RenderHook
 from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["output_console"]
+__all__ = ["columns", "output_console"]
 
 _NO_WIDTH = 100_000
 """Width of output to a pipe: no cell is truncated or wrapped."""
 
 
-def output_console(width: int | None = None) -> Console:
+def output_console() -> Console:
     """Return a console for standard output.
 
     Tables written to a file or pipe are lines of aligned columns, with a heading, without box characters,
     colours or trailing spaces.
-
-    Args:
-        width: Width on a terminal, in characters; None: full width.
     """
-    console = Console(highlight=False, width=width)
+    console = Console(highlight=False)
     if console.is_terminal:
         return console
     console = Console(highlight=False, width=_NO_WIDTH, no_color=True, emoji=False)
     console.push_render_hook(_Plain(console))
     return console
+
+
+def columns(*names: str, right: Container[str] = (), **options: Any) -> Table:
+    """Return a table without lines whose columns have these names; `options` are those of `add_column`."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in names:
+        table.add_column(
+            name, justify="right" if name in right else "left", **(options or {"overflow": "fold"})
+        )
+    return table
 
 
 class _Plain(RenderHook):

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
 from collections.abc import Callable, Sequence
@@ -55,31 +56,22 @@ def _qualify(task: QualifyTask, tell: Tell) -> None:
     tell("doing", "inspecting the models")
     source = find("target", task.target, task)
     drafts = [find("draft", name, task, source) for name in task.drafts]
-    loaded = _Target(source, tell)
+
+    @functools.cache
+    def target() -> Loaded:
+        tell("doing", f"loading the target {source.name}")
+        return load(source)
+
     for draft in drafts:
         if obstacles(source.facts, draft.facts):
             # The target is not needed; load the draft, which is small, to report its own obstacles.
             tell("pair", PairFacts(target=source.facts, draft=load(draft).facts).model_dump())
         else:
-            tell("pair", _candidate(task, source, loaded.get(), draft, tell).model_dump())
+            tell("pair", _candidate(task, source, target(), draft, tell).model_dump())
             _free()
     for name in task.heads:
-        tell("pair", _local_candidate(task, source, loaded.get(), name, tell).model_dump())
+        tell("pair", _local_candidate(task, source, target(), name, tell).model_dump())
         _free()
-
-
-class _Target:
-    """The target, loaded when it is first needed."""
-
-    def __init__(self, source: Source, tell: Tell) -> None:
-        self._source, self._tell = source, tell
-        self._loaded: Loaded | None = None
-
-    def get(self) -> Loaded:
-        if self._loaded is None:
-            self._tell("doing", f"loading the target {self._source.name}")
-            self._loaded = load(self._source)
-        return self._loaded
 
 
 def _free() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -131,7 +130,7 @@ def measure(
         pair: The models.
         asks: The completions, those of one temperature together.
         task: The gammas, and when to stop.
-        tell: Called at most once per second with what was done.
+        tell: Called after each round with what was done.
 
     Raises:
         GammarayError: A model failed.
@@ -142,7 +141,7 @@ def measure(
         pair.end(completion)
     trials = []
     for temperature, group in itertools.groupby(asks, key=lambda ask: ask.temperature):
-        trials.append(_Trial(pair, tuple(group), temperature, task, _rarely(tell)))
+        trials.append(_Trial(pair, tuple(group), temperature, task, tell))
         trials[-1].run()
     runs = tuple(run for trial in trials for run in trial.runs())
     decisions = tuple(trial.decision for trial in trials) if task.error else ()
@@ -197,14 +196,13 @@ class _Trial:
 
     def _advance(self, start: int, open_completions: Sequence[dict[int, Completion]]) -> None:
         for tokens in range(_STRIDE, self._task.max_tokens + _STRIDE, _STRIDE):
-            for index, completions in enumerate(open_completions):
+            for completions in open_completions:
                 for gamma, completion in completions.items():
                     if self._verdicts.get(gamma) is not False:
                         self._cycles[gamma] += self._pair.advance(completion, gamma, tokens)
-                before = len(open_completions) * (tokens - _STRIDE)
-                now = (index + 1) * min(_STRIDE, self._task.max_tokens - tokens + _STRIDE)
-                self._report(start * self._task.max_tokens + before + now)
+            done = start * self._task.max_tokens + len(open_completions) * min(tokens, self._task.max_tokens)
             self._decide()
+            self._report(done)
             if self._is_certain:
                 return
 
@@ -276,19 +274,6 @@ class _Trial:
                 )
         found = {"compared": compared, "equal": equal, "ties": ties, "first": first, "tokens": num_tokens}
         self.equality = so_far.model_copy(update=found)
-
-
-def _rarely(tell: Callable[[str], None]) -> Callable[[str], None]:
-    """Return `tell`, limited to once per second."""
-    last = -math.inf
-
-    def limited(text: str) -> None:
-        nonlocal last
-        if time.monotonic() - last >= 1.0:
-            last = time.monotonic()
-            tell(text)
-
-    return limited
 
 
 def _median(values: Sequence[float]) -> float | None:

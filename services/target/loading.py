@@ -23,7 +23,7 @@ __all__ = ["load_local_drafter"]
 
 TRAINED_WINDOW = 64
 """Positions that a head of `gammaray train` reads of a prompt: with the newest 32, 1 - TV is 0.374 instead of
-0.376 (`benchmarks.feature_window`), and a prompt of 500 tokens takes the head 25 ms."""
+0.376, and a prompt of 500 tokens takes the head 25 ms."""
 
 
 def load_local_drafter(settings: TargetSettings, engine: Engine) -> LocalDrafter:

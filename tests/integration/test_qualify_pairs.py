@@ -199,7 +199,7 @@ def test_any_draft_is_lossless(schedulers):
     told = []
     runs, equality, decisions = measure(Pair(*schedulers), asks, task(gammas=(1, 4)), told.append)
     assert decisions == ()
-    assert told[0] == "temperature 0: 4 of up to 32 tokens per gamma"
+    assert told[0] == "temperature 0: 8 of up to 32 tokens per gamma"
     assert [(one.compared, one.equal, one.tokens) for one in equality] == [(4, 4, 64), (4, 4, 64)]
     assert [(run.temperature, run.gamma) for run in runs] == [
         (temperature, gamma) for temperature in (0.0, 1.0) for gamma in (0, 1, 4)

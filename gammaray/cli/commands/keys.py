@@ -6,10 +6,9 @@ import json
 from pathlib import Path
 
 import click
-from rich.table import Table
 from rich.text import Text
 
-from gammaray.cli.output import output_console
+from gammaray.cli.output import columns, output_console
 from gammaray.security.keys import create_key, read_keys, revoke_key
 
 __all__ = ["keys"]
@@ -55,9 +54,7 @@ def list_keys(path: Path, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps({"keys": entries}, indent=2))
         return
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("ID", "TENANT", "CREATED", "NOTE"):
-        table.add_column(name, overflow="fold")
+    table = columns("ID", "TENANT", "CREATED", "NOTE")
     for entry in entries:
         table.add_row(*(Text(entry[name]) for name in ("id", "tenant", "created_at", "note")))
     output_console().print(table)

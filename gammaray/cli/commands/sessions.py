@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TypeVar
 
 import click
 from rich.table import Table
 
 from gammaray.cli.options import Connection, connection_options
-from gammaray.cli.output import output_console
+from gammaray.cli.output import columns, output_console
 from gammaray.cli.values import IntRange
 from gammaray.client.async_client import AsyncClient
 from gammaray.wire.sessions import SessionInfo
 
 __all__ = ["sessions"]
-
-_Result = TypeVar("_Result")
 
 
 @click.group()
@@ -35,7 +31,7 @@ def sessions() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
 def list_(connection: Connection, limit: int, as_json: bool) -> None:
     """List your sessions, most recently active first."""
-    found = _call(connection, lambda client: client.list_sessions(limit, timeout_s=connection.timeout_s))
+    found = connection.call(lambda client: client.list_sessions(limit, timeout_s=connection.timeout_s))
     if as_json:
         click.echo(json.dumps({"sessions": [asdict(info) for info in found]}, indent=2))
         return
@@ -57,7 +53,7 @@ def resume(session: str, connection: Connection, turn: int, offset: int) -> None
         async for chunk in chunks:
             click.echo(chunk.text, nl=chunk.finish_reason is not None)
 
-    _call(connection, stream)
+    connection.call(stream)
 
 
 @sessions.command()
@@ -65,7 +61,7 @@ def resume(session: str, connection: Connection, turn: int, offset: int) -> None
 @connection_options(timeout_s=10.0)
 def cancel(session: str, connection: Connection) -> None:
     """End the current turn of a SESSION permanently."""
-    info = _call(connection, lambda client: client.cancel(session, timeout_s=connection.timeout_s))
+    info = connection.call(lambda client: client.cancel(session, timeout_s=connection.timeout_s))
     click.echo(f"{info.session_id}: {_state(info)}, {info.emitted_tokens} tokens")
 
 
@@ -74,16 +70,8 @@ def cancel(session: str, connection: Connection) -> None:
 @connection_options(timeout_s=10.0)
 def delete(session: str, connection: Connection) -> None:
     """End and delete a SESSION."""
-    existed = _call(connection, lambda client: client.delete_session(session, timeout_s=connection.timeout_s))
+    existed = connection.call(lambda client: client.delete_session(session, timeout_s=connection.timeout_s))
     click.echo(f"{session}: deleted" if existed else f"{session}: not found")
-
-
-def _call(connection: Connection, work: Callable[[AsyncClient], Awaitable[_Result]]) -> _Result:
-    async def run() -> _Result:
-        async with connection.client() as client:
-            return await work(client)
-
-    return asyncio.run(run())
 
 
 def _state(info: SessionInfo) -> str:
@@ -91,17 +79,14 @@ def _state(info: SessionInfo) -> str:
 
 
 def _table(found: Sequence[SessionInfo]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("SESSION", "TURN", "STATE", "PROMPT", "EMITTED", "EPOCH", "EXPIRES IN"):
-        is_text = name in ("SESSION", "STATE")
-        table.add_column(name, overflow="fold", justify="left" if is_text else "right")
+    numbers = ("TURN", "PROMPT", "EMITTED", "EPOCH", "EXPIRES IN")
+    table = columns("SESSION", "TURN", "STATE", *numbers[1:], right=numbers)
     for info in found:
-        numbers = (info.prompt_tokens, info.emitted_tokens, info.epoch)
         table.add_row(
             info.session_id,
             str(info.turn),
             _state(info),
-            *map(str, numbers),
+            *map(str, (info.prompt_tokens, info.emitted_tokens, info.epoch)),
             f"{info.expires_in_ms / 1000:.0f} s",
         )
     return table

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from gammaray.cli.activity import Activity, Speculation, Worker, measure
 from gammaray.cli.options import Connection, connection_options
-from gammaray.cli.output import output_console
+from gammaray.cli.output import columns, output_console
 from gammaray.cli.values import FloatRange
 from gammaray.client.async_client import AsyncClient
 
@@ -96,20 +96,9 @@ def view(activity: Activity, history: deque[float]) -> RenderableType:
 
 
 def _speculation(activity: Activity) -> Table:
-    table = _table(
-        "ORCHESTRATOR",
-        *(
-            "RUNNING",
-            "WAITING",
-            "TOKENS/S",
-            "CYCLES/S",
-            "TOKENS/CYCLE",
-            "ALPHA",
-            "GAMMA",
-            "SPEEDUP",
-            "ERRORS/S",
-        ),
-    )
+    speeds = ("TOKENS/S", "CYCLES/S", "TOKENS/CYCLE", "ALPHA", "GAMMA", "SPEEDUP", "ERRORS/S")
+    numbers = ("RUNNING", "WAITING", *speeds)
+    table = columns("ORCHESTRATOR", *numbers, right=numbers, no_wrap=True)
     rows = [(str(own.pid), own) for own in activity.orchestrators]
     if len(rows) > 1:
         rows.append(("all", activity.total))
@@ -133,10 +122,8 @@ def _speculation_row(own: Speculation) -> list[str]:
 
 
 def _workers(workers: tuple[Worker, ...]) -> Table:
-    table = _table(
-        "WORKER",
-        *("ADDRESS", "HEALTHY", "SESSIONS", "QUEUE", "BUSY", "STEPS/S", "BATCH", "KV CACHE", "AHEAD HITS"),
-    )
+    numbers = ("SESSIONS", "QUEUE", "BUSY", "STEPS/S", "BATCH", "KV CACHE", "AHEAD HITS")
+    table = columns("WORKER", "ADDRESS", "HEALTHY", *numbers, right=numbers, no_wrap=True)
     for worker in workers:
         table.add_row(
             worker.role,
@@ -150,14 +137,6 @@ def _workers(workers: tuple[Worker, ...]) -> Table:
             f"{worker.cache_use:.1%}",
             "-" if worker.ahead_hit_rate is None else f"{worker.ahead_hit_rate:.0%}",
         )
-    return table
-
-
-def _table(first: str, *others: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column(first, no_wrap=True)
-    for name in others:
-        table.add_column(name, justify="left" if name in ("ADDRESS", "HEALTHY") else "right", no_wrap=True)
     return table
 
 

@@ -4,7 +4,6 @@ No tracing backend is needed. Each cycle is one line, with a bar divided by phas
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -177,7 +176,7 @@ _PIPE_WIDTH = 120
 @click.option("--last", type=IntRange(1), help="Show only the latest N cycles.")
 def trace(session: str, connection: Connection, as_json: bool, last: int | None) -> None:
     """Show the tokens and times of each cycle of a SESSION."""
-    cycles = asyncio.run(_fetch(session, connection))
+    cycles = connection.call(lambda client: client.session_trace(session, timeout_s=connection.timeout_s))
     cycles = cycles[-last:] if last is not None else cycles
     if as_json:
         click.echo(
@@ -190,8 +189,3 @@ def trace(session: str, connection: Connection, as_json: bool, last: int | None)
     console = output_console()
     width = console.width if console.is_terminal else _PIPE_WIDTH
     console.print(timeline(cycles, bar_width=max(20, width // 3)))
-
-
-async def _fetch(session: str, connection: Connection) -> list[CycleRecord]:
-    async with connection.client() as client:
-        return await client.session_trace(session, timeout_s=connection.timeout_s)
