@@ -64,6 +64,6 @@ def wait_for_any(sessions: Iterable[SessionCopy | None]) -> None:
     """Wait a moment for the masks of one of these sessions, where a scheduler has nothing else to do."""
     masking: list[Future[GammarayError | None]] = []
     for session in sessions:
-        if session is not None and session.masking is not None:
+        if session is not None and session.masking is not None and session.is_masking:
             masking.append(session.masking)
     wait(masking, POLL_S, FIRST_COMPLETED)

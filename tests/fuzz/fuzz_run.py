@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,13 +18,13 @@ from tests.fuzz.census import Holding, growth, settled
 from tests.fuzz.grpc_fuzz import fuzz_public, fuzz_worker
 from tests.fuzz.hostile import fuzz_with_hostile_drafter, fuzz_with_hostile_target
 from tests.fuzz.http_fuzz import fuzz_http
-from tests.fuzz.limits import FIELDS, grow_fields
+from tests.fuzz.limits import FIELDS, Growing, grow_fields
 from tests.fuzz.openapi_fuzz import fuzz_openapi
 
 if TYPE_CHECKING:
     from tests.support.cluster.cluster_helpers import Cluster
 
-__all__ = ["Report", "run"]
+__all__ = ["Report", "run", "run_limits"]
 
 NUM_HTTP, NUM_GRPC = 3, 3
 END_TIMEOUT_S = 75.0
@@ -97,6 +97,14 @@ def run(cluster: Cluster, seconds: float, seed: int, say: Callable[[str], None])
     campaign.counts.update(limits.counts)
     _check_alive(cluster, campaign)
     return Report(campaign, before, after, growth(before, after), fields)
+
+
+def run_limits(cluster: Cluster, seconds: float, seed: int, fields: Sequence[Growing]) -> Report:
+    """Grow some fields only."""
+    before, campaign = settled(lambda: _status(cluster)), Campaign(seconds, seed)
+    grown = asyncio.run(grow_fields(cluster, campaign, fields))
+    _check_alive(cluster, campaign)
+    return Report(campaign, before, settled(lambda: _status(cluster), before), [], grown)
 
 
 async def _fuzz(cluster: Cluster, redis: RedisServer, campaign: Campaign, seed: int) -> None:

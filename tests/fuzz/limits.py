@@ -4,7 +4,8 @@ One request at a time is sent, with a field that is larger each time, up to the 
 beyond it. Meanwhile another client's stream (gamma 0) is read, the canary, and the memory of every process is
 watched. A field is wrong if each time of `NUM_TRIES` the canary waits longer for a token than `MAX_GAP_S`,
 longer than it does alone, and longer than beside the same request with gamma 0, whose computation is the
-target's own; or if a process needs more memory than the request explains.
+target's own; or if a process needs more memory than the request explains. Alone it is read right after each
+of these tries, for as long as the request took: other work of the machine is in both.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -30,10 +31,6 @@ if TYPE_CHECKING:
 
 MAX_GAP_S = 0.25
 NUM_TRIES = 3
-ALONE_S = 6.0
-"""How long the canary is read alone at first, for the gaps that the machine itself makes, and again after a
-request beside which it waited: the machine may have become busy."""
-
 DEADLINE_MS = 15_000
 ANSWER_TIMEOUT_S = 60.0
 SAMPLE_S = 0.05
@@ -220,11 +217,15 @@ class Canary:
                     self._seen.set()
             await asyncio.sleep(0.01)
 
-    async def longest_since(self, start: float) -> float:
-        """Return the longest gap that ended after `start`; waits for the next token, so that none is open."""
+    async def settle(self) -> None:
+        """Wait for the next tokens, so that no gap of the time before is open."""
         for _ in range(2):
             self._seen.clear()
             await asyncio.wait_for(self._seen.wait(), ANSWER_TIMEOUT_S)
+
+    async def longest_since(self, start: float) -> float:
+        """Return the longest gap that ended after `start`; waits for the next token, so that none is open."""
+        await self.settle()
         return max((gap for at, gap in self.gaps if at >= start), default=0.0)
 
 
@@ -281,8 +282,8 @@ async def _running(*work: Any) -> AsyncIterator[None]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def grow_fields(cluster: Cluster, campaign: Campaign) -> list[str]:
-    """Grow the fields in an order that the seed draws, until all are done or the campaign is over.
+async def grow_fields(cluster: Cluster, campaign: Campaign, fields: Sequence[Growing] = FIELDS) -> list[str]:
+    """Grow fields in an order that the seed draws, until all are done or the campaign is over.
 
     Returns:
         The names of the fields whose limit was reached.
@@ -295,39 +296,57 @@ async def grow_fields(cluster: Cluster, campaign: Campaign) -> list[str]:
         httpx.AsyncClient(base_url=cluster.http, timeout=ANSWER_TIMEOUT_S, limits=limits) as http,
         _running(canary.run(client), memory.watch()),
     ):
-        grower = _Grower(http, canary, memory, campaign)
-        alone_s = await grower.alone_s(min(ALONE_S, campaign.left_s / 4))
-        for growing in dice.sample(FIELDS, len(FIELDS)):
+        grower = Grower(http, canary, memory, campaign)
+        for growing in dice.sample(fields, len(fields)):
             for label, body in growing.bodies():
                 if campaign.is_over:
                     return done
-                await grower.check(growing.path, label, body, alone_s)
+                await grower.check(growing.path, label, body)
             done.append(growing.name)
     return done
 
 
-class _Grower:
-    """Sends requests and judges what they do to others."""
+class Grower:
+    """Sends requests and judges what they do to others.
 
-    def __init__(self, http: httpx.AsyncClient, canary: Canary, memory: Memory, campaign: Campaign) -> None:
+    Args:
+        http: Client of the server.
+        canary: Is read by another task.
+        memory: Is watched by another task.
+        campaign: Takes the findings.
+        alone_s: Bounds of how long the canary is read alone after a request beside which it waited, for the
+            gaps that the machine itself makes.
+    """
+
+    def __init__(
+        self,
+        http: httpx.AsyncClient,
+        canary: Canary,
+        memory: Memory,
+        campaign: Campaign,
+        alone_s: tuple[float, float] = (2.0, 15.0),
+    ) -> None:
         self._http, self._canary, self._memory, self._campaign = http, canary, memory, campaign
+        self._least_s, self._most_s = alone_s
 
-    async def alone_s(self, seconds: float) -> float:
-        """Read the canary alone; return its longest gap."""
+    async def _alone_s(self, seconds: float) -> float:
+        """Read the canary alone, about as long as beside a request; return its longest gap."""
         started = time.monotonic()
-        await asyncio.sleep(seconds)
+        await asyncio.sleep(min(max(seconds, self._least_s), self._most_s))
         return await self._canary.longest_since(started)
 
-    async def check(self, path: str, label: str, body: dict[str, Any], alone_s: float) -> None:
+    async def check(self, path: str, label: str, body: dict[str, Any]) -> None:
         """Send a request until it does no harm, at most `NUM_TRIES` times; blame it if it always did."""
         has_grammar = not body.keys().isdisjoint(("structured_outputs", "response_format", "tools"))
         bound_mb = MAX_GRAMMAR_MB if has_grammar else MAX_GROWTH_MB
         gaps: list[float] = []
+        alone: list[float] = []
         grown: list[str] = []
         answer: httpx.Response | None = None
         for _ in range(NUM_TRIES):
             before = self._memory.sample()
             self._memory.peaks = dict(before)
+            started = time.monotonic()
             try:
                 gap_s, answer = await self._send(path, body)
             except httpx.HTTPError as error:
@@ -336,15 +355,18 @@ class _Grower:
             self._campaign.count("limits", str(answer.status_code), wrong=_wrong(answer, label))
             gaps.append(gap_s)
             grown = self._memory.growth(before, bound_mb)
-            if gap_s <= max(MAX_GAP_S, alone_s) and not grown:
+            if gap_s <= MAX_GAP_S and not grown:
                 return
-        if min(gaps) > max(MAX_GAP_S, alone_s):
-            alone_s = max(alone_s, await self.alone_s(ALONE_S))
+            if gap_s > MAX_GAP_S:
+                alone.append(await self._alone_s(time.monotonic() - started))
+                if gap_s <= alone[-1] and not grown:
+                    return
+        if min(gaps) > max(MAX_GAP_S, *alone):
             has_run = answer is not None and answer.status_code in (200, 504)
             plain = await self._plain_gaps(path, body) if has_run else []
-            if min(gaps) > max(alone_s, *plain, 0.0):
+            if min(gaps) > max(plain, default=0.0):
                 beside = f", {_seconds(plain)} s with gamma 0" if plain else ""
-                waited = f"another stream waited {_seconds(gaps)} s ({alone_s:.2f} s alone{beside})"
+                waited = f"another stream waited {_seconds(gaps)} s ({_seconds(alone)} s alone{beside})"
                 self._campaign.blame(f"limits: {label}: {waited}")
         # Of the last try: a process that keeps memory of the first does not need it again.
         for complaint in grown:
@@ -363,6 +385,8 @@ class _Grower:
         """Return the canary's longest gap during a request, and the answer."""
         content = json.dumps(body).encode()
         headers = {"content-type": "application/json", "gammaray-timeout-ms": str(DEADLINE_MS)}
+        # The canary is not read while this process encodes a large body, or looks at the memory.
+        await self._canary.settle()
         started = time.monotonic()
         answer = await self._http.post(path, content=content, headers=headers)
         return await self._canary.longest_since(started), answer
