@@ -120,6 +120,7 @@ async def run(
     outcome, start = Outcome(campaign), time.monotonic()
     dice = [campaign.dice(f"client {number}") for number in range(options.clients)]
     round_s = min(options.round_s, options.seconds / MIN_CENSUSES)
+    num_said = 0
     for number in campaign.rounds():
         # Each census has load before it, also when the round before has run into this one.
         until = max(start + (number + 1) * round_s, time.monotonic() + round_s / 2)
@@ -131,6 +132,9 @@ async def run(
             say(campaign.wrong[-1])
             continue
         say(_line(outcome.censuses[-1], campaign))
+        for wrong in list(campaign.wrong)[num_said:]:
+            say(f"wrong: {wrong}")
+        num_said = len(campaign.wrong)
     say("what it says at the end ...")
     outcome.num_again = await _again(grpc, expected, campaign)
     outcome.left = await _left(observer, start)
