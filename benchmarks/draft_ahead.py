@@ -38,7 +38,7 @@ from services.engine.loader import load_engine
 from services.scheduling.metrics import AheadStats
 from services.scheduling.planning import Limits
 from services.scheduling.tasks import ProposeTask, Release, SessionSpec, Task, VerifyTask
-from services.speculation.throttle import Throttle
+from services.speculation.throttle import AHEAD_ROWS, Throttle
 from services.target.scheduler import TargetScheduler
 
 __all__ = ["Pair", "Run", "main"]
@@ -113,9 +113,7 @@ class Pair:
 
     def run(self, run: Run, texts: Sequence[str], num_tokens: int) -> Run:
         """Complete every text, and count."""
-        draft = DraftScheduler(
-            self._draft, _LIMITS, draft_top_k=64, weight_bits=12, ahead_rows=4 if run.window else 0
-        )
+        draft = DraftScheduler(self._draft, _LIMITS, ahead_rows=AHEAD_ROWS if run.window else 0)
         if draft.lookahead is not None:
             draft.lookahead.throttle = _Open()
         target = TargetScheduler(self._target, _LIMITS)

@@ -45,7 +45,7 @@ VARIANTS = (OFF, OPEN, THROTTLE, IDLE)
 GAMMA, MAX_TOKENS = 4, 160
 
 
-def run_worker(variant: str, options: Sequence[str]) -> int:
+def run_worker(variant: str) -> int:
     """Run a draft worker of a variant in this process."""
     from services.draft import lookahead
     from services.draft.__main__ import main as draft_main
@@ -54,7 +54,7 @@ def run_worker(variant: str, options: Sequence[str]) -> int:
         lookahead.can_give_way = lambda: False
     if variant in (OFF, OPEN):
         lookahead.Throttle.is_open = variant == OPEN  # a property otherwise
-    sys.argv[1:] = options
+    sys.argv[1:] = []
     return draft_main()
 
 
@@ -78,11 +78,13 @@ async def measure(placement: str, target_core: str, draft_core: str, rounds: int
     async with AsyncExitStack() as exits:
         directory = exits.enter_context(tempfile.TemporaryDirectory())
         redis = exits.enter_context(RedisServer.start(Path(directory)))
-        target, _ = exits.enter_context(worker_process("target", "--cpu-affinity", target_core))
+        target, _ = exits.enter_context(worker_process("target", cores=target_core))
         stacks = {}
         for variant in VARIANTS:
-            options = ("--worker", variant, "--", "--cpu-affinity", draft_core)
-            draft, _ = exits.enter_context(worker_process("draft", *options, module="benchmarks.throttle"))
+            options = ("--worker", variant)
+            draft, _ = exits.enter_context(
+                worker_process("draft", *options, module="benchmarks.throttle", cores=draft_core)
+            )
             stacks[variant] = await exits.enter_async_context(connected_stack(redis.url, target, draft, {}))
         for number in range(-2, rounds):  # two warm-ups
             for variant in random.Random(number).sample(VARIANTS, len(VARIANTS)):
@@ -123,10 +125,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=16)
     parser.add_argument("--worker", choices=VARIANTS, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help="result file (default: in benchmarks/results)")
-    parser.add_argument("options", nargs="*", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.worker:
-        sys.exit(run_worker(options.worker, options.options))
+        sys.exit(run_worker(options.worker))
     result = run_or_exit(measure_all(options.rounds))
     table = plain_table(f"Draft-ahead at gamma {GAMMA}", ("workers on", "draft-ahead", "tok/s", "x off"))
     for point in result["points"]:

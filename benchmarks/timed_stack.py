@@ -161,15 +161,17 @@ class Stack:
 
 
 @contextmanager
-def worker_process(role: str, *options: str, module: str = "") -> Iterator[tuple[str, int]]:
+def worker_process(role: str, *options: str, module: str = "", cores: str = "") -> Iterator[tuple[str, int]]:
     """Run a draft or target worker of the demo pair; yields its address and pid.
 
     Args:
         role: draft or target.
         options: Its options.
         module: Module that is run; empty: `services.<role>`.
+        cores: Comma-separated CPU cores that it is pinned to; empty: it may use all.
     """
-    command = [sys.executable, "-m", module or f"services.{role}", *options]
+    pinned = ["taskset", "--cpu-list", cores] if cores else []
+    command = [*pinned, sys.executable, "-m", module or f"services.{role}", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -189,11 +191,11 @@ async def running_stack(pinned: bool) -> AsyncIterator[Stack]:
     with (
         tempfile.TemporaryDirectory() as directory,
         RedisServer.start(Path(directory)) as server,
-        worker_process("target", "--redis-url", server.url, "--cpu-affinity", target_cores) as (
+        worker_process("target", "--redis-url", server.url, cores=target_cores) as (
             target_address,
             target_pid,
         ),
-        worker_process("draft", "--redis-url", server.url, "--cpu-affinity", draft_cores) as (
+        worker_process("draft", "--redis-url", server.url, cores=draft_cores) as (
             draft_address,
             draft_pid,
         ),

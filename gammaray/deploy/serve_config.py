@@ -42,8 +42,12 @@ _POLICIES = {
     "orchestrator": "orchestrator.scaling_policy:OrchestratorPolicy",
     "target": "services.serve.policy:TargetPolicy",
 }
-_NUM_REPORTS = 10
-"""Number of load reports that a scaling decision considers."""
+REPORT_INTERVAL_S, _NUM_REPORTS = 1.0, 10
+"""Seconds between load reports of a replica, and how many of them a scaling decision considers."""
+
+SCALE_UP_DELAY_S, SCALE_DOWN_DELAY_S = 3.0, 60.0
+"""Seconds that more or fewer replicas must be wanted before Serve acts: one too few delays requests, one too
+many only costs, and a new one may load its model for minutes."""
 
 SHRINK_MARGIN = 0.7
 """A replica is removed only if the load per remaining one is at most this share of the wanted load."""
@@ -55,17 +59,17 @@ def autoscaling_config(role: str, size: PoolSize, settings: ScalingSettings) -> 
     Args:
         role: "draft", "orchestrator" or "target".
         size: Bounds; if they are equal, the pool reports its load and keeps its size.
-        settings: Thresholds and delays.
+        settings: Thresholds.
     """
     return {
         "min_replicas": size.minimum,
         # A pool with minimum 0 starts with one replica, to measure whether drafting pays.
         "initial_replicas": max(1, size.minimum),
         "max_replicas": size.maximum,
-        "metrics_interval_s": settings.report_interval_s,
-        "look_back_period_s": _NUM_REPORTS * settings.report_interval_s,
-        "upscale_delay_s": settings.scale_up_delay_s,
-        "downscale_delay_s": settings.scale_down_delay_s,
+        "metrics_interval_s": REPORT_INTERVAL_S,
+        "look_back_period_s": _NUM_REPORTS * REPORT_INTERVAL_S,
+        "upscale_delay_s": SCALE_UP_DELAY_S,
+        "downscale_delay_s": SCALE_DOWN_DELAY_S,
         "policy": {
             "policy_function": _POLICIES[role],
             "policy_kwargs": {"settings": settings.model_dump(mode="json")},

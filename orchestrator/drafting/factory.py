@@ -29,9 +29,20 @@ from orchestrator.gamma.cost_model import CostModel
 from orchestrator.gamma.fixed import FixedGamma, Reason
 from orchestrator.workers.drafter import RemoteDrafter
 from orchestrator.workers.pool import WorkerPool
-from orchestrator.workers.verifier import TargetPool, has_head, takes_trees
+from orchestrator.workers.verifier import VERIFY_TIMEOUT_S, TargetPool, has_head, takes_trees
 
 __all__ = ["Drafting"]
+
+PROPOSE_TIMEOUT_S = 2.0
+"""Longest wait for one proposal, after which the cycle goes on without one; usual delays lower it, see
+`orchestrator.workers.backoff.Patience`."""
+
+MAX_TEXT_GAMMA = 24
+"""Upper bound of an adaptive gamma for proposals that are looked up: repetitions are longer than what a model
+drafts well, and cost nothing to propose."""
+
+MAX_CORPUS_TOKENS = 2**20
+"""Most tokens of past outputs that a replica keeps, 20 bytes each: 20 MiB, or 4096 outputs of 256 tokens."""
 
 
 class Drafting:
@@ -62,8 +73,8 @@ class Drafting:
         self._server = server
         self.costs = CostModel()
         # Proposals from past outputs are a shared cache: without prefix caching nothing is shared.
-        max_tokens = settings.max_corpus_tokens if settings.prefix_caching else 0
-        self.corpus = Corpus(max_tokens, settings.max_tenant_corpus_share, settings.session_ttl_s)
+        max_tokens = MAX_CORPUS_TOKENS if settings.prefix_caching else 0
+        self.corpus = Corpus(max_tokens, settings.max_tenant_share, settings.session_ttl_s)
 
     def open(
         self,
@@ -88,7 +99,7 @@ class Drafting:
         kind = DrafterKind.MODEL if self._server is None else DrafterKind.SERVER
         if isinstance(remote, TargetHead):
             kind, session.uses_head, session.has_head = DrafterKind.HEAD, True, True
-        by_server = settings.max_text_gamma if settings.max_gamma > 0 else 0
+        by_server = MAX_TEXT_GAMMA if settings.max_gamma > 0 else 0
         max_text = policy.fixed or policy.max_gamma or by_server
         texts = self._texts(request, prediction) if max_text > 0 else []
         forced = GrammarDrafter(grammar) if grammar is not None and max_text > 0 else None
@@ -134,8 +145,7 @@ class Drafting:
         self, session: Session, request: GenerationRequest, spec: pb.SessionSpec
     ) -> ModelDrafter | None:
         """Return the drafter that has a model, if the request allows one."""
-        settings = self._settings
-        bounds = {"timeout_s": settings.propose_timeout_s, "prefill_timeout_s": settings.verify_timeout_s}
+        bounds = {"timeout_s": PROPOSE_TIMEOUT_S, "prefill_timeout_s": VERIFY_TIMEOUT_S}
         if self._server is not None:
             if not request.drafter.is_model or _tests_distributions(request):
                 return None

@@ -26,11 +26,18 @@ class Trust:
         orchestrator: Fields of OrchestratorSettings.
         worker: Fields of WorkerSettings.
         api_key: The launcher's own key; None if no keys are required.
+        local_only: Orchestrators reject gRPC calls from other machines.
     """
 
     orchestrator: Mapping[str, Any]
     worker: Mapping[str, Any]
     api_key: str | None
+    local_only: bool = False
+
+    @property
+    def probe_key_sha256(self) -> str:
+        """SHA-256 of the launcher's own key; empty if no keys are required."""
+        return hash_key(self.api_key) if self.api_key is not None else ""
 
 
 def check_access(settings: ClusterSettings) -> None:
@@ -63,10 +70,7 @@ def arrange_trust(settings: ClusterSettings, directory: Path) -> Trust:
     if settings.api_keys_file:
         api_key = make_secret()
         orchestrator["api_keys_file"] = str(Path(settings.api_keys_file).absolute())
-        orchestrator["probe_key_sha256"] = hash_key(api_key)
-    elif is_loopback(settings.host):
-        orchestrator["local_only"] = True
-    if not settings.api_keys_file:
+    else:
         orchestrator["allowed_hosts"] = _own_names(settings)
     if settings.worker_tls:
         from gammaray.security.certs import make_certificates
@@ -74,7 +78,7 @@ def arrange_trust(settings: ClusterSettings, directory: Path) -> Trust:
         files = make_certificates(directory / "tls")
         orchestrator |= _fields(files["orchestrator"])
         worker |= _fields(files["worker"])
-    return Trust(orchestrator, worker, api_key)
+    return Trust(orchestrator, worker, api_key, api_key is None and is_loopback(settings.host))
 
 
 def _own_names(settings: ClusterSettings) -> str:

@@ -31,6 +31,7 @@ from services.scheduling.sessions import SessionCopy
 from services.scheduling.tasks import ProposeTask, Timing
 from services.speculation.gain import GainMeter
 from services.speculation.head_drafter import HeadDrafter
+from services.speculation.predictions import DRAFT_TOP_K, WEIGHT_BITS
 
 __all__ = ["HeadScheduler", "load_head_engine"]
 
@@ -53,8 +54,8 @@ class HeadScheduler(Scheduler[ProposeTask]):
         engine: HeadEngine,
         limits: Limits,
         *,
-        draft_top_k: int,
-        weight_bits: int,
+        draft_top_k: int = DRAFT_TOP_K,
+        weight_bits: int = WEIGHT_BITS,
         grammars: Grammars | None = None,
     ) -> None:
         super().__init__(engine, limits, grammars=grammars)
@@ -138,7 +139,6 @@ def load_head_engine(name: str, target: str, settings: DraftSettings) -> HeadEng
         max_context=max_context_of(target, load_config(target).get_text_config()),
         weights=settings.draft_weights,
         uses_kernel=settings.engine != "transformers",
-        kernel_cache=settings.kernel_cache,
         setting="draft_weights",
     )
     if isinstance(engine.runner, NativeRunner):

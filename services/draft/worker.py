@@ -160,8 +160,7 @@ class DraftWorker(Worker[DraftSettings]):
             head = load_head_engine(path, target, self.settings)
             model = Model(name, head.vocab_size, head.max_context, vocab_sha256(target), kernel=head.kernel)
             grammars = Grammars(target, head.vocab_size)
-            top_k, bits = self.settings.draft_top_k, self.settings.weight_bits
-            return model, HeadScheduler(head, limits, draft_top_k=top_k, weight_bits=bits, grammars=grammars)
+            return model, HeadScheduler(head, limits, grammars=grammars)
         engine = load_worker_engine(path, self.settings, draft_for=target)
         vocab_size, digest, translation = self._vocabulary(path, engine)
         model = Model(name, vocab_size, engine.max_context, digest, kernel=engine.kernel)

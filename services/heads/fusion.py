@@ -18,20 +18,19 @@ class FeatureFusion:
     Args:
         head: The head, on its device, in its type; of its modules only those of `EagleHead.fuse` are used.
         uses_kernel: Use the compiled kernel on a CPU.
-        kernel_cache: Folder of compiled kernels; empty: the default of `load_kernel`.
 
     Attributes:
         taps: The hidden states that it reads, by the ids of `Engine.tap`.
         width: Values of a feature.
     """
 
-    def __init__(self, head: EagleHead, *, uses_kernel: bool = True, kernel_cache: str = "") -> None:
+    def __init__(self, head: EagleHead, *, uses_kernel: bool = True) -> None:
         self.taps, self.width = head.config.taps, head.feature_size
         self._head, self._fc = head, None
         weight = self._weight
         is_covered = weight.device.type == "cpu" and weight.dtype == torch.float32
         if uses_kernel and head.config.is_fused and is_covered:
-            library = load_kernel(kernel_cache).library
+            library = load_kernel().library
             self._fc = None if library is None else KernelMap(head.fc, library)
 
     def __call__(self, states: Tensor) -> Tensor:

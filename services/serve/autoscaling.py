@@ -12,8 +12,8 @@ Signals of each worker (`services.scheduling.load`), as means over the last repo
 
 Against oscillation: a pool grows above `load` per worker, and shrinks only if the load fits into 70 % of
 `load` with one worker less (so the new state is far from growing again); workers are removed one at a time; a
-pool does not grow while workers start or stop; Serve acts only when a decision holds for `scale_up_delay_s`
-or `scale_down_delay_s`; after drafters below `min_gain`, none is added for a pause that doubles each time.
+pool does not grow while workers start or stop; Serve acts only when a decision holds for `SCALE_UP_DELAY_S`
+or `SCALE_DOWN_DELAY_S`; after drafters below `min_gain`, none is added for a pause that doubles each time.
 """
 
 from __future__ import annotations
@@ -36,6 +36,9 @@ CACHE_FULL = 0.85
 
 MAX_HIT_RATE = 0.9
 """Upper bound of the hit rate: above it, the load without hits cannot be estimated."""
+
+RETRY_S = 60.0
+"""First pause after drafters below `min_gain` were removed: as long as a pool waits before it shrinks."""
 
 MAX_DOUBLINGS = 4
 """Upper bound of doublings of the pause after drafters below `min_gain`."""
@@ -129,7 +132,7 @@ def wanted_drafters(
     # Drafters without requests while targets work have too little gain: controllers stopped using them.
     if max(pool.in_flight, demand) > 0 and pool.is_settled:
         if sum(report.gained for report in pool.reports) < settings.min_gain * pool.wanted:
-            return pool.clip(pool.wanted - 1), _pause(memory, pool.wanted, settings, now)
+            return pool.clip(pool.wanted - 1), _pause(memory, pool.wanted, now)
         if pool.wanted >= memory.refused:
             memory = DraftMemory()  # the same number of drafters has enough gain now: forget the pause
     ready = min(pool.mean("hit_rate"), MAX_HIT_RATE)
@@ -149,8 +152,8 @@ def _by_load(pool: Pool, load: float, load_without_hits: float) -> int:
     return pool.wanted
 
 
-def _pause(memory: DraftMemory, refused: int, settings: ScalingSettings, now: float) -> DraftMemory:
+def _pause(memory: DraftMemory, refused: int, now: float) -> DraftMemory:
     """Extend the pause; if the previous one had ended, it counts as another failure."""
     failures = memory.failures + (now >= memory.paused_until)
-    pause_s = settings.retry_s * 2.0 ** min(failures - 1, MAX_DOUBLINGS)
+    pause_s = RETRY_S * 2.0 ** min(failures - 1, MAX_DOUBLINGS)
     return DraftMemory(refused, now + pause_s, failures)

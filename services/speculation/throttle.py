@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from services.scheduling.metrics import AheadStats
 
-__all__ = ["MIN_LOOKUPS", "MIN_OUTCOME", "PAUSE", "Throttle"]
+__all__ = ["AHEAD_ROWS", "MIN_LOOKUPS", "MIN_OUTCOME", "PAUSE", "Throttle"]
 
 DECAY, SLOW_DECAY = 0.95, 0.99
 """Decay per lookup: about 20 lookups count for seconds saved and spent, 100 for hits predicted and seen."""
 
 PRIOR_HITS = 3.0
 """Prior pseudo-count of predicted hits that occurred."""
+
+AHEAD_ROWS = 4
+"""Upper bound of tokens in one forward of draft-ahead, over all sessions: a block that arrives waits for that
+forward to end. Of a parallel draft model at least one block."""
 
 MIN_LOOKUPS = 10
 """The throttle does not pause before this many lookups."""

@@ -62,11 +62,9 @@ def load_local_drafter(settings: TargetSettings, engine: Engine) -> LocalDrafter
         max_context=engine.max_context,
         weights=settings.head_weights,
         uses_kernel=settings.engine != "transformers",
-        kernel_cache=settings.kernel_cache,
     )
     is_own = (Path(name) / "gammaray.json").is_file()
-    window = settings.head_window or (TRAINED_WINDOW if is_own else MAX_FEATURES)
-    return HeadDrafter(drafting, head.config.taps, window=window)
+    return HeadDrafter(drafting, head.config.taps, window=TRAINED_WINDOW if is_own else MAX_FEATURES)
 
 
 def _load_medusa(settings: TargetSettings, name: str, target: str, engine: Engine) -> MedusaDrafter:
@@ -105,9 +103,7 @@ def load_feature_source(settings: TargetSettings, engine: Engine) -> tuple[Featu
     check_drafter(settings.features, target)
     head = load_fusion(settings.features, target)
     head.to(engine.device, torch.float32 if engine.device.type == "cpu" else engine.dtype)
-    fusion = FeatureFusion(
-        head, uses_kernel=settings.engine != "transformers", kernel_cache=settings.kernel_cache
-    )
+    fusion = FeatureFusion(head, uses_kernel=settings.engine != "transformers")
     return FeatureSource(fusion, settings.feature_window), head_sha256(settings.features)
 
 
@@ -119,7 +115,6 @@ def _load_draft_model(settings: TargetSettings, name: str, target: str, engine: 
         threads=settings.threads,
         cache_budget_bytes=HEAD_CACHE_BYTES,
         engine=settings.engine,
-        kernel_cache=settings.kernel_cache,
         weights=settings.head_weights,
         draft_for=target,
     )

@@ -104,7 +104,7 @@ def test_settings_in_values_are_applied():
     assert shown["draft"]["settings"]["draft_ahead"] is False
     assert shown["draft"]["workers"] == "0:4"
     assert shown["draft"]["scaling"]["min_gain"] == 2.5
-    assert shown["draft"]["scaling"]["retry_s"] == ScalingSettings.model_fields["retry_s"].default
+    assert shown["draft"]["scaling"]["draft_load"] == ScalingSettings.model_fields["draft_load"].default
 
 
 def test_draft_workers_know_the_targets_tokenizer_where_the_models_differ():

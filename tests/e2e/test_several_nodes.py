@@ -170,7 +170,8 @@ async def test_drafter_that_does_not_pay_is_removed_and_streams_continue(nodes, 
         draft={"model": save_guesser(tmp_path / "guesser")},
         draft_workers="0:3",
         # An idle drafter costs nothing, and stays for long enough to be found; one that costs stays away.
-        scaling={"min_gain": 0.0, "scale_down_delay_s": 20.0, "retry_s": 600.0},
+        scaling={"min_gain": 0.0},
+        delays={"SCALE_DOWN_DELAY_S": 20.0},
     )
     async with AsyncClient(nodes.grpc) as client:
         await client.wait_ready(READY_TIMEOUT_S)

@@ -109,8 +109,8 @@ async def fleet_of(targets, drafts):
 @asynccontextmanager
 async def cluster(target, head, **settings):
     """Two target workers, two draft workers with the head, and an orchestrator's fleet."""
-    verifies = {"features": str(head), "deterministic": True, "drain_timeout_s": 0.0, **settings}
-    drafts = {"target_model": str(target), "drain_timeout_s": 0.0}
+    verifies = {"features": str(head), "deterministic": True, **settings}
+    drafts = {"target_model": str(target)}
     async with (
         running("target", target, **verifies) as first,
         running("target", target, **verifies) as second,

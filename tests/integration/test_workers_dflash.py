@@ -163,7 +163,7 @@ async def test_repeated_and_changed_blocks_are_answered_alike(target, heads):
 
 
 async def test_long_prompts_and_the_end_of_the_context(target, heads):
-    async with running("target", target, head=str(heads["dflash"]), prefill_chunk=16) as (link, _):
+    async with running("target", target, head=str(heads["dflash"]), max_batch_tokens=64) as (link, _):
         one = Headed(link, None, random_tokens(100, seed=9), params(0.0), gamma=4, session_id="long")
         count = (await link.info()).max_context - 100
         assert len(await one.generate(count)) == count

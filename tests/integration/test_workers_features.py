@@ -6,6 +6,7 @@ import asyncio
 import itertools
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from gammaray.wire.blocks import (
     proposal_to_proto,
 )
 from services.draft import heads as draft_heads
+from services.draft.heads import HeadScheduler
 from services.heads.features import to_features
 from services.target import features as target_features
 from services.target import worker as target_worker
@@ -187,8 +189,10 @@ async def test_exact_head_is_accepted_in_every_cycle_but_the_first(bigrams, temp
 
 
 @pytest.mark.parametrize("method", list(VerificationMethod))
-async def test_every_method_accepts_an_exact_head(bigrams, method):
-    async with pair(*bigrams, draft={"draft_top_k": 97, "weight_bits": 20}) as links:
+async def test_every_method_accepts_an_exact_head(bigrams, method, monkeypatch):
+    precise = partial(HeadScheduler, draft_top_k=97, weight_bits=20)
+    monkeypatch.setattr("services.draft.worker.HeadScheduler", precise)
+    async with pair(*bigrams) as links:
         one = remote(links, params(0.8), method=method)
         await one.generate(COUNT)
         share = one.accepted / one.drafted
@@ -251,7 +255,7 @@ async def test_features_cost_their_width_and_four_bytes_per_committed_token(rand
 
 async def test_window_bounds_the_features_of_a_prompt(bigrams):
     prompt = random_tokens(180, seed=9)
-    async with pair(*bigrams, feature_window=50, prefill_chunk=16) as links:
+    async with pair(*bigrams, feature_window=50, max_batch_tokens=64) as links:
         one = remote(links, params(0.0), prompt)
         assert await one.generate(30) == await plain(links, params(0.0), 30, prompt)
         assert (one.sent[0].start, one.sent[0].end) == (130, 180)

@@ -147,7 +147,7 @@ async def test_repeated_changed_and_resumed_blocks(exact_pair):
 
 async def test_long_prompts_are_read_in_chunks(exact_pair):
     target, heads = exact_pair
-    async with running("target", target, head=str(heads), prefill_chunk=16) as (link, _):
+    async with running("target", target, head=str(heads), max_batch_tokens=64) as (link, _):
         one = Headed(link, None, random_tokens(180, seed=9), params(0.0), gamma=4, session_id="long")
         await one.generate(30)
         assert one.cycles == 1 + -(-29 // (HEADS + 1))

@@ -48,16 +48,18 @@ def test_arrange_trust_gives_the_launcher_a_key_of_its_own(keys, tmp_path):
     trust = arrange_trust(ClusterSettings(api_keys_file=keys), tmp_path)
     assert trust.api_key is not None
     settings = OrchestratorSettings(**trust.orchestrator)
-    assert settings.probe_key_sha256 == hash_key(trust.api_key)
+    assert trust.probe_key_sha256 == hash_key(trust.api_key)
     assert trust.api_key not in repr(settings)
-    caller = make_authenticator(settings).identify({"authorization": f"Bearer {trust.api_key}"})
+    door = make_authenticator(settings, trust.probe_key_sha256, trust.local_only)
+    caller = door.identify({"authorization": f"Bearer {trust.api_key}"})
     assert caller.tenant == "gammaray-probe"
 
 
 def test_arrange_trust_without_keys_stays_on_this_machine(tmp_path):
     trust = arrange_trust(ClusterSettings(), tmp_path)
     assert (trust.api_key, dict(trust.worker)) == (None, {})
-    door = make_authenticator(OrchestratorSettings(**trust.orchestrator))
+    settings = OrchestratorSettings(**trust.orchestrator)
+    door = make_authenticator(settings, trust.probe_key_sha256, trust.local_only)
     for peer in ("", "ipv4:127.0.0.1:5", "ipv6:[::1]:5", "ipv6:%5B::1%5D:5", "unix:"):
         assert door.identify({}, peer).tenant == ""
     for peer in ("ipv4:10.0.0.1:5", "ipv6:[fe80::1]:5", "ipv4:128.0.0.1:127"):

@@ -13,7 +13,7 @@ from services.scheduling.load import LoadCounters, LoadReport, LoadReporter
 from services.serve.autoscaling import DraftMemory, Pool, wanted_drafters, wanted_targets
 from services.serve.policy import DraftPolicy, TargetPolicy
 
-SETTINGS = ScalingSettings(target_load=8, draft_load=4, min_gain=1, retry_s=60)
+SETTINGS = ScalingSettings(target_load=8, draft_load=4, min_gain=1)
 FRESH = DraftMemory()
 
 
