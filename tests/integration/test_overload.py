@@ -10,6 +10,7 @@ import pytest
 
 from gammaray.errors import DeadlineExceededError, FailedPreconditionError, ResourceExhaustedError
 from gammaray.types import DrafterKind, GenerationRequest
+from orchestrator.access.admission import Admission
 from orchestrator.access.caller import Caller
 from tests.support.workers.scripted_workers import scripted
 from tests.support.workers.service_helpers import running, tokens_of
@@ -37,7 +38,8 @@ async def test_tenant_does_not_wait_for_the_queue_of_another(redis_server, targe
         assert len(tokens_of(chunks)) == 12
         ended.append(tenant)
 
-    async with running(redis_server, target.address, "", max_concurrent_requests=1) as orchestrator:
+    async with running(redis_server, target.address, "") as orchestrator:
+        orchestrator.admission = Admission(capacity=1, max_waiting=100, max_wait_s=30.0)
         loud = [asyncio.create_task(ask(orchestrator, "loud")) for _ in range(8)]
         await asyncio.sleep(0)
         quiet = asyncio.create_task(ask(orchestrator, "quiet"))
