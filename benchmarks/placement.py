@@ -120,7 +120,7 @@ async def measure_placed(
         redis = exits.enter_context(RedisServer.start(Path(directory)))
         up = ["--target", options.target, "--redis-url", redis.url, "--draft-workers", "0"]
         if not placed.is_remote:
-            up += ["--head", placed.drafter, "--head-weights", placed.weights]
+            up += ["--head", placed.drafter, "--draft-weights", placed.weights]
         os.environ["GAMMARAY_FEATURES"] = (
             placed.drafter if placed.is_remote and is_draft_head(placed.drafter) else ""
         )

@@ -196,17 +196,13 @@ _DETERMINISM = (
     "batch-invariant mode."
 )
 _DRAFT_WEIGHTS = (
-    "Weights of the draft model: int8 and int4 are quantised at load, which changes acceptance and speed, "
-    "not the text; on a CPU they need the compiled kernel, on CUDA torchao. auto: as dtype."
+    "Weights of the draft model or EAGLE head: int8 and int4 are quantised at load, which changes acceptance "
+    "and speed, not the text; on a CPU they need the compiled kernel, on CUDA torchao. auto: as dtype."
 )
 _HEAD = (
     "What drafts in the target workers, instead of draft workers: directory or hub name of an EAGLE, "
     "DFlash or Medusa head, which reads the target's hidden states, or of a draft model; with vLLM also mtp: "
     "the target's own layers for this; empty: nothing."
-)
-_HEAD_WEIGHTS = (
-    "Weights of that head: int8 and int4 are quantised at load, for the compiled CPU kernel (of EAGLE "
-    "heads); the text does not change."
 )
 _LORA = (
     "NAME=DIR of a LoRA adapter of the target, in PEFT's format; several are separated by commas, or the "
@@ -286,8 +282,9 @@ class _ModelSettings(_Settings):
         if self.engine == "vllm":
             if features := getattr(self, "features", ""):
                 raise InvalidArgumentError("features", features, "none with the engine vllm")
-            if (weights := getattr(self, "head_weights", "auto")) != "auto":
-                raise InvalidArgumentError("head_weights", weights, "auto with the engine vllm")
+            weights = getattr(self, "draft_weights", "auto")
+            if weights != "auto" and getattr(self, "head", True):  # a target without a head has no draft
+                raise InvalidArgumentError("draft_weights", weights, "auto with the engine vllm")
             for field in ("target", "model"):
                 if is_gguf(got := getattr(self, field, "")):
                     raise InvalidArgumentError(field, got, "a directory or hub name with the engine vllm")
@@ -397,7 +394,7 @@ class TargetSettings(WorkerSettings):
         "with vLLM as the engine.",
     )
     head: str = Field("", description=_HEAD)
-    head_weights: Literal["auto", "int8", "int4"] = Field("auto", description=_HEAD_WEIGHTS)
+    draft_weights: Literal["auto", "int8", "int4"] = Field("auto", description=_DRAFT_WEIGHTS)
     draft_ahead: bool = Field(
         True, description="Let that head draft the next proposals while no block waits."
     )
@@ -595,7 +592,6 @@ class ClusterSettings(_ModelSettings):
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Device of the models.")
     head: str = Field("", description=_HEAD)
-    head_weights: Literal["auto", "int8", "int4"] = Field("auto", description=_HEAD_WEIGHTS)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Arithmetic of the models; auto is float32 on CPU, bfloat16 on CUDA."
     )

@@ -97,7 +97,7 @@ async def running_stack(
     """
     pair = ("--draft", draft, "--draft-weights", weights) if draft else ("--draft-workers", "0")
     if head:
-        pair = (*pair, "--head", head, "--head-weights", weights)
+        pair = (*pair, "--head", head, "--draft-weights", weights)
     roles = ("target", "draft") if draft else ("target",)
     async with (
         running_cluster("--target", target, *pair) as cluster,

@@ -183,7 +183,7 @@ def role_settings(cluster: ClusterSettings) -> dict[str, dict[str, Any]]:
             "tensor_parallel": cluster.tensor_parallel,
             **({"lora": _absolute_adapters(cluster.lora)} if cluster.lora else {}),
             "head": cluster.head,
-            "head_weights": cluster.head_weights,
+            "draft_weights": cluster.draft_weights if cluster.head else "auto",
             # Draft workers that are started elsewhere may have a head: then the environment names it.
             **({"features": cluster.draft} if _has_draft_head(cluster) else {}),
             **worker,
@@ -224,7 +224,7 @@ def serve_document(cluster: ClusterSettings) -> dict[str, Any]:
     if not needs_target and not (Path(cluster.draft) / DRAFTER_FILE).is_file():
         own["draft"].pop("target_model", None)
     for settings in own.values():
-        for field in ("engine", "dtype", "draft_weights", "head_weights"):
+        for field in ("engine", "dtype", "draft_weights"):
             # auto is not included: the workers read it from their environment, which may differ by role.
             if settings.get(field) == "auto":
                 del settings[field]

@@ -139,7 +139,6 @@ def load_head_engine(name: str, target: str, settings: DraftSettings) -> HeadEng
         max_context=max_context_of(target, load_config(target).get_text_config()),
         weights=settings.draft_weights,
         uses_kernel=settings.engine != "transformers",
-        setting="draft_weights",
     )
     if isinstance(engine.runner, NativeRunner):
         use_threads(settings.threads)

@@ -96,7 +96,7 @@ def dflash_engine(
         InvalidModelError: It computes no finite logits.
     """
     if weights != "auto":
-        raise InvalidArgumentError("head_weights", weights, "auto: a DFlash head is computed as stored")
+        raise InvalidArgumentError("draft_weights", weights, "auto: a DFlash head is computed as stored")
     runner, config = DFlashRunner(head), head.config
     engine = DFlashEngine(
         runner,
@@ -185,7 +185,7 @@ def medusa_engine(
         InvalidModelError: It computes no finite logits.
     """
     if weights != "auto":
-        raise InvalidArgumentError("head_weights", weights, "auto: Medusa heads are computed as stored")
+        raise InvalidArgumentError("draft_weights", weights, "auto: Medusa heads are computed as stored")
     runner = MedusaRunner(heads)
     vocab_size = heads.config.vocab_size
     engine = MedusaEngine(

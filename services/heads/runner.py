@@ -110,7 +110,6 @@ def head_engine(
     budget_bytes: int = HEAD_CACHE_BYTES,
     weights: str = "auto",
     uses_kernel: bool = True,
-    setting: str = "head_weights",
 ) -> HeadEngine:
     """Return an engine that runs a head.
 
@@ -122,7 +121,6 @@ def head_engine(
         budget_bytes: Upper bound of the caches of all sessions.
         weights: "auto", "int8" or "int4"; the last two need the compiled kernel.
         uses_kernel: Use the compiled kernel where it covers the head.
-        setting: Name of the setting that gave `weights`, for the error.
 
     Raises:
         InvalidArgumentError: Weights without a kernel.
@@ -131,7 +129,7 @@ def head_engine(
     obstacle = kernel_obstacle(head) if uses_kernel else "the engine is transformers"
     if obstacle and weights != "auto":
         allowed = f"auto: {weights} needs the compiled CPU kernel ({obstacle})"
-        raise InvalidArgumentError(setting, weights, allowed)
+        raise InvalidArgumentError("draft_weights", weights, allowed)
     runner = HeadRunner(head) if obstacle else HeadKernelRunner(name, head, max_context, weights)
     engine = HeadEngine(
         runner,

@@ -85,7 +85,7 @@ def find(role: str, name: str, task: QualifyTask, target: Source | None = None) 
     """
     path = resolve_model(name, role)
     given = {key: getattr(task, key) for key in ("device", "dtype", "threads", "deterministic")}
-    given["draft_weights" if role == "draft" else "head_weights"] = task.draft_weights
+    given["draft_weights"] = task.draft_weights
     settings = _SETTINGS[role](
         model=name, **{key: value for key, value in given.items() if value is not None}
     )

@@ -60,7 +60,7 @@ def load_local_drafter(settings: TargetSettings, engine: Engine) -> LocalDrafter
         target_ids,
         name=name,
         max_context=engine.max_context,
-        weights=settings.head_weights,
+        weights=settings.draft_weights,
         uses_kernel=settings.engine != "transformers",
     )
     is_own = (Path(name) / "gammaray.json").is_file()
@@ -71,7 +71,7 @@ def _load_medusa(settings: TargetSettings, name: str, target: str, engine: Engin
     heads, target_ids = load_medusa(name, target)
     heads.to(engine.device, torch.float32 if engine.device.type == "cpu" else engine.dtype)
     drafting = medusa_engine(
-        heads, target_ids, name=name, max_context=engine.max_context, weights=settings.head_weights
+        heads, target_ids, name=name, max_context=engine.max_context, weights=settings.draft_weights
     )
     return MedusaDrafter(drafting, heads.config.last_layer)
 
@@ -80,7 +80,7 @@ def _load_dflash(settings: TargetSettings, name: str, target: str, engine: Engin
     head, target_ids = load_dflash(name, target)
     head.to(engine.device, torch.float32 if engine.device.type == "cpu" else engine.dtype)
     drafting = dflash_engine(
-        head, target_ids, name=name, max_context=engine.max_context, weights=settings.head_weights
+        head, target_ids, name=name, max_context=engine.max_context, weights=settings.draft_weights
     )
     return DFlashDrafter(drafting)
 
@@ -115,7 +115,7 @@ def _load_draft_model(settings: TargetSettings, name: str, target: str, engine: 
         threads=settings.threads,
         cache_budget_bytes=HEAD_CACHE_BYTES,
         engine=settings.engine,
-        weights=settings.head_weights,
+        weights=settings.draft_weights,
         draft_for=target,
     )
     if not isinstance(engine.runner, NativeRunner):

@@ -174,7 +174,7 @@ async def test_head_that_does_not_fit_stops_the_start(target, heads, tmp_path):
     folder = changed("dflash", tmp_path, config=lambda stored: {**stored, "markov_rank": 4})
     for options, error, reason in (
         ({"head": str(folder)}, UnsupportedModelError, "'markov_rank' is not known"),
-        ({"head": str(heads["dflash"]), "head_weights": "int4"}, InvalidArgumentError, "head_weights"),
+        ({"head": str(heads["dflash"]), "draft_weights": "int4"}, InvalidArgumentError, "draft_weights"),
     ):
         with pytest.raises(error, match=reason):
             async with running("target", target, **options):

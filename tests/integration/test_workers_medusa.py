@@ -183,7 +183,7 @@ async def test_heads_that_do_not_fit_stop_the_start(random_pair, exact_pair, tmp
     (target, heads), (other, _) = random_pair, exact_pair
     for options, error, reason in (
         ({"head": str(write_own(tmp_path, {}, mixer=1))}, UnsupportedModelError, "'mixer' is not known"),
-        ({"head": str(heads["vllm"]), "head_weights": "int8"}, InvalidArgumentError, "head_weights"),
+        ({"head": str(heads["vllm"]), "draft_weights": "int8"}, InvalidArgumentError, "draft_weights"),
     ):
         with pytest.raises(error, match=reason):
             async with running("target", target, **options):

@@ -100,7 +100,7 @@ def refusal(target: Path, **settings: object) -> InvalidArgumentError:
 
 
 def test_settings_of_other_engines_are_refused(target: Path, eagle: Path) -> None:
-    assert str(refusal(target, head=str(eagle), head_weights="int8")).startswith("head_weights: got")
+    assert str(refusal(target, head=str(eagle), draft_weights="int8")).startswith("draft_weights: got")
 
 
 def test_a_head_of_another_target_is_refused(target: Path, eagle: Path, tmp_path: Path) -> None:

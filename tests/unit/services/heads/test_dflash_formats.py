@@ -243,7 +243,7 @@ def test_reduced_vocabulary_needs_its_output(tmp_path, target):
 
 def test_weights_are_computed_as_stored(target):
     head, target_ids = load_dflash(str(DATA / "dflash"), target)
-    with pytest.raises(InvalidArgumentError, match="head_weights"):
+    with pytest.raises(InvalidArgumentError, match="draft_weights"):
         dflash_engine(head, target_ids, name="head", max_context=128, weights="int8")
 
 

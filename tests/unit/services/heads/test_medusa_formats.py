@@ -82,7 +82,7 @@ def test_engine_answers_feeds_of_several_sessions(tmp_path, target, weights):
     close(second, made[4, :1])
     with pytest.raises(ValueError, match="features: a session has none"):
         engine.step([SequenceInput("b", 1, [6], 1)])
-    with pytest.raises(InvalidArgumentError, match="head_weights"):
+    with pytest.raises(InvalidArgumentError, match="draft_weights"):
         medusa_engine(heads, target_ids, name="medusa", max_context=64, weights="int8")
 
 
