@@ -80,7 +80,7 @@ WORKER_WAIT_S = 30.0
 """Seconds that a request waits for a target worker to connect: clients of a lost worker then resume."""
 
 MAX_WAIT_S = 30.0
-"""Seconds that a request waits in the queue before it is rejected: most clients give up within a minute."""
+"""Seconds that a request waits in the queue before it is rejected: as long as for a target worker."""
 
 FORGET_PERIOD_S = 5.0
 """Seconds between two checks for sessions that another replica deleted, whose outputs are forgotten."""
