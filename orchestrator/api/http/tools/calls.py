@@ -10,20 +10,35 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from gammaray.errors import InvalidArgumentError
-from orchestrator.api.backend import Backend
 from orchestrator.api.http.tools.formats import CallFamily, CallFormat, as_texts
 from orchestrator.api.http.tools.grammar import call_grammar
 from orchestrator.api.http.tools.parser import CallParser
 from orchestrator.api.http.tools.template_parser import TemplateParser
+from orchestrator.text.chat import ChatFormat
 
-__all__ = ["CallPlan", "Tool", "ToolChoice", "call_id", "plan_calls", "render_messages"]
+__all__ = ["CallPlan", "ChatModel", "Tool", "ToolChoice", "call_id", "plan_calls", "render_messages"]
 
 
 _MAX_SEARCHED = 256
 """Messages of a refused conversation up to which the refused one is looked for, in some 20 ms."""
+
+
+class ChatModel(Protocol):
+    """The model's chat template, see `orchestrator.api.backend.Backend`."""
+
+    @property
+    def chat_format(self) -> ChatFormat:
+        """What is known of it."""
+        ...
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
+        """Return the prompt of a conversation."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -94,7 +109,7 @@ class CallPlan:
         return self.choice.mode == "required"
 
     def prompt(
-        self, messages: Sequence[Mapping[str, Any]], model: Backend, fields: Sequence[str] = ()
+        self, messages: Sequence[Mapping[str, Any]], model: ChatModel, fields: Sequence[str] = ()
     ) -> str:
         """Return the prompt of a conversation, see `render_messages`.
 
@@ -160,7 +175,7 @@ class CallPlan:
 
 
 def plan_calls(
-    tools: Sequence[Tool], choice: ToolChoice | None, is_parallel: bool, model: Backend
+    tools: Sequence[Tool], choice: ToolChoice | None, is_parallel: bool, model: ChatModel
 ) -> CallPlan | None:
     """Return the plan of a request's tools; None if no tool can be called.
 
@@ -177,7 +192,9 @@ def plan_calls(
     return CallPlan(tuple(tools), choice, is_parallel and not choice.name, form)
 
 
-def render_messages(messages: Sequence[Mapping[str, Any]], model: Backend, fields: Sequence[str] = ()) -> str:
+def render_messages(
+    messages: Sequence[Mapping[str, Any]], model: ChatModel, fields: Sequence[str] = ()
+) -> str:
     """Return the prompt of a conversation without tools, whose messages may still have calls and results.
 
     Args:
@@ -196,7 +213,7 @@ def _rendered(
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]],
     form: CallFormat,
-    model: Backend,
+    model: ChatModel,
     fields: Sequence[str],
 ) -> str:
     def render(number: int) -> str:
@@ -215,7 +232,7 @@ def _prompt(
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]],
     form: CallFormat,
-    model: Backend,
+    model: ChatModel,
 ) -> str:
     """Return the prompt of a conversation.
 
