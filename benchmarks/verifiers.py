@@ -45,16 +45,18 @@ from benchmarks.verification_rules import (
 )
 from gammaray.bench import workloads
 from gammaray.bench.tables import plain_table
-from gammaray.config import DraftSettings, TargetSettings
+from gammaray.config import TargetSettings
 from gammaray.demo_pair import resolve_model
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from gammaray.wire.blocks import proposal_to_proto
 from orchestrator.text.tokenizer import Tokenizer
+from services.draft.scheduler import DraftScheduler
 from services.engine.core.batch import SequenceInput
 from services.engine.engine import Engine
 from services.engine.loader import load_engine
 from services.engine.sampling.logits import processed_log_probs
-from services.qualify.loop import Ask, MeasuredCycle, Pair, draft_scheduler, target_scheduler
+from services.qualify.loop import Ask, MeasuredCycle, Pair, target_scheduler
+from services.scheduling.planning import Limits
 from services.speculation.predictions import quantise
 
 __all__ = ["CHAINS", "Position", "Tree", "accepted_depths", "best_tree", "record", "tokens_per_cycle"]
@@ -342,7 +344,7 @@ class Models:
         self._draft, served = (load_engine(resolve_model(draft, "draft"), draft_for=path) for _ in range(2))
         self._pair = Pair(
             target_scheduler(self._target, TargetSettings(model=target)),
-            draft_scheduler(served, DraftSettings(model=draft, draft_top_k=top_k)),
+            DraftScheduler(served, Limits(1024, 256), draft_top_k=top_k, ahead_rows=0),
         )
 
     def texts(

@@ -195,17 +195,13 @@ _DETERMINISM = (
     "batch-invariant mode."
 )
 _DRAFT_WEIGHTS = (
-    "Weights of the draft model: int8 and int4 are quantised at load, which changes acceptance and speed, "
-    "not the text; on a CPU they need the compiled kernel, on CUDA torchao. auto: as dtype."
+    "Weights of the draft model or EAGLE head: int8 and int4 are quantised at load, which changes acceptance "
+    "and speed, not the text; on a CPU they need the compiled kernel, on CUDA torchao. auto: as dtype."
 )
 _HEAD = (
     "What drafts in the target workers, instead of draft workers: directory or hub name of an EAGLE-3 head, "
     "which reads the target's hidden states, or of a draft model; with vLLM also an EAGLE, Medusa or DFlash "
     "head, or mtp: the target's own layers for this; empty: nothing."
-)
-_HEAD_WEIGHTS = (
-    "Weights of that head: int8 and int4 are quantised at load, for the compiled CPU kernel; the text does "
-    "not change."
 )
 _LORA = (
     "NAME=DIR of a LoRA adapter of the target, in PEFT's format; several are separated by commas, or the "
@@ -275,9 +271,9 @@ class _ModelSettings(_Settings):
     @model_validator(mode="after")
     def _check_engine(self) -> Self:
         if self.engine == "vllm":
-            for field, default in (("head_weights", "auto"), ("head_window", 0)):
-                if (got := getattr(self, field, default)) != default:
-                    raise InvalidArgumentError(field, got, f"{default} with the engine vllm")
+            weights = getattr(self, "draft_weights", "auto")
+            if weights != "auto" and getattr(self, "head", True):  # a target without a head has no draft
+                raise InvalidArgumentError("draft_weights", weights, "auto with the engine vllm")
             for field in ("target", "model"):
                 if is_gguf(got := getattr(self, field, "")):
                     raise InvalidArgumentError(field, got, "a directory or hub name with the engine vllm")
@@ -350,12 +346,7 @@ class WorkerSettings(_ServingSettings, _ModelSettings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Arithmetic; auto is float32 on CPU, bfloat16 on CUDA."
     )
-    kernel_cache: str = Field(
-        "",
-        description="Directory of compiled CPU kernels; empty: gammaray/kernel in the user's cache.",
-    )
     threads: int = Field(1, ge=1, le=256, description="CPU threads of the model's arithmetic.")
-    cpu_affinity: str = Field("", description="Comma-separated CPU cores to bind to; empty: no binding.")
     cache_budget_mb: int | None = Field(
         None,
         ge=1,
@@ -373,21 +364,12 @@ class WorkerSettings(_ServingSettings, _ModelSettings):
     max_batch_tokens: int = Field(
         1024, ge=16, description="Upper bound of tokens fed in one forward, over all sessions."
     )
-    prefill_chunk: int = Field(
-        256,
-        ge=16,
-        description="Upper bound of one session's prompt tokens in one forward; long prompts take several.",
-    )
-    max_step_ms: float = Field(
-        50.0,
-        gt=0,
-        description="Time that one step may take while the worker serves several sessions, in milliseconds; "
-        "a step takes fewer tokens than max_batch_tokens, but at least 32, to keep to it.",
-    )
     deterministic: bool = Field(False, description=_DETERMINISM)
-    drain_timeout_s: float = Field(
-        10.0, ge=0, description="Time for running blocks to finish after SIGTERM, in seconds."
-    )
+
+    @property
+    def prefill_chunk(self) -> int:
+        """Most prompt tokens of one session in one forward: long prompts leave room for other sessions."""
+        return max(16, self.max_batch_tokens // 4)
 
 
 class TargetSettings(WorkerSettings):
@@ -401,14 +383,7 @@ class TargetSettings(WorkerSettings):
         "with vLLM as the engine.",
     )
     head: str = Field("", description=_HEAD)
-    head_weights: Literal["auto", "int8", "int4"] = Field("auto", description=_HEAD_WEIGHTS)
-    head_window: int = Field(
-        0,
-        ge=0,
-        le=4096,
-        description="Upper bound of positions that a head reads when it begins after a prompt; they "
-        "are the newest. 0: 64 for heads of `gammaray train`, which are trained for this, else 4096.",
-    )
+    draft_weights: Literal["auto", "int8", "int4"] = Field("auto", description=_DRAFT_WEIGHTS)
     draft_ahead: bool = Field(
         True, description="Let that head draft the next proposals while no block waits."
     )
@@ -419,23 +394,9 @@ class DraftSettings(WorkerSettings):
     """A draft worker."""
 
     draft_weights: Literal["auto", "int8", "int4"] = Field("auto", description=_DRAFT_WEIGHTS)
-    draft_top_k: int = Field(
-        64,
-        ge=1,
-        le=4096,
-        description="Support of the sparse draft distribution (rejection and block verification).",
-    )
-    weight_bits: int = Field(12, ge=1, le=24, description="Bits of its quantised weights' sum.")
     draft_ahead: bool = Field(
         True,
         description="Prepare the next proposals while the target verifies.",
-    )
-    ahead_rows: int = Field(
-        4,
-        ge=1,
-        le=256,
-        description="Upper bound of tokens in one forward of draft-ahead, over all sessions; of a parallel "
-        "draft model at least one block.",
     )
     target_model: str = Field(
         "",
@@ -461,9 +422,6 @@ class OrchestratorSettings(_ServingSettings):
         description="Session store and worker registry: redis://, rediss://, unix:// or, with Sentinel, "
         "redis+sentinel://HOST:PORT,.../SERVICE/DB.",
     )
-    redis_wait_s: float = Field(
-        60.0, ge=0, description="Time that startup waits for Redis to respond, in seconds."
-    )
     target_addresses: str = Field(
         "", description="Comma-separated host:port of target workers, in addition to the registry's."
     )
@@ -473,21 +431,8 @@ class OrchestratorSettings(_ServingSettings):
     max_gamma: int = Field(
         8, ge=0, le=64, description="Upper bound of an adaptive gamma; 0: nothing is proposed."
     )
-    max_text_gamma: int = Field(
-        24,
-        ge=0,
-        le=64,
-        description="Upper bound of an adaptive gamma for proposals that are looked up in text; 0: none are.",
-    )
     max_nodes: int = Field(
         32, ge=0, le=256, description="Upper bound of an adaptive proposal's nodes; up to 1: chains only."
-    )
-    propose_timeout_s: float = Field(
-        2.0, gt=0, description="Deadline of one proposal; after it the cycle continues with gamma 0."
-    )
-    verify_timeout_s: float = Field(60.0, gt=0, description="Deadline of one verification, prefill included.")
-    worker_wait_s: float = Field(
-        30.0, ge=0, description="Time that a request waits for a target worker to connect."
     )
     prefix_caching: bool = Field(
         True,
@@ -502,41 +447,17 @@ class OrchestratorSettings(_ServingSettings):
         description="Upper bound of all stored sessions, in MiB; more are rejected. 0: half of Redis's "
         "maxmemory, or 1024 if it has none.",
     )
-    max_tenant_stored_share: float = Field(
-        0.5, gt=0, le=1, description="Share of these bytes that one tenant may use, if API keys are required."
-    )
-    max_corpus_tokens: int = Field(
-        2**20,
-        ge=0,
-        description="Upper bound of past outputs that a replica keeps for suffix decoding, in tokens of 20 "
-        "bytes, in blocks of 16384; the oldest go first. 0: none is kept.",
-    )
-    max_tenant_corpus_share: float = Field(
-        0.5,
-        gt=0,
-        le=1,
-        description="Share of these tokens that one tenant may have, where keys name tenants.",
-    )
-    max_prompt_bytes: int = Field(2**20, ge=1, description="Largest prompt, in bytes of UTF-8.")
     max_concurrent_requests: int = Field(
         256,
         ge=1,
-        description="Running requests per replica; more wait in a queue that is fair between tenants.",
-    )
-    max_waiting_requests: int = Field(
-        256, ge=0, description="Waiting requests per replica; more are rejected."
+        description="Running requests per replica; as many wait in a queue that is fair between tenants.",
     )
     max_tenant_share: float = Field(
         0.9,
         gt=0,
         le=1,
-        description="Share of the running requests that one tenant may have, if API keys are required.",
-    )
-    max_wait_s: float = Field(
-        30.0, gt=0, description="Time that a request waits in the queue before it is rejected, in seconds."
-    )
-    max_body_mb: int = Field(
-        256, ge=16, description="Upper bound of all HTTP bodies in memory, in MiB; more are rejected."
+        description="Share of running requests, stored bytes and kept outputs that one tenant may have, if "
+        "API keys are required. The default leaves a tenth to others, and little idle where there are none.",
     )
     api_keys_file: str = Field(
         "",
@@ -548,19 +469,10 @@ class OrchestratorSettings(_ServingSettings):
         description="Without API keys: comma-separated names that requests may have in `Host`, "
         "in addition to localhost and IP addresses; '.example.com' is all names below it, '*' any.",
     )
-    local_only: bool = Field(
-        False,
-        description="Reject gRPC calls from other machines, also if the port is bound to all interfaces.",
-    )
-    probe_key_sha256: str = Field(
-        "",
-        pattern=r"^([0-9a-f]{64})?$",
-        description="SHA-256 of an additional key, which the launcher uses to monitor the cluster.",
-    )
 
 
 class ScalingSettings(_Settings):
-    """Thresholds and delays for scaling worker pools; rules: `services.serve.autoscaling`."""
+    """Thresholds for scaling worker pools; rules: `services.serve.autoscaling`."""
 
     target_load: float = Field(
         8.0, gt=0, description="Blocks in flight per target worker above which a worker is added."
@@ -572,15 +484,6 @@ class ScalingSettings(_Settings):
     )
     draft_load: float = Field(
         4.0, gt=0, description="Blocks in flight per draft worker above which a worker is added."
-    )
-    scale_up_delay_s: float = Field(
-        3.0, ge=0, description="Time that more workers must be wanted before they are added, in seconds."
-    )
-    scale_down_delay_s: float = Field(
-        60.0, ge=0, description="Time that fewer workers must be wanted before one is removed, in seconds."
-    )
-    report_interval_s: float = Field(
-        1.0, gt=0, description="Interval of a worker's load reports, in seconds; decisions use ten reports."
     )
 
 
@@ -623,12 +526,6 @@ class ClusterSettings(_ModelSettings):
     http_port: int = Field(8000, ge=1, le=65535, description="Port of the OpenAI-compatible HTTP API.")
     grpc_port: int = Field(9000, ge=1, le=65535, description="Port of the gRPC API.")
     redis_url: str = Field("", repr=False, description="Redis to use; empty starts a private redis-server.")
-    redis_maxmemory_mb: int = Field(
-        0,
-        ge=0,
-        description="Memory limit of the private redis-server, in MiB; 0: an eighth of the machine's memory, "
-        "from 256 to 4096.",
-    )
     host: str = Field(
         "127.0.0.1",
         min_length=1,
@@ -647,7 +544,6 @@ class ClusterSettings(_ModelSettings):
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Device of the models.")
     head: str = Field("", description=_HEAD)
-    head_weights: Literal["auto", "int8", "int4"] = Field("auto", description=_HEAD_WEIGHTS)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Arithmetic of the models; auto is float32 on CPU, bfloat16 on CUDA."
     )
@@ -659,10 +555,6 @@ class ClusterSettings(_ModelSettings):
         "with vLLM as the engine.",
     )
     lora: Lora = Field("", description=_LORA, json_schema_extra=REPEATABLE)
-    pin_cores: bool = Field(
-        True,
-        description="Without GPUs, bind each role of workers to separate CPU cores, if there are enough.",
-    )
     deterministic: bool = Field(False, description=_DETERMINISM)
 
     @model_validator(mode="before")

@@ -19,16 +19,51 @@ OTHER_VARIABLES: Final[Mapping[str, str]] = {
     "GAMMARAY_ADDRESS": "command line: host:port of the gRPC API",
     "GAMMARAY_API_KEY": "command line: key of a cluster that requires one",
     "GAMMARAY_CA_FILE": "command line: PEM file of the CA that signed the server's certificate",
-    "GAMMARAY_CERT_FILE": "command line: PEM file of the client certificate",
     "GAMMARAY_CLUSTER_ID": "set by `gammaray up`, which identifies its processes by it",
-    "GAMMARAY_KEY_FILE": "command line: PEM file of the client certificate's private key",
-    "GAMMARAY_TLS": "command line: use TLS",
     "GAMMARAY_URL": "command line: URL of the HTTP API",
 }
 """Variables that are not settings, and their purpose."""
 
 _REMOVED: Final[Mapping[str, str]] = {
+    f"{PREFIX}CERT_FILE": "the option --cert-file",
+    f"{PREFIX}CPU_AFFINITY": "unset; start the process with `taskset`",
     f"{PREFIX}FAST_KERNELS": f"{PREFIX}ENGINE=transformers in place of false",
+    f"{PREFIX}HEAD_WEIGHTS": f"{PREFIX}DRAFT_WEIGHTS",
+    f"{PREFIX}HEAD_WINDOW": "unset; heads of `gammaray train` read 64 positions of a prompt, others all",
+    f"{PREFIX}KERNEL_CACHE": "unset; kernels are in gammaray/kernel of XDG_CACHE_HOME",
+    f"{PREFIX}KEY_FILE": "the option --key-file",
+    f"{PREFIX}LOCAL_ONLY": "unset; `gammaray up` without API keys serves its own machine",
+    f"{PREFIX}MAX_CORPUS_TOKENS": f"{PREFIX}PREFIX_CACHING=false in place of 0; it is 2^20 now",
+    f"{PREFIX}MAX_TENANT_CORPUS_SHARE": f"{PREFIX}MAX_TENANT_SHARE",
+    f"{PREFIX}MAX_TENANT_STORED_SHARE": f"{PREFIX}MAX_TENANT_SHARE",
+    f"{PREFIX}MAX_WAITING_REQUESTS": f"{PREFIX}MAX_CONCURRENT_REQUESTS, which is the same",
+    f"{PREFIX}PIN_CORES": "unset; start `gammaray up` with `taskset` to choose its cores",
+    f"{PREFIX}PREFILL_CHUNK": f"{PREFIX}MAX_BATCH_TOKENS, of which it is a quarter",
+    f"{PREFIX}PROBE_KEY_SHA256": "unset; `gammaray up` passes its own key",
+    f"{PREFIX}REDIS_MAXMEMORY_MB": f"{PREFIX}REDIS_URL of a Redis with another limit",
+    f"{PREFIX}TLS": f"{PREFIX}ADDRESS=https://HOST:PORT, {PREFIX}URL=https://HOST or the option --tls",
+    **{
+        f"{PREFIX}{name}": f"unset; it is {value} now"
+        for name, value in {
+            "AHEAD_ROWS": "4",
+            "DRAFT_TOP_K": "64",
+            "DRAIN_TIMEOUT_S": "10",
+            "MAX_BODY_MB": "256",
+            "MAX_PROMPT_BYTES": "2^20",
+            "MAX_STEP_MS": "50",
+            "MAX_TEXT_GAMMA": "24",
+            "MAX_WAIT_S": "30",
+            "PROPOSE_TIMEOUT_S": "2",
+            "REDIS_WAIT_S": "60",
+            "REPORT_INTERVAL_S": "1",
+            "RETRY_S": "60",
+            "SCALE_DOWN_DELAY_S": "60",
+            "SCALE_UP_DELAY_S": "3",
+            "VERIFY_TIMEOUT_S": "60 and 0.02 more for each token of the prompt",
+            "WEIGHT_BITS": "12",
+            "WORKER_WAIT_S": "30",
+        }.items()
+    },
 }
 """Variables of former versions, and what to use instead."""
 

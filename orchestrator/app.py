@@ -36,20 +36,22 @@ _MAX_ONGOING_REQUESTS = 10_000
 class OrchestratorDeployment:
     """One replica. Serve finds the gRPC methods by name: they are named as in GenerationService."""
 
-    def __init__(self, settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self, settings: Mapping[str, Any], probe_key_sha256: str = "", local_only: bool = False
+    ) -> None:
         self._settings = OrchestratorSettings(**settings)
+        self._authenticator = make_authenticator(self._settings, probe_key_sha256, local_only)
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
         # Serve awaits this after the constructor and before any request, in the loop that serves them.
         self._orchestrator = orchestrator = await Orchestrator.start(self._settings)
-        authenticator = make_authenticator(self._settings)
+        authenticator = self._authenticator
         self._servicer = GenerationServicer(orchestrator, find_proxies, authenticator)
         self._sessions = SessionServicer(orchestrator.sessions, authenticator)
         return create_app(
             orchestrator,
             close=orchestrator.close,
             authenticator=authenticator,
-            max_bodies_bytes=self._settings.max_body_mb << 20,
             allowed_hosts=self._settings.allowed_hosts,
         )
 
@@ -102,6 +104,9 @@ def build(
     settings: Mapping[str, Any],
     num_replicas: int | PoolSize = 1,
     scaling: Mapping[str, Any] | None = None,
+    *,
+    probe_key_sha256: str = "",
+    local_only: bool = False,
 ) -> Application:
     """Return the application.
 
@@ -109,6 +114,8 @@ def build(
         settings: Fields of `OrchestratorSettings`.
         num_replicas: Number of orchestrators, or its bounds; each has its own streams to the workers.
         scaling: Fields of `ScalingSettings`; used when the bounds differ.
+        probe_key_sha256: As for `make_authenticator`.
+        local_only: As for `make_authenticator`.
     """
     size = PoolSize.parse(num_replicas)
     count: dict[str, Any] = {"num_replicas": size.minimum}
@@ -125,7 +132,7 @@ def build(
         max_constructor_retry_count=3,
         **count,
     )
-    return configure(OrchestratorDeployment).bind(dict(settings))
+    return configure(OrchestratorDeployment).bind(dict(settings), probe_key_sha256, local_only)
 
 
 def orchestrator(args: dict[str, Any]) -> Any:

@@ -56,7 +56,13 @@ from orchestrator.text.chat import ChatFormat
 from orchestrator.text.tokenizer import Tokenizer, served_name
 from orchestrator.workers.fleet import Fleet
 from orchestrator.workers.session_client import session_spec
-from orchestrator.workers.verifier import FencedVerifier, RemoteVerifier, check_grammars, check_served
+from orchestrator.workers.verifier import (
+    VERIFY_TIMEOUT_S,
+    FencedVerifier,
+    RemoteVerifier,
+    check_grammars,
+    check_served,
+)
 
 __all__ = ["Orchestrator"]
 
@@ -64,6 +70,15 @@ _log = logging.getLogger(__name__)
 
 SETTLE_S = 3.0
 """Seconds that `start` waits for known workers to connect."""
+
+REDIS_WAIT_S = 60.0
+"""Seconds that `start` waits for Redis, which may start at the same time and load its data first."""
+
+WORKER_WAIT_S = 30.0
+"""Seconds that a request waits for a target worker to connect: clients of a lost worker then resume."""
+
+MAX_WAIT_S = 30.0
+"""Seconds that a request waits in the queue before it is rejected: as long as for a target worker."""
 
 FORGET_PERIOD_S = 5.0
 """Seconds between two checks for sessions that another replica deleted, whose outputs are forgotten."""
@@ -96,15 +111,15 @@ class Orchestrator:
         self.max_context = tokenizer.max_context
         self.vocab_size = tokenizer.vocab_size
         self._settings, self._redis, self.tokenizer = settings, redis, tokenizer
-        bounds = StoreBounds(redis, settings.max_stored_mb * 2**20, settings.max_tenant_stored_share)
+        bounds = StoreBounds(redis, settings.max_stored_mb * 2**20, settings.max_tenant_share)
         keys = Keys(settings.redis_prefix)
         self.store = RedisStore(redis, settings.session_ttl_s, bounds=bounds, keys=keys)
         self.unstored = UnstoredSessions()
         self.responses = ResponseStore(redis, settings.session_ttl_s, bounds, keys)
         self.admission = Admission(
             settings.max_concurrent_requests,
-            settings.max_waiting_requests,
-            settings.max_wait_s,
+            settings.max_concurrent_requests,  # as many may wait
+            MAX_WAIT_S,
             math.ceil(settings.max_tenant_share * settings.max_concurrent_requests),
         )
         records = RedisTraceStore(redis, settings.session_ttl_s, bounds, keys)
@@ -133,11 +148,11 @@ class Orchestrator:
         """Connect to Redis, load the tokenizer and watch the workers.
 
         Raises:
-            UnavailableError: Redis cannot be reached within `redis_wait_s`.
+            UnavailableError: Redis cannot be reached within `REDIS_WAIT_S`.
             InvalidArgumentError: The model does not exist, a connected worker has another vocabulary, or the
                 URL is that of a Redis Cluster.
         """
-        await wait_for_redis(settings.redis_login_url, settings.redis_wait_s)
+        await wait_for_redis(settings.redis_login_url, REDIS_WAIT_S)
         redis = connect(settings.redis_login_url)
         try:
             tokenizer = await asyncio.to_thread(Tokenizer, resolve_model(settings.model))
@@ -200,7 +215,6 @@ class Orchestrator:
                 request,
                 model_name=self.model_name,
                 vocab_size=self.vocab_size,
-                max_prompt_bytes=self._settings.max_prompt_bytes,
                 max_context=self.tokenizer.max_context,
                 adapters=self.adapters,
             )
@@ -278,9 +292,7 @@ class Orchestrator:
         settings, session = self._settings, opened.session
         spec = session_spec(session, self.tokenizer.eos_token_ids, shares_caches=settings.prefix_caching)
         drafter, controller = self._drafting.open(session, opened.request, spec, prediction, grammar)
-        verifier = RemoteVerifier(
-            self.fleet.targets, spec, timeout_s=settings.verify_timeout_s, wait_s=settings.worker_wait_s
-        )
+        verifier = RemoteVerifier(self.fleet.targets, spec, timeout_s=VERIFY_TIMEOUT_S, wait_s=WORKER_WAIT_S)
         is_stored = opened.request.store
         cycle_log = self.tracing.cycle_log(session, span, self._in_background, is_stored=is_stored)
         return _RunningTurn(self, opened, progress, drafter, controller, verifier, cycle_log)
@@ -344,7 +356,7 @@ class Orchestrator:
 
     async def _check_model(self, session_id: str, identity: str, left_s: float) -> None:
         if identity:
-            wait_s = max(0.0, min(left_s, self._settings.worker_wait_s))
+            wait_s = max(0.0, min(left_s, WORKER_WAIT_S))
             await check_served(self.fleet.targets, session_id, identity, wait_s)
 
     def _release(self, session_id: str, epoch: int, *, forget: bool = False) -> None:

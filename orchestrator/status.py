@@ -10,7 +10,7 @@ import re
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 from google.protobuf.message import DecodeError
@@ -30,7 +30,6 @@ from orchestrator.workers.fleet import Fleet
 
 __all__ = [
     "Presence",
-    "PresenceStore",
     "StatusBoard",
     "find_proxies",
 ]
@@ -45,31 +44,6 @@ CALL_TIMEOUT_S = 1.0
 """Timeout of calls to the registry, so that they delay neither a status call nor a shutdown."""
 
 
-class PresenceStore(Protocol):
-    """Store in which orchestrators announce themselves; implemented by `RedisRegistry`."""
-
-    async def announce(self, name: str, state: bytes, ttl_s: float) -> None:
-        """Store an orchestrator's state for `ttl_s` seconds.
-
-        Raises:
-            GammarayError: The registry cannot be reached, or refuses the command.
-        """
-
-    async def withdraw(self, name: str) -> None:
-        """Delete an orchestrator's state.
-
-        Raises:
-            GammarayError: The registry cannot be reached, or refuses the command.
-        """
-
-    async def orchestrators(self) -> dict[str, bytes]:
-        """Return the state of each orchestrator.
-
-        Raises:
-            GammarayError: The registry cannot be reached, or refuses the command.
-        """
-
-
 class Presence:
     """Announces one orchestrator, and finds the others.
 
@@ -78,7 +52,7 @@ class Presence:
         state: Returns the orchestrator's state.
     """
 
-    def __init__(self, store: PresenceStore, state: Callable[[], ProcessStatus]) -> None:
+    def __init__(self, store: RedisRegistry, state: Callable[[], ProcessStatus]) -> None:
         self._store, self._state = store, state
         self._name = uuid.uuid4().hex[:12]
         self._task: asyncio.Task[None] | None = None

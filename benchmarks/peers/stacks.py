@@ -100,9 +100,9 @@ async def running_stack(
         ClusterError: It did not start, or did not end all of its processes.
         DeadlineExceededError: A worker did not come up within two minutes.
     """
-    pair = ("--draft", draft, "--draft-weights", weights) if draft else ("--draft-workers", "0")
+    pair = ("--draft-weights", weights, *(("--draft", draft) if draft else ("--draft-workers", "0")))
     if head:
-        pair = (*pair, "--head", head, "--head-weights", weights)
+        pair = (*pair, "--head", head)
     roles = ("target", "draft") if draft else ("target",)
     async with (
         running_cluster("--target", target, *pair, timeout_s=timeout_s) as cluster,

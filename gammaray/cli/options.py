@@ -95,17 +95,17 @@ def connection_options(timeout_s: float, *, http: bool = False) -> Callable[[_Fu
             metavar="SECONDS",
             help="Timeout without data from the server." if http else "Timeout of the call.",
         ),
-        _option(
+        click.option(
             "--tls",
             is_flag=True,
             default=None,
             help="Use TLS and trust the system's CAs.",
         ),
         _option("--ca-file", type=_FILE, help="PEM file of the CAs to trust; implies --tls."),
-        _option(
+        click.option(
             "--cert-file", type=_FILE, help="PEM file of a client certificate for mutual TLS; implies --tls."
         ),
-        _option("--key-file", type=_FILE, help="PEM file of its private key, if in another file."),
+        click.option("--key-file", type=_FILE, help="PEM file of its private key, if in another file."),
     )
 
     def decorate(function: _Function) -> _Function:

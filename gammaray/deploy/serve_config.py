@@ -40,8 +40,12 @@ _POLICIES = {
     "orchestrator": "orchestrator.scaling_policy:OrchestratorPolicy",
     "target": "services.serve.policy:TargetPolicy",
 }
-_NUM_REPORTS = 10
-"""Number of load reports that a scaling decision considers."""
+REPORT_INTERVAL_S, _NUM_REPORTS = 1.0, 10
+"""Seconds between load reports of a replica, and how many of them a scaling decision considers."""
+
+SCALE_UP_DELAY_S, SCALE_DOWN_DELAY_S = 3.0, 60.0
+"""Seconds that more or fewer replicas must be wanted before Serve acts: one too few delays requests, one too
+many only costs, and a new one may load its model for minutes."""
 
 SHRINK_MARGIN = 0.7
 """A replica is removed only if the load per remaining one is at most this share of the wanted load."""
@@ -53,17 +57,17 @@ def autoscaling_config(role: str, size: PoolSize, settings: ScalingSettings) -> 
     Args:
         role: "draft", "orchestrator" or "target".
         size: Bounds; if they are equal, the pool reports its load and keeps its size.
-        settings: Thresholds and delays.
+        settings: Thresholds.
     """
     return {
         "min_replicas": size.minimum,
         # A pool with minimum 0 starts with one replica, to measure whether drafting pays.
         "initial_replicas": max(1, size.minimum),
         "max_replicas": size.maximum,
-        "metrics_interval_s": settings.report_interval_s,
-        "look_back_period_s": _NUM_REPORTS * settings.report_interval_s,
-        "upscale_delay_s": settings.scale_up_delay_s,
-        "downscale_delay_s": settings.scale_down_delay_s,
+        "metrics_interval_s": REPORT_INTERVAL_S,
+        "look_back_period_s": _NUM_REPORTS * REPORT_INTERVAL_S,
+        "upscale_delay_s": SCALE_UP_DELAY_S,
+        "downscale_delay_s": SCALE_DOWN_DELAY_S,
         "policy": {
             "policy_function": _POLICIES[role],
             "policy_kwargs": {"settings": settings.model_dump(mode="json")},
@@ -171,14 +175,12 @@ def role_settings(cluster: ClusterSettings) -> dict[str, dict[str, Any]]:
             "tensor_parallel": cluster.tensor_parallel,
             **({"lora": _absolute_adapters(cluster.lora)} if cluster.lora else {}),
             "head": cluster.head,
-            "head_weights": cluster.head_weights,
+            "draft_weights": cluster.draft_weights if cluster.head else "auto",
             **worker,
         },
         "draft": draft,
         "orchestrator": {"model": cluster.target},
     }
-
-
 
 
 def _absolute_adapters(lora: str) -> str:
@@ -204,7 +206,7 @@ def serve_document(cluster: ClusterSettings) -> dict[str, Any]:
     if early_exit_layers(cluster.draft) is None and not (Path(cluster.draft) / DRAFTER_FILE).is_file():
         own["draft"].pop("target_model", None)
     for settings in own.values():
-        for field in ("engine", "dtype", "draft_weights", "head_weights"):
+        for field in ("engine", "dtype", "draft_weights"):
             # auto is not included: the workers read it from their environment, which may differ by role.
             if settings.get(field) == "auto":
                 del settings[field]

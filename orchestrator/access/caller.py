@@ -183,16 +183,23 @@ class Authenticator:
         self._version = version
 
 
-def make_authenticator(settings: OrchestratorSettings) -> Authenticator:
+def make_authenticator(
+    settings: OrchestratorSettings, probe_key_sha256: str = "", local_only: bool = False
+) -> Authenticator:
     """Return the authenticator for an orchestrator's settings.
+
+    Args:
+        settings: The orchestrator's settings.
+        probe_key_sha256: SHA-256 of an additional key, with which the launcher monitors the cluster.
+        local_only: Reject gRPC calls from other machines, also if the port is bound to all interfaces.
 
     Raises:
         InvalidArgumentError: The key file cannot be read, or holds no key.
     """
     if not settings.api_keys_file:
-        return Authenticator(local_only=settings.local_only)
-    probe = {PROBE_TENANT: settings.probe_key_sha256} if settings.probe_key_sha256 else {}
-    return Authenticator(Path(settings.api_keys_file), probe, settings.local_only)
+        return Authenticator(local_only=local_only)
+    probe = {PROBE_TENANT: probe_key_sha256} if probe_key_sha256 else {}
+    return Authenticator(Path(settings.api_keys_file), probe, local_only)
 
 
 def _version(path: Path) -> tuple[int, int, int] | None:

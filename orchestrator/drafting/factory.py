@@ -25,9 +25,20 @@ from orchestrator.drafting.session_drafter import ModelDrafter, SessionDrafter
 from orchestrator.drafting.suffix_decoding import SuffixDrafter
 from orchestrator.workers.drafter import RemoteDrafter
 from orchestrator.workers.pool import WorkerPool
-from orchestrator.workers.verifier import TargetPool, has_head, takes_trees
+from orchestrator.workers.verifier import VERIFY_TIMEOUT_S, TargetPool, has_head, takes_trees
 
 __all__ = ["Drafting"]
+
+PROPOSE_TIMEOUT_S = 2.0
+"""Longest wait for one proposal, after which the cycle goes on without one; usual delays lower it, see
+`orchestrator.workers.backoff.Patience`."""
+
+MAX_TEXT_GAMMA = 24
+"""Upper bound of an adaptive gamma for proposals that are looked up: repetitions are longer than what a model
+drafts well, and cost nothing to propose."""
+
+MAX_CORPUS_TOKENS = 2**20
+"""Most tokens of past outputs that a replica keeps, 20 bytes each: 20 MiB, or 4096 outputs of 256 tokens."""
 
 
 class Drafting:
@@ -55,8 +66,8 @@ class Drafting:
         self._targets = targets
         self.costs = CostModel()
         # Proposals from past outputs are a shared cache: without prefix caching nothing is shared.
-        max_tokens = settings.max_corpus_tokens if settings.prefix_caching else 0
-        self.corpus = Corpus(max_tokens, settings.max_tenant_corpus_share, settings.session_ttl_s)
+        max_tokens = MAX_CORPUS_TOKENS if settings.prefix_caching else 0
+        self.corpus = Corpus(max_tokens, settings.max_tenant_share, settings.session_ttl_s)
 
     def open(
         self,
@@ -81,7 +92,7 @@ class Drafting:
         remote = self._remote(request, spec)
         if isinstance(remote, TargetHead):
             session.uses_head, session.has_head = True, self._has_head
-        by_server = settings.max_text_gamma if settings.max_gamma > 0 else 0
+        by_server = MAX_TEXT_GAMMA if settings.max_gamma > 0 else 0
         max_text = policy.fixed or policy.max_gamma or by_server
         texts = self._texts(request, prediction) if max_text > 0 else []
         forced = GrammarDrafter(grammar) if grammar is not None and max_text > 0 else None
@@ -125,8 +136,8 @@ class Drafting:
             self._pool,
             spec,
             vocab_size=self._vocab_size,
-            timeout_s=self._settings.propose_timeout_s,
-            prefill_timeout_s=self._settings.verify_timeout_s,
+            timeout_s=PROPOSE_TIMEOUT_S,
+            prefill_timeout_s=VERIFY_TIMEOUT_S,
         )
 
     @property

@@ -17,7 +17,7 @@ import time
 import traceback
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -200,7 +200,7 @@ def serve_cluster(
     start_ray(directory, started, signals, deadline)
     signals.check()
     _start_serve(settings, started)
-    redis = None if settings.redis_url else _start_redis(directory, settings.redis_maxmemory_mb, started)
+    redis = None if settings.redis_url else _start_redis(directory, started)
     trust = arrange_trust(settings)
     _deploy(settings, settings.redis_url if redis is None else redis.url, trust, num_gpus)
     try:
@@ -276,10 +276,10 @@ def _stop_ray() -> None:
     ray.shutdown()
 
 
-def _start_redis(directory: Path, maxmemory_mb: int, started: ExitStack) -> RedisServer:
+def _start_redis(directory: Path, started: ExitStack) -> RedisServer:
     from orchestrator.launcher.redis_server import RedisServer, default_maxmemory
 
-    server = RedisServer.start(directory / "redis", maxmemory_mb * 2**20 or default_maxmemory())
+    server = RedisServer.start(directory / "redis", default_maxmemory())
     started.callback(server.stop)
     return server
 
@@ -298,11 +298,10 @@ def _deploy(settings: ClusterSettings, redis_url: str, trust: Trust, num_gpus: i
     resources = _worker_resources(settings, num_gpus)
     environment: dict[str, Any] = {}
     usual = WorkerSettings(**environment)
-    if settings.pin_cores and not resources["target"]["num_gpus"] and hasattr(psutil.Process, "cpu_affinity"):
+    cores: dict[str, tuple[int, ...]] = dict.fromkeys(workers, ())
+    if not resources["target"]["num_gpus"] and hasattr(psutil.Process, "cpu_affinity"):
         most = settings.target_workers.maximum, settings.draft_workers.maximum
         cores = worker_cores(psutil.Process().cpu_affinity(), *most, usual.threads)
-        for role, (own, _) in workers.items():
-            own["cpu_affinity"] = cores[role]
     for role, (own, _) in workers.items():
         if 0 < resources[role]["num_gpus"] < 1:  # workers share a GPU, and its memory
             own["cache_memory_share"] = usual.cache_memory_share * resources[role]["num_gpus"]
@@ -310,7 +309,7 @@ def _deploy(settings: ClusterSettings, redis_url: str, trust: Trust, num_gpus: i
     scaling: dict[str, Any] | None = {} if any(size.is_elastic for _, size in workers.values()) else None
     targets = [
         serve.RunTarget(
-            _build(role, {**shared, **own}, size, resources[role], scaling),
+            _build(role, {**shared, **own}, size, resources[role], scaling, cores[role]),
             APPLICATIONS[role].name,
             None,
         )
@@ -321,9 +320,13 @@ def _deploy(settings: ClusterSettings, redis_url: str, trust: Trust, num_gpus: i
     if not resources["target"]["num_gpus"] and "GAMMARAY_MAX_NODES" not in os.environ:
         # Chains only: on a CPU the compute per verified row costs more than trees gain.
         orchestrator["max_nodes"] = 0
-    targets.append(
-        serve.RunTarget(build(orchestrator, settings.orchestrators), APPLICATIONS["orchestrator"].name, "/")
+    application = build(
+        orchestrator,
+        settings.orchestrators,
+        probe_key_sha256=trust.probe_key_sha256,
+        local_only=trust.local_only,
     )
+    targets.append(serve.RunTarget(application, APPLICATIONS["orchestrator"].name, "/"))
     serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 
 
@@ -342,9 +345,11 @@ def _build(
     size: PoolSize,
     resources: dict[str, Any],
     scaling: dict[str, Any] | None,
+    cores: Collection[int],
 ) -> Any:
+    application = importlib.import_module("services.serve.app")
     try:
-        return importlib.import_module("services.serve.app").build(role, settings, size, resources, scaling)
+        return application.build(role, settings, size, resources, scaling, cores=cores)
     except ValidationError as error:  # settings from the environment that are not ClusterSettings
         raise settings_error(error) from None
 

@@ -6,7 +6,6 @@ import contextlib
 import errno
 import json
 import math
-import os
 import random
 import re
 import socket
@@ -42,7 +41,7 @@ __all__ = [
 
 def worker_cores(
     cores: Collection[int], num_targets: int, num_drafts: int, threads: int = 1
-) -> dict[str, str]:
+) -> dict[str, tuple[int, ...]]:
     """Assign each role as many exclusive cores as its workers have threads, the first ones to the targets.
 
     Workers of one role share its cores; other processes may run on every core. With fewer cores than threads
@@ -55,16 +54,13 @@ def worker_cores(
         threads: Arithmetic threads of each worker.
 
     Returns:
-        The `cpu_affinity` of the workers by role, empty if not pinned.
+        The cores of the workers by role, empty if not pinned.
     """
     of_targets, of_drafts = num_targets * threads, num_drafts * threads
     if len(cores) < of_targets + of_drafts:
-        return {"target": "", "draft": ""}
-    names = [str(core) for core in sorted(cores)]
-    return {
-        "target": ",".join(names[:of_targets]),
-        "draft": ",".join(names[of_targets : of_targets + of_drafts]),
-    }
+        return {"target": (), "draft": ()}
+    usable = tuple(sorted(cores))
+    return {"target": usable[:of_targets], "draft": usable[of_targets : of_targets + of_drafts]}
 
 
 MANY_GPUS = 2**16
@@ -213,14 +209,6 @@ def _check_worker(
             allowed = f"port 0, or a range of {num_processes} ports, one for each process"
             raise InvalidArgumentError("metrics_listen", worker.metrics_listen, allowed)
     tls_files(worker)
-    if worker.cpu_affinity and not (settings.pin_cores and settings.device == "cpu"):
-        cores = (
-            os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
-        )
-        given = worker.cpu_affinity.split(",")
-        if not all(core.strip().isdecimal() and int(core) in cores for core in given):
-            allowed = f"some of {','.join(map(str, sorted(cores)))}"
-            raise InvalidArgumentError("cpu_affinity", worker.cpu_affinity, allowed)
 
 
 def _port_range(field: str, address: str) -> tuple[int, int]:

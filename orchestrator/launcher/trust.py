@@ -24,10 +24,17 @@ class Trust:
     Args:
         orchestrator: Fields of OrchestratorSettings.
         api_key: The launcher's own key; None if no keys are required.
+        local_only: Orchestrators reject gRPC calls from other machines.
     """
 
     orchestrator: Mapping[str, Any]
     api_key: str | None
+    local_only: bool = False
+
+    @property
+    def probe_key_sha256(self) -> str:
+        """SHA-256 of the launcher's own key; empty if no keys are required."""
+        return hash_key(self.api_key) if self.api_key is not None else ""
 
 
 def check_access(settings: ClusterSettings) -> None:
@@ -59,12 +66,9 @@ def arrange_trust(settings: ClusterSettings) -> Trust:
     if settings.api_keys_file:
         api_key = make_secret()
         orchestrator["api_keys_file"] = str(Path(settings.api_keys_file).absolute())
-        orchestrator["probe_key_sha256"] = hash_key(api_key)
-    elif is_loopback(settings.host):
-        orchestrator["local_only"] = True
-    if not settings.api_keys_file:
+    else:
         orchestrator["allowed_hosts"] = _own_names(settings)
-    return Trust(orchestrator, api_key)
+    return Trust(orchestrator, api_key, api_key is None and is_loopback(settings.host))
 
 
 def _own_names(settings: ClusterSettings) -> str:

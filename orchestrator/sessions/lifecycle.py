@@ -46,6 +46,9 @@ __all__ = [
 _DRAWN_SEED_BITS = 53
 """A drawn seed is exact as a JSON number, which many clients read as a double."""
 
+MAX_PROMPT_BYTES = 2**20
+"""Largest prompt, in bytes of UTF-8: more than the longest contexts of models hold as text."""
+
 MAX_SHOWN = 256
 """Characters of a model's name that an error repeats."""
 
@@ -89,7 +92,6 @@ async def check_request(
     *,
     model_name: str,
     vocab_size: int,
-    max_prompt_bytes: int,
     max_context: int,
     adapters: Collection[str] = (),
 ) -> None:
@@ -106,8 +108,8 @@ async def check_request(
         raise NotFoundError(f"no model {request.model[:MAX_SHOWN]!r}; served: {served}", "model")
     if isinstance(request.prompt, str):
         size = len(request.prompt.encode(errors="surrogatepass"))
-        if size > max_prompt_bytes:
-            raise InvalidArgumentError("prompt", f"{size} bytes", f"at most {max_prompt_bytes} bytes")
+        if size > MAX_PROMPT_BYTES:
+            raise InvalidArgumentError("prompt", f"{size} bytes", f"at most {MAX_PROMPT_BYTES} bytes")
     else:
         check_prompt_length(len(request.prompt), max_context)
     if _num_ids(request) < LONG_TEXT:

@@ -6,7 +6,7 @@ Tenants are isolated in one place: a session name reaches the store only through
 from __future__ import annotations
 
 import asyncio
-from typing import Protocol
+from collections.abc import Callable
 
 from gammaray.checks import check_int
 from gammaray.errors import InvalidArgumentError
@@ -26,20 +26,13 @@ MAX_LISTED = 1000
 DEFAULT_LISTED = 100
 
 
-class Release(Protocol):
-    """Releases a session on all workers, see `orchestrator.workers.fleet.Fleet.release`."""
-
-    def __call__(self, session_id: str, epoch: int, *, forget: bool = False) -> None:
-        """Send the releases; returns at once."""
-
-
 class SessionCalls:
     """Gets, traces, lists, cancels and deletes sessions.
 
     Args:
         store: The session store.
         tokenizer: The target's.
-        release: Releases a session on the fleet's workers.
+        release: Releases a session on the fleet's workers, see `orchestrator.workers.fleet.Fleet.release`.
         traces: Store of the sessions' cycle records.
     """
 
@@ -47,7 +40,7 @@ class SessionCalls:
         self,
         store: RedisStore,
         tokenizer: Tokenizer,
-        release: Release,
+        release: Callable[..., None],
         traces: RedisTraceStore,
     ) -> None:
         self._store, self._tokenizer, self._release = store, tokenizer, release

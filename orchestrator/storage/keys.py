@@ -73,7 +73,7 @@ class StoreBounds:
     ) -> ResourceExhaustedError | InvalidArgumentError:
         bound, total = await self.of(name)
         tenant = tenant_of(name)
-        whose, setting = f"of tenant {tenant}", "max_tenant_stored_share"
+        whose, setting = f"of tenant {tenant}", "max_tenant_share"
         if code == scripts.OVER_ALL or not tenant:
             bound, whose, setting = total, "of all tenants", "max_stored_mb"
         if need > bound:  # waiting does not help

@@ -24,7 +24,7 @@ SHARE = 0.75
 
 
 class RedisTraceStore:
-    """Implements the RecordStore of `orchestrator.telemetry.cycle_log`.
+    """Stores the records of the sessions' cycles.
 
     Args:
         redis: A connected client.

@@ -11,16 +11,17 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from gammaray.errors import GammarayError
 from gammaray.v1 import generation_service_pb2 as pb
 from orchestrator.cycle.session import Session
 from orchestrator.cycle.types import Call, Cycle
+from orchestrator.storage.trace_store import RedisTraceStore
 from orchestrator.telemetry.records import cycle_record, failed_record
 from orchestrator.telemetry.spans import CycleBundle, ReadingBundle, SessionTrace
 
-__all__ = ["MAX_RECORDS", "CycleLog", "RecordStore"]
+__all__ = ["MAX_RECORDS", "CycleLog"]
 
 _log = logging.getLogger(__name__)
 
@@ -32,20 +33,6 @@ FLUSH_CYCLES, FLUSH_S = 32, 1.0
 
 _SLICE = 4
 """Records built before control returns to the event loop."""
-
-
-class RecordStore(Protocol):
-    """Destination of the records."""
-
-    async def append(self, session_id: str, epoch: int, records: bytes) -> bool:
-        """Append records, a serialised GetSessionTraceResponse, to those of a session, as owner of an epoch.
-
-        Returns:
-            Whether they were stored; False when the session no longer exists or the store has no room.
-
-        Raises:
-            UnavailableError: The store cannot be reached.
-        """
 
 
 @dataclass(slots=True)
@@ -82,7 +69,7 @@ class CycleLog:
     def __init__(
         self,
         session: Session,
-        store: RecordStore | None,
+        store: RedisTraceStore | None,
         in_background: Callable[[Coroutine[Any, Any, None]], None],
         trace: SessionTrace | None = None,
     ) -> None:

@@ -203,6 +203,11 @@ def why_nobody(pool: TargetPool, session_id: str, identity: str, error: Unavaila
 
 _log = logging.getLogger(__name__)
 
+VERIFY_TIMEOUT_S, PREFILL_TOKEN_S = 60.0, 0.02
+"""Seconds until a verification times out, and what each token that its worker has to read adds.
+
+Prompts are read at 50 tokens/s or faster. Pings and a worker's own watch find lost and stuck ones earlier."""
+
 RETRY_PAUSE_S = 0.05
 """Seconds between attempts when target workers fail at once."""
 
@@ -213,7 +218,7 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
     Args:
         pool: The target workers.
         spec: Session parameters for the worker.
-        timeout_s: Timeout of one verification.
+        timeout_s: Timeout of one verification, without the tokens to read before it.
         wait_s: Seconds to wait for a usable target worker.
     """
 
@@ -258,7 +263,8 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
             self._take(proposal, drafts or Shape(0), is_chain=not session.takes_trees)
             start = time.monotonic()
             try:
-                result = await self._ask(session, link, self._timeout_s)
+                num_unread = session.num_committed - self._num_known
+                result = await self._ask(session, link, self._timeout_s + num_unread * PREFILL_TOKEN_S)
             except (UnavailableError, DeadlineExceededError) as error:
                 session.left_s(0)  # raises past the caller's deadline: failover would not help
                 self._leave(session, link, error, time.monotonic() - start)

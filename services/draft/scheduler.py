@@ -28,6 +28,7 @@ from services.scheduling.scheduler import Scheduler
 from services.scheduling.sessions import SessionCopy
 from services.scheduling.tasks import ProposeTask, Reply, Timing
 from services.speculation.calibration import Calibration
+from services.speculation.predictions import DRAFT_TOP_K, WEIGHT_BITS
 from services.speculation.proposals import ProposalBuilder
 from services.speculation.session import Speculation
 from services.speculation.tree import Node
@@ -94,8 +95,8 @@ class DraftScheduler(Scheduler[ProposeTask]):
         engine: Engine,
         limits: Limits,
         *,
-        draft_top_k: int,
-        weight_bits: int,
+        draft_top_k: int = DRAFT_TOP_K,
+        weight_bits: int = WEIGHT_BITS,
         ahead_rows: int,
         grammars: Grammars | None = None,
     ) -> None:

@@ -25,6 +25,8 @@ from services.scheduling.planning import Limits, Running
 from services.scheduling.scheduler import Scheduler
 from services.scheduling.sessions import SessionCopy
 from services.scheduling.tasks import ProposeTask, Timing
+from services.speculation.outcomes import AHEAD_ROWS
+from services.speculation.predictions import DRAFT_TOP_K, WEIGHT_BITS
 from services.vocabulary.translation import Translation
 
 __all__ = ["TranslatedDraftScheduler", "make_draft_scheduler"]
@@ -104,8 +106,8 @@ class TranslatedDraftScheduler(Scheduler[ProposeTask]):
         limits: Limits,
         translation: Translation,
         *,
-        draft_top_k: int,
-        weight_bits: int,
+        draft_top_k: int = DRAFT_TOP_K,
+        weight_bits: int = WEIGHT_BITS,
         grammars: Grammars | None = None,
     ) -> None:
         super().__init__(engine, limits, translation.target_size, grammars)
@@ -166,12 +168,7 @@ def make_draft_scheduler(
         translation: The vocabularies if they differ, else None.
         grammars: Compiles the sessions' grammars; None: sessions with one are refused.
     """
-    top_k, bits = settings.draft_top_k, settings.weight_bits
     if translation is not None:
-        return TranslatedDraftScheduler(
-            engine, limits, translation, draft_top_k=top_k, weight_bits=bits, grammars=grammars
-        )
-    ahead_rows = settings.ahead_rows if settings.draft_ahead else 0
-    return DraftScheduler(
-        engine, limits, draft_top_k=top_k, weight_bits=bits, ahead_rows=ahead_rows, grammars=grammars
-    )
+        return TranslatedDraftScheduler(engine, limits, translation, grammars=grammars)
+    ahead_rows = AHEAD_ROWS if settings.draft_ahead else 0
+    return DraftScheduler(engine, limits, ahead_rows=ahead_rows, grammars=grammars)

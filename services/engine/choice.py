@@ -42,7 +42,7 @@ def target_uses_vllm(path: str, settings: TargetSettings) -> bool:
     if is_vllm and settings.engine == "auto":
         asked = {
             "deterministic": settings.deterministic,
-            "head_weights": settings.head_weights != "auto",
+            "draft_weights": bool(settings.head) and settings.draft_weights != "auto",
             "a GGUF file": is_gguf(path),
         }
         if any(asked.values()):

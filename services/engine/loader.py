@@ -42,7 +42,6 @@ def load_engine(
     cache_budget_bytes: int = DEFAULT_CACHE_BUDGET_BYTES,
     deterministic: bool = False,
     engine: str = "auto",
-    kernel_cache: str = "",
     weights: str = "auto",
     draft_for: str | None = None,
 ) -> Engine:
@@ -58,7 +57,6 @@ def load_engine(
             `services.engine.hf.deterministic` for the supported models.
         engine: "native" is the compiled CPU kernel, "transformers" the model's own layers, "auto" the kernel
             where it covers the model.
-        kernel_cache: Folder of compiled CPU kernels; empty: the default of `load_kernel`.
         weights: "auto" (as `dtype`), "int8" or "int4": a draft's setting `draft_weights`. The engine then
             serves the quantised model exactly; never quantise a target.
         draft_for: The target of a drafter, "" if it is not known; None: the model is no drafter. See
@@ -82,7 +80,7 @@ def load_engine(
         loaded, draft = load_drafter(model, draft_for, device=device, dtype=dtype)
     if deterministic:
         check_covered(loaded)
-    obstacle = _native_obstacle(loaded, engine, kernel_cache)
+    obstacle = _native_obstacle(loaded, engine)
     quantised = None if weights == "auto" else _quantised(loaded, weights, obstacle)
     with _first_forwards(loaded), on_device(loaded.device):
         layout = probe_model(loaded)
@@ -137,7 +135,6 @@ def load_worker_engine(path: str, settings: WorkerSettings, draft_for: str | Non
         threads=settings.threads,
         deterministic=settings.deterministic,
         engine=settings.engine,
-        kernel_cache=settings.kernel_cache,
         weights=settings.draft_weights if isinstance(settings, DraftSettings) else "auto",
         draft_for=draft_for,
     )
@@ -170,7 +167,7 @@ def _first_forwards(loaded: LoadedModel) -> Iterator[None]:
         raise UnsupportedModelError(loaded.name, f"{what} do not run on {loaded.device}: {error}") from error
 
 
-def _native_obstacle(loaded: LoadedModel, engine: str, kernel_cache: str) -> str:
+def _native_obstacle(loaded: LoadedModel, engine: str) -> str:
     """Return why the compiled kernel does not run a model; empty if it does.
 
     Raises:
@@ -178,7 +175,7 @@ def _native_obstacle(loaded: LoadedModel, engine: str, kernel_cache: str) -> str
     """
     if engine == "transformers":
         return "the engine is transformers"
-    obstacle = native_obstacle(loaded, kernel_cache)
+    obstacle = native_obstacle(loaded)
     if engine == "native" and obstacle:
         raise InvalidArgumentError("engine", engine, f"auto or transformers for {loaded.name}: {obstacle}")
     return obstacle

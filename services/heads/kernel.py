@@ -24,19 +24,14 @@ __all__ = ["HeadKernelRunner", "KernelMap", "kernel_obstacle"]
 _MAX_HEAD_DIM = 256
 
 
-def kernel_obstacle(head: EagleHead, kernel_cache: str = "") -> str:
-    """Return why the compiled kernel cannot run a head; empty if it can.
-
-    Args:
-        head: The head.
-        kernel_cache: Folder of compiled kernels; empty: the default of `load_kernel`.
-    """
+def kernel_obstacle(head: EagleHead) -> str:
+    """Return why the compiled kernel cannot run a head; empty if it can."""
     config, weight = head.config, head.fc.weight
     if weight.device.type != "cpu" or weight.dtype != torch.float32:
         return f"the head is on {weight.device.type} in {str(weight.dtype).removeprefix('torch.')}"
     if config.head_dim % 2 or config.head_dim > _MAX_HEAD_DIM:
         return f"a head of {config.head_dim} is not covered"
-    return load_kernel(kernel_cache).reason
+    return load_kernel().reason
 
 
 class KernelMap:

@@ -116,7 +116,6 @@ def head_engine(
     budget_bytes: int = HEAD_CACHE_BYTES,
     weights: str = "auto",
     uses_kernel: bool = True,
-    kernel_cache: str = "",
 ) -> HeadEngine:
     """Return an engine that runs a head.
 
@@ -128,16 +127,15 @@ def head_engine(
         budget_bytes: Upper bound of the caches of all sessions.
         weights: "auto", "int8" or "int4"; the last two need the compiled kernel.
         uses_kernel: Use the compiled kernel where it covers the head.
-        kernel_cache: Folder of compiled kernels; empty: the default of `load_kernel`.
 
     Raises:
         InvalidArgumentError: Weights without a kernel.
         InvalidModelError: The head computes no finite logits.
     """
-    obstacle = kernel_obstacle(head, kernel_cache) if uses_kernel else "the engine is transformers"
+    obstacle = kernel_obstacle(head) if uses_kernel else "the engine is transformers"
     if obstacle and weights != "auto":
         allowed = f"auto: {weights} needs the compiled CPU kernel ({obstacle})"
-        raise InvalidArgumentError("head_weights", weights, allowed)
+        raise InvalidArgumentError("draft_weights", weights, allowed)
     runner = HeadRunner(head) if obstacle else HeadKernelRunner(name, head, max_context, weights)
     engine = HeadEngine(
         runner,
@@ -145,7 +143,7 @@ def head_engine(
         model_name=name,
         vocab_size=head.config.vocab_size,
         max_context=max_context,
-        kernel=f"none: {obstacle}" if obstacle else load_kernel(kernel_cache).variant,
+        kernel=f"none: {obstacle}" if obstacle else load_kernel().variant,
     )
     engine.draft_for(DraftFormat(head.config.vocab_size, None, target_ids))
     engine.check()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import os
 from abc import ABC, abstractmethod
 from contextlib import suppress
 from dataclasses import replace
@@ -20,7 +19,7 @@ from gammaray.security.tls import tls_files
 from gammaray.telemetry.export import MetricsExport
 from gammaray.telemetry.otel import Telemetry
 from services.process.registry import Announcer
-from services.process.server import GrpcServer, is_wildcard, split_address
+from services.process.server import DRAIN_TIMEOUT_S, GrpcServer, is_wildcard, split_address
 from services.scheduling.load import LoadReport, LoadReporter
 from services.scheduling.planning import Limits
 from services.streaming.block_scheduler import BlockScheduler
@@ -36,6 +35,9 @@ _log = logging.getLogger(__name__)
 # Time for streams without pending blocks to end after the drain.
 _CLOSE_GRACE_S = 0.5
 _STEP_TIMEOUT_S = 30.0
+MAX_STEP_S = 0.05
+"""Seconds that a step of more than 32 tokens may take while several sessions are served: a block that arrives
+waits for it, about as long as a cycle takes."""
 _LOAD_TIMEOUT_S = 5.0
 _WATCH_PERIOD_S = 1.0
 
@@ -77,9 +79,7 @@ class Worker(ABC, Generic[SettingsT]):
     @property
     def _limits(self) -> Limits:
         settings = self.settings
-        return Limits(
-            settings.max_batch_tokens, settings.prefill_chunk, max_step_s=settings.max_step_ms / 1e3
-        )
+        return Limits(settings.max_batch_tokens, settings.prefill_chunk, max_step_s=MAX_STEP_S)
 
     @abstractmethod
     def _load_model(self, path: str) -> tuple[Model, BlockScheduler[Any]]:
@@ -102,7 +102,6 @@ class Worker(ABC, Generic[SettingsT]):
         """
         settings = self.settings
         split_address("listen", settings.listen)
-        bind_cores(settings.cpu_affinity)
         await self.engine.start()
         assert self._model is not None
         assert self.engine.scheduler is not None
@@ -164,7 +163,7 @@ class Worker(ABC, Generic[SettingsT]):
         if self._announcer is not None:
             await self._announcer.withdraw()
         if self.streams is not None:
-            is_clean = await self.streams.drain(self.settings.drain_timeout_s)
+            is_clean = await self.streams.drain(DRAIN_TIMEOUT_S)
         if self._server is not None:
             await self._server.stop(_CLOSE_GRACE_S)
         if self.engine.is_alive and not self._is_lost:
@@ -208,21 +207,3 @@ class Worker(ABC, Generic[SettingsT]):
                 "advertise", "", f"host:port that orchestrators can dial ({host} is none)"
             )
         return self.address
-
-
-def bind_cores(cores: str) -> None:
-    """Pin all threads of this process to `cores`, a comma-separated list; empty: no change.
-
-    Raises:
-        InvalidArgumentError: Not a list of cores of this machine.
-    """
-    if not cores:
-        return
-    try:
-        wanted = {int(core) for core in cores.split(",")}
-        # Affinity is per thread, and threads of Ray or gRPC may already run.
-        for thread in os.listdir("/proc/self/task"):
-            os.sched_setaffinity(int(thread), wanted)
-    except (ValueError, OSError) as error:
-        allowed = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-        raise InvalidArgumentError("cpu_affinity", cores, f"some of {allowed}") from error

@@ -30,7 +30,6 @@ _ALLOWED = "a directory or GGUF file with a causal LM, or the name of one on the
 _HEAD_REFUSAL = "it is a head, which --head measures, in the target worker"
 _ALLOWED_HEADS = "a directory or hub name of a head, or of a draft model with the target's vocabulary"
 _SETTINGS: Mapping[str, type[WorkerSettings]] = {"target": TargetSettings, "draft": DraftSettings}
-_WEIGHTS = {"target": "head_weights", "draft": "draft_weights"}
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ def find(role: str, name: str, task: QualifyTask, target: Source | None = None) 
         InvalidArgumentError: There is no such model, or a setting is wrong.
     """
     path = resolve_model(name, role)
-    weights: dict[str, Any] = {} if task.draft_weights is None else {_WEIGHTS[role]: task.draft_weights}
+    weights: dict[str, Any] = {} if task.draft_weights is None else {"draft_weights": task.draft_weights}
     try:
         settings = _SETTINGS[role](model=name, **weights)
     except ValidationError as error:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Coroutine
+import os
+from collections.abc import Collection, Coroutine
 from typing import TYPE_CHECKING, Any
 
 import ray.util
@@ -15,7 +16,7 @@ from gammaray.deploy.effective import WorkerArguments
 from gammaray.deploy.engines import vllm_build
 from gammaray.deploy.serve_config import APPLICATIONS, autoscaling_config
 from gammaray.errors import InvalidArgumentError
-from services.process.server import is_wildcard, split_address
+from services.process.server import DRAIN_TIMEOUT_S, is_wildcard, split_address
 
 if TYPE_CHECKING:
     from services.process.worker import Worker
@@ -40,13 +41,18 @@ class WorkerReplica:
     Args:
         role: "draft" or "target".
         settings: What to serve and where.
+        cores: CPU cores to pin the process to; empty: it may use all.
 
     Attributes:
         worker: The worker; the attribute is deleted when the worker is stopped.
     """
 
     # Serve awaits the constructor; mypy expects one that returns None.
-    async def __init__(self, role: str, settings: WorkerSettings) -> None:  # type: ignore[misc]
+    async def __init__(  # type: ignore[misc]
+        self, role: str, settings: WorkerSettings, cores: Collection[int] = ()
+    ) -> None:
+        if cores:
+            bind_cores(cores)
         host, _ = split_address("listen", settings.listen)
         if is_wildcard(host) and not settings.advertise:
             # Port 0 is replaced with the port that is bound.
@@ -79,6 +85,13 @@ class WorkerReplica:
         return None if worker is None else worker.stop()
 
 
+def bind_cores(cores: Collection[int]) -> None:
+    """Pin all threads of this process to CPU cores."""
+    # Affinity is per thread, and threads of Ray or gRPC may already run.
+    for thread in os.listdir("/proc/self/task"):
+        os.sched_setaffinity(int(thread), cores)
+
+
 def build(
     role: str,
     settings: dict[str, Any],
@@ -86,6 +99,7 @@ def build(
     ray_actor_options: dict[str, Any] | None = None,
     scaling: dict[str, Any] | None = None,
     one_per_node: bool = False,
+    cores: Collection[int] = (),
 ) -> serve.Application:
     """Return the application that runs the workers of a role.
 
@@ -98,6 +112,7 @@ def build(
         scaling: Fields of ScalingSettings for autoscaling between the bounds. None: autoscale only if the
             bounds differ, with the defaults.
         one_per_node: Never put two workers on one Ray node, so that all can listen on the same port.
+        cores: CPU cores that each worker's process is pinned to; empty: none.
 
     Raises:
         pydantic.ValidationError: A bad setting.
@@ -122,10 +137,10 @@ def build(
         health_check_timeout_s=_health_timeout_s(checked.engine),
         # Requests do not pass through Serve: the worker itself waits for its blocks.
         graceful_shutdown_wait_loop_s=0.1,
-        graceful_shutdown_timeout_s=checked.drain_timeout_s + _SHUTDOWN_MARGIN_S,
+        graceful_shutdown_timeout_s=DRAIN_TIMEOUT_S + _SHUTDOWN_MARGIN_S,
         **count,
     )
-    return make_deployment(WorkerReplica).bind(role, checked)
+    return make_deployment(WorkerReplica).bind(role, checked, tuple(cores))
 
 
 def _health_timeout_s(engine: str) -> float:

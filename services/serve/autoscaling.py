@@ -10,8 +10,8 @@ Signals of each worker (`services.scheduling.load`), as means over the last repo
 
 Against oscillation: a pool grows above `load` per worker, and shrinks only if the load fits into 70 % of
 `load` with one worker less (so the new state is far from growing again); workers are removed one at a time; a
-pool does not grow while workers start or stop; Serve acts only when a decision holds for `scale_up_delay_s`
-or `scale_down_delay_s`. The last drafter stays while targets have work.
+pool does not grow while workers start or stop; Serve acts only when a decision holds for `SCALE_UP_DELAY_S`
+or `SCALE_DOWN_DELAY_S`. The last drafter stays while targets have work.
 """
 
 from __future__ import annotations

@@ -31,6 +31,10 @@ from services.speculation.tree import Node
 
 __all__ = ["Outcome", "OutcomeSet"]
 
+AHEAD_ROWS = 4
+"""Upper bound of tokens in one forward of draft-ahead, over all sessions: a block that arrives waits for that
+forward to end. Of a parallel draft model at least one block."""
+
 MIN_OUTCOME = 0.08
 """Outcomes less likely than this are ignored: one more row costs about half a CPU forward."""
 

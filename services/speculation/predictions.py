@@ -17,7 +17,9 @@ from services.engine.native.library import top_k_tokens
 from services.engine.sampling.noise import Noise
 
 __all__ = [
+    "DRAFT_TOP_K",
     "ENTROPY_FACTOR",
+    "WEIGHT_BITS",
     "Guess",
     "Prediction",
     "draw_temperature",
@@ -32,6 +34,14 @@ ENTROPY_FACTOR = 0.05
 """Factor of the entropy in AdaEDL's estimate 1 - sqrt(factor * H) of acceptance (arXiv 2410.18351).
 
 The paper's .2 is a lower bound of acceptance; .05 fits the demo pair's mean (.64 estimated, .69 true)."""
+
+
+DRAFT_TOP_K = 64
+"""Largest support of a distribution that a draft worker sends for rejection or block verification: at most
+320 bytes a token with weights of `WEIGHT_BITS`."""
+
+WEIGHT_BITS = 12
+"""Bits of its quantised weights' sum: a weight takes at most two bytes, and is within 1/4096 of its share."""
 
 
 def quantise(probs: Tensor, top_k: int, bits: int) -> SparseDistribution:

@@ -49,13 +49,11 @@ def load_local_drafter(settings: TargetSettings, engine: Engine) -> LocalDrafter
         target_ids,
         name=name,
         max_context=engine.max_context,
-        weights=settings.head_weights,
+        weights=settings.draft_weights,
         uses_kernel=settings.engine != "transformers",
-        kernel_cache=settings.kernel_cache,
     )
     is_own = (Path(name) / "gammaray.json").is_file()
-    window = settings.head_window or (TRAINED_WINDOW if is_own else MAX_FEATURES)
-    return HeadDrafter(drafting, window)
+    return HeadDrafter(drafting, TRAINED_WINDOW if is_own else MAX_FEATURES)
 
 
 def _load_draft_model(settings: TargetSettings, name: str, target: str, engine: Engine) -> ModelDrafter:
@@ -66,8 +64,7 @@ def _load_draft_model(settings: TargetSettings, name: str, target: str, engine: 
         threads=settings.threads,
         cache_budget_bytes=HEAD_CACHE_BYTES,
         engine=settings.engine,
-        kernel_cache=settings.kernel_cache,
-        weights=settings.head_weights,
+        weights=settings.draft_weights,
         draft_for=target,
     )
     if not isinstance(engine.runner, NativeRunner):

@@ -29,6 +29,7 @@ from services.scheduling.metrics import AheadStats
 from services.scheduling.planning import Limits
 from services.scheduling.sessions import SessionCopy
 from services.scheduling.tasks import NeedTokens, ProposeTask, Reply, SessionSpec, Timing
+from services.speculation.predictions import DRAFT_TOP_K, WEIGHT_BITS
 from services.vllm.engine import StepResult, VllmEngine
 from services.vllm.messages import DraftBlock, Drafted, Masks
 from services.vllm.request_queue import RequestQueue, RequestWork
@@ -126,8 +127,8 @@ class VllmDraftScheduler(RequestQueue[ProposeTask, _Drafting]):
         engine: VllmEngine,
         limits: Limits,
         *,
-        draft_top_k: int,
-        weight_bits: int,
+        draft_top_k: int = DRAFT_TOP_K,
+        weight_bits: int = WEIGHT_BITS,
         ahead_rows: int,
         grammars: Grammars | None = None,
     ) -> None:

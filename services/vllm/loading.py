@@ -15,6 +15,7 @@ from services.process.adapters import adapter_sha256
 from services.process.fingerprints import check_drafter, model_identity, vocab_sha256
 from services.scheduling.grammars import Grammars
 from services.scheduling.planning import Limits
+from services.speculation.outcomes import AHEAD_ROWS
 from services.streaming.messages import Model
 from services.vllm.draft_scheduler import VllmDraftScheduler
 from services.vllm.engine import EngineOptions, VllmEngine
@@ -109,9 +110,7 @@ def load_draft(
     scheduler = VllmDraftScheduler(
         engine,
         limits,
-        draft_top_k=settings.draft_top_k,
-        weight_bits=settings.weight_bits,
-        ahead_rows=settings.ahead_rows if settings.draft_ahead else 0,
+        ahead_rows=AHEAD_ROWS if settings.draft_ahead else 0,
         grammars=Grammars(target or path, engine.vocab_size),
     )
     return model, scheduler

@@ -15,6 +15,7 @@ import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from gammaray import Client
+from gammaray.deploy.serve_config import SCALE_DOWN_DELAY_S
 from tests.support.cluster.cluster_helpers import STOP_TIMEOUT_S, eventually, is_without_model, undisturbed
 
 pytestmark = [pytest.mark.e2e, pytest.mark.kills, pytest.mark.timeout(600)]
@@ -24,11 +25,10 @@ CHART = ROOT / "helm" / "gammaray"
 PROMPT = "def read_lines(path):"
 
 
-SCALING = {"orchestrator_load": 2, "scale_up_delay_s": 1, "scale_down_delay_s": 2, "report_interval_s": 0.5}
 MORE = {
     "image": {"registry": "registry.example.com/team"},
     "orchestrator": {"replicas": "1:2"},
-    "scaling": SCALING,
+    "scaling": {"orchestrator_load": 2},
 }
 
 
@@ -145,5 +145,5 @@ def test_orchestrators_follow_their_requests(addresses):
         finally:
             is_over = True
         texts = [future.result() for future in running]
-    assert eventually(lambda: num_orchestrators() == 1, 120)
+    assert eventually(lambda: num_orchestrators() == 1, 120 + SCALE_DOWN_DELAY_S)
     assert [len(found) for found in texts] == [1] * len(seeds)

@@ -10,6 +10,7 @@ import pytest
 
 from gammaray.errors import DeadlineExceededError, FailedPreconditionError, ResourceExhaustedError
 from gammaray.types import DrafterKind, GenerationRequest
+from orchestrator.access.admission import Admission
 from orchestrator.access.caller import Caller
 from tests.support.workers.scripted_workers import scripted
 from tests.support.workers.service_helpers import running, tokens_of
@@ -37,7 +38,8 @@ async def test_tenant_does_not_wait_for_the_queue_of_another(redis_server, targe
         assert len(tokens_of(chunks)) == 12
         ended.append(tenant)
 
-    async with running(redis_server, target.address, "", max_concurrent_requests=1) as orchestrator:
+    async with running(redis_server, target.address, "") as orchestrator:
+        orchestrator.admission = Admission(capacity=1, max_waiting=100, max_wait_s=30.0)
         loud = [asyncio.create_task(ask(orchestrator, "loud")) for _ in range(8)]
         await asyncio.sleep(0)
         quiet = asyncio.create_task(ask(orchestrator, "quiet"))
@@ -47,16 +49,16 @@ async def test_tenant_does_not_wait_for_the_queue_of_another(redis_server, targe
 
 
 async def test_flood_is_rejected_with_a_delay_and_all_slots_are_freed(redis_server, target):
-    settings = {"max_concurrent_requests": 2, "max_waiting_requests": 3}
+    settings = {"max_concurrent_requests": 3}
     async with running(redis_server, target.address, "", **settings) as orchestrator:
         results = await asyncio.wait_for(
             asyncio.gather(*(finish(orchestrator, Caller("a")) for _ in range(20)), return_exceptions=True),
             60,
         )
         refused = [result for result in results if isinstance(result, ResourceExhaustedError)]
-        assert len(refused) == 15
+        assert len(refused) == 14
         assert all(1 <= error.retry_after_s < math.inf for error in refused)
-        assert sum(isinstance(result, list) for result in results) == 5
+        assert sum(isinstance(result, list) for result in results) == 6
         assert (orchestrator.admission.num_running, orchestrator.admission.num_waiting) == (0, 0)
         assert await finish(orchestrator, Caller("a"))
 
@@ -95,7 +97,7 @@ async def test_sessions_of_two_tenants_with_one_name_are_separate(redis_server, 
 
 
 async def test_deleting_sessions_frees_stored_bytes(redis_server, target):
-    settings = {"max_stored_mb": 1, "max_tenant_stored_share": 0.1}
+    settings = {"max_stored_mb": 1, "max_tenant_share": 0.1}
     async with running(redis_server, target.address, "", **settings) as orchestrator:
         names = []
 

@@ -65,7 +65,7 @@ def check(prompt_logprobs, plain, prompt, num_top=3):
 
 @pytest.mark.parametrize("chunk", [16, 64, 512])
 async def test_prompt_logprobs_are_the_plain_forward_in_chunks_of_any_size(model, plain, chunk):
-    async with running("target", model, max_batch_tokens=max(64, chunk), prefill_chunk=chunk) as (link, _):
+    async with running("target", model, max_batch_tokens=4 * chunk) as (link, _):
         for proposal in ((), [5, 6, 7], types.Proposal(token_ids=[4, 5, 6], parents=[-1, -1, 1])):
             await link.release("s")
             verdict = (await link.ask(scored_block(LONG, proposal))).verdict
@@ -93,7 +93,7 @@ async def test_prompt_logprobs_do_not_depend_on_the_cache(model, plain):
 
 async def test_prompts_scored_together_with_other_sessions_are_each_their_own(model, plain):
     prompts = {f"p{n}": random_tokens(20 + 37 * n, seed=n) for n in range(5)}
-    async with running("target", model, max_batch_tokens=64, prefill_chunk=32) as (link, _):
+    async with running("target", model, max_batch_tokens=128) as (link, _):
         driver = Driver(link, None, LONG, session_id="steady")
         blocks = [scored_block(prompt, session_id=name) for name, prompt in prompts.items()]
         futures = await link.send(blocks)

@@ -19,7 +19,7 @@ from gammaray.types import ADAPTIVE, DrafterKind, GammaPolicy, GenerationRequest
 from orchestrator.service import Orchestrator
 from tests.support.workers.redis_helpers import redis_name, running_redis
 from tests.support.workers.scripted_workers import scripted, until, until_so
-from tests.support.workers.service_helpers import PROMPTS, complete, running, tokens_of
+from tests.support.workers.service_helpers import PROMPTS, complete, deadlines, running, tokens_of
 
 pytestmark = pytest.mark.integration
 
@@ -73,18 +73,19 @@ async def test_service_bad_request_is_refused_and_leaves_nothing(orchestrator, r
 
 
 async def test_service_too_many_requests_are_refused_with_a_delay(redis_server, target):
-    async with running(
-        redis_server, target.address, "", max_concurrent_requests=2, max_waiting_requests=0
-    ) as orchestrator:
+    async with running(redis_server, target.address, "", max_concurrent_requests=2) as orchestrator:
         request = GenerationRequest(PROMPTS[0], max_tokens=500, ignore_eos=True)
         async with aclosing(orchestrator.generate(request)) as one:
             async with aclosing(orchestrator.generate(request)) as two:
                 await anext(one)
                 await anext(two)
+                short = dataclasses.replace(request, max_tokens=2)
+                waiting = [asyncio.create_task(complete(orchestrator, short)) for _ in range(2)]
+                await until(lambda: orchestrator.admission.num_waiting == 2)
                 with pytest.raises(ResourceExhaustedError, match="2 requests") as refused:
                     await complete(orchestrator, request)
                 assert refused.value.retry_after_s > 0
-        assert await complete(orchestrator, dataclasses.replace(request, max_tokens=2))
+        assert all(await asyncio.gather(*waiting))
 
 
 async def test_service_without_a_draft_worker_decodes_plainly(redis_server, target):
@@ -113,8 +114,8 @@ async def test_service_permanent_loss_of_the_target_is_unavailable(redis_server,
 
 
 async def test_service_start_without_redis_is_unavailable():
-    with pytest.raises(UnavailableError, match="Redis"):
-        await Orchestrator.start(OrchestratorSettings(redis_url="redis://127.0.0.1:1/0", redis_wait_s=0))
+    with deadlines(redis_wait_s=0), pytest.raises(UnavailableError, match="Redis"):
+        await Orchestrator.start(OrchestratorSettings(redis_url="redis://127.0.0.1:1/0"))
 
 
 async def test_service_start_waits_for_redis(redis_server, target, caplog):

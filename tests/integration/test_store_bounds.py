@@ -221,7 +221,7 @@ async def test_tenant_over_its_bound_is_rejected_with_a_retry_delay(redis):
     for part in (
         "tenant alice",
         f"{own + 3 * need} of {own + 3 * need} bytes",
-        "max_tenant_stored_share",
+        "max_tenant_share",
         str(need),
     ):
         assert part in str(refused.value)

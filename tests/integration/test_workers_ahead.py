@@ -151,8 +151,9 @@ async def test_hit_needs_no_forward(pair):
     assert (await stats(worker)).hits == 2
 
 
-async def test_new_block_preempts_ahead_work_within_a_forward(models):
-    async with running("draft", models[1], ahead_rows=1) as (draft, worker):
+async def test_new_block_preempts_ahead_work_within_a_forward(models, monkeypatch):
+    monkeypatch.setattr("services.draft.translated.AHEAD_ROWS", 1)
+    async with running("draft", models[1]) as (draft, worker):
         async with HeldEngine(worker, after=61) as engine:
             (long,) = await draft.send([propose_block(PROMPT, 60)])
             await engine.waits()
@@ -165,8 +166,9 @@ async def test_new_block_preempts_ahead_work_within_a_forward(models):
         assert engine.forwards[:63] == [["s"]] * 61 + [["t"]] * 2
 
 
-async def test_release_during_draft_ahead_frees_everything(models):
-    async with running("draft", models[1], ahead_rows=1) as (draft, worker):
+async def test_release_during_draft_ahead_frees_everything(models, monkeypatch):
+    monkeypatch.setattr("services.draft.translated.AHEAD_ROWS", 1)
+    async with running("draft", models[1]) as (draft, worker):
         for name in "stu":
             await draft.ask(propose_block(PROMPT, 60, session_id=name))
         await draft.release(*"stu")

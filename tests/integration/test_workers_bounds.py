@@ -45,7 +45,7 @@ async def test_token_ids_of_all_streams_are_bounded(model, monkeypatch):
 
 
 async def test_broken_stream_releases_its_token_ids(model):
-    async with running("target", model, max_batch_tokens=16, prefill_chunk=16) as (link, worker):
+    async with running("target", model, max_batch_tokens=16) as (link, worker):
         async with HeldEngine(worker):
             await link.send([verify_block(random_tokens(250, seed=i), session_id=f"s{i}") for i in range(8)])
             await all_read(link)

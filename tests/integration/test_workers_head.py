@@ -187,7 +187,7 @@ async def test_repeated_and_changed_blocks_are_answered_alike(bigrams):
 
 async def test_long_prompts_are_read_in_chunks(bigrams):
     target, head = bigrams
-    async with running("target", target, head=str(head), prefill_chunk=16) as (link, _):
+    async with running("target", target, head=str(head), max_batch_tokens=64) as (link, _):
         one = Headed(link, None, random_tokens(180, seed=9), params(0.0), gamma=4, session_id="long")
         await one.generate(30)
         assert one.cycles <= 1 + -(-29 // 5)

@@ -160,7 +160,7 @@ async def test_proposal_wider_than_a_forward_is_refused(model):
 
 
 async def test_block_past_its_timeout_fails_with_deadline_exceeded(model):
-    async with running("target", model, max_batch_tokens=16, prefill_chunk=16) as (link, _):
+    async with running("target", model, max_batch_tokens=16) as (link, _):
         blocks = [
             verify_block(random_tokens(250, seed=index), session_id=f"s{index}", timeout_ms=1)
             for index in range(8)

@@ -2,14 +2,13 @@
 
 import asyncio
 import json
-import os
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import grpc
 import pytest
@@ -85,12 +84,11 @@ async def is_gone(port, key):
 
 async def test_sigterm_drains_running_blocks_and_exits_0(model, redis_port):
     url = f"redis://127.0.0.1:{redis_port}/0"
-    options = ["--model", model, "--redis-url", url, "--max-batch-tokens", 16, "--prefill-chunk", 16]
-    options += ["--drain-timeout-s", EXIT_TIMEOUT_S]
+    options = ["--model", model, "--redis-url", url, "--max-batch-tokens", 16]
     async with spawned("target", *options) as (process, address):
         (key,) = await entries(redis_port)
         link = Link(address, "target")
-        blocks = [verify_block(random_tokens(1000, seed=i), session_id=f"s{i}") for i in range(12)]
+        blocks = [verify_block(random_tokens(1000, seed=i), session_id=f"s{i}") for i in range(6)]
         pending = await link.send(blocks)
         await link.until(lambda info: info.num_queued > 0)
         process.send_signal(signal.SIGTERM)
@@ -103,30 +101,20 @@ async def test_sigterm_drains_running_blocks_and_exits_0(model, redis_port):
         await link.close()
 
 
-def affinities(pid):
-    found = set()
-    for thread in os.listdir(f"/proc/{pid}/task"):
-        with suppress(ProcessLookupError):  # threads come and go
-            found.add(tuple(os.sched_getaffinity(int(thread))))
-    return found
-
-
 async def test_options_and_environment_reach_a_worker_that_sigint_ends(model):
-    core = str(min(os.sched_getaffinity(0)))
-    options = ["--model", model, "--cpu-affinity", core]
     environment = {"GAMMARAY_CACHE_BUDGET_MB": "7", "GAMMARAY_MODEL": "overridden"}
-    async with spawned("draft", *options, **environment) as (process, address):
+    async with spawned("draft", "--model", model, **environment) as (process, address):
         link = Link(address, "draft")
         assert (await link.info()).cache_budget_bytes == 7 << 20
         assert (await link.ask(propose_block(PROMPT, 2))).WhichOneof("outcome") == "proposal"
-        assert affinities(process.pid) == {(int(core),)}
         process.send_signal(signal.SIGINT)
         assert await asyncio.wait_for(process.wait(), EXIT_TIMEOUT_S) == 0
         await link.close()
 
 
-async def test_draining_worker_sends_a_notice_and_then_rejects_new_blocks(model):
-    async with running("target", model, drain_timeout_s=EXIT_TIMEOUT_S) as (link, worker):
+async def test_draining_worker_sends_a_notice_and_then_rejects_new_blocks(model, monkeypatch):
+    monkeypatch.setattr("services.process.worker.DRAIN_TIMEOUT_S", EXIT_TIMEOUT_S)
+    async with running("target", model) as (link, worker):
         health = health_pb2_grpc.HealthStub(link.channel)
         watch = health.Watch(health_pb2.HealthCheckRequest())
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
@@ -158,9 +146,9 @@ async def test_draining_worker_finishes_running_blocks(model):
         assert await stopping
 
 
-async def test_drain_gives_up_after_its_timeout(model):
-    settings = {"max_batch_tokens": 16, "prefill_chunk": 16, "drain_timeout_s": 0.05}
-    async with running("target", model, **settings) as (link, worker):
+async def test_drain_gives_up_after_its_timeout(model, monkeypatch):
+    monkeypatch.setattr("services.process.worker.DRAIN_TIMEOUT_S", 0.05)
+    async with running("target", model, max_batch_tokens=16) as (link, worker):
         blocks = [verify_block(random_tokens(1000, seed=i), session_id=f"s{i}") for i in range(20)]
         await link.send(blocks)
         await link.until(lambda info: info.num_queued > 0)
@@ -235,7 +223,6 @@ def test_bad_setting_exits_2_with_one_line(options, words):
     ("options", "words"),
     [
         (["--listen", "nowhere"], "listen: got nowhere"),
-        (["--cpu-affinity", "4096"], "cpu_affinity: got 4096"),
         (["--model", "no/such/model"], "no/such/model"),
         (["--redis-url", "http://x"], "redis_url: got http://x"),
         (["--listen", "0.0.0.0:0", "--redis-url", "redis://127.0.0.1:1/0"], "advertise"),

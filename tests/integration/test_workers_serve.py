@@ -1,11 +1,15 @@
 """Workers as Serve applications, as far as it goes without a cluster; e2e tests run them on one."""
 
+import os
+from contextlib import suppress
+
 import pytest
 from pydantic import ValidationError
 
 from gammaray.config import DraftSettings, TargetSettings
 from gammaray.errors import InvalidArgumentError, UnavailableError
-from services.serve.app import WorkerReplica, build
+from services.process.server import DRAIN_TIMEOUT_S
+from services.serve.app import WorkerReplica, bind_cores, build
 from tests.support.engine_helpers import tiny_model
 from tests.support.serve_helpers import deployment_of, schema_of
 
@@ -14,12 +18,12 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 @pytest.mark.parametrize(("role", "name"), [("draft", "DraftWorker"), ("target", "TargetWorker")])
 def test_build_binds_a_deployment_without_cpus_that_drains(role, name):
-    application = build(role, {"drain_timeout_s": 3.0}, num_replicas=2)
+    application = build(role, {}, num_replicas=2)
     deployment = deployment_of(application)
     assert deployment.name == name
     assert deployment.num_replicas == 2
     assert deployment.ray_actor_options == {"num_cpus": 0}
-    assert schema_of(application).graceful_shutdown_timeout_s > 3.0
+    assert schema_of(application).graceful_shutdown_timeout_s > DRAIN_TIMEOUT_S
 
 
 def test_build_takes_resources():
@@ -50,11 +54,25 @@ def test_build_refuses_bad_settings_and_several_workers_on_one_port(role):
         build(role, {"listen": "127.0.0.1:5000"}, num_replicas=2)
 
 
+def affinities():
+    """Return the cores that the threads of this process may use."""
+    found = set()
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(ProcessLookupError):  # threads come and go
+            found.add(tuple(os.sched_getaffinity(int(thread))))
+    return found
+
+
 @pytest.mark.parametrize(("role", "settings_class"), [("draft", DraftSettings), ("target", TargetSettings)])
 async def test_replica_starts_reports_health_and_drains(role, settings_class, tmp_path):
     settings = settings_class(model=str(tiny_model("llama", tmp_path)), device="cpu")
     replica = WorkerReplica.__new__(WorkerReplica)
-    await replica.__init__(role, settings)
+    usual = os.sched_getaffinity(0)
+    try:
+        await replica.__init__(role, settings, cores=(min(usual),))
+        assert affinities() == {(min(usual),)}
+    finally:
+        bind_cores(usual)
     assert replica.worker.role == role
     assert (await replica.address()).startswith("127.0.0.1:")
     await replica.check_health()

@@ -181,7 +181,7 @@ async def test_batched_sessions_get_the_results_of_single_ones(target, reference
 
 
 async def test_long_prefill_does_not_stall_short_verifies(model):
-    async with running("target", model, max_batch_tokens=64, prefill_chunk=32) as (link, worker):
+    async with running("target", model, max_batch_tokens=128) as (link, worker):
         long_prompt = random_tokens(900, seed=9)
         async with HeldEngine(worker) as engine:
             (slow,) = await link.send([verify_block(long_prompt, session_id="long")])
@@ -228,7 +228,7 @@ async def test_info_describes_the_served_model(target, model):
 
 
 async def test_closed_stream_drops_its_blocks_and_keeps_its_sessions(model, reference):
-    async with running("target", model, max_batch_tokens=16, prefill_chunk=16) as (link, worker):
+    async with running("target", model, max_batch_tokens=16) as (link, worker):
         await link.ask(verify_block(PROMPT))
         other = Link(worker.address, "target")
         async with HeldEngine(worker) as engine:

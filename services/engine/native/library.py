@@ -64,19 +64,15 @@ class Kernel:
     reason: str = ""
 
 
-def load_kernel(cache_dir: str = "") -> Kernel:
-    """Return the kernel for this processor; the first call finds or compiles it.
-
-    Args:
-        cache_dir: Folder of compiled kernels; empty: GAMMARAY_KERNEL_CACHE, else in the user's cache folder.
-    """
+def load_kernel() -> Kernel:
+    """Return the kernel for this processor; the first call finds or compiles it."""
     global _loaded
     if _loaded is None:
         usual = _VARIANTS.get(torch.backends.cpu.get_cpu_capability(), BASELINE)
-        kernel = open_kernel(usual, cache_dir)
+        kernel = open_kernel(usual)
         if kernel.library is None and usual != BASELINE:
             _log.warning("no CPU kernel for %s (%s), trying the baseline", usual, kernel.reason)
-            kernel = open_kernel(BASELINE, cache_dir)
+            kernel = open_kernel(BASELINE)
         _loaded = kernel
     return _loaded
 
@@ -102,7 +98,8 @@ def open_kernel(variant: str, cache_dir: str = "") -> Kernel:
 
     Args:
         variant: A name of `services.engine.native.build.VARIANTS`.
-        cache_dir: As for `load_kernel`.
+        cache_dir: Folder of compiled kernels; empty: gammaray/kernel in the user's cache folder, which
+            XDG_CACHE_HOME names.
     """
     try:
         return Kernel(declare(ctypes.CDLL(str(_library(variant, cache_dir)))), variant)
@@ -149,10 +146,8 @@ def _compiled(folder: Path, variant: str, compiler: Compiler) -> Path:
 
 
 def _cache_folder(cache_dir: str) -> Path:
-    # A model loaded without a worker, for example by a benchmark, has no settings.
-    chosen = cache_dir or os.environ.get("GAMMARAY_KERNEL_CACHE", "")
-    if chosen:
-        return Path(chosen)
+    if cache_dir:
+        return Path(cache_dir)
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(base) / "gammaray" / "kernel"
 

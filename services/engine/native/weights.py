@@ -68,15 +68,11 @@ class NativeModel:
         return cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
 
 
-def native_obstacle(loaded: LoadedModel, kernel_cache: str = "") -> str:
+def native_obstacle(loaded: LoadedModel) -> str:
     """Return why the kernel cannot run a model; empty if it can.
 
     It covers Llama, Mistral, Qwen2 and Qwen3 in float32 on a CPU. The library is searched, and compiled if
     necessary, only for a covered model.
-
-    Args:
-        loaded: The model.
-        kernel_cache: Folder of compiled kernels; empty: the default of `load_kernel`.
     """
     config = loaded.config
     if loaded.device.type != "cpu":
@@ -92,7 +88,7 @@ def native_obstacle(loaded: LoadedModel, kernel_cache: str = "") -> str:
     head_dim = loaded.llama.model.layers[0].self_attn.head_dim
     if head_dim % 2 or head_dim > _MAX_HEAD_DIM:
         return f"a head of {head_dim} is not covered"
-    return load_kernel(kernel_cache).reason
+    return load_kernel().reason
 
 
 @torch.no_grad()

@@ -18,6 +18,7 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from gammaray.config import OrchestratorSettings
 from orchestrator.launcher.cluster import private_directory, serve_environment
@@ -35,12 +36,12 @@ NODES = {
     "large-a": {"large_gpu": 1},
     "large-b": {"large_gpu": 1},
 }
-SCALING = {
-    "draft_load": 1.0,
-    "scale_up_delay_s": 0.5,
-    "scale_down_delay_s": 1.0,
-    "report_interval_s": 0.3,
-}
+SCALING = {"draft_load": 1.0}
+DELAYS = {"SCALE_UP_DELAY_S": 0.5, "SCALE_DOWN_DELAY_S": 1.0, "REPORT_INTERVAL_S": 0.3}
+"""Constants of `gammaray.deploy.serve_config`; a deployment may have others as `delays`."""
+
+WORKER_WAIT_S = 240.0
+"""Seconds that a request waits for a target worker: with few cores a start takes longer than 30 s."""
 
 
 def main() -> None:
@@ -126,34 +127,46 @@ def start_serve(started: ExitStack) -> str:
     return f"{HOST}:{grpc_port}"
 
 
+def patient_orchestrator() -> type:
+    """Return the deployment's class with a longer `WORKER_WAIT_S`; pickled by value for its replicas."""
+    from orchestrator.app import OrchestratorDeployment
+
+    class Patient(OrchestratorDeployment):
+        async def __init__(self, settings: dict[str, Any]) -> None:
+            from orchestrator import service
+
+            service.WORKER_WAIT_S = WORKER_WAIT_S
+            await super().__init__(settings)
+
+    return Patient
+
+
 def deploy(options: dict[str, Any], redis_url: str) -> None:
     """Delete what is deployed, deploy all roles, each to its nodes, and wait until they run."""
     from ray import serve
 
     from gammaray.deploy.serve_config import APPLICATIONS
-    from orchestrator.app import OrchestratorDeployment
     from services.serve.app import build
 
     for name in serve.status().applications:
         serve.delete(name)
-    worker = {"redis_url": redis_url, "device": "cpu", "drain_timeout_s": 5.0}
+    worker = {"redis_url": redis_url, "device": "cpu"}
     # Without draft-ahead load is what is asked for, and not what is foreseen.
     drafter = {**worker, "draft_ahead": False, **options.get("draft", {})}
     scaling = SCALING | options.get("scaling", {})
-    settings = OrchestratorSettings(redis_url=redis_url, worker_wait_s=240.0)
+    settings = OrchestratorSettings(redis_url=redis_url)
     orchestrator = serve.deployment(
         name="Orchestrator",
         max_ongoing_requests=100,
         ray_actor_options={"num_cpus": 0, "resources": {"head": 1}},
-    )(OrchestratorDeployment)
+    )(patient_orchestrator())
     small, large = ({"resources": {kind: 1}} for kind in ("small_gpu", "large_gpu"))
+    with patch.multiple("gammaray.deploy.serve_config", **(DELAYS | options.get("delays", {}))):
+        target_workers = build("target", worker, 2, large, scaling)
+        draft_workers = build("draft", drafter, options["draft_workers"], small, scaling)
     targets = [
-        serve.RunTarget(build("target", worker, 2, large, scaling), APPLICATIONS["target"].name, None),
-        serve.RunTarget(
-            build("draft", drafter, options["draft_workers"], small, scaling),
-            APPLICATIONS["draft"].name,
-            None,
-        ),
+        serve.RunTarget(target_workers, APPLICATIONS["target"].name, None),
+        serve.RunTarget(draft_workers, APPLICATIONS["draft"].name, None),
         serve.RunTarget(
             orchestrator.bind(settings.model_dump(mode="json")), APPLICATIONS["orchestrator"].name, "/"
         ),

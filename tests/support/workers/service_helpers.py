@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from unittest.mock import patch
 
 from gammaray.config import OrchestratorSettings
 from gammaray.types import GenerationRequest, SamplingParams
@@ -14,8 +15,34 @@ PROMPTS = ["def read_lines(path):\n", "import os\n\nclass Stack:\n    def ", "fo
 SEEDED = SamplingParams(temperature=1.0, seed=1234)
 
 
+_DEADLINES = {
+    "propose_timeout_s": "orchestrator.drafting.factory.PROPOSE_TIMEOUT_S",
+    "redis_wait_s": "orchestrator.service.REDIS_WAIT_S",
+    "verify_timeout_s": "orchestrator.service.VERIFY_TIMEOUT_S",
+    "worker_wait_s": "orchestrator.service.WORKER_WAIT_S",
+}
+
+
+@contextmanager
+def deadlines(**seconds: float):
+    """Give constants of orchestrators in this process other values, by name: see `_DEADLINES`."""
+    with ExitStack() as patched:
+        for name, value in seconds.items():
+            patched.enter_context(patch(_DEADLINES[name], value))
+        yield
+
+
 @asynccontextmanager
 async def running(server, target: str, draft: str, **settings):
+    """Run an orchestrator with these settings, and deadlines of `deadlines`."""
+    given = {name: settings.pop(name) for name in _DEADLINES if name in settings}
+    with deadlines(**given):
+        async with _running(server, target, draft, settings) as orchestrator:
+            yield orchestrator
+
+
+@asynccontextmanager
+async def _running(server, target: str, draft: str, settings):
     orchestrator = await Orchestrator.start(
         OrchestratorSettings(redis_url=server.url, target_addresses=target, draft_addresses=draft, **settings)
     )

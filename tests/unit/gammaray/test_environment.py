@@ -46,11 +46,17 @@ def test_every_known_variable_passes():
     check_environment(known_variables, {"PATH": "x", "GAMMA": "x", "MY_GAMMARAY_THING": "x"})
 
 
-def test_removed_variable_names_its_successor_and_not_its_value():
+@pytest.mark.parametrize(
+    ("name", "allowed"),
+    [
+        ("GAMMARAY_FAST_KERNELS", "GAMMARAY_ENGINE=transformers in place of false"),
+        ("GAMMARAY_WORKER_WAIT_S", "unset; it is 30 now"),
+    ],
+)
+def test_removed_variable_names_what_to_use_and_not_its_value(name, allowed):
     with pytest.raises(InvalidArgumentError) as refused:
-        check_environment(known_variables, {"GAMMARAY_FAST_KERNELS": SECRET})
-    allowed = "GAMMARAY_ENGINE=transformers in place of false"
-    assert str(refused.value) == f"GAMMARAY_FAST_KERNELS: got a variable that was removed, allowed: {allowed}"
+        check_environment(known_variables, {name: SECRET})
+    assert str(refused.value) == f"{name}: got a variable that was removed, allowed: {allowed}"
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from gammaray.errors import InvalidArgumentError, renaming
 from gammaray.grammar.texts import JSON_OBJECT, json_rule
 from gammaray.types import GenerationRequest
+from orchestrator.api.backend import Backend
 from orchestrator.api.http.models import MAX_MESSAGES
 from orchestrator.api.http.requests import ChoicePlan, check_size, common_request, expected_bytes
 from orchestrator.api.http.responses_api import types
@@ -19,25 +20,17 @@ from orchestrator.api.http.responses_api.models import LOGPROBS, ChosenTool, Res
 from orchestrator.api.http.tool_fields import check_schemas, check_tools, is_deeper
 from orchestrator.api.http.tools.calls import (
     CallPlan,
-    ChatModel,
     Tool,
     ToolChoice,
     plan_calls,
     render_messages,
 )
 
-__all__ = ["ResponsePlan", "ServedModel", "plan_response"]
+__all__ = ["ResponsePlan", "plan_response"]
 
 
 MAX_SCHEMA_DEPTH = 256
 """Upper bound of nested lists and objects in a schema, which the response repeats."""
-
-
-class ServedModel(ChatModel, Protocol):
-    """The part of a `Backend` that says what is served."""
-
-    model_name: str
-    max_context: int
 
 
 @dataclass(frozen=True)
@@ -60,7 +53,7 @@ class ResponsePlan:
 
 
 def plan_response(
-    body: ResponsesRequest, model: ServedModel, earlier: Sequence[types.InputListItem] = ()
+    body: ResponsesRequest, model: Backend, earlier: Sequence[types.InputListItem] = ()
 ) -> ResponsePlan:
     """Return the plan of a request.
 
@@ -134,7 +127,7 @@ def _check_options(body: ResponsesRequest) -> None:
         raise InvalidArgumentError("include", f"{LOGPROBS} with tools", "log-probabilities without tools")
 
 
-def _calls(body: ResponsesRequest, model: ChatModel) -> CallPlan | None:
+def _calls(body: ResponsesRequest, model: Backend) -> CallPlan | None:
     given = enumerate(body.tools)
     tools = [
         Tool(tool.name, tool.description, tool.parameters, tool.strict, f"tools.{index}.parameters")

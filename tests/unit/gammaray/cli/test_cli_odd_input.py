@@ -36,8 +36,8 @@ def test_settings_of_the_environment(subtests):
         ({"DRAFT_WORKERS": "3:1"}, "draft_workers: got 3:1, allowed: 0 <= MIN <= MAX <= 64"),
         ({"TARGET": ""}, "target: got an empty text, allowed: a text of at least 1 character"),
         ({"MAX_TENANT_SHARE": "2"}, "orchestrator.max_tenant_share: got 2, allowed: at most 1"),
-        ({"PROPOSE_TIMEOUT_S": "0"}, "orchestrator.propose_timeout_s: got 0, allowed: a number above 0"),
-        ({"PROPOSE_TIMEOUT_S": "inf"}, "orchestrator.propose_timeout_s: got inf, allowed: a finite number"),
+        ({"MAX_TENANT_SHARE": "0"}, "orchestrator.max_tenant_share: got 0, allowed: a number above 0"),
+        ({"MAX_TENANT_SHARE": "inf"}, "orchestrator.max_tenant_share: got inf, allowed: a finite number"),
         ({"THREADS": "1.5"}, "target.threads: got 1.5, allowed: an integer"),
         ({"THREADS": "2", "DETERMINISTIC": "1"}, "threads: got 2, allowed: 1 with deterministic"),
     ]:
@@ -117,7 +117,7 @@ def test_misspelt_setting_in_a_serve_configuration_names_the_nearest():
 
 def test_auth_flag_overrides_no_auth():
     assert flag_names("no_auth") == ("--no-auth", "--auth")
-    assert flag_names("pin_cores") == ("--pin-cores", "--no-pin-cores")
+    assert flag_names("worker_tls") == ("--worker-tls", "--no-worker-tls")
     shown = invoke("up", "--help").stdout
     assert "--no-auth / --auth" in shown
     assert "no-no" not in shown

@@ -73,7 +73,7 @@ def test_a_server_with_a_given_ca_is_accepted(pki, front, command, how):
         elif how == "scheme":
             result = command(f"https://{address}/", "--ca-file", pki.ca)
         else:
-            result = command(address, env={"GAMMARAY_TLS": "true", "GAMMARAY_CA_FILE": str(pki.ca)})
+            result = command(address, env={"GAMMARAY_CA_FILE": str(pki.ca)})
     assert result.exit_code == 0, result.output
     assert ("orchestrator" if command is status else "café") in result.stdout
 

@@ -77,7 +77,10 @@ def test_kernel_does_not_run_on_a_gpu():
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"head_weights": "int8"}, "head_weights: got int8, allowed: auto with the engine vllm"),
+        (
+            {"head": "h", "draft_weights": "int8"},
+            "draft_weights: got int8, allowed: auto with the engine vllm",
+        ),
         (
             {"deterministic": True, "device": "cpu"},
             "device: got cpu, allowed: auto or cuda with deterministic",

@@ -46,16 +46,18 @@ def test_arrange_trust_gives_the_launcher_a_key_of_its_own(keys):
     trust = arrange_trust(ClusterSettings(api_keys_file=keys))
     assert trust.api_key is not None
     settings = OrchestratorSettings(**trust.orchestrator)
-    assert settings.probe_key_sha256 == hash_key(trust.api_key)
+    assert trust.probe_key_sha256 == hash_key(trust.api_key)
     assert trust.api_key not in repr(settings)
-    caller = make_authenticator(settings).identify({"authorization": f"Bearer {trust.api_key}"})
+    door = make_authenticator(settings, trust.probe_key_sha256, trust.local_only)
+    caller = door.identify({"authorization": f"Bearer {trust.api_key}"})
     assert caller.tenant == "gammaray-probe"
 
 
 def test_arrange_trust_without_keys_stays_on_this_machine():
     trust = arrange_trust(ClusterSettings())
     assert trust.api_key is None
-    door = make_authenticator(OrchestratorSettings(**trust.orchestrator))
+    settings = OrchestratorSettings(**trust.orchestrator)
+    door = make_authenticator(settings, trust.probe_key_sha256, trust.local_only)
     for peer in ("", "ipv4:127.0.0.1:5", "ipv6:[::1]:5", "ipv6:%5B::1%5D:5", "unix:"):
         assert door.identify({}, peer).tenant == ""
     for peer in ("ipv4:10.0.0.1:5", "ipv6:[fe80::1]:5", "ipv4:128.0.0.1:127"):

@@ -1,7 +1,6 @@
 """Settings that workers would reject after the start of a cluster are rejected before it."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -78,9 +77,7 @@ def test_settings_that_fit_the_gpus_pass():
         ({"METRICS_LISTEN": "127.0.0.1:9464"}, "metrics_listen"),
         ({"METRICS_LISTEN": "127.0.0.1:9464-9465"}, "metrics_listen"),
         ({"TLS_CA": "/nowhere/ca.pem"}, "tls_cert"),
-        ({"CPU_AFFINITY": "0,100000"}, "cpu_affinity"),
-        ({"CPU_AFFINITY": "first"}, "cpu_affinity"),
-        ({"MAX_WAIT_S": "0"}, "max_wait_s"),
+        ({"SESSION_TTL_S": "0"}, "session_ttl_s"),
         ({"TARGET_LOAD": "0", "DRAFT_WORKERS": "0:2"}, "target_load"),
     ],
     ids=str,
@@ -94,7 +91,6 @@ def test_settings_of_the_roles_in_the_environment_are_checked_too(monkeypatch, v
 def test_settings_of_the_roles_that_fit_pass(monkeypatch):
     monkeypatch.setenv("GAMMARAY_METRICS_LISTEN", "127.0.0.1:9464-9466")
     monkeypatch.setenv("GAMMARAY_THREADS", "2")
-    monkeypatch.setenv("GAMMARAY_CPU_AFFINITY", str(min(os.sched_getaffinity(0))))
     check_workers(ClusterSettings(), NONE)
 
 

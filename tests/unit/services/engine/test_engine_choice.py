@@ -32,7 +32,7 @@ def test_auto_is_vllm_where_it_is_installed_and_there_is_a_gpu(has_vllm, monkeyp
 @pytest.mark.parametrize(
     ("given", "path", "words"),
     [
-        ({"head": "h", "head_weights": "int8"}, "m", "head_weights"),
+        ({"head": "h", "draft_weights": "int8"}, "m", "draft_weights"),
         ({"deterministic": True}, "m", "deterministic"),
         ({}, "m.gguf", "a GGUF file"),
     ],

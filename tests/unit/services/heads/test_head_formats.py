@@ -74,7 +74,7 @@ def test_quantised_heads_are_near_the_stored_ones(weights, target):
     drafted = rows[0][0] != NOT_DRAFTED
     difference = (rows[0] - rows[1])[:, drafted].abs()
     assert 0 < difference.mean() < {"int8": 0.1, "int4": 1.0}[weights]
-    with pytest.raises(InvalidArgumentError, match="head_weights"):
+    with pytest.raises(InvalidArgumentError, match="draft_weights"):
         engine_of(DATA / "llama", target, weights=weights, uses_kernel=False)
 
 

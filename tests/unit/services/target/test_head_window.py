@@ -12,6 +12,8 @@ from gammaray.types import SamplingParams
 from services.engine.loader import load_engine
 from services.process.fingerprints import model_identity, vocab_sha256
 from services.scheduling.planning import Limits
+from services.speculation.head_drafter import MAX_FEATURES
+from services.target import loading
 from services.target.loading import TRAINED_WINDOW, load_local_drafter
 from services.target.scheduler import TargetScheduler
 from services.train.answers.store import write_json
@@ -29,12 +31,10 @@ def pair(tmp_path_factory):
     return target, bigram_head(folder / "head", target)
 
 
-def session(target, head, window=0):
+def session(target, head):
     """Return a run without draft-ahead, and the engine of its head."""
     engine = load_engine(str(target))
-    drafter = load_local_drafter(
-        TargetSettings(model=str(target), head=str(head), head_window=window), engine
-    )
+    drafter = load_local_drafter(TargetSettings(model=str(target), head=str(head)), engine)
     scheduler = TargetScheduler(engine, Limits(1024, 256), head=drafter, draft_ahead=False)
     return Run(scheduler, PROMPT, SamplingParams(temperature=0.0)), drafter.engine
 
@@ -51,13 +51,20 @@ def reading(engine, monkeypatch):
     return counts
 
 
-@pytest.mark.parametrize("window", [0, 32, 100])
-def test_head_reads_the_newest_positions_of_a_prompt(pair, window, monkeypatch):
-    run, engine = session(*pair, window)
+@pytest.fixture
+def of_window(monkeypatch):
+    """Return a function that bounds what heads read of a prompt."""
+    return lambda window: monkeypatch.setattr(loading, "MAX_FEATURES", window)
+
+
+@pytest.mark.parametrize("window", [MAX_FEATURES, 32, 100])
+def test_head_reads_the_newest_positions_of_a_prompt(pair, window, monkeypatch, of_window):
+    of_window(window)
+    run, engine = session(*pair)
     run.cycle(Shape(0))
     counts = reading(engine, monkeypatch)
     run.cycle(Shape(1))
-    assert sum(counts) == (window or len(PROMPT))
+    assert sum(counts) == min(window, len(PROMPT))
     counts.clear()
     committed = len(run.tokens)
     run.cycle(Shape(1))
@@ -66,10 +73,11 @@ def test_head_reads_the_newest_positions_of_a_prompt(pair, window, monkeypatch):
     assert list(map(len, run.proposals)) == [0, 1, 1]
 
 
-def test_exact_head_is_accepted_whatever_it_has_read(pair):
+def test_exact_head_is_accepted_whatever_it_has_read(pair, of_window):
     lengths = []
-    for window in (0, 32):
-        run, _ = session(*pair, window)
+    for window in (MAX_FEATURES, 32):
+        of_window(window)
+        run, _ = session(*pair)
         run.cycle(Shape(0))
         for _ in range(8):
             run.cycle(Shape(3))
@@ -77,7 +85,7 @@ def test_exact_head_is_accepted_whatever_it_has_read(pair):
     assert lengths == [len(PROMPT) + 1 + 8 * 4] * 2
 
 
-def test_heads_of_gammaray_train_read_few_positions_unless_told_otherwise(pair, tmp_path, monkeypatch):
+def test_heads_of_gammaray_train_read_few_positions(pair, tmp_path, monkeypatch):
     target, head = pair
     trained = tmp_path / "trained"
     shutil.copytree(head, trained)
@@ -88,9 +96,8 @@ def test_heads_of_gammaray_train_read_few_positions_unless_told_otherwise(pair, 
         "tokenizer": {"fingerprint": vocab_sha256(str(target))},
     }
     write_json(trained / "gammaray.json", described)
-    for window, read in [(0, TRAINED_WINDOW), (100, 100)]:
-        run, engine = session(target, trained, window)
-        run.cycle(Shape(0))
-        counts = reading(engine, monkeypatch)
-        run.cycle(Shape(1))
-        assert sum(counts) == read
+    run, engine = session(target, trained)
+    run.cycle(Shape(0))
+    counts = reading(engine, monkeypatch)
+    run.cycle(Shape(1))
+    assert sum(counts) == TRAINED_WINDOW

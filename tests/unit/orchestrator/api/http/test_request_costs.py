@@ -46,7 +46,6 @@ class DemoBackend(ScriptedBackend):
             request,
             model_name=self.model_name,
             vocab_size=self.vocab_size,
-            max_prompt_bytes=2**20,
             max_context=self.max_context,
         )
 

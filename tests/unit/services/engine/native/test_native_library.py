@@ -76,12 +76,12 @@ def test_kernel_is_compiled_once_and_then_loaded_from_the_cache(
     assert len(left) == 1  # and nothing half made
 
 
-def test_kernel_folder_is_a_setting(
+def test_kernel_folder_is_in_the_cache_folder_of_the_user(
     counted_compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("GAMMARAY_KERNEL_CACHE", str(tmp_path / "chosen"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert open_kernel(BASELINE).library is not None
-    assert find_library(tmp_path / "chosen", BASELINE) is not None
+    assert find_library(tmp_path / "gammaray" / "kernel", BASELINE) is not None
 
 
 def test_kernel_is_compiled_once_for_those_that_start_together(
@@ -160,7 +160,7 @@ def test_engine_without_a_compiler_logs_it_when_loading(tmp_path: Path) -> None:
     environment = {
         **os.environ,
         "PATH": str(tmp_path / "empty"),
-        "GAMMARAY_KERNEL_CACHE": str(tmp_path / "k"),
+        "XDG_CACHE_HOME": str(tmp_path / "k"),
     }
     environment.pop("CC", None)
     ended = subprocess.run(
