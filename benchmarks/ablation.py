@@ -138,7 +138,7 @@ class Shares:
 
     def figures(self) -> dict[str, float]:
         """Return mean, tenth percentile and worst world of both."""
-        found = {}
+        found: dict[str, float] = {}
         for name, shares in (("first", self.first), ("then", self.then)):
             ordered = sorted(shares)
             tenth = ordered[len(ordered) // 10]

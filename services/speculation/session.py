@@ -317,12 +317,12 @@ class Speculation:
         nodes = [node]
         for token_id in token_ids[1:]:
             nodes.append(nodes[-1].child(token_id))
-        self._look_out(nodes, logits)
+        self._predict_after(nodes, logits)
         self._cut_share *= 0.9
         for index, (before, fed) in enumerate(itertools.pairwise(nodes)):
             if before.prediction and before.prediction.choose(before.position + 1) != fed.token_id:
-                for vain in nodes[index + 1 :]:
-                    vain.prediction = None
+                for rejected in nodes[index + 1 :]:
+                    rejected.prediction = None
                 del nodes[index + 1 :]
                 engine.truncate(self.session.session_id, fed.position)
                 self._cut_share += 0.1
@@ -341,7 +341,7 @@ class Speculation:
         """
         if not self.is_parallel:
             self._note_fed(nodes)
-            self._look_out(nodes, logits)
+            self._predict_after(nodes, logits)
             return
         (node,) = nodes
         self._note_fed(nodes if node is self.tree.root else self.unfed(node))
@@ -366,7 +366,7 @@ class Speculation:
         else:
             self.tree.fed(nodes)
 
-    def _look_out(self, nodes: Sequence[Node], logits: Tensor) -> None:
+    def _predict_after(self, nodes: Sequence[Node], logits: Tensor) -> None:
         made = self._predict(logits, [node.position + 1 for node in nodes], lambda: map(_path, nodes))
         for node, prediction in zip(nodes, made, strict=True):
             node.prediction = prediction

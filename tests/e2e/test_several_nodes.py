@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import select
-import shutil
 import subprocess
 import sys
 import time
@@ -12,15 +11,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from gammaray import AsyncClient
 
 pytestmark = [pytest.mark.e2e, pytest.mark.kills, pytest.mark.timeout(1500)]
 
 SCRIPT = Path(__file__).parents[1] / "support" / "cluster" / "several_nodes.py"
-DEMO_DRAFT = SCRIPT.parents[3] / "services" / "demo_pair" / "draft"
 START_TIMEOUT_S, ANSWER_TIMEOUT_S, STOP_TIMEOUT_S = 360.0, 60.0, 120.0
 READY_TIMEOUT_S = 400.0
 PATIENCE_S = 300.0
@@ -138,16 +134,6 @@ async def more(finished, count, timeout_s=PATIENCE_S):
     while len(finished) < wanted:
         assert time.monotonic() < deadline, f"{len(finished)} of {wanted} streams"
         await asyncio.sleep(0.05)
-
-
-def save_guesser(directory):
-    """Save an untrained drafter: the demo draft's tokenizer and shape, with random weights."""
-    shutil.copytree(DEMO_DRAFT, directory)
-    torch.manual_seed(0)
-    # Not tied: tied random weights repeat their input, which may be right among spaces.
-    config = AutoConfig.from_pretrained(directory, tie_word_embeddings=False)
-    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
-    return str(directory)
 
 
 async def test_drafters_follow_the_load_and_streams_survive_drains_and_lost_nodes(nodes):

@@ -12,7 +12,7 @@ from gammaray.errors import UnavailableError
 from gammaray.types import DrafterKind, TokenOrigin
 from gammaray.v1 import types_pb2 as pb
 from orchestrator.control.costs import CostModel
-from orchestrator.control.fixed import FixedGamma
+from orchestrator.control.fixed import FixedGamma, Reason
 from orchestrator.cycle.run import run_cycle
 from orchestrator.drafting.choice import DrafterChoice
 from orchestrator.drafting.prompt_lookup import PromptLookup
@@ -220,7 +220,7 @@ async def test_fallback_controller_learns_nothing_from_a_cycle_whose_drafter_fai
         below = await one_cycle(session, drafting, verifier)
         assert watching.seen == [*before, below]
         assert fell.is_fallback
-        assert below.shape.reason == "mine"
+        assert below.shape.reason == Reason.FIXED.value
         assert below.shape.is_fallback
 
 
