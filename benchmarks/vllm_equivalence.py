@@ -49,9 +49,9 @@ from benchmarks.equivalence import (
 from benchmarks.noised_gaps import NoisedGaps
 from benchmarks.peers.stacks import running_stack
 from benchmarks.provenance import write_result
-from benchmarks.workloads import fingerprint
 from gammaray import AsyncClient
 from gammaray.bench.measure import first_difference
+from gammaray.bench.workloads import fingerprint
 from gammaray.client.request import GenerateOptions
 from gammaray.demo_pair import resolve_model
 

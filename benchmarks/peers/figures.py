@@ -141,17 +141,15 @@ def equality(
 def table(title: str, rows: Sequence[Row], equal: Sequence[Mapping[str, Any]]) -> Table:
     """Return the rows as a table: medians with their range."""
     speed = ("tok/s", "x plain", "decode tok/s", "x plain ")
-    found = plain_table(title, ("system", *speed, "tok/ chunk", "bound", "% of it", "same"))
+    found = plain_table(title, ("system", *speed, "bound", "% of it", "same"))
     same = {count["system"]: f"{count['equal']}/{count['compared']}" for count in equal}
     for one in rows:
-        gaps = one["between_tokens"]
         found.add_row(
             one["system"],
             _cell(one["tokens_per_s"], 1),
             _cell(one["over_plain"], 2),
             _cell(one["decode_tokens_per_s"], 1),
             _cell(one["decode_over_plain"], 2),
-            "" if gaps is None else f"{gaps['tokens_per_cycle']:.2f}",
             "" if one["decode_bound"] is None else f"{one['decode_bound']['median']:.1f}",
             "" if one["bound_share"] is None else f"{100 * one['bound_share']['median']:.0f}",
             same.get(one["system"], ""),

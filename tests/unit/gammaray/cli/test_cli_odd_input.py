@@ -117,7 +117,7 @@ def test_misspelt_setting_in_a_serve_configuration_names_the_nearest():
 
 def test_auth_flag_overrides_no_auth():
     assert flag_names("no_auth") == ("--no-auth", "--auth")
-    assert flag_names("worker_tls") == ("--worker-tls", "--no-worker-tls")
+    assert flag_names("deterministic") == ("--deterministic", "--no-deterministic")
     shown = invoke("up", "--help").stdout
     assert "--no-auth / --auth" in shown
     assert "no-no" not in shown

@@ -159,7 +159,7 @@ def test_outcomes_are_the_same_whether_the_last_node_was_opened_before_or_after(
         opened(root, 2 + is_open, random.Random(4))
         sent = ProposalBuilder(root, Shape(2), EOS, power)
         sent.go_on()
-        ahead = OutcomeSet(sent, lambda node: ProposalBuilder(node, Shape(1), EOS, power), 0.0)
+        ahead = OutcomeSet(sent, lambda node: ProposalBuilder(node, Shape(1), EOS, power))
         if not is_open:
             opened(root, 3, random.Random(4))
             ahead.wanted()

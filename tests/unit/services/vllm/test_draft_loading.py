@@ -58,7 +58,7 @@ def test_another_vocabulary_is_refused(tmp_path, draft, target):
 
 @pytest.mark.parametrize(
     ("weights", "engine", "is_vllm"),
-    [("auto", "auto", True), ("int8", "auto", False), ("int8", "vllm", True)],
+    [("auto", "auto", True), ("int8", "auto", False), ("auto", "vllm", True)],
 )
 def test_auto_leaves_a_drafter_that_vllm_cannot_serve_to_the_other_engines(
     monkeypatch, draft, weights, engine, is_vllm
