@@ -147,6 +147,8 @@ def test_draft_weights_reach_drafts_alone():
     own = role_settings(ClusterSettings(draft_weights="int8"))
     assert own["draft"]["draft_weights"] == "int8"
     assert "draft_weights" not in own["target"] | own["orchestrator"]
+    headed = role_settings(ClusterSettings(head="h", draft_weights="int8"))
+    assert headed["target"]["draft_weights"] == "int8"
     printed = {
         weights: {
             one["name"]: one["args"]["settings"].get("draft_weights")
