@@ -175,7 +175,7 @@ def role_settings(cluster: ClusterSettings) -> dict[str, dict[str, Any]]:
             "tensor_parallel": cluster.tensor_parallel,
             **({"lora": _absolute_adapters(cluster.lora)} if cluster.lora else {}),
             "head": cluster.head,
-            "draft_weights": cluster.draft_weights if cluster.head else "auto",
+            **({"draft_weights": cluster.draft_weights} if cluster.head else {}),
             **worker,
         },
         "draft": draft,

@@ -146,8 +146,9 @@ def test_launcher_refuses_before_anything_slow_is_imported(line):
 def test_draft_weights_reach_drafts_alone():
     own = role_settings(ClusterSettings(draft_weights="int8"))
     assert own["draft"]["draft_weights"] == "int8"
-    assert own["target"]["draft_weights"] == "auto"  # it has no head
-    assert "draft_weights" not in own["orchestrator"]
+    assert "draft_weights" not in own["target"] | own["orchestrator"]
+    headed = role_settings(ClusterSettings(head="h", draft_weights="int8"))
+    assert headed["target"]["draft_weights"] == "int8"
     printed = {
         weights: {
             one["name"]: one["args"]["settings"].get("draft_weights")
