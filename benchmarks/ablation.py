@@ -41,8 +41,6 @@ from orchestrator.control.adaptive import AdaptiveGamma
 from orchestrator.control.costs import CostModel
 from orchestrator.control.fixed import FixedGamma
 
-__all__ = ["CONTROLLERS", "SETS", "ablation", "main"]
-
 FIRST, THEN = 200, 400
 """Cycles of a fresh replica, and those after them; their shares are reported separately."""
 

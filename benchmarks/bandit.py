@@ -10,8 +10,6 @@ from gammaray.blocks import Shape
 from orchestrator.control.fixed import Reason
 from orchestrator.cycle.types import Candidates, Cycle
 
-__all__ = ["Arms", "BanditGamma"]
-
 GAMMAS = (0, 2, 4, 6, 8, 12)
 """The gammas that are compared."""
 

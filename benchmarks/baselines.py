@@ -16,8 +16,6 @@ from typing import Any
 from gammaray.bench.systems import Arrival
 from gammaray.demo_pair import resolve_model
 
-__all__ = ["Baselines", "Gaps", "Generated", "running_baselines", "running_engine", "running_vllm"]
-
 _START_TIMEOUT_S = 300.0
 _GENERATE_TIMEOUT_S = 300.0
 _LINE_LIMIT = 2**24

@@ -21,18 +21,6 @@ import psutil
 from gammaray import AsyncClient
 from gammaray.errors import GammarayError
 
-__all__ = [
-    "START_TIMEOUT_S",
-    "Cluster",
-    "ClusterError",
-    "connected",
-    "free_ports",
-    "is_alive",
-    "run_or_exit",
-    "running_cluster",
-    "stop",
-]
-
 _HOST = "127.0.0.1"
 START_TIMEOUT_S = 180.0
 _WORKERS_TIMEOUT_S = 60.0

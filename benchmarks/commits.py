@@ -39,8 +39,6 @@ from gammaray.bench.tables import plain_table
 from gammaray.bench.workloads import prompts
 from orchestrator.text.tokenizer import Tokenizer
 
-__all__ = ["Key", "Turn", "compare", "main"]
-
 _HERE = Path(__file__).parents[1]
 _NAMES = ("before", "after")
 _READY_TIMEOUT_S = 120.0

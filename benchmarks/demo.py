@@ -40,18 +40,6 @@ from gammaray.errors import InvalidArgumentError
 from gammaray.types import SpeculationSummary
 from orchestrator.text.tokenizer import Tokenizer
 
-__all__ = [
-    "MODELS",
-    "Comparison",
-    "Scene",
-    "compare",
-    "default_model",
-    "demo",
-    "demo_pair",
-    "real_model",
-    "results_table",
-]
-
 PROMPT = "def read_lines(path):"
 MODELS = ("smollm2", "demo-pair")
 _TEMPERATURES = (0.0, 0.7)

@@ -21,13 +21,12 @@ from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from orchestrator.cycle.session import Session
 from orchestrator.drafting.matches import to_proposal
 from orchestrator.drafting.prompt_lookup import PromptLookup
-from services.engine.engine import Engine, SequenceInput
+from services.engine.core.batch import SequenceInput
+from services.engine.engine import Engine
 from services.engine.loader import load_engine
 from services.engine.sampling.logits import edited_logits, processed_log_probs
 from services.engine.sampling.noise import Noise
 from services.verification.rules import verify
-
-__all__ = ["EngineWorker", "NoText"]
 
 Answer = dict[str, Any]
 

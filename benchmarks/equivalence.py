@@ -51,8 +51,6 @@ from gammaray.errors import GammarayError
 from gammaray.types import SpeculationSummary
 from orchestrator.text.tokenizer import Tokenizer
 
-__all__ = ["Asks", "Made", "chat_prompts", "comparison_table", "completed", "count", "generated", "noise_of"]
-
 TASKS = "tasks"
 """Workload of chat tasks."""
 

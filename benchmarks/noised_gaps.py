@@ -9,8 +9,6 @@ from transformers import AutoModelForCausalLM
 
 from services.engine.sampling.noise import Noise
 
-__all__ = ["NoisedGaps"]
-
 
 class NoisedGaps:
     """The logits of `transformers` in float32, with gammaray's noise.

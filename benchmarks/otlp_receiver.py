@@ -21,8 +21,6 @@ import grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as pb
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc
 
-__all__ = ["ReceivedSpan", "Receiver", "receiving"]
-
 KINDS = ("unspecified", "internal", "server", "client", "producer", "consumer")
 
 

@@ -8,8 +8,6 @@ from typing import Any
 
 from gammaray.bench import provenance
 
-__all__ = ["RESULTS", "write_result"]
-
 RESULTS = Path(__file__).parent / "results"
 
 

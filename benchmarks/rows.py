@@ -19,7 +19,7 @@ from rich.console import Console
 from benchmarks.provenance import write_result
 from gammaray.bench.tables import plain_table
 from services.demo_pair import TARGET_DIR
-from services.engine.engine import SequenceInput
+from services.engine.core.batch import SequenceInput
 from services.engine.loader import load_engine
 
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12)

@@ -23,8 +23,6 @@ from gammaray.bench.tables import show_point
 from gammaray.bench.workloads import WORKLOADS, tasks
 from gammaray.demo_pair import DEMO_PAIR
 
-__all__ = ["run"]
-
 _GAMMAS = ("2", "4", "6", "8", "4x12", "6x16", "adaptive")
 _QUICK_GAMMAS = ("4", "4x12", "adaptive")
 

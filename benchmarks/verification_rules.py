@@ -29,19 +29,6 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TypeAlias
 
-__all__ = [
-    "NodeOutcome",
-    "Number",
-    "block_survival",
-    "coupled_acceptance",
-    "rejection_survival",
-    "specinfer",
-    "specinfer_ranks",
-    "spectr",
-    "spectr_ranks",
-    "spectr_rho",
-]
-
 Number: TypeAlias = float | Fraction
 Distribution: TypeAlias = Sequence[Number]
 

@@ -59,8 +59,6 @@ from services.qualify.loop import Ask, MeasuredCycle, Pair, target_scheduler
 from services.scheduling.planning import Limits
 from services.speculation.predictions import quantise
 
-__all__ = ["CHAINS", "Position", "Tree", "accepted_depths", "best_tree", "record", "tokens_per_cycle"]
-
 NODES = (4, 8, 16)
 MAX_CHILDREN = 8
 _MODELS = {"demo": ("demo", "demo"), "smollm2": ("build/models/smollm2", "benchmarks/drafters/smollm2")}

@@ -38,8 +38,6 @@ from services.target.scheduler import TargetScheduler
 from services.vllm.engine import EngineOptions, VllmEngine
 from services.vllm.scheduler import VllmScheduler
 
-__all__ = ["Row", "main", "measure"]
-
 LIMITS = Limits(max_batch_tokens=1024, prefill_chunk=256)
 _SHARES_NOISE = "services.vllm.sampler.shares_noise"
 """What decides whether a session's noise is added to its drafts."""

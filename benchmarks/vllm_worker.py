@@ -12,8 +12,6 @@ import sys
 import time
 from typing import Any
 
-__all__ = ["VllmWorker"]
-
 CACHE_BYTES = 256 << 20
 
 _ENVIRONMENT = {

@@ -15,8 +15,6 @@ from gammaray.blocks import Shape
 from gammaray.maths.theory import tree_tokens
 from orchestrator.cycle.types import Level
 
-__all__ = ["GRID", "MAX_GAMMA", "World", "candidates"]
-
 MAX_GAMMA = 8
 GRID = list(itertools.product((0.3, 0.6, 0.8, 0.9), (0.05, 0.15, 0.4), (0.0, 0.1, 1.0), (0.005, 0.05, 0.3)))
 """Alpha, cost of a draft forward, network and cost of a row of the 108 worlds that compare controllers."""

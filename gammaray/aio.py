@@ -7,8 +7,6 @@ import logging
 import sys
 from typing import Any
 
-__all__ = ["END_S", "end_tasks", "num_cancellations"]
-
 _log = logging.getLogger(__name__)
 
 _AGAIN_S = 1.0

@@ -15,25 +15,6 @@ from typing import Any
 
 from gammaray.errors import InvalidArgumentError
 
-__all__ = [
-    "MAX_TOKEN_IDS",
-    "FieldRule",
-    "Integer",
-    "Number",
-    "Text",
-    "TokenBiases",
-    "TokenIds",
-    "check_api_key",
-    "check_encodable",
-    "check_int",
-    "check_number",
-    "check_session_id",
-    "check_timeout",
-    "check_token_ids",
-    "is_address",
-    "is_loopback",
-]
-
 MAX_TOKEN_IDS = 2**20
 """Longest list of token ids in a request."""
 

@@ -25,24 +25,6 @@ from gammaray.gguf import is_gguf
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = [
-    "MAX_ADAPTERS",
-    "MAX_WORKERS",
-    "METRICS_PORT",
-    "REDIS_PREFIX",
-    "ClusterSettings",
-    "DraftSettings",
-    "OrchestratorSettings",
-    "PoolSize",
-    "ScalingSettings",
-    "TargetSettings",
-    "WorkerSettings",
-    "at_least_one",
-    "known_variables",
-    "parse_adapters",
-    "settings_error",
-]
-
 MAX_WORKERS = 64
 
 REDIS_PREFIX = "gammaray"

@@ -11,8 +11,6 @@ from pathlib import Path
 
 from gammaray.errors import InvalidArgumentError
 
-__all__ = ["DEMO_PAIR", "DRAFTER_FILE", "early_exit_layers", "resolve_model"]
-
 DEMO_PAIR = "demo"
 """Model name that stands for the demo pair: its target or its draft, by role."""
 

@@ -11,8 +11,6 @@ import os
 from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
-__all__ = ["OTHER_VARIABLES", "PREFIX", "check_environment"]
-
 PREFIX: Final = "GAMMARAY_"
 
 OTHER_VARIABLES: Final[Mapping[str, str]] = {

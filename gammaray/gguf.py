@@ -19,16 +19,6 @@ from typing import Any
 
 from gammaray.errors import InvalidArgumentError
 
-__all__ = [
-    "TENSOR_TYPES",
-    "GgufHeader",
-    "GgufTensor",
-    "check_packages",
-    "is_gguf",
-    "pretrained_arguments",
-    "read_header",
-]
-
 Scalar = int | float | bool | str
 
 TENSOR_TYPES: Mapping[int, tuple[str, int, int]] = {

@@ -13,15 +13,6 @@ from typing import Annotated, Any, TypedDict, get_type_hints
 
 from gammaray.checks import FieldRule, Integer, Number, Text, TokenBiases, TokenIds
 
-__all__ = [
-    "MAX_GRAMMAR",
-    "MAX_LOGIT_BIAS",
-    "SAMPLING_RULES",
-    "SAMPLING_TYPES",
-    "SamplingOptions",
-    "SamplingParams",
-]
-
 MAX_LOGIT_BIAS = 300
 """Upper bound of entries of `logit_bias`, the same as OpenAI's."""
 

@@ -9,8 +9,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-__all__ = ["Vocabulary", "decoder_kind", "is_byte_token", "spell", "vocabulary_sha256"]
-
 _BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 

@@ -15,8 +15,6 @@ from typing import Any
 
 from gammaray.telemetry.catalog import by_name
 
-__all__ = ["ROWS", "Panel", "Query", "render"]
-
 PAGE = Path(__file__).parent / "gammaray" / "dashboards" / "gammaray.json"
 WIDTH = 24
 _DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}

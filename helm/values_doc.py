@@ -11,8 +11,6 @@ from typing import Any
 
 import yaml
 
-__all__ = ["Value", "read_values"]
-
 _KEY = re.compile(r"( *)([A-Za-z]\w*):(?: (.*))?")
 _TEXT, _SCHEMA, _MORE = "# -- ", "# @schema ", "# "
 

@@ -8,8 +8,6 @@ from values_doc import Value
 
 from gammaray.config import DraftSettings, OrchestratorSettings, ScalingSettings, TargetSettings
 
-__all__ = ["values_schema"]
-
 SETTINGS = (OrchestratorSettings, DraftSettings, TargetSettings, ScalingSettings)
 ROLES = ("head", "orchestrator", "draft", "target")
 

@@ -25,8 +25,6 @@ from orchestrator.scaling_policy import IN_FLIGHT
 from orchestrator.service import Orchestrator
 from orchestrator.status import find_proxies
 
-__all__ = ["OrchestratorDeployment", "build", "orchestrator"]
-
 # Above the orchestrator's own limit, which rejects excess requests with a retry delay. Serve would queue them
 # without a limit.
 _MAX_ONGOING_REQUESTS = 10_000

@@ -18,8 +18,6 @@ from orchestrator.access.caller import Caller
 from orchestrator.text.cpu_threads import NUM_COMPILER_THREADS, in_compiler_thread, in_thread
 from orchestrator.text.tokenizer import Tokenizer
 
-__all__ = ["GrammarChecks"]
-
 MAX_REMEMBERED = 4096
 """Grammars whose result is remembered, least recently used first out."""
 

@@ -9,8 +9,6 @@ from typing import Any
 from gammaray.config import ScalingSettings
 from gammaray.deploy.serve_config import SHRINK_MARGIN
 
-__all__ = ["IN_FLIGHT", "OrchestratorPolicy", "wanted_orchestrators"]
-
 IN_FLIGHT = "in_flight"
 """Metric under which a replica reports its running and waiting requests."""
 

@@ -64,8 +64,6 @@ from orchestrator.workers.verifier import (
     check_served,
 )
 
-__all__ = ["Orchestrator"]
-
 _log = logging.getLogger(__name__)
 
 SETTLE_S = 3.0

@@ -16,23 +16,18 @@ import psutil
 from google.protobuf.message import DecodeError
 
 from gammaray.aio import end_tasks
+from gammaray.deploy.redis_connection import address_of
 from gammaray.errors import GammarayError
 from gammaray.telemetry.export import MetricsExport
 from gammaray.types import ProcessStatus
 from gammaray.v1 import generation_service_pb2 as pb
 from gammaray.wire.convert import process_from_proto, process_to_proto
 from orchestrator.access.admission import Admission
-from orchestrator.storage.client import Redis, address_of, answer
+from orchestrator.storage.client import Redis, answer
 from orchestrator.storage.keys import Keys
 from orchestrator.storage.registry import RedisRegistry
 from orchestrator.telemetry.metrics import OrchestratorMeter
 from orchestrator.workers.fleet import Fleet
-
-__all__ = [
-    "Presence",
-    "StatusBoard",
-    "find_proxies",
-]
 
 _log = logging.getLogger(__name__)
 

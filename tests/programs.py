@@ -9,8 +9,6 @@ from __future__ import annotations
 import shutil
 from dataclasses import dataclass
 
-__all__ = ["PROGRAMS", "Program"]
-
 
 @dataclass(frozen=True)
 class Program:

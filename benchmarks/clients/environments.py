@@ -8,8 +8,6 @@ import sys
 import venv
 from pathlib import Path
 
-__all__ = ["ENVIRONMENTS", "REQUIREMENTS", "ensure_environment", "pinned_version"]
-
 REQUIREMENTS = Path(__file__).parent / "requirements"
 ENVIRONMENTS = Path(__file__).parents[2] / "build" / "clients"
 

@@ -8,8 +8,6 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-__all__ = ["worst_difference"]
-
 
 @torch.no_grad()
 def worst_difference(model: Path, scored: Sequence[tuple[str, str, float, bool]]) -> tuple[float, bool]:

@@ -14,8 +14,6 @@ from typing import Any
 from benchmarks.clients.environments import ensure_environment
 from benchmarks.clients.likelihoods import worst_difference
 
-__all__ = ["PROGRAMS", "ClientError", "Outcome", "Program", "Server"]
-
 TASKS = Path(__file__).parent / "tasks"
 CHECKS = Path(__file__).parent / "checks"
 

@@ -21,8 +21,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from gammaray.bench.workloads import documents
 
-__all__ = ["END_ID", "END_TOKEN", "encode", "pieces", "read_split", "train_tokenizer"]
-
 END_TOKEN = "<|end|>"
 """Stands before every document; begin, end and padding token at once."""
 END_ID = 0

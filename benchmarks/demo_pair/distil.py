@@ -31,10 +31,9 @@ from benchmarks.demo_pair.corpus import read_split
 from benchmarks.demo_pair.evaluate import agreement
 from benchmarks.demo_pair.train import held_out_windows, optimizers_of, rate
 from services.demo_pair import TARGET_DIR
-from services.engine.engine import Engine, SequenceInput
+from services.engine.core.batch import SequenceInput
+from services.engine.engine import Engine
 from services.engine.loader import load_engine
-
-__all__ = ["Lessons", "distil", "divergence", "read_lessons", "variation", "write_samples"]
 
 _LENGTH = 256
 _NUM_KEPT = 48

@@ -38,10 +38,9 @@ from benchmarks.provenance import write_result
 from gammaray.bench.tables import plain_table
 from gammaray.bench.workloads import documents
 from services.demo_pair import DRAFT_DIR, TARGET_DIR
-from services.engine.engine import Engine, SequenceInput
+from services.engine.core.batch import SequenceInput
+from services.engine.engine import Engine
 from services.engine.loader import load_engine
-
-__all__ = ["Agreement", "agreement", "step_times"]
 
 _CHILDREN = (1, 2, 4, 8)
 _RUN = 8

@@ -11,8 +11,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from benchmarks.demo_pair.corpus import END_ID, END_TOKEN
 
-__all__ = ["CHAT_TEMPLATE", "build", "export", "grow", "load", "truncated"]
-
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 """The contents one after the other: the pair continues code and knows no roles."""
 

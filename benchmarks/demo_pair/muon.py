@@ -7,8 +7,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-__all__ = ["Muon", "orthogonalise"]
-
 _WEIGHT_DECAY = 0.05
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 

@@ -39,8 +39,6 @@ from benchmarks.demo_pair import models
 from benchmarks.demo_pair.corpus import read_split
 from benchmarks.demo_pair.muon import Muon
 
-__all__ = ["STAGES", "Budget", "Stage", "held_out_windows", "optimizers_of", "rate", "train_stage"]
-
 
 @dataclass(frozen=True)
 class Stage:

@@ -29,8 +29,6 @@ from benchmarks.prompts import CATEGORIES
 from benchmarks.provenance import write_result
 from gammaray.demo_pair import DEMO_PAIR
 
-__all__ = ["main"]
-
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(

@@ -24,8 +24,6 @@ from safetensors.torch import load_file
 from benchmarks.smollm2 import download, take_gguf
 from gammaray.errors import GammarayError, InvalidArgumentError
 
-__all__ = ["main", "write_bf16", "write_llama"]
-
 _BF16 = gguf.GGMLQuantizationType.BF16
 _WRITTEN_BY_WRITER = ("GGUF.", "general.architecture", "general.file_type", "general.quantization_version")
 

@@ -15,8 +15,6 @@ from gammaray.bench.rows import Row, row
 from gammaray.bench.systems import Sample
 from gammaray.bench.tables import plain_table
 
-__all__ = ["decode_bounds", "decode_speeds", "equality", "figures", "ranged", "table"]
-
 Figure = dict[str, Any]
 
 

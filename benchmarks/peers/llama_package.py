@@ -15,8 +15,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-__all__ = ["PACKAGE", "main", "make"]
-
 PACKAGE = "xllamacpp==2026.10.11549"
 SCRIPT = Path("build/llama-server")
 ENVIRONMENT = Path("build/llama")

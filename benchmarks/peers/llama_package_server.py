@@ -12,8 +12,6 @@ import threading
 
 import xllamacpp  # type: ignore[import-not-found]
 
-__all__ = ["serve"]
-
 
 def serve(arguments: list[str]) -> int:
     """Run the server with llama-server's options until SIGTERM or SIGINT; return the exit status."""

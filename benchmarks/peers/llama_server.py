@@ -18,8 +18,6 @@ import httpx
 from benchmarks.cluster import ClusterError, free_ports
 from gammaray.bench.systems import Arrival, Ask, Sample
 
-__all__ = ["LLAMA", "Llama", "connected_llama", "converted", "llama_version", "modes", "running_llama"]
-
 LLAMA = "llama.cpp"
 """Name of its plain decoding."""
 

@@ -39,17 +39,6 @@ from gammaray.demo_pair import resolve_model
 from gammaray.errors import GammarayError, InvalidArgumentError
 from orchestrator.text.tokenizer import Tokenizer
 
-__all__ = [
-    "ENGINE",
-    "Settings",
-    "compare",
-    "encode",
-    "has_changed_tokens",
-    "parts_of",
-    "plain_of",
-    "references",
-]
-
 ENGINE = "engine"
 """gammaray's engine in one process, plain."""
 

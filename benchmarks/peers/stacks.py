@@ -14,8 +14,6 @@ from gammaray.bench.systems import Ask, Sample, Stack
 from gammaray.client.request import GenerateOptions
 from gammaray.wire.cycles import CycleRecord
 
-__all__ = ["VARIANTS", "TracedStack", "Variant", "running_stack", "with_server_times"]
-
 _WORKERS_TIMEOUT_S = 120.0
 _TRACE_TIMEOUT_S = 2.0
 _POLL_S = 0.02

@@ -16,18 +16,6 @@ from typing import Any
 
 from gammaray.bench.systems import Ask, Sample, System
 
-__all__ = [
-    "PLAIN",
-    "Median",
-    "Samples",
-    "Turn",
-    "differences",
-    "first_difference",
-    "loads",
-    "measure",
-    "speeds",
-]
-
 PLAIN = "gammaray-0"
 """gammaray's own plain decoding, through the whole stack."""
 

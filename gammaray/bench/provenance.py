@@ -14,8 +14,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-__all__ = ["provenance", "write_result"]
-
 _REPOSITORY = Path(__file__).parents[2]
 _PACKAGES = ("gammaray", "torch", "transformers", "tokenizers", "ray", "grpcio", "protobuf", "redis")
 _SECRET = "--api-key"

@@ -14,15 +14,6 @@ from gammaray.bench.measure import PLAIN, Median, Samples, speeds
 from gammaray.bench.systems import Arrival, Sample
 from gammaray.types import SpeculationSummary
 
-__all__ = [
-    "Row",
-    "gap_figures",
-    "gaps",
-    "percentile",
-    "row",
-    "speculation",
-]
-
 
 def gaps(arrivals: Sequence[Arrival]) -> list[float]:
     """Return the gaps between the tokens of one completion, in seconds.

@@ -15,8 +15,6 @@ from gammaray.bench.workloads import fingerprint
 from gammaray.client.async_client import AsyncClient
 from gammaray.types import VerificationMethod
 
-__all__ = ["BenchSettings", "Point", "run_bench"]
-
 Point = dict[str, Any]
 
 

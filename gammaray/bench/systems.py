@@ -12,8 +12,6 @@ from gammaray.client.request import GenerateOptions
 from gammaray.errors import InternalError, InvalidArgumentError
 from gammaray.types import ADAPTIVE, Chunk, GammaPolicy, SpeculationSummary, VerificationMethod
 
-__all__ = ["Arrival", "Ask", "Sample", "Stack", "System", "parse_gamma", "stack_name"]
-
 Arrival = tuple[float, int]
 """One chunk: seconds since the call, and its number of tokens."""
 

@@ -12,8 +12,6 @@ from rich.table import Table
 from gammaray.bench.loops import loops_line
 from gammaray.bench.rows import Row
 
-__all__ = ["plain_table", "show_point"]
-
 _TEXT = {"system", "comparison", "figure", "workload", "role"}
 
 _Cell = Callable[[Row], str]

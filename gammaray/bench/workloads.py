@@ -15,8 +15,6 @@ from itertools import chain, zip_longest
 from pathlib import Path
 from pydoc_data.topics import topics
 
-__all__ = ["WORKLOADS", "Document", "documents", "fingerprint", "prompts"]
-
 _SKIPPED = {
     "site-packages", "test", "tests", "idle_test", "__pycache__", "lib2to3", "encodings", "pydoc_data",
 }  # fmt: skip

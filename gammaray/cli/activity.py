@@ -13,8 +13,6 @@ from typing import Any, TypeVar
 
 from gammaray.types import ProcessStatus, SpeculationTotals, WorkerTotals
 
-__all__ = ["Activity", "Speculation", "Worker", "measure"]
-
 
 @dataclass(frozen=True)
 class Speculation:

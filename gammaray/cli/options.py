@@ -14,8 +14,6 @@ import click
 
 from gammaray.client.async_client import AsyncClient
 
-__all__ = ["Connection", "connection_options", "form_options", "read_prompts"]
-
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Result = TypeVar("_Result")
 _FILE = click.Path(path_type=Path)

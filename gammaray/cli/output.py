@@ -10,8 +10,6 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["columns", "output_console"]
-
 _NO_WIDTH = 100_000
 """Width of output to a pipe: no cell is truncated or wrapped."""
 

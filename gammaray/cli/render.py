@@ -14,17 +14,6 @@ from rich.text import Text
 from gammaray.client.completion import Completion
 from gammaray.types import Chunk, DrafterKind, EmittedToken, SpeculationSummary, TokenOrigin
 
-__all__ = [
-    "OriginPainter",
-    "Source",
-    "is_colored",
-    "paint",
-    "print_legend",
-    "print_summary",
-    "source_of",
-    "style_of",
-]
-
 Source: TypeAlias = DrafterKind | TokenOrigin
 """Where a token comes from: its drafter if it was accepted and the drafter is known, else its origin."""
 

@@ -20,8 +20,6 @@ from gammaray.cli.values import IntRange
 from gammaray.config import REPEATABLE, settings_error
 from gammaray.errors import InvalidArgumentError
 
-__all__ = ["checked_settings", "flag_names", "parse_settings", "settings_options"]
-
 SettingsT = TypeVar("SettingsT", bound=BaseSettings)
 
 

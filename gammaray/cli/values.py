@@ -11,8 +11,6 @@ import click
 from gammaray.checks import check_number
 from gammaray.errors import InvalidArgumentError
 
-__all__ = ["FloatRange", "IntRange", "list_of", "temperature"]
-
 _Value = TypeVar("_Value")
 
 

@@ -18,15 +18,6 @@ from gammaray.deploy.serve_config import (
 )
 from gammaray.errors import InvalidArgumentError
 
-__all__ = [
-    "REDACTED",
-    "OrchestratorArguments",
-    "WorkerArguments",
-    "effective_of_serve",
-    "effective_settings",
-    "redacted",
-]
-
 REDACTED = "**redacted**"
 _SECRET_NAME = re.compile(r"(^|_)(password|secret|token|api_keys?|private_key)$")
 

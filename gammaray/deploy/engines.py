@@ -7,8 +7,6 @@ import importlib.metadata
 from gammaray.deploy.gpus import CudaDevices, cuda_devices
 from gammaray.errors import InvalidArgumentError
 
-__all__ = ["SUPPORTED_VLLM", "UnsupportedVllmError", "check_engine", "check_vllm_version", "vllm_build"]
-
 SUPPORTED_VLLM = "0.32"
 """Minor version of vLLM."""
 

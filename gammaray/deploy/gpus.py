@@ -10,8 +10,6 @@ from pathlib import Path
 
 from gammaray.errors import InvalidArgumentError
 
-__all__ = ["CudaDevices", "TorchBuild", "check_device", "cuda_devices", "torch_build"]
-
 _DRIVER = "libcuda.so.1"
 _SUCCESS = 0
 

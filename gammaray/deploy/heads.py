@@ -11,8 +11,6 @@ from typing import Any
 
 from gammaray.errors import InvalidArgumentError
 
-__all__ = ["EAGLE_3", "check_no_head", "head_kind", "kind_of_config"]
-
 EAGLE_3 = "eagle3"
 """The kind of head that gammaray's own engines serve; vLLM serves others, too."""
 

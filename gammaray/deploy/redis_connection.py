@@ -53,8 +53,6 @@ from redis.exceptions import (
 
 from gammaray.errors import InvalidArgumentError
 
-__all__ = ["ALLOWED_URLS", "Redis", "RefusedError", "address_of", "connect", "reply_code", "without_password"]
-
 T = TypeVar("T")
 
 ALLOWED_URLS = (

@@ -23,18 +23,6 @@ from gammaray.config import (
 from gammaray.demo_pair import DRAFTER_FILE, early_exit_layers
 from gammaray.wire.metadata import APPLICATION
 
-__all__ = [
-    "APPLICATIONS",
-    "GRPC_SERVICERS",
-    "SERVE_ENVIRONMENT",
-    "SHRINK_MARGIN",
-    "WORKER_PORT",
-    "ServeApplication",
-    "autoscaling_config",
-    "role_settings",
-    "serve_document",
-]
-
 _POLICIES = {
     "draft": "services.serve.policy:DraftPolicy",
     "orchestrator": "orchestrator.scaling_policy:OrchestratorPolicy",

@@ -38,8 +38,6 @@ from gammaray.errors import (
     UnavailableError,
 )
 
-__all__ = ["MAX_CPU_S", "MAX_DURATION_S", "MAX_MEMORY_BYTES", "CheckPool", "GrammarCheck"]
-
 MAX_CPU_S = 1.0
 """CPU time of the check of a grammar; ordinary ones take a few to 100 ms."""
 

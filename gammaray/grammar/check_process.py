@@ -21,8 +21,6 @@ from typing import BinaryIO
 from gammaray.errors import InvalidArgumentError
 from gammaray.grammar.matcher import GrammarCompiler
 
-__all__ = ["read_frame", "write_frame"]
-
 
 def read_frame(stream: BinaryIO) -> str | None:
     """Return the next text; None at the end of the stream."""

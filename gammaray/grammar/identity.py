@@ -16,8 +16,6 @@ from importlib.metadata import version
 from gammaray.errors import InvalidArgumentError
 from gammaray.grammar.matcher import GrammarCompiler, GrammarState
 
-__all__ = ["byte_compiler", "digest_of", "grammar_identity", "masks_sha256", "walk"]
-
 # Bytes, and tokens that cross the end of a string or are parts of escapes; ids from 1 on.
 _LONGER = ('", "', '": ', '{"', '"}', '"a', 'a"', "\\u", "\\u00", "\\ud83d", "00", "61", "1,", "é", "ab")
 _TOKENS = (*(bytes([byte]) for byte in range(256)), *(text.encode() for text in _LONGER))

@@ -19,8 +19,6 @@ from typing import NamedTuple
 from gammaray.grammar.schemas import BOUNDED_KEYS, FREE_KEYS, KEYS_KEYWORD
 from gammaray.grammar.texts import THOUGHT_RULE
 
-__all__ = ["KeyGuard", "KeyTokens", "without"]
-
 _THINK, _END_THINK = b"<think>", b"</think>"
 _SPECIAL = b"\xff"  # before the text of a special token, as llguidance decodes it
 

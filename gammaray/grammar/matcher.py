@@ -18,8 +18,6 @@ from gammaray.grammar.texts import json_schema_grammar, without_unicode_escapes
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-__all__ = ["TOO_COMPLEX", "GrammarCompiler", "GrammarState"]
-
 TOO_COMPLEX = b""
 """In place of the mask after a path, if the limits do not allow to compute it."""
 

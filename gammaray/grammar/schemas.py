@@ -15,8 +15,6 @@ from urllib.parse import unquote
 
 from gammaray.errors import InvalidArgumentError
 
-__all__ = ["BOUNDED_KEYS", "FREE_KEYS", "KEYS_KEYWORD", "MAX_CONSTANT", "MAX_DEPTH", "prepare"]
-
 MAX_DEPTH = 100
 """Upper bound of the nesting of a JSON schema."""
 

@@ -33,8 +33,6 @@ from gammaray.errors import InvalidArgumentError
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
-__all__ = ["REFUSED_ATTRIBUTES", "check_syntax"]
-
 REFUSED_ATTRIBUTES = ("temperature",)
 """Attributes of rules that a completion cannot follow."""
 

@@ -18,18 +18,6 @@ from gammaray.checks import check_encodable
 from gammaray.errors import InvalidArgumentError
 from gammaray.grammar.schemas import MAX_DEPTH, prepare
 
-__all__ = [
-    "JSON_OBJECT",
-    "THOUGHT_RULE",
-    "check_multiples",
-    "choice_grammar",
-    "json_rule",
-    "json_schema_grammar",
-    "literal",
-    "regex_grammar",
-    "without_unicode_escapes",
-]
-
 JSON_OBJECT: Mapping[str, Any] = {"type": "object"}
 """Schema of any JSON object."""
 

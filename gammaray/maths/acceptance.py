@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 
 from gammaray.types import DrafterKind, SpeculationSummary, TokenOrigin
 
-__all__ = ["AcceptanceEstimator", "SpeculationCounters"]
-
 
 @dataclass
 class SpeculationCounters:

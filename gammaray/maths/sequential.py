@@ -13,8 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-__all__ = ["evidence"]
-
 _TRUNCATION = 0.75
 
 

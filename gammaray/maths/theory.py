@@ -14,13 +14,6 @@ import heapq
 import math
 from collections.abc import Sequence
 
-__all__ = [
-    "expected_tokens",
-    "optimal_gamma",
-    "speedup",
-    "tree_tokens",
-]
-
 
 def expected_tokens(alpha: float, gamma: int) -> float:
     """Return tokens per cycle, correction or bonus included, when each test passes with probability alpha."""

@@ -12,8 +12,6 @@ from enum import Enum
 
 from gammaray.qualify.measured import Decision, ModelFacts, Overlap, PairFacts, Run
 
-__all__ = ["Depth", "Fitness", "Judgement", "Payoff", "has_other_vocabulary", "judge", "obstacles"]
-
 MIN_TESTED = 100
 """With fewer tested tokens the judgement warns that alpha is uncertain."""
 

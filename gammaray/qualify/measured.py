@@ -6,8 +6,6 @@ from pydantic import BaseModel, ConfigDict
 
 from gammaray.types import MAX_GAMMA
 
-__all__ = ["Decision", "Equality", "ModelFacts", "Overlap", "PairFacts", "QualifyTask", "Run"]
-
 
 class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())

@@ -18,8 +18,6 @@ from gammaray import errors
 from gammaray.errors import FailedPreconditionError, GammarayError, InternalError, InvalidArgumentError
 from gammaray.qualify.measured import PairFacts, QualifyTask
 
-__all__ = ["answers", "measure_pairs"]
-
 _NEEDED = ("services", "torch", "transformers")
 STOP_TIMEOUT_S = 10.0
 """How long a process may take to stop before it is killed."""

@@ -11,8 +11,6 @@ from rich.table import Table
 from gammaray.qualify.judgement import Fitness, Judgement, Payoff
 from gammaray.qualify.measured import Equality, ModelFacts, PairFacts
 
-__all__ = ["print_pair", "print_ranking"]
-
 _COLOURS = {Fitness.FIT: "green", Fitness.SLOWER: "yellow", Fitness.UNFIT: "red"}
 
 

@@ -6,8 +6,6 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-__all__ = ["TrainTask"]
-
 
 class TrainTask(BaseModel):
     """What to train; see the options of `gammaray train`.

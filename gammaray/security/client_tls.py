@@ -17,8 +17,6 @@ import grpc
 
 from gammaray.errors import InvalidArgumentError, TlsError
 
-__all__ = ["ClientTls", "client_tls", "explain", "explain_http_400", "refused_certificate", "tls_error"]
-
 _READ_S = 0.5
 """Wait for a server to reject a client certificate, in seconds; in TLS 1.3 this follows the handshake."""
 

@@ -28,17 +28,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from gammaray.checks import check_encodable
 from gammaray.errors import InvalidArgumentError, NotFoundError
 
-__all__ = [
-    "ApiKey",
-    "create_key",
-    "hash_key",
-    "is_tenant",
-    "key_id_of",
-    "make_secret",
-    "read_keys",
-    "revoke_key",
-]
-
 TENANT = r"[a-z0-9][a-z0-9-]{0,31}"
 MAX_FILE_BYTES = 16 * 2**20
 _KEY = re.compile(r"gr_([0-9a-f]{8})_[A-Za-z0-9_-]{43}")

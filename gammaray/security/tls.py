@@ -19,16 +19,6 @@ import grpc
 
 from gammaray.errors import InvalidArgumentError, UnauthenticatedError
 
-__all__ = [
-    "ORCHESTRATOR_NAME",
-    "WORKER_NAME",
-    "TlsFiles",
-    "check_peer",
-    "dial",
-    "server_credentials",
-    "tls_files",
-]
-
 _log = logging.getLogger(__name__)
 
 ORCHESTRATOR_NAME = "gammaray-orchestrator"

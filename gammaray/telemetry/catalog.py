@@ -5,32 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-__all__ = [
-    "ALL",
-    "BOTH_WORKERS",
-    "CATALOG",
-    "DRAFT",
-    "ENGINE",
-    "GAMMAS",
-    "GROUPS",
-    "INFO",
-    "ORCHESTRATOR",
-    "REQUESTS",
-    "REQUEST_S",
-    "SIZES",
-    "SPECULATION",
-    "TIME",
-    "TOKEN_S",
-    "WAIT_S",
-    "WORKERS",
-    "Kind",
-    "Metric",
-    "Role",
-    "by_name",
-]
-
-__all__ += ["Kind", "Metric", "Role"]
-
 _FAST_S = (0.0005, 0.001, 0.0015, 0.002, 0.0025, 0.003, 0.004, 0.005, 0.006, 0.008)
 TOKEN_S = (*_FAST_S, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5)
 """Buckets for times per token and per cycle, in seconds: fine below 10 ms, where most values are."""

@@ -9,8 +9,6 @@ from gammaray.telemetry.meter import Meter
 from gammaray.telemetry.otel import exports
 from gammaray.telemetry.prometheus import MetricsServer
 
-__all__ = ["MetricsExport"]
-
 
 class MetricsExport:
     """Exports a meter until it is stopped; must be created in the process's event loop.

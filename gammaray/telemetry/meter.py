@@ -14,8 +14,6 @@ from typing import TypeAlias, TypeVar
 
 from gammaray.telemetry.catalog import Kind, Metric, by_name
 
-__all__ = ["Counter", "Histogram", "Meter", "Series"]
-
 
 class Counter:
     """A monotonic sum; add to `value`."""

@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal
 
-__all__ = ["ATTRIBUTES", "SPANS", "Attribute", "Span"]
-
 AttributeType = Literal["string", "boolean", "int", "double", "string[]"]
 
 

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor
     from opentelemetry.trace import Tracer
 
-__all__ = ["SHUTDOWN_TIMEOUT_S", "Telemetry", "exports", "process_resource"]
-
 _log = logging.getLogger(__name__)
 
 SHUTDOWN_TIMEOUT_S = 2.0

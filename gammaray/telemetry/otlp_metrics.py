@@ -35,8 +35,6 @@ from gammaray.telemetry.catalog import Kind
 from gammaray.telemetry.meter import Histogram, Meter, Series
 from gammaray.telemetry.otel import SHUTDOWN_TIMEOUT_S, process_resource
 
-__all__ = ["MetricsPush"]
-
 _log = logging.getLogger(__name__)
 
 DEFAULT_INTERVAL_MS = 60_000.0

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
     from prometheus_client.core import Metric as Family
 
-__all__ = ["MetricsServer", "registry"]
-
 _FORM = re.compile(r"(?P<host>.+):(?P<first>\d{1,5})(?:-(?P<last>\d{1,5}))?")
 _ALLOWED = "host:port or host:first-last, or nothing"
 _WILDCARDS = ("0.0.0.0", "::", "[::]")

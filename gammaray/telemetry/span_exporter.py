@@ -17,8 +17,6 @@ from opentelemetry.sdk.trace import ReadableSpan
 from gammaray import __version__
 from gammaray.telemetry.spans import Bundle, set_attributes
 
-__all__ = ["Exporter"]
-
 _SLICE = 4
 """Bundles encoded before the thread yields, so that the event loop does not wait for a whole batch."""
 

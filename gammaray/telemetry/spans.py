@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
     from opentelemetry.trace import SpanContext
 
-__all__ = ["Bundle", "put", "set_attributes", "set_error"]
-
 _STATUS_ERROR = 2
 
 

@@ -15,18 +15,6 @@ from gammaray.v1 import target_service_pb2 as target_pb
 from gammaray.v1 import types_pb2 as pb
 from gammaray.wire.enums import ORIGINS, origin_from_proto
 
-__all__ = [
-    "MAX_SUPPORT",
-    "fill_prompt_logprobs",
-    "fill_verdict",
-    "prompt_logprobs_from_proto",
-    "proposal_from_proto",
-    "proposal_to_proto",
-    "shape_from_proto",
-    "shape_to_proto",
-    "verdict_from_proto",
-]
-
 MAX_SUPPORT = 4096
 """Upper bound of tokens in a draft distribution, the same as of the drafter's setting: 64 distributions stay
 below a target worker's maximum frame size, so that no drafter can break the stream of all sessions."""

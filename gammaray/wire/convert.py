@@ -25,16 +25,6 @@ from gammaray.wire.enums import (
     origin_from_proto,
 )
 
-__all__ = [
-    "process_from_proto",
-    "process_to_proto",
-    "sampling_from_proto",
-    "sampling_to_proto",
-    "token_ids_from_proto",
-    "values_of",
-    "worker_totals_from_proto",
-]
-
 
 def process_to_proto(process: ProcessStatus) -> gen.ProcessStatus:
     """Return the wire form of a process's status."""

@@ -9,8 +9,6 @@ from gammaray.types import DrafterKind, TokenOrigin
 from gammaray.v1 import generation_service_pb2 as pb
 from gammaray.wire.enums import DRAFTERS_BACK, ORIGINS_BACK
 
-__all__ = ["CycleRecord", "WorkerCall", "cycles_from_proto"]
-
 
 @dataclass(frozen=True)
 class WorkerCall:

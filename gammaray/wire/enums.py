@@ -8,19 +8,6 @@ from gammaray.errors import InternalError, InvalidArgumentError
 from gammaray.types import DrafterKind, FinishReason, TokenOrigin, VerificationMethod
 from gammaray.v1 import types_pb2 as pb
 
-__all__ = [
-    "DRAFTERS",
-    "DRAFTERS_BACK",
-    "FINISH_REASONS",
-    "FINISH_REASONS_BACK",
-    "METHODS",
-    "METHODS_BACK",
-    "ORIGINS",
-    "ORIGINS_BACK",
-    "method_from_proto",
-    "origin_from_proto",
-]
-
 METHODS: Final = {
     VerificationMethod.COUPLED: pb.VERIFICATION_METHOD_COUPLED,
     VerificationMethod.REJECTION: pb.VERIFICATION_METHOD_REJECTION,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 
-__all__ = ["APPLICATION", "MAX_TIMEOUT_MS", "TIMEOUT_HEADER", "trace_metadata"]
-
 APPLICATION = "gammaray"
 """Name of the Ray Serve application with the API; Serve's proxies route by the `application` metadata."""
 

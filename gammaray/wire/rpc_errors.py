@@ -25,15 +25,6 @@ from gammaray.errors import (
     error_class,
 )
 
-__all__ = [
-    "DETAILS_KEY",
-    "code_of",
-    "error_from_rpc",
-    "error_from_status",
-    "error_to_status",
-    "is_from_gammaray",
-]
-
 DETAILS_KEY = "grpc-status-details-bin"
 """Trailing metadata that holds the serialised google.rpc.Status."""
 

@@ -19,8 +19,6 @@ from dataclasses import dataclass, field
 from gammaray.errors import DeadlineExceededError, ResourceExhaustedError
 from orchestrator.access.caller import Caller
 
-__all__ = ["Admission"]
-
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
 FIRST_GUESS_S = 1.0
 """Initial estimate of how long a request holds its place."""

@@ -20,8 +20,6 @@ from gammaray.errors import InvalidArgumentError, UnauthenticatedError
 from gammaray.security.keys import ApiKey, hash_key, key_id_of, read_keys
 from gammaray.wire.metadata import MAX_TIMEOUT_MS, TIMEOUT_HEADER
 
-__all__ = ["ANONYMOUS", "PRIORITY_HEADER", "Authenticator", "Caller", "make_authenticator", "tenant_of"]
-
 _log = logging.getLogger(__name__)
 
 PRIORITY_HEADER = "gammaray-priority"

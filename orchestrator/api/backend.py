@@ -11,8 +11,6 @@ from orchestrator.sessions.management import SessionCalls
 from orchestrator.storage.response_store import ResponseStore
 from orchestrator.text.chat import ChatFormat
 
-__all__ = ["Backend"]
-
 
 class Backend(Protocol):
     """Generates text and reports the cluster's state; implemented by `orchestrator.service.Orchestrator`."""

@@ -24,8 +24,6 @@ from gammaray.types import MAX_LOGIT_BIAS
 from gammaray.v1 import generation_service_pb2 as pb
 from orchestrator.text.cpu_threads import INLINE_BYTES, in_parser_thread
 
-__all__ = ["MAX_FIELDS", "Unread", "add_generation_service", "read"]
-
 MAX_FIELDS = 2**16
 """Limit on the fields of a request on the wire, including nested ones; a packed list counts as one field."""
 

@@ -25,14 +25,6 @@ from orchestrator.sessions.lifecycle import REPLAY_TOKENS
 from orchestrator.sessions.management import SessionCalls
 from orchestrator.text.cpu_threads import INLINE_NUMBERS, in_thread
 
-__all__ = [
-    "GenerationServicer",
-    "RpcContext",
-    "SessionServicer",
-    "caller_of",
-    "fail",
-]
-
 _logger = logging.getLogger(__name__)
 
 

@@ -8,8 +8,6 @@ from typing import TypeVar
 
 from gammaray.errors import UnavailableError
 
-__all__ = ["READ_TIMEOUT_S", "while_read"]
-
 READ_TIMEOUT_S = 30.0
 """Time for a client to take a piece of a stream; sending blocks while the buffers up to it are full."""
 

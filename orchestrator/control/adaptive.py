@@ -21,8 +21,6 @@ from orchestrator.control.fixed import Reason
 from orchestrator.control.match_acceptance import MatchAcceptance
 from orchestrator.cycle.types import Candidates, Cycle, Match
 
-__all__ = ["AdaptiveGamma"]
-
 FIRST_GAMMA = 4
 """Gamma of the first cycles, while no costs are known: about the best fixed one (docs/lab.md)."""
 

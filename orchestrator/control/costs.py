@@ -17,8 +17,6 @@ from gammaray.types import DrafterKind
 from orchestrator.control.tree_model import TreeModel
 from orchestrator.cycle.types import Cycle
 
-__all__ = ["CostModel", "Costs", "MatchClass"]
-
 
 class Costs(NamedTuple):
     """Seconds by kind of work, or how much of each a cycle has.

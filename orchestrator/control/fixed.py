@@ -10,8 +10,6 @@ from gammaray.types import DrafterKind
 from orchestrator.control.costs import CostModel
 from orchestrator.cycle.types import Candidates, Cycle
 
-__all__ = ["FixedGamma", "Reason"]
-
 
 class Reason(str, Enum):
     """Why a shape was chosen."""

@@ -13,8 +13,6 @@ from gammaray.types import DrafterKind
 from orchestrator.control.costs import FLEET_DECAY, RATE, STRENGTH, MatchClass
 from orchestrator.cycle.types import Match
 
-__all__ = ["MatchAcceptance"]
-
 LENGTHS = (1, 2, 3, 4, 8, 16, 32)
 """Lower bounds of the match lengths that share an acceptance: doubling, except for short matches."""
 

@@ -10,8 +10,6 @@ from typing import Any
 from gammaray.maths.acceptance import SpeculationCounters
 from gammaray.types import DrafterKind
 
-__all__ = ["SessionHandover"]
-
 _log = logging.getLogger(__name__)
 
 

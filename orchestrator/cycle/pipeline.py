@@ -13,8 +13,6 @@ from orchestrator.cycle.run import run_cycle
 from orchestrator.cycle.session import Session
 from orchestrator.cycle.types import Cycle
 
-__all__ = ["run_cycles"]
-
 
 async def run_cycles(
     session: Session,

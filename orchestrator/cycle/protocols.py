@@ -10,8 +10,6 @@ from gammaray.types import Proposal, TokenOrigin
 from orchestrator.cycle.session import Session
 from orchestrator.cycle.types import Cycle
 
-__all__ = ["Drafter", "GammaController", "SessionStore", "Verifier"]
-
 
 class Drafter(Protocol):
     """Proposes tokens for one session; it affects speed, never the output."""

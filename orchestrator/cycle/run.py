@@ -17,8 +17,6 @@ from orchestrator.cycle.protocols import Drafter, GammaController, Verifier
 from orchestrator.cycle.session import Session
 from orchestrator.cycle.types import Cycle, levels_of
 
-__all__ = ["run_cycle"]
-
 _log = logging.getLogger(__name__)
 
 EMPTY = Proposal()

@@ -12,8 +12,6 @@ from gammaray.errors import DeadlineExceededError
 from gammaray.types import FinishReason, PromptLogprobs, SamplingParams, VerificationMethod
 from orchestrator.cycle.types import Call
 
-__all__ = ["CallLog", "Session", "TextStream"]
-
 
 class TextStream(Protocol):
     """Turns emitted tokens into text and watches for stop strings."""

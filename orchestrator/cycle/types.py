@@ -13,8 +13,6 @@ from gammaray.blocks import Shape, TokenLogprobs, VerifyTiming
 from gammaray.errors import GammarayError
 from gammaray.types import DrafterKind, FinishReason, Proposal, TokenOrigin
 
-__all__ = ["Call", "Candidates", "Cycle", "Level", "Match", "levels_of"]
-
 
 class Call:
     """The blocks sent to one worker in one cycle, and its answers.

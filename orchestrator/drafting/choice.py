@@ -9,8 +9,6 @@ from orchestrator.cycle.session import Session
 from orchestrator.cycle.types import Cycle
 from orchestrator.drafting.session_drafter import SessionDrafter
 
-__all__ = ["DrafterChoice"]
-
 
 class DrafterChoice:
     """Asks a session's drafters what they could propose, and its controller which of it.

@@ -19,8 +19,6 @@ from orchestrator.cycle.session import Session
 from orchestrator.cycle.types import Match
 from orchestrator.drafting.suffix_index import SEPARATOR, Context, SuffixIndex
 
-__all__ = ["BLOCK", "MAX_ENTRY", "MIN_ENTRY", "Corpus"]
-
 BLOCK = 16_384
 """Tokens per block, for which memory is taken and given back; a key has at least one block."""
 

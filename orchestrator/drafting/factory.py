@@ -27,8 +27,6 @@ from orchestrator.workers.drafter import RemoteDrafter
 from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.verifier import VERIFY_TIMEOUT_S, TargetPool, has_head, takes_trees
 
-__all__ = ["Drafting"]
-
 PROPOSE_TIMEOUT_S = 2.0
 """Longest wait for one proposal, after which the cycle goes on without one; usual delays lower it, see
 `orchestrator.workers.backoff.Patience`."""

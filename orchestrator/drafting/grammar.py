@@ -15,8 +15,6 @@ from gammaray.types import DrafterKind, Proposal
 from orchestrator.cycle.session import Session
 from orchestrator.cycle.types import Match
 
-__all__ = ["GrammarDrafter"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -8,8 +8,6 @@ from gammaray.types import DrafterKind, Proposal
 from orchestrator.cycle.session import Session
 from orchestrator.workers.drafter import Readiness
 
-__all__ = ["TargetHead"]
-
 
 class TargetHead:
     """Stands for the head of the session's target worker among the drafters; implements ModelDrafter.

@@ -14,8 +14,6 @@ from gammaray.types import DrafterKind, Proposal, SparseDistribution
 from orchestrator.cycle.session import Session
 from orchestrator.cycle.types import Match
 
-__all__ = ["TextDrafter", "to_proposal"]
-
 
 class TextDrafter(Protocol):
     """Finds continuations in known text. A look-up runs on the event loop: it takes microseconds.

@@ -15,8 +15,6 @@ from orchestrator.cycle.session import Session
 from orchestrator.cycle.types import Match
 from orchestrator.text.tokenizer import Tokenizer
 
-__all__ = ["MIN_MATCH", "PredictionDrafter", "prediction_ids"]
-
 MIN_MATCH = 2
 """Tokens that must match for the pointer to be set again; a single one occurs by chance."""
 

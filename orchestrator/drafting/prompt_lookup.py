@@ -11,8 +11,6 @@ from gammaray.types import DrafterKind
 from orchestrator.cycle.session import Session
 from orchestrator.cycle.types import Match
 
-__all__ = ["PromptLookup"]
-
 LONGEST, SHORTEST = 4, 1
 """N-gram lengths that are looked up; the longest match wins. What follows an earlier occurrence of a single
 token agrees in 22 % of the cases on SmolLM2's greedy text, and pays where a row costs little

@@ -16,8 +16,6 @@ from orchestrator.drafting.grammar import GrammarDrafter
 from orchestrator.drafting.matches import TextDrafter, to_proposal
 from orchestrator.workers.drafter import Readiness
 
-__all__ = ["ModelDrafter", "SessionDrafter"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -8,8 +8,6 @@ from orchestrator.cycle.types import Match
 from orchestrator.drafting.corpus import Corpus
 from orchestrator.drafting.suffix_index import SuffixIndex
 
-__all__ = ["SuffixDrafter"]
-
 MAX_INDEXED = 32_768
 """Latest tokens that are indexed at the start: building the index blocks the event loop."""
 

@@ -25,16 +25,6 @@ import numpy.typing as npt
 from gammaray.types import DrafterKind
 from orchestrator.cycle.types import Match
 
-__all__ = [
-    "LEVELS",
-    "LONGEST",
-    "MAX_OCCURRENCES",
-    "MIN_PROBABILITY",
-    "SEPARATOR",
-    "Context",
-    "SuffixIndex",
-]
-
 LEVELS = (2, 4, 8, 16)
 """Lengths of the suffixes that are indexed; single tokens are no evidence."""
 

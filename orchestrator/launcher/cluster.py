@@ -55,14 +55,6 @@ from orchestrator.launcher.trust import Trust, arrange_trust, check_access, reac
 if TYPE_CHECKING:
     from orchestrator.launcher.redis_server import RedisServer
 
-__all__ = [
-    "main",
-    "missing_parts",
-    "private_directory",
-    "serve_environment",
-    "serve_errors",
-]
-
 # The directory holds Unix sockets, whose paths are limited to 107 characters (97 for HAProxy) with node ids.
 _LONGEST_TEMP = 12
 

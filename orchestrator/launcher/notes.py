@@ -5,8 +5,6 @@ from __future__ import annotations
 from gammaray.config import ClusterSettings
 from gammaray.gguf import is_gguf, read_header
 
-__all__ = ["model_notes"]
-
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 

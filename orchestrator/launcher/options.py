@@ -11,8 +11,6 @@ from gammaray.cli.commands.up import START_OPTIONS
 from gammaray.cli.settings import parse_settings
 from gammaray.config import ClusterSettings
 
-__all__ = ["LauncherOptions", "announcer", "parse_options"]
-
 
 @dataclass(frozen=True)
 class LauncherOptions:

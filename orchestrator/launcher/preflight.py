@@ -25,19 +25,6 @@ from gammaray.errors import InvalidArgumentError
 from gammaray.gguf import check_packages, is_gguf, read_header
 from gammaray.security.tls import tls_files
 
-__all__ = [
-    "MANY_GPUS",
-    "check_drafting_head",
-    "check_models",
-    "check_port",
-    "check_workers",
-    "free_ports",
-    "gpu_share",
-    "gpus_by_role",
-    "vocab_size",
-    "worker_cores",
-]
-
 
 def worker_cores(
     cores: Collection[int], num_targets: int, num_drafts: int, threads: int = 1

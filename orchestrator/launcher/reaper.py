@@ -21,8 +21,6 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["MARK", "Guardian", "children_named", "die_with_parent", "end_marked", "marked", "runs"]
-
 MARK = "GAMMARAY_CLUSTER_ID"
 """Environment variable with the cluster's id; set it before the first process of the cluster starts."""
 

@@ -21,8 +21,6 @@ from redis.retry import Retry
 
 from gammaray.errors import UnavailableError
 
-__all__ = ["RedisServer", "default_maxmemory", "redis_binary"]
-
 START_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 5.0
 POLL_S = 0.01

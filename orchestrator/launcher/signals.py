@@ -10,8 +10,6 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-__all__ = ["Stop", "StopSignals", "silence"]
-
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _set_handler = signal.signal
 

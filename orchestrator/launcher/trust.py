@@ -14,8 +14,6 @@ from gammaray.config import ClusterSettings
 from gammaray.errors import InvalidArgumentError
 from gammaray.security.keys import hash_key, make_secret, read_keys
 
-__all__ = ["Trust", "arrange_trust", "check_access", "reachable"]
-
 
 @dataclass(frozen=True)
 class Trust:

@@ -14,8 +14,6 @@ from gammaray.errors import GammarayError, UnavailableError
 from orchestrator.cycle.session import Session
 from orchestrator.storage.session_store import LEASE_S, RedisStore
 
-__all__ = ["LeaseManager", "repeat"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -32,17 +32,6 @@ from orchestrator.text.cpu_threads import in_thread
 from orchestrator.text.detokenizer import Detokenizer
 from orchestrator.text.tokenizer import LONG_TEXT, Tokenizer
 
-__all__ = [
-    "ContextLengthError",
-    "OpenSession",
-    "SessionManager",
-    "check_prompt_length",
-    "check_request",
-    "make_session",
-    "open_session",
-]
-
-
 _DRAWN_SEED_BITS = 53
 """A drawn seed is exact as a JSON number, which many clients read as a double."""
 

@@ -20,8 +20,6 @@ from orchestrator.storage.session_store import RedisStore, SessionSummary
 from orchestrator.storage.trace_store import RedisTraceStore
 from orchestrator.text.tokenizer import Tokenizer
 
-__all__ = ["MAX_LISTED", "SessionCalls"]
-
 MAX_LISTED = 1000
 DEFAULT_LISTED = 100
 

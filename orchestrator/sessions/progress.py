@@ -21,8 +21,6 @@ from orchestrator.cycle.types import Cycle
 from orchestrator.storage.token_records import StoredToken
 from orchestrator.text.tokenizer import Tokenizer
 
-__all__ = ["ChunkBuilder", "emitted_token"]
-
 
 class ChunkBuilder:
     """Turns the cycles of one session into chunks and counts them.

@@ -9,16 +9,11 @@ import time
 from collections.abc import Awaitable, Sequence
 from typing import Any, TypeVar
 
+from redis.asyncio import Redis as Redis
 from redis.exceptions import AuthenticationError, ConnectionError, NoScriptError, RedisError, TimeoutError
 
 from gammaray.deploy import redis_connection
-from gammaray.deploy.redis_connection import (
-    Redis,
-    RefusedError,
-    address_of,
-    reply_code,
-    without_password,
-)
+from gammaray.deploy.redis_connection import RefusedError, reply_code, without_password
 from gammaray.errors import (
     GammarayError,
     InternalError,
@@ -26,8 +21,6 @@ from gammaray.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
-
-__all__ = ["BatchedScript", "Redis", "address_of", "answer", "check_redis", "connect", "wait_for_redis"]
 
 T = TypeVar("T")
 

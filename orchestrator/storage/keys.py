@@ -14,13 +14,6 @@ from orchestrator.access.caller import tenant_of
 from orchestrator.storage import session_scripts as scripts
 from orchestrator.storage.client import Redis, answer
 
-__all__ = [
-    "DEFAULT_KEYS",
-    "DEFAULT_TOTAL",
-    "Keys",
-    "StoreBounds",
-]
-
 DEFAULT_TOTAL = 2**30
 """Bound of all stored bytes if neither a setting nor Redis defines one."""
 

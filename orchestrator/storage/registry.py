@@ -15,8 +15,6 @@ from gammaray.errors import InvalidArgumentError
 from orchestrator.storage.client import answer, connect
 from orchestrator.storage.keys import DEFAULT_KEYS, Keys
 
-__all__ = ["RedisRegistry", "check_unused"]
-
 _log = logging.getLogger(__name__)
 
 UNUSED_WAIT_S = 8.0

@@ -20,8 +20,6 @@ from orchestrator.storage.client import Redis, answer
 from orchestrator.storage.keys import DEFAULT_KEYS, Keys, StoreBounds
 from orchestrator.storage.session_scripts import COMMON
 
-__all__ = ["Ending", "ResponseStore", "StoredResponse"]
-
 Ending = Literal["whole", "cut", "gone"]
 """How a response ended in the store: with its output, with a short end in its place, or it was deleted."""
 

@@ -25,36 +25,6 @@ expired items are not yet discharged, -10 the session has another request by now
 
 from __future__ import annotations
 
-__all__ = [
-    "AGAIN",
-    "CANCEL",
-    "CANCELLED",
-    "COMMIT",
-    "COMMON",
-    "CREATE",
-    "DELETE",
-    "DETACH",
-    "END",
-    "GONE",
-    "LIST",
-    "LOST",
-    "MOVED",
-    "NEXT_TURN",
-    "NOTE_TRACE",
-    "OTHER_MODEL",
-    "OTHER_OWNER",
-    "OVER_ALL",
-    "OVER_TENANT",
-    "READ",
-    "REAP",
-    "RECORD",
-    "RENEW",
-    "REQUEST_OVERHEAD",
-    "SESSION_OVERHEAD",
-    "TAKE_OVER",
-    "WRONG_OFFSET",
-]
-
 GONE, OTHER_OWNER, WRONG_OFFSET, CANCELLED, LOST, OTHER_MODEL = -1, -2, -3, -4, -5, -6
 OVER_TENANT, OVER_ALL, AGAIN, MOVED = -7, -8, -9, -10
 

@@ -31,21 +31,6 @@ from orchestrator.storage.keys import DEFAULT_KEYS, Keys, StoreBounds
 from orchestrator.storage.token_records import StoredToken, TokenRecords
 from orchestrator.text.cpu_threads import INLINE_BYTES, in_thread
 
-__all__ = [
-    "LEASE_S",
-    "SUMMARY_FIELDS",
-    "RedisStore",
-    "SessionSummary",
-    "StoredSession",
-    "digest_of",
-    "fields_of",
-    "pack_request",
-    "parse",
-    "parse_summary",
-    "room_of",
-    "split_summary",
-]
-
 SUMMARY_FIELDS = (
     "digest",
     "epoch",

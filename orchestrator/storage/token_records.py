@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from gammaray.blocks import TokenLogprobs
 from gammaray.types import TokenOrigin
 
-__all__ = ["StoredToken", "TokenRecords"]
-
 StoredToken = tuple[int, TokenOrigin, TokenLogprobs | None]
 """Token id, its origin, and its log-probabilities if requested."""
 

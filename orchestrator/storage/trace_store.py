@@ -17,8 +17,6 @@ from orchestrator.storage import session_scripts as scripts
 from orchestrator.storage.client import BatchedScript, Redis, answer
 from orchestrator.storage.keys import DEFAULT_KEYS, Keys, StoreBounds
 
-__all__ = ["RedisTraceStore"]
-
 SHARE = 0.75
 """Share of the bounds of stored bytes up to which records are stored."""
 

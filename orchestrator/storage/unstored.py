@@ -8,8 +8,6 @@ from gammaray.blocks import TokenLogprobs
 from gammaray.types import TokenOrigin
 from orchestrator.cycle.session import Session
 
-__all__ = ["UnstoredSessions"]
-
 
 class UnstoredSessions:
     """Implements the cycle's SessionStore without Redis.

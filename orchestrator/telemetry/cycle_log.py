@@ -21,8 +21,6 @@ from orchestrator.storage.trace_store import RedisTraceStore
 from orchestrator.telemetry.records import cycle_record, failed_record
 from orchestrator.telemetry.spans import CycleBundle, ReadingBundle, SessionTrace
 
-__all__ = ["MAX_RECORDS", "CycleLog"]
-
 _log = logging.getLogger(__name__)
 
 MAX_RECORDS = 4096

@@ -14,8 +14,6 @@ from orchestrator.access.admission import Admission
 from orchestrator.cycle.types import Cycle
 from orchestrator.workers.fleet import Fleet
 
-__all__ = ["OrchestratorMeter", "RequestMeter"]
-
 _PARTS = ("draft", "target_queue", "target_step", "target_wire", "other")
 _GOOD = tuple(reason.value for reason in FinishReason)
 

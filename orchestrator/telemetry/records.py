@@ -11,8 +11,6 @@ from gammaray.wire.enums import DRAFTERS, ORIGINS
 from orchestrator.cycle.session import Session
 from orchestrator.cycle.types import Call, Cycle
 
-__all__ = ["cycle_record", "failed_record", "worker_call"]
-
 
 def cycle_record(
     session: Session, cycle: Cycle, base_position: int, draft: Call | None, target: Call | None, clock_ns: int

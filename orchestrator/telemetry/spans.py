@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor
     from opentelemetry.trace import Span, SpanContext
 
-__all__ = ["CycleBundle", "ReadingBundle", "SessionTrace"]
-
 _INTERNAL, _CLIENT, _PRODUCER = 1, 3, 4
 _FLAGS = 0x101
 """W3C trace flag "sampled", and OTLP's flag for a parent known not to be remote."""

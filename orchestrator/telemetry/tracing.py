@@ -26,8 +26,6 @@ from orchestrator.telemetry.spans import SessionTrace
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
-__all__ = ["RequestSpan", "Tracing"]
-
 _log = logging.getLogger(__name__)
 
 _PROPAGATOR = TraceContextTextMapPropagator()

@@ -15,8 +15,6 @@ from transformers.utils.chat_parsing.response_templates import load_response_tem
 
 from gammaray.errors import InvalidArgumentError
 
-__all__ = ["ChatFormat", "Roles", "SystemRole", "chat_format", "render"]
-
 _PROBE = {
     "type": "function",
     "function": {

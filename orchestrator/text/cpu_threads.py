@@ -14,16 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import ParamSpec, TypeVar
 
-__all__ = [
-    "INLINE_BYTES",
-    "INLINE_NUMBERS",
-    "NUM_COMPILER_THREADS",
-    "NUM_THREADS",
-    "in_compiler_thread",
-    "in_parser_thread",
-    "in_thread",
-]
-
 INLINE_BYTES = 2**14
 """Requests up to this size are processed on the event loop, in a few milliseconds at most."""
 

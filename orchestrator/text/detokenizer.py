@@ -8,8 +8,6 @@ from typing import Protocol
 
 from orchestrator.text.tokenizer import Tokenizer
 
-__all__ = ["Detokenizer"]
-
 PROMPT_WINDOW = 8
 """Trailing tokens of the prompt that may change the text of the first emitted token."""
 

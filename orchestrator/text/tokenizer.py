@@ -27,8 +27,6 @@ from gammaray.vocabulary import decoder_kind, spell, vocabulary_sha256
 from orchestrator.text.chat import ChatFormat, chat_format, render
 from orchestrator.text.cpu_threads import in_thread
 
-__all__ = ["LONG_TEXT", "Tokenizer", "plain_backend", "served_name", "spelling_of"]
-
 LONG_TEXT = 8192
 """Characters or token ids from which on they are processed in a thread, not to block other sessions."""
 

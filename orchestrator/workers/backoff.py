@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 
-__all__ = ["Backoff", "Patience"]
-
 PRICE = 4.0
 """The first pause is this many times the seconds that the failure cost."""
 

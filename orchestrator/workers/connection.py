@@ -21,8 +21,6 @@ from orchestrator.workers.backoff import Backoff, Patience
 from orchestrator.workers.prefix_affinity import PrefixIndex
 from orchestrator.workers.protocol import BlockT, ResultT, Traffic, WorkerInfo, WorkerProtocol
 
-__all__ = ["WorkerConnection"]
-
 _log = logging.getLogger(__name__)
 
 INFO_PERIOD_S = 2.0

@@ -21,8 +21,6 @@ from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.proposal_cache import ProposalCache
 from orchestrator.workers.session_client import WorkerSession
 
-__all__ = ["Readiness", "RemoteDrafter"]
-
 LONG_CONTEXT = 64
 """If a draft worker lacks at least this many tokens, it prefills them in the background."""
 

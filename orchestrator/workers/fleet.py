@@ -16,8 +16,6 @@ from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.protocol import DRAFT, TARGET, WorkerInfo
 from orchestrator.workers.verifier import adapters_of
 
-__all__ = ["Fleet", "Registry"]
-
 _log = logging.getLogger(__name__)
 
 WATCH_PERIOD_S = 1.0

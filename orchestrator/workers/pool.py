@@ -13,8 +13,6 @@ from gammaray.wire.convert import worker_totals_from_proto
 from orchestrator.workers.connection import WorkerConnection
 from orchestrator.workers.protocol import BlockT, ResultT, Traffic, WorkerInfo, WorkerProtocol
 
-__all__ = ["WorkerPool"]
-
 REGISTRY_MISSES = 3
 """A worker missing from the registry this many times in a row is dropped if its link is down."""
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-__all__ = ["BLOCK", "MAX_KEYS", "PrefixIndex", "prefix_keys"]
-
 BLOCK = 32
 """Tokens between two indexed prefix lengths."""
 

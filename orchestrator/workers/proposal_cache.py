@@ -12,8 +12,6 @@ from gammaray.v1 import draft_service_pb2 as draft_pb
 from gammaray.v1 import types_pb2 as pb
 from gammaray.wire.blocks import proposal_from_proto
 
-__all__ = ["ProposalCache"]
-
 MAX_KEPT = 32
 """Outcomes kept per cycle: more than a worker prepares; bounds what a broken worker can store."""
 

@@ -14,8 +14,6 @@ from gammaray.v1 import types_pb2 as pb
 from gammaray.v1.draft_service_pb2_grpc import DraftServiceStub
 from gammaray.v1.target_service_pb2_grpc import TargetServiceStub
 
-__all__ = ["DRAFT", "TARGET", "BlockT", "ResultT", "Traffic", "WorkerInfo", "WorkerProtocol"]
-
 
 @dataclass
 class Traffic:

@@ -21,8 +21,6 @@ from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.prefix_affinity import prefix_keys
 from orchestrator.workers.protocol import BlockT, ResultT
 
-__all__ = ["WorkerSession", "session_spec"]
-
 MAX_FEEDS = 4
 """A worker that still lacks tokens after this many feeds in a row is broken; an eviction explains one."""
 

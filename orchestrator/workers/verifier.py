@@ -40,22 +40,6 @@ from orchestrator.workers.connection import WorkerConnection
 from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.session_client import WorkerSession
 
-__all__ = [
-    "TRIES",
-    "FencedVerifier",
-    "RemoteVerifier",
-    "TargetLink",
-    "TargetPool",
-    "adapters_of",
-    "check_grammars",
-    "check_served",
-    "has_head",
-    "identity_of",
-    "of_identity",
-    "takes_trees",
-    "why_nobody",
-]
-
 TRIES = 5
 """Attempts per cycle that may be answered with CANCELLED before the session fails."""
 

@@ -19,12 +19,6 @@ from services.speculation.proposals import RUN
 from services.speculation.session import Speculation
 from services.speculation.tree import Node
 
-__all__ = [
-    "IdlePriority",
-    "Lookahead",
-    "can_give_way",
-]
-
 _TRIAL_TIMEOUT_S = 5.0
 
 

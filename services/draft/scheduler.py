@@ -19,8 +19,9 @@ from torch import Tensor
 
 from gammaray.types import Proposal, VerificationMethod
 from services.draft.lookahead import Lookahead
+from services.engine.core.batch import SequenceInput
 from services.engine.core.errors import CacheFullError
-from services.engine.engine import Engine, SequenceInput
+from services.engine.engine import Engine
 from services.scheduling.grammars import Grammars
 from services.scheduling.load import LoadCounters
 from services.scheduling.planning import Limits, Running
@@ -32,8 +33,6 @@ from services.speculation.predictions import DRAFT_TOP_K, WEIGHT_BITS
 from services.speculation.proposals import ProposalBuilder
 from services.speculation.session import Speculation
 from services.speculation.tree import Node
-
-__all__ = ["DraftScheduler"]
 
 
 @dataclass(slots=True, eq=False)

@@ -20,8 +20,6 @@ from services.speculation.session import draft_params
 from services.speculation.tree import Node
 from services.vocabulary.intersection import Intersection
 
-__all__ = ["SharedLogits", "TokenChain"]
-
 
 class SharedLogits:
     """The draft's logits of the tokens that it shares with the target, in order of the target's ids.

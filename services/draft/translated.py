@@ -18,7 +18,8 @@ from gammaray.config import DraftSettings
 from gammaray.types import Proposal
 from services.draft.scheduler import DraftScheduler
 from services.draft.shared_tokens import SharedLogits, TokenChain
-from services.engine.engine import Engine, SequenceInput
+from services.engine.core.batch import SequenceInput
+from services.engine.engine import Engine
 from services.engine.sampling.noise import Noise
 from services.scheduling.grammars import Grammars
 from services.scheduling.planning import Limits, Running
@@ -28,8 +29,6 @@ from services.scheduling.tasks import ProposeTask, Timing
 from services.speculation.outcomes import AHEAD_ROWS
 from services.speculation.predictions import DRAFT_TOP_K, WEIGHT_BITS
 from services.vocabulary.translation import Translation
-
-__all__ = ["TranslatedDraftScheduler", "make_draft_scheduler"]
 
 
 @dataclass(slots=True, eq=False)

@@ -31,8 +31,6 @@ from services.streaming.messages import Model, describe, fill_result, task_field
 from services.streaming.streams import Deliver, Streams
 from services.vocabulary.translation import Translation, load_translation, target_size
 
-__all__ = ["DraftServicer", "DraftWorker", "drafts_on_vllm"]
-
 _log = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT_MS = 10_000

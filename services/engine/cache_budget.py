@@ -7,8 +7,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["DEFAULT_CACHE_BUDGET_BYTES", "CacheBudget", "available_memory", "free_memory"]
-
 DEFAULT_CACHE_BUDGET_BYTES = 2 * 2**30
 """Budget of an engine that is loaded without settings."""
 

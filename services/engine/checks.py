@@ -12,8 +12,6 @@ from services.engine.core.model import LoadedModel
 from services.engine.engine import Engine
 from services.engine.hf.attention import ATTENTION_NAME
 
-__all__ = ["check_deterministic", "check_model"]
-
 _NUM_TOKENS = 12
 _FLOAT32_TOLERANCE = 1e-4
 _HALF_TOLERANCE = 0.05

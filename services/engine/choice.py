@@ -11,8 +11,6 @@ from gammaray.config import TargetSettings
 from gammaray.errors import InvalidArgumentError
 from gammaray.gguf import is_gguf
 
-__all__ = ["target_uses_vllm", "uses_vllm"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -21,8 +21,6 @@ from gammaray.gguf import is_gguf, pretrained_arguments, read_header
 from services.engine.core.gguf_model import load_gguf_config, load_gguf_module
 from services.engine.core.model import DTYPES, check_config
 
-__all__ = ["convert", "main"]
-
 
 def convert(path: str, directory: Path, dtype: str = "bfloat16") -> None:
     """Write the model and the tokenizer of a GGUF file to a new directory, which appears once it is complete.

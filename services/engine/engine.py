@@ -24,8 +24,6 @@ from services.engine.core.errors import CacheGapError
 from services.engine.core.kv_cache import CacheStats, CacheStore, Source
 from services.engine.native.runner import NativeRunner
 
-__all__ = ["Engine", "Runner", "SequenceInput"]
-
 
 class Runner(Protocol):
     """Computes one packed forward."""

@@ -28,8 +28,6 @@ from services.engine.native.library import load_kernel, use_threads
 from services.engine.native.runner import NativeRunner
 from services.engine.native.weights import build_native, native_obstacle
 
-__all__ = ["limit_cache", "load_engine", "load_worker_engine"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -16,8 +16,6 @@ from torch.nn import functional as F
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-__all__ = ["Attend", "EagleConfig", "EagleHead", "EagleLayer"]
-
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """From query, key and value [1, heads, rows, head_dim] to the mixed values [1, rows, heads, head_dim]."""
 

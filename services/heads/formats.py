@@ -22,8 +22,6 @@ from services.engine.core.errors import UnsupportedModelError
 from services.engine.core.shapes import check_fields, check_head_dim
 from services.heads.eagle import EagleConfig
 
-__all__ = ["LAYER", "OFFICIAL_LAYER", "is_head", "read_config"]
-
 LAYER, OFFICIAL_LAYER = "layers.0.", "midlayer."
 """Where the layer's tensors are: in the `speculators` format and in the official one."""
 

@@ -19,8 +19,6 @@ from services.engine.native.weights import NativeModel, Packer, check_layout
 from services.heads.eagle import EagleHead, EagleLayer
 from services.heads.states import HeadStates
 
-__all__ = ["HeadKernelRunner", "KernelMap", "kernel_obstacle"]
-
 _MAX_HEAD_DIM = 256
 
 

@@ -13,8 +13,6 @@ from services.engine.core.tensor_files import checkpoint_folder, read_tensor, te
 from services.heads.eagle import EagleHead
 from services.heads.formats import LAYER, OFFICIAL_LAYER, is_head, read_config
 
-__all__ = ["load_head", "names_head"]
-
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 # The target's mask of the tokens that have a row follows from d2t; the verifier's weights are of training.
 _UNUSED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")

@@ -18,8 +18,6 @@ from services.heads.eagle import EagleHead
 from services.heads.kernel import HeadKernelRunner, kernel_obstacle
 from services.heads.states import HeadStates
 
-__all__ = ["HEAD_CACHE_BYTES", "HeadEngine", "HeadRunner", "head_engine"]
-
 _CHECK = "check"
 """Session of the check at the end of loading."""
 

@@ -10,8 +10,6 @@ from torch import Tensor
 from services.engine.core.batch import Batch, Segment, node_path
 from services.engine.core.kv_cache import CacheShape
 
-__all__ = ["HeadStates"]
-
 
 class HeadStates:
     """Lays out states like keys of further layers, so that rollback and tree paths move them, too.

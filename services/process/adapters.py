@@ -11,8 +11,6 @@ from huggingface_hub import try_to_load_from_cache
 
 from gammaray.errors import InvalidArgumentError
 
-__all__ = ["adapter_error", "adapter_sha256", "max_rank"]
-
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM takes as the largest rank."""
 

@@ -20,8 +20,6 @@ from gammaray.errors import GammarayError, InvalidArgumentError
 from gammaray.gguf import is_gguf, pretrained_arguments, read_header
 from gammaray.vocabulary import vocabulary_sha256
 
-__all__ = ["check_drafter", "model_identity", "vocab_sha256", "weights_sha256"]
-
 UNREADABLE = (GammarayError, OSError, ValueError, KeyError, TypeError, struct.error)
 """What may be raised for weights that cannot be found or read."""
 

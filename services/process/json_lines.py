@@ -14,8 +14,6 @@ from transformers.utils import logging as transformers_logging
 
 from gammaray.errors import GammarayError, InvalidArgumentError
 
-__all__ = ["described", "open_answers", "write_line"]
-
 
 def open_answers() -> TextIO:
     """Return what was stdout; what libraries print goes to stderr from now on, apart from the JSON lines."""

@@ -16,8 +16,6 @@ from gammaray.config import WorkerSettings
 from gammaray.deploy.engines import check_engine
 from gammaray.errors import GammarayError, InvalidArgumentError
 
-__all__ = ["EXIT_BAD_SETTINGS", "EXIT_UNSUPPORTED_MODEL", "run"]
-
 EXIT_BAD_SETTINGS = 2
 EXIT_UNSUPPORTED_MODEL = 3
 

@@ -17,8 +17,6 @@ from gammaray.aio import end_tasks
 from gammaray.config import REDIS_PREFIX
 from gammaray.deploy.redis_connection import connect
 
-__all__ = ["Announcer"]
-
 ENTRY_MS = 5000
 REFRESH_S = 1.0
 CALL_TIMEOUT_S = 0.5

@@ -15,8 +15,6 @@ from gammaray.blocks import MAX_ANSWER_BYTES
 from gammaray.errors import GammarayError, InvalidArgumentError
 from gammaray.security.tls import TlsFiles, check_peer, server_credentials
 
-__all__ = ["DRAIN_TIMEOUT_S", "MAX_MESSAGE_BYTES", "GrpcServer", "guarded", "is_wildcard", "split_address"]
-
 DRAIN_TIMEOUT_S = 10.0
 """Seconds for running blocks to finish after SIGTERM; then orchestrators repeat them on other workers. Well
 within the 50 s that the chart's default grace period leaves for draining a pod."""

@@ -28,8 +28,6 @@ from services.streaming.messages import Model
 from services.streaming.streams import Streams
 from services.streaming.tracing import BlockTracer
 
-__all__ = ["Worker"]
-
 _log = logging.getLogger(__name__)
 
 # Time for streams without pending blocks to end after the drain.

@@ -27,8 +27,6 @@ from services.qualify.measure import make_asks, measure
 from services.qualify.models import Loaded, Source, encode, eos_token_ids, find, load, load_local
 from services.vocabulary.translation import Translation, load_translation
 
-__all__ = ["main"]
-
 Tell = Callable[[str, Any], None]
 
 

@@ -21,8 +21,6 @@ from services.speculation.local_drafter import LocalDrafter
 from services.target.scheduler import TargetScheduler
 from services.vocabulary.translation import Translation
 
-__all__ = ["Ask", "Completion", "MeasuredCycle", "Pair", "Text", "draft_scheduler", "target_scheduler"]
-
 
 @dataclass(frozen=True)
 class Ask:

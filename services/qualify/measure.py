@@ -16,17 +16,11 @@ import torch
 from gammaray.errors import InvalidArgumentError
 from gammaray.maths.sequential import evidence
 from gammaray.qualify.measured import Decision, Equality, QualifyTask, Run
-from services.engine.engine import Engine, SequenceInput
+from services.engine.core.batch import SequenceInput
+from services.engine.engine import Engine
 from services.engine.sampling.logits import processed_log_probs
 from services.engine.sampling.noise import Noise
 from services.qualify.loop import Ask, Completion, MeasuredCycle, Pair
-
-__all__ = [
-    "is_tie",
-    "make_asks",
-    "measure",
-    "parting",
-]
 
 _SESSION = "tie"
 _CHUNK = 256

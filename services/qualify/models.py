@@ -24,8 +24,6 @@ from services.process.fingerprints import check_drafter, vocab_sha256
 from services.speculation.local_drafter import LocalDrafter
 from services.target.loading import load_local_drafter
 
-__all__ = ["Loaded", "Source", "encode", "eos_token_ids", "find", "load", "load_local"]
-
 _ALLOWED = "a directory or GGUF file with a causal LM, or the name of one on the hub or in its cache"
 _HEAD_REFUSAL = "it is a head, which --head measures, in the target worker"
 _ALLOWED_HEADS = "a directory or hub name of a head, or of a draft model with the target's vocabulary"

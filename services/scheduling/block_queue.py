@@ -21,8 +21,6 @@ from services.scheduling.metrics import WorkerMeter
 from services.scheduling.sessions import SessionCopy, SessionTable
 from services.scheduling.tasks import Release, Reply, Task, Timing
 
-__all__ = ["MAX_SESSIONS", "BlockQueue", "TaskT", "Work"]
-
 MAX_SESSIONS = 4096
 """Upper bound of sessions whose token ids a worker keeps; their KV cache has its own budget."""
 

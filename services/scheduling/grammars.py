@@ -12,8 +12,6 @@ from gammaray.errors import FailedPreconditionError, InvalidArgumentError
 from gammaray.gguf import pretrained_arguments
 from gammaray.grammar.matcher import GrammarCompiler, GrammarState
 
-__all__ = ["Grammars"]
-
 _log = logging.getLogger(__name__)
 
 

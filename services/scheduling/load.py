@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from dataclasses import asdict, dataclass
 
-__all__ = ["LoadCounters", "LoadReport", "LoadReporter"]
-
 
 @dataclass
 class LoadCounters:

@@ -14,8 +14,6 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from gammaray.errors import GammarayError
 from services.scheduling.sessions import SessionCopy
 
-__all__ = ["MAX_WAIT_S", "NUM_THREADS", "MaskThreads", "wait_for_any"]
-
 MAX_WAIT_S = 0.03
 """How long a step waits for masks after its forward, for all of its blocks together."""
 

@@ -11,8 +11,6 @@ from gammaray.types import WorkerTotals
 from services.engine.core.kv_cache import CacheStats
 from services.scheduling.tasks import NeedTokens
 
-__all__ = ["AheadStats", "ObservedScheduler", "WorkerMeter"]
-
 
 @dataclass
 class AheadStats:

@@ -7,10 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from gammaray.errors import InvalidArgumentError
-from services.engine.engine import SequenceInput
+from services.engine.core.batch import SequenceInput
 from services.scheduling.block_queue import TaskT, Work
-
-__all__ = ["MIN_STEP_TOKENS", "Limits", "Running", "StepBudget", "plan"]
 
 MIN_STEP_TOKENS = 32
 """A step may always take as many tokens, so that its fixed costs (weights read, threads woken) are shared."""

@@ -16,19 +16,18 @@ from dataclasses import replace
 from torch import Tensor
 
 from gammaray.errors import GammarayError, InternalError, ResourceExhaustedError
+from services.engine.core.batch import SequenceInput
 from services.engine.core.device import raise_if_lost, wait_for_device
 from services.engine.core.errors import CacheFullError, EngineLostError
 from services.engine.core.kv_cache import CacheStats
 from services.engine.core.prefix_cache import MIN_PREFIX
-from services.engine.engine import Engine, SequenceInput
+from services.engine.engine import Engine
 from services.scheduling.block_queue import BlockQueue, TaskT
 from services.scheduling.grammars import Grammars
 from services.scheduling.masks import wait_for_any
 from services.scheduling.planning import Limits, Running, StepBudget, plan
 from services.scheduling.sessions import SessionCopy
 from services.scheduling.tasks import NeedTokens, Reply, Timing
-
-__all__ = ["Scheduler"]
 
 MAX_SCORED_BYTES = 128 * 2**20
 """Bytes of the logits of committed tokens that one forward may return, for log-probabilities of prompts."""

@@ -15,8 +15,6 @@ from services.engine.sampling.edits import LogitEdits
 from services.engine.sampling.noise import Noise
 from services.scheduling.tasks import NeedTokens, SessionSpec, Task
 
-__all__ = ["SessionCopy", "SessionTable"]
-
 MAX_TOKENS = 8 << 20
 """Token ids kept over all sessions, including those of their masks: about 300 MB of Python integers, and at
 most twice that for the data that `LogitEdits` derives from them."""

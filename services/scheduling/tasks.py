@@ -13,18 +13,6 @@ from gammaray.errors import GammarayError, InvalidArgumentError
 from gammaray.grammar.matcher import GrammarState
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
 
-__all__ = [
-    "NeedTokens",
-    "Prepared",
-    "ProposeTask",
-    "Release",
-    "Reply",
-    "SessionSpec",
-    "Task",
-    "Timing",
-    "VerifyTask",
-]
-
 MAX_SESSION_ID = 256
 """Longest session id, in characters: the tenant's name plus the client's own id of at most 128."""
 

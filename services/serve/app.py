@@ -21,8 +21,6 @@ from services.process.server import DRAIN_TIMEOUT_S, is_wildcard, split_address
 if TYPE_CHECKING:
     from services.process.worker import Worker
 
-__all__ = ["WorkerReplica", "build", "draft", "target"]
-
 _log = logging.getLogger("ray.serve")  # Ray writes this logger to a replica's log
 # Time for the replica to exit after the worker has drained.
 _SHUTDOWN_MARGIN_S = 5.0

@@ -24,8 +24,6 @@ from gammaray.config import ScalingSettings
 from gammaray.deploy.serve_config import SHRINK_MARGIN
 from services.scheduling.load import LoadReport
 
-__all__ = ["Pool", "wanted_drafters", "wanted_targets"]
-
 MIN_BUSY = 0.3
 """Below this share of busy time workers are not compute-bound, and more of them would not help."""
 

@@ -6,7 +6,5 @@ two policies share must therefore be a variable of a third module.
 
 from __future__ import annotations
 
-__all__ = ["in_flight"]
-
 in_flight = 0.0
 """Blocks in flight at the target workers, at the last call of their policy."""

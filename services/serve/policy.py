@@ -15,8 +15,6 @@ from services.scheduling.load import LoadReport
 from services.serve import demand
 from services.serve.autoscaling import Pool, wanted_drafters, wanted_targets
 
-__all__ = ["DraftPolicy", "TargetPolicy"]
-
 
 class _Policy:
     """Base: constructed once by Serve from JSON values, then called with an AutoscalingContext.

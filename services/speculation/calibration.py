@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["Calibration", "scales"]
-
 MEMORY, COMMON_MEMORY = 48.0, 512.0
 """Number of recent proposals that count, for one session and for all sessions of the worker."""
 

@@ -14,14 +14,12 @@ import torch
 from torch import Tensor
 
 from gammaray.blocks import Shape
+from services.engine.core.batch import SequenceInput
 from services.engine.core.errors import CacheFullError
-from services.engine.engine import SequenceInput
 from services.heads.runner import HeadEngine
 from services.scheduling.sessions import SessionCopy
 from services.speculation.local_drafter import CHUNK, Drafting, LocalDrafter
 from services.speculation.session import Speculation
-
-__all__ = ["MAX_FEATURES", "HeadDrafter"]
 
 MAX_FEATURES = 4096
 """Features of one session that wait for the head at most; the oldest are dropped."""

@@ -28,8 +28,6 @@ from services.speculation.proposals import ProposalBuilder
 from services.speculation.session import Speculation
 from services.speculation.tree import Node
 
-__all__ = ["CHUNK", "Drafting", "LocalDrafter"]
-
 _log = logging.getLogger(__name__)
 
 CHUNK = 512

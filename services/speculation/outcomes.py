@@ -29,8 +29,6 @@ from collections.abc import Callable
 from services.speculation.proposals import ProposalBuilder
 from services.speculation.tree import Node
 
-__all__ = ["Outcome", "OutcomeSet"]
-
 AHEAD_ROWS = 4
 """Upper bound of tokens in one forward of draft-ahead, over all sessions: a block that arrives waits for that
 forward to end. Of a parallel draft model at least one block."""

@@ -16,20 +16,6 @@ from gammaray.types import SparseDistribution, VerificationMethod
 from services.engine.native.library import top_k_tokens
 from services.engine.sampling.noise import Noise
 
-__all__ = [
-    "DRAFT_TOP_K",
-    "ENTROPY_FACTOR",
-    "WEIGHT_BITS",
-    "Guess",
-    "Prediction",
-    "draw_temperature",
-    "entropy_estimate",
-    "predictions",
-    "quantise",
-    "sample_dense",
-    "sample_sparse",
-]
-
 ENTROPY_FACTOR = 0.05
 """Factor of the entropy in AdaEDL's estimate 1 - sqrt(factor * H) of acceptance (arXiv 2410.18351).
 

@@ -25,8 +25,6 @@ from services.speculation.calibration import scales
 from services.speculation.predictions import Guess, Prediction
 from services.speculation.tree import Node
 
-__all__ = ["MIN_GROWN", "MIN_PROPOSED", "RUN", "ProposalBuilder"]
-
 RUN = 4
 """Upper bound of single-row forwards in one call; called one by one, Python takes a third of their time."""
 

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from gammaray.blocks import Shape
 from gammaray.types import SamplingParams, VerificationMethod
+from services.engine.core.batch import SequenceInput
 from services.engine.core.drafter import DraftFormat
-from services.engine.engine import Engine, SequenceInput
+from services.engine.engine import Engine
 from services.engine.sampling.edits import LogitEdits
 from services.engine.sampling.logits import processed_log_probs
 from services.scheduling.sessions import SessionCopy
@@ -25,9 +26,6 @@ from services.speculation.outcomes import OutcomeSet
 from services.speculation.predictions import Prediction, predictions
 from services.speculation.proposals import ProposalBuilder
 from services.speculation.tree import Node, SpeculationTree
-
-__all__ = ["Speculation", "counts_tokens", "draft_params", "edited_log_probs"]
-
 
 _Paths = Callable[[], Iterable[Sequence[int]]]
 """Computes the tokens between the committed ones and each row."""

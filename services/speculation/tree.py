@@ -14,8 +14,6 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from services.speculation.predictions import Prediction
 
-__all__ = ["IN_CHAIN", "Node", "SpeculationTree"]
-
 IN_CHAIN = -1
 """Place of a node in the engine's chain, where its position is its slot."""
 

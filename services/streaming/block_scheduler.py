@@ -13,8 +13,6 @@ from services.scheduling.load import LoadCounters
 from services.scheduling.metrics import WorkerMeter
 from services.scheduling.tasks import Release, Reply
 
-__all__ = ["BlockScheduler"]
-
 
 class BlockScheduler(Protocol[TaskT]):
     """Serves blocks of many sessions; `services.scheduling.scheduler.Scheduler` does so with an `Engine`.

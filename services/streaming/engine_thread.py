@@ -21,8 +21,6 @@ from services.engine.core.errors import EngineLostError
 from services.scheduling.tasks import Release, Reply, Task
 from services.streaming.block_scheduler import BlockScheduler
 
-__all__ = ["EngineThread"]
-
 _log = logging.getLogger(__name__)
 MAX_DELIVERY_S = 1e-3
 """How long draft-ahead waits for the event loop to send the replies."""

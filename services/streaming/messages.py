@@ -18,8 +18,6 @@ from services.streaming.engine_thread import EngineThread
 from services.streaming.streams import Deliver
 from services.streaming.tracing import sampled_parent
 
-__all__ = ["Model", "describe", "fill_result", "task_fields"]
-
 _MAX_UINT32 = 2**32 - 1
 
 

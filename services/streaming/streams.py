@@ -19,8 +19,6 @@ from services.streaming.engine_thread import EngineThread
 from services.streaming.submission import Submission
 from services.streaming.tracing import BlockTracer
 
-__all__ = ["MAX_IN_FLIGHT", "BlockStream", "Streams"]
-
 MAX_IN_FLIGHT = 4096
 """Blocks of one stream that wait or run; more are refused, so that a client cannot exhaust the memory."""
 

@@ -13,8 +13,6 @@ from gammaray.errors import CancelledError, GammarayError, InternalError
 from services.scheduling.tasks import Release, Reply, Task
 from services.streaming.engine_thread import EngineThread
 
-__all__ = ["Submission"]
-
 MAX_COMPILING = 2
 """Grammars that are compiled at once, each at most once: the engine needs the cores, too, and the choices of
 one request, which have the same grammar, must not delay the sessions of others."""

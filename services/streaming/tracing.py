@@ -19,8 +19,6 @@ from services.scheduling.tasks import NeedTokens, ProposeTask, Reply, Task, Veri
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor
 
-__all__ = ["BlockTracer", "sampled_parent"]
-
 _TRACEPARENT = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f][13579bdf]")
 _SAMPLED = SpanContext(1, 1, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
 _SERVER, _CONSUMER = 2, 5

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gammaray.blocks import Shape
+from services.engine.core.batch import SequenceInput
 from services.engine.core.session_cache import common_prefix
-from services.engine.engine import Engine, SequenceInput
+from services.engine.engine import Engine
 from services.scheduling.sessions import SessionCopy
 from services.speculation.local_drafter import CHUNK, Drafting, LocalDrafter
 from services.speculation.session import Speculation
-
-__all__ = ["ModelDrafter"]
 
 
 class ModelDrafter(LocalDrafter):

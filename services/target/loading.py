@@ -19,8 +19,6 @@ from services.speculation.head_drafter import MAX_FEATURES, HeadDrafter
 from services.speculation.local_drafter import LocalDrafter
 from services.target.draft_model import ModelDrafter
 
-__all__ = ["load_local_drafter"]
-
 TRAINED_WINDOW = 64
 """Positions that a head of `gammaray train` reads of a prompt: with the newest 32, 1 - TV is 0.374 instead of
 0.376, and a prompt of 500 tokens takes the head 25 ms."""

@@ -10,8 +10,6 @@ from torch import Tensor
 from gammaray.errors import InternalError
 from gammaray.types import PromptLogprobs
 
-__all__ = ["PromptScores"]
-
 _SLICE_ROWS = 16
 """Rows converted to float64 at once: at a vocabulary of 152,000 they take 19 MB."""
 

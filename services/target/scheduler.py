@@ -18,7 +18,8 @@ from torch import Tensor
 
 from gammaray.blocks import Shape, Verdict
 from gammaray.types import Proposal
-from services.engine.engine import Engine, SequenceInput
+from services.engine.core.batch import SequenceInput
+from services.engine.engine import Engine
 from services.engine.sampling.edits import LogitEdits, row_paths
 from services.scheduling.grammars import Grammars
 from services.scheduling.masks import MAX_WAIT_S, MaskThreads
@@ -30,8 +31,6 @@ from services.scheduling.tasks import Reply, VerifyTask
 from services.speculation.local_drafter import LocalDrafter
 from services.target.prompt_scores import PromptScores
 from services.verification.verdicts import judge, token_logprobs
-
-__all__ = ["TargetScheduler"]
 
 
 @dataclass(slots=True, eq=False)

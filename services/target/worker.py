@@ -30,8 +30,6 @@ from services.streaming.streams import Deliver, Streams
 from services.target.loading import load_local_drafter
 from services.target.scheduler import TargetScheduler
 
-__all__ = ["TargetServicer", "TargetWorker", "check_identity"]
-
 DEFAULT_TIMEOUT_MS = 60_000
 
 

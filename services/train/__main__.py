@@ -20,8 +20,6 @@ from gammaray.qualify.training import TrainTask
 from services.process.json_lines import described, open_answers, write_line
 from services.train.run import run
 
-__all__ = ["main"]
-
 
 def main() -> int:
     """Train and return the exit code."""

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from services.train.answers.store import Sequence
 
-__all__ = ["Batch", "build_batch"]
-
 _WINDOWS = 0.5
 """Share of the answers of which a head sees no states before a random place, as after a lost cache."""
 

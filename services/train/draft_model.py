@@ -20,8 +20,6 @@ from services.train.answers.store import Sequence
 from services.train.batches import Batch, build_batch
 from services.train.trainable import Trainable, write_drafter
 
-__all__ = ["TrainableDraft", "choose_vocabulary"]
-
 
 class TrainableDraft(Trainable):
     """A draft model; the target's input embedding is not trained.

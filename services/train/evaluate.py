@@ -12,8 +12,6 @@ from services.train.answers.store import Sequence
 from services.train.losses import coupled, overlap
 from services.train.trainable import Trainable
 
-__all__ = ["evaluate"]
-
 _LOOKUP = (4, 3, 2)
 """Lengths of the n-grams that prompt lookup seeks, in this order."""
 

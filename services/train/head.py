@@ -25,8 +25,6 @@ from services.train.answers.store import Sequence
 from services.train.batches import Batch, build_batch
 from services.train.trainable import Trainable, write_drafter
 
-__all__ = ["TrainableHead"]
-
 _SMALL = 0.1
 """Factor on what the layer adds at first: the head then begins near the target's own last state."""
 

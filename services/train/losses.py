@@ -8,8 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["coupled", "loss_of", "overlap"]
-
 _LEAST = 1e-30
 """Denominators below this are of tokens that neither draws."""
 

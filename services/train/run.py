@@ -30,8 +30,6 @@ from services.train.evaluate import evaluate
 from services.train.head import TrainableHead
 from services.train.trainable import Trainable
 
-__all__ = ["run"]
-
 _TOP_K = 32
 _HELD_EVERY, _HELD_MOST = 16, 48
 _MAX_LENGTH = 640

@@ -17,8 +17,6 @@ from services.train.answers.store import Sequence, disk, write_json
 from services.train.batches import Batch
 from services.train.losses import loss_of
 
-__all__ = ["Trainable", "write_drafter"]
-
 _DEPTH_WEIGHT = 0.8
 """Weight of a depth's loss relative to the one before, as a depth counts only if those before were right."""
 

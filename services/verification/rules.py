@@ -45,8 +45,6 @@ from gammaray.errors import InternalError, InvalidArgumentError
 from gammaray.types import Proposal, SamplingParams, SparseDistribution, TokenOrigin, VerificationMethod
 from services.engine.sampling.noise import Noise
 
-__all__ = ["cut_before", "verify", "walk"]
-
 
 def verify(
     method: VerificationMethod,

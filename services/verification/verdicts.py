@@ -15,8 +15,6 @@ from services.engine.sampling.noise import Noise
 from services.scheduling.tasks import SessionSpec
 from services.verification.rules import cut_before, verify
 
-__all__ = ["judge", "token_logprobs"]
-
 
 def judge(
     spec: SessionSpec,

@@ -13,8 +13,6 @@ import sys
 
 from gammaray.deploy.engines import SUPPORTED_VLLM, UnsupportedVllmError, check_vllm_version, vllm_build
 
-__all__ = ["check_vllm", "find_missing"]
-
 NAMES: dict[str, tuple[str, ...]] = {
     "vllm.engine.arg_utils:EngineArgs": ("create_engine_config",),
     "vllm.lora.request:LoRARequest": (),

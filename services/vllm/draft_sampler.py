@@ -23,8 +23,6 @@ from services.vllm.messages import DraftBlock, Drafted
 from services.vllm.noise import NoiseRows
 from services.vllm.sampler import UNUSED_TOKEN, RequestState, StepSampler
 
-__all__ = ["DraftSampler"]
-
 
 class _Row(NamedTuple):
     """The logits after one request's last token.

@@ -34,8 +34,6 @@ from services.vllm.engine import StepResult, VllmEngine
 from services.vllm.messages import DraftBlock, Drafted, Masks
 from services.vllm.request_queue import RequestQueue, RequestWork
 
-__all__ = ["VllmDraftScheduler"]
-
 _log = logging.getLogger(__name__)
 
 

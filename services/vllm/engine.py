@@ -25,8 +25,6 @@ from services.scheduling.tasks import SessionSpec
 from services.vllm.compatibility import check_vllm
 from services.vllm.messages import DraftBlock, PostedBlock, Verdicts
 
-__all__ = ["EngineOptions", "StepResult", "VllmEngine"]
-
 _log = logging.getLogger(__name__)
 
 MAX_REQUESTS = 256

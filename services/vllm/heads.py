@@ -21,8 +21,6 @@ from gammaray.errors import InvalidArgumentError
 from services.engine.core.tensor_files import checkpoint_folder, tensor_names
 from services.vllm.sampler import BlockSampler
 
-__all__ = ["MAX_DRAFTS", "TARGETS_OWN", "CoupledDrafts", "complete_config", "drafter_config"]
-
 MAX_DRAFTS = 8
 """Most tokens that a drafter in the target proposes."""
 

@@ -12,8 +12,6 @@ from vllm.v1.request import Request, RequestStatus
 
 from services.vllm.messages import DraftBlock, Masks, PostedBlock, Verdicts
 
-__all__ = ["DraftingScheduler", "HeldScheduler", "NoProposer"]
-
 _NEVER = 1 << 62
 """A step that no request reaches: vLLM skips a request whose `next_decode_eligible_step` lies ahead."""
 

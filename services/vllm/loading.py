@@ -23,8 +23,6 @@ from services.vllm.heads import TARGETS_OWN
 from services.vllm.scheduler import VllmScheduler
 from services.vocabulary.translation import target_size
 
-__all__ = ["check_draft", "load_draft", "load_target"]
-
 _ALLOWED_MODEL = "a directory or hub name of a causal model with vLLM as the engine"
 
 

@@ -12,8 +12,6 @@ from gammaray.blocks import Verdict
 from gammaray.errors import GammarayError
 from gammaray.types import Proposal, SparseDistribution
 
-__all__ = ["DraftBlock", "Drafted", "Masks", "PostedBlock", "Verdicts", "first_tokens"]
-
 
 @dataclass(frozen=True, slots=True)
 class PostedBlock:

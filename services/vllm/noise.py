@@ -19,8 +19,6 @@ from services.engine.sampling.noise import INDEPENDENT, SHARED, Noise, philox4x3
 from services.scheduling.sessions import MIN_WITH_NOISE, NOISE_BYTES, NOISE_BYTES_PER_ID
 from services.scheduling.tasks import SessionSpec
 
-__all__ = ["NoiseRows", "NoiseSource"]
-
 _WORD = 0xFFFFFFFF
 
 

@@ -16,8 +16,6 @@ from services.scheduling.planning import Limits
 from services.scheduling.tasks import Timing
 from services.vllm.engine import StepResult, VllmEngine
 
-__all__ = ["MAX_STEP_S", "RequestQueue", "RequestWork"]
-
 _log = logging.getLogger(__name__)
 
 MAX_STEP_S = 300.0

@@ -24,8 +24,6 @@ from services.verification.verdicts import judge, token_logprobs
 from services.vllm.messages import Masks, PostedBlock, Verdicts, first_tokens
 from services.vllm.noise import NoiseRows, NoiseSource
 
-__all__ = ["BlockSampler", "RequestState", "StepSampler", "gather_logprobs"]
-
 SPEC = "spec"
 """Key of the session's spec in the `extra_args` of its request."""
 

@@ -28,8 +28,6 @@ from services.vllm.engine import StepResult, VllmEngine
 from services.vllm.messages import Drafted, Masks, PostedBlock, first_tokens
 from services.vllm.request_queue import RequestQueue, RequestWork
 
-__all__ = ["VllmScheduler"]
-
 _log = logging.getLogger(__name__)
 
 

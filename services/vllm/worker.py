@@ -22,8 +22,6 @@ if TYPE_CHECKING or not current_platform.is_cpu():
 else:
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
 
-__all__ = ["DraftingWorker", "SamplingWorker"]
-
 _PR_SET_PDEATHSIG = 1
 
 

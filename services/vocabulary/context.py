@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 
 from gammaray.vocabulary import Vocabulary
 
-__all__ = ["ContextTranslation"]
-
 MIN_SEGMENT, MAX_SEGMENT = 64, 256
 """Bytes after which a segment ends at the next word, or at the next token."""
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from gammaray.vocabulary import Vocabulary
 
-__all__ = ["Intersection"]
-
 
 class Intersection:
     """The tokens that draft and target share.

@@ -11,8 +11,6 @@ from services.engine.core.model import load_config
 from services.vocabulary.context import ContextTranslation
 from services.vocabulary.intersection import Intersection
 
-__all__ = ["Translation", "load_translation", "load_vocabulary", "target_size"]
-
 
 class Translation:
     """The vocabularies of a draft and its target.

@@ -17,8 +17,6 @@ from tests.support.cluster.cluster_helpers import Cluster, running_cluster
 from tests.support.drafter_helpers import make_drafter
 from tests.support.head_helpers import bigram_head
 
-__all__ = ["KINDS", "Kind", "Scene", "started"]
-
 TWO_OF_EACH = ("--orchestrators", "2", "--target-workers", "2")
 DRAFTS = ("--draft-workers", "2")
 

@@ -10,8 +10,6 @@ from typing import Any
 
 from gammaray.types import GammaPolicy, SpeculationSummary
 
-__all__ = ["DRAFTER", "PAIR", "VOCABULARY", "Way", "cycles_by_drafter", "unused"]
-
 MISTAKE_EVERY = 24
 """A prediction lacks every so many tokens one of the completion: the completion deviates there."""
 

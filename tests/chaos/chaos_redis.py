@@ -18,8 +18,6 @@ from redis.retry import Retry
 
 from orchestrator.launcher.redis_server import RedisServer
 
-__all__ = ["ChaosRedis", "chaos_redis"]
-
 POLL_S = 0.05
 CALL_TIMEOUT_S = 10.0
 JUNK_CALLS, JUNK_WRITES = 10, 40_000

@@ -15,20 +15,6 @@ from gammaray.errors import GammarayError, ResourceExhaustedError
 from gammaray.grammar.texts import json_schema_grammar
 from tests.chaos.chaos_drafters import Way, cycles_by_drafter
 
-__all__ = [
-    "PROMPTS",
-    "Ask",
-    "Load",
-    "Said",
-    "Stream",
-    "Tally",
-    "asks",
-    "difference",
-    "generate",
-    "reference",
-    "streams",
-]
-
 PROMPTS = (
     "def read_lines(path):\n",
     "class Stack:\n    def __init__(self):\n",

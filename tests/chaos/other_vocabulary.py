@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-__all__ = ["with_fewer_merges"]
-
 NUM_MERGES = 1200
 SEED = 0
 EMBEDDING = "model.embed_tokens.weight"

@@ -9,8 +9,6 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["SETTLE_S", "Event", "Row", "pause_s", "rows", "usual_pause_s"]
-
 WINDOW_S = 0.5
 """A pause that begins this long after a strike is still its doing."""
 

@@ -9,8 +9,6 @@ from typing import Any
 from tests.chaos.pauses import Row, rows
 from tests.chaos.run import Options, Outcome
 
-__all__ = ["figures", "table"]
-
 HEAD = (
     "victim",
     "strikes",

@@ -21,8 +21,6 @@ from tests.chaos.suspension import suspend_owner
 from tests.chaos.victims import ROLES, Action, Blow, Strike, find, plan, strike
 from tests.chaos.watch import Watch
 
-__all__ = ["Options", "Outcome", "run"]
-
 CALM_S = 1.0
 END_TIMEOUT_S = 90.0
 SECOND_TIMEOUT_S = 60.0

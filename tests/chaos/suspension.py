@@ -15,8 +15,6 @@ from gammaray import AsyncClient, Chunk, RetryPolicy
 from gammaray.errors import FailedPreconditionError, GammarayError
 from tests.support.cluster.cluster_helpers import Cluster
 
-__all__ = ["suspend_owner"]
-
 T = TypeVar("T")
 
 NUM_PROBES = 4

@@ -12,18 +12,6 @@ import psutil
 
 from orchestrator.storage.session_store import LEASE_S
 
-__all__ = [
-    "EVERYWHERE",
-    "ROLES",
-    "SPECIAL",
-    "Action",
-    "Blow",
-    "Strike",
-    "find",
-    "plan",
-    "strike",
-]
-
 ROLES = ("draft", "target", "orchestrator", "proxy", "redis")
 
 _TITLES = {

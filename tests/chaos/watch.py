@@ -8,8 +8,6 @@ import time
 from gammaray import AsyncClient
 from gammaray.errors import GammarayError
 
-__all__ = ["Watch"]
-
 PERIOD_S = 0.25
 STATUS_TIMEOUT_S = 2.0
 

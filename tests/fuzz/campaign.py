@@ -8,8 +8,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Iterator
 
-__all__ = ["Campaign"]
-
 MAX_KEPT = 200
 
 

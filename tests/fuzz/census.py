@@ -13,8 +13,6 @@ from gammaray import ProcessStatus
 from orchestrator.storage.client import MAX_CONNECTIONS
 from tests.support.cluster.cluster_helpers import CACHE_BUDGET_MB
 
-__all__ = ["POOL_THREAD", "Holding", "census", "growth", "settled"]
-
 POOL_THREAD = "event_engine"
 """Name of the threads of gRPC's own pool, in our processes and in Ray's. It starts one whenever all are busy,
 at most one a second, and keeps them as long as there is work every 20 seconds: it is as large as at its worst

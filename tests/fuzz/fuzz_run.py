@@ -24,8 +24,6 @@ from tests.fuzz.openapi_fuzz import fuzz_openapi
 if TYPE_CHECKING:
     from tests.support.cluster.cluster_helpers import Cluster
 
-__all__ = ["Report", "run", "run_limits"]
-
 NUM_HTTP, NUM_GRPC = 3, 3
 END_TIMEOUT_S = 75.0
 """How long the last calls may take when the time is up."""

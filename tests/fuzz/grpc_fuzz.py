@@ -17,8 +17,6 @@ from gammaray.v1 import types_pb2
 from tests.fuzz.campaign import Campaign
 from tests.fuzz.values import TEXTS, mutate_bytes, mutate_message
 
-__all__ = ["fuzz_public", "fuzz_worker"]
-
 ANSWER_TIMEOUT_S = 60.0
 PATIENCE_MS = 15_000
 ALLOWED = {

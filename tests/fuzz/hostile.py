@@ -17,8 +17,6 @@ from tests.fuzz.campaign import Campaign
 from tests.support.workers.scripted_workers import ScriptedWorker
 from tests.support.workers.service_helpers import running, tokens_of
 
-__all__ = ["fuzz_with_hostile_drafter", "fuzz_with_hostile_target"]
-
 REQUEST_TIMEOUT_S = 60.0
 NUM_TOKENS = 12
 VOCAB = 2048

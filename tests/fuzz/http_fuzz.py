@@ -13,8 +13,6 @@ import httpx
 from tests.fuzz.campaign import Campaign
 from tests.fuzz.values import TEXTS, encode_json, mutate_bytes, mutate_json
 
-__all__ = ["fuzz_http"]
-
 ANSWER_TIMEOUT_S = 60.0
 PATIENCE_MS = 15_000
 ALLOWED = {200, 400, 401, 403, 404, 405, 408, 409, 413, 415, 429, 503, 504}

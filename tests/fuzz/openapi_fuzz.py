@@ -15,8 +15,6 @@ from tempfile import TemporaryDirectory
 
 from tests.fuzz.campaign import Campaign
 
-__all__ = ["SURFACE", "fuzz_openapi", "schemathesis"]
-
 SURFACE = "openapi"
 CONFIG = Path(__file__).with_name("schemathesis.toml")
 HOOKS = Path(__file__).with_name("schemathesis_hooks.py")

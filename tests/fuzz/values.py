@@ -9,8 +9,6 @@ from typing import Any
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-__all__ = ["encode_json", "mutate_bytes", "mutate_json", "mutate_message"]
-
 SMALL = [0, -1, 1, 2, 3, 63, 64, 65, 255, 256]
 NUMBERS = [*SMALL, 2**20, 2**31 - 1, 2**31, 2**32, 2**63, 2**64, -(2**63), 10**400]
 FLOATS = [0.0, -0.0, 0.5, 1.0, 1e-320, 1e308, -1e308, float("nan"), float("inf"), float("-inf")]

@@ -4,11 +4,12 @@ import itertools
 from collections.abc import AsyncIterator
 
 import pytest
+from redis.asyncio import Redis
 
 from gammaray.types import ProcessStatus, SpeculationTotals
 from orchestrator import status as presence
 from orchestrator.status import Presence
-from orchestrator.storage.client import Redis, connect
+from orchestrator.storage.client import connect
 from orchestrator.storage.registry import RedisRegistry
 from tests.support.workers.redis_helpers import running_redis
 from tests.support.workers.scripted_workers import until_so

@@ -17,7 +17,7 @@ from gammaray.errors import InvalidArgumentError
 from gammaray.qualify.judgement import Fitness, judge
 from gammaray.qualify.measured import PairFacts, QualifyTask
 from services.demo_pair import DRAFT_DIR, TARGET_DIR
-from services.engine.engine import SequenceInput
+from services.engine.core.batch import SequenceInput
 from services.engine.loader import load_engine
 from services.qualify.loop import Ask, Pair, draft_scheduler, target_scheduler
 from services.qualify.measure import is_tie, make_asks, measure, parting

@@ -12,9 +12,10 @@ import pytest
 import redis as sync_redis
 
 from gammaray.deploy import redis_connection
+from gammaray.deploy.redis_connection import address_of
 from gammaray.errors import GammarayError, InvalidArgumentError, UnavailableError
 from gammaray.types import TokenOrigin
-from orchestrator.storage.client import address_of, answer, check_redis, connect
+from orchestrator.storage.client import answer, check_redis, connect
 from orchestrator.storage.registry import RedisRegistry
 from orchestrator.storage.session_store import RedisStore
 from services.process.registry import Announcer

@@ -21,8 +21,6 @@ from gammaray.types import Chunk
 from tests.chaos.load import Ask, Said, difference, generate
 from tests.soak.samples import LENGTHS, Expected, SampleError, turns
 
-__all__ = ["GRPC_MIX", "check", "draw"]
-
 GAMMAS = ("adaptive", "adaptive", "adaptive", 0, 2, 5, 8)
 DRAFTERS = ("model", "model", "model", "ngram", "none")
 

@@ -14,8 +14,6 @@ from tests.chaos.load import Ask, Said
 from tests.soak.grpc_mix import GAMMAS, check, draw
 from tests.soak.samples import LENGTHS, Expected, SampleError, chat
 
-__all__ = ["HTTP_MIX", "num_series", "num_tasks", "retained_mb"]
-
 PATH = "/v1/completions"
 
 

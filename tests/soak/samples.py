@@ -9,18 +9,6 @@ import httpx
 from gammaray import AsyncClient
 from tests.chaos.load import PROMPTS, Ask, Said, reference
 
-__all__ = [
-    "LENGTHS",
-    "TURNS",
-    "Expected",
-    "SampleError",
-    "chat",
-    "chat_body",
-    "first_said",
-    "samples",
-    "turns",
-]
-
 LENGTHS = (8, 48, 160, 400)
 LONG_PROMPT = "".join(f"def f{i}(value, other={i}):\n    return value + {i}\n\n" for i in range(60))
 """Several chunks of a prefill."""

@@ -18,8 +18,6 @@ from tests.fuzz.census import Holding, census, settled
 from tests.soak.http_mix import num_series, num_tasks, retained_mb
 from tests.support.cluster.cluster_helpers import asked
 
-__all__ = ["Census", "Observer"]
-
 SCRAPE_TIMEOUT_S = 10.0
 QUIET_S = 1.0
 """Time within which a process frees resources after its last response."""

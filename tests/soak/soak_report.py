@@ -8,8 +8,6 @@ from typing import Any
 from tests.soak.soak_run import TTL_S, Options, Outcome
 from tests.soak.trend import BOUNDS
 
-__all__ = ["figures", "table"]
-
 HEAD = ("who", "what", "first", "second third", "last third", "allowed", "rose in", "")
 
 

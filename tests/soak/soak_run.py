@@ -22,8 +22,6 @@ from tests.soak.samples import Expected, SampleError, first_said
 from tests.soak.soak_census import Census, Observer
 from tests.soak.trend import BOUNDS, MIN_COUNT, Trend, trend
 
-__all__ = ["CLUSTERS", "TTL_S", "Options", "Outcome", "run"]
-
 CLUSTERS = {"auto": ("--deterministic",), "vllm": ("--engine", "vllm")}
 """Options by engine. Tokens must not depend on who else was in a batch: what is compared here, is compared
 bit by bit. vLLM computes the same bits in every batch on GPUs only; elsewhere a tie may fail a run."""

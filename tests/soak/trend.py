@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-__all__ = ["BOUNDS", "Bound", "Trend", "trend"]
-
 Z = 3.0
 """Growth orders the two thirds: nearly all later values are above nearly all earlier ones. Noise leaves half
 of the pairs either way, give or take the deviation of the rank-sum test. A run judges some seventy figures,

@@ -12,19 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = [
-    "HERE",
-    "ON_A_CLUSTER",
-    "PAGES",
-    "RENDERED",
-    "ROOT",
-    "WITHOUT_A_CLUSTER",
-    "WITH_KUBECTL",
-    "Block",
-    "blocks",
-    "commands",
-]
-
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "helm" / "gammaray" / "README.md"]
 

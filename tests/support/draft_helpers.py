@@ -14,8 +14,8 @@ from gammaray.blocks import Shape
 from gammaray.errors import GammarayError
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from services.draft.scheduler import DraftScheduler
+from services.engine.core.batch import SequenceInput
 from services.engine.core.session_cache import SessionCache
-from services.engine.engine import SequenceInput
 from services.engine.sampling.noise import Noise
 from services.scheduling.planning import Limits
 from services.scheduling.tasks import ProposeTask, Reply, SessionSpec

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from services.engine.engine import Engine, SequenceInput
+from services.engine.core.batch import SequenceInput
+from services.engine.engine import Engine
 
 VOCAB_SIZE = 97
 MAX_CONTEXT = 128

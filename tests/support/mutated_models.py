@@ -27,8 +27,9 @@ from gammaray.blocks import Shape
 from gammaray.config import TargetSettings
 from gammaray.errors import GammarayError
 from gammaray.types import SamplingParams
+from services.engine.core.batch import SequenceInput
 from services.engine.core.errors import InvalidModelError, UnsupportedModelError
-from services.engine.engine import Engine, SequenceInput
+from services.engine.engine import Engine
 from services.engine.loader import load_engine
 from services.scheduling.planning import Limits
 from services.target.loading import load_local_drafter

@@ -10,8 +10,6 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-__all__ = ["HARD_SCHEMAS", "SCHEMAS", "TEXTS", "closed", "variations", "with_values"]
-
 _CHARACTERS = st.characters(exclude_categories=["Cs"])
 TEXTS = st.text(_CHARACTERS, max_size=12)
 """Texts of any characters."""

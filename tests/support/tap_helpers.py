@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn import ModuleList
 from transformers import PreTrainedModel
 
-from services.engine.core.batch import Batch, Taps
-from services.engine.engine import Engine, Runner, SequenceInput, TappedRunner
+from services.engine.core.batch import Batch, SequenceInput, Taps
+from services.engine.engine import Engine, Runner, TappedRunner
 
 
 @torch.no_grad()

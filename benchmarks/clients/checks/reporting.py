@@ -9,8 +9,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["demand", "report"]
-
 
 def demand(holds: object, seen: object = None) -> None:
     """Raise AssertionError with what was seen, unless `holds`."""

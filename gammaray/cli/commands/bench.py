@@ -23,8 +23,6 @@ from gammaray.cli.output import output_console
 from gammaray.cli.values import IntRange, list_of, temperature
 from gammaray.types import VerificationMethod
 
-__all__ = ["bench"]
-
 
 def _gamma(text: str) -> str:
     parse_gamma(text)

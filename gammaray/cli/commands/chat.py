@@ -15,8 +15,6 @@ from gammaray.client.structured import OutputOptions
 from gammaray.errors import GammarayError, TlsError, UnavailableError
 from gammaray.types import Chunk, DrafterKind, FinishReason, VerificationMethod
 
-__all__ = ["chat"]
-
 _HELP = "/reset starts a new chat, /exit quits, Ctrl-C stops a response."
 
 

@@ -14,8 +14,6 @@ from gammaray.deploy.effective import effective_of_serve, effective_settings
 from gammaray.deploy.serve_config import serve_document
 from gammaray.errors import InvalidArgumentError
 
-__all__ = ["config"]
-
 
 @click.command()
 @click.argument("file", type=click.File(), required=False)

@@ -28,8 +28,6 @@ from gammaray.types import (
     VerificationMethod,
 )
 
-__all__ = ["generate"]
-
 
 def _gamma(value: str) -> str | int:
     try:

@@ -11,8 +11,6 @@ from rich.text import Text
 from gammaray.cli.output import columns, output_console
 from gammaray.security.keys import create_key, read_keys, revoke_key
 
-__all__ = ["keys"]
-
 _file = click.option(
     "--file",
     "-f",

@@ -27,8 +27,6 @@ from gammaray.qualify.measured import PairFacts, QualifyTask, check_gamma
 from gammaray.qualify.process import measure_pairs
 from gammaray.qualify.tables import print_pair, print_ranking
 
-__all__ = ["qualify"]
-
 EXIT_CODES = {Fitness.FIT: 0, Fitness.SLOWER: 4, Fitness.UNFIT: 5}
 _STDOUT = Path("-")
 

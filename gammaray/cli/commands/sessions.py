@@ -15,8 +15,6 @@ from gammaray.cli.values import IntRange
 from gammaray.client.async_client import AsyncClient
 from gammaray.wire.sessions import SessionInfo
 
-__all__ = ["sessions"]
-
 
 @click.group()
 def sessions() -> None:

@@ -13,8 +13,6 @@ from gammaray.cli.options import Connection, connection_options
 from gammaray.cli.output import columns, output_console
 from gammaray.types import ProcessStatus
 
-__all__ = ["status"]
-
 
 @click.command()
 @connection_options(timeout_s=10.0)

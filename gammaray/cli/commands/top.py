@@ -21,8 +21,6 @@ from gammaray.cli.output import columns, output_console
 from gammaray.cli.values import FloatRange
 from gammaray.client.async_client import AsyncClient
 
-__all__ = ["top", "view"]
-
 _HISTORY = 60
 _BARS = " ▁▂▃▄▅▆▇█"
 

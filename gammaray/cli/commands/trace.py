@@ -19,8 +19,6 @@ from gammaray.cli.output import output_console
 from gammaray.cli.values import IntRange
 from gammaray.wire.cycles import CycleRecord, WorkerCall
 
-__all__ = ["timeline", "trace"]
-
 _BUSY, _WAITING, _OTHER = "█", "░", "·"
 _PROPOSE, _VERIFY = "cyan", "magenta"
 _MAX_NODES_DRAWN = 12

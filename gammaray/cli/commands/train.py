@@ -14,8 +14,6 @@ from gammaray.deploy.gpus import check_device
 from gammaray.qualify.process import answers
 from gammaray.qualify.training import TrainTask
 
-__all__ = ["train"]
-
 _COMMAND = (sys.executable, "-m", "services.train")
 _STOP_TIMEOUT_S = 300.0  # a step and the state of a large drafter
 

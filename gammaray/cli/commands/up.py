@@ -20,8 +20,6 @@ from gammaray.config import ClusterSettings
 from gammaray.deploy.engines import check_engine
 from gammaray.deploy.gpus import check_device
 
-__all__ = ["START_OPTIONS", "up"]
-
 _NEEDED = ("fastapi", "grpc_health", "ray", "redis", "torch", "transformers")
 """One module of each dependency group that a cluster on one machine needs."""
 

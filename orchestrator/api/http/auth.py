@@ -10,8 +10,6 @@ from gammaray.errors import GammarayError
 from orchestrator.access.caller import Authenticator, Caller
 from orchestrator.api.http.errors import error_response
 
-__all__ = ["DOCUMENT_PATH", "PUBLIC_PATHS", "AccessControl", "caller_of"]
-
 DOCUMENT_PATH = "/openapi.json"
 
 PUBLIC_PATHS = frozenset({"/", "/favicon.ico", "/health", DOCUMENT_PATH})

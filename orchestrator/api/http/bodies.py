@@ -13,8 +13,6 @@ from fastapi import Request
 from gammaray.errors import GammarayError, InvalidArgumentError, ResourceExhaustedError
 from orchestrator.api.http.errors import BodyTooLargeError
 
-__all__ = ["MAX_BODY_BYTES", "BodyReader", "BodyTooSlowError", "NotJsonError"]
-
 JSON = "application/json"
 
 MAX_BODY_BYTES = 8 * 2**20

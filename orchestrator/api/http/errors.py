@@ -30,20 +30,6 @@ from gammaray.errors import (
 from orchestrator.api.http.response_types import Error, ErrorType
 from orchestrator.sessions.lifecycle import ContextLengthError
 
-__all__ = [
-    "STATUSES",
-    "BodyTooLargeError",
-    "as_gammaray_error",
-    "error_body",
-    "error_response",
-    "guarded",
-    "install_handlers",
-    "invalid_argument",
-    "invalid_beginning",
-    "lasting",
-    "too_many",
-]
-
 _logger = logging.getLogger(__name__)
 
 STATUSES = {

@@ -26,29 +26,6 @@ from gammaray.sampling import SAMPLING_RULES, SAMPLING_TYPES
 from gammaray.types import MAX_PREDICTION, MAX_STOP
 from orchestrator.api.http.errors import lasting, too_many
 
-__all__ = [
-    "MAX_CHOICES",
-    "CheckedInteger",
-    "JsonSchemaFormat",
-    "Prediction",
-    "Prompts",
-    "RefusalPart",
-    "ResponseFormat",
-    "Stop",
-    "StrictModel",
-    "StructuredOutputs",
-    "TextPart",
-    "answer_part",
-    "at_most",
-    "is_text",
-    "is_token_ids",
-    "joined",
-    "null_is_absent",
-    "present",
-    "sampling_type",
-    "with_one_unknown",
-]
-
 MAX_CHOICES = 128
 
 _TokenId = Annotated[int, Field(ge=0, le=2**32 - 1)]

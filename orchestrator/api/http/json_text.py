@@ -17,8 +17,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["MAX_VALUES", "Decoded", "EncodedList", "decode", "encode", "encode_pieces", "sliced"]
-
 MAX_VALUES = 2**17
 """Values in one body, not counting integers in lists: 16,384 messages of one text part have 98,304."""
 

@@ -77,20 +77,6 @@ from orchestrator.api.http.tool_fields import (
 )
 from orchestrator.api.http.tools.calls import Tool, ToolChoice
 
-__all__ = [
-    "HTTP_SAMPLING",
-    "MAX_MESSAGES",
-    "ChatMessage",
-    "ChatRequest",
-    "CompletionRequest",
-    "GammarayOptions",
-    "OpenAIRequest",
-    "RequestBody",
-    "StreamOptions",
-    "body_description",
-    "parse_body",
-]
-
 MAX_MESSAGES = 2**14
 """Messages of one chat: rendering this many takes a tenth of a second."""
 

@@ -26,19 +26,6 @@ from orchestrator.api.http.structured import grammar_field, grammar_of, naming
 from orchestrator.api.http.tools.calls import CallPlan
 from orchestrator.sessions.lifecycle import check_prompt_length
 
-__all__ = [
-    "LOGPROB_BYTES",
-    "MAX_RESPONSE_BYTES",
-    "TOKEN_BYTES",
-    "ChoicePlan",
-    "chat_choices",
-    "check_num_logprobs",
-    "check_size",
-    "common_request",
-    "completion_choices",
-    "expected_bytes",
-]
-
 MAX_RESPONSE_BYTES = 2**28
 """Upper bound of what is kept of one response until it is sent: text, token ids and log-probabilities."""
 

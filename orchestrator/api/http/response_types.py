@@ -14,32 +14,6 @@ from typing_extensions import NotRequired, TypedDict
 
 from gammaray.types import DrafterKind, FinishReason, TokenOrigin
 
-__all__ = [
-    "ChatCompletion",
-    "ChatCompletionPiece",
-    "ChatLogprobs",
-    "ChatTokenLogprob",
-    "Completion",
-    "CompletionLogprobs",
-    "CompletionPiece",
-    "Error",
-    "ErrorType",
-    "GammarayResult",
-    "Health",
-    "Metrics",
-    "MetricsTarget",
-    "Model",
-    "ModelList",
-    "PieceToken",
-    "PromptLogprob",
-    "PromptLogprobs",
-    "Root",
-    "SpeculativeDecoding",
-    "TokenCounts",
-    "TokenLogprob",
-    "Usage",
-]
-
 _Count = Annotated[int, Field(ge=0)]
 _Amount = Annotated[float, Field(ge=0)]
 _Share = Annotated[float, Field(ge=0, le=1)]

@@ -26,20 +26,6 @@ from orchestrator.api.http.requests import ChoicePlan, check_num_logprobs, check
 from orchestrator.api.http.tools.parser import ArgumentText, CallBegun, CallEvent, PlainText
 from orchestrator.api.http.tools.reading import CallReader
 
-__all__ = [
-    "ChatLogprobs",
-    "ChatResponse",
-    "ChoiceState",
-    "CompletionLogprobs",
-    "CompletionResponse",
-    "EchoedPrompt",
-    "LogprobFormat",
-    "Response",
-    "WholeLogprobs",
-    "prompt_entries",
-    "speculative_decoding",
-]
-
 _LOWEST = -9999.0
 """OpenAI's substitute for minus infinity, which JSON cannot represent."""
 

@@ -21,8 +21,6 @@ from gammaray.checks import is_address
 from gammaray.errors import InvalidArgumentError
 from orchestrator.api.http.errors import error_response
 
-__all__ = ["ForeignSiteError", "Hosts", "SiteControl"]
-
 _HOST = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[^\[\]:/@\s]+)(:[0-9]{0,5})?", re.IGNORECASE)
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 _HINT = "GAMMARAY_ALLOWED_HOSTS adds names; with API keys all are allowed"

@@ -29,22 +29,6 @@ from orchestrator.api.stalls import while_read
 from orchestrator.sessions.lifecycle import REPLAY_TOKENS
 from orchestrator.text.cpu_threads import INLINE_NUMBERS, in_thread
 
-__all__ = [
-    "EVENT_BYTES",
-    "HEADER",
-    "EventId",
-    "EventStream",
-    "JsonPieces",
-    "Pieces",
-    "compact",
-    "generate_all",
-    "recall",
-    "resumed",
-    "sse",
-    "sse_pieces",
-    "yielding",
-]
-
 HEADER = "last-event-id"
 _END = "end"
 _FORM = "an id of an event of this server: <session>:<turn>:<tokens>"

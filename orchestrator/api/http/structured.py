@@ -12,8 +12,6 @@ from gammaray.grammar.texts import JSON_OBJECT, choice_grammar, json_schema_gram
 from orchestrator.api.http.fields import ResponseFormat, StructuredOutputs
 from orchestrator.api.http.models import OpenAIRequest
 
-__all__ = ["grammar_field", "grammar_of", "naming"]
-
 MAX_GBNF = 2**14
 """Upper bound of the characters of a grammar in GBNF: they are converted in about 20 ms."""
 

@@ -14,19 +14,6 @@ from orchestrator.api.http.errors import lasting
 from orchestrator.api.http.fields import StrictModel, is_text, null_is_absent, present
 from orchestrator.api.http.tools.calls import Tool, ToolChoice
 
-__all__ = [
-    "MAX_TOOLS",
-    "CalledFunction",
-    "FunctionTool",
-    "MessageCall",
-    "NamedTool",
-    "argument_values",
-    "check_schemas",
-    "check_tools",
-    "is_deeper",
-    "parse_choice",
-]
-
 MAX_TOOLS = 128
 """Upper bound of tools in a request, the same as OpenAI's, and of calls in a message."""
 

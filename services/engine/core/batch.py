@@ -13,19 +13,6 @@ from services.engine.core.errors import CacheGapError
 from services.engine.core.kv_cache import CacheStore
 from services.engine.core.session_cache import SessionCache
 
-__all__ = [
-    "Batch",
-    "Segment",
-    "SequenceInput",
-    "Taps",
-    "allowed_slots",
-    "check_feed",
-    "feed_positions",
-    "is_chain",
-    "node_path",
-    "plan_batch",
-]
-
 
 @dataclass(frozen=True)
 class SequenceInput:

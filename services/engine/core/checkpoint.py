@@ -27,16 +27,6 @@ from services.engine.core.errors import InvalidModelError, MissingPackageError, 
 from services.engine.core.shapes import weights_file
 from services.engine.core.tensor_files import checkpoint_folder, tensor_types
 
-__all__ = [
-    "StoredWeights",
-    "check_loading",
-    "check_packages",
-    "check_scales",
-    "choose_expansion",
-    "is_expanded",
-    "quant_method",
-]
-
 _PACKAGES: dict[str, tuple[tuple[str, str], ...]] = {
     "aqlm": (("aqlm", "aqlm"),),
     "auto-round": (("auto_round", "auto-round"),),

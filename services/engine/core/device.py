@@ -13,8 +13,6 @@ import torch
 
 from services.engine.core.errors import EngineLostError
 
-__all__ = ["device_capability", "on_device", "raise_if_lost", "wait_for_device"]
-
 _FAULTS = (
     "CUDA error",
     "CUDA driver error",

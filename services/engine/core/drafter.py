@@ -46,8 +46,6 @@ from services.engine.core.shapes import (
 )
 from services.engine.core.tensor_files import checkpoint_folder, read_tensor, tensor_names
 
-__all__ = ["NOT_DRAFTED", "DraftFormat", "is_ordinary", "load_drafter", "target_tensor"]
-
 NOT_DRAFTED = -1e9
 """Logit of a token that a reduced draft vocabulary lacks: probability 0, and finite, so that a request that
 allows only such tokens still has a distribution."""

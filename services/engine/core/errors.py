@@ -4,15 +4,6 @@ from __future__ import annotations
 
 from gammaray.errors import FailedPreconditionError, ResourceExhaustedError, UnavailableError, rendering
 
-__all__ = [
-    "CacheFullError",
-    "CacheGapError",
-    "EngineLostError",
-    "InvalidModelError",
-    "MissingPackageError",
-    "UnsupportedModelError",
-]
-
 _MOST_RENDERED = 120
 """Characters of a value in an error."""
 

@@ -23,8 +23,6 @@ from transformers import (
 from gammaray.gguf import check_packages, pretrained_arguments, read_header
 from services.engine.core.errors import InvalidModelError, UnsupportedModelError
 
-__all__ = ["load_gguf_config", "load_gguf_module"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -19,8 +19,6 @@ from services.engine.core.errors import CacheFullError, CacheGapError
 from services.engine.core.prefix_cache import MIN_PREFIX, PrefixCache
 from services.engine.core.session_cache import SessionCache, common_prefix
 
-__all__ = ["BLOCK", "CacheShape", "CacheStats", "CacheStore", "Source"]
-
 Source = str | int
 """Source of a copy: a session's id, or the number of a retained cache."""
 

@@ -39,22 +39,6 @@ from services.engine.core.shapes import (
 )
 from services.engine.core.tensor_files import tensor_types
 
-__all__ = [
-    "DTYPES",
-    "LLAMA_TYPES",
-    "LlamaAttention",
-    "LlamaLayer",
-    "LlamaModel",
-    "LoadedModel",
-    "check_config",
-    "head_norms",
-    "load_config",
-    "load_model",
-    "loaded_model",
-    "torch_device",
-    "torch_dtype",
-]
-
 _log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

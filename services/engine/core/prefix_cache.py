@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 from services.engine.core.session_cache import SessionCache, common_prefix
 
-__all__ = ["MAX_RETAINED", "MIN_PREFIX", "PrefixCache"]
-
 MIN_PREFIX = 16
 """Least number of shared leading tokens for which a cache is copied rather than computed again."""
 

@@ -17,8 +17,6 @@ from torch import Tensor, nn
 
 from services.engine.core.model import LoadedModel
 
-__all__ = ["GROUP", "QuantisedMatrix", "concatenate", "quantise_int4", "quantise_int8", "quantise_model"]
-
 GROUP = 32
 """Inputs that share a scale and an offset in int4, as in llama.cpp's Q4_1."""
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-__all__ = ["SessionCache", "common_prefix"]
-
 
 @dataclass
 class SessionCache:

@@ -22,26 +22,6 @@ from transformers.initialization import no_init_weights
 
 from services.engine.core.errors import InvalidModelError, UnsupportedModelError
 
-__all__ = [
-    "CONFIG",
-    "check_fields",
-    "check_finite",
-    "check_head_dim",
-    "check_integers",
-    "check_rotary",
-    "check_shape",
-    "check_size",
-    "check_token_map",
-    "check_types",
-    "check_weights",
-    "input_names",
-    "output_names",
-    "size_of",
-    "skeleton",
-    "stored_as",
-    "weights_file",
-]
-
 CONFIG = "config.json"
 _WEIGHTS = "model.safetensors"
 

@@ -12,13 +12,6 @@ from transformers.utils.hub import cached_file
 
 from services.engine.core.errors import InvalidModelError, UnsupportedModelError
 
-__all__ = [
-    "checkpoint_folder",
-    "read_tensor",
-    "tensor_names",
-    "tensor_types",
-]
-
 _WEIGHTS = "model.safetensors"
 _INDEX = f"{_WEIGHTS}.index.json"
 

@@ -19,24 +19,6 @@ from transformers import AttentionInterface
 from services.engine.core.batch import Batch, Segment, node_path
 from services.engine.core.kv_cache import BLOCK
 
-__all__ = [
-    "ATTENTION_NAME",
-    "MIN_STACKED_ROWS",
-    "AttentionBlock",
-    "LayerCall",
-    "LayerInput",
-    "active",
-    "attend",
-    "attend_segment",
-    "bias_of",
-    "chain_mask",
-    "explicit_attention",
-    "segment_parts",
-    "stack_mask",
-    "stacked_sinks",
-    "unknown_arguments",
-]
-
 MIN_STACKED_ROWS = 4
 
 

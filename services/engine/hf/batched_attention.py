@@ -33,8 +33,6 @@ from services.engine.hf.attention import (
     stacked_sinks,
 )
 
-__all__ = ["MAX_LENGTH_RATIO", "MAX_PADDED_ROWS", "StepAttention", "padded_mask"]
-
 MAX_PADDED_ROWS = 64
 MAX_LENGTH_RATIO = 4
 

@@ -32,8 +32,6 @@ from torch.overrides import TorchFunctionMode
 from services.engine.core.errors import UnsupportedModelError
 from services.engine.core.model import LoadedModel
 
-__all__ = ["ROW_MULTIPLE", "FixedRows", "check_covered"]
-
 # Steps on the general path are padded to a multiple of this many rows.
 ROW_MULTIPLE = 32
 _MIN_PRODUCT_ROWS = 16

@@ -20,8 +20,6 @@ from services.engine.hf.attention import (
     unknown_arguments,
 )
 
-__all__ = ["ModelLayout", "handling", "probe_model"]
-
 
 @dataclass(frozen=True)
 class ModelLayout:

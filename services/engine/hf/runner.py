@@ -18,8 +18,6 @@ from services.engine.hf.deterministic import ROW_MULTIPLE, FixedRows
 from services.engine.hf.probe import ModelLayout, handling
 from services.engine.hf.taps import TapPoints, find_tap_points
 
-__all__ = ["TransformersRunner"]
-
 
 class TransformersRunner:
     """Runs steps through the transformers model itself.

@@ -14,8 +14,6 @@ from services.engine.core.errors import UnsupportedModelError
 from services.engine.core.model import LoadedModel
 from services.engine.hf.probe import ModelLayout
 
-__all__ = ["TapPoints", "find_tap_points"]
-
 
 @dataclass(frozen=True)
 class TapPoints:

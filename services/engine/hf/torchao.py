@@ -8,8 +8,6 @@ from transformers import PreTrainedModel
 
 from gammaray.errors import InvalidArgumentError
 
-__all__ = ["quantise_module"]
-
 _CONFIGS = {"int8": "Int8WeightOnlyConfig", "int4": "Int4WeightOnlyConfig"}
 _OTHERS = {"int8": "auto", "int4": "auto or int8"}
 

@@ -5,15 +5,6 @@ from __future__ import annotations
 import ctypes
 from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 
-__all__ = [
-    "BatchArguments",
-    "LayerWeights",
-    "MatrixWeights",
-    "ModelWeights",
-    "SegmentArguments",
-    "declare",
-]
-
 
 class MatrixWeights(Structure):
     """`gr_matrix`."""

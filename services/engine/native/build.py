@@ -23,16 +23,6 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = [
-    "BASELINE",
-    "VARIANTS",
-    "Compiler",
-    "KernelBuildError",
-    "compile_library",
-    "find_compiler",
-    "find_library",
-]
-
 SOURCE_DIR = Path(__file__).parent
 SOURCES = ("kernel.c", "attention.h", "threads.h")
 BASELINE = "baseline"

@@ -31,16 +31,6 @@ from services.engine.native.build import (
     find_library,
 )
 
-__all__ = [
-    "MAX_GUESSES",
-    "Kernel",
-    "kernel_threads",
-    "load_kernel",
-    "open_kernel",
-    "top_k_tokens",
-    "use_threads",
-]
-
 # By torch's name of the processor's instruction set.
 _VARIANTS = {"AVX512": "x86-64-v4", "AVX2": "x86-64-v3"}
 

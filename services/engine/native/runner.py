@@ -15,8 +15,6 @@ from services.engine.native.bindings import BatchArguments, SegmentArguments
 from services.engine.native.library import kernel_threads
 from services.engine.native.weights import NativeModel
 
-__all__ = ["NativeRunner"]
-
 
 class NativeRunner:
     """Runs steps on a model of `services.engine.native.weights`; the cache's rows are key and value heads.

@@ -21,16 +21,6 @@ from services.engine.core.shapes import check_fields, check_head_dim, check_rota
 from services.engine.native.bindings import LayerWeights, MatrixWeights, ModelWeights
 from services.engine.native.library import load_kernel
 
-__all__ = [
-    "NativeModel",
-    "Packer",
-    "build_native",
-    "check_layout",
-    "native_obstacle",
-    "pack_panels",
-    "pack_quantised",
-]
-
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.uint8: 3}
 
 # Largest head dimension that the kernel keeps in registers and on its stack.

@@ -21,8 +21,6 @@ from gammaray.errors import InvalidArgumentError
 from gammaray.grammar.matcher import TOO_COMPLEX, GrammarState
 from gammaray.types import Proposal, SamplingParams
 
-__all__ = ["LogitEdits", "row_paths"]
-
 _MAX_LOGIT = 1e8
 # Above this share of the vocabulary, whole rows are faster and no larger than lists of ids.
 _WIDE_SHARE = 0.125

@@ -20,8 +20,6 @@ from torch import Tensor
 from gammaray.types import SamplingParams
 from services.engine.sampling.edits import LogitEdits
 
-__all__ = ["edited_logits", "filter_key", "processed_log_probs"]
-
 # Lower bound: at this temperature the best token already has all probability; smaller ones would give 0 / 0.
 _MIN_TEMPERATURE = 1e-30
 # Probabilities are summed as integers, which is exact and therefore independent of the order of summation.

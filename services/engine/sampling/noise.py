@@ -30,8 +30,6 @@ from torch import Tensor
 
 from services.engine.native.library import load_kernel
 
-__all__ = ["INDEPENDENT", "SHARED", "Noise", "exponential", "philox4x32", "philox_word"]
-
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)

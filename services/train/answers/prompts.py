@@ -16,8 +16,6 @@ from typing import Any
 
 from gammaray.errors import FailedPreconditionError
 
-__all__ = ["Job", "Passages", "Turns", "chat_jobs", "file_jobs", "own_jobs"]
-
 _OPENINGS = (
     *[""] * 8,
     "What is", "How do I", "How does", "Why", "Explain", "Can you", "Give me", "I'm planning", "I have",

@@ -17,8 +17,6 @@ from transformers import PreTrainedModel
 from gammaray.errors import FailedPreconditionError
 from services.train.answers.store import Sequence, disk, write_json
 
-__all__ = ["StateStore"]
-
 
 class StateStore:
     """The states that enter some layers of a target, bfloat16, beside the answers.

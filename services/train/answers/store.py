@@ -28,8 +28,6 @@ from numpy.typing import NDArray
 
 from gammaray.errors import FailedPreconditionError, ResourceExhaustedError
 
-__all__ = ["AnswerStore", "Sequence", "disk", "write_json"]
-
 _FORMAT = 1
 _RECORD = 5
 _Array = NDArray[Any]

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from gammaray.errors import FailedPreconditionError
-from services.engine.engine import Engine, SequenceInput
+from services.engine.core.batch import SequenceInput
+from services.engine.engine import Engine
 from services.train.answers.prompts import Job, Passages
 from services.train.answers.store import AnswerStore, Sequence
-
-__all__ = ["Writer"]
 
 _MAX_TURN_TOKENS = 96
 _MIN_TURN_TOKENS = 3

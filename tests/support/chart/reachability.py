@@ -6,8 +6,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Pod", "may_leave", "may_reach"]
-
 OWN_NAMESPACE: Mapping[str, str] = {"kubernetes.io/metadata.name": "somewhere"}
 
 

@@ -7,8 +7,6 @@ from typing import TypeVar
 
 from orchestrator.launcher.reaper import end_marked
 
-__all__ = ["patiently"]
-
 NUM_TRIES = 4
 T = TypeVar("T")
 

@@ -19,8 +19,6 @@ from orchestrator.api.http.json_text import EncodedList
 from orchestrator.api.http.responses_api import types
 from orchestrator.api.http.responses_api.items import new_id, text_part
 
-__all__ = ["ResponseBuilder", "replay"]
-
 _STATUSES: Mapping[FinishReason, types.Status] = {
     FinishReason.STOP: "completed",
     FinishReason.LENGTH: "incomplete",

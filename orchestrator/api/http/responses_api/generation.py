@@ -26,8 +26,6 @@ from orchestrator.api.http.tools.reading import CallReader
 from orchestrator.api.stalls import while_read
 from orchestrator.text.cpu_threads import in_thread
 
-__all__ = ["ResponseRun", "last_event", "rendered"]
-
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")

@@ -18,8 +18,6 @@ from orchestrator.api.http.responses_api.models import (
 )
 from orchestrator.api.http.tool_fields import argument_values
 
-__all__ = ["conversation", "new_id", "stored_items", "text_part"]
-
 
 def new_id(prefix: str) -> str:
     """Return a random id of a response or an item."""

@@ -44,21 +44,6 @@ from orchestrator.api.http.models import (
 )
 from orchestrator.api.http.tool_fields import MAX_TOOLS
 
-__all__ = [
-    "INCLUDABLE",
-    "LOGPROBS",
-    "CallInput",
-    "ChosenTool",
-    "InputItem",
-    "MessageInput",
-    "ReasoningInput",
-    "ResponsesRequest",
-    "ResultInput",
-    "TextFormatInput",
-    "ToolInput",
-    "parse_request",
-]
-
 LOGPROBS = "message.output_text.logprobs"
 """Value of `include` that asks for log-probabilities."""
 

@@ -17,16 +17,6 @@ from orchestrator.api.http.responses_api import types
 from orchestrator.storage.response_store import Ending, ResponseStore, StoredResponse
 from orchestrator.text.cpu_threads import INLINE_BYTES, in_thread
 
-__all__ = [
-    "INLINE_ENTRIES",
-    "MAX_LISTED",
-    "MAX_SEQUENCE_NUMBER",
-    "MAX_STORED_BYTES",
-    "Record",
-    "ResponseRecords",
-    "encoded",
-]
-
 MAX_STORED_BYTES = 2**23
 """Upper bound of the JSON of a response's input, that of earlier responses included."""
 

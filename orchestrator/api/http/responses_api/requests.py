@@ -26,9 +26,6 @@ from orchestrator.api.http.tools.calls import (
     render_messages,
 )
 
-__all__ = ["ResponsePlan", "plan_response"]
-
-
 MAX_SCHEMA_DEPTH = 256
 """Upper bound of nested lists and objects in a schema, which the response repeats."""
 

@@ -30,8 +30,6 @@ from orchestrator.api.http.responses_api.types import DeletedResponse
 from orchestrator.api.http.stream import EventStream, JsonPieces
 from orchestrator.text.cpu_threads import INLINE_BYTES, in_parser_thread
 
-__all__ = ["add_responses"]
-
 _DEFAULT_LISTED = 20
 
 _REPLAY_BATCH = 64

@@ -9,24 +9,6 @@ from typing_extensions import NotRequired, TypedDict
 
 from orchestrator.api.http.response_types import ChatTokenLogprob, GammarayResult
 
-__all__ = [
-    "CallItem",
-    "CallResultItem",
-    "DeletedResponse",
-    "Event",
-    "InputListItem",
-    "InputMessageItem",
-    "InputTextPart",
-    "ItemList",
-    "MessageItem",
-    "OutputItem",
-    "OutputTextPart",
-    "ResponseError",
-    "ResponseObject",
-    "ResponseUsage",
-    "Status",
-]
-
 _Count = Annotated[int, Field(ge=0)]
 ItemStatus: TypeAlias = Literal["in_progress", "completed", "incomplete"]
 Status: TypeAlias = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]

@@ -23,7 +23,7 @@ from gammaray.types import ProcessStatus, SpeculationTotals
 from orchestrator.access.caller import Authenticator
 from orchestrator.api.backend import Backend
 from orchestrator.api.http.auth import DOCUMENT_PATH, AccessControl, caller_of
-from orchestrator.api.http.bodies import MAX_BODY_BYTES, BodyReader
+from orchestrator.api.http.bodies import BodyReader
 from orchestrator.api.http.errors import guarded, install_handlers
 from orchestrator.api.http.json_text import encode_pieces
 from orchestrator.api.http.models import ChatRequest, CompletionRequest, parse_body
@@ -44,15 +44,6 @@ from orchestrator.api.http.stream import (
 )
 from orchestrator.api.http.tools.calls import plan_calls, render_messages
 from orchestrator.text.cpu_threads import INLINE_BYTES, in_parser_thread, in_thread
-
-__all__ = [
-    "MAX_BODY_BYTES",
-    "add_metrics",
-    "create_app",
-    "playground",
-    "targets",
-    "vllm_metrics",
-]
 
 _ENGINE = "0"
 """Value of vLLM's label `engine`: all orchestrators together count as one engine."""

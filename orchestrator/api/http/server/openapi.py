@@ -26,8 +26,6 @@ from orchestrator.api.http.responses_api import types
 from orchestrator.api.http.responses_api.models import INCLUDABLE, ResponsesRequest
 from orchestrator.api.http.responses_api.records import MAX_LISTED, MAX_SEQUENCE_NUMBER
 
-__all__ = ["document"]
-
 _INFO = {
     "title": "gammaray",
     "version": __version__,

@@ -19,9 +19,6 @@ from orchestrator.api.http.tools.parser import CallParser
 from orchestrator.api.http.tools.template_parser import TemplateParser
 from orchestrator.text.chat import ChatFormat
 
-__all__ = ["CallPlan", "ChatModel", "Tool", "ToolChoice", "call_id", "plan_calls", "render_messages"]
-
-
 _MAX_SEARCHED = 256
 """Messages of a refused conversation up to which the refused one is looked for, in some 20 ms."""
 

@@ -20,8 +20,6 @@ from typing import Any
 
 from orchestrator.text.chat import ChatFormat
 
-__all__ = ["CLOSE", "OPEN", "CallFamily", "CallFormat", "as_texts"]
-
 
 class CallFamily(Enum):
     """Models that write tool calls alike."""

@@ -8,8 +8,6 @@ from typing import Any
 from gammaray.grammar.texts import THOUGHT_RULE, json_rule, literal
 from orchestrator.api.http.tools.formats import CLOSE, OPEN, CallFamily, CallFormat
 
-__all__ = ["MAX_CALLS", "call_grammar"]
-
 MAX_CALLS = 16
 """Upper bound of the calls in one message whose calls a grammar enforces: small models know no end."""
 

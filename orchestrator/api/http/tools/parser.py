@@ -18,8 +18,6 @@ from typing import Any, TypeAlias
 
 from orchestrator.api.http.tools.formats import CLOSE, OPEN, CallFamily
 
-__all__ = ["MIN_BEGUN", "ArgumentText", "CallBegun", "CallEnded", "CallEvent", "CallParser", "PlainText"]
-
 _SPACE = " \t\r\n"
 _MAX_HELD_SPACE = 64
 """Whitespace that is held back, as it is dropped before a call."""

@@ -9,8 +9,6 @@ from gammaray.types import Chunk, EmittedToken
 from orchestrator.api.http.tools.calls import CallPlan, call_id
 from orchestrator.api.http.tools.parser import CallEvent
 
-__all__ = ["CallReader"]
-
 
 class CallReader:
     """Finds the tool calls in the chunks of one completion.

@@ -25,8 +25,6 @@ from orchestrator.api.http.tools.parser import (
     PlainText,
 )
 
-__all__ = ["TemplateParser"]
-
 _CALLS = "tool_calls"
 _WORD = re.compile(r"[A-Za-z0-9_.\-]+")
 

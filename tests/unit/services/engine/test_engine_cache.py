@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from gammaray.errors import FailedPreconditionError, ResourceExhaustedError
+from services.engine.core.batch import SequenceInput
 from services.engine.core.errors import CacheFullError, CacheGapError
 from services.engine.core.session_cache import SessionCache
-from services.engine.engine import Engine, SequenceInput
+from services.engine.engine import Engine
 from services.engine.loader import load_engine
 from tests.support.engine_helpers import (
     MAX_CONTEXT,

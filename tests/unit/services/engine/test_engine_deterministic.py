@@ -10,8 +10,9 @@ import torch
 
 from gammaray.demo_pair import resolve_model
 from services.engine import loader as loading
+from services.engine.core.batch import SequenceInput
 from services.engine.core.errors import UnsupportedModelError
-from services.engine.engine import Engine, SequenceInput
+from services.engine.engine import Engine
 from services.engine.loader import load_engine
 from tests.support.engine_helpers import LEAN, SUPPORTED, random_tokens, tiny_model
 

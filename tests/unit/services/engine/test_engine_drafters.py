@@ -14,9 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from gammaray.errors import InvalidArgumentError
+from services.engine.core.batch import SequenceInput
 from services.engine.core.drafter import NOT_DRAFTED
 from services.engine.core.errors import UnsupportedModelError
-from services.engine.engine import Engine, SequenceInput
+from services.engine.engine import Engine
 from services.engine.loader import load_engine
 from services.engine.sampling.noise import Noise
 from tests.support.drafter_helpers import EMBEDDING, HEAD, make_drafter
@@ -227,7 +228,7 @@ def test_configuration_without_the_extra_keys_is_an_ordinary_draft(source, tmp_p
 LOADS_FROM_THE_HUB = """
 import sys
 from safetensors.torch import save_file
-from services.engine.engine import SequenceInput
+from services.engine.core.batch import SequenceInput
 from services.engine.loader import load_engine
 from services.process.fingerprints import check_drafter
 

@@ -9,7 +9,7 @@ import torch
 
 from services.engine.core import batch
 from services.engine.core import batch as feeds_module
-from services.engine.engine import SequenceInput
+from services.engine.core.batch import SequenceInput
 from services.engine.hf import attention
 from services.engine.hf import runner as general
 from services.engine.loader import load_engine

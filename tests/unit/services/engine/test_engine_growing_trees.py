@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.engine.engine import Engine, SequenceInput
+from services.engine.core.batch import SequenceInput
+from services.engine.engine import Engine
 from services.engine.loader import load_engine
 from tests.support.engine_helpers import plain_logits, plain_model, random_tokens, tiny_model
 

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from services.engine.core.batch import SequenceInput
 from services.engine.core.errors import CacheGapError
 from services.engine.core.prefix_cache import MAX_RETAINED, MIN_PREFIX
-from services.engine.engine import Engine, SequenceInput
+from services.engine.engine import Engine
 from services.engine.loader import load_engine
 from tests.support.engine_helpers import CheckedEngine, plain_model, random_tokens, tiny_model
 

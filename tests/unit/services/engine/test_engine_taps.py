@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from gammaray.errors import InvalidArgumentError
+from services.engine.core.batch import SequenceInput
 from services.engine.core.errors import CacheGapError
-from services.engine.engine import Engine, SequenceInput
+from services.engine.engine import Engine
 from services.engine.loader import load_engine
 from services.engine.native import weights
 from services.engine.native.build import VARIANTS

@@ -22,4 +22,4 @@ def test_changed_numbers_and_tensors_are_computed_with_or_refused_in_one_line(tm
     assert report["wrong"] == []
     counts = report["counts"]
     assert counts["invalid"] + counts["refused"] + counts["computed"] == counts["kinds"] * COPIES
-    assert min(counts.values()) > 10
+    assert min(counts[name] for name in ("invalid", "refused", "computed")) > 10

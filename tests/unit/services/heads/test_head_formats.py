@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 
 from gammaray.config import TargetSettings
 from gammaray.errors import InvalidArgumentError, NotFoundError
+from services.engine.core.batch import SequenceInput
 from services.engine.core.drafter import NOT_DRAFTED
 from services.engine.core.errors import UnsupportedModelError
-from services.engine.engine import SequenceInput
 from services.engine.loader import load_engine
 from services.heads.loading import load_head
 from services.heads.runner import head_engine

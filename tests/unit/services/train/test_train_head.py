@@ -10,8 +10,8 @@ import torch
 
 from gammaray.errors import FailedPreconditionError, InvalidArgumentError
 from services.demo_pair import TARGET_DIR
+from services.engine.core.batch import SequenceInput
 from services.engine.core.model import load_model
-from services.engine.engine import SequenceInput
 from services.engine.loader import load_engine
 from services.heads.loading import load_head
 from services.heads.runner import head_engine

@@ -14,8 +14,9 @@ from gammaray.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
+from orchestrator.api.http.bodies import MAX_BODY_BYTES
 from orchestrator.api.http.errors import error_body
-from orchestrator.api.http.server.app import MAX_BODY_BYTES, create_app
+from orchestrator.api.http.server.app import create_app
 from tests.support.http_helpers import call
 from tests.support.surface_helpers import ScriptedBackend
 

@@ -19,7 +19,8 @@ from gammaray.types import FinishReason, GenerationRequest, SamplingParams, Toke
 from gammaray.v1 import generation_service_pb2 as pb
 from orchestrator.api.grpc_handlers import add_generation_service
 from orchestrator.api.grpc_servicer import GenerationServicer
-from orchestrator.api.http.server.app import MAX_BODY_BYTES, create_app
+from orchestrator.api.http.bodies import MAX_BODY_BYTES
+from orchestrator.api.http.server.app import create_app
 from orchestrator.sessions.lifecycle import OpenSession, check_request, make_session, open_session
 from orchestrator.sessions.progress import ChunkBuilder
 from orchestrator.text.cpu_threads import NUM_THREADS

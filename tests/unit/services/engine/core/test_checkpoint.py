@@ -16,10 +16,11 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, 
 
 from gammaray.errors import InvalidArgumentError
 from services.engine.core import checkpoint
+from services.engine.core.batch import SequenceInput
 from services.engine.core.device import device_capability
 from services.engine.core.errors import MissingPackageError, UnsupportedModelError
 from services.engine.core.model import load_model
-from services.engine.engine import Engine, SequenceInput
+from services.engine.engine import Engine
 from services.engine.loader import load_engine
 from tests.support.engine_helpers import SUPPORTED, tiny_model
 

@@ -14,10 +14,10 @@ from gammaray.errors import InvalidArgumentError
 from services.engine import engine as engine_module
 from services.engine import loader
 from services.engine.core import device, model
+from services.engine.core.batch import SequenceInput
 from services.engine.core.device import on_device, raise_if_lost, wait_for_device
 from services.engine.core.errors import EngineLostError
 from services.engine.core.model import torch_device, torch_dtype
-from services.engine.engine import SequenceInput
 from services.engine.loader import load_engine
 from tests.support.engine_helpers import tiny_model
 

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 
 from gammaray.errors import InvalidArgumentError
 from gammaray.gguf import pretrained_arguments
+from services.engine.core.batch import SequenceInput
 from services.engine.core.errors import UnsupportedModelError
 from services.engine.core.model import load_model
-from services.engine.engine import SequenceInput
 from services.engine.loader import load_engine
 from tests.support.gguf_helpers import SETTINGS, dequantised, tiny_gguf
 

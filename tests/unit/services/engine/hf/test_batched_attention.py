@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from services.engine.core import batch as batch_module
-from services.engine.core.batch import Batch, Segment, allowed_slots
+from services.engine.core.batch import Batch, Segment, SequenceInput, allowed_slots
 from services.engine.core.kv_cache import CacheShape, CacheStore
 from services.engine.core.model import load_model
 from services.engine.core.session_cache import SessionCache
-from services.engine.engine import Engine, SequenceInput
+from services.engine.engine import Engine
 from services.engine.hf import batched_attention, runner
 from services.engine.hf.batched_attention import MAX_PADDED_ROWS, StepAttention, padded_mask
 from services.engine.hf.probe import probe_model

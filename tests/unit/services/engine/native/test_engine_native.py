@@ -14,9 +14,9 @@ import torch
 
 from gammaray.demo_pair import resolve_model
 from services.engine import loader as loading
+from services.engine.core.batch import SequenceInput
 from services.engine.core.errors import CacheGapError
 from services.engine.core.model import LoadedModel
-from services.engine.engine import SequenceInput
 from services.engine.hf.runner import TransformersRunner
 from services.engine.loader import load_engine
 from services.engine.native import library as guesses

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from gammaray.config import DraftSettings, TargetSettings
 from gammaray.errors import InvalidArgumentError
 from services.engine import loader as loading
+from services.engine.core.batch import SequenceInput
 from services.engine.core.errors import UnsupportedModelError
 from services.engine.core.model import LoadedModel, load_model
 from services.engine.core.quantised import (
@@ -26,7 +27,7 @@ from services.engine.core.quantised import (
     quantise_int8,
     quantise_model,
 )
-from services.engine.engine import Engine, SequenceInput
+from services.engine.engine import Engine
 from services.engine.hf.torchao import quantise_module
 from services.engine.loader import load_engine, load_worker_engine
 from services.engine.native import weights as packing

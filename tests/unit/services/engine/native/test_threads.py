@@ -17,7 +17,8 @@ from torch import Tensor
 
 from gammaray.config import TargetSettings
 from gammaray.demo_pair import resolve_model
-from services.engine.engine import Engine, SequenceInput
+from services.engine.core.batch import SequenceInput
+from services.engine.engine import Engine
 from services.engine.hf.runner import TransformersRunner
 from services.engine.loader import load_engine
 from services.engine.native import weights
@@ -93,7 +94,7 @@ def test_callers_at_the_same_time_get_their_own_results(tmp_path: Path) -> None:
 _USES_THREADS = """
 import sys, time
 import psutil
-from services.engine.engine import SequenceInput
+from services.engine.core.batch import SequenceInput
 from services.engine.loader import load_engine
 
 def cpu_times():
