@@ -25,7 +25,12 @@ OTHER_VARIABLES: Final[Mapping[str, str]] = {
 _REMOVED: Final[Mapping[str, str]] = {
     f"{PREFIX}CERT_FILE": "the option --cert-file",
     f"{PREFIX}CPU_AFFINITY": "unset; start the process with `taskset`",
+    f"{PREFIX}DRAFT_CA_FILE": "unset; drafts are loaded by draft workers",
+    f"{PREFIX}DRAFT_KEY_FILE": "unset; drafts are loaded by draft workers",
+    f"{PREFIX}DRAFT_SERVER": f"{PREFIX}DRAFT, a model that a draft worker loads",
     f"{PREFIX}FAST_KERNELS": f"{PREFIX}ENGINE=transformers in place of false",
+    f"{PREFIX}FEATURES": f"{PREFIX}HEAD of the target workers",
+    f"{PREFIX}FEATURE_WINDOW": f"{PREFIX}HEAD of the target workers",
     f"{PREFIX}HEAD_WEIGHTS": f"{PREFIX}DRAFT_WEIGHTS",
     f"{PREFIX}HEAD_WINDOW": "unset; heads of `gammaray train` read 64 positions of a prompt, others all",
     f"{PREFIX}KERNEL_CACHE": "unset; kernels are in gammaray/kernel of XDG_CACHE_HOME",
@@ -35,11 +40,14 @@ _REMOVED: Final[Mapping[str, str]] = {
     f"{PREFIX}MAX_TENANT_CORPUS_SHARE": f"{PREFIX}MAX_TENANT_SHARE",
     f"{PREFIX}MAX_TENANT_STORED_SHARE": f"{PREFIX}MAX_TENANT_SHARE",
     f"{PREFIX}MAX_WAITING_REQUESTS": f"{PREFIX}MAX_CONCURRENT_REQUESTS, which is the same",
+    f"{PREFIX}MIN_GAIN": "unset; pools scale by load",
     f"{PREFIX}PIN_CORES": "unset; start `gammaray up` with `taskset` to choose its cores",
     f"{PREFIX}PREFILL_CHUNK": f"{PREFIX}MAX_BATCH_TOKENS, of which it is a quarter",
     f"{PREFIX}PROBE_KEY_SHA256": "unset; `gammaray up` passes its own key",
     f"{PREFIX}REDIS_MAXMEMORY_MB": f"{PREFIX}REDIS_URL of a Redis with another limit",
     f"{PREFIX}TLS": f"{PREFIX}ADDRESS=https://HOST:PORT, {PREFIX}URL=https://HOST or the option --tls",
+    f"{PREFIX}VOCABULARY_MAPPING": "unset; drafts of another vocabulary propose the tokens that both have",
+    f"{PREFIX}WORKER_TLS": f"{PREFIX}TLS_CA, {PREFIX}TLS_CERT and {PREFIX}TLS_KEY",
     **{
         f"{PREFIX}{name}": f"unset; it is {value} now"
         for name, value in {

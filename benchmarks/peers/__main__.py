@@ -37,7 +37,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--target", default=DEMO_PAIR, help="model directory, or demo (default)")
-    parser.add_argument("--draft", help="directory of a draft model or head on a draft worker, or demo")
+    parser.add_argument("--draft", help="directory of a draft model, or demo")
     parser.add_argument("--head", help="directory of a head or draft model in the target worker")
     parser.add_argument("--weights", default="auto", help="of that: auto (default), int8 or int4")
     parser.add_argument("--categories", default=",".join(CATEGORIES), help="comma-separated; default: all")

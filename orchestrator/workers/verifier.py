@@ -7,7 +7,6 @@ drops a session, the session's owner checks in the store that it still owns the 
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
@@ -184,8 +183,6 @@ def why_nobody(pool: TargetPool, session_id: str, identity: str, error: Unavaila
         return error
     return ModelChangedError(session_id, identity, sorted(others))
 
-
-_log = logging.getLogger(__name__)
 
 VERIFY_TIMEOUT_S, PREFILL_TOKEN_S = 60.0, 0.02
 """Seconds until a verification times out, and what each token that its worker has to read adds.

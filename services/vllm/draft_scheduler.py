@@ -13,7 +13,6 @@ is complete; any other text drops the request. Neither the tokens nor their numb
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,8 +32,6 @@ from services.speculation.predictions import DRAFT_TOP_K, WEIGHT_BITS
 from services.vllm.engine import StepResult, VllmEngine
 from services.vllm.messages import DraftBlock, Drafted, Masks
 from services.vllm.request_queue import RequestQueue, RequestWork
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)

@@ -25,8 +25,6 @@ from services.scheduling.tasks import SessionSpec
 from services.vllm.compatibility import check_vllm
 from services.vllm.messages import DraftBlock, PostedBlock, Verdicts
 
-_log = logging.getLogger(__name__)
-
 MAX_REQUESTS = 256
 """Most sessions with a KV cache at once; vLLM's scheduler has a slot for each."""
 

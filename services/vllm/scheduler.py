@@ -8,7 +8,6 @@ the prompt is all but the last committed token, and that step gives the last one
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -27,8 +26,6 @@ from services.scheduling.tasks import NeedTokens, Reply, SessionSpec, VerifyTask
 from services.vllm.engine import StepResult, VllmEngine
 from services.vllm.messages import Drafted, Masks, PostedBlock, first_tokens
 from services.vllm.request_queue import RequestQueue, RequestWork
-
-_log = logging.getLogger(__name__)
 
 
 class _Held(NamedTuple):

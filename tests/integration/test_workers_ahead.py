@@ -25,7 +25,6 @@ pytestmark = pytest.mark.integration
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "max_position_embeddings": 256}
 PROMPT = random_tokens(12, seed=3)
 LENGTH = 40
-REJECTION = VerificationMethod.REJECTION
 SHAPES = [(1, 3), (3, 8), (4, 12), (6, 40)]
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -111,23 +109,4 @@ def renumbered(source: Path, copy: Path, order: Sequence[int]) -> Path:
             moved[list(order)] = weight
             weight.copy_(moved)
     model.save_pretrained(copy)
-    return copy
-
-
-def recoded(source: Path, copy: Path) -> Path:
-    """Save a copy of a model and its byte-level tokenizer with other token ids, but for added tokens.
-
-    It writes the same texts.
-    """
-    spec = json.loads((source / "tokenizer.json").read_text())
-    added = {token["id"] for token in spec["added_tokens"]}
-    vocabulary = spec["model"]["vocab"]
-    free = [token_id for token_id in vocabulary.values() if token_id not in added]
-    order = list(range(len(vocabulary)))
-    for token_id, other in zip(free, reversed(free), strict=True):
-        order[token_id] = other
-    renumbered(source, copy, order)
-    spec["model"]["vocab"] = {token: order[token_id] for token, token_id in vocabulary.items()}
-    (copy / "tokenizer.json").write_text(json.dumps(spec))
-    shutil.copy(source / "tokenizer_config.json", copy)
     return copy

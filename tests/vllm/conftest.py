@@ -28,7 +28,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.filterwarnings("default"))
 
 
-VOCAB_SIZE = 97
 MAX_POSITIONS = 1024
 LIMITS = Limits(max_batch_tokens=256, prefill_chunk=64)
 SIZES = {

@@ -50,6 +50,7 @@ def test_every_known_variable_passes():
     ("name", "allowed"),
     [
         ("GAMMARAY_FAST_KERNELS", "GAMMARAY_ENGINE=transformers in place of false"),
+        ("GAMMARAY_WORKER_TLS", "GAMMARAY_TLS_CA, GAMMARAY_TLS_CERT and GAMMARAY_TLS_KEY"),
         ("GAMMARAY_WORKER_WAIT_S", "unset; it is 30 now"),
     ],
 )

@@ -24,8 +24,7 @@ ROOT = Path(__file__).parents[3]
 OURS = ("gammaray", "orchestrator", "services")
 
 METHODS = ("match", "fullmatch", "search", "split", "findall", "finditer", "sub", "subn")
-FUNCTIONS = ("compile", *METHODS)
-"""Functions of `re` whose first argument is an expression."""
+"""Functions of `re` whose first argument is an expression, and methods of compiled ones."""
 
 LENGTHS = (16, 20, 24, 28, 32, 64, 256, 1000, 4000)
 """Characters of the attacks; the short ones end before an exponential expression takes minutes."""

@@ -21,7 +21,7 @@ TEXT = (
     '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 )
 FOUND = [("get_weather", '{"city": "Zürich"}'), ("now", "{}")]
-WEATHER_TOOL, NOW_TOOL = BODY_TOOLS
+NOW_TOOL = BODY_TOOLS[1]
 SCHEMA = document()["paths"][CHATS]["post"]
 
 
