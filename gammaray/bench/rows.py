@@ -1,6 +1,6 @@
 """Metrics of one system under one load, JSON-ready: the rows of a result file.
 
-Latency metrics: time to the first token, gaps between later tokens, and their burstiness."""
+Latency metrics: time to the first token and gaps between later tokens."""
 
 from __future__ import annotations
 
