@@ -237,10 +237,10 @@ async def compare(settings: Settings, console: Console) -> dict[str, Any]:
 class _Started:
     """The running systems.
 
-    Args:
+    Attributes:
         peers: Those that complete one prompt at a time.
         batching: Those that can complete several at once, by gammaray's engine or llama.cpp.
-        stacks: gammaray's cluster; `client` is connected to it.
+        client: Of gammaray's cluster; None if it is left out.
     """
 
     def __init__(self, settings: Settings) -> None:

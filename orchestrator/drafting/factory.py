@@ -90,8 +90,7 @@ class Drafting:
         remote = self._remote(request, spec)
         if isinstance(remote, TargetHead):
             session.uses_head, session.has_head = True, self._has_head
-        by_server = MAX_TEXT_GAMMA if settings.max_gamma > 0 else 0
-        max_text = policy.fixed or policy.max_gamma or by_server
+        max_text = policy.fixed or policy.max_gamma or (MAX_TEXT_GAMMA if settings.max_gamma > 0 else 0)
         texts = self._texts(request, prediction) if max_text > 0 else []
         forced = GrammarDrafter(grammar) if grammar is not None and max_text > 0 else None
         fixed = 0 if request.drafter is DrafterKind.NONE else policy.fixed
