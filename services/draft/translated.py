@@ -92,8 +92,6 @@ class TranslatedDraftScheduler(Scheduler[ProposeTask]):
         engine: The draft model and its cache.
         limits: Bounds of one forward.
         translation: The vocabularies.
-        draft_top_k: Largest support of a shipped distribution.
-        weight_bits: Its weights' sum is 2^weight_bits.
         grammars: Compiles the sessions' grammars; None: sessions with one are refused.
     """
 
@@ -104,13 +102,9 @@ class TranslatedDraftScheduler(Scheduler[ProposeTask]):
         engine: Engine,
         limits: Limits,
         translation: Translation,
-        *,
-        draft_top_k: int = DRAFT_TOP_K,
-        weight_bits: int = WEIGHT_BITS,
         grammars: Grammars | None = None,
     ) -> None:
         super().__init__(engine, limits, translation.target_size, grammars)
-        self._top_k, self._bits = draft_top_k, weight_bits
         self._shared = SharedLogits(translation.common, engine.device)
         self._open = partial(
             _Translated, translation=translation, shared=self._shared, limit=engine.max_context
@@ -138,7 +132,7 @@ class TranslatedDraftScheduler(Scheduler[ProposeTask]):
         if not 0 < len(context) < self.engine.max_context:
             return Proposal()
         chain = TokenChain(
-            *(session, self._shared, translated.noise, task.shape), top_k=self._top_k, bits=self._bits
+            *(session, self._shared, translated.noise, task.shape), top_k=DRAFT_TOP_K, bits=WEIGHT_BITS
         )
         return _Drafting(task, session, [], num_logits=1, chain=chain, context=context)
 

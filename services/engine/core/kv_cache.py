@@ -285,7 +285,7 @@ class CacheStore:
             else:
                 self._used_slots -= session.capacity
                 data[:, :, : session.num_slots] = session.data[:, :, : session.num_slots]
-                session.data, session.views = data, {}
+                session.data = data
         self._sessions.move_to_end(session_id)
 
 

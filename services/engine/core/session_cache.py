@@ -19,7 +19,6 @@ class SessionCache:
         tree_tokens: Nodes in the slots after the chain, until `keep_path`.
         tree_parents: Index of each node's parent among the nodes; -k for the k-th last token of the chain.
         first: Slots before it are empty: their tokens were not fed, and no row attends to them.
-        views: Views into `data`, cached by a runner; cleared when `data` is replaced.
     """
 
     data: Tensor
@@ -27,7 +26,6 @@ class SessionCache:
     tree_tokens: list[int] = field(default_factory=list)
     tree_parents: list[int] = field(default_factory=list)
     first: int = 0
-    views: dict[int, tuple[Sequence[Tensor], Sequence[Tensor]]] = field(default_factory=dict)
 
     @property
     def capacity(self) -> int:
