@@ -369,7 +369,7 @@ class VllmEngine:
 
     def stats(self) -> CacheStats:
         """Return the counters of the KV cache; any thread may call it."""
-        used = self.pool.num_gpu_blocks - self.pool.get_num_free_blocks()
+        used = self.pool.num_gpu_blocks - 1 - self.pool.get_num_free_blocks()  # vLLM keeps one block empty
         return CacheStats(
             num_sessions=len(self.held.requests),
             cache_bytes=used * self._block_bytes,
