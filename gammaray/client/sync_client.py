@@ -1,8 +1,9 @@
-"""The blocking client: AsyncClient on its own event loop in its own thread."""
+"""The blocking client: AsyncClient on an event loop that runs in a thread of its own."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import AsyncGenerator, Collection, Coroutine, Iterator
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -32,6 +33,33 @@ _Result = TypeVar("_Result")
 _WAKE_S = 0.5
 """How often a waiting call wakes, in seconds. If another thread receives SIGINT, the main thread raises
 KeyboardInterrupt only when it runs again."""
+
+
+class _LoopThread:
+    """Runs the event loop of every blocking client of this process.
+
+    grpc.aio delivers the events of all loops through one queue, so events of a closed loop raise errors in
+    the others (github.com/grpc/grpc, issue 25364). One loop that is never closed serves all clients.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        os.register_at_fork(after_in_child=self._forget)
+
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """Return the loop; the first call starts its thread, which does not keep the process alive."""
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=self._loop.run_forever, name="gammaray-client", daemon=True).start()
+            return self._loop
+
+    def _forget(self) -> None:
+        self._lock, self._loop = threading.Lock(), None  # the thread stays in the parent
+
+
+_LOOP_THREAD = _LoopThread()
 
 
 class Client:
@@ -64,10 +92,7 @@ class Client:
             cert_file=cert_file,
             key_file=key_file,
         )
-        self._loop = asyncio.new_event_loop()
-        # A daemon thread, so that a client that was not closed does not keep the process alive.
-        self._thread = threading.Thread(target=self._loop.run_forever, name="gammaray-client", daemon=True)
-        self._thread.start()
+        self._loop, self._is_closed = _LOOP_THREAD.loop(), False
 
     def generate(
         self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[GenerateOptions]
@@ -120,14 +145,11 @@ class Client:
         return self._run(self._client.wait_ready(timeout_s, roles=roles))
 
     def close(self) -> None:
-        """Close the connection and end the thread; completions in flight are cancelled."""
-        if self._loop.is_closed():
+        """Close the connection; completions in flight are cancelled."""
+        if self._is_closed:
             return
         self._run(self._client.close())
-        self._run(self._loop.shutdown_asyncgens())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._is_closed = True
 
     def __enter__(self) -> Self:
         return self
@@ -159,11 +181,11 @@ class Client:
             while (chunk := self._run(step())) is not None:
                 yield chunk
         finally:
-            if not self._loop.is_closed():
+            if not self._is_closed:
                 self._run(close())
 
     def _run(self, work: Coroutine[Any, Any, _Result]) -> _Result:
-        if self._loop.is_closed():
+        if self._is_closed:
             work.close()
             raise RuntimeError("the client is closed")
         future = asyncio.run_coroutine_threadsafe(work, self._loop)

@@ -21,6 +21,7 @@ OF_THE_PROCESS = (
     "gammaray-cpu",
     "gammaray-parser",
     "gammaray-compiler",
+    "gammaray-client",
     "tqdm_monitor",
     "pytest_timeout",
     "execnet",
