@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import statistics
 import time
 from contextlib import asynccontextmanager
 
-import grpc
 import pytest
 
 from gammaray.errors import DeadlineExceededError, InvalidArgumentError, UnavailableError
@@ -16,7 +14,7 @@ from gammaray.v1 import types_pb2 as pb
 from orchestrator.workers import connection as links
 from orchestrator.workers.connection import WorkerConnection
 from orchestrator.workers.protocol import TARGET
-from tests.support.workers.scripted_workers import ScriptedWorker, scripted, until
+from tests.support.workers.scripted_workers import scripted, until
 
 pytestmark = pytest.mark.integration
 
@@ -158,20 +156,6 @@ async def test_link_worker_dies_pending_calls_fail_and_it_reconnects():
         assert (await link.call(block("back"), 30)).session_id == "back"
 
 
-async def test_link_connects_to_a_worker_that_starts_late():
-    worker = ScriptedWorker("target")
-    await worker.start()
-    await worker.stop()
-    async with link_to(worker.address) as link:
-        await asyncio.sleep(0.3)
-        assert not link.is_up
-        await worker.start()
-        try:
-            await until(lambda: link.is_up)
-        finally:
-            await worker.stop()
-
-
 async def test_link_reopens_a_stream_that_the_worker_ended():
     async with scripted("target") as worker, link_to(worker.address) as link:
         await until(lambda: link.is_up)
@@ -227,22 +211,3 @@ async def test_link_close_fails_what_is_in_flight():
         await link.close()
         with pytest.raises(UnavailableError, match="closed the link"):
             await call
-
-
-async def test_link_round_trip_is_short():
-    """Compared with a bare stream at the same time: client and server share this process and its core."""
-    async with scripted("target") as worker, link_to(worker.address) as link:
-        async with grpc.aio.insecure_channel(worker.address) as channel:
-            await until(lambda: link.is_up)
-            bare = TARGET.open_stream(channel)
-            times, bare_times = [], []
-            for _ in range(200):
-                start = time.perf_counter()
-                await link.call(block(), 30)
-                between = time.perf_counter()
-                await bare.write(TARGET.make_frame([block()], []))
-                await bare.read()
-                times.append(between - start)
-                bare_times.append(time.perf_counter() - between)
-            bare.cancel()
-    assert statistics.median(times) < 2 * statistics.median(bare_times) + 0.002

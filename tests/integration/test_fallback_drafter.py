@@ -18,11 +18,9 @@ from orchestrator.drafting.choice import DrafterChoice
 from orchestrator.drafting.prompt_lookup import PromptLookup
 from orchestrator.drafting.session_drafter import SessionDrafter
 from orchestrator.drafting.suffix_decoding import SuffixDrafter
-from orchestrator.workers.drafter import Readiness
 from tests.support.workers.fleet_helpers import clients, emitted, fleet_of, stop_pauses_ending
 from tests.support.workers.scripted_workers import (
     PROMPT,
-    VOCAB,
     continuation,
     make_session,
     scripted,
@@ -183,21 +181,6 @@ async def test_fallback_error_of_one_session_does_not_stop_the_others_or_another
             workers = {cycle.draft_worker for cycle in cycles if cycle.draft_worker}
             assert workers == {drafts[1].address}
             assert sum(cycle.is_fallback for cycle in cycles) <= 5
-
-
-async def test_fallback_uses_prompt_lookup_while_the_drafter_prefills():
-    async with scripted("target", "draft") as (target, draft), fleet_of(target, draft) as fleet:
-        prompt = tuple(i % VOCAB for i in range(500))
-        draft.runs.clear()
-        session = make_session(max_tokens=2000, prompt=prompt)
-        drafter, verifier = clients(fleet, session)
-        drafting = drafting_over(drafter, session)
-        cycles = [await one_cycle(session, drafting, verifier) for _ in range(4)]
-        assert cycles[0].drafter is DrafterKind.NGRAM
-        assert not any(cycle.is_fallback for cycle in cycles)
-        draft.runs.set()
-        await until(lambda: drafter.prepare(session) is Readiness.READY)
-        assert (await one_cycle(session, drafting, verifier)).drafter is DrafterKind.MODEL
 
 
 async def test_fallback_controller_learns_nothing_from_a_cycle_whose_drafter_failed():

@@ -7,7 +7,6 @@ import torch
 
 from gammaray.errors import InvalidArgumentError
 from gammaray.types import SamplingParams
-from services.engine.core.errors import UnsupportedModelError
 from tests.support.drafter_helpers import make_drafter
 from tests.support.engine_helpers import plain_model, random_tokens, tiny_model
 from tests.support.vocabulary_helpers import CODE, byte_level
@@ -181,13 +180,4 @@ async def test_parallel_draft_of_another_vocabulary_is_refused(target, tmp_path)
     byte_level(CODE[:1000], 280).save_pretrained(drafter)
     with pytest.raises(InvalidArgumentError, match="tokens are not mapped"):
         async with running("draft", drafter, target_model=str(other)):
-            pass
-
-
-async def test_truncated_drafter_is_refused(target, tmp_path):
-    drafter = make_drafter(target, tmp_path / "d", pard_token=4, shares_embedding=True)
-    file = drafter / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:5000])
-    with pytest.raises(UnsupportedModelError, match="truncated or damaged"):
-        async with running("draft", drafter, target_model=str(target)):
             pass
