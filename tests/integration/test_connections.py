@@ -53,19 +53,6 @@ async def test_link_calls_of_one_tick_leave_in_one_frame():
         assert worker.num_streams == 1
 
 
-async def test_link_sends_blocks_that_arrive_during_a_write_in_the_next_frame():
-    async with scripted("target") as worker, link_to(worker.address) as link:
-        await until(lambda: link.is_up)
-
-        async def one(index):
-            await asyncio.sleep(0.0001 * index)
-            return await link.call(block(f"s{index}"), 30)
-
-        results = await asyncio.gather(*(one(i) for i in range(60)))
-        assert sorted(r.session_id for r in results) == sorted(f"s{i}" for i in range(60))
-        assert len(worker.blocks) == 60
-
-
 async def test_link_large_blocks_are_spread_over_frames():
     async with scripted("target") as worker, link_to(worker.address) as link:
         await until(lambda: link.is_up)
@@ -126,15 +113,6 @@ async def test_link_cancelled_call_that_was_not_sent_is_never_sent():
         await link.call(block("there"), 30)
         assert [b.session_id for b in worker.blocks] == ["there"]
         assert not link.pending
-
-
-async def test_link_release_reaches_the_worker():
-    async with scripted("target") as worker, link_to(worker.address) as link:
-        await until(lambda: link.is_up)
-        await link.call(block("s"), 30)
-        link.release("s")
-        await until(lambda: worker.released == ["s"])
-        assert worker.held == {}
 
 
 async def test_link_worker_dies_pending_calls_fail_and_it_reconnects():
@@ -200,14 +178,3 @@ async def test_link_does_not_use_a_refused_worker_until_it_is_accepted():
         wrong[0] = False
         await until(lambda: link.is_up)
         assert link.refusal is None
-
-
-async def test_link_close_fails_what_is_in_flight():
-    async with scripted("target") as worker, link_to(worker.address) as link:
-        await until(lambda: link.is_up)
-        worker.on_block = lambda b: None
-        call = asyncio.create_task(link.call(block(), 60))
-        await until(lambda: len(worker.blocks) == 1)
-        await link.close()
-        with pytest.raises(UnavailableError, match="closed the link"):
-            await call
