@@ -73,22 +73,6 @@ def test_demo_pair_is_served_lossless_and_measured(tmp_path):
         assert [depth["gamma"] for depth in payoff["depths"]] == [1, 3]
 
 
-def test_draft_model_in_the_target_worker_is_measured_without_network_time(tmp_path):
-    done = qualify(
-        *("--target", "demo", "--head", "demo", "--head", tiny_model("llama", tmp_path)),
-        *("--rtt-ms", "1000", "--min-speedup", "0.01", *SMALL, "--json", tmp_path / "r.json"),
-    )
-    assert done.returncode == 0, done.stderr
-    assert "it drafts in the target worker: --rtt-ms does not apply" in done.stdout
-    fit, unfit = json.loads((tmp_path / "r.json").read_text())["candidates"]
-    assert [one["fitness"] for one in (fit, unfit)] == ["FIT", "UNFIT"]
-    assert "the vocabulary of" in unfit["reasons"][0]
-    for payoff in fit["payoffs"]:
-        assert 0 < payoff["alpha"] < 1
-        for depth in payoff["depths"]:
-            assert 0 < depth["draft_ms"] < depth["cycle_ms"] < 1000
-
-
 def test_candidates_that_cannot_be_served_are_unfit_with_the_reason(tmp_path):
     wrong = tiny_model("llama", tmp_path)
     odd = tiny_model("mamba", tmp_path, vocab_size=2048)

@@ -14,13 +14,8 @@ from gammaray.v1 import types_pb2
 from orchestrator.workers.verifier import check_served
 from services.streaming.messages import Model
 from services.target.worker import check_identity
-from tests.support.engine_helpers import tiny_model
 from tests.support.workers.fleet_helpers import clients, emitted, fleet_of
-from tests.support.workers.resume_helpers import request_of
 from tests.support.workers.scripted_workers import PROMPT, continuation, finish, make_session, scripted
-from tests.support.workers.service_helpers import complete, tokens_of
-from tests.support.workers.service_helpers import running as orchestrating
-from tests.support.workers.workers_helpers import running
 
 pytestmark = pytest.mark.integration
 
@@ -92,25 +87,6 @@ async def test_session_waits_for_a_target_that_serves_it(target, asked, error):
         if error is FailedPreconditionError:
             assert f"llguidance-1.7.6 ({FOREIGN[:12]})" in str(caught.value)
             assert f"{OWN.partition('/')[2]} ({OWN[:12]})" in str(caught.value)
-
-
-async def test_request_with_a_grammar_is_refused_at_once(redis_server):
-    async with (
-        scripted("target", grammars=FOREIGN, vocab_size=2048, max_context=1024) as target,
-        orchestrating(redis_server, target.address, "", worker_wait_s=300.0) as orchestrator,
-    ):
-        request = request_of(max_tokens=4)
-        sampling = dataclasses.replace(request.sampling, grammar=GRAMMAR)
-        asked = dataclasses.replace(request, session_id="grammar", sampling=sampling, ignore_eos=False)
-        with pytest.raises(FailedPreconditionError, match=f"{FOREIGN[:12]}.*{OWN[:12]}"):
-            await complete(orchestrator, asked)
-        assert target.blocks == []
-        assert len(tokens_of(await complete(orchestrator, request))) == 4
-
-
-async def test_target_worker_tells_its_library(tmp_path):
-    async with running("target", tiny_model("llama", tmp_path, seed=1)) as (link, _):
-        assert (await link.info()).grammar_identity == OWN
 
 
 @pytest.mark.parametrize(
