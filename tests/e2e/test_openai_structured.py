@@ -23,8 +23,6 @@ class GetWeather(BaseModel):
 
 
 class Weather(BaseModel):
-    """What is asked for."""
-
     city: Literal["Oslo", "Rome"]
     degrees: int = Field(ge=-40, le=50)
 

@@ -38,8 +38,6 @@ SCHEMA = {
 
 
 class Api:
-    """Calls of both APIs."""
-
     def __init__(self, orchestrator, http: httpx.AsyncClient) -> None:
         self.orchestrator, self.http = orchestrator, http
 

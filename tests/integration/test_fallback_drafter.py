@@ -33,7 +33,6 @@ TEXTS = {DrafterKind.MODEL: PromptLookup, DrafterKind.NGRAM: PromptLookup, Draft
 
 
 def drafting_of(fleet, session, allowed=DrafterKind.MODEL, **options):
-    """Return drafter and controller of a session, and its verifier."""
     remote, verifier = clients(fleet, session, **options)
     return drafting_over(remote, session, allowed), verifier
 

@@ -35,7 +35,6 @@ def request_of(**fields) -> GenerationRequest:
 
 
 async def ask(orchestrator, request, caller=ANONYMOUS):
-    """Return the emitted tokens and the usage."""
     chunks = [chunk async for chunk in orchestrator.generate(request, caller)]
     return tokens_of(chunks), chunks[-1].usage
 

@@ -34,7 +34,6 @@ SMALL = ("--num-prompts", "2", "--tokens", "24", "--gammas", "1,3")
 
 
 def qualify(*arguments):
-    """Run the command in a process of its own."""
     return subprocess.run(
         [sys.executable, "-m", "gammaray", "qualify", *map(str, arguments)],
         capture_output=True,
@@ -46,7 +45,6 @@ def qualify(*arguments):
 
 
 def with_demo_tokenizer(directory):
-    """Give a random model the tokenizer of the demo pair."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TARGET_DIR / name, directory / name)
     return directory
@@ -164,7 +162,6 @@ PROMPTS = [random_tokens(9, seed=1), random_tokens(30, seed=2)]
 
 
 def measured(pair, **changed):
-    """Measure the prompts above."""
     return measure(pair, make_asks(task(**changed), PROMPTS, (), 128), task(**changed), lambda told: None)
 
 

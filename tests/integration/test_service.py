@@ -135,7 +135,6 @@ async def test_service_stores_tokens_before_it_sends_them(orchestrator, redis):
 
 @pytest.fixture(scope="module")
 def plain():
-    """The demo target as transformers runs it."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -162,17 +161,6 @@ async def test_service_prompt_logprobs_of_thousands_are_those_of_transformers(or
     assert found.top_logprobs == pytest.approx(expected[:-1].topk(20).values.flatten().tolist(), abs=1e-4)
 
 
-async def test_service_sends_prompt_logprobs_once(orchestrator):
-    options = {"sampling": SEEDED, "max_tokens": 6, "num_prompt_logprobs": 1, "session_id": "reported"}
-    request = GenerationRequest(PROMPTS[0], **options)
-    first, *_ = await complete(orchestrator, request)
-    assert first.prompt_logprobs is not None
-    rest = await complete(orchestrator, dataclasses.replace(request, resume_from=1))
-    assert not any(chunk.prompt_logprobs for chunk in rest)
-    with pytest.raises(FailedPreconditionError, match=r"resume_from.*not stored"):
-        await complete(orchestrator, dataclasses.replace(request, resume_from=0))
-
-
 async def test_service_completion_ends_at_the_context(orchestrator):
     prompt = tuple([5] * (orchestrator.max_context - 6))
     request = GenerationRequest(prompt, sampling=GREEDY, max_tokens=100, ignore_eos=True)
@@ -182,7 +170,6 @@ async def test_service_completion_ends_at_the_context(orchestrator):
 
 
 async def sessions_on_workers(orchestrator) -> int:
-    """Ask the workers themselves how many sessions they hold."""
     total = 0
     for pool, protocol in ((orchestrator.fleet.targets, TARGET), (orchestrator.fleet.drafts, DRAFT)):
         for address in pool.links:

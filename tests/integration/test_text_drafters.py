@@ -36,7 +36,6 @@ def request_of(**fields) -> GenerationRequest:
 
 
 async def complete(orchestrator, request, caller=ALICE):
-    """Return the tokens of a completion, its summary and its usage."""
     chunks = [chunk async for chunk in orchestrator.generate(request, caller)]
     return tokens_of(chunks), chunks[-1].summary, chunks[-1].usage
 

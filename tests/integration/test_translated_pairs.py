@@ -26,7 +26,6 @@ GAMMAS = (1, 4)
 
 
 def saved(tokenizer, path, seed, **changed):
-    """Save a random model with a tokenizer."""
     size = len(tokenizer)
     folder = tiny_model("llama", path, seed=seed, vocab_size=size, max_position_embeddings=CONTEXT, **changed)
     tokenizer.save_pretrained(folder)

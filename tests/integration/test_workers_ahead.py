@@ -55,7 +55,6 @@ async def stats(worker):
 
 
 async def quiet(worker):
-    """Wait until the worker has nothing left to do."""
     deadline = time.monotonic() + ANSWER_TIMEOUT_S
     while await worker.engine.call(lambda scheduler: scheduler.has_work):
         assert time.monotonic() < deadline

@@ -51,7 +51,6 @@ def test_build_refuses_bad_settings_and_several_workers_on_one_port(role):
 
 
 def affinities():
-    """Return the cores that the threads of this process may use."""
     found = set()
     for thread in os.listdir("/proc/self/task"):
         with suppress(ProcessLookupError):  # threads come and go

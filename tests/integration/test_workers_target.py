@@ -33,7 +33,6 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def reference(model):
-    """Greedy continuation of PROMPT by transformers alone."""
     plain = plain_model(model)
     output = plain.generate(
         torch.tensor([PROMPT]), do_sample=False, max_new_tokens=40, eos_token_id=None, pad_token_id=0

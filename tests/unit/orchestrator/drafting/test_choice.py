@@ -27,8 +27,6 @@ TEXT_DEPTH = 8
 
 
 class Finds:
-    """A text drafter that always finds a match of one length."""
-
     def __init__(self, kind=SUFFIX, length=8, num_tokens=TEXT_DEPTH):
         self.kind, self.num_tokens = kind, num_tokens
         self.match = Match(kind, tuple(range(num_tokens)), length, (1.0,) * num_tokens)
