@@ -33,7 +33,6 @@ worker on vLLM starts for a minute and more."""
 
 
 def main() -> int:
-    """Run and print; return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.chaos",
         description=__doc__,

@@ -23,12 +23,7 @@ DRAFTS = ("--draft-workers", "2")
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of cluster.
-
-    Args:
-        ways: Ways to draft on it.
-        roles: Roles of its processes.
-    """
+    """A kind of cluster."""
 
     ways: tuple[Way, ...]
     roles: tuple[str, ...] = ROLES
@@ -45,14 +40,6 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Scene:
-    """A running cluster and what belongs to it.
-
-    Args:
-        cluster: The cluster.
-        redis: Its Redis.
-        ways: Ways to draft on it.
-    """
-
     cluster: Cluster
     redis: ChaosRedis
     ways: tuple[Way, ...]

@@ -86,12 +86,7 @@ def cycles_by_drafter(summary: SpeculationSummary) -> Counter[str]:
 
 
 def unused(ways: Iterable[Way], cycles: Mapping[str, Counter[str]]) -> list[str]:
-    """Return the ways of which a drafter proposed in no cycle: nothing is known about it then.
-
-    Args:
-        ways: Ways of the run.
-        cycles: Cycles by name of the way and drafter.
-    """
+    """Return the ways of which a drafter proposed in no cycle: nothing is known about it then."""
     return [
         f"{way.name}: {drafter} proposed in no cycle"
         for way in ways

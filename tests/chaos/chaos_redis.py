@@ -30,11 +30,7 @@ for i = 1, tonumber(ARGV[1]) do redis.call('SET', 'chaos:junk', i) end
 
 
 class ChaosRedis:
-    """Injects failures into Redis; each method returns once the server has recovered or was killed.
-
-    Args:
-        server: The server.
-    """
+    """Injects failures into Redis; each method returns once the server has recovered or was killed."""
 
     def __init__(self, server: RedisServer) -> None:
         self.server = server

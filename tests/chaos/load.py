@@ -87,16 +87,7 @@ def streams(wanted: Sequence[Ask], ways: Sequence[Way]) -> list[Stream]:
 
 @dataclass
 class Tally:
-    """Outcomes of the streams.
-
-    Attributes:
-        finished: Streams that ended with the expected tokens and text.
-        wrong: Descriptions of other completions.
-        lost: Errors of streams that did not end.
-        num_tokens: Tokens received.
-        refused: Requests that were rejected before their first token, with a retry delay.
-        cycles: By way to draft, how many cycles of its finished streams each drafter proposed in.
-    """
+    """Outcomes of the streams."""
 
     finished: int = 0
     wrong: list[str] = field(default_factory=list)
@@ -140,18 +131,7 @@ async def reference(address: str, wanted: Sequence[Ask]) -> dict[Ask, Said]:
 
 
 class Load:
-    """Streams that are restarted when they end; each completion is compared with the reference.
-
-    Args:
-        address: host:port of the gRPC API.
-        wanted: The streams.
-        expected: Completion of each ask.
-        retry: Retry policy of the clients.
-
-    Attributes:
-        tally: Their outcomes.
-        arrivals: By stream, the times of its start and of its tokens.
-    """
+    """Streams that are restarted when they end; each completion is compared with the reference."""
 
     def __init__(
         self,
@@ -167,7 +147,6 @@ class Load:
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        """Start the streams."""
         pairs = zip(self._wanted, self.arrivals, strict=True)
         self._tasks = [asyncio.create_task(self._repeat(*pair)) for pair in pairs]
 
@@ -181,11 +160,9 @@ class Load:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def all_moved_since(self, moment: float) -> bool:
-        """Whether every stream has received tokens since a time."""
         return all(times and times[-1] > moment for times in self.arrivals)
 
     def all_moved_between(self, first: float, last: float) -> bool:
-        """Whether every stream received tokens between two times."""
         return all(any(first < time <= last for time in reversed(times)) for times in self.arrivals)
 
     async def _repeat(self, stream: Stream, arrivals: list[float]) -> None:

@@ -41,18 +41,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table; times in seconds.
-
-    Args:
-        label: Target and action.
-        strikes: Number of strikes.
-        kills: Processes killed in these.
-        calm: Strikes while all streams received tokens; the times are over these.
-        pause_median_s, pause_max_s: Pause of the stream that paused longest.
-        back_median_s, back_max_s: Until a replacement of the victim served; None when nothing was killed.
-        late_max_s: Longest that a stream still paused after that.
-        stop_median_s: Time that a process was stopped.
-    """
+    """One line of the table; times in seconds."""
 
     label: str
     strikes: int
@@ -86,12 +75,10 @@ def pause_s(arrivals: Sequence[float], at: float, following: float = math.inf) -
 
 
 def usual_pause_s(arrivals: Iterable[Sequence[float]], at: float) -> float:
-    """Return `pause_s` of the worst stream at times without an event."""
     return max(pause_s(times, at) for times in arrivals)
 
 
 def rows(events: Sequence[Event]) -> list[Row]:
-    """Return the table, a row per kind of strike."""
     return [
         _row(label, [e for e in events if e.label == label]) for label in sorted({e.label for e in events})
     ]

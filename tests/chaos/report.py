@@ -24,7 +24,6 @@ HEAD = (
 
 
 def table(outcome: Outcome) -> str:
-    """Return the table of recovery times and the verdict."""
     lines = [HEAD, *(_cells(row) for row in rows(outcome.events))]
     widths = [max(len(line[column]) for line in lines) for column in range(len(HEAD))]
     text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
@@ -50,7 +49,6 @@ def table(outcome: Outcome) -> str:
 
 
 def figures(outcome: Outcome, options: Options) -> dict[str, Any]:
-    """Return the result for a result file."""
     tally = outcome.tally
     return {
         "options": asdict(options),

@@ -69,15 +69,7 @@ class Options:
 
 @dataclass
 class Outcome:
-    """Outcome of a run.
-
-    Attributes:
-        tally: Outcomes of the streams.
-        events: The strikes.
-        usual_pause_s: `pause_s` at times without a strike.
-        seconds: Duration of the strikes.
-        unused: Ways to draft of which a drafter proposed in no cycle.
-    """
+    """Outcome of a run."""
 
     tally: Tally
     events: list[Event] = field(default_factory=list)
@@ -87,18 +79,15 @@ class Outcome:
 
     @property
     def num_kills(self) -> int:
-        """Number of killed processes."""
         return sum(len(event.killed) for event in self.events)
 
     @property
     def is_clean(self) -> bool:
-        """Whether no stream failed, none lost, repeated or changed a token, and every drafter was used."""
         tally = self.tally
         return not tally.lost and not tally.wrong and not self.unused and tally.finished > 0
 
 
 async def run(scene: Scene, options: Options, say: Callable[[str], None]) -> Outcome:
-    """Run chaos on a cluster without other clients and on its Redis."""
     cluster, wanted = scene.cluster, asks(options.streams, options.max_tokens)
     say(f"{len(wanted)} streams of {options.max_tokens} tokens, first plain and undisturbed ...")
     expected = await reference(cluster.grpc, wanted)

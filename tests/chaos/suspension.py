@@ -35,15 +35,7 @@ class Probe:
 
 
 async def suspend_owner(cluster: Cluster, suspend: Callable[[], psutil.Process | None]) -> list[str]:
-    """Suspend an orchestrator, replace its sessions at another one under the same names, and resume it.
-
-    Args:
-        cluster: A cluster with two orchestrators.
-        suspend: Stops one of them and returns it.
-
-    Returns:
-        Descriptions of errors.
-    """
+    """Suspend an orchestrator, replace its sessions at another one under the same names, and resume it."""
     async with AsyncClient(cluster.grpc) as client:
         first, second = [await _tokens(client.generate(p, **OPTIONS)) for p in (PROMPT, NEXT_PROMPT)]
     probes = [Probe() for _ in range(NUM_PROBES)]

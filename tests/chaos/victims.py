@@ -23,8 +23,6 @@ _STARTING = ("initialize", "__init__")
 
 
 class Action(str, Enum):
-    """Action on a process."""
-
     KILL = "kill -9"
     STOP = "SIGSTOP"
     PAUSE = "SIGSTOP for longer than a lease"
@@ -47,36 +45,23 @@ PAUSE_S = LEASE_S + 2.0
 
 @dataclass(frozen=True)
 class Blow:
-    """An action on one process.
-
-    Args:
-        role: Its role.
-        action: The action.
-        stop_s: Seconds until it continues or recovers, unless it is killed.
-        choice: In [0, 1): selects one of the role's processes.
-    """
+    """An action on one process."""
 
     role: str
     action: Action
     stop_s: float
-    choice: float
+    choice: float  # in [0, 1): selects one of the processes of the role
 
 
 @dataclass(frozen=True)
 class Strike:
-    """Simultaneous actions.
-
-    Args:
-        after_s: Seconds since the end of the last strike.
-        blows: Actions on different roles.
-    """
+    """Simultaneous actions."""
 
     after_s: float
     blows: tuple[Blow, ...]
 
     @property
     def label(self) -> str:
-        """Target and action."""
         return (
             "several at once"
             if len(self.blows) > 1
@@ -87,14 +72,7 @@ class Strike:
 def plan(
     seed: int, pause_s: tuple[float, float], stop_s: tuple[float, float], roles: Sequence[str] = ROLES
 ) -> Iterator[Strike]:
-    """Yield endless strikes in an order given by the seed only; all roles and actions in turn.
-
-    Args:
-        seed: Seed of the order, the pauses and the choices.
-        pause_s: Bounds of the seconds between strikes.
-        stop_s: Bounds of the seconds that a process is stopped.
-        roles: Roles to strike.
-    """
+    """Yield endless strikes in an order given by the seed only; all roles and actions in turn."""
     rng = random.Random(seed)
 
     def blow(role: str, action: Action) -> Blow:
@@ -113,13 +91,7 @@ def plan(
 
 
 def find(role: str, launcher_pid: int, redis_pid: int = 0) -> list[psutil.Process]:
-    """Return the serving processes of a role, oldest first.
-
-    Args:
-        role: One of `ROLES`.
-        launcher_pid: Process id of the cluster's launcher.
-        redis_pid: That of its Redis.
-    """
+    """Return the serving processes of a role, oldest first."""
     if role == "redis":
         with contextlib.suppress(psutil.NoSuchProcess):
             return [psutil.Process(redis_pid)]

@@ -17,8 +17,7 @@ OWN_CLUSTERS = (
     "test_distributions",
     "test_lifecycle",
     "test_trust",
-    "test_served_head",
-    "test_drafter_directories",
+    "test_served_drafters",
     "test_gguf_target",
     "test_smoke",
 )

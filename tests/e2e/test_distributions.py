@@ -40,8 +40,6 @@ class Wheels:
 
 @dataclass
 class Environment:
-    """A virtual environment."""
-
     folder: Path
 
     @property

@@ -1,7 +1,6 @@
 """Structured output and forced calls: the official openai client's parsers and streams, the SDK's objects."""
 
 import asyncio
-import json
 from typing import Literal
 
 import openai
@@ -24,8 +23,6 @@ class GetWeather(BaseModel):
 
 
 class Weather(BaseModel):
-    """What is asked for."""
-
     city: Literal["Oslo", "Rome"]
     degrees: int = Field(ge=-40, le=50)
 
@@ -98,34 +95,6 @@ def test_calls_of_streamed_responses_and_what_follows_them(client):
     assert isinstance(after.output_parsed, Weather)
     kinds = [item.type for item in client.responses.input_items.list(after.id, order="asc", limit=100)]
     assert kinds == ["message", *["function_call"] * len(results), *["function_call_output"] * len(results)]
-
-
-def test_openai_stream_parses_as_it_arrives(client):
-    options = {"model": "", "messages": MESSAGES, "seed": 2, "max_tokens": 300}
-    with client.chat.completions.stream(**options, response_format=Machine) as stream:
-        kinds = {event.type for event in stream}
-        streamed = stream.get_final_completion().choices[0].message
-    assert {"content.delta", "content.done"} <= kinds
-    assert (
-        streamed.parsed
-        == client.chat.completions.parse(**options, response_format=Machine).choices[0].message.parsed
-    )
-
-
-def test_json_object_of_every_choice(client):
-    answer = client.chat.completions.create(
-        model="",
-        messages=MESSAGES,
-        response_format={"type": "json_object"},
-        n=3,
-        max_tokens=200,
-        seed=3,
-        extra_body={"structured_outputs": None},
-    )
-    for choice in answer.choices:
-        if choice.finish_reason == "stop":
-            assert isinstance(json.loads(choice.message.content), dict)
-        assert choice.message.content.startswith("{")
 
 
 async def test_sdk_parses_and_streams(cluster):

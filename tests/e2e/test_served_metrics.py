@@ -5,11 +5,9 @@ import time
 import urllib.request
 
 import pytest
-from click.testing import CliRunner
 from prometheus_client.parser import text_string_to_metric_families
 
 from gammaray import Client, Completion
-from gammaray.cli import main
 from gammaray.telemetry.catalog import CATALOG, Role, by_name
 from tests.support.cluster.cluster_helpers import Cluster, eventually, is_without_model, undisturbed
 from tests.support.cluster.prometheus_helpers import ROOT, get_json, running_prometheus
@@ -111,25 +109,6 @@ def test_counters_are_the_sums_of_the_summaries(cluster):
     assert samples["gammaray_time_to_first_token_seconds_count",] == 3
     waited = samples["gammaray_cycle_time_seconds_total", ("part", "draft")]
     assert waited == pytest.approx(total("draft_ms") / 1e3, rel=1e-6)
-
-
-def test_refusals_are_counted_by_kind(cluster):
-    outcome = ("gammaray_requests_total", ("outcome", "not_found"))
-    before = scrape(cluster)["orchestrator"][outcome]
-    with Client(cluster.grpc) as client, pytest.raises(Exception, match="no-such-model"):
-        client.complete("Hi", model="no-such-model")
-    assert scrape(cluster)["orchestrator"][outcome] == before + 1
-
-
-def test_top_shows_the_counters_of_the_completions(cluster):
-    wait_for_drafter(cluster)
-    arguments = ["top", "--once", "--json", "--interval", "0.2", "-a", cluster.grpc]
-    result = CliRunner().invoke(main, arguments)
-    assert result.exit_code == 0, result.output
-    activity = json.loads(result.stdout)
-    assert 0 < activity["total"]["alpha"] <= 1
-    assert activity["total"]["speedup"] > 0
-    assert [worker["role"] for worker in activity["workers"]] == ["target", "draft"]
 
 
 @pytest.mark.needs("prometheus")

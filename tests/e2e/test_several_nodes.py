@@ -51,7 +51,6 @@ class Nodes:
         return self.process.stdout.readline()
 
     async def until(self, condition, timeout_s=PATIENCE_S):
-        """Wait until the placement meets a condition, and return it."""
         deadline = time.monotonic() + timeout_s
         while not condition(placement := await self.ask("placement")):
             assert time.monotonic() < deadline, placement
@@ -98,7 +97,6 @@ def tokens_of(completion):
 
 
 async def plain_tokens(client):
-    """Return the tokens of plain decoding by seed."""
     completions = await asyncio.gather(*(complete(client, seed, 0) for seed in SEEDS))
     return {seed: tokens_of(completion) for seed, completion in zip(SEEDS, completions, strict=True)}
 
@@ -129,7 +127,6 @@ async def traffic(client, expected, count, gamma):
 
 
 async def more(finished, count, timeout_s=PATIENCE_S):
-    """Wait until `count` more streams finished."""
     wanted, deadline = len(finished) + count, time.monotonic() + timeout_s
     while len(finished) < wanted:
         assert time.monotonic() < deadline, f"{len(finished)} of {wanted} streams"

@@ -20,7 +20,6 @@ from tests.support.cluster.cluster_helpers import running_cluster
 
 
 def main() -> int:
-    """Run and print; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--seconds", type=float, default=600.0, help="How long. Default: 600.")
     parser.add_argument("--seed", type=int, default=0, help="Of every choice. Default: 0.")

@@ -12,17 +12,7 @@ MAX_KEPT = 200
 
 
 class Campaign:
-    """Counts responses and records violations.
-
-    Args:
-        seconds: Duration.
-        seed: Seed of every choice; each fuzzer has its own generator, see `dice`.
-
-    Attributes:
-        counts: Responses by (surface, result).
-        wrong: Descriptions of the first violations.
-        num_wrong: Number of violations.
-    """
+    """Counts responses and records violations."""
 
     def __init__(self, seconds: float, seed: int) -> None:
         self._ends_at, self._seed = time.monotonic() + seconds, seed
@@ -32,12 +22,10 @@ class Campaign:
 
     @property
     def is_over(self) -> bool:
-        """Whether the time is up."""
         return time.monotonic() >= self._ends_at
 
     @property
     def left_s(self) -> float:
-        """Seconds until the time is up."""
         return max(0.0, self._ends_at - time.monotonic())
 
     def rounds(self) -> Iterator[int]:
@@ -53,13 +41,11 @@ class Campaign:
         return random.Random(f"{self._seed}/{name}")
 
     def count(self, surface: str, result: str, wrong: str | None = None) -> None:
-        """Count a response, and record its violation if any."""
         self.counts[surface, result] += 1
         if wrong is not None:
             self.blame(f"{surface}: {wrong}")
 
     def blame(self, wrong: str) -> None:
-        """Record a violation."""
         self.num_wrong += 1
         if len(self.wrong) < MAX_KEPT:
             self.wrong.append(wrong)
@@ -72,7 +58,6 @@ class Campaign:
             self.blame(f"{name} broke: {type(error).__name__}: {error}")
 
     def table(self) -> str:
-        """Return the counts as text."""
         surfaces = sorted({surface for surface, _ in self.counts})
         lines = []
         for surface in surfaces:

@@ -31,17 +31,7 @@ SETTLE_S = 60.0
 
 @dataclass(frozen=True)
 class Holding:
-    """Resources of one process.
-
-    Args:
-        rss_mb: Resident memory in MiB.
-        files: Open file descriptors.
-        sessions: Sessions.
-        queued: Blocks waiting or running.
-        cache_bytes: KV cache in use.
-        threads: Threads, except those of gRPC's pool.
-        pool_threads: Threads of gRPC's pool.
-    """
+    """Resources of one process."""
 
     rss_mb: float
     files: int
@@ -96,13 +86,7 @@ def _thread_names(pid: int) -> list[str]:
 def settled(
     status: Callable[[], list[ProcessStatus]], before: Mapping[tuple[str, int], Holding] | None = None
 ) -> dict[tuple[str, int], Holding]:
-    """Wait until no process holds a session or a block, and return the resources then.
-
-    Args:
-        status: Returns the processes of a cluster.
-        before: Earlier resources. Connections are closed and memory is freed some time after their last
-            use, so values above the bounds may still decrease.
-    """
+    """Wait until no process holds a session or a block, and return the resources then."""
     deadline = time.monotonic() + SETTLE_S
     while True:
         held = census(status())

@@ -37,15 +37,7 @@ WARM_UP_S = (3.0, 60.0)
 
 @dataclass
 class Report:
-    """Outcome of a run.
-
-    Args:
-        campaign: Counts and violations.
-        before: Resources after the warm-up.
-        after: Resources at the end.
-        grown: What processes hold at the end and did not after the warm-up.
-        fields: Fields of requests that were grown to their limits.
-    """
+    """Outcome of a run."""
 
     campaign: Campaign
     before: dict[tuple[str, int], Holding]
@@ -55,7 +47,6 @@ class Report:
 
     @property
     def is_clean(self) -> bool:
-        """Whether there was no violation."""
         return not self.campaign.num_wrong and not self.grown
 
     def __str__(self) -> str:
@@ -98,7 +89,6 @@ def run(cluster: Cluster, seconds: float, seed: int, say: Callable[[str], None])
 
 
 def run_limits(cluster: Cluster, seconds: float, seed: int, fields: Sequence[Growing]) -> Report:
-    """Grow some fields only."""
     before, campaign = settled(lambda: _status(cluster)), Campaign(seconds, seed)
     grown = asyncio.run(grow_fields(cluster, campaign, fields))
     _check_alive(cluster, campaign)
@@ -138,7 +128,6 @@ def _status(cluster: Cluster) -> list:
 
 
 def _check_alive(cluster: Cluster, campaign: Campaign) -> None:
-    """Check that both APIs still complete."""
     with Client(cluster.grpc) as client:
         if len(client.complete("x = ", max_tokens=4, ignore_eos=True).tokens) != 4:
             campaign.blame("the gRPC API does not complete any more")

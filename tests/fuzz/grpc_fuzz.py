@@ -37,7 +37,6 @@ _SERVICE = pb.DESCRIPTOR.services_by_name["GenerationService"]
 
 
 async def fuzz_public(address: str, campaign: Campaign, name: str) -> None:
-    """Call methods of GenerationService until the campaign is over."""
     rng = campaign.dice(name)
     async with grpc.aio.insecure_channel(address, OPTIONS) as channel:
         while not campaign.is_over:
@@ -99,7 +98,6 @@ def _metadata(rng: random.Random) -> list[tuple[str, str]]:
 
 
 async def fuzz_worker(address: str, role: str, campaign: Campaign, name: str) -> None:
-    """Send a worker blocks of a hostile orchestrator, over stream after stream."""
     rng, names = campaign.dice(name), set[str]()
     service = "TargetService" if role == "target" else "DraftService"
     method = "Verify" if role == "target" else "Propose"

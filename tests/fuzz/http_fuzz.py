@@ -88,7 +88,6 @@ PATHS = [
 
 
 async def fuzz_http(base_url: str, campaign: Campaign, name: str) -> None:
-    """Send requests until the campaign is over."""
     rng = campaign.dice(name)
     limits = httpx.Limits(max_connections=8)
     async with httpx.AsyncClient(base_url=base_url, timeout=ANSWER_TIMEOUT_S, limits=limits) as http:

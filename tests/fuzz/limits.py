@@ -193,18 +193,13 @@ FIELDS = (
 
 
 class Canary:
-    """A stream that is always read.
-
-    Attributes:
-        gaps: Seconds between two tokens of one stream, each after the time of the second.
-    """
+    """A stream that is always read."""
 
     def __init__(self) -> None:
         self.gaps: list[tuple[float, float]] = []
         self._seen = asyncio.Event()
 
     async def run(self, client: AsyncClient) -> None:
-        """Read streams until cancelled; a stream that fails is started again."""
         while True:
             last: float | None = None
             with contextlib.suppress(Exception):  # the fuzzer itself notices a server that is gone
@@ -230,11 +225,7 @@ class Canary:
 
 
 class Memory:
-    """Resident memory of all processes of a cluster, in MiB.
-
-    Args:
-        launcher: Process id that all of them descend from.
-    """
+    """Resident memory of all processes of a cluster, in MiB."""
 
     def __init__(self, launcher: int) -> None:
         self._launcher = psutil.Process(launcher)
@@ -251,7 +242,6 @@ class Memory:
         return found
 
     async def watch(self) -> None:
-        """Sample until cancelled."""
         while True:
             await asyncio.to_thread(self.sample)
             await asyncio.sleep(SAMPLE_S)
@@ -283,11 +273,7 @@ async def _running(*work: Any) -> AsyncIterator[None]:
 
 
 async def grow_fields(cluster: Cluster, campaign: Campaign, fields: Sequence[Growing] = FIELDS) -> list[str]:
-    """Grow fields in an order that the seed draws, until all are done or the campaign is over.
-
-    Returns:
-        The names of the fields whose limit was reached.
-    """
+    """Grow fields in an order that the seed draws, until all are done or the campaign is over."""
     dice, done = campaign.dice("limits"), list[str]()
     canary, memory = Canary(), Memory(cluster.launcher.pid)
     limits = httpx.Limits(max_connections=4)

@@ -27,7 +27,6 @@ LIMITS = {
 
 
 def hostile(rng: random.Random, depth: int = 0) -> Any:
-    """Return any JSON value."""
     kind = rng.randrange(10 if depth < 3 else 6)
     if kind < 2:
         return rng.choice(NUMBERS)
@@ -115,7 +114,6 @@ def mutate_message(rng: random.Random, message: Message, rounds: int = 3) -> Non
 
 
 def scalar(rng: random.Random, field: FieldDescriptor) -> Any:
-    """Return a value of a field's type."""
     if field.type == FieldDescriptor.TYPE_STRING:
         return rng.choice([text for text in TEXTS if "\ud800" not in text])
     if field.type == FieldDescriptor.TYPE_BYTES:

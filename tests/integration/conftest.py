@@ -16,14 +16,12 @@ def _no_haste(monkeypatch):
 
 @pytest.fixture(scope="module")
 def redis_server():
-    """A Redis of the module's own."""
     with running_redis() as server:
         yield server
 
 
 @pytest.fixture
 async def redis(redis_server):
-    """A client of that Redis."""
     client = connect(redis_server.url)
     yield client
     await client.aclose()

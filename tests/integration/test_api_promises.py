@@ -38,8 +38,6 @@ SCHEMA = {
 
 
 class Api:
-    """Calls of both APIs."""
-
     def __init__(self, orchestrator, http: httpx.AsyncClient) -> None:
         self.orchestrator, self.http = orchestrator, http
 
@@ -217,10 +215,16 @@ async def test_drawn_seed_is_below_2_to_the_53_and_reproduces_the_tokens(api):
     assert len(set(seeds)) == len(seeds)
 
 
-async def test_samples_are_separate_sessions(api):
+async def test_samples_are_separate_sessions_and_each_is_its_own_function_of_the_seed(api):
     choices = (await api.complete(n=3, seed=1))["choices"]
-    assert len({choice["gammaray"]["session_id"] for choice in choices}) == 3
-    assert len({choice["text"] for choice in choices}) > 1
+    texts = [choice["text"] for choice in choices]
+    assert len({choice["gammaray"]["session_id"] for choice in choices}) == len(set(texts)) == 3
+    assert await api.text(seed=1) == texts[0]
+    streamed = ["", "", ""]
+    for event in (await api.events(n=3, seed=1))[:-1]:
+        for choice in event["choices"]:
+            streamed[choice["index"]] += choice["text"]
+    assert streamed == texts
 
 
 async def test_prediction_changes_the_speed_only(api):
@@ -289,9 +293,15 @@ async def test_other_forms(api):
 
 async def test_speculation_does_not_change_structured_tokens(api):
     form = {**FORMS["schema"][0], "max_tokens": 100}
+    call = {"tools": [WEATHER, NOW], "tool_choice": "required", "parallel_tool_calls": False}
     for seed in range(3):
-        texts = {await api.text(**form, seed=seed, gammaray={"gamma": gamma}) for gamma in (0, 3, "adaptive")}
-        assert len(texts) == 1
+        texts, calls = set(), set()
+        for gamma in (0, 3, "adaptive"):
+            texts.add(await api.text(**form, seed=seed, gammaray={"gamma": gamma}))
+            found = await api.chat(**call, max_tokens=400, seed=seed, gammaray={"gamma": gamma})
+            (made,) = found["choices"][0]["message"]["tool_calls"]
+            calls.add((made["function"]["name"], made["function"]["arguments"]))
+        assert len(texts) == len(calls) == 1
 
 
 async def test_wrong_forms_are_refused_by_name(api):
@@ -327,9 +337,6 @@ async def test_form_is_cut_at_max_tokens_and_ends_before_min_tokens(api):
     (choice,) = (await api.complete(**form, max_tokens=100, min_tokens=90))["choices"]
     assert choice["finish_reason"] == "stop"
     json.loads(choice["text"])
-
-
-# Streams
 
 
 # Log-probabilities
@@ -426,6 +433,38 @@ async def test_call_that_is_cut_has_its_name_and_goes_back(api):
         assert found["finish_reason"] == "length" or call["function"]["arguments"] == arguments
         result = {"role": "tool", "tool_call_id": call["id"], "content": "not run"}
         await api.chat(messages=[*CHAT, found["message"], result], tools=[WEATHER])
+
+
+def calls_of(events: list) -> list:
+    """Return id, name and arguments of the calls whose pieces are in the events of a stream."""
+    calls: list[list[str]] = []
+    for piece in (p for event in events for p in event["choices"][0]["delta"].get("tool_calls", ())):
+        if piece["index"] == len(calls):
+            calls.append([piece["id"], piece["function"]["name"], ""])
+        else:
+            calls[piece["index"]][2] += piece["function"]["arguments"]
+    return calls
+
+
+async def test_stream_resumed_after_any_event_has_the_same_calls(api):
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    body = {"messages": CHAT, "tools": [WEATHER, NOW], "tool_choice": named, "max_tokens": 400, "seed": 7}
+    body |= {"stream": True, "gammaray": {"gamma": 0}}
+
+    async def events(**headers) -> list[tuple[str, dict]]:
+        text = (await api.post(CHATS, body, **headers)).text
+        found = re.findall(r"^(?:id: (.*)\n)?data: ({.*})$", text, re.MULTILINE)
+        return [(event_id, json.loads(data)) for event_id, data in found]
+
+    whole = await events()
+    expected = calls_of([event for _, event in whole])
+    json.loads(expected[0][2])
+    places = [place for place, (event_id, _) in enumerate(whole) if event_id]
+    assert len(places) > 3
+    for place in places[:-1]:
+        again = whole[: place + 1] + await events(**{"Last-Event-ID": whole[place][0]})
+        assert calls_of([event for _, event in again]) == expected
+        assert again[-1][1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
 async def test_unsupported_schema_of_a_tool_is_refused(api):

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import statistics
 import time
 from contextlib import asynccontextmanager
 
-import grpc
 import pytest
 
 from gammaray.errors import DeadlineExceededError, InvalidArgumentError, UnavailableError
@@ -16,7 +14,7 @@ from gammaray.v1 import types_pb2 as pb
 from orchestrator.workers import connection as links
 from orchestrator.workers.connection import WorkerConnection
 from orchestrator.workers.protocol import TARGET
-from tests.support.workers.scripted_workers import ScriptedWorker, scripted, until
+from tests.support.workers.scripted_workers import scripted, until
 
 pytestmark = pytest.mark.integration
 
@@ -53,19 +51,6 @@ async def test_link_calls_of_one_tick_leave_in_one_frame():
         assert len({r.request_id for r in results}) == 40
         assert len(worker.frames) == 1
         assert worker.num_streams == 1
-
-
-async def test_link_sends_blocks_that_arrive_during_a_write_in_the_next_frame():
-    async with scripted("target") as worker, link_to(worker.address) as link:
-        await until(lambda: link.is_up)
-
-        async def one(index):
-            await asyncio.sleep(0.0001 * index)
-            return await link.call(block(f"s{index}"), 30)
-
-        results = await asyncio.gather(*(one(i) for i in range(60)))
-        assert sorted(r.session_id for r in results) == sorted(f"s{i}" for i in range(60))
-        assert len(worker.blocks) == 60
 
 
 async def test_link_large_blocks_are_spread_over_frames():
@@ -130,15 +115,6 @@ async def test_link_cancelled_call_that_was_not_sent_is_never_sent():
         assert not link.pending
 
 
-async def test_link_release_reaches_the_worker():
-    async with scripted("target") as worker, link_to(worker.address) as link:
-        await until(lambda: link.is_up)
-        await link.call(block("s"), 30)
-        link.release("s")
-        await until(lambda: worker.released == ["s"])
-        assert worker.held == {}
-
-
 async def test_link_worker_dies_pending_calls_fail_and_it_reconnects():
     async with scripted("target") as worker, link_to(worker.address) as link:
         await until(lambda: link.is_up)
@@ -156,20 +132,6 @@ async def test_link_worker_dies_pending_calls_fail_and_it_reconnects():
         await worker.start()
         await until(lambda: link.is_up)
         assert (await link.call(block("back"), 30)).session_id == "back"
-
-
-async def test_link_connects_to_a_worker_that_starts_late():
-    worker = ScriptedWorker("target")
-    await worker.start()
-    await worker.stop()
-    async with link_to(worker.address) as link:
-        await asyncio.sleep(0.3)
-        assert not link.is_up
-        await worker.start()
-        try:
-            await until(lambda: link.is_up)
-        finally:
-            await worker.stop()
 
 
 async def test_link_reopens_a_stream_that_the_worker_ended():
@@ -216,33 +178,3 @@ async def test_link_does_not_use_a_refused_worker_until_it_is_accepted():
         wrong[0] = False
         await until(lambda: link.is_up)
         assert link.refusal is None
-
-
-async def test_link_close_fails_what_is_in_flight():
-    async with scripted("target") as worker, link_to(worker.address) as link:
-        await until(lambda: link.is_up)
-        worker.on_block = lambda b: None
-        call = asyncio.create_task(link.call(block(), 60))
-        await until(lambda: len(worker.blocks) == 1)
-        await link.close()
-        with pytest.raises(UnavailableError, match="closed the link"):
-            await call
-
-
-async def test_link_round_trip_is_short():
-    """Compared with a bare stream at the same time: client and server share this process and its core."""
-    async with scripted("target") as worker, link_to(worker.address) as link:
-        async with grpc.aio.insecure_channel(worker.address) as channel:
-            await until(lambda: link.is_up)
-            bare = TARGET.open_stream(channel)
-            times, bare_times = [], []
-            for _ in range(200):
-                start = time.perf_counter()
-                await link.call(block(), 30)
-                between = time.perf_counter()
-                await bare.write(TARGET.make_frame([block()], []))
-                await bare.read()
-                times.append(between - start)
-                bare_times.append(time.perf_counter() - between)
-            bare.cancel()
-    assert statistics.median(times) < 2 * statistics.median(bare_times) + 0.002

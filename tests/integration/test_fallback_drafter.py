@@ -12,17 +12,15 @@ from gammaray.errors import UnavailableError
 from gammaray.types import DrafterKind, TokenOrigin
 from gammaray.v1 import types_pb2 as pb
 from orchestrator.control.costs import CostModel
-from orchestrator.control.fixed import FixedGamma, Reason
+from orchestrator.control.fixed import FixedGamma
 from orchestrator.cycle.run import run_cycle
 from orchestrator.drafting.choice import DrafterChoice
 from orchestrator.drafting.prompt_lookup import PromptLookup
 from orchestrator.drafting.session_drafter import SessionDrafter
 from orchestrator.drafting.suffix_decoding import SuffixDrafter
-from orchestrator.workers.drafter import Readiness
 from tests.support.workers.fleet_helpers import clients, emitted, fleet_of, stop_pauses_ending
 from tests.support.workers.scripted_workers import (
     PROMPT,
-    VOCAB,
     continuation,
     make_session,
     scripted,
@@ -35,7 +33,6 @@ TEXTS = {DrafterKind.MODEL: PromptLookup, DrafterKind.NGRAM: PromptLookup, Draft
 
 
 def drafting_of(fleet, session, allowed=DrafterKind.MODEL, **options):
-    """Return drafter and controller of a session, and its verifier."""
     remote, verifier = clients(fleet, session, **options)
     return drafting_over(remote, session, allowed), verifier
 
@@ -138,26 +135,6 @@ async def test_fallback_stopped_drafter_costs_one_deadline_and_is_used_when_it_r
 
 
 @pytest.mark.slow
-async def test_fallback_concurrent_failures_count_as_one():
-    """Eight sessions that are late at the same time are one failure, not eight in a row: 30 s without."""
-    async with scripted("target", "draft") as (target, draft), fleet_of(target, draft) as fleet:
-        sessions = [make_session(f"s{index}", max_tokens=100_000) for index in range(8)]
-        pairs = [drafting_of(fleet, session, propose_timeout_s=0.2) for session in sessions]
-
-        async def cycle_of_all():
-            cycles = [one_cycle(s, *pair) for s, pair in zip(sessions, pairs, strict=True)]
-            return await asyncio.gather(*cycles)
-
-        draft.on_block = lambda block: None  # held up, without a late answer
-        assert all(cycle.is_fallback for cycle in await cycle_of_all())
-        draft.on_block = draft.work
-        start = time.monotonic()
-        while not all(cycle.drafter is DrafterKind.MODEL for cycle in await cycle_of_all()):
-            assert time.monotonic() - start < 20.0
-            await asyncio.sleep(0.05)
-
-
-@pytest.mark.slow
 async def test_fallback_backs_off_from_a_drafter_that_is_always_late():
     async with scripted("target", "draft") as (target, draft), fleet_of(target, draft) as fleet:
         sessions = [make_session(f"s{index}", max_tokens=100_000) for index in range(4)]
@@ -183,45 +160,6 @@ async def test_fallback_error_of_one_session_does_not_stop_the_others_or_another
             workers = {cycle.draft_worker for cycle in cycles if cycle.draft_worker}
             assert workers == {drafts[1].address}
             assert sum(cycle.is_fallback for cycle in cycles) <= 5
-
-
-async def test_fallback_uses_prompt_lookup_while_the_drafter_prefills():
-    async with scripted("target", "draft") as (target, draft), fleet_of(target, draft) as fleet:
-        prompt = tuple(i % VOCAB for i in range(500))
-        draft.runs.clear()
-        session = make_session(max_tokens=2000, prompt=prompt)
-        drafter, verifier = clients(fleet, session)
-        drafting = drafting_over(drafter, session)
-        cycles = [await one_cycle(session, drafting, verifier) for _ in range(4)]
-        assert cycles[0].drafter is DrafterKind.NGRAM
-        assert not any(cycle.is_fallback for cycle in cycles)
-        draft.runs.set()
-        await until(lambda: drafter.prepare(session) is Readiness.READY)
-        assert (await one_cycle(session, drafting, verifier)).drafter is DrafterKind.MODEL
-
-
-async def test_fallback_controller_learns_nothing_from_a_cycle_whose_drafter_failed():
-    class Watching(CostModel):
-        def __init__(self):
-            super().__init__()
-            self.seen = []
-
-        def observe(self, cycle, **_):
-            self.seen.append(cycle)
-
-    async with scripted("target", "draft") as (target, draft), fleet_of(target, draft) as fleet:
-        session = make_session(max_tokens=100_000)
-        drafter, verifier = clients(fleet, session, propose_timeout_s=1.0)
-        watching = Watching()
-        drafting = drafting_over(drafter, session, costs=watching)
-        before = [await one_cycle(session, drafting, verifier) for _ in range(4)]
-        draft.on_block = lambda block: None
-        fell = await one_cycle(session, drafting, verifier)
-        below = await one_cycle(session, drafting, verifier)
-        assert watching.seen == [*before, below]
-        assert fell.is_fallback
-        assert below.shape.reason == Reason.FIXED.value
-        assert below.shape.is_fallback
 
 
 async def test_draining_workers_are_replaced_without_a_failure():

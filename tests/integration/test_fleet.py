@@ -47,43 +47,32 @@ async def test_fleet_accepts_equal_or_unknown_vocabularies():
             assert all(process.healthy for process in fleet.status())
 
 
-async def test_fleet_reports_and_skips_a_wrong_draft_that_joins_later(caplog):
-    registry = ListRegistry()
-    async with scripted("target") as target, scripted("draft", vocab_size=49) as draft:
-        async with fleet_of(target, registry=registry) as fleet:
-            registry.known["draft"] = {draft.address}
-            await until(lambda: any(p.role == "draft" and p.pid == 1 for p in fleet.status()))
-            (status,) = [p for p in fleet.status() if p.role == "draft"]
-            assert not status.healthy
-            assert "49 token ids" in caplog.text
-            session = make_session(max_tokens=5)
-            await finish(session, *clients(fleet, session), 3)
-            assert draft.blocks == []
-
-
 @pytest.mark.slow
-async def test_fleet_target_of_another_tokenizer_that_joins_is_refused_and_reported(caplog):
+async def test_fleet_worker_of_another_vocabulary_that_joins_is_refused_and_reported(caplog):
     registry = ListRegistry()
     async with scripted("target", sha="own") as target, scripted("target", sha="other") as other:
         async with (
             scripted("target") as unknown,
             scripted("draft", sha="own") as draft,
+            scripted("draft", vocab_size=49) as wrong,
             fleet_of(target, registry=registry, sha="own") as fleet,
         ):
             registry.known["target"] = {other.address, unknown.address}
             await until(lambda: fleet.targets.refusals() != [])
-            registry.known["draft"] = {draft.address}
+            registry.known["draft"] = {draft.address, wrong.address}
             await until(lambda: fleet.drafts.num_up == 1)  # a refused target's tokenizer does not count
             await until(lambda: fleet.targets.num_up == 2)
+            await until(lambda: fleet.drafts.refusals() != [])
             healthy = {status.address: status.healthy for status in fleet.status()}
-            assert healthy.pop(other.address) is False
+            assert healthy.pop(other.address) is healthy.pop(wrong.address) is False
             assert all(healthy.values())
             assert f"target worker at {other.address} is refused" in caplog.text
             assert "50 token ids mean other tokens" in caplog.text
+            assert "49 token ids" in caplog.text
             for number in range(4):
                 session = make_session(f"s{number}", max_tokens=5)
-                await finish(session, *clients(fleet, session), 0)
-            assert other.blocks == []
+                await finish(session, *clients(fleet, session), 3)
+            assert other.blocks == wrong.blocks == []
 
 
 @pytest.mark.slow

@@ -7,11 +7,10 @@ import dataclasses
 import pytest
 
 from gammaray.errors import FailedPreconditionError
-from gammaray.grammar.identity import digest_of, grammar_identity
+from gammaray.grammar.identity import grammar_identity
 from tests.support.engine_helpers import tiny_model
-from tests.support.workers.fleet_helpers import clients, emitted, fleet_of
 from tests.support.workers.resume_helpers import request_of
-from tests.support.workers.scripted_workers import PROMPT, continuation, finish, make_session, scripted
+from tests.support.workers.scripted_workers import scripted
 from tests.support.workers.service_helpers import complete, tokens_of
 from tests.support.workers.service_helpers import running as orchestrating
 from tests.support.workers.workers_helpers import running
@@ -21,52 +20,6 @@ pytestmark = [pytest.mark.integration]
 FOREIGN = "f" * 64 + "/llguidance-1.7.6"
 DEMO = {"vocab_size": 2048, "max_context": 1024}
 GRAMMAR = "start: /[a-z]*/"
-
-
-def with_grammar():
-    session = make_session(max_tokens=8)
-    return dataclasses.replace(session, params=dataclasses.replace(session.params, grammar=GRAMMAR))
-
-
-async def test_target_with_other_masks_is_left_out():
-    async with (
-        scripted("target", grammars=FOREIGN) as foreign,
-        scripted("target", grammars=grammar_identity()) as own,
-        fleet_of(foreign, own) as fleet,
-    ):
-        session = with_grammar()
-        drafter, verifier = clients(fleet, session)
-        verifier.prefer(session, foreign.address)
-        fleet.targets.links[own.address].sessions |= {"x", "y"}  # least loaded is the foreign one
-        await finish(session, drafter, verifier, 0)
-        assert emitted(session) == continuation(PROMPT, 8)
-        assert foreign.blocks == []
-
-
-@pytest.mark.parametrize("grammars", [digest_of(grammar_identity()) + "/llguidance-9.9.9", ""])
-async def test_target_with_the_same_masks_or_an_unknown_library_is_used(grammars):
-    async with scripted("target", grammars=grammars) as target, fleet_of(target) as fleet:
-        session = with_grammar()
-        await finish(session, *clients(fleet, session), 0)
-        assert emitted(session) == continuation(PROMPT, 8)
-
-
-async def test_target_with_other_masks_serves_sessions_without_grammar():
-    async with scripted("target", grammars=FOREIGN) as target, fleet_of(target) as fleet:
-        session = make_session(max_tokens=8)
-        await finish(session, *clients(fleet, session), 0)
-        assert emitted(session) == continuation(PROMPT, 8)
-
-
-async def test_session_with_a_grammar_is_refused_with_both_libraries():
-    own = grammar_identity()
-    async with scripted("target", grammars=FOREIGN) as target, fleet_of(target) as fleet:
-        session = with_grammar()
-        with pytest.raises(FailedPreconditionError) as caught:
-            await finish(session, *clients(fleet, session, wait_s=0.3), 0)
-        assert target.blocks == []
-        assert f"llguidance-1.7.6 ({FOREIGN[:12]})" in str(caught.value)
-        assert f"{own.partition('/')[2]} ({own[:12]})" in str(caught.value)
 
 
 async def test_request_with_a_grammar_is_refused_at_once(redis_server):

@@ -10,7 +10,6 @@ import pytest
 
 from gammaray.errors import DeadlineExceededError, FailedPreconditionError, ResourceExhaustedError
 from gammaray.types import DrafterKind, GenerationRequest
-from orchestrator.access.admission import Admission
 from orchestrator.access.caller import Caller
 from tests.support.workers.scripted_workers import scripted
 from tests.support.workers.service_helpers import running, tokens_of
@@ -30,24 +29,6 @@ async def finish(orchestrator, caller, request=REQUEST):
     return [chunk async for chunk in orchestrator.generate(request, caller)]
 
 
-async def test_tenant_does_not_wait_for_the_queue_of_another(redis_server, target):
-    ended = []
-
-    async def ask(orchestrator, tenant):
-        chunks = await finish(orchestrator, Caller(tenant))
-        assert len(tokens_of(chunks)) == 12
-        ended.append(tenant)
-
-    async with running(redis_server, target.address, "") as orchestrator:
-        orchestrator.admission = Admission(capacity=1, max_waiting=100, max_wait_s=30.0)
-        loud = [asyncio.create_task(ask(orchestrator, "loud")) for _ in range(8)]
-        await asyncio.sleep(0)
-        quiet = asyncio.create_task(ask(orchestrator, "quiet"))
-        await asyncio.wait_for(asyncio.gather(*loud, quiet), 60)
-    assert ended.index("quiet") <= 2
-    assert len(ended) == 9
-
-
 async def test_flood_is_rejected_with_a_delay_and_all_slots_are_freed(redis_server, target):
     settings = {"max_concurrent_requests": 3}
     async with running(redis_server, target.address, "", **settings) as orchestrator:
@@ -61,16 +42,6 @@ async def test_flood_is_rejected_with_a_delay_and_all_slots_are_freed(redis_serv
         assert sum(isinstance(result, list) for result in results) == 6
         assert (orchestrator.admission.num_running, orchestrator.admission.num_waiting) == (0, 0)
         assert await finish(orchestrator, Caller("a"))
-
-
-async def test_waiting_request_fails_at_its_deadline(redis_server, target):
-    target.delay_s = 0.1
-    async with running(redis_server, target.address, "", max_concurrent_requests=1) as orchestrator:
-        running_one = asyncio.create_task(finish(orchestrator, Caller("a")))
-        await asyncio.sleep(0.05)
-        with pytest.raises(DeadlineExceededError):
-            await finish(orchestrator, Caller("b", deadline=time.monotonic() + 0.2))
-        assert len(tokens_of(await running_one)) == 12
 
 
 async def test_deadline_ends_a_running_request_and_frees_its_slot(redis_server, target):

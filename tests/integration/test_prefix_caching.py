@@ -35,19 +35,8 @@ def request_of(**fields) -> GenerationRequest:
 
 
 async def ask(orchestrator, request, caller=ANONYMOUS):
-    """Return the emitted tokens and the usage."""
     chunks = [chunk async for chunk in orchestrator.generate(request, caller)]
     return tokens_of(chunks), chunks[-1].usage
-
-
-@pytest.mark.slow
-async def test_a_repeated_prompt_is_computed_once_and_gives_the_same_tokens(orchestrator):
-    request = request_of()
-    first, before = await ask(orchestrator, request)
-    again, after = await ask(orchestrator, request)
-    assert again == first
-    assert before.cached_tokens < 10
-    assert after.cached_tokens == after.prompt_tokens - 1 > 60, "the last one is fed for its logits"
 
 
 async def test_a_conversation_computes_only_new_tokens(orchestrator):

@@ -1,14 +1,14 @@
-"""The text does not depend on the weights of the draft: coupled verification, through the workers' schedulers
-and through worker processes with an orchestrator."""
+"""The text does not depend on the weights of the draft: coupled verification, through the schedulers."""
 
 import pytest
 
 from gammaray.config import DraftSettings, TargetSettings
 from gammaray.demo_pair import resolve_model
-from gammaray.types import ADAPTIVE, GammaPolicy, GenerationRequest, SamplingParams, TokenOrigin
 from services.engine.loader import load_worker_engine
+from services.engine.native.library import load_kernel
 from services.qualify.loop import Ask, Pair, draft_scheduler, target_scheduler
-from tests.support.workers.service_helpers import PROMPTS, complete, running, tokens_of, worker_process
+from tests.support.workers.service_helpers import worker_process
+from tests.support.workers.workers_helpers import Link, propose_block
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
@@ -48,26 +48,9 @@ def test_tokens_are_those_of_plain_decoding_whatever_the_weights(pairs, temperat
 
 
 @pytest.mark.parametrize("weights", WEIGHTS[1:])
-async def test_tokens_of_a_served_pair_with_a_quantised_draft(redis_server, weights):
-    """Chains and adaptive trees, proposed by a worker process with the option."""
-    with (
-        worker_process("target") as (_, target),
-        worker_process("draft", "demo", "--draft-weights", weights) as (_, draft),
-    ):
-        async with running(redis_server, target, draft) as orchestrator:
-            kernels = {one.role: one.kernel for one in await orchestrator.status()}
-            assert kernels["draft"] == f"{kernels['target']}, {weights} weights"
-            for temperature in (0.0, 1.0):
-                texts, origins = [], set()
-                for policy in (GammaPolicy(0), GammaPolicy(4), ADAPTIVE):
-                    request = GenerationRequest(
-                        prompt=PROMPTS[1],
-                        max_tokens=64,
-                        sampling=SamplingParams(temperature=temperature, seed=11),
-                        gamma=policy,
-                    )
-                    chunks = await complete(orchestrator, request)
-                    texts.append(tokens_of(chunks))
-                    origins |= {token.origin for chunk in chunks for token in chunk.tokens}
-                assert texts[0] == texts[1] == texts[2]
-                assert TokenOrigin.ACCEPTED in origins
+async def test_draft_worker_computes_with_the_weights_of_its_option(weights):
+    with worker_process("draft", "demo", "--draft-weights", weights) as (_, address):
+        link = Link(address, "draft")
+        assert (await link.info()).kernel == f"{load_kernel().variant}, {weights} weights"
+        assert (await link.ask(propose_block([5, 6, 7], 3))).proposal.token_ids
+        await link.close()

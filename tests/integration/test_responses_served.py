@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from contextlib import asynccontextmanager
 
 import httpx
@@ -83,25 +82,6 @@ async def test_unstored_response_leaves_no_key(redis_server, redis, workers):
         assert keys == []
         with pytest.raises(openai.NotFoundError):
             await client.responses.create(input="b", previous_response_id=answer.id, **OPTIONS)
-
-
-async def test_text_format_is_followed(redis_server, workers):
-    schema = {
-        "type": "object",
-        "properties": {"ok": {"type": "boolean"}, "n": {"enum": [1, 2]}},
-        "required": ["ok", "n"],
-    }
-    text = {"format": {"type": "json_schema", "name": "it", "schema": schema, "strict": True}}
-    async with served(redis_server, workers) as (_, client):
-        async with client.responses.stream(input="a", text=text, **OPTIONS) as stream:
-            final = await stream.get_final_response()
-        found = json.loads(final.output_text)
-        assert isinstance(found["ok"], bool)
-        assert found["n"] in (1, 2)
-        wrong = {"format": {**text["format"], "schema": {"type": "array", "uniqueItems": True}}}
-        with pytest.raises(openai.BadRequestError) as refused:
-            await client.responses.create(input="a", text=wrong, **OPTIONS)
-        assert str(refused.value.param).startswith("text.format")
 
 
 async def test_deleted_while_it_runs_the_response_fails(redis_server, workers):

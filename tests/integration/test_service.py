@@ -14,7 +14,6 @@ import pytest
 from gammaray.demo_pair import resolve_model
 from gammaray.errors import (
     FailedPreconditionError,
-    InvalidArgumentError,
 )
 from gammaray.types import (
     ADAPTIVE,
@@ -70,23 +69,6 @@ async def test_service_tokens_do_not_depend_on_gamma_drafter_or_concurrency(orch
         *(complete(orchestrator, request(i % 4, **variants[i % len(variants)])) for i in range(8))
     )
     assert [tokens_of(chunks) for chunks in together] == plain + plain
-
-
-@pytest.mark.slow
-async def test_service_greedy_equals_transformers_generate(orchestrator):
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_pretrained(resolve_model("demo"), dtype=torch.float32)
-    for prompt in PROMPTS:
-        token_ids = orchestrator.encode(prompt)
-        ids = torch.tensor([token_ids])
-        wanted = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=48)[
-            0, len(token_ids) :
-        ].tolist()
-        request = GenerationRequest(tuple(token_ids), sampling=GREEDY, max_tokens=48)
-        assert tokens_of(await complete(orchestrator, request)) == wanted
 
 
 @pytest.mark.parametrize("method", list(VerificationMethod))
@@ -153,7 +135,6 @@ async def test_service_stores_tokens_before_it_sends_them(orchestrator, redis):
 
 @pytest.fixture(scope="module")
 def plain():
-    """The demo target as transformers runs it."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -168,38 +149,6 @@ def plain_log_probs(plain, token_ids):
         return plain(torch.tensor([token_ids])).logits[0].double().log_softmax(-1)
 
 
-@pytest.mark.parametrize("gamma", [0, 4])
-async def test_service_prompt_logprobs_are_those_of_transformers(orchestrator, plain, gamma):
-    # As an evaluation of likelihoods asks: prompts that share a beginning, some at once, one token each.
-    shared = "\n".join(PROMPTS)
-    prompts = [tuple(orchestrator.encode(text)) for text in (*PROMPTS, shared + "x = 1", shared + "y = 2")]
-
-    def request(prompt):
-        return GenerationRequest(
-            prompt, sampling=SEEDED, max_tokens=1 + 2 * gamma, gamma=GammaPolicy(gamma), num_prompt_logprobs=2
-        )
-
-    answers = await asyncio.gather(*(complete(orchestrator, request(prompt)) for prompt in prompts))
-    for prompt, (first, *later) in zip(prompts, answers, strict=True):
-        found, expected = first.prompt_logprobs, plain_log_probs(plain, prompt)
-        assert found.token_ids == prompt
-        own = [expected[entry, token_id].item() for entry, token_id in enumerate(prompt[1:])]
-        assert found.logprobs == pytest.approx(own, abs=2e-5)
-        for entry in range(len(prompt) - 1):
-            top = found.top(entry)
-            assert [logprob for _, logprob in top] == pytest.approx(
-                expected[entry].topk(2).values.tolist(), abs=2e-5
-            )
-            if found.ranks[entry] == 1:
-                assert top[0] == (prompt[entry + 1], found.logprobs[entry])
-        assert not any(chunk.prompt_logprobs for chunk in later)
-        assert all(chunk.prompt_tokens == len(prompt) for chunk in (first, *later))
-    plainly = GenerationRequest(
-        prompts[0], sampling=SEEDED, max_tokens=1 + 2 * gamma, gamma=GammaPolicy(gamma)
-    )
-    assert tokens_of(await complete(orchestrator, plainly)) == tokens_of(answers[0])
-
-
 async def test_service_prompt_logprobs_of_thousands_are_those_of_transformers(orchestrator, plain):
     """More numbers than are converted on the event loop."""
     prompt = tuple(5 + 7 * n % 2000 for n in range(300))
@@ -212,34 +161,6 @@ async def test_service_prompt_logprobs_of_thousands_are_those_of_transformers(or
     assert found.top_logprobs == pytest.approx(expected[:-1].topk(20).values.flatten().tolist(), abs=1e-4)
 
 
-async def test_service_prompt_logprobs_of_too_long_a_prompt_are_refused(orchestrator):
-    request = GenerationRequest((5,) * 60_000, num_prompt_logprobs=20)
-    with pytest.raises(InvalidArgumentError, match=r"prompt: got 60000 tokens"):
-        await complete(orchestrator, request)
-
-
-async def test_service_sends_prompt_logprobs_once(orchestrator):
-    options = {"sampling": SEEDED, "max_tokens": 6, "num_prompt_logprobs": 1, "session_id": "reported"}
-    request = GenerationRequest(PROMPTS[0], **options)
-    first, *_ = await complete(orchestrator, request)
-    assert first.prompt_logprobs is not None
-    rest = await complete(orchestrator, dataclasses.replace(request, resume_from=1))
-    assert not any(chunk.prompt_logprobs for chunk in rest)
-    with pytest.raises(FailedPreconditionError, match=r"resume_from.*not stored"):
-        await complete(orchestrator, dataclasses.replace(request, resume_from=0))
-
-
-async def test_service_logprobs_belong_to_their_tokens(orchestrator):
-    request = GenerationRequest(PROMPTS[0], sampling=GREEDY, max_tokens=12, num_top_logprobs=3)
-    for chunk in await complete(orchestrator, request):
-        for token in chunk.tokens:
-            assert len(token.top_logprobs) == 3
-            assert token.top_logprobs[0].token_id == token.token_id
-            assert token.logprob == pytest.approx(token.top_logprobs[0].logprob)
-            assert token.logprob <= 0
-            assert token.top_logprobs[0].token_bytes == token.token_bytes
-
-
 async def test_service_completion_ends_at_the_context(orchestrator):
     prompt = tuple([5] * (orchestrator.max_context - 6))
     request = GenerationRequest(prompt, sampling=GREEDY, max_tokens=100, ignore_eos=True)
@@ -249,7 +170,6 @@ async def test_service_completion_ends_at_the_context(orchestrator):
 
 
 async def sessions_on_workers(orchestrator) -> int:
-    """Ask the workers themselves how many sessions they hold."""
     total = 0
     for pool, protocol in ((orchestrator.fleet.targets, TARGET), (orchestrator.fleet.drafts, DRAFT)):
         for address in pool.links:

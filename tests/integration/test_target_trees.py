@@ -30,8 +30,6 @@ NUM_TOKENS = 40
 
 
 class Trees(Steady):
-    """A controller that always wants trees of eight nodes."""
-
     def next_shape(self) -> Shape:
         return Shape(self.gamma, 8)
 

@@ -9,7 +9,6 @@ import pytest
 
 from gammaray.types import DrafterKind, GammaPolicy, GenerationRequest, TokenOrigin, VerificationMethod
 from orchestrator.access.caller import Caller
-from orchestrator.drafting.corpus import Corpus
 from tests.support.workers.scripted_workers import scripted
 from tests.support.workers.service_helpers import PROMPTS, SEEDED, running, tokens_of
 
@@ -37,7 +36,6 @@ def request_of(**fields) -> GenerationRequest:
 
 
 async def complete(orchestrator, request, caller=ALICE):
-    """Return the tokens of a completion, its summary and its usage."""
     chunks = [chunk async for chunk in orchestrator.generate(request, caller)]
     return tokens_of(chunks), chunks[-1].summary, chunks[-1].usage
 
@@ -64,8 +62,11 @@ async def test_past_output_is_not_tested_by_the_noise_that_made_it(
     assert (summary.suffix_cycles > 0) is is_proposed
 
 
-async def test_server_without_adaptive_gamma_proposes_nothing(redis_server, target):
-    async with running(redis_server, target.address, "", max_gamma=0) as orchestrator:
+@pytest.mark.parametrize("settings", [{"max_gamma": 0}, {"prefix_caching": False}], ids=str)
+async def test_server_without_adaptive_gamma_or_prefix_caching_proposes_nothing(
+    redis_server, target, settings
+):
+    async with running(redis_server, target.address, "", **settings) as orchestrator:
         await complete(orchestrator, request_of())
         _, summary, _ = await complete(orchestrator, request_of())
     assert (summary.cycles, summary.suffix_cycles) == (NUM_TOKENS, 0)
@@ -81,24 +82,13 @@ async def test_past_output_is_not_proposed_to_another_tenant_or_salt(orchestrato
     assert (summary.cycles, summary.suffix_cycles) == (NUM_TOKENS, 0)
 
 
-async def test_check_for_other_tenants_would_detect_a_shared_corpus(orchestrator, monkeypatch):
-    monkeypatch.setattr(Corpus, "key_of", lambda self, session: ("", ""))
-    await complete(orchestrator, request_of())
-    _, summary, _ = await complete(orchestrator, request_of(), BOB)
-    assert summary.cycles < NUM_TOKENS / 2
-
-
-async def test_past_output_is_forgotten_with_its_session(orchestrator):
+async def test_past_output_is_forgotten_with_its_session(orchestrator, redis_server):
     await complete(orchestrator, request_of(session_id="mine"))
     assert orchestrator.corpus.num_sessions == 1
     assert await orchestrator.sessions.delete("mine", ALICE)
     assert orchestrator.corpus.num_sessions == 0
-    _, summary, _ = await complete(orchestrator, request_of())
+    _, summary, _ = await complete(orchestrator, request_of(session_id="mine"))
     assert summary.cycles == NUM_TOKENS
-
-
-async def test_past_output_is_forgotten_when_another_replica_deleted_the_session(orchestrator, redis_server):
-    await complete(orchestrator, request_of(session_id="mine"))
     async with running(redis_server, "", "") as other:
         assert await other.sessions.delete("mine", ALICE)
     assert orchestrator.corpus.num_sessions == 1
@@ -106,25 +96,24 @@ async def test_past_output_is_forgotten_when_another_replica_deleted_the_session
     assert orchestrator.corpus.num_sessions == 0
 
 
-async def test_past_output_is_not_kept_without_prefix_caching(redis_server, target):
-    async with running(redis_server, target.address, "", prefix_caching=False) as orchestrator:
-        await complete(orchestrator, request_of())
-        _, summary, _ = await complete(orchestrator, request_of())
-    assert summary.cycles == NUM_TOKENS
-
-
 @pytest.mark.parametrize("method", VerificationMethod)
 @pytest.mark.parametrize("drafter", [DrafterKind.MODEL, DrafterKind.PREDICTION])
 async def test_prediction_is_proposed_and_counted_and_changes_no_token(orchestrator, method, drafter):
     plain = request_of(verification=method, drafter=DrafterKind.NONE, cache_salt="plain")
     expected, _, _ = await complete(orchestrator, plain)
-    predicted = dataclasses.replace(plain, drafter=drafter, cache_salt="mine", prediction=tuple(expected))
-    tokens, summary, usage = await complete(orchestrator, predicted)
-    assert tokens == expected
-    assert summary.prediction_cycles > 0
-    assert summary.cycles < NUM_TOKENS / 2
-    assert usage.accepted_prediction_tokens > NUM_TOKENS / 2
-    assert usage.rejected_prediction_tokens == 0
+    wrong = tuple((token_id + 1) % 2048 for token_id in expected)
+    for salt, prediction in (("right", tuple(expected)), ("wrong", wrong)):
+        predicted = dataclasses.replace(plain, drafter=drafter, cache_salt=salt, prediction=prediction)
+        tokens, summary, usage = await complete(orchestrator, predicted)
+        assert tokens == expected
+        if salt == "right":
+            assert summary.prediction_cycles > 0
+            assert summary.cycles < NUM_TOKENS / 2
+            assert usage.accepted_prediction_tokens > NUM_TOKENS / 2
+            assert usage.rejected_prediction_tokens == 0
+        else:
+            assert (usage.accepted_prediction_tokens, summary.cycles) == (0, NUM_TOKENS)
+            assert usage.rejected_prediction_tokens > 0
 
 
 async def test_tokens_name_the_drafter_that_proposed_them_until_they_are_replayed(orchestrator):
@@ -139,18 +128,6 @@ async def test_tokens_name_the_drafter_that_proposed_them_until_they_are_replaye
     again = dataclasses.replace(request, resume_from=0)
     replayed = [token async for chunk in orchestrator.generate(again, ALICE) for token in chunk.tokens]
     assert replayed == [dataclasses.replace(token, drafter=None) for token in tokens]
-
-
-async def test_wrong_prediction_costs_rows_and_changes_no_token(orchestrator):
-    plain = request_of(drafter=DrafterKind.NONE, cache_salt="plain")
-    expected, _, _ = await complete(orchestrator, plain)
-    wrong = tuple((token_id + 1) % 2048 for token_id in expected)
-    request = dataclasses.replace(plain, drafter=DrafterKind.PREDICTION, prediction=wrong)
-    tokens, summary, usage = await complete(orchestrator, request)
-    assert tokens == expected
-    assert usage.accepted_prediction_tokens == 0
-    assert usage.rejected_prediction_tokens > 0
-    assert summary.cycles == NUM_TOKENS
 
 
 async def test_resumed_turn_has_its_prediction_again(redis_server, target):

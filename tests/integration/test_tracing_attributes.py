@@ -1,4 +1,4 @@
-"""Every attribute of the catalogue is emitted by real processes: none is documented in vain."""
+"""Traces over a dead target, a takeover and a failure; they have every attribute of the catalogue."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from services.demo_pair import TARGET_DIR
 from tests.support.head_helpers import bigram_head
 from tests.support.workers.redis_helpers import running_redis
 from tests.support.workers.service_helpers import PROMPTS, running, tokens_of
-from tests.support.workers.tracing_helpers import exporting_worker
+from tests.support.workers.tracing_helpers import exporting_worker, named, of_trace
 from tests.support.workers.workers_helpers import Link, verify_block
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
@@ -44,19 +44,50 @@ async def test_every_attribute_of_the_catalogue_is_emitted(monkeypatch, tmp_path
         for name, value in _environment(endpoint).items():
             monkeypatch.setenv(name, value)
         with exporting_worker("draft", {}) as (_, draft), exporting_worker("target", {}) as (_, survivor):
-            await _survive_a_target_and_resume(redis, survivor, draft)
+            addresses, offset = await _survive_a_target_and_resume(redis, survivor, draft)
             await _follow_a_grammar(redis, survivor, draft)
             await _draft_by_a_head(redis, tmp_path)
             await _ask_without_the_tokens(survivor)
             await _fail(redis)
             try:
-                await asyncio.to_thread(receiver.wait, lambda spans: not missing(spans), TIMEOUT_S)
+                spans = await asyncio.to_thread(receiver.wait, is_complete, TIMEOUT_S)
             except TimeoutError:
-                assert missing(receiver.spans) == set()
+                spans = list(receiver.spans)
+    assert missing(spans) == set()
+    _check_takeover(spans, addresses, offset)
+    (failed,) = [span for span in named(spans, t.SPAN_GENERATE) if span.is_error]
+    assert (failed.attributes[t.ERROR_TYPE], failed.attributes[t.CYCLES]) == ("UnavailableError", 0)
 
 
 def missing(spans):
     return set(t.ATTRIBUTES).difference(*(span.attributes for span in spans))
+
+
+def is_complete(spans):
+    return not missing(spans) and len(turns(spans)) == 2
+
+
+def turns(spans):
+    """Return the two generations of the session that was resumed, the earlier one first."""
+    roots = named(spans, t.SPAN_GENERATE)
+    return [root for root in roots if root.attributes.get(t.SESSION_ID) == REQUEST.session_id]
+
+
+def _check_takeover(spans, addresses, offset):
+    """The first turn goes on at the other target; the second is of another owner, and linked to the first."""
+    before, after = turns(spans)
+    assert before.attributes[t.FINISH_REASONS] == ["cancelled"]
+    assert after.attributes[t.FINISH_REASONS] == ["length"]
+    assert after.attributes[t.RESUMED_FROM] == offset
+    assert (after.trace_id, after.parent_id) == (before.trace_id, before.span_id)
+    assert after.links == (f"{before.trace_id}:{before.span_id}",)
+    own = of_trace(spans, before.trace_id)
+    assert len({span.attributes[t.EPOCH] for span in named(own, t.SPAN_CYCLE)}) == 2
+    found = [span.attributes[t.WORKER_ADDRESS] for span in named(own, t.SPAN_VERIFY, "client")]
+    assert found == sorted(found, key=addresses.index)
+    assert set(found) == set(addresses)
+    assert not before.is_error
+    assert not after.is_error
 
 
 def _environment(endpoint):
@@ -68,10 +99,11 @@ def _environment(endpoint):
 
 
 async def _survive_a_target_and_resume(redis, survivor, draft):
-    caller, received = Caller(traceparent=SAMPLED), []
+    """Return the addresses of both targets, and the number of tokens of the first turn's client."""
+    received = []
     with exporting_worker("target", {}) as (process, victim):
         async with running(redis, victim, draft) as orchestrator:
-            async with aclosing(orchestrator.generate(REQUEST, caller)) as chunks:
+            async with aclosing(orchestrator.generate(REQUEST, Caller())) as chunks:
                 async for chunk in chunks:
                     if not received:  # the survivor knows nothing of the session
                         orchestrator.fleet.targets.announce({survivor})
@@ -82,8 +114,9 @@ async def _survive_a_target_and_resume(redis, survivor, draft):
                         break
     async with running(redis, survivor, draft) as successor:
         rest = dataclasses.replace(REQUEST, resume_from=len(received))
-        async for _ in successor.generate(rest, caller):
+        async for _ in successor.generate(rest, Caller()):
             pass
+    return [victim, survivor], len(received)
 
 
 async def _follow_a_grammar(redis, target, draft):

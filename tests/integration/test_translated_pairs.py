@@ -26,7 +26,6 @@ GAMMAS = (1, 4)
 
 
 def saved(tokenizer, path, seed, **changed):
-    """Save a random model with a tokenizer."""
     size = len(tokenizer)
     folder = tiny_model("llama", path, seed=seed, vocab_size=size, max_position_embeddings=CONTEXT, **changed)
     tokenizer.save_pretrained(folder)
@@ -72,18 +71,6 @@ def test_tokens_are_those_of_plain_decoding(target, draft, method, temperature):
             num_drafted += sum(cycle.num_drafted for cycle in text.cycles)
     assert num_drafted > 0
     assert pair.draft.engine.stats().num_sessions == 0
-
-
-@pytest.mark.parametrize("method", [REJECTION, BLOCK])
-def test_rejection_tests_the_distribution_over_the_shared_tokens(target, draft, method):
-    """Its text may differ from plain decoding's; each test needs the distribution that was shipped."""
-    (target_folder, tokenizer), (draft_folder, _) = target, draft
-    pair = pair_of(target_folder, draft_folder)
-    ask = Ask(tuple(tokenizer(PROMPTS[0])["input_ids"]), 60, 1.0, 3, (), method)
-    text = pair.complete(ask, 3)
-    assert len(text.token_ids) == 60
-    assert sum(cycle.num_accepted for cycle in text.cycles) > 0
-    assert text == text.__class__(pair.complete(ask, 3).token_ids, text.cycles)
 
 
 @pytest.fixture(scope="module")
@@ -139,14 +126,6 @@ async def test_worker_serves_the_targets_vocabulary(target, draft):
         only = spec_message(masks, prompt_length=len(prompt))
         result = await link.ask(propose_block(prompt, 3, session_id="masked", spec=only))
         assert list(result.proposal.token_ids) == [letter] * 3
-
-
-async def test_worker_with_the_targets_vocabulary_drafts_as_usual(target):
-    folder, tokenizer = target
-    async with running("draft", folder, target_model=str(folder)) as (link, _):
-        assert (await link.info()).vocab_size == len(tokenizer)
-        result = await link.ask(propose_block(tokenizer(PROMPTS[0])["input_ids"], 3, max_nodes=6))
-        assert result.proposal.parents  # trees are for equal vocabularies only
 
 
 @pytest.mark.parametrize("kind", ["missing", "no tokenizer", "no common token"])

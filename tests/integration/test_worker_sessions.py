@@ -18,7 +18,7 @@ from gammaray.v1 import target_service_pb2 as target_pb
 from gammaray.v1 import types_pb2 as pb
 from orchestrator.cycle.run import run_cycle
 from orchestrator.workers.drafter import Readiness
-from tests.support.workers.fleet_helpers import clients, emitted, fleet_of, stop_pauses_ending
+from tests.support.workers.fleet_helpers import clients, emitted, fleet_of
 from tests.support.workers.scripted_workers import (
     PROMPT,
     VOCAB,
@@ -235,34 +235,6 @@ async def test_remote_unrequested_logprobs_are_dropped():
         session = make_session(max_tokens=3)
         cycles = await finish(session, *clients(fleet, session), 0)
         assert not any(cycle.logprobs for cycle in cycles)
-
-
-async def test_remote_silent_drafter_costs_one_deadline_then_backs_off(monkeypatch):
-    stop_pauses_ending(monkeypatch)
-    async with scripted("target", "draft") as (target, draft), fleet_of(target, draft) as fleet:
-        draft.on_block = lambda block: None
-        session = make_session(max_tokens=60)
-        drafter, verifier = clients(fleet, session, propose_timeout_s=0.2)
-        cycles = await finish(session, drafter, verifier, 3)
-        assert emitted(session) == continuation(PROMPT, 60)
-        assert len(draft.blocks) == 1, "the next try comes only after a pause"
-        assert cycles[0].draft_s > 0.2
-        # Another session does not wait for it again either.
-        other = make_session("other", max_tokens=5)
-        await finish(other, *clients(fleet, other, propose_timeout_s=0.2), 3)
-        assert len(draft.blocks) == 1
-
-
-async def test_remote_drafter_that_recovers_is_used_again():
-    async with scripted("target", "draft") as (target, draft), fleet_of(target, draft) as fleet:
-        draft.on_block = lambda b: draft.result(b, error=pb.BlockError(code=13, message="broken"))
-        session = make_session(max_tokens=400)
-        task = asyncio.create_task(finish(session, *clients(fleet, session), 3))
-        await until(lambda: len(draft.blocks) >= 1)
-        draft.on_block = draft.work
-        cycles = await task
-        assert cycles[0].draft_failed
-        assert cycles[-1].num_drafted > 0
 
 
 async def test_remote_draft_worker_dies_the_other_one_takes_over():

@@ -10,7 +10,6 @@ import torch
 
 from gammaray.types import SamplingParams, VerificationMethod
 from tests.support.engine_helpers import plain_model, random_tokens, tiny_model
-from tests.support.workers.held_engine import HeldEngine, all_read
 from tests.support.workers.workers_helpers import (
     ANSWER_TIMEOUT_S,
     Driver,
@@ -56,7 +55,6 @@ async def stats(worker):
 
 
 async def quiet(worker):
-    """Wait until the worker has nothing left to do."""
     deadline = time.monotonic() + ANSWER_TIMEOUT_S
     while await worker.engine.call(lambda scheduler: scheduler.has_work):
         assert time.monotonic() < deadline
@@ -84,19 +82,6 @@ async def test_trees_give_the_tokens_of_plain_decoding(pair, temperature):
             assert await driver.generate(LENGTH) == plain
             accepted += driver.accepted
     assert accepted > 20
-
-
-async def test_tree_has_the_shape_that_was_asked_for(pair):
-    _, draft, _ = pair
-    spec = spec_message(SamplingParams(temperature=5.0, seed=4))
-    for index, (gamma, max_nodes) in enumerate(SHAPES):
-        block = propose_block(PROMPT, gamma, max_nodes=max_nodes, session_id=str(index), spec=spec)
-        proposal = (await draft.ask(block)).proposal
-        assert gamma < len(proposal.token_ids) <= max_nodes
-        depths = []
-        for parent in proposal.parents:
-            depths.append(1 if parent < 0 else depths[parent] + 1)
-        assert max(depths) <= gamma
 
 
 async def test_other_methods_never_get_a_tree(pair):
@@ -131,49 +116,6 @@ async def test_ahead_on_and_off_emit_the_same_tokens(models, method):
             assert emitted[0] == emitted[1]
         assert (await stats(worker)).forwards > 5
         assert (await stats(worker)).lookups > 20
-
-
-async def test_hit_needs_no_forward(pair):
-    _, draft, worker = pair
-    for index, params in enumerate((SamplingParams(temperature=0.0, seed=1), SamplingParams(seed=2))):
-        spec = spec_message(params)
-        longer = await draft.ask(propose_block(PROMPT, 4, session_id=f"long{index}", spec=spec))
-        await draft.ask(propose_block(PROMPT, 3, session_id=f"s{index}", spec=spec))
-        await quiet(worker)
-        tokens = [*PROMPT, *longer.proposal.token_ids]  # all accepted, and the draft's own bonus
-        hit = await draft.ask(propose_block(tokens, 3, session_id=f"s{index}", spec=spec))
-        assert hit.num_forwards == 0
-        assert hit.timing.forward_us == 0
-        miss = await draft.ask(propose_block(tokens, 3, session_id=f"new{index}", spec=spec))
-        assert miss.num_forwards > 0
-        assert hit.proposal == miss.proposal
-    assert (await stats(worker)).hits == 2
-
-
-async def test_new_block_preempts_ahead_work_within_a_forward(models, monkeypatch):
-    monkeypatch.setattr("services.draft.translated.AHEAD_ROWS", 1)
-    async with running("draft", models[1]) as (draft, worker):
-        async with HeldEngine(worker, after=61) as engine:
-            (long,) = await draft.send([propose_block(PROMPT, 60)])
-            await engine.waits()
-            assert (await asyncio.wait_for(long, ANSWER_TIMEOUT_S)).num_forwards == 60
-            (new,) = await draft.send([propose_block(PROMPT, 2, session_id="t")])
-            await all_read(draft)
-            engine.let_go()
-            assert (await asyncio.wait_for(new, ANSWER_TIMEOUT_S)).num_forwards == 2
-        # It came during the first forward ahead, and none of the many others was before it.
-        assert engine.forwards[:63] == [["s"]] * 61 + [["t"]] * 2
-
-
-async def test_release_during_draft_ahead_frees_everything(models, monkeypatch):
-    monkeypatch.setattr("services.draft.translated.AHEAD_ROWS", 1)
-    async with running("draft", models[1]) as (draft, worker):
-        for name in "stu":
-            await draft.ask(propose_block(PROMPT, 60, session_id=name))
-        await draft.release(*"stu")
-        await draft.until(lambda info: info.num_sessions == 0)
-        assert (await draft.info()).cache_bytes == 0
-        assert not await worker.engine.call(lambda scheduler: scheduler.has_work)
 
 
 async def test_idle_worker_sleeps_when_its_ahead_work_is_done(pair):

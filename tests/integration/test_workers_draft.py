@@ -106,15 +106,6 @@ async def test_same_block_again_gives_the_same_proposal(draft, method):
     assert first.proposal == again.proposal
 
 
-async def test_rejection_samples_a_position_again_in_the_next_cycle(draft):
-    spec = spec_message(WARM, VerificationMethod.REJECTION)
-    first = (await draft.ask(propose_block(PROMPT, 12, spec=spec))).proposal
-    # The same tokens one further: positions are drafted again, with another base.
-    tokens = [*PROMPT, first.token_ids[0]]
-    second = (await draft.ask(propose_block(tokens, 11, spec=spec))).proposal
-    assert list(first.token_ids[1:]) != list(second.token_ids)
-
-
 async def test_penalties_count_the_drafted_tokens(draft, model):
     params = SamplingParams(
         temperature=0.0, seed=1, frequency_penalty=2.0, allowed_token_ids=tuple(range(20, 28))

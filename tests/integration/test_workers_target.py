@@ -33,7 +33,6 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def reference(model):
-    """Greedy continuation of PROMPT by transformers alone."""
     plain = plain_model(model)
     output = plain.generate(
         torch.tensor([PROMPT]), do_sample=False, max_new_tokens=40, eos_token_id=None, pad_token_id=0
@@ -198,12 +197,6 @@ async def test_long_prefill_does_not_stall_short_verifies(model):
         assert answer.timing.forward_us <= answer.timing.compute_us
 
 
-async def test_sampling_parameters_reach_the_verdict(target):
-    params = SamplingParams(temperature=1.0, seed=5, allowed_token_ids=(7, 8))
-    driver = Driver(target, None, PROMPT, params=params)
-    assert set(await driver.generate(12)) == {7, 8}
-
-
 async def test_release_frees_the_cache_and_cancels_waiting_blocks(model):
     long_prompt = random_tokens(900, seed=1)
     async with running("target", model) as (target, worker):
@@ -264,22 +257,6 @@ async def test_shared_prefix_is_copied_not_computed(target):
     ended = await target.ask(block([*prompt, 4], "sixth", "us"))
     assert (ended.timing.batch_tokens, ended.timing.cached_tokens) == (1, 500)
     assert emitted(ended) == emitted(await target.ask(block([*prompt, 4], "seventh", None)))
-
-
-async def test_deterministic_mode_is_bit_identical_alone_and_in_a_batch(model):
-    async with running("target", model, deterministic=True) as (link, _):
-        prompts = [random_tokens(8 + index, seed=index) for index in range(6)]
-
-        def block(name, index):
-            return verify_block(prompts[index], [1, 2], session_id=name + str(index), num_top_logprobs=5)
-
-        alone = [await link.ask(block("a", index)) for index in range(6)]
-        for name in "bcd":  # a worker's first steps are small, until it knows its time per token
-            batch = await link.ask(*(block(name, index) for index in range(6)))
-            assert [r.verdict.SerializeToString() for r in alone] == [
-                r.verdict.SerializeToString() for r in batch
-            ]
-        assert batch[0].timing.batch_size == 6
 
 
 async def test_target_release_of_a_former_owner_is_ignored(target):

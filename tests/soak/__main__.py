@@ -28,7 +28,6 @@ START_TIMEOUT_S = 600.0
 
 
 def main() -> int:
-    """Run, print, write the result; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0, help="How long. Default: 30.")
     parser.add_argument("--seed", type=int, default=0, help="Of every choice. Default: 0.")

@@ -26,16 +26,11 @@ DRAFTERS = ("model", "model", "model", "ngram", "none")
 
 
 def draw(rng: random.Random, expected: Expected, min_tokens: int = 0) -> Ask:
-    """Return one of the samples."""
     return rng.choice([ask for ask in expected.completions if ask.max_tokens >= min_tokens])
 
 
 def check(expected: Expected, ask: Ask, said: Said) -> None:
-    """Compare a completion with that at the start of the run.
-
-    Raises:
-        SampleError: They differ.
-    """
+    """Compare a completion with that at the start of the run."""
     if said != expected.completions[ask]:
         raise SampleError(f"{ask}: {difference(expected.completions[ask], said)}")
 
@@ -59,7 +54,6 @@ async def complete_unseeded(client: AsyncClient, expected: Expected, rng: random
 
 
 async def talk(client: AsyncClient, expected: Expected, rng: random.Random) -> None:
-    """A session of several turns, with and without caches kept between them."""
     temperature = rng.choice(list(expected.turns))
     said = await turns(client, temperature, uuid.uuid4().hex, rng.choice((0.0, 1.0)))
     if said != expected.turns[temperature]:
@@ -100,7 +94,6 @@ async def cancel(client: AsyncClient, expected: Expected, rng: random.Random) ->
 
 
 async def refused(client: AsyncClient, expected: Expected, rng: random.Random) -> None:
-    """Invalid requests, which must fail with the right class."""
     nonsense: list[tuple[type[GammarayError], Prompt, GenerateOptions]] = [
         (InvalidArgumentError, [1] * 5000, {"max_tokens": 4}),  # beyond the context
         (InvalidArgumentError, (1, 2, 10_000_000), {"max_tokens": 4}),
@@ -136,7 +129,6 @@ async def look_up(client: AsyncClient, expected: Expected, rng: random.Random) -
 
 
 def _open(client: AsyncClient, ask: Ask, name: str) -> AsyncGenerator[Chunk, None]:
-    """Begin a session of that name."""
     return client.generate(
         ask.prompt,
         temperature=ask.temperature,
@@ -148,7 +140,6 @@ def _open(client: AsyncClient, ask: Ask, name: str) -> AsyncGenerator[Chunk, Non
 
 
 async def _begin(client: AsyncClient, ask: Ask, name: str, num_pieces: int) -> Said:
-    """Return the first pieces of a session, then leave the call."""
     token_ids: list[int] = []
     text = ""
     stream = _open(client, ask, name)

@@ -28,7 +28,6 @@ async def complete(http: httpx.AsyncClient, expected: Expected, rng: random.Rand
 
 
 async def stream(http: httpx.AsyncClient, expected: Expected, rng: random.Random) -> None:
-    """A sample as events."""
     ask, heard = draw(rng, expected), _Heard()
     async for _ in heard.events(http, _body(ask, rng)):
         pass
@@ -58,7 +57,6 @@ async def leave(http: httpx.AsyncClient, expected: Expected, rng: random.Random)
 
 
 async def talk(http: httpx.AsyncClient, expected: Expected, rng: random.Random) -> None:
-    """A chat."""
     text, temperature = rng.choice(list(expected.chats))
     answer = await chat(http, text, temperature)
     if answer != expected.chats[text, temperature]:
@@ -66,7 +64,6 @@ async def talk(http: httpx.AsyncClient, expected: Expected, rng: random.Random) 
 
 
 async def refused(http: httpx.AsyncClient, expected: Expected, rng: random.Random) -> None:
-    """Invalid requests, which must fail with OpenAI's error object."""
     content, status = rng.choice(
         [
             (b"{", 400),
@@ -91,12 +88,10 @@ async def look_up(http: httpx.AsyncClient, expected: Expected, rng: random.Rando
 
 
 def num_series(metrics: str) -> int:
-    """Return the number of series in the text of a Prometheus endpoint."""
     return sum(bool(line) and not line.startswith("#") for line in metrics.splitlines())
 
 
 def num_tasks(metrics: str) -> int:
-    """Return the asyncio tasks of a process, by the text of its Prometheus endpoint."""
     return round(_value(metrics, "gammaray_tasks{"))
 
 
@@ -123,8 +118,6 @@ def _body(ask: Ask, rng: random.Random) -> dict[str, Any]:
 
 
 class _Heard:
-    """The state of one stream of events, over one or several connections."""
-
     def __init__(self) -> None:
         self._text, self._last_id = "", ""
         self._token_ids: tuple[int, ...] = ()
@@ -135,7 +128,6 @@ class _Heard:
         return Said(self._token_ids, self._text)
 
     async def some(self, http: httpx.AsyncClient, body: dict[str, Any], count: int) -> None:
-        """Read some events and break the connection."""
         async with aclosing(self.events(http, body)) as events:
             async for _ in events:
                 count -= 1

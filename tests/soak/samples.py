@@ -23,13 +23,7 @@ class SampleError(Exception):
 
 @dataclass(frozen=True)
 class Expected:
-    """Expected results, from an undisturbed cluster.
-
-    Args:
-        completions: By sample.
-        chats: Texts by (message, temperature).
-        turns: Token ids of each turn of a session, by temperature.
-    """
+    """Expected results, from an undisturbed cluster."""
 
     completions: dict[Ask, Said]
     chats: dict[tuple[str, float], str]
@@ -48,7 +42,6 @@ def samples() -> list[Ask]:
 
 
 async def first_said(grpc: str, http: str) -> Expected:
-    """Return the completions of all samples."""
     completions = await reference(grpc, samples())
     async with AsyncClient(grpc) as client, httpx.AsyncClient(base_url=http, timeout=120) as web:
         chats = {(text, t): await chat(web, text, t) for text in CHATS for t in (0.0, 1.0)}
@@ -57,7 +50,6 @@ async def first_said(grpc: str, http: str) -> Expected:
 
 
 def chat_body(text: str, temperature: float) -> dict[str, object]:
-    """Return the body of a chat request."""
     messages = [{"role": "system", "content": "Answer in Python."}, {"role": "user", "content": text}]
     return {
         "messages": messages,
@@ -69,7 +61,6 @@ def chat_body(text: str, temperature: float) -> dict[str, object]:
 
 
 async def chat(http: httpx.AsyncClient, text: str, temperature: float) -> str:
-    """Return the response to a chat request."""
     answer = await http.post("/v1/chat/completions", json=chat_body(text, temperature))
     if answer.status_code != 200:
         raise SampleError(f"chat: {answer.status_code} {answer.text[:300]}")
@@ -79,7 +70,6 @@ async def chat(http: httpx.AsyncClient, text: str, temperature: float) -> str:
 async def turns(
     client: AsyncClient, temperature: float, session_id: str, keep_cache_s: float
 ) -> list[tuple[int, ...]]:
-    """Return the token ids of each turn of a conversation."""
     found = []
     for turn, prompt in enumerate(TURNS):
         said = await client.complete(

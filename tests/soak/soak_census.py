@@ -25,14 +25,7 @@ QUIET_S = 1.0
 
 @dataclass(frozen=True)
 class Census:
-    """Resources at one time.
-
-    Args:
-        at_s: Time in seconds since the run began.
-        rest_s: Seconds from the last response until no resources were held for requests.
-        figures: Measurements by (role, measure), summed over the role's processes.
-        processes: Ids of the processes, by role.
-    """
+    """Resources at one time."""
 
     at_s: float
     rest_s: float
@@ -41,23 +34,13 @@ class Census:
 
 
 class Observer:
-    """Takes the census of a cluster.
-
-    Args:
-        grpc_address: host:port of the gRPC API.
-        launcher_pid: The process that started all others.
-        redis: The cluster's Redis; None if it cannot be reached.
-    """
+    """Takes the census of a cluster."""
 
     def __init__(self, grpc_address: str, launcher_pid: int, redis: Redis | None) -> None:
         self._grpc, self._launcher_pid, self._redis = grpc_address, launcher_pid, redis
 
     async def census(self, began_at: float) -> Census:
-        """Wait until no resources are held for requests, or for a timeout, and return the census.
-
-        Args:
-            began_at: `time.monotonic()` of the run's start.
-        """
+        """Wait until no resources are held for requests, or for a timeout, and return the census."""
         answered_at = time.monotonic()
         await asyncio.to_thread(settled, self._all)
         rest_s = time.monotonic() - answered_at
@@ -65,7 +48,6 @@ class Observer:
         return await asyncio.to_thread(self._look, time.monotonic() - began_at, rest_s)
 
     def left_keys(self) -> list[str]:
-        """Return the names of the keys of sessions and of their requests."""
         if self._redis is None:
             return []
         patterns = ("gammaray:session:*", "gammaray:request:*")

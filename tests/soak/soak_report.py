@@ -12,7 +12,6 @@ HEAD = ("who", "what", "first", "second third", "last third", "allowed", "rose i
 
 
 def table(outcome: Outcome) -> str:
-    """Return the table of trends, the counts of requests, and the verdict."""
     lines = [HEAD]
     for (role, measure), found in outcome.trends().items():
         first = outcome.censuses[0].figures[role, measure]
@@ -29,7 +28,6 @@ def table(outcome: Outcome) -> str:
 
 
 def figures(outcome: Outcome, options: Options) -> dict[str, Any]:
-    """Return the result for a result file."""
     return {
         "options": {**asdict(options), "session_ttl_s": TTL_S},
         "bounds": {name: asdict(bound) for name, bound in BOUNDS.items()},

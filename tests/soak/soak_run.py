@@ -44,14 +44,7 @@ AT_REST = ("sessions", "queued", "kv_mb", "running")
 
 @dataclass(frozen=True)
 class Options:
-    """Options of a run.
-
-    Args:
-        seconds: Duration, censuses included.
-        seed: Seed of every choice of the load.
-        clients: Concurrent clients.
-        round_s: Bound of the seconds between two censuses.
-    """
+    """Options of a run."""
 
     seconds: float = 1800.0
     seed: int = 0
@@ -61,15 +54,7 @@ class Options:
 
 @dataclass
 class Outcome:
-    """Outcome of a run.
-
-    Attributes:
-        campaign: Counts of requests, and errors.
-        censuses: Resources over time.
-        slowest_s: Duration of the slowest request of each kind.
-        left: Descriptions of resources that should have been freed at the end.
-        num_again: Samples that were requested again at the end.
-    """
+    """Outcome of a run."""
 
     campaign: Campaign
     censuses: list[Census] = field(default_factory=list)
@@ -89,7 +74,6 @@ class Outcome:
         }
 
     def complaints(self) -> list[str]:
-        """Return descriptions of all violations."""
         grown = [
             f"{role} {measure} grew: {found.before:.1f} -> {found.after:.1f}, allowed +{found.allowed:.1f}"
             for (role, measure), found in self.trends().items()
@@ -111,7 +95,6 @@ class Outcome:
 async def run(
     grpc: str, http: str, observer: Observer, options: Options, say: Callable[[str], None]
 ) -> Outcome:
-    """Soak a cluster without other clients, at its gRPC address and the base URL of its HTTP API."""
     say("what the cluster says at the start ...")
     expected = await first_said(grpc, http)
     campaign = Campaign(options.seconds, options.seed)
@@ -179,7 +162,6 @@ async def _client(
 
 
 async def _again(grpc: str, expected: Expected, campaign: Campaign) -> int:
-    """Request every sample again; return their number."""
     async with AsyncClient(grpc) as client:
         for ask in expected.completions:
             try:
@@ -196,7 +178,6 @@ def _pids(census: Census) -> set[tuple[str, int]]:
 
 
 def _line(census: Census, campaign: Campaign) -> str:
-    """Return a census in one line."""
     shown = [
         f"{role} {census.figures[role, 'rss_mb']:.0f} MiB"
         for role in ("orchestrator", "draft", "target", "redis")

@@ -68,39 +68,24 @@ is that none is left when that has passed."""
 
 @dataclass(frozen=True)
 class Trend:
-    """Trend of a figure.
-
-    Args:
-        before: Median of the second third.
-        after: Median of the last third.
-        allowed: Allowed difference of `after` and `before`.
-        share: Share of rising pairs of a value of the second third and one of the last; ties count half.
-        min_share: Share that chance does not reach.
-        goes_on: Whether each quarter of the two thirds is above the previous one.
-        is_pool: Whether only continued growth counts.
-    """
+    """Trend of a figure."""
 
     before: float
     after: float
     allowed: float
-    share: float
+    share: float  # of rising pairs of a value of the second third and one of the last; ties count half
     min_share: float
-    goes_on: bool
+    goes_on: bool  # whether each quarter of the two thirds is above the previous one
     is_pool: bool
 
     @property
     def grows(self) -> bool:
-        """Whether it grew by more than allowed, and not by chance."""
         rose = self.after - self.before > self.allowed and self.share >= self.min_share
         return rose and (self.goes_on or not self.is_pool)
 
 
 def trend(at_s: Sequence[float], values: Sequence[float], bound: Bound) -> Trend:
-    """Return the trend of values over time; the first third is the warm-up and is ignored.
-
-    Raises:
-        ValueError: Too few values.
-    """
+    """Return the trend of values over time; the first third is the warm-up and is ignored."""
     if len(values) < MIN_COUNT:
         raise ValueError(f"got {len(values)} values, allowed: at least {MIN_COUNT}")
     third = len(values) // 3
@@ -119,7 +104,6 @@ def trend(at_s: Sequence[float], values: Sequence[float], bound: Bound) -> Trend
 
 
 def _goes_on(values: Sequence[float]) -> bool:
-    """Return whether the medians of the quarters increase monotonically."""
     ends = [len(values) * number // NUM_QUARTERS for number in range(NUM_QUARTERS + 1)]
     medians = [statistics.median(values[begin:end]) for begin, end in pairwise(ends)]
     return all(new > old for old, new in pairwise(medians))

@@ -51,70 +51,35 @@ class Requests:
         assert self.admission.num_tenants == 0
 
 
-async def test_request_starts_immediately_if_a_slot_is_free():
-    requests = Requests(capacity=2)
-    await requests.ask("1")
-    await requests.ask("2")
-    await requests.ask("3")
-    assert requests.served == ["1", "2"]
-    assert (requests.admission.num_running, requests.admission.num_waiting) == (2, 1)
+@pytest.mark.parametrize(
+    ("limits", "asked", "at_once", "in_the_end"),
+    [
+        pytest.param({"capacity": 2}, "a0 a1 a2", "a0 a1", "a0 a1 a2", id="free slots"),
+        pytest.param(
+            {}, "a0 a1 a2 a3 b0 b1 c0", "a0", "a0 b0 c0 a1 b1 a2 a3", id="in turn between tenants"
+        ),
+        pytest.param(
+            {"capacity": 4}, "a0 a1 a2 a3 a4 b0 b1 b2", "a0 a1 a2 a3", "a0 a1 a2 a3 b0 b1 a4 b2",
+            id="to the tenant with the fewest running requests",
+        ),
+        pytest.param(
+            {"capacity": 4, "tenant_capacity": 3}, "a0 a1 a2 a3 b0 b1", "a0 a1 a2 b0", "a0 a1 a2 b0 b1 a3",
+            id="bound of a tenant",
+        ),
+        pytest.param({"capacity": 3, "tenant_capacity": 1}, "-0 -1 -2", "-0 -1 -2", "-0 -1 -2", id="none"),
+        pytest.param({}, "a0 a1:-1 a2:5 b0:-10", "a0", "a0 b0:-10 a2:5 a1:-1", id="priority within a tenant"),
+    ],
+)  # fmt: skip
+async def test_slots_are_given(limits, asked, at_once, in_the_end):
+    """A request is named by its tenant, a number and its priority."""
+    requests = Requests(**limits)
+    for name in asked.split():
+        await requests.ask(name, name[0].strip("-"), priority=int(name.partition(":")[2] or 0))
+    assert requests.served == at_once.split()
+    assert requests.admission.num_running == len(requests.served)
+    assert requests.admission.num_waiting == len(asked.split()) - len(requests.served)
     await requests.end_all()
-    assert requests.served == ["1", "2", "3"]
-
-
-async def test_slots_are_shared_fairly_between_tenants():
-    requests = Requests()
-    for index in range(6):
-        await requests.ask(f"a{index}", "a")
-    await requests.ask("b0", "b")
-    await requests.ask("b1", "b")
-    await requests.ask("c0", "c")
-    await requests.end_all()
-    assert requests.served == ["a0", "b0", "c0", "a1", "b1", "a2", "a3", "a4", "a5"]
-
-
-async def test_free_slot_goes_to_the_tenant_with_the_fewest_running_requests():
-    requests = Requests(capacity=4)
-    for index in range(6):
-        await requests.ask(f"a{index}", "a")
-    for index in range(3):
-        await requests.ask(f"b{index}", "b")
-    await requests.end_one()
-    await requests.end_one()
-    assert requests.served == ["a0", "a1", "a2", "a3", "b0", "b1"]
-    await requests.end_all()
-
-
-async def test_tenant_with_endless_requests_leaves_slots_to_others():
-    requests = Requests(capacity=4, tenant_capacity=3)
-    for index in range(6):
-        await requests.ask(f"a{index}", "a")
-    assert requests.served == ["a0", "a1", "a2"]
-    await requests.ask("b0", "b")
-    assert requests.served[-1] == "b0"
-    await requests.ask("b1", "b")
-    await requests.end_one()  # of a's, whose place is b's turn
-    assert requests.served[-1] == "b1"
-    await requests.end_all()
-    assert sorted(requests.served) == ["a0", "a1", "a2", "a3", "a4", "a5", "b0", "b1"]
-
-
-async def test_caller_without_a_tenant_may_use_all_slots():
-    requests = Requests(capacity=3, tenant_capacity=1)
-    for index in range(3):
-        await requests.ask(str(index))
-    assert requests.served == ["0", "1", "2"]
-    await requests.end_all()
-
-
-async def test_priority_orders_within_a_tenant_only():
-    requests = Requests()
-    await requests.ask("first", "a")
-    await requests.ask("low", "a", priority=-1)
-    await requests.ask("high", "a", priority=5)
-    await requests.ask("other", "b", priority=-10)
-    await requests.end_all()
-    assert requests.served == ["first", "other", "high", "low"]
+    assert requests.served == in_the_end.split()
 
 
 async def test_full_queue_rejects_with_a_retry_delay():

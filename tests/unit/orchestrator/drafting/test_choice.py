@@ -27,8 +27,6 @@ TEXT_DEPTH = 8
 
 
 class Finds:
-    """A text drafter that always finds a match of one length."""
-
     def __init__(self, kind=SUFFIX, length=8, num_tokens=TEXT_DEPTH):
         self.kind, self.num_tokens = kind, num_tokens
         self.match = Match(kind, tuple(range(num_tokens)), length, (1.0,) * num_tokens)
@@ -59,13 +57,14 @@ def choice_of(texts, readiness=Readiness.READY, allowed=MODEL, seed=1, costs=Non
     return DrafterChoice(session, drafter, controller)
 
 
-def play(choice, num_cycles, *, model_alpha, text_alpha, world=None, seed=1):
+def play(choice, num_cycles, *, model_alpha=0.0, text_alpha=0.0, ngram_alpha=None, world=None, seed=1):
     """Run cycles; a match takes no draft. Return the shapes."""
     rng, world, shapes = random.Random(seed), world or World(spikes=0.0, noise=0.1), []
     for index in range(num_cycles):
         shape = choice.next_shape()
         is_text = shape.drafter is not MODEL
-        alpha, levels = text_alpha if is_text else model_alpha, []
+        by_kind = {MODEL: model_alpha, NGRAM: text_alpha if ngram_alpha is None else ngram_alpha}
+        alpha, levels = by_kind.get(shape.drafter, text_alpha), []
         for _ in range(shape.depth):
             is_accepted = rng.random() < alpha
             levels.append((1, 0 if is_accepted else -1))
@@ -162,24 +161,7 @@ def test_short_matches_are_not_expected_to_be_accepted_but_predictions_are(kind,
 
 def test_of_two_text_drafters_the_one_that_is_accepted_is_used():
     choice = choice_of([Finds(NGRAM, length=2), Finds(SUFFIX, length=20)], Readiness.ABSENT)
-    shapes, rng = [], random.Random(1)
-    for index in range(300):
-        shape = choice.next_shape()
-        alpha = 0.9 if shape.drafter is SUFFIX else 0.05
-        levels = []
-        while len(levels) < shape.depth and (not levels or levels[-1][1] == 0):
-            levels.append((1, 0 if rng.random() < alpha else -1))
-        cycle = make_cycle(
-            shape,
-            levels,
-            shape.depth,
-            draft=0.0,
-            verify=1.0 + 0.1 * shape.depth,
-            other=0.1,
-            is_first=index == 0,
-        )
-        choice.observe(replace(cycle, drafter=shape.drafter if shape.depth else DrafterKind.NONE))
-        shapes.append(shape)
+    shapes = play(choice, 300, text_alpha=0.9, ngram_alpha=0.05)
     assert share(shapes[100:], SUFFIX) > 0.9
     assert all(shape.is_fallback for shape in shapes), "no draft worker is there"
 

@@ -204,12 +204,6 @@ def test_text_of_unnamed_callers_may_take_all_memory():
     assert corpus.num_tokens == 4 * BLOCK
 
 
-def test_a_corpus_without_memory_keeps_nothing():
-    corpus = corpus_of(max_tokens=0)
-    corpus.add(session_of("t:1", text_of(0)))
-    assert (corpus.num_tokens, proposed(corpus, "t:2", text_of(0))) == (0, None)
-
-
 def test_random_use_stays_within_bounds_and_forgets_what_it_must():
     """Sessions come, go on, are forgotten and expire; the text of those that are gone is never proposed."""
     clock, chance = Clock(), random.Random(11)
@@ -255,11 +249,3 @@ def test_suffix_drafter_prefers_the_more_promising_continuation():
     assert drafter.look_up(session, 2).token_ids == (10, 11)
     assert SuffixDrafter().look_up(session, 2).token_ids == (10, 11)
     assert SuffixDrafter(corpus).look_up(session_of("t:3", [98, 99]), 4) is None
-
-
-def test_suffix_drafter_grows_as_if_built_at_once():
-    chance = random.Random(2)
-    session, grown = session_of("t:1"), SuffixDrafter()
-    for _ in range(60):
-        session.commit([chance.randrange(6) for _ in range(chance.randrange(1, 9))])
-        assert grown.look_up(session, 5) == SuffixDrafter().look_up(session, 5)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gammaray.types import DrafterKind, Proposal, SamplingParams, VerificationMethod
+from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from orchestrator.drafting.matches import to_proposal
 from orchestrator.drafting.prompt_lookup import LONGEST, SHORTEST, PromptLookup
 from services.engine.sampling.noise import Noise
@@ -26,20 +26,6 @@ def session_with(tokens, **options):
     session = make_session(**options)
     session.token_ids = list(tokens)
     return session
-
-
-@pytest.mark.parametrize(
-    ("tokens", "depth", "expected"),
-    [
-        pytest.param([5, 1, 2, 3, 6, 1, 2, 4, 5, 1, 2], 1, (3,), id="longest-wins"),
-        pytest.param([1, 2, 3, 9, 1, 2], 64, (3, 9, 1, 2), id="ends-with-the-sequence"),
-    ],
-)
-def test_ngram_proposes_what_followed(tokens, depth, expected):
-    proposal = proposed(PromptLookup(), session_with(tokens), depth)
-    assert proposal.token_ids == expected
-    assert proposal.drafter is (DrafterKind.NGRAM if expected else Proposal().drafter)
-    assert proposal.parents is proposal.draft_distributions is None
 
 
 @given(st.lists(st.integers(0, 3), min_size=2, max_size=60), st.integers(1, 8), st.integers(0, 2**32))

@@ -112,10 +112,6 @@ def test_match_becomes_a_proposal_with_the_distributions_that_verification_needs
         assert proposal.draft_distributions is None
 
 
-def test_match_expects_the_tokens_of_its_probabilities():
-    assert Match(DrafterKind.SUFFIX, (1, 2, 3), 2, (0.5, 1.0, 0.5)).expected_tokens == 1.25
-
-
 async def test_prediction_ids_are_those_of_the_text_without_special_tokens():
     tokenizer = Tokenizer(resolve_model("demo"))
     text = "def read(path):\n"

@@ -67,20 +67,6 @@ def index_of(text):
     return index
 
 
-@pytest.mark.parametrize(
-    ("text", "depth", "expected"),
-    [
-        pytest.param([5, 1, 2, 3, 6, 1, 2, 4, 5, 1, 2], 1, ((3,), (1.0,), 3), id="longest-wins"),
-        pytest.param([1, 2, 3, 8, 1, 2, 4, 8, 1, 2, 3, 9, 1, 2], 1, ((3,), (2 / 3,), 2), id="most-frequent"),
-        pytest.param([1, 2, 3, 8, 1, 2, 4, 9, 1, 2], 1, ((4,), (0.5,), 2), id="latest-of-equals"),
-        pytest.param([*range(9), 0, 1], 64, ((2, 3), (1.0, 1.0), 2), id="bounded-by-the-match"),
-    ],
-)
-def test_index_finds_what_followed(text, depth, expected):
-    index = index_of(text)
-    assert found_in(index, index.context, depth) == expected
-
-
 def test_index_proposes_nothing_improbable():
     """Eleven continuations of one bigram: each has less than a tenth of the counts."""
     text = [token for other in range(11) for token in (1, 2, 50 + other, 90 + other)]

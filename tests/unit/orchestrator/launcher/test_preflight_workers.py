@@ -18,12 +18,6 @@ ROOT = Path(gammaray.__file__).parents[1]
 NONE = CudaDevices(0, "there is no NVIDIA driver")
 
 
-def refusal(devices=NONE, **settings):
-    with pytest.raises(InvalidArgumentError) as caught:
-        check_workers(ClusterSettings(**settings), devices)
-    return caught.value
-
-
 def test_defaults_pass_with_and_without_gpus():
     assert check_workers(ClusterSettings(), NONE) == 0
     assert check_workers(ClusterSettings(), CudaDevices(2)) == 2
@@ -31,40 +25,31 @@ def test_defaults_pass_with_and_without_gpus():
     assert check_workers(ClusterSettings(device="cuda"), CudaDevices(1)) == 1
 
 
-def test_cuda_without_a_device_is_refused_with_the_reason():
-    error = refusal(device="cuda")
-    assert (error.field, error.got) == ("device", "cuda")
-    assert "no NVIDIA driver" in error.allowed
+@pytest.mark.parametrize(
+    ("devices", "settings", "words"),
+    [
+        (NONE, {"device": "cuda"}, "device: got cuda, .*no NVIDIA driver"),
+        (CudaDevices(1), {"deterministic": True}, "device: "),  # `auto` takes the GPU
+        (NONE, {"engine": "native", "tensor_parallel": 2}, "tensor_parallel: got 2, allowed: 1 with the eng"),
+        (NONE, {"lora": "a=/x"}, "lora: got a=/x, allowed: empty without GPUs and vLLM"),
+        (
+            NONE,
+            {"engine": "vllm", "deterministic": True, "device": "cpu"},
+            "device: got cpu, allowed: auto or",
+        ),
+    ],
+    ids=str,
+)
+def test_settings_that_do_not_fit_the_devices_are_refused_with_the_reason(devices, settings, words):
+    with pytest.raises(InvalidArgumentError, match=words):
+        check_workers(ClusterSettings(**settings), devices)
 
 
-def test_deterministic_on_a_machine_with_a_gpu_is_refused():
-    """`auto` takes the GPU, which the mode does not cover."""
-    assert refusal(CudaDevices(1), deterministic=True).field == "device"
-
-
-def test_target_over_several_devices_needs_vllm():
-    with pytest.raises(InvalidArgumentError, match="tensor_parallel: got 2, allowed: 1 with the engine nat"):
-        ClusterSettings(engine="native", tensor_parallel=2)
-
-
-def test_adapters_need_vllm_and_a_gpu_unless_the_engine_is_given():
-    with pytest.raises(InvalidArgumentError, match="lora: got a=/x, allowed: empty without GPUs and vLLM"):
-        check_workers(ClusterSettings(lora="a=/x"), NONE)
-
-
-def test_deterministic_with_vllm_is_for_gpus():
-    with pytest.raises(InvalidArgumentError, match="device: got cpu, allowed: auto or cuda with determin"):
-        ClusterSettings(engine="vllm", deterministic=True, device="cpu")
-    assert ClusterSettings(engine="vllm", deterministic=True, dtype="bfloat16").deterministic
-
-
-def test_kernel_leaves_gpus_alone():
-    assert check_workers(ClusterSettings(engine="native"), CudaDevices(2)) == 0
-
-
-def test_settings_that_fit_the_gpus_pass():
+def test_settings_that_fit_the_devices_pass():
     check_workers(ClusterSettings(deterministic=True, device="cpu"), CudaDevices(1))
     check_workers(ClusterSettings(deterministic=True), NONE)
+    assert check_workers(ClusterSettings(engine="native"), CudaDevices(2)) == 0
+    assert ClusterSettings(engine="vllm", deterministic=True, dtype="bfloat16").deterministic
 
 
 @pytest.mark.parametrize(
@@ -85,7 +70,9 @@ def test_settings_that_fit_the_gpus_pass():
 def test_settings_of_the_roles_in_the_environment_are_checked_too(monkeypatch, variables, field):
     for name, value in variables.items():
         monkeypatch.setenv(f"GAMMARAY_{name}", value)
-    assert refusal().field == field
+    with pytest.raises(InvalidArgumentError) as caught:
+        check_workers(ClusterSettings(), NONE)
+    assert caught.value.field == field
 
 
 def test_settings_of_the_roles_that_fit_pass(monkeypatch):
@@ -100,14 +87,24 @@ def test_address_of_another_machine_is_reported_as_the_host(host):
         check_port("http_port", host, 8000)
 
 
-def test_dtype_reaches_both_roles():
-    own = role_settings(ClusterSettings(dtype="bfloat16"))
-    assert own["target"]["dtype"] == own["draft"]["dtype"] == "bfloat16"
-    assert "dtype" not in own["orchestrator"]
-    documents = {dtype: serve_document(ClusterSettings(dtype=dtype)) for dtype in ("auto", "float16")}
-    printed = {dtype: document["applications"][0]["args"] for dtype, document in documents.items()}
-    assert printed["float16"]["settings"]["dtype"] == "float16"
-    assert "dtype" not in printed["auto"]["settings"]
+@pytest.mark.parametrize(
+    ("settings", "name", "roles"),
+    [
+        ({"dtype": "float16"}, "dtype", {"draft", "target"}),
+        ({"draft_weights": "int8"}, "draft_weights", {"draft"}),
+        ({"draft_weights": "int8", "head": "h"}, "draft_weights", {"target"}),
+    ],
+    ids=str,
+)
+def test_settings_reach_the_roles_that_have_them_and_defaults_are_left_out(settings, name, roles):
+    given = ClusterSettings(**settings)
+    own = role_settings(given)
+    assert {role for role in own if own[role].get(name, "auto") != "auto"} >= roles
+    assert name not in own["orchestrator"]
+    for cluster, expected in ((given, roles), (ClusterSettings(), set())):
+        printed = serve_document(cluster)["applications"]
+        found = {app["name"].removeprefix("gammaray-") for app in printed if name in app["args"]["settings"]}
+        assert found == expected
 
 
 def modules_at_the_refusal(*arguments):
@@ -126,38 +123,13 @@ def modules_at_the_refusal(*arguments):
     return status, set(names), done.stderr
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "--tensor-parallel 2",
-        "--dtype bfloat16 --deterministic",
-        "--http-port 9000 --grpc-port 9000",
-        "--start-timeout-s nan",
-    ],
-)
+@pytest.mark.parametrize("line", ["--dtype bfloat16 --deterministic", "--http-port 9000 --grpc-port 9000"])
 def test_launcher_refuses_before_anything_slow_is_imported(line):
     status, modules, printed = modules_at_the_refusal(*line.split())
     assert status == 2
     assert printed.startswith("gammaray: ")
     assert printed.count("\n") == 1
     assert not modules & {"ray", "torch", "transformers", "fastapi", "redis"}
-
-
-def test_draft_weights_reach_drafts_alone():
-    own = role_settings(ClusterSettings(draft_weights="int8"))
-    assert own["draft"]["draft_weights"] == "int8"
-    assert "draft_weights" not in own["target"] | own["orchestrator"]
-    headed = role_settings(ClusterSettings(head="h", draft_weights="int8"))
-    assert headed["target"]["draft_weights"] == "int8"
-    printed = {
-        weights: {
-            one["name"]: one["args"]["settings"].get("draft_weights")
-            for one in serve_document(ClusterSettings(draft_weights=weights))["applications"]
-        }
-        for weights in ("auto", "int4")
-    }
-    assert printed["int4"] == printed["auto"] | {"gammaray-draft": "int4"}
-    assert not any(printed["auto"].values())
 
 
 def test_launcher_refuses_cuda_as_torch_would():

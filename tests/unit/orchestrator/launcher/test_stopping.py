@@ -37,8 +37,8 @@ except Stop:
     assert (done.returncode, done.stdout, done.stderr) == (7, "", "")
 
 
-def test_stop_that_a_library_swallows_is_raised_by_the_next_check():
-    done = run("""
+STOPPED = {
+    "a stop that a library swallows is raised by the next check": """
 try:
     os.kill(os.getpid(), signal.SIGTERM)
 except BaseException:
@@ -47,12 +47,8 @@ try:
     signals.check()
 except Stop:
     sys.exit(7)
-""")
-    assert done.returncode == 7
-
-
-def test_handlers_are_kept_while_a_library_sets_its_own():
-    done = run("""
+""",
+    "handlers are kept while a library sets its own": """
 with signals.kept():
     signal.signal(signal.SIGTERM, lambda number, frame: os._exit(9))
     signal.signal(signal.SIGUSR1, lambda number, frame: None)
@@ -61,12 +57,8 @@ try:
     os.kill(os.getpid(), signal.SIGTERM)
 except Stop:
     sys.exit(7)
-""")
-    assert done.returncode == 7
-
-
-def test_held_signal_is_delivered_afterwards():
-    done = run("""
+""",
+    "a held signal is delivered afterwards": """
 try:
     with signals.held():
         os.kill(os.getpid(), signal.SIGTERM)
@@ -74,8 +66,13 @@ try:
         held = True
 except Stop:
     sys.exit(7 if held else 8)
-""")
-    assert done.returncode == 7
+""",
+}
+
+
+@pytest.mark.parametrize("body", STOPPED.values(), ids=STOPPED)
+def test_signal_is_never_lost(body):
+    assert run(body).returncode == 7
 
 
 def test_check_without_a_signal_does_nothing():

@@ -1,4 +1,4 @@
-"""`gammaray up --head`: a head in the target worker, through the whole stack."""
+"""`gammaray up` with a head in the target worker, and with an early exit of the target as the draft."""
 
 import signal
 from pathlib import Path
@@ -8,12 +8,23 @@ import pytest
 from gammaray import Client
 from gammaray.types import DrafterKind, GammaPolicy
 from services.demo_pair import TARGET_DIR
-from tests.support.cluster.cluster_helpers import eventually, running_cluster
+from tests.support.cluster.cluster_helpers import (
+    eventually,
+    is_without_model,
+    running_cluster,
+    undisturbed,
+)
 from tests.support.head_helpers import bigram_head
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 PROMPT = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n"
+TARGET = ("--target", str(TARGET_DIR))
+
+
+def run(client, drafter, gamma, temperature):
+    options = {"seed": 7, "max_tokens": 64, "ignore_eos": True, "temperature": temperature}
+    return client.complete(PROMPT, drafter=drafter, gamma=gamma, **options)
 
 
 def ids(completion):
@@ -25,28 +36,21 @@ def drafters_of(client, completion):
     return {cycle.drafter for cycle in client.session_trace(completion.session_id)}
 
 
-def test_text_is_that_of_plain_decoding(tmp_path):
+def test_text_drafted_by_a_head_is_that_of_plain_decoding(tmp_path):
     head = bigram_head(tmp_path / "head", Path(TARGET_DIR))
-    with running_cluster("--target", str(TARGET_DIR), "--head", str(head)) as cluster:
+    with running_cluster(*TARGET, "--head", str(head)) as cluster:
         with Client(cluster.grpc) as client:
-            roles = {process.role for process in client.status()}
-            assert roles >= {"orchestrator", "target"}
-            assert "draft" not in roles
+            assert "draft" not in {process.role for process in client.status()}
             for temperature in (0.0, 1.0):
-
-                def run(drafter, gamma, temperature=temperature, **options):
-                    options |= {"seed": 7, "max_tokens": 64, "ignore_eos": True, "temperature": temperature}
-                    return client.complete(PROMPT, drafter=drafter, gamma=gamma, **options)
-
-                plain = run("none", 0)
+                plain = run(client, "none", 0, temperature)
                 assert plain.summary.head_cycles == 0
                 for gamma in (4, GammaPolicy(fixed=4, max_nodes=16)):
-                    drafted = run("head", gamma)
+                    drafted = run(client, "head", gamma, temperature)
                     assert ids(drafted) == ids(plain)
                     # Before the first cycle no hidden states are known, in the last one nothing is left.
                     assert drafted.summary.head_cycles >= drafted.summary.cycles - 2
                     assert drafted.summary.fallback_cycles == 0
-                mixed = run("model", "adaptive")
+                mixed = run(client, "model", "adaptive", temperature)
                 assert ids(mixed) == ids(plain)
                 kinds = {token.drafter for token in mixed.tokens}
                 assert kinds <= {None, DrafterKind.HEAD, DrafterKind.NGRAM, DrafterKind.SUFFIX}
@@ -56,4 +60,16 @@ def test_text_is_that_of_plain_decoding(tmp_path):
             assert eventually(lambda: DrafterKind.HEAD in drafters_of(client, made))
             records = client.session_trace(made.session_id)
             assert any(cycle.draft_ahead_hit for cycle in records if cycle.drafter is DrafterKind.HEAD)
+        cluster.check_stop(signal.SIGINT)
+
+
+def test_text_drafted_by_an_early_exit_is_that_of_plain_decoding():
+    with running_cluster(*TARGET, "--draft", "early-exit:8") as cluster:
+        with Client(cluster.grpc) as client:
+            for temperature in (0.0, 1.0):
+                plain = run(client, "none", 0, temperature)
+                drafted = undisturbed(lambda t=temperature: run(client, "model", 5, t), is_without_model)
+                assert ids(drafted) == ids(plain)
+                assert drafted.summary.accepted_tokens > 5
+                assert ids(run(client, "model", "adaptive", temperature)) == ids(plain)
         cluster.check_stop(signal.SIGINT)
