@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import sys
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ import psutil
 import pytest
 
 from benchmarks.cluster import ClusterError
-from benchmarks.peers.llama_server import connected_llama, converted, modes, running_llama
+from benchmarks.peers.llama_server import connected_llama, running_llama
 from gammaray.bench.systems import Ask, Sample
 from tests.support import fake_llama_server
 
@@ -69,12 +68,6 @@ async def test_sample_asks_again_for_tokens_that_the_stream_leaves_out(binary: s
     assert streamed == whole
 
 
-async def test_sample_chunks_of_speculation_are_single_arrivals(binary: str) -> None:
-    made = await complete(binary, Ask(PROMPT, 2), ["--spec-type", "ngram-simple"])
-    assert [count for _, count in made.arrivals] == [2]
-    assert made.token_ids == (34, 35)
-
-
 @pytest.mark.parametrize(
     ("temperature", "samplers", "top_k"), [(0.0, ["top_k"], 1), (1.0, ["temperature"], 0)]
 )
@@ -89,16 +82,6 @@ async def test_request_is_greedy_or_samples_from_the_models_distribution_alone(
     assert (body["samplers"], body["top_k"], body["temperature"]) == (samplers, top_k, temperature)
     assert body["ignore_eos"]
     assert not body["cache_prompt"]
-
-
-async def test_server_gets_threads_slots_and_the_context_of_all_slots(binary: str, log: Path) -> None:
-    await complete(binary, Ask(PROMPT, 1), ["--spec-type", "ngram-simple"])
-    command = entries(log)[0]
-    given = dict(itertools.pairwise(command))
-    wanted = {"-m": "m.gguf", "-t": "1", "-tb": "1", "-np": "2", "-c": "200"}
-    assert wanted.items() <= given.items()
-    assert given["--host"] == "127.0.0.1"
-    assert given["--spec-type"] == "ngram-simple"
 
 
 async def test_server_is_stopped_at_the_end_of_the_block(binary: str) -> None:
@@ -133,11 +116,6 @@ async def test_server_that_ends_raises_with_its_own_words_at_once(
     assert len(entries(log)) == 1
 
 
-async def test_server_that_does_not_exist_raises_naming_it(tmp_path: Path) -> None:
-    with pytest.raises(ClusterError, match="no-such-server"):
-        await complete(str(tmp_path / "no-such-server"), Ask(PROMPT, 1))
-
-
 @pytest.mark.parametrize(("prompt", "message"), [
     ((666,), r"llama\.cpp: 400 .*a refused prompt"),
     ((777, 1), r"llama\.cpp: .*context full"),
@@ -148,31 +126,3 @@ async def test_sample_failures_raise_with_the_servers_words(
 ) -> None:
     with pytest.raises(ClusterError, match=message):
         await complete(binary, Ask(prompt, 6))
-
-
-def test_modes_have_drafts_only_with_a_draft_model() -> None:
-    assert list(modes(None, 1)) == ["llama.cpp", "llama.cpp-ngram-simple", "llama.cpp-ngram-map-k"]
-    found = modes(Path("d.gguf"), 2)
-    assert found["llama.cpp"] == []
-    assert found["llama.cpp-draft-8"] == [
-        *("--spec-type", "draft-simple", "-md", "d.gguf", "-td", "2", "--spec-draft-n-max", "8")
-    ]
-
-
-CONVERT = """
-import pathlib, sys
-model, flag, out = sys.argv[1:4]
-if "broken" in model:
-    sys.exit("unknown architecture")
-pathlib.Path(out).write_text(flag)
-"""
-
-
-def test_converted_runs_the_script_and_returns_its_file(tmp_path: Path) -> None:
-    script = tmp_path / "convert.py"
-    script.write_text(CONVERT)
-    made = converted(str(script), "models/small", tmp_path)
-    assert made == tmp_path / "small.gguf"
-    assert made.read_text() == "--outfile"
-    with pytest.raises(ClusterError, match="ended with code 1\nunknown architecture"):
-        converted(str(script), "models/broken", tmp_path)
