@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from gammaray.errors import InvalidArgumentError
 from gammaray.types import SamplingParams
 from services.engine.loader import load_engine
-from services.process.adapters import RANKS, adapter_sha256, max_rank
+from services.process.adapters import RANKS, max_rank
 from services.target.scheduler import TargetScheduler
 from tests.support.adapter_helpers import make_adapter
 from tests.support.vllm_helpers import Session, ask, end, generate
@@ -136,12 +136,6 @@ def test_a_directory_that_is_no_adapter_of_the_target_ends_the_start_with_its_re
     (wide / "adapter_config.json").write_text(json.dumps({**config, "peft_type": "IA3"}))
     with pytest.raises(InvalidArgumentError, match="its kind is IA3"):
         max_rank({"wide": str(wide)})
-
-
-def test_the_fingerprint_of_an_adapter_is_that_of_its_files(adapters):
-    one, other = (adapter_sha256(str(path)) for path in adapters.values())
-    assert one != other
-    assert adapter_sha256(str(adapters["sql"])) == one
 
 
 def test_an_adapter_of_another_model_ends_the_worker_with_one_line_and_status_2(llama, tmp_path):

@@ -3,7 +3,7 @@
 import random
 
 from gammaray.types import SamplingParams
-from tests.support.vllm_helpers import Session, answers, ask, end, generate
+from tests.support.vllm_helpers import Session, answers, end, generate
 
 BLOCK = 128
 rng = random.Random(5)
@@ -78,12 +78,3 @@ def test_an_output_is_found_by_the_next_turn_of_a_conversation(scheduler):
     generate(scheduler, [session], 6)
     end(scheduler, session)
     assert first_block(scheduler, "one", prompt=[*session.tokens, 5, 6, 7])[1] == 2 * BLOCK
-
-
-def test_cache_without_sessions_holds_no_bytes(scheduler):
-    assert scheduler.stats().cache_bytes == 0
-    session = Session([7 + at % 80 for at in range(200)])
-    ask(scheduler, session)
-    assert scheduler.stats().cache_bytes > 0
-    end(scheduler, session)
-    assert scheduler.stats().cache_bytes == 0

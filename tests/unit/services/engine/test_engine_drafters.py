@@ -218,13 +218,6 @@ def test_ordinary_model_with_random_weights_for_missing_ones_is_refused(tmp_path
         load_engine(str(directory))
 
 
-def test_configuration_without_the_extra_keys_is_an_ordinary_draft(source, tmp_path):
-    engine = load(make_drafter(source, tmp_path / "d"))
-    assert engine.mask_token is None
-    assert "pard_token" not in json.loads((tmp_path / "d" / "config.json").read_text())
-    assert torch.equal(logits_of(engine, TEXT), logits_of(load_engine(str(source)), TEXT))
-
-
 LOADS_FROM_THE_HUB = """
 import sys
 from safetensors.torch import save_file

@@ -24,8 +24,8 @@ from services.engine.native import weights
 from services.engine.native.build import BASELINE
 from services.engine.native.library import Kernel, open_kernel, top_k_tokens
 from services.engine.native.runner import NativeRunner
-from services.engine.native.weights import pack_panels
-from services.engine.sampling.noise import Noise
+from services.engine.sampling import noise as noise_module
+from services.engine.sampling.noise import Noise, exponential
 from tests.support.engine_helpers import MAX_CONTEXT, CheckedEngine, plain_model, random_tokens, tiny_model
 
 
@@ -137,20 +137,6 @@ def test_native_path_attention_is_exact_and_independent_of_other_rows(
     for index in range(46):
         (row,) = engine.step([SequenceInput("single", index, text[index : index + 1], 1)])
         assert torch.equal(row[0], whole[index]), index
-
-
-def test_pack_panels_places_each_weight() -> None:
-    weight = torch.randn(50, 7, generator=torch.Generator().manual_seed(0))
-    full = pack_panels(weight, 32, 16)
-    assert full.shape == (2, 7, 32)
-    assert full.dtype == torch.float32
-    assert torch.equal(full.transpose(1, 2).reshape(64, 7)[:50], weight)
-    assert not full.transpose(1, 2).reshape(64, 7)[50:].any()
-    half = pack_panels(weight.bfloat16().float(), 32, 16)
-    assert half.dtype == torch.bfloat16
-    # The low halves of 32-bit lanes are outputs 0..15, the high halves outputs 16..31.
-    assert torch.equal(half[0, 3, 0::2].float(), weight[:16, 3].bfloat16().float())
-    assert torch.equal(half[1, 3, 1::2][:2].float(), weight[48:, 3].bfloat16().float())
 
 
 def test_missing_native_path_uses_the_general_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,3 +268,28 @@ def test_chain_rejects_the_same_input_as_a_step(tmp_path: Path) -> None:
         engine.chain(SequenceInput("a", MAX_CONTEXT - 1, [5], 1))
     assert engine.length("a") == MAX_CONTEXT - 2
     assert len(engine.chain(SequenceInput("a", MAX_CONTEXT - 2, [5] * 2, 2))[0]) == 2
+
+
+PLACES = ((0, 0), (2**64 - 1, 7), (0x299F31D0A4093822, 2**32 - 2), (5, -2))
+
+
+@pytest.mark.parametrize("variant", variants())
+@pytest.mark.parametrize("ids", [None, [70_001, 0, 5, 6, 1_000, 5]])
+def test_compiled_noise_equals_torchs_to_the_bit(
+    variant: str, ids: list[int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token_ids = None if ids is None else torch.tensor(ids)
+    count = 1_003 if ids is None else len(ids)
+
+    def rows() -> torch.Tensor:
+        made = [
+            exponential(*place, 3, count, sample_index=9, stream=3, token_ids=token_ids) for place in PLACES
+        ]
+        return torch.stack(made)
+
+    kernel = open_kernel(variant)
+    assert kernel.library is not None
+    monkeypatch.setattr(noise_module, "load_kernel", lambda: kernel)
+    ours = rows()
+    monkeypatch.setattr(noise_module, "load_kernel", lambda: Kernel(None))
+    assert torch.equal(ours, rows())
