@@ -23,8 +23,17 @@ from services.scheduling.tasks import Release
 from services.vllm.engine import CPU_DRAFT_BLOCK
 from tests.support.engine_helpers import random_tokens
 from tests.support.processing_helpers import GRAMMAR, follows_grammar
-from tests.support.vllm_draft_helpers import answer, assert_alike, draft, draft_task
-from tests.support.vllm_helpers import NOTHING, Session, answers, ask, generate
+from tests.support.vllm_helpers import (
+    NOTHING,
+    Session,
+    answer,
+    answers,
+    ask,
+    assert_alike,
+    draft,
+    draft_task,
+    generate,
+)
 from tests.vllm.conftest import LIMITS, MAX_POSITIONS
 
 SHIPPED = {"draft_top_k": 8, "weight_bits": 10}
@@ -33,7 +42,6 @@ DRAWN = SamplingParams(seed=1)
 
 @pytest.fixture(scope="module")
 def engine(llama) -> Iterator:
-    """A draft model on vLLM."""
     from services.vllm.engine import EngineOptions, VllmEngine
 
     options = EngineOptions(
@@ -330,20 +338,6 @@ def test_a_proposal_that_was_drafted_ahead_is_answered_at_once(ahead, drafts, re
             ask(reference, one, reply.outcome)
         assert session.tokens == plain.tokens
     assert (ahead.load().lookups, ahead.load().hits) == (3, 3)
-
-
-def test_a_block_goes_on_where_draft_ahead_was_interrupted(ahead, drafts, reference):
-    (session,) = sessions_with(DRAWN, count=1)
-    (proposal,) = draft(ahead, [session], 4)
-    assert ahead.step() == ahead.step() == []  # the token after the proposal, and the next proposal's first
-    ask(reference, session, proposal)
-    ahead.submit([task := draft_task(session, 4)])
-    reply = answer(ahead, task)
-    assert reply.timing.num_forwards == 3
-    assert reply.timing.batch_tokens == 3  # nothing is read again
-    (fresh,) = sessions_with(DRAWN, count=1)
-    fresh.tokens = list(session.tokens)
-    assert reply.outcome == draft(drafts, [fresh], 4)[0]
 
 
 def test_nothing_is_drafted_ahead_of_a_draw_or_an_end(ahead):

@@ -23,7 +23,6 @@ from tests.vllm.conftest import LIMITS
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory) -> Path:
-    """A target whose next token depends on the last one only."""
     return heads.wide_bigram(tmp_path_factory.mktemp("target") / "bigram")
 
 
@@ -82,8 +81,6 @@ async def test_a_worker_names_its_head_and_verifies_what_it_drafts(target: Path,
 
 
 def refusal(target: Path, **settings: object) -> InvalidArgumentError:
-    """Return the error of a worker's start."""
-
     def start() -> None:
         made = TargetSettings(model=str(target), engine="vllm", device="cpu", cache_budget_mb=8, **settings)
         load_target(str(target), made, LIMITS)

@@ -72,7 +72,6 @@ class Pair:
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory) -> Path:
-    """A random Llama."""
     return heads.random_target(tmp_path_factory.mktemp("target"))
 
 
@@ -104,7 +103,6 @@ def pair(engines) -> Iterator[Pair]:
 
 
 def prompts(count: int = 4) -> list[list[int]]:
-    """Return prompts of different lengths."""
     rng = random.Random(3)
     return [[rng.randrange(97) for _ in range(5 + 9 * at)] for at in range(count)]
 
@@ -219,19 +217,6 @@ def test_other_methods_take_a_draft_as_certain(pair: Pair, method: VerificationM
                 again = ask(pair.own, twin, proposal)
                 assert again.accepted_path == verdict.accepted_path
                 assert again.next_token_id == verdict.next_token_id
-
-
-def test_a_session_that_was_released_drafts_again_after_a_block(pair: Pair) -> None:
-    plain = generate(pair.vllm, pair.open(prompts(), 1.0), 30)
-    sessions = pair.open(prompts(), 1.0)
-    run(pair.vllm, sessions, 12, by_head(4))
-    end(pair.vllm, *sessions, forgets=True)
-    for session in sessions:
-        session.held = 0
-    cycles = run(pair.vllm, sessions, 30, by_head(4))
-    assert [session.output[:30] for session in sessions] == plain
-    assert [len(proposal) for _, _, proposal, _ in cycles[: len(sessions)]] == [0] * len(sessions)
-    assert len(cycles[len(sessions)][2]) == min(4, DEPTHS.get(pair.kind, 4))
 
 
 def test_sessions_that_were_evicted_between_blocks_keep_their_text(pair: Pair) -> None:

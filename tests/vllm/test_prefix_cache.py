@@ -53,15 +53,6 @@ def test_sessions_without_a_salt_share_nothing(scheduler):
     assert first_block(scheduler, None, name=first.name)[1] == 0
 
 
-def test_a_session_that_is_read_again_finds_its_own_prefix(scheduler):
-    session, _ = first_block(scheduler, None)
-    session.params, session.held = SamplingParams(seed=7), 0  # other parameters need another request
-    task = session.block()
-    (reply,) = answers(scheduler, [task])
-    session.take(task, reply)
-    assert reply.timing.cached_tokens == 3 * BLOCK
-
-
 def test_what_a_session_computed_is_forgotten_for_the_whole_tenant(scheduler):
     """Also the parts that others computed at the same time, and what is left after an eviction."""
     sessions = [Session(PROMPT, SamplingParams(seed=seed), salt="one") for seed in range(3)]

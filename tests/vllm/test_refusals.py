@@ -25,7 +25,6 @@ MOST = 400
 
 @pytest.fixture
 def demo(tmp_path):
-    """A copy of the demo target."""
     return Path(shutil.copytree(TARGET_DIR, tmp_path / "model"))
 
 

@@ -24,7 +24,6 @@ def sample(arrivals: list[tuple[float, int]], target_s: float | None = None) -> 
 
 
 def turn(*samples: Sample) -> Turn:
-    """Completions one after the other."""
     return Turn(samples, sum(one.seconds for one in samples))
 
 
@@ -146,13 +145,7 @@ def test_server_times_begin_at_the_end_of_the_first_chunks_cycle() -> None:
     assert (speed, bound) == ([1.25], [5 / 0.75])
 
 
-def test_server_times_with_several_cycles_in_the_first_chunk_leave_out_all_of_them() -> None:
-    found = with_server_times(sample([(4.0, 5), (5.0, 1), (6.0, 1)]), CYCLES, 69.0)
-    assert (found.decode_s, found.target_s) == (3.0, 0.25)
-
-
 def settings(**changes: Any) -> Settings:
-    """Settings of a small run."""
     given: dict[str, Any] = {
         "target": "demo",
         "draft": None,

@@ -53,16 +53,6 @@ def test_grow_starts_as_the_same_function() -> None:
     torch.testing.assert_close(_logits(model), _logits(source))
 
 
-def test_truncated_is_what_the_source_grew_from() -> None:
-    base, grown = _trained(2), _model(6, seed=1)
-    models.grow(grown, base)
-    model = models.truncated(grown, 2)
-    torch.testing.assert_close(_logits(model), _logits(base))
-    with torch.no_grad():
-        model.model.embed_tokens.weight.zero_()
-    assert _logits(grown).abs().max() > 0, "its weights are its own"
-
-
 @pytest.mark.slow
 def test_corpus_split_is_encoded_without_loss(work: Path) -> None:
     tokenizer = corpus.Tokenizer.from_file(str(work / "tokenizer.json"))

@@ -31,7 +31,6 @@ def engine(directory: Path) -> Engine:
 
 
 def request(number: int, system: str, temperature: float = 0.0, **changes: Any) -> dict[str, Any]:
-    """A request as of `Baselines.generate`."""
     given = {
         "number": number,
         "system": system,
@@ -45,7 +44,6 @@ def request(number: int, system: str, temperature: float = 0.0, **changes: Any) 
 
 
 def answers(worker: EngineWorker, requests: list[dict[str, Any]]) -> dict[int, Answer]:
-    """Complete the requests, all in flight at once."""
     for one in requests:
         worker.add(one, 0.0)
     found: dict[int, Answer] = {}

@@ -20,7 +20,6 @@ def worker() -> Worker:
 
 
 def request(system: str, prompt: str | list[int] = PROMPT, **changes: Any) -> dict[str, Any]:
-    """A request as of `Baselines.generate`."""
     given = {
         "number": 1,
         "max_tokens": 24,

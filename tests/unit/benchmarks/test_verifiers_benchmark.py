@@ -13,7 +13,6 @@ from benchmarks.verifiers import (
     CHAINS,
     Position,
     accepted_depths,
-    best_tree,
     main,
     record,
     tokens_per_cycle,
@@ -93,20 +92,6 @@ def test_cycles_follow_each_other():
 
     assert tokens_per_cycle([text], survival_of) == 2
     assert tokens_per_cycle([text[1:]], survival_of) == pytest.approx((1 + 2 * 21) / 22)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "nodes", "expected"),
-    [
-        ([0.9, 0.05], 3, (((LEAF,),),)),
-        ([0.5, 0.4], 2, (LEAF, LEAF)),
-        ([0.5, 0.4], 3, ((LEAF,), LEAF)),
-        ([0.6, 0.3], 4, (((LEAF,),), LEAF)),
-        ([1.0, 0.0], 3, (((LEAF,),),)),
-    ],
-)
-def test_best_tree_has_the_likeliest_nodes(ranks, nodes, expected):
-    assert best_tree(ranks, nodes) == expected
 
 
 @pytest.mark.slow

@@ -89,12 +89,6 @@ def test_installs_without_a_service_now_or_at_boot(debian):
     assert not debian.policy.exists()
 
 
-def test_what_is_there_is_not_installed_again(debian):
-    debian.add("redis-server", "#!/bin/sh\n")
-    assert debian.packages("redis-server").returncode == 0
-    assert debian.calls() == []
-
-
 def test_one_that_fails_is_reported_and_the_others_are_installed(debian):
     debian.add("google-chrome", "#!/bin/sh\n")
     done = debian.packages()

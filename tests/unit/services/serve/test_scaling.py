@@ -68,11 +68,6 @@ def test_drafters_grow_by_load_and_shrink_one_at_a_time():
     assert drafters(pool(report(0), minimum=0), demand=0.0) == 0
 
 
-def test_prepared_proposals_count_as_load_before_removing_drafters():
-    assert drafters(pool(*[report(0.6)] * 2, minimum=1)) == 1
-    assert drafters(pool(*[report(0.6, hit_rate=0.8)] * 2, minimum=1)) == 2
-
-
 def test_empty_pool_starts_when_targets_have_load():
     assert drafters(pool(), demand=0.0) == 0
     assert drafters(pool(), demand=0.2) == 1

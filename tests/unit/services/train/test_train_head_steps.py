@@ -102,17 +102,6 @@ def test_steps_of_training_are_those_of_drafting(folder, is_windowed):
     assert all(count > 0.9 * len(places) for count in wrong.values())
 
 
-@torch.no_grad()
-@pytest.mark.parametrize(("depth", "steps"), [(1, 3), (16, 1)])
-def test_short_answers_have_fewer_steps(folder, depth, steps):
-    drafter = make_drafter(folder, depth=depth)
-    sequences = [make_sequence(0, 1, 8), make_sequence(1, 2, 12)]
-    assert int(drafter.batch(sequences, steps).place[:, 2].max()) == steps
-    whole = drafter.batch(sequences, depth)
-    assert len(drafter(whole)) == len(whole.labels)
-    assert drafter(drafter.batch(sequences, steps)).isfinite().all()
-
-
 def test_training_starts_from_a_head(folder, tmp_path):
     first, then = make_drafter(folder), make_drafter(folder)
     first.target_ids.copy_(torch.arange(1, 64, 2))

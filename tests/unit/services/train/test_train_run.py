@@ -11,10 +11,9 @@ from gammaray.errors import FailedPreconditionError
 from services.demo_pair import TARGET_DIR
 from services.process.fingerprints import vocab_sha256
 from services.train.answers.store import AnswerStore, Sequence
-from services.train.batches import build_batch
 from services.train.run import run
 from tests.support.engine_helpers import tiny_model
-from tests.support.train_helpers import PROMPTS, losses, make_task, overlaps, run_until
+from tests.support.train_helpers import losses, make_task, overlaps, run_until
 
 
 @pytest.mark.slow
@@ -60,17 +59,6 @@ def test_another_shape_or_target_is_refused(tmp_path):
         run(make_task(tmp_path, target=str(other)), print, lambda: False)
 
 
-@pytest.mark.parametrize("prompts", [None, PROMPTS])
-def test_target_without_chat_template_is_refused(tmp_path, prompts):
-    target = tmp_path / "target"
-    target.mkdir()
-    for file in TARGET_DIR.iterdir():
-        if file.is_file() and file.name != "chat_template.jinja":
-            (target / file.name).write_bytes(file.read_bytes())
-    with pytest.raises(FailedPreconditionError, match="no chat template"):
-        run(make_task(tmp_path, target=str(target), prompts=prompts, chat=True), print, lambda: False)
-
-
 def test_drafter_starts_from_the_named_layers(tmp_path):
     # Every fourth layer of the demo target: those that it was grown from, so that they alone agree with it.
     task = make_task(tmp_path, kind="plain", layers=(0, 4, 8, 12), draft_vocab=2048)
@@ -92,10 +80,3 @@ def test_killed_write_loses_only_its_own_sequence(tmp_path):
     again = AnswerStore(tmp_path, {"target": "x"}, 1, 100)
     again.append(1, sequence(9))
     assert [len(found.token_ids) for found in again.sequences()] == [6, 9]
-
-
-def test_places_of_a_draft_model_are_those_of_the_answer_after_each_token():
-    batch = build_batch([sequence(), sequence(9, 1)], 1)
-    assert batch.place.tolist() == [*([0, a, 1] for a in range(1, 5)), *([1, a, 1] for a in range(8))]
-    assert batch.labels.tolist() == [a + 1 for _, a, _ in batch.place.tolist()]
-    assert batch.token_ids.tolist()[0] == [0, 1, 2, 3, 4, 5, 0, 0, 0]

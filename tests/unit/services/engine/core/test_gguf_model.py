@@ -20,7 +20,6 @@ NUM_TOKENS = 24
 
 
 def greedy(engine, prompt, count):
-    """Return the likeliest continuation by the engine."""
     tokens: list[int] = []
     feed = list(prompt)
     for _ in range(count):

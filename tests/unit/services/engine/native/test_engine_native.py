@@ -26,7 +26,14 @@ from services.engine.native.library import Kernel, open_kernel, top_k_tokens
 from services.engine.native.runner import NativeRunner
 from services.engine.sampling import noise as noise_module
 from services.engine.sampling.noise import Noise, exponential
-from tests.support.engine_helpers import MAX_CONTEXT, CheckedEngine, plain_model, random_tokens, tiny_model
+from tests.support.engine_helpers import (
+    MAX_CONTEXT,
+    CheckedEngine,
+    chained,
+    plain_model,
+    random_tokens,
+    tiny_model,
+)
 
 
 def scripted_steps() -> list[list[SequenceInput]]:
@@ -63,20 +70,6 @@ def test_native_path_demo_pair_matches_general_path(role: str) -> None:
     assert worst <= 1e-4
 
 
-@pytest.mark.parametrize("arch", ["llama-bias", "qwen2", "qwen3", "mistral"])
-def test_native_path_bfloat16_weights_stay_exact(arch: str, tmp_path: Path) -> None:
-    """Published weights are bfloat16: they take half-size panels, without loss."""
-    directory = tiny_model(arch, tmp_path, bfloat16=True)
-    engine = load_engine(str(directory))
-    assert isinstance(engine.runner, NativeRunner)
-    assert engine.runner.model.weights.layer[0].qkv.kind == 1
-    run = CheckedEngine(engine, plain_model(directory))
-    run.step(SequenceInput("a", 0, random_tokens(70, 1), 70))
-    run.step(SequenceInput("a", 70, random_tokens(1, 2), 1))
-    run.step(SequenceInput("a", 71, random_tokens(3, 3), 3, (-1, -1, 1)), SequenceInput("b", 0, [5], 1))
-    assert run.worst <= 1e-4
-
-
 def variants() -> list[str]:
     """The kernels that this machine can run."""
     runs = {"AVX512": ("x86-64-v4", "x86-64-v3"), "AVX2": ("x86-64-v3",)}
@@ -93,6 +86,7 @@ def test_native_path_every_instruction_set_exact(
     directory = tiny_model("qwen3", tmp_path, bfloat16=bfloat16)
     engine = load_engine(str(directory), deterministic=True)
     assert isinstance(engine.runner, NativeRunner)
+    assert engine.runner.model.weights.layer[0].qkv.kind == int(bfloat16)  # panels of half the size
     run = CheckedEngine(engine, plain_model(directory))
     run.step(SequenceInput("a", 0, random_tokens(70, 1), 70))
     run.step(SequenceInput("a", 70, random_tokens(3, 3), 3, (-1, -1, 1)), SequenceInput("b", 0, [5], 1))
@@ -140,7 +134,6 @@ def test_native_path_attention_is_exact_and_independent_of_other_rows(
 
 
 def test_missing_native_path_uses_the_general_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An installation without a C compiler has no kernel."""
     monkeypatch.setattr(weights, "load_kernel", lambda *_: Kernel(None, reason="no C compiler"))
     engine = load_engine(str(tiny_model("llama", tmp_path)))
     assert isinstance(engine.runner, TransformersRunner)
@@ -220,22 +213,7 @@ def test_chain_equals_single_steps(
     monkeypatch.setattr(weights, "load_kernel", lambda *_: open_kernel(variant))
     directory = str(tiny_model("qwen3", tmp_path))
     ours, theirs = load_engine(directory), load_engine(directory)
-    noise = Noise(7, 0, ours.vocab_size).gumbel(21, 6) if noisy else None
-    prompt = random_tokens(20, 1)
-    for engine in (ours, theirs):
-        engine.step([SequenceInput("a", 0, prompt, 1)])
-    token_ids, logits = ours.chain(SequenceInput("a", 20, [5] * 6, 6), noise, scale=1.25)
-    token_id, drawn = 5, []
-    for index in range(6):
-        drawn.append(token_id)
-        (row,) = theirs.step([SequenceInput("a", 20 + index, [token_id], 1)])
-        assert torch.equal(logits[index], row[0])
-        scores = row[0] if noise is None else row[0].double() * 1.25 + noise[index]
-        token_id = int(scores.argmax())
-    assert token_ids == drawn
-    assert list(ours.tokens("a")) == list(theirs.tokens("a"))
-    (one,), (other,) = (engine.step([SequenceInput("a", 26, [token_id, 3], 2)]) for engine in (ours, theirs))
-    assert torch.equal(one, other)
+    chained(ours, theirs, Noise(7, 0, ours.vocab_size).gumbel(21, 6) if noisy else None)
 
 
 def test_chain_ends_with_the_forward_during_which_it_is_stopped(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from services.engine.loader import load_engine, load_worker_engine
 from services.engine.native import weights as packing
 from services.engine.native.library import open_kernel
 from services.engine.native.runner import NativeRunner
-from tests.support.engine_helpers import LEAN, CheckedEngine, random_tokens, tiny_model
+from tests.support.engine_helpers import LEAN, CheckedEngine, chained, random_tokens, tiny_model
 
 KINDS = {"int8": 2, "int4": 3}
 
@@ -86,12 +86,8 @@ def test_chain_equals_single_steps(
     weights: str, variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packing, "load_kernel", lambda *_: open_kernel(variant))
-    engine = load_engine(str(tiny_model("llama", tmp_path)), weights=weights)
-    for name in ("a", "b"):
-        engine.step([SequenceInput(name, 0, random_tokens(9, 1), 1)])
-    token_ids, logits = engine.chain(SequenceInput("a", 9, [5] * 4, 4))
-    singles = [engine.step([SequenceInput("b", 9 + i, [t], 1)])[0] for i, t in enumerate(token_ids)]
-    assert torch.equal(logits, torch.cat(singles))
+    directory = str(tiny_model("llama", tmp_path))
+    chained(*(load_engine(directory, weights=weights) for _ in range(2)))
 
 
 def test_int8_is_the_nearest_of_255_steps_of_a_row() -> None:
