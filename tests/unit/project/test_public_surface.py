@@ -27,44 +27,15 @@ METHODS = {
 
 
 def test_all_is_frozen_and_sorted():
-    assert gammaray.__all__ == [
-        "ADAPTIVE",
-        "AsyncClient",
-        "CancelledError",
-        "Chunk",
-        "Client",
-        "Completion",
-        "DeadlineExceededError",
-        "DrafterKind",
-        "EmittedToken",
-        "FailedPreconditionError",
-        "FinishReason",
-        "GammaPolicy",
-        "GammarayError",
-        "GenerateOptions",
-        "GenerationRequest",
-        "IncompleteOutputError",
-        "InternalError",
-        "InvalidArgumentError",
-        "ModelChangedError",
-        "NotFoundError",
-        "ProcessStatus",
-        "PromptLogprobs",
-        "ResourceExhaustedError",
-        "RetryPolicy",
-        "SamplingParams",
-        "SessionInfo",
-        "SessionState",
-        "SpeculationSummary",
-        "TlsError",
-        "TokenOrigin",
-        "TopLogprob",
-        "UnauthenticatedError",
-        "UnavailableError",
-        "Usage",
-        "VerificationMethod",
-        "__version__",
-    ]
+    names = """
+        ADAPTIVE AsyncClient CancelledError Chunk Client Completion DeadlineExceededError DrafterKind
+        EmittedToken FailedPreconditionError FinishReason GammaPolicy GammarayError GenerateOptions
+        GenerationRequest IncompleteOutputError InternalError InvalidArgumentError ModelChangedError
+        NotFoundError ProcessStatus PromptLogprobs ResourceExhaustedError RetryPolicy SamplingParams
+        SessionInfo SessionState SpeculationSummary TlsError TokenOrigin TopLogprob UnauthenticatedError
+        UnavailableError Usage VerificationMethod __version__
+    """
+    assert gammaray.__all__ == names.split()
     assert gammaray.__all__ == sorted(gammaray.__all__)
 
 

@@ -10,7 +10,6 @@ import torch
 
 from gammaray.errors import InvalidArgumentError
 from services.engine.core.batch import SequenceInput
-from services.engine.core.errors import CacheGapError
 from services.engine.engine import Engine
 from services.engine.loader import load_engine
 from services.engine.native import weights
@@ -118,26 +117,6 @@ def test_logits_have_the_same_bits_with_taps(build: Callable[[Path], Engine], ll
     feed = [SequenceInput("b", 9, text[:3], 3)]
     assert torch.equal(tapped.step(feed)[0], plain.step(feed)[0])
     assert tapped.taps == []
-
-
-def test_taps_are_those_of_the_last_step(llama: Path) -> None:
-    engine = native(llama)
-    assert engine.taps == []
-    engine.step([SequenceInput("a", 0, [1], 1)])
-    assert engine.taps == []
-    engine.tap([1])
-    assert engine.taps == []
-    engine.step([SequenceInput("a", 1, [2, 3], 0)])
-    assert [states.shape for states in engine.taps] == [(2, 1, 32)]
-    engine.tap([0, 1, 2])
-    assert engine.taps == []
-    engine.step([SequenceInput("b", 0, [2], 0), SequenceInput("a", 3, [2, 3], 0)])
-    assert [states.shape for states in engine.taps] == [(1, 3, 32), (2, 3, 32)]
-    with pytest.raises(CacheGapError):
-        engine.step([SequenceInput("a", 9, [2], 0)])
-    assert engine.taps == []
-    assert engine.step([]) == []
-    assert engine.taps == []
 
 
 @pytest.mark.parametrize("build", BUILDS)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, TorchAoConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, TorchAoConfig
 
 from gammaray.errors import InvalidArgumentError
 from services.engine.core import checkpoint
@@ -247,6 +247,22 @@ def test_load_torchao_int8_served_by_transformers_layers(tmp_path: Path) -> None
         load_engine(given, device="cpu", weights="int8", draft_for="")
     with pytest.raises(UnsupportedModelError, match="deterministic mode does not cover torchao"):
         load_engine(given, device="cpu", deterministic=True)
+
+
+def test_load_bitsandbytes_served_by_transformers_layers(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    plain = checkpoint_of(tmp_path, lambda w: w)
+    how = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+    )
+    model = AutoModelForCausalLM.from_pretrained(
+        plain, dtype=torch.float32, quantization_config=how, device_map={"": "cpu"}
+    )
+    model.save_pretrained(tmp_path / "bnb")
+    engine = load_engine(str(tmp_path / "bnb"), device="cpu")
+    assert engine.kernel == "none: bitsandbytes weights are not covered, bitsandbytes weights"
+    expected = logits(load_engine(plain, device="cpu"))
+    assert 0 < (logits(engine) - expected).abs().mean() < 0.5 * expected.abs().mean()
 
 
 @pytest.mark.parametrize("activations", [True, False])

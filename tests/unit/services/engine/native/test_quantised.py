@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -27,7 +25,6 @@ from services.engine.core.quantised import (
     quantise_int8,
     quantise_model,
 )
-from services.engine.hf.torchao import quantise_module
 from services.engine.loader import load_engine, load_worker_engine
 from services.engine.native import weights as packing
 from services.engine.native.library import open_kernel
@@ -175,22 +172,3 @@ def test_weights_without_a_kernel_are_refused(
     assert str(refused.value) == (
         f"draft_weights: got {weights}, allowed: auto: {weights} needs the compiled CPU kernel ({reason})"
     )
-
-
-def test_gpu_weights_that_torchao_cannot_run_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The errors of torchao 0.18 without its kernels for four bits, and of a version without a class."""
-
-    def quantize_(module: object, config: object) -> None:
-        raise ImportError("Requires mslk >= 1.0.0")
-
-    installed = ModuleType("torchao.quantization")
-    vars(installed).update(Int4WeightOnlyConfig=object, quantize_=quantize_)
-    monkeypatch.setitem(sys.modules, "torchao", ModuleType("torchao"))
-    monkeypatch.setitem(sys.modules, "torchao.quantization", installed)
-    module = load_model(str(tiny_model("llama", tmp_path)), device="cpu").module
-    with pytest.raises(InvalidArgumentError, match=r"allowed: auto or int8: .*Requires mslk"):
-        quantise_module(module, "int4")
-    with pytest.raises(InvalidArgumentError, match=r"allowed: auto: .*no Int8WeightOnlyConfig"):
-        quantise_module(module, "int8")
