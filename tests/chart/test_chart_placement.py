@@ -223,3 +223,18 @@ def test_storage_class_is_the_default_a_name_or_none():
         for spec in (claim["spec"], manifests["pvc-models.yaml"]["spec"]):
             assert spec.get("storageClassName") == expected
             assert ("storageClassName" in spec) is (expected is not None)
+
+
+def test_null_removes_a_field_of_a_security_context():
+    removed = {
+        "securityContext": {"fsGroup": None, "seccompProfile": None},
+        "containerSecurityContext": {"capabilities": None},
+    }
+    values = merged(EVERYTHING, {"pods": removed})
+    for component, template in every_pod(values).items():
+        context = template["spec"]["securityContext"]
+        assert context.keys() == {
+            *("runAsNonRoot", "runAsUser", "runAsGroup", "fsGroupChangePolicy"),
+        }, component
+        assert "capabilities" not in container(template)["securityContext"], component
+    assert_valid(values)

@@ -232,3 +232,8 @@ def test_versions_are_those_of_the_package():
 def test_custom_init_containers_run_after_the_model_download():
     spec = groups(EVERYTHING)["target"]["template"]["spec"]
     assert [entry["name"] for entry in spec["initContainers"]] == ["wait-for-models", "prepare"]
+
+
+def test_every_pod_has_the_credentials_of_the_registry():
+    for name, template in {**pods(EVERYTHING), **passing_pods(EVERYTHING)}.items():
+        assert template["spec"]["imagePullSecrets"] == [{"name": "registry"}], name

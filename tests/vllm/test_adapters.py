@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from gammaray.errors import InvalidArgumentError
 from gammaray.types import SamplingParams
 from services.engine.loader import load_engine
-from services.process.adapters import RANKS, max_rank
+from services.process.adapters import RANKS, adapter_sha256, max_rank
 from services.target.scheduler import TargetScheduler
 from tests.support.adapter_helpers import make_adapter
 from tests.support.vllm_helpers import Session, ask, end, generate
@@ -152,3 +152,9 @@ def test_an_adapter_of_another_model_ends_the_worker_with_one_line_and_status_2(
     assert f"lora: got foreign={foreign}"[:60] in line
     assert "allowed: a LoRA adapter of the target in PEFT's format: " in line
     assert "query" in line
+
+
+def test_the_fingerprint_of_an_adapter_is_that_of_its_files(adapters):
+    one, other = (adapter_sha256(str(path)) for path in adapters.values())
+    assert one != other
+    assert adapter_sha256(str(adapters["sql"])) == one

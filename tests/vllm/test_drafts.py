@@ -19,7 +19,7 @@ from services.draft.scheduler import DraftScheduler
 from services.engine.core.errors import EngineLostError
 from services.engine.loader import load_engine
 from services.scheduling.grammars import Grammars
-from services.scheduling.tasks import Release
+from services.scheduling.tasks import NeedTokens, Release
 from services.vllm.engine import CPU_DRAFT_BLOCK
 from tests.support.engine_helpers import random_tokens
 from tests.support.processing_helpers import GRAMMAR, follows_grammar
@@ -360,3 +360,9 @@ def test_draft_ahead_gives_its_memory_to_blocks(ahead):
         idle(ahead)
     assert ahead.stats().num_sessions > 5
     assert ahead.stats().num_evictions > 0
+
+
+def test_a_worker_that_lacks_tokens_asks_for_them(drafts):
+    (session,) = sessions_with(DRAWN, count=1)
+    (reply,) = answers(drafts, [draft_task(session, 4, context_start=3, context=session.tokens[3:])])
+    assert reply.outcome == NeedTokens(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from transformers import T5Config
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from gammaray.errors import InvalidArgumentError
+from gammaray.errors import InvalidArgumentError, NotFoundError
 from services.engine.core.errors import UnsupportedModelError
 from services.engine.hf import probe
 from services.engine.hf.attention import LayerInput
@@ -147,3 +148,14 @@ def test_longrope_context_ends_where_its_rotation_changes(tmp_path: Path) -> Non
     }
     directory = tiny_model("phi3", tmp_path, rope_parameters=rope, original_max_position_embeddings=32)
     assert load_engine(str(directory)).max_context == 32
+
+
+def test_load_missing_directory_not_found(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match="nowhere"):
+        load_engine(str(tmp_path / "nowhere"))
+
+
+def test_load_unknown_model_type_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "of_tomorrow"}))
+    with pytest.raises(UnsupportedModelError, match="of_tomorrow"):
+        load_engine(str(tmp_path))

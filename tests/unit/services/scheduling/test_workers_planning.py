@@ -350,3 +350,8 @@ def test_oldest_prompt_leaves_half_of_the_budget_to_blocks_that_end():
     assert (sizes.pop("prompt"), len(sizes), sum(sizes.values())) == (50, 10, 50)
     alone = plan(blocks[:1], lambda _: 0, Limits(1024, 256), budget_of(100))
     assert shape(alone) == [("prompt", 0, 100, 0)]
+
+
+def test_proposal_beyond_the_budget_is_verified_when_it_is_the_oldest():
+    ((_, feed),) = plan([block("a", 50, num_nodes=99)], lambda _: 49, Limits(1024, 256), budget_of(32))
+    assert len(feed.token_ids) == feed.num_logits == 100

@@ -126,3 +126,13 @@ def test_reporter_turns_sums_into_rates(monkeypatch):
 def test_pool_size_rejects_invalid_values(value):
     with pytest.raises(ValueError, match=r"got .*allowed: "):
         PoolSize.parse(value)
+
+
+def test_prepared_proposals_count_as_load_before_removing_drafters():
+    assert drafters(pool(*[report(0.6)] * 2, minimum=1)) == 1
+    assert drafters(pool(*[report(0.6, hit_rate=0.8)] * 2, minimum=1)) == 2
+
+
+def test_drafters_that_load_their_model_are_not_idle():
+    assert drafters(pool(wanted=1), demand=0.0) == 1
+    assert drafters(pool(wanted=2), demand=3.0) == 2

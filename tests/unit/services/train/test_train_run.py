@@ -7,13 +7,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from gammaray.errors import FailedPreconditionError
+from gammaray.errors import FailedPreconditionError, InvalidArgumentError
 from services.demo_pair import TARGET_DIR
 from services.process.fingerprints import vocab_sha256
 from services.train.answers.store import AnswerStore, Sequence
 from services.train.run import run
 from tests.support.engine_helpers import tiny_model
-from tests.support.train_helpers import losses, make_task, overlaps, run_until
+from tests.support.train_helpers import PROMPTS, losses, make_task, overlaps, run_until
 
 
 @pytest.mark.slow
@@ -80,3 +80,20 @@ def test_killed_write_loses_only_its_own_sequence(tmp_path):
     again = AnswerStore(tmp_path, {"target": "x"}, 1, 100)
     again.append(1, sequence(9))
     assert [len(found.token_ids) for found in again.sequences()] == [6, 9]
+
+
+@pytest.mark.parametrize("prompts", [None, PROMPTS])
+def test_target_without_chat_template_is_refused(tmp_path, prompts):
+    target = tmp_path / "target"
+    target.mkdir()
+    for file in TARGET_DIR.iterdir():
+        if file.is_file() and file.name != "chat_template.jinja":
+            (target / file.name).write_bytes(file.read_bytes())
+    with pytest.raises(FailedPreconditionError, match="no chat template"):
+        run(make_task(tmp_path, target=str(target), prompts=prompts, chat=True), print, lambda: False)
+
+
+@pytest.mark.parametrize("layers", [(16,), (-1, 2)])
+def test_layers_that_the_target_lacks_are_refused(tmp_path, layers):
+    with pytest.raises(InvalidArgumentError, match=r"layers: .* from 0 to 15"):
+        run(make_task(tmp_path, kind="plain", layers=layers), print, lambda: False)

@@ -125,3 +125,10 @@ def test_truncated_file_is_refused(tmp_path):
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(InvalidArgumentError, match="bytes and its header describes"):
         load_engine(str(path))
+
+
+def test_missing_reader_is_named(tmp_path, monkeypatch):
+    path, _ = tiny_gguf("llama", tmp_path)
+    monkeypatch.setattr("gammaray.gguf.find_spec", lambda name: None)
+    with pytest.raises(InvalidArgumentError, match=r"pip install 'gammaray\[worker,gguf\]'"):
+        load_engine(str(path))

@@ -125,3 +125,12 @@ def test_kernel_compiler_that_fails_is_named(tmp_path: Path, monkeypatch: pytest
     assert kernel.library is None
     assert kernel.reason == f"{script} failed for baseline: no such target"
     assert find_library(tmp_path / "cache", BASELINE) is None
+
+
+def test_unwritable_kernel_cache_is_logged(
+    counted_compiler: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    assert open_kernel(BASELINE, str(file / "cache")).library is not None
+    assert "failed to store compiled kernels" in caplog.text
