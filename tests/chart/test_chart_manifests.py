@@ -18,88 +18,49 @@ from tests.support.chart.chart_helpers import (
 )
 from tests.support.chart.manifest_schemas import check, check_by_kuberay, check_pod, needs_kuberay
 
-TEMPLATES = sorted(
-    path.name
-    for path in (CHART / "templates").iterdir()
-    if not path.name.startswith("_") and path.suffix == ".yaml"
-)
-ALWAYS = {
-    "configmap-serve.yaml",
-    "pod-test.yaml",
-    "rayservice.yaml",
-    "service-grpc.yaml",
-    "service-http.yaml",
-}
 TLS = {"certManager": {"enabled": True, "issuerRef": {"name": "letsencrypt"}}}
-MADE_PASSWORD = ({}, {"redis": {"passwordSecret": {"name": "mine"}}})
-
-OPTIONAL = {
-    "certificate-orchestrator.yaml": ({"workerTls": {"enabled": True, "issuerRef": {"name": "i"}}}, {}),
-    "certificate-public.yaml": (
-        {"tls": TLS, "ingress": {"enabled": True}},
-        {"tls": {**TLS, "secretName": "mine"}, "ingress": {"enabled": True}},
-    ),
-    "certificate-worker.yaml": (
+COLLECTOR = {"telemetry": {"collector": {"enabled": True}}}
+OF_COLLECTOR = "configmap-collector deployment-collector networkpolicy-collector service-collector"
+EGRESS = {"networkPolicy": {"egress": {"enabled": True}}}
+OF_PASSWORD = " ".join(f"{kind}-redis-password" for kind in ("job", "role", "rolebinding", "serviceaccount"))
+CACHE = {"modelCache": {"enabled": True}}
+DIFFERENCES = [
+    (
         {"workerTls": {"enabled": True, "issuerRef": {"name": "i"}}},
-        {"workerTls": {"enabled": True, "orchestratorSecret": "o", "workerSecret": "w"}},
+        "certificate-orchestrator certificate-worker",
     ),
-    "configmap-collector.yaml": ({"telemetry": {"collector": {"enabled": True}}}, {}),
-    "configmap-dashboards.yaml": ({"monitoring": {"dashboards": True}}, {}),
-    "deployment-collector.yaml": ({"telemetry": {"collector": {"enabled": True}}}, {}),
-    "deployment-jaeger.yaml": ({"telemetry": {"jaeger": {"enabled": True}}}, {}),
-    "gateway.yaml": (
+    ({"workerTls": {"enabled": True, "orchestratorSecret": "o", "workerSecret": "w"}}, ""),
+    ({"tls": TLS, "ingress": {"enabled": True}}, "certificate-public ingress-grpc ingress-http"),
+    ({"tls": {**TLS, "secretName": "mine"}, "ingress": {"enabled": True}}, "ingress-grpc ingress-http"),
+    (
         {"gateway": {"enabled": True, "className": "c"}, "tls": {"secretName": "s"}},
-        {"gateway": {"enabled": True, "parentRefs": [{"name": "shared"}]}},
+        "gateway grpcroute httproute",
     ),
-    "grpcroute.yaml": ({"gateway": {"enabled": True, "parentRefs": [{"name": "shared"}]}}, {}),
-    "httproute.yaml": ({"gateway": {"enabled": True, "parentRefs": [{"name": "shared"}]}}, {}),
-    "ingress-grpc.yaml": ({"ingress": {"enabled": True}}, {}),
-    "ingress-http.yaml": ({"ingress": {"enabled": True}}, {}),
-    "job-models.yaml": (
-        {"modelCache": {"enabled": True}, "models": {"target": "team/large"}},
-        {"modelCache": {"enabled": True}, "models": {"target": "/data/large"}},
+    ({"gateway": {"enabled": True, "parentRefs": [{"name": "shared"}]}}, "grpcroute httproute"),
+    (COLLECTOR, OF_COLLECTOR),
+    ({"telemetry": {"jaeger": {"enabled": True}}}, "deployment-jaeger networkpolicy-jaeger service-jaeger"),
+    ({"monitoring": {"dashboards": True}}, "configmap-dashboards"),
+    ({"monitoring": {"podMonitor": True}}, "podmonitor"),
+    ({"monitoring": {"alerts": True}}, "prometheusrule"),
+    ({"monitoring": {"serviceMonitor": True}}, "service-metrics servicemonitor"),
+    ({**CACHE, "models": {"target": "/data/large"}}, "pvc-models"),
+    ({**CACHE, "models": {"target": "team/large"}}, "job-models pvc-models"),
+    ({"modelCache": {"enabled": True, "existingClaim": "mine"}}, ""),
+    ({**EGRESS, "draft": {"workers": "1:2"}}, "networkpolicy-egress networkpolicy-egress-head"),
+    ({**EGRESS, **COLLECTOR}, f"{OF_COLLECTOR} networkpolicy-egress networkpolicy-egress-collector"),
+    (
+        {"networkPolicy": {"enabled": False}},
+        " ".join(f"networkpolicy-{role}" for role in ("draft", "head", "orchestrator", "redis", "target")),
     ),
-    "job-redis-password.yaml": MADE_PASSWORD,
-    "networkpolicy-collector.yaml": (
-        {"telemetry": {"collector": {"enabled": True}}},
-        {"telemetry": {"collector": {"enabled": True}}, "networkPolicy": {"enabled": False}},
+    (
+        {"redis": {"urlSecret": {"name": "mine"}}},
+        f"{OF_PASSWORD} networkpolicy-redis service-redis statefulset-redis",
     ),
-    "networkpolicy-draft.yaml": ({}, {"networkPolicy": {"enabled": False}}),
-    "networkpolicy-egress.yaml": ({"networkPolicy": {"egress": {"enabled": True}}}, {}),
-    "networkpolicy-egress-collector.yaml": (
-        {"networkPolicy": {"egress": {"enabled": True}}, "telemetry": {"collector": {"enabled": True}}},
-        {"telemetry": {"collector": {"enabled": True}}},
-    ),
-    "networkpolicy-egress-head.yaml": (
-        {"networkPolicy": {"egress": {"enabled": True}}, "draft": {"workers": "1:2"}},
-        {"networkPolicy": {"egress": {"enabled": True}}},
-    ),
-    "networkpolicy-head.yaml": ({}, {"networkPolicy": {"enabled": False}}),
-    "networkpolicy-jaeger.yaml": ({"telemetry": {"jaeger": {"enabled": True}}}, {}),
-    "networkpolicy-orchestrator.yaml": ({}, {"networkPolicy": {"enabled": False}}),
-    "networkpolicy-redis.yaml": ({}, {"redis": {"urlSecret": {"name": "mine"}}}),
-    "networkpolicy-target.yaml": ({}, {"networkPolicy": {"enabled": False}}),
-    "pdb-draft.yaml": ({}, {"draft": {"disruptionBudget": {"enabled": False}}}),
-    "pdb-orchestrator.yaml": ({}, {"pods": {"disruptionBudget": {"enabled": False}}}),
-    "pdb-target.yaml": ({}, {"target": {"disruptionBudget": {"enabled": False}}}),
-    "podmonitor.yaml": ({"monitoring": {"podMonitor": True}}, {}),
-    "prometheusrule.yaml": ({"monitoring": {"alerts": True}}, {}),
-    "pvc-models.yaml": (
-        {"modelCache": {"enabled": True}},
-        {"modelCache": {"enabled": True, "existingClaim": "mine"}},
-    ),
-    "role-redis-password.yaml": MADE_PASSWORD,
-    "rolebinding-redis-password.yaml": MADE_PASSWORD,
-    "serviceaccount-redis-password.yaml": MADE_PASSWORD,
-    "service-collector.yaml": ({"telemetry": {"collector": {"enabled": True}}}, {}),
-    "service-jaeger.yaml": ({"telemetry": {"jaeger": {"enabled": True}}}, {}),
-    "service-metrics.yaml": ({"monitoring": {"serviceMonitor": True}}, {"monitoring": {"podMonitor": True}}),
-    "service-redis.yaml": ({}, {"redis": {"urlSecret": {"name": "mine"}}}),
-    "serviceaccount.yaml": ({}, {"serviceAccount": {"create": False}}),
-    "servicemonitor.yaml": ({"monitoring": {"serviceMonitor": True}}, {}),
-    "statefulset-redis.yaml": ({}, {"redis": {"urlSecret": {"name": "mine"}}}),
-}
-"""Template -> values with which it is there, and values without."""
+    ({"redis": {"passwordSecret": {"name": "mine"}}}, OF_PASSWORD),
+    ({"pods": {"disruptionBudget": {"enabled": False}}}, "pdb-draft pdb-orchestrator pdb-target"),
+    ({"serviceAccount": {"create": False}}, "serviceaccount"),
+]
+"""Values, and the templates that they add to or remove from those of the defaults."""
 
 variants = pytest.mark.parametrize("values", VARIANTS.values(), ids=VARIANTS)
 
@@ -144,33 +105,20 @@ def test_names_are_of_the_release_and_not_too_long(values):
         assert manifest["metadata"]["labels"]["app.kubernetes.io/managed-by"] == "Helm"
 
 
-def test_streams_may_be_given_more_time_at_a_gateway():
-    rule = render(VARIANTS["everything"])["httproute.yaml"]["spec"]["rules"][0]
-    assert rule["timeouts"] == {"request": "3600s"}
-    route = render({"gateway": {"enabled": True, "parentRefs": [{"name": "shared"}]}})["httproute.yaml"]
-    assert "timeouts" not in route["spec"]["rules"][0]
-
-
 def test_name_overrides_are_applied():
     assert render({"nameOverride": "x"})["rayservice.yaml"]["metadata"]["name"] == "demo-x"
     assert render({"fullnameOverride": "y"})["service-grpc.yaml"]["metadata"]["name"] == "y-grpc"
     assert render(name="my-gammaray")["rayservice.yaml"]["metadata"]["name"] == "my-gammaray"
 
 
-def test_every_template_has_its_test():
-    assert sorted(ALWAYS | OPTIONAL.keys()) == TEMPLATES
-
-
-def test_some_templates_are_always_rendered():
-    for variant, values in VARIANTS.items():
-        assert render(values).keys() >= ALWAYS, variant
-
-
-@pytest.mark.slow
-def test_optional_templates_are_rendered_only_if_enabled():
-    for template, (on, off) in OPTIONAL.items():
-        assert template in render_texts(on), template
-        assert template not in render_texts(off), template
+def test_values_add_and_remove_templates():
+    defaults, seen = set(render()), set()
+    for values, names in DIFFERENCES:
+        shown = set(render(values))
+        assert shown ^ defaults == {f"{name}.yaml" for name in names.split()}, values
+        seen |= shown
+    templates = {path.name for path in (CHART / "templates").glob("*.yaml")}
+    assert seen == {name for name in templates if not name.startswith("_")}
 
 
 @variants
@@ -262,11 +210,3 @@ def test_notes_mention_a_key_only_if_keys_are_required(outside):
     assert "export GAMMARAY_API_KEY=" in secured
     assert ("authorization: Bearer $GAMMARAY_API_KEY" in secured) is bool(outside)
     assert ("curl http://gammaray.example.com/v1/completions" in secured) is bool(outside)
-
-
-def test_notes_name_the_images_in_use():
-    values = {"image": {"registry": "r.example.com/t", "tag": "7"}, "draft": {"gpus": 0}}
-    notes = render_texts(values)["NOTES.txt"]
-    for image in ("orchestrator", "worker-gpu", "worker-cpu"):
-        assert f"   r.example.com/t/gammaray-{image}:7\n" in notes
-    assert "worker-cpu" not in render_texts()["NOTES.txt"]

@@ -1,7 +1,5 @@
 """Placement, labels and rights of every pod: given for all pods, overridden by a component, left out."""
 
-import helm_python
-import pytest
 from ray.autoscaler._private.kuberay.autoscaling_config import _get_num_gpus
 
 from tests.support.chart.chart_helpers import (
@@ -9,7 +7,6 @@ from tests.support.chart.chart_helpers import (
     EVERYTHING,
     ROLES,
     VARIANTS,
-    chart,
     cluster,
     container,
     environment,
@@ -103,17 +100,6 @@ def test_a_component_overrides_what_is_given_for_all_pods():
             assert context == container(groups(values)["head"]["template"])["securityContext"]
 
 
-def test_a_component_may_have_nothing_of_what_is_given_for_all_pods():
-    nothing = {"tolerations": [], "priorityClassName": "", "runtimeClassName": ""}
-    values = merged(EVERYTHING, {"pods": fields("all")})
-    values = merged(values, *(of_component(component, nothing) for component in COMPONENTS))
-    for component, template in every_pod(values).items():
-        spec = template["spec"]
-        has_gpu = "nvidia.com/gpu" in container(template)["resources"]["limits"]
-        assert spec.get("tolerations") == ([GPU_TAINT] if has_gpu else None), component
-        assert not {"priorityClassName", "runtimeClassName"} & spec.keys(), component
-
-
 def test_by_default_pods_run_anywhere_but_for_the_taint_of_gpus():
     on = {
         "telemetry": {"jaeger": {"enabled": True}, "collector": {"enabled": True}},
@@ -147,21 +133,6 @@ def test_pods_run_as_the_user_of_their_image_or_of_the_cluster():
         assert ("runAsUser" in template["spec"]["securityContext"]) is (component != "redis")
 
 
-def test_null_removes_a_field_of_a_security_context():
-    removed = {
-        "securityContext": {"fsGroup": None, "seccompProfile": None},
-        "containerSecurityContext": {"capabilities": None},
-    }
-    values = merged(EVERYTHING, {"pods": removed})
-    for component, template in every_pod(values).items():
-        context = template["spec"]["securityContext"]
-        assert context.keys() == {
-            *("runAsNonRoot", "runAsUser", "runAsGroup", "fsGroupChangePolicy"),
-        }, component
-        assert "capabilities" not in container(template)["securityContext"], component
-    assert_valid(values)
-
-
 def test_labels_and_annotations_of_the_chart_stay():
     taken = {
         "labels": {"app.kubernetes.io/component": "mine", "gammaray.io/ray": "false"},
@@ -191,13 +162,6 @@ def test_every_container_of_the_chart_has_resources_that_can_be_given():
             )
 
 
-def test_all_pods_but_the_password_jobs_have_the_service_account_of_the_release():
-    values = merged(EVERYTHING, {"serviceAccount": {"name": "mine"}})
-    for component, template in every_pod(values).items():
-        account = "demo-gammaray-redis-password" if component == "redis-password" else "mine"
-        assert template["spec"]["serviceAccountName"] == account
-
-
 def test_environment_and_volumes_are_those_of_pods_that_connect_to_other_networks():
     client = {*ROLES, "models", "collector"}
     for component, template in every_pod(EVERYTHING).items():
@@ -222,12 +186,6 @@ def test_given_variables_replace_those_of_the_chart():
         assert len(names) == len(set(names)), component
         if component in (*ROLES, "models", "collector"):
             assert all(entry in entries for entry in given), component
-
-
-def test_values_of_ray_pods_are_refused_elsewhere():
-    for component in COMPONENTS.keys() - {*ROLES}:
-        with pytest.raises(helm_python.HelmValuesError, match="'sidecars' not allowed"):
-            chart().validate_schema(of_component(component, {"sidecars": []}))
 
 
 def test_pools_may_have_different_gpu_resources():
@@ -265,3 +223,18 @@ def test_storage_class_is_the_default_a_name_or_none():
         for spec in (claim["spec"], manifests["pvc-models.yaml"]["spec"]):
             assert spec.get("storageClassName") == expected
             assert ("storageClassName" in spec) is (expected is not None)
+
+
+def test_null_removes_a_field_of_a_security_context():
+    removed = {
+        "securityContext": {"fsGroup": None, "seccompProfile": None},
+        "containerSecurityContext": {"capabilities": None},
+    }
+    values = merged(EVERYTHING, {"pods": removed})
+    for component, template in every_pod(values).items():
+        context = template["spec"]["securityContext"]
+        assert context.keys() == {
+            *("runAsNonRoot", "runAsUser", "runAsGroup", "fsGroupChangePolicy"),
+        }, component
+        assert "capabilities" not in container(template)["securityContext"], component
+    assert_valid(values)

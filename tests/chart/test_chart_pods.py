@@ -47,11 +47,6 @@ def test_every_pod_has_no_more_rights_than_it_needs(values):
         assert not only["image"].endswith(":latest")
 
 
-def test_every_pod_has_the_credentials_of_the_registry():
-    for name, template in {**pods(EVERYTHING), **passing_pods(EVERYTHING)}.items():
-        assert template["spec"]["imagePullSecrets"] == [{"name": "registry"}], name
-
-
 @variants
 def test_only_the_autoscaler_and_the_password_job_have_a_kubernetes_token(values):
     for name, template in passing_pods(values).items():
@@ -141,15 +136,6 @@ def test_rays_own_autoscaler_reads_the_resources():
     assert _get_custom_resources({}, params, "draft") == {"gammaray_draft": 1}
 
 
-def test_gpus_choose_image_device_and_resources():
-    gpu, cpu = (container(groups(values)["target"]["template"]) for values in ({}, {"target": {"gpus": 0}}))
-    assert "/gammaray-worker-gpu:" in gpu["image"]
-    assert "/gammaray-worker-cpu:" in cpu["image"]
-    assert "nvidia.com/gpu" not in cpu["resources"]["limits"]
-    two = container(groups({"target": {"gpus": 2}, "gpuResource": "amd.com/gpu"})["target"]["template"])
-    assert two["resources"]["limits"]["amd.com/gpu"] == two["resources"]["requests"]["amd.com/gpu"] == "2"
-
-
 def test_workers_have_shared_memory_of_the_size_in_the_values():
     found = groups({"target": {"gpus": 2, "shmSize": "3Gi"}})
     for role, size in (("target", "3Gi"), ("draft", "1Gi")):
@@ -162,31 +148,12 @@ def test_workers_have_shared_memory_of_the_size_in_the_values():
         assert "/dev/shm" not in {mount["mountPath"] for mount in mounts}
 
 
-def test_no_probe_ends_a_worker_that_compiles_its_model():
-    """Ray's node is up before: only readiness, whose failure ends nothing, asks the worker."""
-    for role in ("draft", "target"):
-        only = container(groups()[role]["template"])
-        for probe in ("startupProbe", "livenessProbe"):
-            assert only[probe]["httpGet"]["path"] == "/api/local_raylet_healthz"
-
-
 def test_start_parameters_are_options_of_ray():
     from ray.scripts.scripts import start
 
     known = {option.removeprefix("--") for parameter in start.params for option in parameter.opts}
     for group in groups(EVERYTHING).values():
         assert group["rayStartParams"].keys() <= known
-
-
-def test_disabled_authentication_omits_the_field_for_old_operators():
-    assert cluster()["authOptions"] == {"mode": "token"}
-    assert "authOptions" not in cluster({"ray": {"authMode": "disabled"}})
-
-
-def test_requests_are_not_raised_to_limits():
-    values = {"draft": {"resources": {"requests": {"cpu": "1"}, "limits": {"cpu": "3"}}}}
-    resources = container(groups(values)["draft"]["template"])["resources"]
-    assert (resources["requests"]["cpu"], resources["limits"]["cpu"]) == ("1", "3")
 
 
 def test_trial_requests_the_documented_resources():
@@ -262,21 +229,11 @@ def test_versions_are_those_of_the_package():
     assert image == "registry.example.com/team/gammaray-orchestrator:1.2.3"
 
 
-def test_init_containers_and_sidecars_are_those_of_the_role():
-    more = {"initContainers": [{"name": "i", "image": "i:1"}], "sidecars": [{"name": "s", "image": "s:1"}]}
-    found = groups({"draft": more, "pods": {"sidecars": [{"name": "all", "image": "a:1"}]}})
-    for role in ROLES:
-        spec = found[role]["template"]["spec"]
-        names = [entry["name"] for entry in spec["containers"]]
-        assert names == [
-            f"ray-{role}",
-            "s" if role == "draft" else "all",
-        ]  # KubeRay takes the first for Ray's
-        assert [entry["name"] for entry in spec.get("initContainers", [])] == (
-            ["i"] if role == "draft" else []
-        )
-
-
 def test_custom_init_containers_run_after_the_model_download():
     spec = groups(EVERYTHING)["target"]["template"]["spec"]
     assert [entry["name"] for entry in spec["initContainers"]] == ["wait-for-models", "prepare"]
+
+
+def test_every_pod_has_the_credentials_of_the_registry():
+    for name, template in {**pods(EVERYTHING), **passing_pods(EVERYTHING)}.items():
+        assert template["spec"]["imagePullSecrets"] == [{"name": "registry"}], name

@@ -20,13 +20,6 @@ def test_pool_has_the_bounds_asked_for(workers, bounds, replicas):
     assert ("autoscalerOptions" in cluster(values)) is scales
 
 
-def test_autoscaler_has_the_security_context_of_the_other_containers():
-    options = cluster({"draft": {"workers": "1:2"}})["autoscalerOptions"]
-    assert options["securityContext"]["readOnlyRootFilesystem"] is True
-    volumes = {volume["name"] for volume in groups()["head"]["template"]["spec"]["volumes"]}
-    assert {mount["name"] for mount in options["volumeMounts"]} <= volumes
-
-
 def test_pool_without_drafters_is_left_out():
     assert set(groups({"draft": {"workers": "0"}})) == {"head", "orchestrator", "target"}
 

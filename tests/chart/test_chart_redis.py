@@ -100,6 +100,7 @@ def url_of(port, values=None):
 @pytest.mark.slow
 @pytest.mark.parametrize("password", PASSWORDS)
 def test_workers_and_orchestrators_can_use_any_password(tmp_path, password):
+    assert url_of(6379) == "redis://127.0.0.1:6379/0"
     with bundled(tmp_path, password) as (port, process):
         for settings in (OrchestratorSettings, DraftSettings):
             given = settings(redis_url=url_of(port), redis_password=password)

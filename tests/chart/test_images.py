@@ -3,13 +3,12 @@
 import re
 import subprocess
 
-import helm_python
 import pytest
 import yaml
 
 import gammaray
 from gammaray.deploy.engines import SUPPORTED_VLLM
-from tests.support.chart.chart_helpers import CHART, ROOT, chart, container, groups, render
+from tests.support.chart.chart_helpers import CHART, ROOT, container, groups
 
 DOCKERFILE = ROOT / "docker" / "Dockerfile"
 IGNORED = ROOT / "docker" / "Dockerfile.dockerignore"
@@ -55,21 +54,6 @@ def test_image_runs_as_the_user_of_the_chart(name):
     assert users == ["USER 1000:1000"]
     install = next(i for i, line in enumerate(history(name)) if "pip install" in line)
     assert history(name).index(users[0]) > install  # what is installed cannot be changed by who runs it
-
-
-@pytest.mark.parametrize("name", ["orchestrator", "worker-cpu"])
-def test_image_installs_the_version_of_the_package_without_an_index(name):
-    lines = history(name)
-    assert f"ARG VERSION={gammaray.__version__}" in lines
-    (install,) = [line for line in lines if "pip install" in line]
-    assert "--no-index" in install
-    extra = "orchestrator,demo" if name == "orchestrator" else "all,quantised"
-    assert f'"gammaray[{extra}]==${{VERSION}}"' in install
-    wheels = stages(DOCKERFILE.read_text())[f"wheels-{name}"]
-    found = ' "--find-links=/wheels",' if name == "worker-cpu" else ""
-    assert wheels[-1] == (
-        f'RUN ["pip", "wheel", "--wheel-dir=/wheels",{found} "./services/demo_pair", ".[{extra}]"]'
-    )
 
 
 def test_gpu_image_is_vllms_of_the_supported_version_and_keeps_its_packages():
@@ -150,39 +134,6 @@ def test_each_image_may_have_its_own_repository(image, expected):
     assert container(found["head"]["template"])["image"] == others
 
 
-def test_registry_is_needed_only_by_images_without_a_repository():
-    own = {"orchestrator": {"repository": "a/b"}, "workerGpu": {"repository": "a/c"}}
-    assert container(groups({"image": own})["head"]["template"])["image"] == f"a/b:{gammaray.__version__}"
-    with pytest.raises(helm_python.HelmRenderError, match=r"image\.registry: needed"):
-        render({"image": {"orchestrator": {"repository": "a/b"}}})
-
-
-@pytest.mark.parametrize("name", IMAGES)
-def test_error_without_a_registry_explains_how_to_build(name):
-    keys = {"orchestrator": "orchestrator", "worker-gpu": "workerGpu", "worker-cpu": "workerCpu"}
-    others = {key: {"repository": "a/b"} for image, key in keys.items() if image != name}
-    values = {"image": others, "draft": {"gpus": 0}}
-    with pytest.raises(helm_python.HelmRenderError) as refused:
-        render(values)
-    (build,) = re.findall(r"docker build [^\n]*", str(refused.value).replace("\\n", "\n"))
-    assert f"--target {name} " in build
-    assert f"image.{keys[name]}.repository" in str(refused.value)
-    assert ("TORCH_CPU_INDEX" in build) is (name == "worker-cpu")
-
-
-@pytest.mark.parametrize("digest", ["sha256:12", "latest", DIGEST.upper()])
-def test_invalid_digest_is_rejected(digest):
-    with pytest.raises(helm_python.HelmValuesError, match="digest"):
-        chart().validate_schema({"image": {"workerCpu": {"digest": digest}}})
-
-
-def test_versions_come_from_the_constraints_of_the_repository():
-    source = stages(DOCKERFILE.read_text())["source"]
-    assert any("PIP_CONSTRAINT=/src/constraints.txt" in line for line in source)
-    lines = (ROOT / "constraints.txt").read_text().split()
-    assert all(re.fullmatch(r"[\w.\-]+==[\w.\-+!]+", line) for line in lines)
-
-
 def test_copied_files_exist_and_are_not_ignored():
     copied = [
         name
@@ -193,16 +144,6 @@ def test_copied_files_exist_and_are_not_ignored():
     allowed = [line[1:] for line in IGNORED.read_text().splitlines() if line.startswith("!")]
     assert sorted(copied) == sorted(allowed)
     assert all((ROOT / name).exists() for name in copied)
-
-
-def test_image_contains_the_paths_in_the_environment_of_the_chart():
-    environment = (CHART / "templates/_env.tpl").read_text()
-    for name, value in (("HF_HOME", "/models/huggingface"), ("HOME", "/tmp")):
-        assert f"- name: {name}\n  value: {value}" in environment
-        for image in IMAGES:
-            assert any(f"{name}={value}" in line for line in history(image) if line.startswith("ENV"))
-    for name, value in (("TRITON_CACHE_DIR", "/tmp/triton"), ("VLLM_CACHE_ROOT", "/tmp/vllm")):
-        assert f"- name: {name}\n  value: {value}" in environment
 
 
 def test_ports_are_those_of_the_package():

@@ -77,8 +77,6 @@ class FunctionDrafter:
 
 
 class ListStore:
-    """Keeps stored values; fails on request."""
-
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error
         self.token_ids: list[int] = []
@@ -131,8 +129,6 @@ def make_session(
 
 
 def perfect_drafter(target: ScriptedTarget) -> FunctionDrafter:
-    """Return a drafter that predicts every token of the target."""
-
     def propose(session: Session, gamma: int) -> Proposal:
         return Proposal(tuple(target.token_at(session.num_emitted + i) for i in range(gamma)))
 

@@ -58,7 +58,6 @@ class Block:
 
 
 def blocks() -> list[Block]:
-    """Return all blocks with commands."""
     found = []
     for page in PAGES:
         for language, text in re.findall(
@@ -76,7 +75,6 @@ def blocks() -> list[Block]:
 
 
 def commands() -> list[tuple[str, str]]:
-    """Return (page, command) of every command."""
     return [(block.page, command) for block in blocks() for command in block.commands]
 
 

@@ -222,8 +222,27 @@ class CheckedEngine:
         return torch.stack(rows[-feed.num_logits :])
 
 
+def chained(
+    ours: Engine, theirs: Engine, noise: torch.Tensor | None = None, scale: float = 1.25
+) -> list[int]:
+    """Draft a chain in one call and, on an engine of the same model, token by token: the bits are equal."""
+    for engine in (ours, theirs):
+        engine.step([SequenceInput("a", 0, random_tokens(20, 1), 1)])
+    token_ids, logits = ours.chain(SequenceInput("a", 20, [5] * 6, 6), noise, scale=scale)
+    token_id, drawn = 5, []
+    for index in range(6):
+        drawn.append(token_id)
+        (row,) = theirs.step([SequenceInput("a", 20 + index, [token_id], 1)])
+        assert torch.equal(logits[index], row[0])
+        token_id = int((row[0] if noise is None else row[0].double() * scale + noise[index]).argmax())
+    assert token_ids == drawn
+    assert list(ours.tokens("a")) == list(theirs.tokens("a"))
+    (one,), (other,) = (engine.step([SequenceInput("a", 26, [token_id, 3], 2)]) for engine in (ours, theirs))
+    assert torch.equal(one, other)
+    return drawn
+
+
 def path_tokens(nodes: Sequence[int], parents: Sequence[int], node: int) -> list[int]:
-    """Tokens on the path from a root of a tree to a node, both included."""
     path: list[int] = []
     while node >= 0:
         path.append(nodes[node])

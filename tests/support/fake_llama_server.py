@@ -1,10 +1,8 @@
 """A small server that speaks the part of llama-server's protocol that the benchmark uses; run as a program.
 
 It continues a prompt of token ids with their sum plus 1, 2, ...; prompts with 666 are refused, those with 777
-fail and those with 888 are cut off after the first chunk. `--spec-type` sends the tokens in chunks of three.
-Environment variables:
+fail and those with 888 are cut off after the first chunk. Environment variables:
 
-- FAKE_LLAMA_BIND_FAILURES names a file with the number of starts that fail as when the port is taken.
 - FAKE_LLAMA_BROKEN makes every start fail.
 - FAKE_LLAMA_LOG names a file to which the command line and each request are appended as JSON lines.
 """
@@ -25,25 +23,19 @@ WITHIN_CHARACTER = 3
 
 
 def log(entry: object) -> None:
-    """Append a JSON line to the log, if there is one."""
     if path := os.environ.get("FAKE_LLAMA_LOG"):
         with Path(path).open("a") as stream:
             stream.write(json.dumps(entry) + "\n")
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers /health and /completion."""
-
     started = time.monotonic()
-    chunk = 1
 
     def do_GET(self) -> None:
-        """Report that the model is loading, then that it is loaded."""
         loaded = time.monotonic() - self.started > LOADING_S
         self._json(200 if loaded else 503, {"status": "ok"} if loaded else {"error": {"code": 503}})
 
     def do_POST(self) -> None:
-        """Complete a prompt."""
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         log(body)
         prompt = body["prompt"]
@@ -58,15 +50,14 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("content-type", "text/event-stream")
         self.end_headers()
-        for start in range(0, len(tokens), self.chunk):
-            shown = [token for token in tokens[start : start + self.chunk] if token % WITHIN_CHARACTER]
-            if 777 in prompt and start:
+        for number, token in enumerate(tokens):
+            if 777 in prompt and number:
                 self._event({"code": 500, "message": "context full"}, "error")
                 return
-            if 888 in prompt and start:
+            if 888 in prompt and number:
                 return  # the connection ends in the middle of the stream
-            if shown:
-                self._event({"content": "x", "tokens": shown, "stop": False})
+            if token % WITHIN_CHARACTER:
+                self._event({"content": "x", "tokens": [token], "stop": False})
             time.sleep(0.002)
         self._event(final)
 
@@ -87,17 +78,10 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def main() -> None:
-    """Serve until SIGTERM."""
     options = sys.argv[1:]
     log(options)
     if os.environ.get("FAKE_LLAMA_BROKEN"):
         sys.exit("error: failed to load model")
-    if path := os.environ.get("FAKE_LLAMA_BIND_FAILURES"):
-        left = int(Path(path).read_text())
-        Path(path).write_text(str(left - 1))
-        if left > 0:
-            sys.exit("error: couldn't bind HTTP server socket")
-    Handler.chunk = 3 if "--spec-type" in options else 1
     host, port = (options[options.index(name) + 1] for name in ("--host", "--port"))
     ThreadingHTTPServer((host, int(port)), Handler).serve_forever()
 

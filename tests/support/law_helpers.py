@@ -16,7 +16,6 @@ Pair = tuple[int, int]
 def pair_law(
     directory: Path | str, prompt: Sequence[int], allowed: Sequence[int], temperature: float
 ) -> dict[Pair, float]:
-    """Return P(token 1, token 2) after a prompt when only some tokens are allowed."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64).eval()
     places = list(allowed)
 

@@ -324,12 +324,10 @@ def completed(distribution: Distribution, target: TinyModel, context: Context, l
 
 
 def plain_distribution(target: TinyModel, context: Context, length: int) -> Distribution:
-    """Return the distribution of `length` tokens of plain decoding."""
     return completed({(): 1.0}, target, context, length)
 
 
 def mixed(parts: Iterator[tuple[float, Distribution]]) -> Distribution:
-    """Return the mixture of distributions."""
     distribution: dict[tuple[int, ...], float] = defaultdict(float)
     for weight, part in parts:
         for tokens, prob in part.items():
@@ -338,5 +336,4 @@ def mixed(parts: Iterator[tuple[float, Distribution]]) -> Distribution:
 
 
 def distance(left: Distribution, right: Distribution) -> float:
-    """Return the total variation between two distributions."""
     return 0.5 * math.fsum(abs(left.get(k, 0.0) - right.get(k, 0.0)) for k in {*left, *right})

@@ -33,7 +33,6 @@ class MetricsReceiver(metrics_service_pb2_grpc.MetricsServiceServicer):
 
 @asynccontextmanager
 async def receiving_metrics() -> AsyncIterator[MetricsReceiver]:
-    """Run a receiver on a free port."""
     receiver, server = MetricsReceiver(), grpc.aio.server()
     metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server(receiver, server)
     receiver.endpoint = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"

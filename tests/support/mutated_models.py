@@ -73,7 +73,6 @@ def kinds(folder: Path) -> Iterator[tuple[Path, Try]]:
 
 
 def compute(engine: Engine) -> None:
-    """Feed a short text."""
     count = min(3, engine.max_context)
     (logits,) = engine.step([SequenceInput("s", 0, PROMPT[:count], count)])
     assert logits.shape == (count, engine.vocab_size)
@@ -81,7 +80,6 @@ def compute(engine: Engine) -> None:
 
 
 def tokens_of(scheduler: TargetScheduler, depth: int) -> list[int]:
-    """Return the tokens of some cycles with proposals of a depth."""
     run = Run(scheduler, PROMPT, SamplingParams(temperature=1.0, seed=5))
     while len(run.tokens) < len(PROMPT) + 6:
         run.cycle(Shape(depth))
@@ -147,7 +145,6 @@ def mutants(source: Path, copy: Path, count: int, seed: int) -> Iterator[str]:
 
 
 def main(folder: Path, count: int) -> None:
-    """Load the copies, and print how they ended."""
     disable_progress_bar()
     logging.disable(logging.ERROR)
     counts: Counter[str] = Counter()

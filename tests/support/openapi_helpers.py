@@ -8,12 +8,10 @@ from orchestrator.api.http.server.openapi import document
 
 
 def validator(schema) -> Draft202012Validator:
-    """Return what checks values by a schema of the document."""
     return Draft202012Validator({**schema, "components": {"schemas": document()["components"]["schemas"]}})
 
 
 def check_answer(path, answer):
-    """Check a whole answer."""
     content = document()["paths"][path]["post"]["responses"]["200"]["content"]
     validator(content["application/json"]["schema"]).validate(answer)
 

@@ -17,26 +17,22 @@ PATH = "/v1/responses"
 
 
 def http_client(backend, authenticator: Authenticator | None = None) -> httpx.AsyncClient:
-    """Return a client of an application over a backend."""
     app = create_app(backend, authenticator=authenticator)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
 
 
 def client(backend) -> openai.AsyncOpenAI:
-    """Return OpenAI's client of an application over a backend."""
     return openai.AsyncOpenAI(
         base_url="http://localhost/v1", api_key="none", http_client=http_client(backend), max_retries=0
     )
 
 
 async def respond(backend, **body) -> httpx.Response:
-    """Return the answer to a request for a response."""
     async with http_client(backend) as http:
         return await http.post(PATH, json=body)
 
 
 async def get(backend, path: str, method: str = "GET", **query) -> httpx.Response:
-    """Return the answer to a request about stored responses."""
     async with http_client(backend) as http:
         return await http.request(method, f"{PATH}/{path}", params=query)
 
@@ -59,7 +55,6 @@ def parsed_events(text: str) -> list[dict]:
 
 
 async def events(backend, **body) -> list[dict]:
-    """Return the events of a streamed response."""
     answer = await respond(backend, stream=True, **body)
     assert answer.status_code == 200, answer.text
     assert answer.headers["content-type"].startswith("text/event-stream")
@@ -67,7 +62,6 @@ async def events(backend, **body) -> list[dict]:
 
 
 def check_response(answer: httpx.Response) -> dict:
-    """Return a whole response, checked against the OpenAPI document."""
     assert answer.status_code == 200, answer.text
     content = document()["paths"][PATH]["post"]["responses"]["200"]["content"]
     validator(content["application/json"]["schema"]).validate(answer.json())

@@ -70,7 +70,6 @@ StatusBehaviour = Callable[[int], Sequence[ProcessStatus]]
 def token(
     data: bytes | str, origin: TokenOrigin = TokenOrigin.ACCEPTED, token_id: int = 7, **fields: object
 ) -> EmittedToken:
-    """Return an emitted token with these bytes."""
     return EmittedToken(token_id, origin, data.encode() if isinstance(data, str) else data, **fields)
 
 
@@ -80,7 +79,6 @@ def piece(text: str, *tokens: EmittedToken) -> Chunk:
 
 
 def last(text: str, *tokens: EmittedToken) -> Chunk:
-    """Return the last chunk of a completion."""
     return Chunk("s1", text, tokens or (token(text),), 9, FinishReason.STOP, USAGE, SUMMARY)
 
 
@@ -181,7 +179,6 @@ class ScriptedService(GenerationServiceServicer):
 
 
 async def happens(event: threading.Event) -> bool:
-    """Return whether `event` is set within `WAIT_S` seconds."""
     return await asyncio.to_thread(event.wait, WAIT_S)
 
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn import ModuleList
 from transformers import PreTrainedModel
 
-from services.engine.core.batch import Batch, SequenceInput, Taps
-from services.engine.engine import Engine, Runner, TappedRunner
+from services.engine.core.batch import SequenceInput
+from services.engine.engine import Engine
 
 
 @torch.no_grad()
@@ -78,33 +78,3 @@ def node_text(chain: Sequence[int], nodes: Sequence[int], parents: Sequence[int]
         path.insert(0, nodes[node])
         node = parents[node]
     return [*chain[: len(chain) + 1 + node], *path]
-
-
-class FaultyRunner:
-    """A runner that records wrong states.
-
-    Args:
-        runner: The right one.
-        layers_late: How many layers too late it records.
-        rows_late: How many rows too late it writes the states.
-        last: What it writes as the last of the tapped states; None: what belongs there.
-    """
-
-    def __init__(
-        self, runner: Runner, *, layers_late: int = 0, rows_late: int = 0, last: Tensor | None = None
-    ) -> None:
-        assert isinstance(runner, TappedRunner)
-        self.hidden_size = runner.hidden_size
-        self.tap_obstacle = runner.tap_obstacle
-        self._runner, self._layers_late, self._rows_late, self._last = runner, layers_late, rows_late, last
-
-    def forward(self, batch: Batch) -> Tensor:
-        """Return the right logits."""
-        assert batch.taps is not None
-        layers, states = batch.taps.layers, batch.taps.states
-        batch.taps = Taps(tuple(layer + self._layers_late for layer in layers), states)
-        logits = self._runner.forward(batch)
-        states.copy_(states.roll(self._rows_late, 0))
-        if self._last is not None:
-            states[:, -1] = self._last
-        return logits

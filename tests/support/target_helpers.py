@@ -2,53 +2,34 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from typing import Any
 
 from gammaray.blocks import Shape, Verdict
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
-from services.scheduling.tasks import SessionSpec, VerifyTask
+from services.scheduling.tasks import VerifyTask
 from services.target.scheduler import TargetScheduler
-
-NOTHING = Proposal()
-_names = itertools.count()
+from tests.support.vllm_helpers import NOTHING, Session
 
 
-@dataclass
-class Run:
-    """One session on a scheduler whose idle time is used in full."""
+class Run(Session):
+    """One session on a scheduler whose idle time is used in full; each block brings the parameters."""
 
-    scheduler: TargetScheduler
-    prompt: Sequence[int]
-    params: SamplingParams
-    method: VerificationMethod = VerificationMethod.COUPLED
-    eos_token_ids: tuple[int, ...] = ()
-    name: str = field(default_factory=lambda: f"session {next(_names)}")
-    tokens: list[int] = field(init=False)
-    held: int = 0
-    proposals: list[tuple[int, ...]] = field(default_factory=list)
-    prepared: list[bool] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.tokens = list(self.prompt)
+    def __init__(
+        self,
+        scheduler: TargetScheduler,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        method: VerificationMethod = VerificationMethod.COUPLED,
+        **fields: Any,
+    ) -> None:
+        super().__init__(prompt, params, method, **fields)
+        self.scheduler = scheduler
+        self.proposals: list[tuple[int, ...]] = []
+        self.prepared: list[bool] = []
 
     def block(self, shape: Shape, proposal: Proposal = NOTHING) -> VerifyTask:
-        return VerifyTask(
-            request_id=0,
-            session_id=self.name,
-            epoch=1,
-            base_position=len(self.tokens),
-            context_start=self.held,
-            context=self.tokens[self.held :],
-            spec=SessionSpec(self.params, self.method, len(self.prompt), self.eos_token_ids),
-            deadline=math.inf,
-            deliver=lambda task, reply: None,
-            proposal=proposal,
-            num_top_logprobs=None,
-            head=shape,
-        )
+        return super().block(proposal, spec=self.spec(), head=shape)
 
     def ask(self, block: VerifyTask) -> Verdict:
         """Return a block's verdict, without drafting ahead."""

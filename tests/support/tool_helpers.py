@@ -166,7 +166,6 @@ STRICT = """{%- for message in messages %}
 
 
 def raw_tokenizer(added: Mapping[str, bool]) -> RawTokenizer:
-    """Return the demo model's tokenizer with further tokens."""
     tokenizer = RawTokenizer.from_file(str(Path(resolve_model("demo")) / "tokenizer.json"))
     for text, special in added.items():
         (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(
@@ -188,7 +187,6 @@ class TemplateModel:
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
     ) -> str:
-        """Return the prompt of a conversation."""
         return render(self.tokenizer, messages, tools, self.chat_format.roles)
 
 
@@ -201,7 +199,6 @@ class Follower:
         self._compiler = GrammarCompiler(self._tokenizer.to_str(), self._tokenizer.get_vocab_size(), [eos])
 
     def accepts(self, grammar: str, text: str) -> bool:
-        """Return whether a text is one of a grammar."""
         state = self._compiler.begin(grammar)
         token_ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         if state.count_possible(token_ids) < len(token_ids):

@@ -18,7 +18,6 @@ PROMPTS = ("def ", "import os", "for i in range(", "class Point:", "return self.
 
 
 def make_task(folder: Path, **changes: Any) -> TrainTask:
-    """Return a task with few tokens."""
     given = {
         "target": str(TARGET_DIR),
         "out": str(folder / "drafter"),
@@ -37,19 +36,16 @@ def make_task(folder: Path, **changes: Any) -> TrainTask:
 
 
 def run_until(task: TrainTask, pattern: str, count: int = 1) -> tuple[list[str], bool]:
-    """Run until `count` lines match; return the lines and whether the task was done."""
     lines: list[str] = []
     done = run(task, lines.append, lambda: sum(bool(re.search(pattern, line)) for line in lines) >= count)
     return lines, done
 
 
 def overlaps(lines: list[str]) -> list[list[float]]:
-    """Return the overlaps by depth of each measurement."""
     return [json.loads(found[1]) for line in lines if (found := re.search(r"overlap (\[.*?\])", line))]
 
 
 def losses(lines: list[str]) -> list[float]:
-    """Return the losses of the measurements."""
     return [float(found[1]) for line in lines if (found := re.search(r"loss ([\d.]+)", line))]
 
 

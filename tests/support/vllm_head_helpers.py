@@ -22,14 +22,12 @@ _ROWS = {"q_proj": 4 * HEAD_DIM, "k_proj": 2 * HEAD_DIM, "v_proj": 2 * HEAD_DIM}
 
 
 def random_target(folder: Path) -> Path:
-    """Write a random Llama."""
     return _with_tokenizer(
         tiny_model("llama", folder, gain=2.0, head_dim=HEAD_DIM, max_position_embeddings=MAX_POSITIONS)
     )
 
 
 def eagle3(folder: Path, target: Path) -> Path:
-    """Write a random EAGLE-3 head with a reduced vocabulary."""
     return changed("llama", folder, lambda stored: _with_heads(stored), _randomised)
 
 
@@ -47,7 +45,6 @@ def official_eagle3(folder: Path, target: Path) -> Path:
 
 
 def eagle(folder: Path, target: Path) -> Path:
-    """Write a random EAGLE-1 head."""
     bigram_eagle(folder, target)
     weights = _randomised(load_file(folder / "model.safetensors"))
     save_file(weights, folder / "model.safetensors")
@@ -62,7 +59,6 @@ def medusa(folder: Path, target: Path) -> Path:
 
 
 def dflash(folder: Path, target: Path) -> Path:
-    """Write a random DFlash head."""
     complete_dflash(folder)
     stored = json.loads((folder / "config.json").read_text())
     weights = _randomised(load_file(folder / "model.safetensors"))
@@ -72,7 +68,6 @@ def dflash(folder: Path, target: Path) -> Path:
 
 
 def itself(folder: Path, target: Path) -> Path:
-    """Return the target, which drafts for itself."""
     return target
 
 

@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gammaray.blocks import Verdict
+from gammaray.blocks import Shape, Verdict
 from gammaray.errors import GammarayError
 from gammaray.types import Proposal, SamplingParams, SparseDistribution, VerificationMethod
-from services.scheduling.tasks import NeedTokens, Release, Reply, SessionSpec, VerifyTask
+from services.scheduling.tasks import NeedTokens, ProposeTask, Release, Reply, SessionSpec, VerifyTask
 
 NOTHING = Proposal()
 GREEDY = SamplingParams(temperature=0, seed=0)
@@ -75,7 +75,6 @@ class Session:
         return VerifyTask(**{**fields, **changes})
 
     def take(self, task: VerifyTask, reply: Reply) -> Verdict:
-        """Commit a verdict."""
         verdict = reply.outcome
         assert isinstance(verdict, Verdict), verdict
         self.held = len(self.tokens)
@@ -126,13 +125,11 @@ def generate(
 
 
 def end(scheduler: Any, *sessions: Session, forgets: bool = False) -> None:
-    """Release sessions."""
     scheduler.release([Release(session.name, 0, forgets) for session in sessions])
     scheduler.step()
 
 
 def outcomes(replies: Mapping[Any, Reply] | Sequence[Reply]) -> list[Any]:
-    """Return the outcomes of replies."""
     return [reply.outcome for reply in (replies.values() if isinstance(replies, Mapping) else replies)]
 
 
@@ -146,3 +143,48 @@ def drafted(likely: Sequence[int], rng: random.Random, vocab_size: int = 97) -> 
         distributions.append(SparseDistribution(support, tuple(weights), WEIGHT_BITS))
         token_ids.append(rng.choices(support, weights)[0])
     return Proposal(tuple(token_ids), None, tuple(distributions))
+
+
+def draft_task(session: Session, depth: int, max_nodes: int = 0, **changes: Any) -> ProposeTask:
+    """Return a block that asks for a proposal after a session's tokens, all of which it brings."""
+    fields: dict[str, Any] = {
+        "request_id": next(_request_ids),
+        "session_id": session.name,
+        "epoch": session.epoch,
+        "base_position": len(session.tokens),
+        "context_start": 0,
+        "context": list(session.tokens),
+        "spec": session.spec(),
+        "deadline": math.inf,
+        "deliver": lambda task, reply: None,
+        "shape": Shape(depth, max_nodes),
+    }
+    return ProposeTask(**{**fields, **changes})
+
+
+def draft(scheduler: Any, sessions: Sequence[Session], depth: int) -> list[Any]:
+    tasks = [draft_task(session, depth) for session in sessions]
+    return [reply.outcome for reply in answers(scheduler, tasks)]
+
+
+def answer(scheduler: Any, task: ProposeTask) -> Reply:
+    for _ in range(MAX_STEPS):
+        for answered, reply in scheduler.step():
+            if answered is task:
+                return reply
+    raise AssertionError(f"no answer after {MAX_STEPS} steps")
+
+
+def assert_alike(ours: Proposal, theirs: Proposal) -> None:
+    """Check that proposals have the same tokens, and distributions that differ by rounding at most."""
+    assert isinstance(ours, Proposal), ours
+    assert ours.token_ids == theirs.token_ids
+    assert (ours.draft_distributions is None) == (theirs.draft_distributions is None)
+    for one, other in zip(ours.draft_distributions or (), theirs.draft_distributions or (), strict=True):
+        assert _difference(one, other) <= 1
+
+
+def _difference(one: SparseDistribution, other: SparseDistribution) -> int:
+    weights = dict(zip(one.token_ids, one.weights, strict=True))
+    others = dict(zip(other.token_ids, other.weights, strict=True))
+    return max(abs(weights.get(key, 0) - others.get(key, 0)) for key in weights.keys() | others.keys())

@@ -93,7 +93,6 @@ def single_bytes(order: Sequence[int], special: str = "<|end|>") -> PreTrainedTo
 
 
 def _alphabet() -> list[str]:
-    """Return the character of each byte in byte-level vocabularies."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return [chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)]

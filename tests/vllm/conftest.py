@@ -39,7 +39,6 @@ SIZES = {
 
 
 def make_model(architecture: str, path: Path) -> Path:
-    """Save a small random model with the tokenizer of the grammars."""
     settings = {"max_position_embeddings": MAX_POSITIONS, **SIZES[architecture]}
     directory = tiny_model(architecture, path, gain=2.0, **settings)
     tokenizer = Tokenizer.from_str(small_tokenizer(TOKENS, (0, 3)))
@@ -48,7 +47,6 @@ def make_model(architecture: str, path: Path) -> Path:
 
 
 def start_vllm(directory: Path, **options):
-    """Return vLLM's scheduler for a model."""
     from services.vllm.engine import EngineOptions, VllmEngine
     from services.vllm.scheduler import VllmScheduler
 
@@ -73,7 +71,6 @@ def groups() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory) -> Path:
-    """A Llama."""
     return make_model("llama", tmp_path_factory.mktemp("models"))
 
 
@@ -87,7 +84,6 @@ def shared(llama) -> Iterator:
 
 @pytest.fixture(scope="session")
 def qwen3(tmp_path_factory) -> Path:
-    """A Qwen3."""
     return make_model("qwen3", tmp_path_factory.mktemp("models"))
 
 

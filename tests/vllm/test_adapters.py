@@ -138,12 +138,6 @@ def test_a_directory_that_is_no_adapter_of_the_target_ends_the_start_with_its_re
         max_rank({"wide": str(wide)})
 
 
-def test_the_fingerprint_of_an_adapter_is_that_of_its_files(adapters):
-    one, other = (adapter_sha256(str(path)) for path in adapters.values())
-    assert one != other
-    assert adapter_sha256(str(adapters["sql"])) == one
-
-
 def test_an_adapter_of_another_model_ends_the_worker_with_one_line_and_status_2(llama, tmp_path):
     foreign = tmp_path / "foreign"
     make_adapter(foreign, llama, 0)
@@ -158,3 +152,9 @@ def test_an_adapter_of_another_model_ends_the_worker_with_one_line_and_status_2(
     assert f"lora: got foreign={foreign}"[:60] in line
     assert "allowed: a LoRA adapter of the target in PEFT's format: " in line
     assert "query" in line
+
+
+def test_the_fingerprint_of_an_adapter_is_that_of_its_files(adapters):
+    one, other = (adapter_sha256(str(path)) for path in adapters.values())
+    assert one != other
+    assert adapter_sha256(str(adapters["sql"])) == one

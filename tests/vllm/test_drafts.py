@@ -23,8 +23,17 @@ from services.scheduling.tasks import NeedTokens, Release
 from services.vllm.engine import CPU_DRAFT_BLOCK
 from tests.support.engine_helpers import random_tokens
 from tests.support.processing_helpers import GRAMMAR, follows_grammar
-from tests.support.vllm_draft_helpers import answer, assert_alike, draft, draft_task
-from tests.support.vllm_helpers import NOTHING, Session, answers, ask, generate
+from tests.support.vllm_helpers import (
+    NOTHING,
+    Session,
+    answer,
+    answers,
+    ask,
+    assert_alike,
+    draft,
+    draft_task,
+    generate,
+)
 from tests.vllm.conftest import LIMITS, MAX_POSITIONS
 
 SHIPPED = {"draft_top_k": 8, "weight_bits": 10}
@@ -33,7 +42,6 @@ DRAWN = SamplingParams(seed=1)
 
 @pytest.fixture(scope="module")
 def engine(llama) -> Iterator:
-    """A draft model on vLLM."""
     from services.vllm.engine import EngineOptions, VllmEngine
 
     options = EngineOptions(
@@ -164,16 +172,6 @@ def test_an_end_of_sequence_ends_a_chain_but_not_its_duration_where_distribution
         assert reply.timing.num_forwards == num_forwards
 
 
-def test_sessions_share_the_steps_of_a_batch(drafts):
-    sessions = sessions_with(DRAWN)
-    draft(drafts, sessions, 1)  # reads the prompts
-    for session in sessions:
-        session.tokens.append(3)
-    replies = answers(drafts, [draft_task(session, 6) for session in sessions])
-    assert {reply.timing.num_forwards for reply in replies} == {6}
-    assert {reply.timing.batch_size for reply in replies} == {8}
-
-
 def test_a_newer_block_cancels_the_running_one_at_once(drafts):
     (session,) = sessions_with(DRAWN, count=1)
     old = draft_task(session, 8)
@@ -189,16 +187,6 @@ def test_a_newer_block_cancels_the_running_one_at_once(drafts):
     (fresh,) = sessions_with(DRAWN, count=1)
     fresh.tokens.append(9)
     assert answer(drafts, new).outcome == draft(drafts, [fresh], 4)[0]
-
-
-def test_blocks_that_wait_together_are_read_but_only_the_newest_is_drafted(drafts):
-    (session,) = sessions_with(DRAWN, count=1)
-    first = draft_task(session, 4)
-    session.tokens += [9, 8]
-    second = draft_task(session, 4, context_start=first.base_position, context=[9, 8], spec=None)
-    replies = answers(drafts, [first, second])
-    assert isinstance(replies[0].outcome, CancelledError)
-    assert isinstance(replies[1].outcome, Proposal)
 
 
 def test_a_block_of_an_older_epoch_does_not_cancel(drafts):
@@ -230,12 +218,6 @@ def test_dead_blocks_leave_the_batch_and_vllm(drafts):
     assert drafts.stats().num_sessions == 0
 
 
-def test_a_worker_that_lacks_tokens_asks_for_them(drafts):
-    (session,) = sessions_with(DRAWN, count=1)
-    (reply,) = answers(drafts, [draft_task(session, 4, context_start=3, context=session.tokens[3:])])
-    assert reply.outcome == NeedTokens(0)
-
-
 def test_tenants_share_prompts_among_their_sessions_only(drafts):
     prompt = random_tokens(100, seed=9)
 
@@ -259,16 +241,6 @@ def test_a_forgotten_session_leaves_nothing_in_the_prefix_cache(drafts):
     assert reply.timing.cached_tokens == 0
 
 
-def test_a_session_reads_its_own_text_once(drafts):
-    (session,) = sessions_with(DRAWN, count=1)
-    session.tokens += random_tokens(95, seed=3)
-    draft(drafts, [session], 2)
-    session.tokens.append(4)
-    (reply,) = answers(drafts, [draft_task(session, 1)])
-    assert reply.timing.cached_tokens == 96
-    assert reply.timing.batch_tokens == len(session.tokens) - 96
-
-
 def test_proposals_end_with_the_context(drafts):
     limit = drafts.engine.max_context
     assert limit == MAX_POSITIONS - 1
@@ -285,13 +257,6 @@ def test_impossible_masks_are_an_error_of_their_session_alone(drafts):
     outcomes = draft(drafts, [broken, fine], 3)
     assert isinstance(outcomes[0], InvalidArgumentError)
     assert len(outcomes[1]) == 3
-
-
-def test_a_tree_is_answered_with_a_chain(drafts):
-    (session,) = sessions_with(DRAWN, count=1)
-    (chain,) = draft(drafts, [session], 4)
-    (reply,) = answers(drafts, [draft_task(session, 4, max_nodes=12)])
-    assert reply.outcome == chain
 
 
 @pytest.mark.parametrize("stage", ["execute_model", "sample_tokens"])
@@ -375,49 +340,6 @@ def test_a_proposal_that_was_drafted_ahead_is_answered_at_once(ahead, drafts, re
     assert (ahead.load().lookups, ahead.load().hits) == (3, 3)
 
 
-def test_a_block_goes_on_where_draft_ahead_was_interrupted(ahead, drafts, reference):
-    (session,) = sessions_with(DRAWN, count=1)
-    (proposal,) = draft(ahead, [session], 4)
-    assert ahead.step() == ahead.step() == []  # the token after the proposal, and the next proposal's first
-    ask(reference, session, proposal)
-    ahead.submit([task := draft_task(session, 4)])
-    reply = answer(ahead, task)
-    assert reply.timing.num_forwards == 3
-    assert reply.timing.batch_tokens == 3  # nothing is read again
-    (fresh,) = sessions_with(DRAWN, count=1)
-    fresh.tokens = list(session.tokens)
-    assert reply.outcome == draft(drafts, [fresh], 4)[0]
-
-
-def test_another_text_than_expected_ends_draft_ahead(ahead, drafts):
-    (session,) = sessions_with(DRAWN, count=1)
-    (proposal,) = draft(ahead, [session], 4)
-    idle(ahead)
-    session.tokens += [*proposal.token_ids[:2], (proposal.token_ids[2] + 1) % 97]
-    ahead.submit([task := draft_task(session, 4)])
-    assert ahead.step() == []
-    assert ahead.stats().num_sessions == 1
-    reply = answer(ahead, task)
-    (fresh,) = sessions_with(DRAWN, count=1)
-    fresh.tokens = list(session.tokens)
-    assert reply.outcome == draft(drafts, [fresh], 4)[0]
-
-
-def test_draft_ahead_waits_while_another_block_runs(ahead):
-    first, second = sessions_with(DRAWN, count=2)
-    draft(ahead, [first], 4)
-    assert ahead.step() == []
-    (reply,) = answers(ahead, [draft_task(second, 4)])
-    assert reply.timing.batch_size == 1
-    assert ahead.stats().num_sessions == 2
-
-
-def test_draft_ahead_is_for_few_sessions_at_a_time(ahead):
-    draft(ahead, sessions_with(DRAWN, count=5), 2)
-    assert ahead.step() == []
-    assert ahead.ahead_stats.rows == 2
-
-
 def test_nothing_is_drafted_ahead_of_a_draw_or_an_end(ahead):
     (session,) = sessions_with(DRAWN, VerificationMethod.REJECTION, count=1)
     draft(ahead, [session], 2)
@@ -438,3 +360,9 @@ def test_draft_ahead_gives_its_memory_to_blocks(ahead):
         idle(ahead)
     assert ahead.stats().num_sessions > 5
     assert ahead.stats().num_evictions > 0
+
+
+def test_a_worker_that_lacks_tokens_asks_for_them(drafts):
+    (session,) = sessions_with(DRAWN, count=1)
+    (reply,) = answers(drafts, [draft_task(session, 4, context_start=3, context=session.tokens[3:])])
+    assert reply.outcome == NeedTokens(0)

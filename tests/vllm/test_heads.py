@@ -72,7 +72,6 @@ class Pair:
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory) -> Path:
-    """A random Llama."""
     return heads.random_target(tmp_path_factory.mktemp("target"))
 
 
@@ -104,7 +103,6 @@ def pair(engines) -> Iterator[Pair]:
 
 
 def prompts(count: int = 4) -> list[list[int]]:
-    """Return prompts of different lengths."""
     rng = random.Random(3)
     return [[rng.randrange(97) for _ in range(5 + 9 * at)] for at in range(count)]
 
@@ -205,17 +203,6 @@ def test_a_head_that_knows_the_distribution_draws_the_tokens_of_the_target(kind:
     assert all(len(set(session.output)) > 20 for session in sessions)
 
 
-def test_the_head_has_a_proposal_after_one_from_elsewhere(pair: Pair) -> None:
-    """As long as before; after a block of gamma 0 nothing is drafted, but by Medusa."""
-    (session,) = pair.open(prompts()[1:2], 0.0)
-    blocks = [{"head": Shape(3)}, {"proposal": [5, 6], "head": Shape(0)}, {"head": Shape(3)}]
-    cycles = []
-    for block in [*blocks, {"head": Shape(0)}, {"head": Shape(3)}]:
-        cycles += run(pair.vllm, [session], len(session.output) + 1, lambda _, block=block: block)
-    lengths = [len(proposal) for _, _, proposal, verdict in cycles if verdict.drafted is not None]
-    assert lengths == [0, 3, 3 if pair.kind == "medusa" else 0]
-
-
 @pytest.mark.parametrize("method", [VerificationMethod.REJECTION, VerificationMethod.BLOCK])
 def test_other_methods_take_a_draft_as_certain(pair: Pair, method: VerificationMethod) -> None:
     """The CPU engine gives the same verdict on the same tokens as a proposal without distributions."""
@@ -232,19 +219,6 @@ def test_other_methods_take_a_draft_as_certain(pair: Pair, method: VerificationM
                 assert again.next_token_id == verdict.next_token_id
 
 
-def test_a_session_that_was_released_drafts_again_after_a_block(pair: Pair) -> None:
-    plain = generate(pair.vllm, pair.open(prompts(), 1.0), 30)
-    sessions = pair.open(prompts(), 1.0)
-    run(pair.vllm, sessions, 12, by_head(4))
-    end(pair.vllm, *sessions, forgets=True)
-    for session in sessions:
-        session.held = 0
-    cycles = run(pair.vllm, sessions, 30, by_head(4))
-    assert [session.output[:30] for session in sessions] == plain
-    assert [len(proposal) for _, _, proposal, _ in cycles[: len(sessions)]] == [0] * len(sessions)
-    assert len(cycles[len(sessions)][2]) == min(4, DEPTHS.get(pair.kind, 4))
-
-
 def test_sessions_that_were_evicted_between_blocks_keep_their_text(pair: Pair) -> None:
     """Twenty sessions take turns in a cache that is too small for them."""
     many, before = prompts(20), pair.vllm.stats().num_evictions
@@ -255,18 +229,6 @@ def test_sessions_that_were_evicted_between_blocks_keep_their_text(pair: Pair) -
             run(pair.vllm, sessions[at : at + 5], length, by_head(3))
     assert [session.output[:12] for session in sessions] == plain
     assert pair.vllm.stats().num_evictions > before
-
-
-def test_a_long_prompt_from_the_prefix_cache_drafts_as_if_it_was_read(pair: Pair) -> None:
-    """The cache has the head's keys and values, too."""
-    long = [random.Random(4).randrange(97) for _ in range(300)]
-    drafts = []
-    for _ in range(2):
-        (session,) = pair.open([long], 1.0, salt="tenant")
-        cycles = run(pair.vllm, [session], 20, by_head(3))
-        drafts.append([proposal for _, _, proposal, _ in cycles])
-    assert drafts[0] == drafts[1]
-    assert any(drafts[0])
 
 
 def test_near_the_end_of_the_context_drafts_do_no_harm(pair: Pair) -> None:

@@ -55,13 +55,6 @@ def test_logprobs_of_emitted_tokens(scheduler, reference, num_top):
         assert_tops_agree(one.top, two.top)
 
 
-def test_logprobs_are_given_to_the_blocks_that_ask(scheduler):
-    one, two = Session(prompt(20)), Session(prompt(30))
-    tasks = [one.block(num_top_logprobs=2), two.block()]
-    with_them, without = (reply.outcome for reply in answers(scheduler, tasks))
-    assert (len(with_them.logprobs), len(without.logprobs)) == (1, 0)
-
-
 def rows(scores):
     """Return (token, log-probability, rank, alternatives) of each scored token of a prompt."""
     width = scores.num_top

@@ -10,13 +10,11 @@ from collections import Counter
 
 import pytest
 
-from gammaray.errors import InvalidArgumentError
 from gammaray.types import Proposal, SamplingParams, SparseDistribution, VerificationMethod
 from tests.support.law_helpers import check_law, pair_law
-from tests.support.vllm_helpers import WEIGHT_BITS, Session, answers, ask, drafted, end, generate
+from tests.support.vllm_helpers import WEIGHT_BITS, Session, answers, drafted, end, generate
 
 METHODS = list(VerificationMethod)
-COUPLED, REJECTION, NAIVE, BLOCK = METHODS
 
 
 def prompt(length, seed=0):
@@ -81,17 +79,6 @@ def test_at_temperature_0_every_method_gives_the_greedy_tokens(scheduler, refere
 
     session = Session(prompt(30), SamplingParams(temperature=0, seed=0), method)
     assert generate(scheduler, [session], 20, propose) == [expected]
-
-
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("temperature", [0, 1])
-def test_trees_are_refused_by_type_with_every_method(scheduler, method, temperature):
-    session = Session(prompt(20), SamplingParams(temperature=temperature, seed=1), method)
-    for _ in range(2):
-        refused = ask(scheduler, session, Proposal((5, 6, 7), (-1, -1, 0)))
-        assert isinstance(refused, InvalidArgumentError)
-        assert (refused.field, "chain" in str(refused)) == ("proposal.parents", True)
-        ask(scheduler, session, (5, 6))
 
 
 VOCAB = 8

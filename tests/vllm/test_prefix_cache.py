@@ -3,7 +3,7 @@
 import random
 
 from gammaray.types import SamplingParams
-from tests.support.vllm_helpers import Session, answers, ask, end, generate
+from tests.support.vllm_helpers import Session, answers, end, generate
 
 BLOCK = 128
 rng = random.Random(5)
@@ -53,15 +53,6 @@ def test_sessions_without_a_salt_share_nothing(scheduler):
     assert first_block(scheduler, None, name=first.name)[1] == 0
 
 
-def test_a_session_that_is_read_again_finds_its_own_prefix(scheduler):
-    session, _ = first_block(scheduler, None)
-    session.params, session.held = SamplingParams(seed=7), 0  # other parameters need another request
-    task = session.block()
-    (reply,) = answers(scheduler, [task])
-    session.take(task, reply)
-    assert reply.timing.cached_tokens == 3 * BLOCK
-
-
 def test_what_a_session_computed_is_forgotten_for_the_whole_tenant(scheduler):
     """Also the parts that others computed at the same time, and what is left after an eviction."""
     sessions = [Session(PROMPT, SamplingParams(seed=seed), salt="one") for seed in range(3)]
@@ -78,12 +69,3 @@ def test_an_output_is_found_by_the_next_turn_of_a_conversation(scheduler):
     generate(scheduler, [session], 6)
     end(scheduler, session)
     assert first_block(scheduler, "one", prompt=[*session.tokens, 5, 6, 7])[1] == 2 * BLOCK
-
-
-def test_cache_without_sessions_holds_no_bytes(scheduler):
-    assert scheduler.stats().cache_bytes == 0
-    session = Session([7 + at % 80 for at in range(200)])
-    ask(scheduler, session)
-    assert scheduler.stats().cache_bytes > 0
-    end(scheduler, session)
-    assert scheduler.stats().cache_bytes == 0

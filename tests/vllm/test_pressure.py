@@ -10,7 +10,7 @@ import pytest
 
 from gammaray.errors import ResourceExhaustedError
 from gammaray.types import SamplingParams
-from services.vllm.engine import MAX_REQUESTS, VllmEngine
+from services.vllm.engine import MAX_REQUESTS
 from tests.support.vllm_helpers import Session, answers, ask, end, generate
 
 BLOCK = 128
@@ -53,11 +53,6 @@ def proposer(expected, rng):
         return [token if rng.random() < 0.75 else rng.randrange(97) for token in own]
 
     return propose
-
-
-def test_block_size_is_as_the_tests_assume(scheduler):
-    assert scheduler.engine.needed_blocks(BLOCK) == 1
-    assert scheduler.engine.needed_blocks(BLOCK + 1) == 2
 
 
 def test_idle_sessions_are_evicted_by_least_recent_use(scheduler, reference):
@@ -116,32 +111,6 @@ def test_busy_sessions_that_grow_beyond_memory_are_preempted_and_read_again(sche
     with free_blocks(scheduler, 6):
         assert generate(scheduler, sessions, 8) == outputs
     assert scheduler.engine.stats().num_evictions > evictions
-
-
-def test_vllms_own_preemption_takes_the_least_recently_used_idle_session(scheduler, reference, monkeypatch):
-    """Without our eviction, which normally leaves vLLM enough memory."""
-    sessions = [*(session(BLOCK - 2, seed) for seed in range(3)), session(40, 3)]
-    outputs = references(reference, sessions, 6)
-    with free_blocks(scheduler, 4):
-        generate(scheduler, sessions[:3], 1)
-        for each in (sessions[1], sessions[0], sessions[3]):  # the last one is new
-            ask(scheduler, each)
-        monkeypatch.setattr(VllmEngine, "num_free_blocks", property(lambda self: 1 << 30))
-        evictions = scheduler.engine.stats().num_evictions
-        for _ in range(2):
-            ask(scheduler, sessions[0])
-        assert scheduler.engine.stats().num_evictions == evictions + 1
-        monkeypatch.undo()
-        forwards = []
-        for at in (3, 1, 2):
-            task = sessions[at].block([5])
-            (reply,) = answers(scheduler, [task])
-            sessions[at].take(task, reply)
-            forwards.append(reply.timing.num_forwards)
-            assert sessions[at].output == outputs[at][: len(sessions[at].output)]
-        assert forwards[0] == 1
-        assert forwards[2] > 1
-    assert sessions[0].output == outputs[0][:4]
 
 
 def test_blocks_that_wait_for_memory_are_served_when_others_end(scheduler, reference):

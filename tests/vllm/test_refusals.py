@@ -25,7 +25,6 @@ MOST = 400
 
 @pytest.fixture
 def demo(tmp_path):
-    """A copy of the demo target."""
     return Path(shutil.copytree(TARGET_DIR, tmp_path / "model"))
 
 
@@ -51,22 +50,6 @@ def test_architecture_that_vllm_lacks(demo):
     assert "mamba9" in refused.value.allowed
     assert len(str(refused.value)) <= MOST
     assert "\n" not in str(refused.value)
-
-
-def test_setting_of_threads_is_applied():
-    """In a process of its own: once vLLM has an engine, no number of threads can be set."""
-    program = """
-import torch
-from gammaray.errors import InvalidArgumentError
-from services.vllm.engine import EngineOptions, VllmEngine
-try:
-    VllmEngine(EngineOptions("/nonexistent", threads=3))
-except InvalidArgumentError:
-    print(torch.get_num_threads())
-"""
-    command = [sys.executable, "-c", program]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert ended.stdout == "3\n", ended.stderr
 
 
 def test_too_little_memory_for_the_cache(demo):

@@ -70,21 +70,6 @@ def test_tokens_over_two_ranks_equal_those_of_one_whatever_is_proposed(scheduler
         assert generate(ranks, sessions(**params), NUM_TOKENS, propose) == wanted, share
 
 
-def test_all_ranks_hold_the_same_tokens(ranks):
-    generate(ranks, batch := sessions(temperature=1.0), 12, lambda session: [5, 6])
-
-    def held(worker):
-        rows = worker.model_runner.input_batch
-        return {
-            name: rows.token_ids_cpu[at, : rows.num_tokens_no_spec[at]].tolist()
-            for at, name in enumerate(rows.req_ids)
-        }
-
-    first, second = ranks.engine.core.collective_rpc(held)
-    assert first == second
-    assert sorted(map(len, first.values())) == sorted(len(session.tokens) for session in batch)
-
-
 def test_a_grammar_holds_over_two_ranks(scheduler, ranks):
     params, outputs = {"temperature": 1.0, "grammar": GRAMMAR}, []
     for served in (scheduler, ranks):
@@ -99,18 +84,6 @@ def test_a_grammar_holds_over_two_ranks(scheduler, ranks):
     assert outputs[0] == outputs[1]
     for at, token in enumerate(outputs[1]):
         assert follows_grammar(outputs[1][:at], token, EOS)
-
-
-def test_log_probabilities_over_two_ranks_equal_those_of_one(scheduler, ranks):
-    prompt, found = [9, 8, 7, 6, 5, 4], []
-    for served in (scheduler, ranks):
-        verdict = ask(served, Session(prompt), num_top_logprobs=3, num_prompt_logprobs=2)
-        found.append((verdict.logprobs, verdict.prompt_logprobs))
-    (one, one_prompt), (two, two_prompt) = found
-    assert [each.logprob for each in two] == pytest.approx([each.logprob for each in one], abs=1e-4)
-    assert [[top for top, _ in each.top] for each in two] == [[top for top, _ in each.top] for each in one]
-    assert two_prompt.top_token_ids == one_prompt.top_token_ids
-    assert two_prompt.logprobs == pytest.approx(one_prompt.logprobs, abs=1e-4)
 
 
 def test_the_error_of_a_block_comes_back_from_another_process(ranks):

@@ -1,7 +1,6 @@
 """Every sampling parameter, alone and together, gives the CPU engine's tokens on the same seeds."""
 
 import random
-import threading
 
 import pytest
 
@@ -92,16 +91,6 @@ def test_all_parameters_in_one_batch_with_and_without_proposals(scheduler, refer
         ]
         assert wrong == []
         end(scheduler, *everyone)
-
-
-def test_the_parameters_of_the_cases_matter(reference):
-    """Each gives other tokens than plain sampling or plain greedy: no case is equal by chance."""
-    seen = dict[str, str]()
-    for name, fields in PARAMETERS.items():
-        sessions = sessions_of(fields)
-        outputs = str(generate(reference, sessions, 16))
-        end(reference, *sessions)
-        assert seen.setdefault(outputs, name) == name
 
 
 def with_grammars(scheduler, session, proposal=()) -> VerifyTask:
@@ -209,30 +198,6 @@ def test_a_grammar_error_answers_that_block_alone(scheduler, reference, monkeypa
     expected = [up_to_end(output) for output in complete(reference, copies, 8)]
     assert [up_to_end(session.output) for session in (bad, good)] == expected
     end(reference, *copies)
-
-
-def test_masks_are_computed_while_the_forward_runs(scheduler, monkeypatch):
-    """The forward waits here until they are; they wait for a forward that has begun."""
-    has_begun, have_masks = threading.Event(), threading.Event()
-    session = grammar_sessions()[0]
-    model = scheduler.engine.core.model_executor.driver_worker.worker.model_runner.model
-    forward, masks, waited = model.forward, type(scheduler.grammars.begin(GRAMMAR, EOS)).masks, []
-
-    def wait_for_masks(*args, **kwargs):
-        has_begun.set()
-        waited.append(have_masks.wait(20))
-        return forward(*args, **kwargs)
-
-    def wait_for_forward(state, paths):
-        waited.append(has_begun.wait(20))
-        have_masks.set()
-        return masks(state, paths)
-
-    monkeypatch.setattr(model, "forward", wait_for_masks)
-    monkeypatch.setattr("gammaray.grammar.matcher.GrammarState.masks", wait_for_forward)
-    (reply,) = answers(scheduler, [task := with_grammars(scheduler, session)])
-    session.take(task, reply)
-    assert waited == [True, True]
 
 
 def test_a_grammar_without_its_state_is_refused_alone(scheduler):

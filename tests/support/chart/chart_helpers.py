@@ -148,13 +148,11 @@ def render(values: dict[str, Any] | None = None, name: str = RELEASE) -> dict[st
 
 
 def cluster(values: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return the RayCluster's spec."""
     config: dict[str, Any] = render(values)["rayservice.yaml"]["spec"]["rayClusterConfig"]
     return config
 
 
 def groups(values: dict[str, Any] | None = None) -> dict[str, dict[str, Any]]:
-    """Return the groups of Ray pods by role."""
     config = cluster(values)
     workers = {group["groupName"]: group for group in config["workerGroupSpecs"]}
     return {"head": config["headGroupSpec"], **workers}
@@ -179,12 +177,10 @@ def pods(values: dict[str, Any] | None = None) -> dict[str, dict[str, Any]]:
 
 
 def every_pod(values: dict[str, Any] | None = None) -> dict[str, dict[str, Any]]:
-    """Return the template of every kind of pod of the release, by component."""
     return {**pods(values), **passing_pods(values)}
 
 
 def of_component(component: str, values: dict[str, Any]) -> dict[str, Any]:
-    """Return values for one component's pods, under its key."""
     for key in reversed(COMPONENTS[component]):
         values = {key: values}
     return values
@@ -197,7 +193,6 @@ def container(template: dict[str, Any]) -> dict[str, Any]:
 
 
 def environment(template: dict[str, Any]) -> dict[str, Any]:
-    """Return the environment of a pod: values, or their sources."""
     return {
         entry["name"]: entry.get("value", entry.get("valueFrom"))
         for entry in container(template).get("env", [])
@@ -205,20 +200,17 @@ def environment(template: dict[str, Any]) -> dict[str, Any]:
 
 
 def serve_config(values: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return the Serve configuration of the RayService."""
     config: dict[str, Any] = yaml.safe_load(render(values)["rayservice.yaml"]["spec"]["serveConfigV2"])
     return config
 
 
 def application(role: str, values: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return one role's application of the Serve configuration."""
     name = "gammaray" if role == "orchestrator" else f"gammaray-{role}"
     (found,) = [entry for entry in serve_config(values)["applications"] if entry["name"] == name]
     return found
 
 
 def merged(*parts: dict[str, Any]) -> dict[str, Any]:
-    """Return values over values, as Helm merges them."""
     result: dict[str, Any] = {}
     for part in parts:
         for key, value in part.items():

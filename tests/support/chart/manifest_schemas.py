@@ -68,7 +68,6 @@ def check_pod(template: dict[str, Any]) -> None:
 
 
 def check_by_kuberay(manifest: dict[str, Any]) -> None:
-    """Check a RayService against KubeRay's schema, made strict."""
     _check_by(_kuberay_validator(), manifest)
 
 

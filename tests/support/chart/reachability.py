@@ -31,7 +31,6 @@ def may_reach(policies: Iterable[dict[str, Any]], source: Pod, goal: Pod, port: 
 
 
 def may_leave(policies: Iterable[dict[str, Any]], source: Pod, goal: Pod, port: int) -> bool:
-    """Return whether `source`, a pod in the release's namespace, may send to a port of `goal`."""
     return _is_allowed(policies, "Egress", source, goal, port)
 
 

@@ -63,7 +63,6 @@ class Cluster:
     output: list[str] = field(default_factory=list)
 
     def openai(self) -> openai.OpenAI:
-        """Return the official client; failures are not retried, so that tests see them."""
         return openai.OpenAI(base_url=f"{self.http}/v1", api_key="none", max_retries=0, timeout=60)
 
     def status(self) -> list[ProcessStatus]:
@@ -97,7 +96,6 @@ class Cluster:
         return psutil.Process(self.launcher.pid).children(recursive=True)
 
     def commands(self) -> list[tuple[psutil.Process, list[str]]]:
-        """Return the running descendants of the launcher, with their command lines."""
         found = []
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
@@ -105,7 +103,6 @@ class Cluster:
         return [(process, command) for process, command in found if command]
 
     def stop(self, number: int = signal.SIGTERM) -> int:
-        """Send a signal to the launcher and return its exit status."""
         self.launcher.send_signal(number)
         return self.launcher.wait(STOP_TIMEOUT_S)
 
@@ -144,7 +141,6 @@ def launch(*options: str, mark: str = "", stderr: int | None = None) -> subproce
 
 
 def started_with(mark: str) -> list[str]:
-    """Return the command lines of all descendants of a launcher with this mark."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -156,7 +152,6 @@ def started_with(mark: str) -> list[str]:
 
 
 def asked(process: ProcessStatus) -> ProcessStatus:
-    """Return a process's status with the current number of sessions from the worker itself."""
     if process.role not in ("draft", "target"):
         return process
     with grpc.insecure_channel(process.address) as channel:
@@ -172,18 +167,15 @@ def asked(process: ProcessStatus) -> ProcessStatus:
 
 
 def alive(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
-    """Return the processes that still run."""
     return [process for process in processes if runs(process)]
 
 
 def wait_until_gone(processes: Sequence[psutil.Process], timeout_s: float) -> list[psutil.Process]:
-    """Wait until none of the processes runs; return those that still do at the timeout."""
     eventually(lambda: not alive(processes), timeout_s)
     return alive(processes)
 
 
 def eventually(condition: Callable[[], Any], timeout_s: float = PATIENCE_S) -> bool:
-    """Wait until a condition holds; return whether it does."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:
@@ -193,7 +185,6 @@ def eventually(condition: Callable[[], Any], timeout_s: float = PATIENCE_S) -> b
 
 
 def num_fallbacks(completion: Completion) -> int:
-    """Return how many cycles used a fallback."""
     return completion.summary.fallback_cycles
 
 
@@ -226,7 +217,6 @@ async def undisturbed_completion(
 
 
 def is_without_model(completion: Completion) -> bool:
-    """Whether no cycle at all had a proposal of a draft worker."""
     return completion.summary.model_cycles == 0
 
 

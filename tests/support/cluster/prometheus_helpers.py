@@ -23,7 +23,6 @@ START_TIMEOUT_S, SCRAPE_S = 60.0, 1.0
 
 
 def get_json(url: str) -> Any:
-    """Return the JSON that a URL answers with."""
     with urllib.request.urlopen(url, timeout=10) as answer:
         return json.load(answer)
 
@@ -35,7 +34,6 @@ class Prometheus:
     url: str
 
     def query(self, query: str) -> list[dict[str, Any]]:
-        """Return the result of a query now: series with their labels and value."""
         answer = get_json(f"{self.url}/api/v1/query?{urllib.parse.urlencode({'query': query})}")
         assert answer["status"] == "success", answer
         return list(answer["data"]["result"])
@@ -47,7 +45,6 @@ class Prometheus:
         return float(result[0]["value"][1]) if result else math.nan
 
     def wait_for(self, query: str, value: float) -> None:
-        """Wait until a query results in a number."""
         deadline = time.monotonic() + START_TIMEOUT_S
         while self.number(query) != value:
             assert time.monotonic() < deadline, f"{query}: {self.query(query)}, not {value}"
@@ -56,7 +53,6 @@ class Prometheus:
 
 @contextmanager
 def running_prometheus(http: str, directory: Path) -> Iterator[Prometheus]:
-    """Run Prometheus with the documented configuration, for the cluster at `http`."""
     binary = PROGRAMS["prometheus"].path
     assert binary is not None
     text = (ROOT / "docs" / "prometheus.yml").read_text().replace("http://127.0.0.1:8000", http)

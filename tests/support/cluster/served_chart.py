@@ -32,7 +32,6 @@ START_TIMEOUT_S = 300.0
 
 
 def main() -> None:
-    """Start Redis and Ray, deploy, wait, stop."""
     die_with_parent()
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
@@ -58,7 +57,6 @@ def redis_environment(url: str) -> dict[str, str]:
 
 
 def on_one_machine(config: dict[str, Any], http_port: int, grpc_port: int) -> dict[str, Any]:
-    """Return the configuration with addresses for several workers on one machine."""
     config["http_options"] = {"host": HOST, "port": http_port}
     config["grpc_options"]["port"] = grpc_port
     for application in config["applications"]:

@@ -45,7 +45,6 @@ WORKER_WAIT_S = 240.0
 
 
 def main() -> None:
-    """Start everything, serve commands, stop everything."""
     die_with_parent()
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
@@ -78,7 +77,6 @@ def main() -> None:
 
 
 def start_nodes(directory: Path, started: ExitStack) -> tuple[dict[str, Any], Any]:
-    """Start the head and the other nodes; return these by name, and the cluster."""
     import ray
     from ray.cluster_utils import Cluster
 
@@ -112,7 +110,6 @@ def start_nodes(directory: Path, started: ExitStack) -> tuple[dict[str, Any], An
 
 
 def start_serve(started: ExitStack) -> str:
-    """Start Serve on the head; return the address of its gRPC API."""
     from ray import serve
 
     from gammaray.deploy.serve_config import GRPC_SERVICERS
@@ -175,7 +172,6 @@ def deploy(options: dict[str, Any], redis_url: str) -> None:
 
 
 def placement(names: dict[str, str]) -> dict[str, list[str]]:
-    """Return the nodes of the running replicas of each deployment."""
     import ray
     from ray.serve.context import _get_global_client
 

@@ -85,7 +85,6 @@ def stream_over_http(
 
 
 def _events_of(lines: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield id and data of server-sent events."""
     event_id = ""
     for line in lines:
         if line.startswith("id: "):

@@ -30,7 +30,6 @@ def running_redis() -> Iterator[RedisServer]:
 
 
 def port_of(url: str) -> int:
-    """Return the port of a server's URL."""
     port = urlsplit(url).port
     assert port is not None
     return port
@@ -77,7 +76,6 @@ class RedisName:
 
 @asynccontextmanager
 async def redis_name(server: RedisServer) -> AsyncIterator[tuple[RedisName, str]]:
-    """Serve a name for a server; yields it, and the server's URL by that name."""
     name = RedisName(port_of(server.url))
     listener = await asyncio.start_server(name.serve, "127.0.0.1", 0)
     name.port = listener.sockets[0].getsockname()[1]
@@ -111,7 +109,6 @@ async def _read_reply(reader: asyncio.StreamReader) -> bytes:
 
 @contextmanager
 def replicated() -> Iterator[tuple[RedisServer, RedisServer]]:
-    """Run a primary and its replica, which have one password."""
     with running_redis() as primary, running_redis() as replica:
         password = urlsplit(primary.url).password
         assert password

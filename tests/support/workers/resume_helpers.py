@@ -27,7 +27,6 @@ def request_of(prompt=PROMPTS[0], **fields):
 
 
 async def first_chunks(orchestrator, request, count):
-    """Return the first chunks of a completion, then disconnect."""
     chunks = []
     async with aclosing(orchestrator.generate(request)) as stream:
         async for chunk in stream:

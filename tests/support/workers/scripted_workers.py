@@ -32,7 +32,6 @@ def next_token(tokens) -> int:
 
 
 def continuation(prompt, count: int) -> list[int]:
-    """Return the completion that every lossless path must produce."""
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(next_token(tokens))
@@ -212,7 +211,6 @@ def judge(tokens: list[int], token_ids: Sequence[int], parents: Sequence[int] = 
 
 @asynccontextmanager
 async def scripted(*roles: str, **options: Any) -> AsyncIterator[Any]:
-    """Run scripted workers; yields one, or a tuple when several roles are given."""
     workers = [ScriptedWorker(role, **options) for role in roles]
     for worker in workers:
         await worker.start()
@@ -254,7 +252,6 @@ def make_session(
 
 
 async def finish(session: Session, drafter: Any, verifier: Any, gamma: int) -> list[Cycle]:
-    """Run a session's cycles to the end."""
     cycles = []
     while session.finish_reason is None:
         cycles.append(await run_cycle(session, drafter, verifier, Steady(gamma)))
@@ -272,7 +269,6 @@ async def until_so(ask: Callable[[], Awaitable[Any]], timeout_s: float = 30.0) -
 
 
 async def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
-    """Wait until a condition holds."""
     deadline = asyncio.get_running_loop().time() + timeout_s
     while not condition():
         if asyncio.get_running_loop().time() > deadline:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from unittest.mock import patch
 
@@ -53,7 +55,6 @@ async def _running(server, target: str, draft: str, settings):
 
 
 async def complete(orchestrator, request: GenerationRequest, after_chunk=lambda count: None):
-    """Return all chunks of a completion; `after_chunk` is called with the number of chunks so far."""
     chunks = []
     async for chunk in orchestrator.generate(request):
         chunks.append(chunk)
@@ -70,7 +71,9 @@ def text_of(chunks) -> str:
 
 
 @contextmanager
-def worker_process(role: str, model: str = "demo", *options: str):
+def worker_process(
+    role: str, model: str = "demo", *options: str, environment: Mapping[str, str] = os.environ
+):
     """Run a worker, by default with the demo pair; yields its process and address."""
     command = [
         sys.executable,
@@ -82,7 +85,7 @@ def worker_process(role: str, model: str = "demo", *options: str):
         "127.0.0.1:0",
         *options,
     ]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment})
     try:
         assert process.stdout is not None
         yield process, process.stdout.readline().split()[-1]

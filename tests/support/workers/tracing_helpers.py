@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
-import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from benchmarks.otlp_receiver import ReceivedSpan
 from gammaray.telemetry import names as telemetry
+from tests.support.workers.service_helpers import worker_process
 
 STOP_TIMEOUT_S = 60.0
 MICROSECOND_NS = 1000
@@ -23,16 +22,10 @@ def exporting_worker(
     role: str, environment: dict[str, str], model: str = "demo"
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """Run a worker, with the demo pair by default; yields its process and address. Ends it with SIGTERM."""
-    command = [sys.executable, "-m", f"services.{role}", "--model", model, "--listen", "127.0.0.1:0"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment})
-    try:
-        assert process.stdout is not None
-        yield process, process.stdout.readline().split()[-1]
+    with worker_process(role, model, environment=environment) as (process, address):
+        yield process, address
         process.send_signal(signal.SIGTERM)
         process.wait(STOP_TIMEOUT_S)
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def of_trace(spans: Sequence[ReceivedSpan], trace_id: str) -> list[ReceivedSpan]:
@@ -40,7 +33,6 @@ def of_trace(spans: Sequence[ReceivedSpan], trace_id: str) -> list[ReceivedSpan]
 
 
 def named(spans: Sequence[ReceivedSpan], name: str, kind: str | None = None) -> list[ReceivedSpan]:
-    """Return the spans of a name, earliest first."""
     found = [span for span in spans if span.name == name and kind in (None, span.kind)]
     return sorted(found, key=lambda span: span.start_ns)
 
@@ -56,7 +48,6 @@ def is_whole(spans: Sequence[ReceivedSpan]) -> bool:
 
 
 def children(spans: Sequence[ReceivedSpan]) -> dict[str, list[ReceivedSpan]]:
-    """Return the spans by their parent's id."""
     found = defaultdict(list)
     for span in spans:
         found[span.parent_id].append(span)
@@ -64,7 +55,6 @@ def children(spans: Sequence[ReceivedSpan]) -> dict[str, list[ReceivedSpan]]:
 
 
 def covered_s(spans: Sequence[ReceivedSpan]) -> float:
-    """Return the seconds in which at least one of the spans runs."""
     total_ns, reached_ns = 0, 0
     for span in sorted(spans, key=lambda span: span.start_ns):
         total_ns += max(0, span.end_ns - max(span.start_ns, reached_ns))

@@ -76,23 +76,19 @@ class Link:
         return answers[0] if len(answers) == 1 else answers
 
     async def release(self, *session_ids: str, epoch: int = 0) -> None:
-        """End sessions, as the owner of an epoch or of any (0)."""
         await self.send(releases=session_ids, epoch=epoch)
 
     async def info(self, timeout: float = 10) -> Any:
-        """Return the worker's status."""
         if self.is_target:
             return await self.stub.GetTargetInfo(target_pb.GetTargetInfoRequest(), timeout=timeout)
         return await self.stub.GetDraftInfo(draft_pb.GetDraftInfoRequest(), timeout=timeout)
 
     async def until(self, condition: Callable[[Any], bool]) -> None:
-        """Wait until the worker's status meets a condition."""
         deadline = time.monotonic() + ANSWER_TIMEOUT_S
         while not condition(info := await self.info()):
             assert time.monotonic() < deadline, info
 
     async def close(self) -> None:
-        """Cancel the stream and close the channel."""
         self._reader.cancel()
         self.call.cancel()
         await asyncio.gather(self._reader, return_exceptions=True)
@@ -147,7 +143,6 @@ class Driver:
         return emitted[: stops[0] + 1] if stops else emitted
 
     async def propose(self) -> Proposal:
-        """Run the first half of a cycle."""
         assert self.draft is not None
         result = await self._feed(
             self.draft, draft_pb.ProposeBlock, gamma=self.gamma, max_nodes=self.max_nodes
@@ -200,7 +195,6 @@ def spec_message(
     eos_token_ids: Sequence[int] = (),
     cache_salt: str | None = None,
 ) -> types.SessionSpec:
-    """Return a session spec."""
     return types.SessionSpec(
         sampling=sampling_to_proto(params),
         verification=METHODS[method],
@@ -228,7 +222,6 @@ def verify_block(
 
 
 def propose_block(tokens: Sequence[int], gamma: int, **fields: Any) -> draft_pb.ProposeBlock:
-    """Return a block that sends all tokens and a greedy spec, unless `fields` say otherwise."""
     values = {
         "session_id": "s",
         "epoch": 1,
@@ -242,7 +235,6 @@ def propose_block(tokens: Sequence[int], gamma: int, **fields: Any) -> draft_pb.
 
 @asynccontextmanager
 async def running(role: str, model: str | Path, **settings: Any) -> AsyncIterator[tuple[Link, Any]]:
-    """A worker in this process and a link to it."""
     if role == "target":
         worker: Any = TargetWorker(TargetSettings(model=str(model), device="cpu", **settings))
     else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 
@@ -11,17 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.clients.environments import REQUIREMENTS, pinned_version
 from benchmarks.clients.likelihoods import worst_difference
-from benchmarks.clients.programs import CHECKS, PROGRAMS
+from benchmarks.clients.programs import CHECKS
 from services.demo_pair import TARGET_DIR
-
-
-@pytest.mark.parametrize("client", sorted({program.client for program in PROGRAMS}))
-def test_every_package_of_a_client_is_pinned(client):
-    lines = (REQUIREMENTS / f"{client}.txt").read_text().splitlines()
-    assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9._+!-]+", line) for line in lines)
-    assert re.fullmatch(r"\d+\.\d+\.\d+", pinned_version(client))
 
 
 @pytest.mark.slow

@@ -13,8 +13,7 @@ import psutil
 import pytest
 
 from benchmarks import cluster
-from benchmarks.cluster import ClusterError, run_or_exit, running_cluster
-from gammaray.errors import UnavailableError
+from benchmarks.cluster import ClusterError, running_cluster
 
 ROOT = Path(__file__).parents[3]
 
@@ -89,13 +88,3 @@ def test_sigterm_to_a_running_benchmark_ends_its_cluster(tmp_path: Path) -> None
         benchmark.send_signal(signal.SIGTERM)
         assert benchmark.wait(100) == 143
     assert not any(cluster.is_alive(process) for process in below)
-
-
-def test_run_or_exit_failure_prints_it_and_exits_with_one(capsys: pytest.CaptureFixture[str]) -> None:
-    async def work() -> None:
-        raise UnavailableError("no target worker")
-
-    with pytest.raises(SystemExit) as caught:
-        run_or_exit(work())
-    assert caught.value.code == 1
-    assert capsys.readouterr().err == "failed: no target worker\n"

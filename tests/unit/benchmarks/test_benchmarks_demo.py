@@ -1,23 +1,16 @@
 """The demo: which model it serves, what it asks, and what its table says."""
 
-import itertools
 from dataclasses import replace
 
-import pytest
 from rich.console import Console
 
 from benchmarks.demo import (
     Comparison,
     Scene,
     compare,
-    default_model,
-    demo_pair,
-    real_model,
     results_table,
 )
 from gammaray.bench.systems import Ask, Sample
-from gammaray.demo_pair import resolve_model
-from gammaray.errors import InvalidArgumentError
 from gammaray.types import Chunk, EmittedToken, FinishReason, TokenOrigin
 from tests.support.sdk_helpers import SUMMARY, USAGE
 
@@ -41,42 +34,6 @@ class ScriptedClient:
 
 def sample(seconds, *token_ids, summary=None):
     return Sample(token_ids, seconds, summary=summary)
-
-
-@pytest.fixture
-def model(tmp_path):
-    """The demo pair's target in place of the real model: a directory with a tokenizer and a chat template."""
-    directory = tmp_path / "model"
-    directory.symlink_to(resolve_model("demo", "target"))
-    return directory
-
-
-def test_real_model_is_served_if_it_is_there(tmp_path, model):
-    assert default_model(model) == "smollm2"
-    assert default_model(tmp_path / "missing") == "demo-pair"
-    with pytest.raises(InvalidArgumentError, match="make smollm2"):
-        real_model(8, tmp_path / "missing")
-
-
-def test_real_model_has_its_head_and_one_task_with_a_prediction(model):
-    scene = real_model(40, model)
-    assert (scene.target, scene.draft, scene.head) == (str(model), None, "benchmarks/heads/smollm2")
-    asks = list(itertools.chain.from_iterable(scene.tasks.values()))
-    assert [bool(ask.prediction) for ask in asks] == [False, False, True]
-    assert all(isinstance(ask.prompt, tuple) and ask.max_tokens == 40 for ask in asks)
-    assert len({ask.seed for ask in asks}) == len(asks)
-    text, streamed = scene.streamed
-    assert streamed.prediction in text
-    assert scene.options == {"ignore_eos": False}
-    assert "SmolLM2" in scene.about
-    assert "head" in scene.about
-
-
-def test_demo_pair_names_the_command_for_the_real_model():
-    scene = demo_pair(3, 20)
-    assert (scene.target, scene.draft) == ("demo", "demo")
-    assert [len(asks) for asks in scene.tasks.values()] == [3]
-    assert "make smollm2" in scene.about
 
 
 async def test_compare_asks_plainly_and_adaptively_with_the_scenes_options():

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
 
-from benchmarks.peers.figures import decode_bounds, decode_speeds, equality, figures, ranged, table
-from benchmarks.peers.run import Settings, encode, has_changed_tokens, parts_of, plain_of, references
+from benchmarks.peers.figures import decode_bounds, decode_speeds, equality, figures
+from benchmarks.peers.run import Settings, has_changed_tokens, parts_of, references
 from benchmarks.peers.stacks import with_server_times
 from benchmarks.prompts import load_tasks
 from gammaray.bench.measure import Samples, Turn
 from gammaray.bench.systems import Sample
 from gammaray.types import DrafterKind
 from gammaray.wire.cycles import CycleRecord, WorkerCall
-from orchestrator.text.tokenizer import Tokenizer
-from services.demo_pair import TARGET_DIR
 
 
 def sample(arrivals: list[tuple[float, int]], target_s: float | None = None) -> Sample:
@@ -28,19 +24,12 @@ def sample(arrivals: list[tuple[float, int]], target_s: float | None = None) -> 
 
 
 def turn(*samples: Sample) -> Turn:
-    """Completions one after the other."""
     return Turn(samples, sum(one.seconds for one in samples))
 
 
 def tokens(*token_ids: int) -> list[list[Turn]]:
     """One repetition with one completion of these tokens."""
     return [[turn(Sample(token_ids, 1.0))]]
-
-
-def test_decode_speed_leaves_out_the_first_chunk_and_its_wait() -> None:
-    # 9 s until the first token, then 10 tokens in 2 s.
-    slow_start = sample([(9.0, 1), (10.0, 4), (11.0, 6)])
-    assert decode_speeds([[turn(slow_start)]]) == [5.0]
 
 
 def test_decode_speed_is_a_ratio_of_sums_over_a_repetition() -> None:
@@ -53,22 +42,6 @@ def test_decode_speed_of_one_chunk_is_none(only: Sample) -> None:
     assert decode_speeds([[turn(only)]]) is None
 
 
-def test_decode_bound_divides_the_same_tokens_by_the_targets_own_time() -> None:
-    made = sample([(3.0, 2), (4.0, 4), (5.0, 4)], target_s=1.6)
-    assert decode_bounds([[turn(made)]]) == [5.0]
-    assert decode_speeds([[turn(made)]]) == [4.0]
-
-
-def test_decode_bound_without_the_targets_time_of_every_completion_is_none() -> None:
-    whole, other = sample([(1.0, 1), (2.0, 1)], target_s=0.5), sample([(1.0, 1), (2.0, 1)])
-    assert decode_bounds([[turn(whole), turn(other)]]) is None
-
-
-def test_ranged_gives_median_least_and_largest() -> None:
-    assert ranged([5.0, 1.0, 3.0]) == {"median": 3.0, "values": (5.0, 1.0, 3.0), "least": 1.0, "largest": 5.0}
-    assert ranged(None) is None
-
-
 def test_figures_take_ratios_within_each_repetition_for_both_speeds() -> None:
     # The second repetition is three times slower for all.
     plain = [[turn(sample([(1.0 * f, 1), (5.0 * f, 4)]))] for f in (1, 3)]
@@ -79,22 +52,6 @@ def test_figures_take_ratios_within_each_repetition_for_both_speeds() -> None:
     assert row["over_plain"]["values"] == pytest.approx((5 / 3, 5 / 3))
     assert (row["tokens_per_s"]["least"], row["tokens_per_s"]["largest"]) == pytest.approx((5 / 9, 5 / 3))
     assert row["bound_share"]["median"] == pytest.approx(0.5)
-
-
-def test_figures_without_the_plain_system_have_no_ratio() -> None:
-    row = figures("llama.cpp", {"llama.cpp": [[turn(sample([(1.0, 1), (2.0, 1)]))]]}, "none")
-    assert row["over_plain"] is None
-    assert row["decode_over_plain"] is None
-    assert row["decode_bound"] is None
-
-
-def test_table_has_medians_with_ranges_and_counts_of_equal_completions() -> None:
-    repetitions = [[turn(sample([(1.0, 1), (2.0 + f, 4)]))] for f in (0, 1, 2)]
-    samples = {"llama.cpp": repetitions, "generate": repetitions}
-    equal = equality(samples, {"llama.cpp": "generate"}, frozenset())
-    shown = table("t", [figures(name, samples, name) for name in samples], equal)
-    cells = [next(iter(column.cells)) for column in shown.columns]
-    assert cells == ["llama.cpp", "1.7 (1.2-2.5)", "1.00", "2.0 (1.3-4.0)", "1.00", "", "", "3/3"]
 
 
 def test_equality_counts_and_names_the_first_different_token() -> None:
@@ -125,13 +82,6 @@ NAMES = (
 )
 
 
-@pytest.mark.parametrize(
-    ("system", "plain"), list(zip(NAMES, [n for n in NAMES[::2] for _ in range(2)], strict=True))
-)
-def test_plain_of_is_the_same_programs_plain_decoding(system: str, plain: str) -> None:
-    assert plain_of(system) == plain
-
-
 def test_references_greedy_chain_every_system_to_generate() -> None:
     assert references(NAMES, 0.0) == {
         "lookup-8": "generate",
@@ -141,14 +91,6 @@ def test_references_greedy_chain_every_system_to_generate() -> None:
         "gammaray-ngram": "gammaray-0",
         "llama.cpp": "generate",
         "llama.cpp-draft-4": "llama.cpp",
-    }
-
-
-def test_references_sampled_are_gammarays_own() -> None:
-    assert references(NAMES, 1.0) == {
-        "engine-lookup-8": "engine",
-        "gammaray-0": "engine",
-        "gammaray-ngram": "gammaray-0",
     }
 
 
@@ -203,38 +145,7 @@ def test_server_times_begin_at_the_end_of_the_first_chunks_cycle() -> None:
     assert (speed, bound) == ([1.25], [5 / 0.75])
 
 
-def test_server_times_with_several_cycles_in_the_first_chunk_leave_out_all_of_them() -> None:
-    found = with_server_times(sample([(4.0, 5), (5.0, 1), (6.0, 1)]), CYCLES, 69.0)
-    assert (found.decode_s, found.target_s) == (3.0, 0.25)
-
-
-def test_server_times_never_begin_after_the_first_arrival() -> None:
-    found = with_server_times(sample([(1.5, 2), (3.0, 3), (4.0, 1), (5.0, 1)]), CYCLES, 69.0)
-    assert found.decode_s == 3.5
-
-
-ROLES = "<user> {}<assistant> {}<user> {}"
-
-
-@pytest.mark.parametrize(("template", "wanted"), [
-    ("{% for one in messages %}<{{ one.role }}> {{ one.content }}{% endfor %}", ROLES),
-    (None, "{}\n\n{}\n\n{}"),
-], ids=["template", "none"])  # fmt: skip
-def test_encode_uses_the_chat_template_or_else_plain_text(
-    template: str | None, wanted: str, tmp_path: Path
-) -> None:
-    model = AutoTokenizer.from_pretrained(TARGET_DIR)
-    model.chat_template = template
-    model.save_pretrained(tmp_path)
-    shutil.copy(TARGET_DIR / "config.json", tmp_path)
-    tokenizer = Tokenizer(str(tmp_path))
-    (task,) = load_tasks(["chat"], 3)[2:]
-    (token_ids,) = encode(tokenizer, [task])
-    assert tokenizer.decode(token_ids) == wanted.format(*(message["content"] for message in task.messages))
-
-
 def settings(**changes: Any) -> Settings:
-    """Settings of a small run."""
     given: dict[str, Any] = {
         "target": "demo",
         "draft": None,

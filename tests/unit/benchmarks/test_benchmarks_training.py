@@ -11,8 +11,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from benchmarks.demo_pair import corpus, models, train
 from benchmarks.demo_pair.evaluate import agreement
-from benchmarks.demo_pair.muon import orthogonalise
-from gammaray.cli.options import read_prompts
 
 VOCAB_SIZE = 320
 
@@ -55,44 +53,6 @@ def test_grow_starts_as_the_same_function() -> None:
     torch.testing.assert_close(_logits(model), _logits(source))
 
 
-def test_truncated_is_what_the_source_grew_from() -> None:
-    base, grown = _trained(2), _model(6, seed=1)
-    models.grow(grown, base)
-    model = models.truncated(grown, 2)
-    torch.testing.assert_close(_logits(model), _logits(base))
-    with torch.no_grad():
-        model.model.embed_tokens.weight.zero_()
-    assert _logits(grown).abs().max() > 0, "its weights are its own"
-
-
-@pytest.mark.parametrize("num_layers", [3, 1])
-def test_grow_to_a_depth_that_does_not_fit_raises(num_layers: int) -> None:
-    with pytest.raises(ValueError, match=f"layers: got {num_layers}, allowed: a multiple of 2"):
-        models.grow(_model(num_layers), _model(2))
-
-
-@pytest.mark.parametrize("num_layers", [0, 3, 8])
-def test_truncated_to_a_depth_that_does_not_fit_raises(num_layers: int) -> None:
-    with pytest.raises(ValueError, match=f"layers: got {num_layers}, allowed: a divisor of 4"):
-        models.truncated(_model(4), num_layers)
-
-
-@pytest.mark.parametrize("shape", [(32, 32), (48, 16), (16, 48)])
-def test_orthogonalise_brings_singular_values_near_one(shape: tuple[int, int]) -> None:
-    torch.manual_seed(0)
-    values = torch.linalg.svdvals(orthogonalise(torch.randn(shape)))
-    assert values.shape == (min(shape),)
-    assert values.min() > 0.3
-    assert values.max() < 1.5
-
-
-@pytest.mark.parametrize(
-    ("progress", "step", "wanted"), [(0.2, 0, 1 / 40), (0.2, 500, 1.0), (0.75, 500, 0.5), (1.0, 500, 0.02)]
-)
-def test_rate_warms_up_stays_and_decays(progress: float, step: int, wanted: float) -> None:
-    assert train.rate(progress, step) == pytest.approx(wanted)
-
-
 @pytest.mark.slow
 def test_corpus_split_is_encoded_without_loss(work: Path) -> None:
     tokenizer = corpus.Tokenizer.from_file(str(work / "tokenizer.json"))
@@ -101,18 +61,6 @@ def test_corpus_split_is_encoded_without_loss(work: Path) -> None:
     assert np.count_nonzero(held == corpus.END_ID) == len(documents)
     assert tokenizer.decode(held[1:].tolist()) == "".join(documents)
     assert corpus.read_split(work, "train").max() < VOCAB_SIZE
-
-
-def test_prompts_are_pieces_of_the_training_split(work: Path) -> None:
-    texts = [d.text for d in corpus.documents(30) if not d.is_held_out]
-    found = read_prompts(work / "prompts.json", "--prompts")
-    assert len(found) == sum(-(-len(text) // 1000) for text in texts)
-    assert all(len(piece) <= 100 and any(piece in text for text in texts) for piece in found)
-
-
-def test_read_split_names_the_command_if_the_corpus_is_missing(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"benchmarks\.demo_pair\.corpus"):
-        corpus.read_split(tmp_path, "train")
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import gguf
@@ -11,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.peers.bf16_gguf import main, write_bf16, write_llama
+from benchmarks.peers.bf16_gguf import write_bf16, write_llama
 from gammaray.demo_pair import resolve_model
 from gammaray.errors import InvalidArgumentError
 from services.engine.convert import convert
@@ -71,9 +70,3 @@ def test_directory_of_another_architecture_is_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
     with pytest.raises(InvalidArgumentError, match="a Llama model without scaled RoPE"):
         write_llama(tmp_path, tmp_path / "out.gguf")
-
-
-def test_program_says_what_it_cannot_read(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["bf16_gguf", str(tmp_path), str(tmp_path / "out.gguf")])
-    assert main() == 1
-    assert "config.json" in capsys.readouterr().err

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
-from benchmarks.commits import Turn, compare, main
+from benchmarks.commits import Turn, compare
 
 
 def turns(*speeds, overhead=()):
@@ -30,11 +28,3 @@ def test_overhead_is_the_median_of_a_turn():
 def test_turns_without_a_pair_are_refused():
     with pytest.raises(ValueError, match="shorter"):
         compare((0.0, 8), {"before": turns(1, 2), "after": turns(1)})
-
-
-def test_folder_that_is_no_source_tree_is_refused(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(sys, "argv", ["commits", str(tmp_path)])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    assert f"got {tmp_path}, allowed: a source tree" in capsys.readouterr().err

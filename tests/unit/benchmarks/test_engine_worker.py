@@ -31,7 +31,6 @@ def engine(directory: Path) -> Engine:
 
 
 def request(number: int, system: str, temperature: float = 0.0, **changes: Any) -> dict[str, Any]:
-    """A request as of `Baselines.generate`."""
     given = {
         "number": number,
         "system": system,
@@ -45,7 +44,6 @@ def request(number: int, system: str, temperature: float = 0.0, **changes: Any) 
 
 
 def answers(worker: EngineWorker, requests: list[dict[str, Any]]) -> dict[int, Answer]:
-    """Complete the requests, all in flight at once."""
     for one in requests:
         worker.add(one, 0.0)
     found: dict[int, Answer] = {}
@@ -74,12 +72,8 @@ def test_lookup_does_not_change_the_tokens(engine: Engine, temperature: float) -
         found = answers(EngineWorker(engine), [request(number, "engine-lookup-8", temperature)])[number]
         assert found["token_ids"] == plain["token_ids"]
         assert sum(count for _, count in found["arrivals"]) == TOKENS
-
-
-def test_lookup_in_a_repetitive_text_needs_fewer_steps(engine: Engine) -> None:
-    made = answers(EngineWorker(engine), [request(0, "engine-lookup-8", max_tokens=100)])[0]
-    assert len(made["arrivals"]) < 100
-    assert max(count for _, count in made["arrivals"]) > 1
+        assert len(found["arrivals"]) < TOKENS or temperature > 0
+        assert engine.length(f"session-{number}") == 0
 
 
 def test_batched_completions_are_those_of_single_ones(engine: Engine) -> None:
@@ -97,11 +91,6 @@ def test_target_time_lies_within_the_decoding_and_leaves_out_the_prefill(engine:
     assert 0 < made["target_s"] < decoding
 
 
-def test_sessions_are_released(engine: Engine) -> None:
-    answers(EngineWorker(engine), [request(number, "engine", max_tokens=3) for number in range(3)])
-    assert all(engine.length(f"session-{number}") == 0 for number in range(3))
-
-
 @pytest.mark.parametrize("system", ["engine", "engine-lookup-8"])
 def test_completion_ends_at_an_end_of_sequence_token_unless_it_ignores_it(
     engine: Engine, system: str
@@ -113,11 +102,6 @@ def test_completion_ends_at_an_end_of_sequence_token_unless_it_ignores_it(
     made = answers(worker, [request(0, system, ignore_eos=False)])[0]
     assert made["token_ids"] == whole[: end + 1]
     assert sum(count for _, count in made["arrivals"]) == end + 1
-
-
-def test_unknown_system_is_refused(engine: Engine) -> None:
-    with pytest.raises(ValueError, match="got 'generate', allowed: engine, engine-lookup-N"):
-        EngineWorker(engine).add(request(0, "generate"), 0.0)
 
 
 @pytest.mark.slow

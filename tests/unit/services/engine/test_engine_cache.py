@@ -43,16 +43,6 @@ def fill(engine: Engine, session_id: str, count: int, seed: int = 1) -> list[int
     return tokens
 
 
-def test_engine_describes_its_model(engine: Engine, directory: Path) -> None:
-    assert engine.model_name == str(directory)
-    assert (engine.vocab_size, engine.max_context, engine.num_layers) == (VOCAB_SIZE, MAX_CONTEXT, 3)
-    assert engine.device.type == "cpu"
-
-
-def test_step_empty_returns_nothing(engine: Engine) -> None:
-    assert engine.step([]) == []
-
-
 def test_feed_past_the_cache_raises_gap_with_length(engine: Engine) -> None:
     with pytest.raises(CacheGapError) as unknown:
         engine.step([SequenceInput("a", 3, [1], 1)])

@@ -11,14 +11,11 @@ import torch
 from transformers import T5Config
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from gammaray.demo_pair import resolve_model
 from gammaray.errors import InvalidArgumentError, NotFoundError
-from services.demo_pair import DRAFT_DIR, TARGET_DIR
 from services.engine.core.errors import UnsupportedModelError
 from services.engine.hf import probe
 from services.engine.hf.attention import LayerInput
 from services.engine.loader import load_engine
-from services.engine.native.library import Kernel
 from services.engine.native.weights import NativeModel
 from tests.support.engine_helpers import tiny_model
 
@@ -116,20 +113,6 @@ def test_kernel_asked_for_but_not_covering_the_model_is_refused(
     assert refused.value.allowed == f"auto or transformers for {directory}: {reason}"
 
 
-def test_kernel_asked_for_without_a_compiler_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    none = Kernel(None, reason="no C compiler")
-    monkeypatch.setattr("services.engine.native.weights.load_kernel", lambda *_: none)
-    with pytest.raises(InvalidArgumentError, match=r"engine: got native, allowed: auto or tr.*no C compiler"):
-        load_engine(str(tiny_model("llama", tmp_path)), engine="native")
-
-
-def test_vllm_is_no_engine_of_a_draft(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgumentError, match="engine: got vllm, allowed: auto, native or transformers"):
-        load_engine(str(tiny_model("llama", tmp_path)), engine="vllm")
-
-
 def test_load_bidirectional_attention_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = tiny_model("llama", tmp_path)
     right = LlamaAttention.__init__
@@ -141,17 +124,6 @@ def test_load_bidirectional_attention_refused(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(LlamaAttention, "__init__", both_ways)
     with pytest.raises(UnsupportedModelError, match="both directions"):
         load_engine(str(directory))
-
-
-def test_load_missing_directory_not_found(tmp_path: Path) -> None:
-    with pytest.raises(NotFoundError, match="nowhere"):
-        load_engine(str(tmp_path / "nowhere"))
-
-
-def test_load_unknown_model_type_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "of_tomorrow"}))
-    with pytest.raises(UnsupportedModelError, match="of_tomorrow"):
-        load_engine(str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -178,9 +150,12 @@ def test_longrope_context_ends_where_its_rotation_changes(tmp_path: Path) -> Non
     assert load_engine(str(directory)).max_context == 32
 
 
-def test_resolve_model_demo_is_the_pair_that_ships() -> None:
-    assert resolve_model("demo", "target") == str(TARGET_DIR)
-    assert resolve_model("demo", "draft") == str(DRAFT_DIR)
-    assert resolve_model("some/name", "draft") == "some/name"
-    with pytest.raises(InvalidArgumentError, match="role"):
-        resolve_model("demo", "verifier")
+def test_load_missing_directory_not_found(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match="nowhere"):
+        load_engine(str(tmp_path / "nowhere"))
+
+
+def test_load_unknown_model_type_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "of_tomorrow"}))
+    with pytest.raises(UnsupportedModelError, match="of_tomorrow"):
+        load_engine(str(tmp_path))

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gammaray.errors import InvalidArgumentError
 from gammaray.gguf import pretrained_arguments
-from services.engine.convert import convert, main
+from services.engine.convert import convert
 from services.engine.core.errors import UnsupportedModelError
 from services.engine.loader import load_engine
 from tests.support.gguf_helpers import END, START, TEMPLATE, dequantised, tiny_gguf
@@ -73,13 +73,3 @@ def test_directory_that_exists_is_kept(tmp_path):
     with pytest.raises(InvalidArgumentError, match="a directory that does not exist"):
         convert(str(path), directory)
     assert not list(directory.iterdir())
-
-
-def test_command_says_what_is_wrong(tmp_path, capsys):
-    (tmp_path / "broken.gguf").write_bytes(b"GGUF")
-    assert main([str(tmp_path / "broken.gguf"), str(tmp_path / "made")]) == 2
-    assert "file: got" in capsys.readouterr().err
-    assert main([str(tmp_path / "model.bin"), str(tmp_path / "made")]) == 2
-    path, _ = tiny_gguf("llama", tmp_path)
-    assert main([str(path), str(tmp_path / "made"), "--dtype", "float16"]) == 0
-    assert capsys.readouterr().out.strip() == str(tmp_path / "made")

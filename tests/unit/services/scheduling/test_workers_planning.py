@@ -45,17 +45,9 @@ def planned(blocks, cached=None, budget=100, chunk=32):
     return plan(blocks, lambda name: (cached or {}).get(name, 0), Limits(budget, chunk))
 
 
-def test_plan_of_nothing_is_empty():
-    assert planned([]) == []
-
-
 def test_plan_cached_block_feeds_last_token_and_nodes():
     ((_, feed),) = planned([block("a", 50, num_nodes=3)], {"a": 49})
     assert (feed.start, feed.token_ids, feed.num_logits) == (49, [49, 1000, 1001, 1002], 4)
-
-
-def test_plan_fully_cached_block_feeds_its_last_token_again():
-    assert shape(planned([block("a", 50)], {"a": 50})) == [("a", 49, 1, 1)]
 
 
 def scored(name, num_committed, num_nodes=0):
@@ -247,14 +239,6 @@ def test_budget_falls_in_proportion_to_a_long_step_and_rises_after_short_full_on
     assert budget.num_tokens == 1024
 
 
-def test_one_late_step_halves_the_budget_at_most():
-    budget = budget_of(512)
-    budget.observe(400, 9.0)
-    assert budget.num_tokens == 256
-    budget.observe(40, 9.0)
-    assert budget.num_tokens == 128
-
-
 def test_budget_leaves_slow_models_some_tokens():
     budget = budget_of(1024)
     for _ in range(9):
@@ -340,24 +324,6 @@ def test_choices_of_one_request_do_not_stall_another_one(num_nodes):
     other.session.spec = SPEC
     if num_nodes == 0:
         assert steps_until_served("other", [*blocks, other]) > 4
-
-
-def test_choices_are_served_beside_a_steady_stream_of_others():
-    choice = block("choice 127", 50, sample_index=127)
-    others = [block(f"{i}", 50) for i in range(4000)]
-    for i, running in enumerate(others):
-        running.task.arrived = i * 0.001  # as much as there is room for
-    choice.task.arrived = 0.0
-    assert steps_until_served("choice 127", [others[0], choice, *others[1:]]) * MIN_STEP_TOKENS < 1000
-
-
-def test_first_steps_are_small_where_steps_have_a_limit():
-    budget = StepBudget(Limits(1024, 256, max_step_s=0.05))
-    assert budget.num_tokens == MIN_STEP_TOKENS
-    for _ in range(5):
-        budget.observe(budget.num_tokens, 0.001)
-    assert budget.num_tokens == 1024
-    assert StepBudget(Limits(1024, 256)).num_tokens == 1024
 
 
 def test_small_blocks_do_not_stall_a_large_one_for_ever():

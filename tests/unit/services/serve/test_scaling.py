@@ -7,11 +7,9 @@ from ray.serve.config import AutoscalingConfig
 
 from gammaray.config import PoolSize, ScalingSettings
 from gammaray.deploy.serve_config import autoscaling_config
-from gammaray.errors import InvalidArgumentError
-from orchestrator.launcher.options import parse_options
 from services.scheduling.load import LoadCounters, LoadReport, LoadReporter
 from services.serve.autoscaling import Pool, wanted_drafters, wanted_targets
-from services.serve.policy import DraftPolicy, TargetPolicy
+from services.serve.policy import TargetPolicy
 
 SETTINGS = ScalingSettings(target_load=8, draft_load=4)
 
@@ -70,19 +68,9 @@ def test_drafters_grow_by_load_and_shrink_one_at_a_time():
     assert drafters(pool(report(0), minimum=0), demand=0.0) == 0
 
 
-def test_prepared_proposals_count_as_load_before_removing_drafters():
-    assert drafters(pool(*[report(0.6)] * 2, minimum=1)) == 1
-    assert drafters(pool(*[report(0.6, hit_rate=0.8)] * 2, minimum=1)) == 2
-
-
 def test_empty_pool_starts_when_targets_have_load():
     assert drafters(pool(), demand=0.0) == 0
     assert drafters(pool(), demand=0.2) == 1
-
-
-def test_drafters_that_load_their_model_are_not_idle():
-    assert drafters(pool(wanted=1), demand=0.0) == 1
-    assert drafters(pool(wanted=2), demand=3.0) == 2
 
 
 def test_last_drafter_stays_while_targets_have_work():
@@ -101,16 +89,6 @@ def context(reports, wanted, bounds):
         capacity_adjusted_min_replicas=bounds[0],
         capacity_adjusted_max_replicas=bounds[1],
     )
-
-
-def test_policies_share_the_demand():
-    settings = SETTINGS.model_dump(mode="json")
-    target, draft = TargetPolicy(settings), DraftPolicy(settings)
-    assert target(context([report(0)], 1, (1, 1))) == (1, {})
-    assert draft(context([], 0, (0, 2)))[0] == 0
-    target(context([report(3)], 1, (1, 1)))
-    assert draft(context([], 0, (0, 2)))[0] == 1
-    assert draft(context([report(0)], 1, (0, 2))) == (1, {})
 
 
 def test_policies_share_the_demand_as_serve_loads_them():
@@ -144,22 +122,17 @@ def test_reporter_turns_sums_into_rates(monkeypatch):
     assert second == LoadReport(in_flight=0.0, busy=0.0, hit_rate=0.0, cache_use=0.25)
 
 
-@pytest.mark.parametrize("text", ["2", "0:3", "1:1", "0"])
-def test_pool_size_round_trip(text):
-    size = PoolSize.parse(text)
-    assert PoolSize.parse(str(size)) == size
-    assert size.is_elastic == (text == "0:3")
-
-
 @pytest.mark.parametrize("value", ["", "x", "-1", "2:1", "0:65", "1:2:3", "1.5", True, None])
 def test_pool_size_rejects_invalid_values(value):
     with pytest.raises(ValueError, match=r"got .*allowed: "):
         PoolSize.parse(value)
 
 
-def test_pool_size_comes_from_the_environment_too(monkeypatch):
-    monkeypatch.setenv("GAMMARAY_DRAFT_WORKERS", "0:3")
-    assert parse_options([]).cluster.draft_workers == PoolSize(0, 3)
-    monkeypatch.setenv("GAMMARAY_DRAFT_WORKERS", "many")
-    with pytest.raises(InvalidArgumentError, match=r"draft_workers.*N or MIN:MAX"):
-        parse_options([])
+def test_prepared_proposals_count_as_load_before_removing_drafters():
+    assert drafters(pool(*[report(0.6)] * 2, minimum=1)) == 1
+    assert drafters(pool(*[report(0.6, hit_rate=0.8)] * 2, minimum=1)) == 2
+
+
+def test_drafters_that_load_their_model_are_not_idle():
+    assert drafters(pool(wanted=1), demand=0.0) == 1
+    assert drafters(pool(wanted=2), demand=3.0) == 2

@@ -8,7 +8,7 @@ import pytest
 
 from gammaray.blocks import Shape
 from gammaray.config import TargetSettings
-from gammaray.types import Proposal, SamplingParams, VerificationMethod
+from gammaray.types import SamplingParams, VerificationMethod
 from services.engine.engine import Engine
 from services.engine.loader import load_engine
 from services.scheduling.planning import Limits
@@ -21,7 +21,6 @@ from tests.support.head_helpers import DATA, bigram_head, bigram_target
 from tests.support.target_helpers import Run
 
 PROMPT = random_tokens(20, seed=3)
-GUESS = Proposal((5, 6))
 
 
 class Forwards:
@@ -91,17 +90,6 @@ def test_proposals_and_tokens_are_those_without_draft_ahead(pair, shape, tempera
     assert plain.meter.totals.ahead_lookups == 0
 
 
-def test_deeper_and_shallower_proposals_use_what_is_there(pair):
-    params = SamplingParams(temperature=1.0, seed=5)
-    (ahead, _), (plain, _) = scheduler_of(pair), scheduler_of(pair, ahead=False)
-    ours, theirs = Run(ahead, PROMPT, params), Run(plain, PROMPT, params)
-    for depth, max_nodes in [(2, 0), (4, 0), (1, 0), (3, 6), (3, 0), (1, 4), (2, 0)] * 2:
-        for run in (ours, theirs):
-            run.cycle(Shape(depth, max_nodes))
-        ours.idle()
-    assert_same(ours, theirs)
-
-
 def test_proposal_that_needs_a_forward_is_not_marked_as_prepared(pair):
     (ahead, _), params = scheduler_of(pair), SamplingParams(seed=4)
     run = Run(ahead, PROMPT, params)
@@ -111,20 +99,6 @@ def test_proposal_that_needs_a_forward_is_not_marked_as_prepared(pair):
     run.cycle(Shape(1))
     assert run.prepared == [False, False, len(run.proposals[2]) > 0]
     assert ahead.meter.totals.ahead_lookups == 2
-
-
-def test_cycles_of_other_drafters_between_leave_no_stale_proposal(pair):
-    params = SamplingParams(temperature=1.0, seed=6)
-    (ahead, _), (plain, _) = scheduler_of(pair), scheduler_of(pair, ahead=False)
-    ours, theirs = Run(ahead, PROMPT, params), Run(plain, PROMPT, params)
-    for cycle in range(16):
-        for run in (ours, theirs):
-            if cycle % 3 == 2:
-                run.cycle(Shape(0), GUESS)
-            else:
-                run.cycle(Shape(3))
-        ours.idle()
-    assert_same(ours, theirs)
 
 
 @pytest.mark.parametrize("method", ["rejection", "block", "naive"])

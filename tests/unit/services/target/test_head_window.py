@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
 
 from gammaray.blocks import Shape
 from gammaray.config import TargetSettings
 from gammaray.types import SamplingParams
 from services.engine.loader import load_engine
-from services.process.fingerprints import model_identity, vocab_sha256
 from services.scheduling.planning import Limits
 from services.speculation.head_drafter import MAX_FEATURES
 from services.target import loading
-from services.target.loading import TRAINED_WINDOW, load_local_drafter
+from services.target.loading import load_local_drafter
 from services.target.scheduler import TargetScheduler
-from services.train.answers.store import write_json
 from tests.support.engine_helpers import random_tokens
 from tests.support.head_helpers import bigram_head, bigram_target
 from tests.support.target_helpers import Run
@@ -83,21 +79,3 @@ def test_exact_head_is_accepted_whatever_it_has_read(pair, of_window):
             run.cycle(Shape(3))
         lengths.append(len(run.tokens))
     assert lengths == [len(PROMPT) + 1 + 8 * 4] * 2
-
-
-def test_heads_of_gammaray_train_read_few_positions(pair, tmp_path, monkeypatch):
-    target, head = pair
-    trained = tmp_path / "trained"
-    shutil.copytree(head, trained)
-    fingerprint = model_identity(str(target), dtype="-", device="cpu", deterministic=False).partition("/")[0]
-    described = {
-        "format": 1,
-        "target": {"name": "target", "fingerprint": fingerprint},
-        "tokenizer": {"fingerprint": vocab_sha256(str(target))},
-    }
-    write_json(trained / "gammaray.json", described)
-    run, engine = session(target, trained)
-    run.cycle(Shape(0))
-    counts = reading(engine, monkeypatch)
-    run.cycle(Shape(1))
-    assert sum(counts) == TRAINED_WINDOW

@@ -16,7 +16,6 @@ from tests.support.head_helpers import bigram_head, bigram_target
 from tests.support.target_helpers import Run
 
 SLOW = Limits(1024, 128)  # with the least budget
-LONG = random_tokens(200, seed=5)
 
 
 @pytest.fixture(scope="module")
@@ -91,16 +90,3 @@ def test_small_block_is_served_before_large_ones_that_came_first(pair, monkeypat
     order = [name for name, _ in steps.serve([*blocks, small.block(Shape(0))])]
     assert order.index(small.name) <= 2  # in the first step, with as many large ones as fit
     assert order[0] == large[0].name
-
-
-def test_long_prompt_alone_takes_whole_chunks_and_beside_others_small_ones(pair, monkeypatch):
-    steps = Steps(pair, SLOW, monkeypatch)
-    (other,) = sessions(steps.scheduler, 1)
-    first = Run(steps.scheduler, LONG, SamplingParams(seed=1))
-    steps.serve([first.block(Shape(0))])
-    assert steps.sizes == [128, 72]
-    steps.serve([other.block(Shape(0))])
-    second = Run(steps.scheduler, LONG[::-1], SamplingParams(seed=1))
-    steps.serve([second.block(Shape(0))])
-    assert max(steps.sizes) <= MIN_STEP_TOKENS
-    assert sum(steps.sizes) == 200

@@ -70,9 +70,3 @@ def test_acceptance_by_depth_counts_what_was_tested():
     found = evaluate(Scripted(6, 7, 8), [sequence()], 3)
     assert found["greedy"] == [0.75, 0.667, 0.5]
     assert found["overlap"] == found["coupled"] == [0.6]
-
-
-def test_answers_drawn_at_random_count_at_temperature_1_only():
-    found = evaluate(Scripted(6, 7, 8), [sequence(temperature=1.0)], 3)
-    assert (found["greedy"], found["positions"]) == ([0.0] * 3, 0)
-    assert found["overlap"] == found["coupled"] == [0.6]

@@ -102,39 +102,6 @@ def test_steps_of_training_are_those_of_drafting(folder, is_windowed):
     assert all(count > 0.9 * len(places) for count in wrong.values())
 
 
-@torch.no_grad()
-def test_weights_of_the_target_begin_near_its_last_state(folder):
-    drafter = make_drafter(folder)
-    states = states_of(drafter, make_sequence(0, 4, 9)).float()
-    last = states[:, -1] / states[:, -1].square().mean(-1, keepdim=True).sqrt()
-    assert (drafter.module.fuse(states) - last).abs().mean() < 0.2 * last.abs().mean()
-
-
-def test_loss_falls(folder):
-    drafter = make_drafter(folder)
-    batch = drafter.batch([make_sequence(0, 4, 9), make_sequence(1, 2, 12)], 2)
-    optimizer = torch.optim.AdamW([p for p in drafter.parameters() if p.requires_grad], lr=3e-3)
-    losses = []
-    for _ in range(40):
-        loss = drafter.loss(batch, "tv")
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0] - 0.2
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(("depth", "steps"), [(1, 3), (16, 1)])
-def test_short_answers_have_fewer_steps(folder, depth, steps):
-    drafter = make_drafter(folder, depth=depth)
-    sequences = [make_sequence(0, 1, 8), make_sequence(1, 2, 12)]
-    assert int(drafter.batch(sequences, steps).place[:, 2].max()) == steps
-    whole = drafter.batch(sequences, depth)
-    assert len(drafter(whole)) == len(whole.labels)
-    assert drafter(drafter.batch(sequences, steps)).isfinite().all()
-
-
 def test_training_starts_from_a_head(folder, tmp_path):
     first, then = make_drafter(folder), make_drafter(folder)
     first.target_ids.copy_(torch.arange(1, 64, 2))
@@ -147,31 +114,6 @@ def test_training_starts_from_a_head(folder, tmp_path):
     assert then.row_of[0] == -1
     named = dict(then.module.named_parameters())
     assert all(torch.equal(value, named[key]) for key, value in first.module.named_parameters())
-
-
-def test_head_of_other_rows_keeps_those_that_it_has(folder, tmp_path):
-    first, then = make_drafter(folder, target_ids=range(56)), make_drafter(folder, target_ids=range(10, 64))
-    assert then.head.shape[1] < 56 - 10  # enough of them in common for a fit
-    begun = then.head.detach().clone()
-    for parameter in first.module.parameters():
-        parameter.data.copy_(torch.randn_like(parameter).bfloat16())
-    # A linear map of the target's rows, as which the new rows are to begin.
-    image = torch.randn(begun.shape[1], begun.shape[1]), torch.randn(begun.shape[1])
-    first.head.data[10:] = begun[:46] @ image[0] + image[1]
-    first.save(tmp_path, IDENTITY, "tiny", {})
-    then.start_from(str(tmp_path), str(folder))
-    assert then.target_ids.tolist() == list(range(10, 64))
-    assert torch.equal(then.head[:46], first.head[10:].bfloat16().float())
-    expected = begun[46:] @ image[0] + image[1]
-    assert (then.head[46:] - expected).norm() < 0.1 * (begun[46:] - expected).norm()
-    layers = dict(then.module.layers.named_parameters())
-    assert all(torch.equal(value, layers[key]) for key, value in first.module.layers.named_parameters())
-
-
-def test_head_without_a_common_row_is_no_start(folder, tmp_path):
-    make_drafter(folder, target_ids=range(20)).save(tmp_path, IDENTITY, "tiny", {})
-    with pytest.raises(InvalidArgumentError, match="has none of them, allowed: a head with some of the 44"):
-        make_drafter(folder, target_ids=range(20, 64)).start_from(str(tmp_path), str(folder))
 
 
 @pytest.mark.parametrize("change", ["taps", "flag"])

@@ -30,30 +30,25 @@ def test_a_draft_model_of_the_same_vocabulary_is_served(draft, target):
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("draft_weights", "int8"), ("draft_weights", "int4"), ("deterministic", True)]
+    ("name", "settings", "field", "words"),
+    [
+        ("", {"draft_weights": "int8"}, "draft_weights", ""),
+        ("", {"deterministic": True}, "deterministic", ""),
+        ("model.gguf", {}, "model", "causal model"),
+        ("early-exit:2", {}, "model", "causal model"),
+        (str(HEAD), {}, "model", "causal model"),
+        ({"pard_token": 5}, {}, "model", "causal model"),
+        ({"draft_vocab_size": 50}, {}, "model", "causal model"),
+        ({}, {}, "model", "vocabulary"),
+    ],
 )
-def test_settings_of_other_engines_are_refused(draft, field, value):
-    with pytest.raises(InvalidArgumentError, match="with vLLM as the engine") as caught:
-        check_draft(draft, "", DraftSettings(**{field: value}))
+def test_drafters_and_settings_of_other_engines_are_refused(
+    tmp_path, draft, target, name, settings, field, words
+):
+    name = str(tiny_model("llama", tmp_path, **name)) if isinstance(name, dict) else name or draft
+    with pytest.raises(InvalidArgumentError, match=f"{words}.* with vLLM as the engine") as caught:
+        check_draft(name, target, DraftSettings(**settings))
     assert caught.value.field == field
-
-
-@pytest.mark.parametrize("name", ["model.gguf", "early-exit:2", str(HEAD)])
-def test_other_kinds_of_drafters_are_refused(target, name):
-    with pytest.raises(InvalidArgumentError, match="causal model with vLLM as the engine") as caught:
-        check_draft(name, target, DraftSettings())
-    assert caught.value.field == "model"
-
-
-@pytest.mark.parametrize("config", [{"pard_token": 5}, {"draft_vocab_size": 50}])
-def test_drafters_that_need_more_than_a_causal_model_are_refused(tmp_path, config):
-    with pytest.raises(InvalidArgumentError, match="causal model with vLLM as the engine"):
-        check_draft(str(tiny_model("llama", tmp_path, **config)), "", DraftSettings())
-
-
-def test_another_vocabulary_is_refused(tmp_path, draft, target):
-    with pytest.raises(InvalidArgumentError, match="vocabulary with vLLM as the engine"):
-        check_draft(str(tiny_model("llama", tmp_path)), target, DraftSettings())
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,12 @@
 import pytest
 
 from gammaray.errors import InvalidArgumentError
-from gammaray.types import VerificationMethod
 from gammaray.vocabulary import Vocabulary
 from services.demo_pair import DRAFT_DIR, TARGET_DIR
 from services.vocabulary.intersection import Intersection
 from services.vocabulary.translation import Translation, load_translation, load_vocabulary, target_size
 from tests.support.vocabulary_helpers import CODE, PROSE, byte_fallback, byte_level, word_pieces
 
-COUPLED, REJECTION, NAIVE, BLOCK = VerificationMethod
 TARGET = Vocabulary(byte_level(CODE + PROSE, 400, specials=("<|im_end|>", "<|end|>")))
 DRAFT = Vocabulary(byte_level(CODE, 300, specials=("<|end|>", "<|pad|>"), specials_last=True))
 PIECES = Vocabulary(byte_fallback(["▁the", "▁def", "return", "▁self"]))
@@ -56,16 +54,6 @@ def test_each_draft_token_with_a_targets_bytes_counts_once(draft, target):
         assert shared.duplicates
 
 
-def test_special_tokens_are_never_matched_by_text():
-    shared = common(DRAFT, TARGET)
-    pad = DRAFT.specials["<|pad|>"]
-    assert pad not in shared.draft_ids
-    # By content for the context, where <|end|> is a token of both; proposals end with the target's own end.
-    assert shared.to_draft[TARGET.specials["<|end|>"]] == DRAFT.specials["<|end|>"]
-    assert TARGET.specials["<|end|>"] not in shared.target_ids
-    assert TARGET.specials["<|im_end|>"] in shared.target_ids
-
-
 def test_tokens_past_the_models_sizes_are_not_shared():
     shared = Intersection(DRAFT, TARGET, 100, 150)
     assert max(shared.draft_ids) < 100
@@ -91,12 +79,6 @@ def test_translation_of_directories_uses_the_models_sizes(tmp_path):
     with pytest.raises(InvalidArgumentError) as caught:
         load_translation(str(tmp_path / "none"), 300, str(TARGET_DIR))
     assert caught.value.field == "model"
-
-
-def test_vocabulary_of_a_directory():
-    demo = load_vocabulary(str(DRAFT_DIR), "draft")
-    assert len(demo) == 2048
-    assert demo.bytes_of(demo.encode(CODE.encode())) == CODE.encode()
 
 
 @pytest.mark.parametrize("kind", ["missing", "empty", "broken", "words"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import numpy as np
 import pytest
 import torch
@@ -22,7 +20,6 @@ NUM_TOKENS = 24
 
 
 def greedy(engine, prompt, count):
-    """Return the likeliest continuation by the engine."""
     tokens: list[int] = []
     feed = list(prompt)
     for _ in range(count):
@@ -77,27 +74,6 @@ def test_greedy_tokens_are_those_of_transformers(arch, tmp_path):
     path, _ = tiny_gguf(arch, tmp_path, quantised="Q8_0", seed=3)
     engine = load_engine(str(path), device="cpu")
     assert greedy(engine, PROMPT, NUM_TOKENS) == generated(path, PROMPT, NUM_TOKENS)
-
-
-def test_llama_runs_on_the_compiled_kernel(tmp_path):
-    path, _ = tiny_gguf("llama", tmp_path, quantised="Q8_0")
-    assert not load_engine(str(path), device="cpu").kernel.startswith("none: llama")
-
-
-def test_load_logs_the_type_and_the_memory(tmp_path, caplog):
-    path, _ = tiny_gguf("llama", tmp_path, quantised="Q8_0")
-    with caplog.at_level(logging.INFO):
-        load_model(str(path), device="cpu", dtype="bfloat16")
-    assert "in Q8_0 and F32" in caplog.text
-    assert "dequantised to bfloat16" in caplog.text
-
-
-def test_files_next_to_it_do_not_count(tmp_path):
-    path, model = tiny_gguf("llama", tmp_path)
-    for name in ("config.json", "adapter_config.json"):
-        (path.parent / name).write_text("{}")
-    loaded = load_model(str(path), device="cpu").module
-    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
 
 
 def test_file_of_the_same_name_in_the_working_directory_does_not_count(tmp_path, monkeypatch):

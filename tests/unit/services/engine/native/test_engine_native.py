@@ -24,9 +24,16 @@ from services.engine.native import weights
 from services.engine.native.build import BASELINE
 from services.engine.native.library import Kernel, open_kernel, top_k_tokens
 from services.engine.native.runner import NativeRunner
-from services.engine.native.weights import pack_panels
-from services.engine.sampling.noise import Noise
-from tests.support.engine_helpers import MAX_CONTEXT, CheckedEngine, plain_model, random_tokens, tiny_model
+from services.engine.sampling import noise as noise_module
+from services.engine.sampling.noise import Noise, exponential
+from tests.support.engine_helpers import (
+    MAX_CONTEXT,
+    CheckedEngine,
+    chained,
+    plain_model,
+    random_tokens,
+    tiny_model,
+)
 
 
 def scripted_steps() -> list[list[SequenceInput]]:
@@ -63,20 +70,6 @@ def test_native_path_demo_pair_matches_general_path(role: str) -> None:
     assert worst <= 1e-4
 
 
-@pytest.mark.parametrize("arch", ["llama-bias", "qwen2", "qwen3", "mistral"])
-def test_native_path_bfloat16_weights_stay_exact(arch: str, tmp_path: Path) -> None:
-    """Published weights are bfloat16: they take half-size panels, without loss."""
-    directory = tiny_model(arch, tmp_path, bfloat16=True)
-    engine = load_engine(str(directory))
-    assert isinstance(engine.runner, NativeRunner)
-    assert engine.runner.model.weights.layer[0].qkv.kind == 1
-    run = CheckedEngine(engine, plain_model(directory))
-    run.step(SequenceInput("a", 0, random_tokens(70, 1), 70))
-    run.step(SequenceInput("a", 70, random_tokens(1, 2), 1))
-    run.step(SequenceInput("a", 71, random_tokens(3, 3), 3, (-1, -1, 1)), SequenceInput("b", 0, [5], 1))
-    assert run.worst <= 1e-4
-
-
 def variants() -> list[str]:
     """The kernels that this machine can run."""
     runs = {"AVX512": ("x86-64-v4", "x86-64-v3"), "AVX2": ("x86-64-v3",)}
@@ -93,6 +86,7 @@ def test_native_path_every_instruction_set_exact(
     directory = tiny_model("qwen3", tmp_path, bfloat16=bfloat16)
     engine = load_engine(str(directory), deterministic=True)
     assert isinstance(engine.runner, NativeRunner)
+    assert engine.runner.model.weights.layer[0].qkv.kind == int(bfloat16)  # panels of half the size
     run = CheckedEngine(engine, plain_model(directory))
     run.step(SequenceInput("a", 0, random_tokens(70, 1), 70))
     run.step(SequenceInput("a", 70, random_tokens(3, 3), 3, (-1, -1, 1)), SequenceInput("b", 0, [5], 1))
@@ -139,22 +133,7 @@ def test_native_path_attention_is_exact_and_independent_of_other_rows(
         assert torch.equal(row[0], whole[index]), index
 
 
-def test_pack_panels_places_each_weight() -> None:
-    weight = torch.randn(50, 7, generator=torch.Generator().manual_seed(0))
-    full = pack_panels(weight, 32, 16)
-    assert full.shape == (2, 7, 32)
-    assert full.dtype == torch.float32
-    assert torch.equal(full.transpose(1, 2).reshape(64, 7)[:50], weight)
-    assert not full.transpose(1, 2).reshape(64, 7)[50:].any()
-    half = pack_panels(weight.bfloat16().float(), 32, 16)
-    assert half.dtype == torch.bfloat16
-    # The low halves of 32-bit lanes are outputs 0..15, the high halves outputs 16..31.
-    assert torch.equal(half[0, 3, 0::2].float(), weight[:16, 3].bfloat16().float())
-    assert torch.equal(half[1, 3, 1::2][:2].float(), weight[48:, 3].bfloat16().float())
-
-
 def test_missing_native_path_uses_the_general_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An installation without a C compiler has no kernel."""
     monkeypatch.setattr(weights, "load_kernel", lambda *_: Kernel(None, reason="no C compiler"))
     engine = load_engine(str(tiny_model("llama", tmp_path)))
     assert isinstance(engine.runner, TransformersRunner)
@@ -234,22 +213,7 @@ def test_chain_equals_single_steps(
     monkeypatch.setattr(weights, "load_kernel", lambda *_: open_kernel(variant))
     directory = str(tiny_model("qwen3", tmp_path))
     ours, theirs = load_engine(directory), load_engine(directory)
-    noise = Noise(7, 0, ours.vocab_size).gumbel(21, 6) if noisy else None
-    prompt = random_tokens(20, 1)
-    for engine in (ours, theirs):
-        engine.step([SequenceInput("a", 0, prompt, 1)])
-    token_ids, logits = ours.chain(SequenceInput("a", 20, [5] * 6, 6), noise, scale=1.25)
-    token_id, drawn = 5, []
-    for index in range(6):
-        drawn.append(token_id)
-        (row,) = theirs.step([SequenceInput("a", 20 + index, [token_id], 1)])
-        assert torch.equal(logits[index], row[0])
-        scores = row[0] if noise is None else row[0].double() * 1.25 + noise[index]
-        token_id = int(scores.argmax())
-    assert token_ids == drawn
-    assert list(ours.tokens("a")) == list(theirs.tokens("a"))
-    (one,), (other,) = (engine.step([SequenceInput("a", 26, [token_id, 3], 2)]) for engine in (ours, theirs))
-    assert torch.equal(one, other)
+    chained(ours, theirs, Noise(7, 0, ours.vocab_size).gumbel(21, 6) if noisy else None)
 
 
 def test_chain_ends_with_the_forward_during_which_it_is_stopped(tmp_path: Path) -> None:
@@ -282,3 +246,28 @@ def test_chain_rejects_the_same_input_as_a_step(tmp_path: Path) -> None:
         engine.chain(SequenceInput("a", MAX_CONTEXT - 1, [5], 1))
     assert engine.length("a") == MAX_CONTEXT - 2
     assert len(engine.chain(SequenceInput("a", MAX_CONTEXT - 2, [5] * 2, 2))[0]) == 2
+
+
+PLACES = ((0, 0), (2**64 - 1, 7), (0x299F31D0A4093822, 2**32 - 2), (5, -2))
+
+
+@pytest.mark.parametrize("variant", variants())
+@pytest.mark.parametrize("ids", [None, [70_001, 0, 5, 6, 1_000, 5]])
+def test_compiled_noise_equals_torchs_to_the_bit(
+    variant: str, ids: list[int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token_ids = None if ids is None else torch.tensor(ids)
+    count = 1_003 if ids is None else len(ids)
+
+    def rows() -> torch.Tensor:
+        made = [
+            exponential(*place, 3, count, sample_index=9, stream=3, token_ids=token_ids) for place in PLACES
+        ]
+        return torch.stack(made)
+
+    kernel = open_kernel(variant)
+    assert kernel.library is not None
+    monkeypatch.setattr(noise_module, "load_kernel", lambda: kernel)
+    ours = rows()
+    monkeypatch.setattr(noise_module, "load_kernel", lambda: Kernel(None))
+    assert torch.equal(ours, rows())

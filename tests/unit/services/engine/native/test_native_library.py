@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +11,6 @@ import pytest
 
 from services.engine.native.build import BASELINE, compile_library, find_compiler, find_library
 from services.engine.native.library import open_kernel
-from tests.support.engine_helpers import tiny_model
 
 CALLS = "calls.txt"
 
@@ -74,14 +70,6 @@ def test_kernel_is_compiled_once_and_then_loaded_from_the_cache(
     assert "compiling" not in caplog.text
     left = [path.name for path in cache.iterdir() if not path.name.startswith(".")]
     assert len(left) == 1  # and nothing half made
-
-
-def test_kernel_folder_is_in_the_cache_folder_of_the_user(
-    counted_compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert open_kernel(BASELINE).library is not None
-    assert find_library(tmp_path / "gammaray" / "kernel", BASELINE) is not None
 
 
 def test_kernel_is_compiled_once_for_those_that_start_together(
@@ -146,30 +134,3 @@ def test_unwritable_kernel_cache_is_logged(
     file.touch()
     assert open_kernel(BASELINE, str(file / "cache")).library is not None
     assert "failed to store compiled kernels" in caplog.text
-
-
-@pytest.mark.slow
-def test_engine_without_a_compiler_logs_it_when_loading(tmp_path: Path) -> None:
-    """As a worker does: in a process of its own, with nothing compiled before and no compiler in PATH."""
-    model = tiny_model("llama", tmp_path)
-    program = (
-        "import logging; logging.basicConfig(level=logging.INFO);"
-        "from services.engine.loader import load_engine;"
-        f"print(load_engine({str(model)!r}).kernel)"
-    )
-    environment = {
-        **os.environ,
-        "PATH": str(tmp_path / "empty"),
-        "XDG_CACHE_HOME": str(tmp_path / "k"),
-    }
-    environment.pop("CC", None)
-    ended = subprocess.run(
-        [sys.executable, "-c", program],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=True,
-    )
-    assert ended.stdout.strip() == "none: no C compiler"
-    assert "runs without the compiled CPU kernel (none: no C compiler)" in ended.stderr

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -27,14 +26,12 @@ from services.engine.core.quantised import (
     quantise_int8,
     quantise_model,
 )
-from services.engine.engine import Engine
 from services.engine.hf.torchao import quantise_module
 from services.engine.loader import load_engine, load_worker_engine
 from services.engine.native import weights as packing
-from services.engine.native.library import Kernel, open_kernel
+from services.engine.native.library import open_kernel
 from services.engine.native.runner import NativeRunner
-from services.engine.native.weights import pack_quantised
-from tests.support.engine_helpers import LEAN, CheckedEngine, random_tokens, tiny_model
+from tests.support.engine_helpers import LEAN, CheckedEngine, chained, random_tokens, tiny_model
 
 KINDS = {"int8": 2, "int4": 3}
 
@@ -88,12 +85,8 @@ def test_chain_equals_single_steps(
     weights: str, variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packing, "load_kernel", lambda *_: open_kernel(variant))
-    engine = load_engine(str(tiny_model("llama", tmp_path)), weights=weights)
-    for name in ("a", "b"):
-        engine.step([SequenceInput(name, 0, random_tokens(9, 1), 1)])
-    token_ids, logits = engine.chain(SequenceInput("a", 9, [5] * 4, 4))
-    singles = [engine.step([SequenceInput("b", 9 + i, [t], 1)])[0] for i, t in enumerate(token_ids)]
-    assert torch.equal(logits, torch.cat(singles))
+    directory = str(tiny_model("llama", tmp_path))
+    chained(*(load_engine(directory, weights=weights) for _ in range(2)))
 
 
 def test_int8_is_the_nearest_of_255_steps_of_a_row() -> None:
@@ -124,47 +117,11 @@ def test_int4_is_the_nearest_of_16_steps_of_a_group() -> None:
     assert torch.equal(quantise_int4(grid).dequantised(), grid)  # as weights of a Q4_1 file are
 
 
-def test_pack_quantised_places_each_integer() -> None:
-    weight = random_matrix(50, 70)
-    bytes_ = pack_quantised(quantise_int8(weight), 32, 16)
-    assert (bytes_.shape, bytes_.dtype) == ((2, 70, 32), torch.int8)
-    unpacked = bytes_.transpose(1, 2).reshape(64, 70)
-    assert torch.equal(unpacked[:50], quantise_int8(weight).values)
-    assert not unpacked[50:].any()
-
-    matrix = quantise_int4(weight)
-    assert matrix.offsets is not None
-    panels = pack_quantised(matrix, 32, 16)
-    assert panels.shape == (2, 3, 4 * 32 + 32 * GROUP // 2)  # in bytes: scales, offsets, integers
-    output, place = 37, 45  # panel 1, its output 5; group 1, its input 13
-    block = panels[1, 1]
-    head = block[:128].view(torch.bfloat16).view(2, 16, 2)  # the first 16 outputs in the low halves
-    assert head[0, 5, 0].float() == matrix.scales[output, 1]
-    assert head[1, 5, 0].float() == matrix.offsets[output, 1]
-    # Two vectors of weights per input: four inputs in the 16 lanes of a vector.
-    lane = block[128:].view(torch.uint32).view(8, 16)[13 // 4, 5].item()
-    assert lane >> 4 * (2 * (13 % 4)) & 15 == matrix.values[output, place]
-
-
 def test_matrices_that_do_not_fill_a_vector_of_int4_stay_int8(tmp_path: Path) -> None:
     engine = load_engine(str(tiny_model("llama", tmp_path, intermediate_size=46)), weights="int4")
     assert isinstance(engine.runner, NativeRunner)
     layer = engine.runner.model.weights.layer[0]
     assert (layer.down.kind, layer.gate_up.kind) == (KINDS["int8"], KINDS["int4"])
-
-
-def test_memory_of_the_weights(tmp_path: Path) -> None:
-    """Of a bfloat16 model without a large vocabulary: matrices in 16, 8 and 5 bits."""
-    sizes = {"hidden_size": 128, "intermediate_size": 512, "head_dim": 32, "tie_word_embeddings": True}
-    directory = str(tiny_model("llama", tmp_path, bfloat16=True, **sizes))
-
-    def num_bytes(engine: Engine) -> int:
-        assert isinstance(engine.runner, NativeRunner)
-        return sum(kept.nbytes for kept in engine.runner.model.kept if isinstance(kept, Tensor))
-
-    auto, int8, int4 = (num_bytes(load_engine(directory, weights=w)) for w in ("auto", *KINDS))
-    assert 0.4 < int8 / auto < 0.52
-    assert 0.3 < int4 / auto < 0.38
 
 
 def test_check_of_the_start_compares_with_the_dequantised_model(
@@ -219,33 +176,8 @@ def test_weights_without_a_kernel_are_refused(
     )
 
 
-def test_weights_without_a_compiler_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "load_kernel", lambda *_: Kernel(None, reason="no C compiler"))
-    with pytest.raises(InvalidArgumentError, match=r"draft_weights: got int8, allowed: auto.*no C compiler"):
-        load_engine(str(tiny_model("llama", tmp_path)), weights="int8")
-
-
 def test_gpu_weights_without_torchao_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchao.quantization", None)
     module = load_model(str(tiny_model("llama", tmp_path)), device="cpu").module
     with pytest.raises(InvalidArgumentError, match=r"draft_weights: got int4, allowed: auto.*torchao"):
         quantise_module(module, "int4")
-
-
-def test_gpu_weights_that_torchao_cannot_run_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The errors of torchao 0.18 without its kernels for four bits, and of a version without a class."""
-
-    def quantize_(module: object, config: object) -> None:
-        raise ImportError("Requires mslk >= 1.0.0")
-
-    installed = ModuleType("torchao.quantization")
-    vars(installed).update(Int4WeightOnlyConfig=object, quantize_=quantize_)
-    monkeypatch.setitem(sys.modules, "torchao", ModuleType("torchao"))
-    monkeypatch.setitem(sys.modules, "torchao.quantization", installed)
-    module = load_model(str(tiny_model("llama", tmp_path)), device="cpu").module
-    with pytest.raises(InvalidArgumentError, match=r"allowed: auto or int8: .*Requires mslk"):
-        quantise_module(module, "int4")
-    with pytest.raises(InvalidArgumentError, match=r"allowed: auto: .*no Int8WeightOnlyConfig"):
-        quantise_module(module, "int8")

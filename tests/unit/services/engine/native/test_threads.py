@@ -129,13 +129,3 @@ def test_target_that_torch_computes_keeps_its_threads_beside_a_draft_model(tmp_p
     assert isinstance(engine.runner, TransformersRunner)
     load_local_drafter(settings, engine)
     assert (kernel_threads(), torch.get_num_threads()) == (2, 2)
-
-
-def test_threads_go_to_the_kernel_or_to_torch(tmp_path: Path) -> None:
-    directory = str(tiny_model("llama", tmp_path))
-    load_engine(directory, threads=3)
-    assert (kernel_threads(), torch.get_num_threads()) == (3, 1)
-    load_engine(directory, threads=3, engine="transformers")
-    assert torch.get_num_threads() == 3
-    load_engine(directory)
-    assert (kernel_threads(), torch.get_num_threads()) == (1, 1)

@@ -2,7 +2,6 @@
 
 import random
 import time
-from collections.abc import Mapping
 
 import pytest
 import torch
@@ -219,71 +218,6 @@ def test_edits_penalty_too_small_for_float32_keeps_numbers():
 def test_edits_masks_of_everything_are_refused():
     with pytest.raises(InvalidArgumentError, match="min_tokens"):
         LogitEdits(SamplingParams(banned_token_ids=tuple(range(12))), EOS, 1, 12)
-
-
-class CountedIds(tuple):
-    """A tuple that counts how often it is walked."""
-
-    walks = 0
-
-    def __iter__(self):
-        type(self).walks += 1
-        return super().__iter__()
-
-
-class CountedBias(Mapping):
-    """A mapping that counts how often it is walked."""
-
-    def __init__(self, biases):
-        self.biases, self.walks = biases, 0
-
-    def __getitem__(self, token_id):
-        return self.biases[token_id]
-
-    def __len__(self):
-        return len(self.biases)
-
-    def __iter__(self):
-        self.walks += 1
-        return iter(self.biases)
-
-
-class CountedTokens(list):
-    """A list that counts the elements that are read of it."""
-
-    num_read = 0
-
-    def __iter__(self):
-        self.num_read += len(self)
-        return super().__iter__()
-
-    def __getitem__(self, key):
-        result = super().__getitem__(key)
-        self.num_read += len(result) if isinstance(key, slice) else 1
-        return result
-
-
-def test_edits_read_parameters_and_each_token_once():
-    bias = CountedBias(dict.fromkeys(range(300), 1.0))
-    CountedIds.walks = 0
-    params = SamplingParams(
-        logit_bias=bias,
-        allowed_token_ids=CountedIds(range(400)),
-        banned_token_ids=CountedIds(range(300, 350)),
-        repetition_penalty=1.2,
-        frequency_penalty=0.1,
-    )
-    tokens = CountedTokens(range(200))
-    edits = edits_of(params, tokens, 150, 500)
-    walks = bias.walks, CountedIds.walks
-    assert tokens.num_read == 200
-    logits = torch.randn(4, 500)
-    for cycle in range(10):
-        edited_logits(logits, edits, row_paths(Proposal((1, 2, 3))))
-        tokens.append(cycle)
-        edits.follow(tokens)
-    assert (bias.walks, CountedIds.walks) == walks
-    assert tokens.num_read == 210
 
 
 VOCAB = 151_936
