@@ -7,7 +7,8 @@ from gammaray.config import DraftSettings, TargetSettings
 from gammaray.demo_pair import resolve_model
 from gammaray.types import ADAPTIVE, GammaPolicy, GenerationRequest, SamplingParams, TokenOrigin
 from services.engine.loader import load_worker_engine
-from services.qualify.loop import Ask, Pair, draft_scheduler, target_scheduler
+from services.qualify.loop import Ask, Pair
+from tests.support.engine_helpers import draft_scheduler, target_scheduler
 from tests.support.workers.service_helpers import PROMPTS, complete, running, tokens_of, worker_process
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
@@ -19,11 +20,11 @@ GAMMAS = (1, 6)
 @pytest.fixture(scope="module")
 def pairs():
     target = load_worker_engine(resolve_model("demo", "target"), TargetSettings(device="cpu"))
-    scheduler = target_scheduler(target, TargetSettings())
+    scheduler = target_scheduler(target)
     settings = {weights: DraftSettings(device="cpu", draft_weights=weights) for weights in WEIGHTS}
     path = resolve_model("demo", "draft")
     return {
-        weights: Pair(scheduler, draft_scheduler(load_worker_engine(path, own), own))
+        weights: Pair(scheduler, draft_scheduler(load_worker_engine(path, own)))
         for weights, own in settings.items()
     }
 
@@ -49,7 +50,7 @@ def test_tokens_are_those_of_plain_decoding_whatever_the_weights(pairs, temperat
 
 @pytest.mark.parametrize("weights", WEIGHTS[1:])
 async def test_tokens_of_a_served_pair_with_a_quantised_draft(redis_server, weights):
-    """Chains and adaptive trees, proposed by a worker process with the option."""
+    """Chains, proposed by a worker process with the option."""
     with (
         worker_process("target") as (_, target),
         worker_process("draft", "demo", "--draft-weights", weights) as (_, draft),

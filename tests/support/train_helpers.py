@@ -26,7 +26,6 @@ def make_task(folder: Path, **changes: Any) -> TrainTask:
         "prompts": PROMPTS * 6,
         "chat": False,
         "draft_vocab": 512,
-        "depth": 3,
         "tokens": 2500,
         "max_tokens": 48,
         "train_tokens": 256,

@@ -31,7 +31,7 @@ TAPS = (2, 8, 13, NUM_LAYERS)
 def trained(tmp_path_factory):
     """A head after some steps: its folder, and what was told before and after an interruption."""
     folder = tmp_path_factory.mktemp("head")
-    task = make_task(folder, minutes=0.8, unroll=2)
+    task = make_task(folder, minutes=0.8)
     first, done = run_until(task, "steps 15 ")
     assert not done
     second = []
