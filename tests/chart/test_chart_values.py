@@ -68,7 +68,7 @@ def test_schema_takes_every_variant(values):
         ({"draft": {"settings": {"modle": "x"}}}, "modle"),
         ({"draft": {"settings": {"threads": 0}}}, "threads"),
         ({"draft": {"settings": {"redis_url": "redis://:secret@host"}}}, "redis_url"),
-        ({"target": {"settings": {"target_model": "x"}}}, "target_model"),
+        ({"target": {"settings": {"max_gamma": 1}}}, "max_gamma"),
         ({"orchestrator": {"settings": {"max_gamma": 65}}}, "max_gamma"),
         ({"orchestrator": {"replicas": 0}}, "replicas"),
         ({"scaling": {"draft_load": 0}}, "draft_load"),

@@ -70,7 +70,7 @@ async def test_fleet_target_of_another_tokenizer_that_joins_is_refused_and_repor
             scripted("draft", sha="own") as draft,
             fleet_of(target, registry=registry, sha="own") as fleet,
         ):
-            registry.known["target"] = {other.address, unknown.address}
+            registry.known["target"] |= {other.address, unknown.address}
             await until(lambda: fleet.targets.refusals() != [])
             registry.known["draft"] = {draft.address}
             await until(lambda: fleet.drafts.num_up == 1)  # a refused target's tokenizer does not count

@@ -194,7 +194,7 @@ async def test_trace_shows_the_replacement_of_a_dead_target_in_the_same_cycle(
                 chunks.append(chunk)
                 if len(chunks) == 5:
                     orchestrator.fleet.targets.announce({survivor})
-                    await orchestrator.fleet.targets.settle(5.0)
+                    await orchestrator.fleet.targets.wait_until_connected(5.0)
                     process.kill()
             spans = await asyncio.to_thread(
                 exporting.wait,

@@ -27,7 +27,7 @@ async def test_each_architecture_drafts_for_each_and_the_tokens_are_those_of_pla
     async with AsyncExitStack() as stack:
         drafts = {}
         for arch, directory in models.items():
-            settings = {"target_model": str(models["llama"]), "draft_ahead": False}
+            settings = {"target": str(models["llama"]), "draft_ahead": False}
             drafts[arch], _ = await stack.enter_async_context(running("draft", directory, **settings))
             assert (await drafts[arch].info()).vocab_size == len(tokenizer)
         for target, directory in models.items():
