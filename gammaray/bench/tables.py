@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -62,7 +61,7 @@ _SPLIT: _Columns = {
 
 def plain_table(title: str, columns: Sequence[str]) -> Table:
     """Return an empty table: text columns aligned left, numbers right; headings may take two lines."""
-    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in columns:
         is_text = column in _TEXT
         table.add_column(column, justify="left" if is_text else "right", no_wrap=is_text, vertical="bottom")

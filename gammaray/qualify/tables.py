@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -76,4 +75,11 @@ def _print_trial(console: Console, trial: Trial) -> None:
 
 
 def _table(title: str, *headings: str) -> Table:
-    return Table(*headings, title=title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    return Table(
+        *headings,
+        title=title or None,
+        title_justify="left",
+        box=None,
+        pad_edge=False,
+        padding=(0, 2, 0, 0),
+    )

@@ -127,7 +127,6 @@ class _Run:
             self._generate()
             return not self.stopped() and self._train()
         finally:
-            self.store.close()
             with disk(self.work):
                 write_json(self.clock, self.elapsed())
 
@@ -239,14 +238,7 @@ class _Run:
 
     def _state_store(self) -> StateStore:
         module = load_model(self.path, device=self.task.device, dtype="bfloat16").module
-        return StateStore(
-            self.store.folder,
-            self.identity,
-            module,
-            self.layers,
-            self.store.num_tokens,
-            len(self.store),
-        )
+        return StateStore(self.work / "states", self.identity, module, self.layers)
 
     def _batch(self, drafter: Trainable, taught: list[Sequence], step: int) -> Batch:
         generator = torch.Generator().manual_seed(self.task.seed * 1_000_003 + step)
@@ -254,7 +246,7 @@ class _Run:
         count = 0
         while count < self.task.train_tokens:
             chosen.append(taught[int(torch.randint(len(taught), (), generator=generator))])
-            count += len(chosen[-1].logs)
+            count += chosen[-1].num_answer
         return drafter.batch(chosen, drafter.num_depths, generator).to(self.task.device)
 
     def _measure(
@@ -351,7 +343,6 @@ def _clipped(sequence: Sequence) -> Sequence:
         token_ids=sequence.token_ids[:count],
         top_ids=sequence.top_ids[:answer],
         top_logs=sequence.top_logs[:answer],
-        logs=sequence.logs[:answer],
     )
 
 

@@ -64,7 +64,5 @@ def make_sequence(number: int, prompt: int, answer: int, vocab: int = 64) -> Seq
         0.0,
         top.numpy(),
         logs.half().numpy(),
-        logs[:, 0].numpy(),
-        number=number,
-        offset=0,
+        number,
     )

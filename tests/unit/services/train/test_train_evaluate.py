@@ -44,7 +44,7 @@ class Scripted:
 def sequence(temperature=0.0):
     ids = torch.tensor(PROMPT + ANSWER).numpy()
     top = ids[len(PROMPT) :, None]
-    return Sequence(ids, len(PROMPT), temperature, top, top.astype("float16"), top[:, 0])
+    return Sequence(ids, len(PROMPT), temperature, top, top.astype("float16"))
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def test_head_serves_what_was_trained(trained):
     store = AnswerStore(folder / "work" / "answers", identity, 32, 2048)
     sequence = next(one for one in store.sequences() if len(one.token_ids) - one.num_prompt > 12)
     target = load_model(str(TARGET_DIR), device="cpu", dtype="float32").module
-    states = StateStore(folder, identity, target, TAPS, store.num_tokens, len(store))
+    states = StateStore(folder / "work" / "states", identity, target, TAPS)
     drafter = TrainableHead(target, TAPS, target_ids, 3, states)
     drafter.module.load_state_dict(
         {key: value for key, value in head.state_dict().items() if "embed_tokens" not in key}
@@ -105,12 +105,11 @@ def test_states_are_computed_once(trained):
     store = AnswerStore(folder / "work" / "answers", identity, 32, 2048)
     sequences = list(store.sequences())[:3]
     target = load_model(str(TARGET_DIR), device="cpu", dtype="bfloat16").module
-    answers = folder / "work" / "answers"
-    states = StateStore(answers, identity, target, TAPS, store.num_tokens, len(store))
+    states = StateStore(folder / "states", identity, target, TAPS)
     found = states.of(sequences)
     assert [one.shape for one in found] == [(len(one.token_ids), 4, 256) for one in sequences]
     target.model.layers[0].self_attn.q_proj.weight.data.zero_()
-    again = StateStore(answers, identity, target, TAPS, store.num_tokens, len(store)).of(sequences)
+    again = StateStore(folder / "states", identity, target, TAPS).of(sequences)
     assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
 
 
@@ -120,7 +119,8 @@ def test_states_are_computed_once(trained):
 def test_other_states_are_refused(trained, tmp_path, changes, reason):
     folder, _, _ = trained
     (tmp_path / "work").mkdir()
-    (tmp_path / "work" / "answers").symlink_to(folder / "work" / "answers")
+    for name in ("answers", "states"):
+        (tmp_path / "work" / name).symlink_to(folder / "work" / name)
     task = make_task(tmp_path, **changes)
     with pytest.raises((FailedPreconditionError, InvalidArgumentError), match=reason):
         run(task, print, lambda: False)
