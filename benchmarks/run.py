@@ -38,7 +38,7 @@ async def run(target: str, draft: str, settings: BenchSettings, num_prompts: int
     console.print("starting the cluster ...")
     async with connected("--target", target, "--draft", draft) as client:
         return await run_bench(
-            client, settings, found, lambda name: lambda: None, lambda point: show_point(console, point)
+            client, settings, found, lambda: None, lambda point: show_point(console, point)
         )
 
 
@@ -61,8 +61,6 @@ def main() -> None:
         repetitions=options.repetitions or (2 if quick else 5),
         gammas=_QUICK_GAMMAS if quick else _GAMMAS,
         temperatures=(0.0, 0.7, 1.0),
-        verifications=("coupled",),
-        concurrencies=(1,),
     )
     num_prompts = options.prompts or (2 if quick else 6)
     result = run_or_exit(run(options.target, options.draft, settings, num_prompts))

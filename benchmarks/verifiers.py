@@ -45,7 +45,6 @@ from benchmarks.verification_rules import (
 )
 from gammaray.bench import workloads
 from gammaray.bench.tables import plain_table
-from gammaray.config import TargetSettings
 from gammaray.demo_pair import resolve_model
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from gammaray.wire.blocks import proposal_to_proto
@@ -55,10 +54,12 @@ from services.engine.core.batch import SequenceInput
 from services.engine.engine import Engine
 from services.engine.loader import load_engine
 from services.engine.sampling.logits import processed_log_probs
-from services.qualify.loop import Ask, MeasuredCycle, Pair, target_scheduler
+from services.qualify.loop import Ask, MeasuredCycle, Pair
 from services.scheduling.planning import Limits
 from services.speculation.predictions import quantise
+from services.target.scheduler import TargetScheduler
 
+LIMITS = Limits(max_batch_tokens=1024, prefill_chunk=256)
 NODES = (4, 8, 16)
 MAX_CHILDREN = 8
 _MODELS = {"demo": ("demo", "demo"), "smollm2": ("build/models/smollm2", "benchmarks/drafters/smollm2")}
@@ -341,8 +342,8 @@ class Models:
         # Two engines: a scheduler may reduce its own to the logits of the draft's tokens.
         self._draft, served = (load_engine(resolve_model(draft, "draft"), draft_for=path) for _ in range(2))
         self._pair = Pair(
-            target_scheduler(self._target, TargetSettings(model=target)),
-            DraftScheduler(served, Limits(1024, 256), draft_top_k=top_k, ahead_rows=0),
+            TargetScheduler(self._target, LIMITS, draft_ahead=False),
+            DraftScheduler(served, LIMITS, draft_top_k=top_k, ahead_rows=0),
         )
 
     def texts(

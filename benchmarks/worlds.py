@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from gammaray.blocks import Shape
-from gammaray.maths.theory import tree_tokens
+from orchestrator.control.tree_model import tree_tokens
 from orchestrator.cycle.types import Level
 
 MAX_GAMMA = 8

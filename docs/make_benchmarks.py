@@ -59,7 +59,7 @@ def of_temperature(result: Result, temperature: float, concurrency: int = 1) -> 
     return {
         point["category"]: {row["system"]: row for row in point["rows"]}
         for point in result["points"]
-        if point["temperature"] == temperature and point["concurrency"] == concurrency
+        if point["temperature"] == temperature and point.get("concurrency", 1) == concurrency
     }
 
 
@@ -120,7 +120,7 @@ def load_table(result: Result) -> Iterator[str]:
         over = found[ADAPTIVE]["over_plain"]
         rows.append(
             [
-                f"{point['concurrency']} in flight, T {point['temperature']:g}",
+                f"{point.get('concurrency', 1)} in flight, T {point['temperature']:g}",
                 f"{found[PLAIN]['tokens_per_s']['median']:.1f}",
                 f"{found[ADAPTIVE]['tokens_per_s']['median']:.1f}",
                 f"{over['median']:.2f} ({over['least']:.2f} to {over['largest']:.2f})",

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import quote
 
-from pydantic import AfterValidator, Field, JsonValue, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 from pydantic_core import core_schema
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
@@ -205,7 +205,7 @@ class _Settings(BaseSettings):
 
 def settings_error(
     error: ValidationError,
-    settings: type[BaseSettings] | None = None,
+    settings: type[BaseModel] | None = None,
     where: str = "",
     show: Callable[[Any, str], Any] = lambda value, name: value,
 ) -> InvalidArgumentError:
@@ -315,9 +315,9 @@ class WorkerSettings(_ServingSettings, _ModelSettings):
         min_length=1,
         description="Directory, hub name or GGUF file of a causal LM; 'demo' is the demo pair.",
     )
-    listen: str = Field("127.0.0.1:0", description="host:port of the gRPC server; port 0 uses a free port.")
-    advertise: str = Field(
-        "", description="host:port that orchestrators connect to; empty: the bound address."
+    listen: str = Field(
+        "127.0.0.1:0",
+        description="host:port of the gRPC server, to which orchestrators connect; port 0 uses a free port.",
     )
     redis_url: str = Field(
         "", repr=False, description="Registry to announce this worker in; empty: do not announce."
@@ -380,7 +380,7 @@ class DraftSettings(WorkerSettings):
         True,
         description="Prepare the next proposals while the target verifies.",
     )
-    target_model: str = Field(
+    target: str = Field(
         "",
         description="The target: directory, hub name or GGUF file. A draft with another vocabulary then "
         "proposes the tokens that both have; a drafter that shares weights with its target reads them from "
@@ -404,17 +404,8 @@ class OrchestratorSettings(_ServingSettings):
         description="Session store and worker registry: redis://, rediss://, unix:// or, with Sentinel, "
         "redis+sentinel://HOST:PORT,.../SERVICE/DB.",
     )
-    target_addresses: str = Field(
-        "", description="Comma-separated host:port of target workers, in addition to the registry's."
-    )
-    draft_addresses: str = Field(
-        "", description="Comma-separated host:port of draft workers, in addition to the registry's."
-    )
     max_gamma: int = Field(
         8, ge=0, le=64, description="Upper bound of an adaptive gamma; 0: nothing is proposed."
-    )
-    max_nodes: int = Field(
-        32, ge=0, le=256, description="Upper bound of an adaptive proposal's nodes; up to 1: chains only."
     )
     prefix_caching: bool = Field(
         True,
@@ -453,8 +444,10 @@ class OrchestratorSettings(_ServingSettings):
     )
 
 
-class ScalingSettings(_Settings):
-    """Thresholds for scaling worker pools; rules: `services.serve.autoscaling`."""
+class ScalingSettings(BaseModel):
+    """Thresholds for scaling pools, given in a Serve configuration; rules: `services.serve.autoscaling`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     target_load: float = Field(
         8.0, gt=0, description="Blocks in flight per target worker above which a worker is added."
@@ -557,6 +550,6 @@ class ClusterSettings(_ModelSettings):
 
 def known_variables() -> frozenset[str]:
     """Return the names of all environment variables that gammaray reads or sets."""
-    classes = (ClusterSettings, DraftSettings, OrchestratorSettings, ScalingSettings, TargetSettings)
+    classes = (ClusterSettings, DraftSettings, OrchestratorSettings, TargetSettings)
     fields = {f"{PREFIX}{field.upper()}" for settings in classes for field in settings.model_fields}
     return frozenset(fields | OTHER_VARIABLES.keys())

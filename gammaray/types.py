@@ -232,7 +232,7 @@ class GammaPolicy:
     Args:
         fixed: Depth of every proposal, in tokens.
         max_gamma: Upper bound of an adaptive gamma; 0 is the server's bound.
-        max_nodes: Upper bound of a proposal's nodes; above gamma for trees. 0 is the server's choice.
+        max_nodes: Upper bound of a proposal's nodes; above gamma for trees.
     """
 
     fixed: int | None = None

@@ -49,8 +49,8 @@ def spell(token: str, kind: str) -> bytes | None:
         token: The token as the tokenizer stores it.
         kind: The tokenizer's `decoder_kind`.
     """
-    if kind == "byte_level" and all(c in _BYTE_OF for c in token):
-        return bytes(_BYTE_OF[c] for c in token)
+    if kind == "byte_level" and all(c in BYTE_OF for c in token):
+        return bytes(BYTE_OF[c] for c in token)
     if kind == "byte_fallback":
         if is_byte_token(token):
             return bytes([int(token[3:5], 16)])
@@ -215,4 +215,5 @@ def _byte_level_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-_BYTE_OF = _byte_level_alphabet()
+BYTE_OF = _byte_level_alphabet()
+"""Byte of each character of GPT-2's byte-level alphabet."""

@@ -27,9 +27,8 @@ OVERRIDES = {
 """Values of `pods` that components without Ray override; those with `env` connect to other networks."""
 
 _OF_CHART = {
-    *("model", "device", "listen", "advertise", "redis_url", "redis_password", "redis_prefix"),
+    *("model", "device", "listen", "redis_url", "redis_password", "redis_prefix"),
     *("api_keys_file", "metrics_listen", "tls_ca", "tls_cert", "tls_key"),
-    *("target_addresses", "draft_addresses"),
 }
 """Settings that the templates set; values must not contain them."""
 

@@ -66,7 +66,7 @@ from orchestrator.workers.verifier import (
 
 _log = logging.getLogger(__name__)
 
-SETTLE_S = 3.0
+CONNECT_S = 3.0
 """Seconds that `start` waits for known workers to connect."""
 
 REDIS_WAIT_S = 60.0
@@ -127,11 +127,9 @@ class Orchestrator:
         self._tasks: set[asyncio.Task[None]] = set()
         self._upkeep: asyncio.Task[None] | None = None
         self.fleet = Fleet(
-            RedisRegistry(redis, keys),
+            RedisRegistry(redis, keys).addresses,
             tokenizer.vocab_size,
             vocab_sha256=tokenizer.vocab_sha256,
-            target_addresses=settings.target_addresses,
-            draft_addresses=settings.draft_addresses,
             tls=tls_files(settings),
         )
         self._opener = SessionManager(self.store, tokenizer, self._check_model, self.model_name)
@@ -156,7 +154,7 @@ class Orchestrator:
             tokenizer = await asyncio.to_thread(Tokenizer, resolve_model(settings.model))
             await asyncio.to_thread(grammar_identity)  # remembered: later calls take no time
             orchestrator = cls(settings, redis, tokenizer)
-            await orchestrator.fleet.start(SETTLE_S)
+            await orchestrator.fleet.start(CONNECT_S)
             await orchestrator._board.start(settings.metrics_listen)
         except BaseException:
             await redis.aclose()
@@ -277,7 +275,7 @@ class Orchestrator:
                 yield
         finally:
             if opened.ended is None and not progress.has_ended:
-                self.leases.let_go(opened.session)
+                self.leases.detach(opened.session)
 
     def _turn(
         self,

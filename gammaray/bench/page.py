@@ -10,6 +10,7 @@ from gammaray.bench.loops import loops_line
 from gammaray.bench.rows import Row
 from gammaray.bench.svg import bar_chart
 from gammaray.bench.systems import stack_name
+from gammaray.bench.tables import SPEED
 
 _STYLE = """:root{color-scheme:light dark}body{font:15px/1.5 system-ui,sans-serif;max-width:820px;
 margin:2em auto;padding:0 1em}h1{font-size:1.5em}h2{font-size:1.15em;margin-top:2.2em}
@@ -51,12 +52,9 @@ def page(result: dict[str, Any]) -> str:
 def _point(point: dict[str, Any]) -> Iterator[str]:
     rows: list[Row] = point["rows"]
     names = [_label(row) for row in rows]
-    yield (
-        f"<h2>Temperature {point['temperature']:g}, {escape(point['verification'])} verification, "
-        f"{point['concurrency']} in flight</h2>"
-    )
-    if equality := point["equality"]:
-        yield f"<p>Same tokens as gamma 0: {equality['equal']} of {equality['compared']} completions.</p>"
+    yield f"<h2>Temperature {point['temperature']:g}</h2>"
+    equality = point["equality"]
+    yield f"<p>Same tokens as gamma 0: {equality['equal']} of {equality['compared']} completions.</p>"
     if line := loops_line(point["loops"]):
         yield f"<p>{escape(line)}.</p>"
     categories: dict[str, dict[str, float]] = point["categories"]
@@ -103,17 +101,11 @@ def _survival(row: Row) -> list[float | None]:
 
 
 def _table(names: Sequence[str], rows: Sequence[Row]) -> str:
-    head = ("", "tokens/s", "x gamma 0", "tokens/cycle", "alpha", "accepted", "gamma")
-    lines = ["".join(f"<th>{escape(text)}</th>" for text in head)]
+    columns = {heading: cell for heading, cell in SPEED.items() if heading != "system"}
+    lines = ["".join(f"<th>{escape(text)}</th>" for text in ("", *columns))]
     for name, row in zip(names, rows, strict=True):
-        speculation = row["speculation"] or {}
-        cells = [
-            (row["tokens_per_s"] or {}).get("median"),
-            (row["over_plain"] or {}).get("median"),
-            *(speculation.get(key) for key in ("tokens_per_cycle", "alpha", "acceptance_rate", "gamma_mean")),
-        ]
-        texts = [escape(name), *("" if cell is None else f"{cell:.2f}" for cell in cells)]
-        lines.append("".join(f"<td>{text}</td>" for text in texts))
+        cells = (name, *(cell(row) for cell in columns.values()))
+        lines.append("".join(f"<td>{escape(text)}</td>" for text in cells))
     return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
 
 

@@ -10,7 +10,7 @@ from typing import Protocol
 from gammaray.client.async_client import AsyncClient
 from gammaray.client.request import GenerateOptions
 from gammaray.errors import InternalError, InvalidArgumentError
-from gammaray.types import ADAPTIVE, Chunk, GammaPolicy, SpeculationSummary, VerificationMethod
+from gammaray.types import ADAPTIVE, Chunk, GammaPolicy, SpeculationSummary
 
 Arrival = tuple[float, int]
 """One chunk: seconds since the call, and its number of tokens."""
@@ -78,7 +78,6 @@ class Stack:
     Args:
         gamma: In the format of `parse_gamma`.
         client: Connected to the cluster.
-        verification: How proposed tokens are tested.
         options: Further options of each request; they replace those above.
         name: Name in results; empty: that of the gamma policy.
 
@@ -90,7 +89,6 @@ class Stack:
         self,
         gamma: int | str,
         client: AsyncClient,
-        verification: VerificationMethod = VerificationMethod.COUPLED,
         *,
         options: GenerateOptions | None = None,
         name: str = "",
@@ -98,7 +96,6 @@ class Stack:
         self.name = name or stack_name(gamma)
         self._policy = parse_gamma(str(gamma))
         self._client = client
-        self._verification = verification
         self._options: GenerateOptions = options or {}
 
     async def sample(self, ask: Ask) -> Sample:
@@ -115,7 +112,6 @@ class Stack:
             "temperature": ask.temperature,
             "seed": ask.seed,
             "gamma": self._policy,
-            "verification": self._verification,
             "ignore_eos": ask.ignore_eos,
             "cache_salt": secrets.token_hex(8),  # A fresh salt prevents prefix cache hits.
         }

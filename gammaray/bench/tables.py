@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -35,7 +34,7 @@ def _system(row: Row) -> str:
     return str(row["system"])
 
 
-_SPEED: _Columns = {
+SPEED: _Columns = {
     "system": _system,
     "tok/s": _figure("tokens_per_s", "median", digits=1),
     "x gamma 0": _figure("over_plain", "median"),
@@ -44,6 +43,8 @@ _SPEED: _Columns = {
     "accepted": _figure("speculation", "acceptance_rate"),
     "gamma": _figure("speculation", "gamma_mean"),
 }
+"""Speed and acceptance: also the table of the page."""
+
 _LATENCY: _Columns = {
     "system": _system,
     "first p50": _figure("first_token_ms", "p50", digits=1),
@@ -60,7 +61,7 @@ _SPLIT: _Columns = {
 
 def plain_table(title: str, columns: Sequence[str]) -> Table:
     """Return an empty table: text columns aligned left, numbers right; headings may take two lines."""
-    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in columns:
         is_text = column in _TEXT
         table.add_column(column, justify="left" if is_text else "right", no_wrap=is_text, vertical="bottom")
@@ -68,20 +69,16 @@ def plain_table(title: str, columns: Sequence[str]) -> Table:
 
 
 def show_point(console: Console, point: dict[str, Any]) -> None:
-    """Print the tables of one load: speed, latency, and the time of each phase of a cycle."""
+    """Print the tables of one temperature: speed, latency, and the time of each phase of a cycle."""
     rows: Sequence[Row] = point["rows"]
-    title = (
-        f"temperature {point['temperature']:g}, {point['verification']} verification, "
-        f"{point['concurrency']} in flight"
-    )
-    console.print(_table(title, rows, _SPEED))
+    console.print(_table(f"temperature {point['temperature']:g}", rows, SPEED))
     streamed = [row for row in rows if row["between_tokens"] is not None]
     console.print(_table("First token, gaps between tokens (ms)", streamed, _LATENCY))
     speculative = [row for row in rows if row["speculation"] is not None]
     title = "A cycle as the orchestrator sees it, prefill included (mean ms)"
     console.print(_table(title, speculative, _SPLIT))
-    if equality := point["equality"]:
-        console.print(f"same tokens as gamma 0: {equality['equal']} of {equality['compared']}")
+    equality = point["equality"]
+    console.print(f"same tokens as gamma 0: {equality['equal']} of {equality['compared']}")
     if line := loops_line(point["loops"]):
         console.print(line, soft_wrap=True)
     console.print()

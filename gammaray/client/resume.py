@@ -56,13 +56,13 @@ async def stream_completion(
     """
     if request.store:
         request = replace(request, session_id=request.session_id or uuid.uuid4().hex)
-    patience = _Patience(transport, transport.deadline(timeout_s))
+    budget = _RetryBudget(transport, transport.deadline(timeout_s))
     offset = request.resume_from or 0
     while True:
         asked_to_end = num_cancellations()
         try:
             message = convert.request_to_proto(request)
-            async with aclosing(transport.attempt("Generate", message, patience.deadline)) as messages:
+            async with aclosing(transport.attempt("Generate", message, budget.deadline)) as messages:
                 async for piece in messages:
                     chunk = convert.chunk_from_proto(piece)
                     if chunk.offset != offset:
@@ -70,7 +70,7 @@ async def stream_completion(
                             f"the server continued at token {chunk.offset}, not {offset}"
                         )
                     offset += len(chunk.tokens)
-                    patience.progressed()
+                    budget.progressed()
                     yield chunk
                     if chunk.finish_reason is not None:
                         return
@@ -79,7 +79,7 @@ async def stream_completion(
         except GammarayError as error:
             if num_cancellations() > asked_to_end:
                 raise asyncio.CancelledError from error
-            pause_s = patience.pause_s(error)
+            pause_s = budget.pause_s(error)
             if not request.store and offset > 0:
                 lost = f"the stream broke after {offset} tokens; it is not stored and cannot be resumed"
                 raise UnavailableError(f"{lost}: {error}") from error
@@ -92,7 +92,7 @@ class _BrokenServerError(InternalError):
     """The server violates the protocol; not retried, since a retry would fail too."""
 
 
-class _Patience:
+class _RetryBudget:
     """Retry budget of a completion.
 
     Args:

@@ -22,11 +22,12 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Awaitable, Callable
+from functools import cache
 from typing import Any, TypeVar
 from urllib.parse import SplitResult, unquote, urlsplit, urlunsplit
 
 from redis.asyncio import BlockingConnectionPool, Redis, Sentinel
-from redis.asyncio.connection import Connection, SSLConnection, UnixDomainSocketConnection, parse_url
+from redis.asyncio.connection import Connection, SSLConnection, parse_url
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import (
     SentinelConnectionPool,
@@ -148,7 +149,7 @@ def connect(redis_url: str, *, timeout_s: float, num_retries: int, max_connectio
         if parts.scheme in _SENTINEL_SCHEMES:
             return _connect_by_sentinel(parts, options)
         options.update(parse_url(redis_url))
-        options["connection_class"] = _CONNECTIONS[options.get("connection_class", Connection)]
+        options["connection_class"] = _following(options.get("connection_class", Connection))
         return _client(_Pool(**options))
     except (TypeError, ValueError) as error:  # TypeError: an option that redis-py does not know
         raise InvalidArgumentError("redis_url", without_password(redis_url), ALLOWED_URLS) from error
@@ -177,7 +178,9 @@ def _connect_by_sentinel(parts: SplitResult, options: dict[str, Any]) -> Redis:
     options.update(parse_url(urlunsplit(server)))
     del options["host"]
     is_tls = options.pop("connection_class", Connection) is SSLConnection
-    options["connection_class"] = _SentinelSSLConnection if is_tls else _SentinelConnection
+    options["connection_class"] = _following(
+        SentinelManagedSSLConnection if is_tls else SentinelManagedConnection
+    )
     sentinel_options: dict[str, Any] = {
         "socket_timeout": SENTINEL_TIMEOUT_S,
         "socket_connect_timeout": SENTINEL_TIMEOUT_S,
@@ -229,6 +232,12 @@ class _Following:
     is_stale = False
     """Whether to close the connection before it is used again."""
 
+    async def send_packed_command(self, *args: Any, **kwargs: Any) -> None:
+        """Send a command. Sentinel is queried at every connect; redis-py does so only in the pool."""
+        if isinstance(self, SentinelManagedConnection) and not self.is_connected:
+            await self.connect()
+        await super().send_packed_command(*args, **kwargs)  # type: ignore[misc]
+
     async def read_response(self, *args: Any, **kwargs: Any) -> Any:
         """Return a reply.
 
@@ -249,41 +258,10 @@ class _Following:
             raise
 
 
-class _Connection(_Following, Connection):
-    """Over TCP."""
-
-
-class _SSLConnection(_Following, SSLConnection):
-    """Over TLS."""
-
-
-class _UnixConnection(_Following, UnixDomainSocketConnection):
-    """Over a socket of this machine."""
-
-
-class _SentinelFollowing(_Following):
-    """Queries Sentinel at every connect; redis-py does so only for connections from the pool."""
-
-    async def send_packed_command(self, *args: Any, **kwargs: Any) -> None:
-        """Send a command; connect first if the connection is closed."""
-        if not self.is_connected:  # type: ignore[attr-defined]
-            await self.connect()  # type: ignore[attr-defined]
-        await super().send_packed_command(*args, **kwargs)  # type: ignore[misc]
-
-
-class _SentinelConnection(_SentinelFollowing, SentinelManagedConnection):
-    """Over TCP, to the primary according to Sentinel."""
-
-
-class _SentinelSSLConnection(_SentinelFollowing, SentinelManagedSSLConnection):
-    """Over TLS, to the primary according to Sentinel."""
-
-
-_CONNECTIONS: dict[type, type] = {
-    Connection: _Connection,
-    SSLConnection: _SSLConnection,
-    UnixDomainSocketConnection: _UnixConnection,
-}
+@cache
+def _following(kind: type) -> type:
+    """Return one of redis-py's classes of connections with the behaviour of `_Following`."""
+    return type(f"Following{kind.__name__}", (_Following, kind), {})
 
 
 class _Pool(BlockingConnectionPool):

@@ -181,7 +181,7 @@ def _absolute_adapters(lora: str) -> str:
 
 def _mapped(cluster: ClusterSettings) -> dict[str, Any]:
     """Return the setting that names the target for draft workers."""
-    return {} if cluster.draft == cluster.target else {"target_model": cluster.target}
+    return {} if cluster.draft == cluster.target else {"target": cluster.target}
 
 
 def serve_document(cluster: ClusterSettings) -> dict[str, Any]:
@@ -192,7 +192,7 @@ def serve_document(cluster: ClusterSettings) -> dict[str, Any]:
     own = role_settings(cluster)
     # Draft workers may lack the target's files; an ordinary draft that needs them has its environment.
     if early_exit_layers(cluster.draft) is None and not (Path(cluster.draft) / DRAFTER_FILE).is_file():
-        own["draft"].pop("target_model", None)
+        own["draft"].pop("target", None)
     for settings in own.values():
         for field in ("engine", "dtype", "draft_weights"):
             # auto is not included: the workers read it from their environment, which may differ by role.

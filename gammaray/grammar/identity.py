@@ -15,16 +15,14 @@ from importlib.metadata import version
 
 from gammaray.errors import InvalidArgumentError
 from gammaray.grammar.matcher import GrammarCompiler, GrammarState
+from gammaray.vocabulary import BYTE_OF
 
 # Bytes, and tokens that cross the end of a string or are parts of escapes; ids from 1 on.
 _LONGER = ('", "', '": ', '{"', '"}', '"a', 'a"', "\\u", "\\u00", "\\ud83d", "00", "61", "1,", "é", "ab")
 _TOKENS = (*(bytes([byte]) for byte in range(256)), *(text.encode() for text in _LONGER))
 _SIGNS = frozenset(at for at, token in enumerate(_TOKENS, 1) if set(token) & set(b'"\\{}[],: u0'))
 
-_PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
-_SPELLING = {byte: chr(byte) for byte in _PRINTABLE} | {
-    byte: chr(256 + at) for at, byte in enumerate(sorted({*range(256)} - {*_PRINTABLE}))
-}
+_SPELLING = {byte: character for character, byte in BYTE_OF.items()}
 
 _STYLE = '"x-guidance": {"whitespace_flexible": false, "item_separator": ", ", "key_separator": ": ", %s}'
 _PLAIN = _STYLE % '"lenient": false'

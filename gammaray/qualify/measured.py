@@ -15,7 +15,7 @@ class QualifyTask(_Frozen):
     """What to measure.
 
     Attributes:
-        target: Directory, hub name or "demo".
+        target: Directory, hub name, GGUF file or "demo".
         drafts: The same for each candidate that drafts on a draft worker.
         heads: The same for each candidate that drafts in the target worker: EAGLE-3 heads, and draft models.
         prompts: Texts to continue.
@@ -23,11 +23,10 @@ class QualifyTask(_Frozen):
         max_tokens: Upper bound of tokens per completion; end-of-sequence tokens end it earlier.
         gammas: Depths of chains; gamma 0 is always measured.
         temperatures: Temperatures to measure, with coupled verification.
-        rtt_ms: Network time of a cycle beyond that of plain decoding.
+        rtt_ms: Network time that a proposal of a draft worker adds to a cycle.
         min_speedup: Smallest speedup at which speculation pays.
         error: Probability, at most, that measuring stops with the wrong answer at a temperature; 0: it does
             not stop before all completions are made.
-        draft_weights: The worker setting, of drafts and heads; None: environment or default, as all others.
     """
 
     target: str
@@ -41,144 +40,118 @@ class QualifyTask(_Frozen):
     rtt_ms: float = 0.0
     min_speedup: float = 1.0
     error: float = 0.0
-    draft_weights: str | None = None
 
 
 class ModelFacts(_Frozen):
-    """Properties of a model.
+    """Properties of a model; those after `refusal` are unknown where it is not empty.
 
     Attributes:
         name: The name given in the task.
-        architecture: Its `model_type`; "" when transformers does not know it.
-        refusal: Why it cannot be served exactly (the following fields are then unknown); "" if it can.
-        vocab_size: Size of its vocabulary; 0: unknown.
-        tokenizer_sha256: Fingerprint by which workers are matched; "" without a tokenizer.
-        max_context: Longest sequence, in tokens; 0: unknown.
-        device: Device it ran on.
-        dtype: Data type it ran in.
+        refusal: Why it cannot be served exactly; "" if it can.
+        vocab_size: Number of its token ids; of a draft with another vocabulary the target's.
+        max_context: Longest sequence, in tokens.
+        kernel: Implementation of its forwards, see `Engine.kernel`.
     """
 
     name: str
-    architecture: str = ""
     refusal: str = ""
     vocab_size: int = 0
-    tokenizer_sha256: str = ""
     max_context: int = 0
-    device: str = ""
-    dtype: str = ""
+    kernel: str = ""
 
 
-class Run(_Frozen):
-    """All completions at one gamma and temperature.
+class Depth(_Frozen):
+    """Chains of one gamma.
 
     Attributes:
-        temperature: 0 is greedy.
-        gamma: Depth of the chains; 0 is plain decoding.
-        cycles: Number of verifications.
-        emitted: Tokens emitted in all cycles.
-        whole_cycles: Cycles whose proposal was `gamma` tokens long.
-        whole_emitted: Tokens emitted in whole cycles.
-        tested: Number of tested tokens by position in the proposal, `[gamma]`.
-        accepted: Number of accepted tokens by position in the proposal, `[gamma]`.
-        verify_ms: Median time of the target in whole cycles, without the first of a completion; None if there
-            was none.
-        draft_ms: The same for a whole proposal; None at gamma 0.
-        draft_step_ms: The same for one forward pass of the draft.
+        gamma: Tokens of a proposal.
+        tokens_per_cycle: Mean of the cycles with a whole proposal.
+        draft_ms: Median time of a proposal, without the first of a completion.
+        verify_ms: The same for its verification.
+        cycle_ms: Both, and `rtt_ms` for a draft worker.
+        speedup: Over plain decoding.
     """
 
-    temperature: float
     gamma: int
-    cycles: int
-    emitted: int
-    whole_cycles: int
-    whole_emitted: int
-    tested: tuple[int, ...] = ()
-    accepted: tuple[int, ...] = ()
-    verify_ms: float | None = None
-    draft_ms: float | None = None
-    draft_step_ms: float | None = None
+    tokens_per_cycle: float
+    draft_ms: float
+    verify_ms: float
+    cycle_ms: float
+    speedup: float
 
 
-class Equality(_Frozen):
-    """Comparison of completions with speculation and those of gamma 0, at one temperature.
+class Trial(_Frozen):
+    """All completions at one temperature, those of gamma 0 among them.
 
     Attributes:
         temperature: 0 is greedy.
-        compared: Completions compared, as far as they were made.
+        compared: Completions compared with those of gamma 0, as far as both were made.
         equal: Completions with the same tokens.
         ties: Completions that diverge where the two best scores differ by rounding only.
-        first: Description of the first other divergence; "" if there is none.
+        divergence: Description of the first other divergence; "" if there is none.
         tokens: Tokens compared.
+        plain_ms: Median time of a cycle of plain decoding; None: too few tokens.
+        draft_step_ms: Median time of one forward pass of the draft; None: no whole proposal.
+        tested: Number of tested tokens by position in the proposal.
+        accepted: Number of accepted tokens by position in the proposal.
+        depths: Results by gamma, without those at which no proposal was whole.
+        pays: Whether speculation reaches `min_speedup` at any gamma, wrong with a probability of at most
+            `error`; None: not certain, or not tested. The median times are taken as exact.
     """
 
     temperature: float
     compared: int
     equal: int
     ties: int
-    first: str = ""
+    divergence: str = ""
     tokens: int = 0
+    plain_ms: float | None = None
+    draft_step_ms: float | None = None
+    tested: tuple[int, ...] = ()
+    accepted: tuple[int, ...] = ()
+    depths: tuple[Depth, ...] = ()
+    pays: bool | None = None
 
     @property
     def is_lossless(self) -> bool:
         """Whether no completion diverges by more than rounding."""
         return self.equal + self.ties == self.compared
 
+    @property
+    def alpha(self) -> float:
+        """Accepted over tested tokens; 0 without any."""
+        return sum(self.accepted) / max(1, sum(self.tested))
 
-class Overlap(_Frozen):
-    """What two different vocabularies share.
-
-    Attributes:
-        shared: Tokens of the target that the draft can propose one by one.
-        prompt_share: Their share of the prompts' tokens, in [0, 1].
-    """
-
-    shared: int
-    prompt_share: float
-
-
-class Decision(_Frozen):
-    """Result of the sequential test at one temperature.
-
-    Attributes:
-        temperature: 0 is greedy.
-        pays: Whether speculation reaches the smallest speedup at any gamma; None: not certain.
-        error: Probability of the opposite, at most. It covers the tokens per cycle; the median times of
-            cycles are taken as exact.
-    """
-
-    temperature: float
-    pays: bool | None
-    error: float
+    @property
+    def best(self) -> Depth:
+        """The depth with the largest speedup; there must be one."""
+        return max(self.depths, key=lambda depth: depth.speedup)
 
 
 class PairFacts(_Frozen):
     """Measurements of a target and one candidate.
 
     Attributes:
-        target: The target.
-        draft: The candidate.
-        is_local: Whether the candidate drafts in the target worker, so that a proposal takes no network time.
-        overlap: Of the vocabularies; None if they are equal, or the pair cannot be served.
-        runs: Empty when the pair cannot be served.
-        equality: One per temperature; empty when the pair cannot be served.
-        decisions: One per temperature that was tested sequentially.
+        target: Facts about the target.
+        draft: Facts about the candidate.
+        is_local: Whether it drafts in the target worker, so that no network is between them.
+        shared: If the vocabularies differ, the share of the prompts' tokens that the candidate can propose.
+        trials: Results by temperature; none if the pair cannot be served.
     """
 
     target: ModelFacts
     draft: ModelFacts
     is_local: bool = False
-    overlap: Overlap | None = None
-    runs: tuple[Run, ...] = ()
-    equality: tuple[Equality, ...] = ()
-    decisions: tuple[Decision, ...] = ()
+    shared: float | None = None
+    trials: tuple[Trial, ...] = ()
 
 
 def check_gamma(gamma: int) -> int:
-    """Check that `gamma` can be measured in addition to gamma 0, and return it.
+    """Return the depth of a chain.
 
     Raises:
-        ValueError: It is below 1 or above the maximum length of a proposal.
+        ValueError: It is out of bounds.
     """
     if not 1 <= gamma <= MAX_GAMMA:
-        raise ValueError(f"gamma: got {gamma}, allowed: 1 to {MAX_GAMMA}")
+        raise ValueError(f"got {gamma}, allowed: 1 to {MAX_GAMMA}")
     return gamma

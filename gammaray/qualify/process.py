@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from gammaray import errors
 from gammaray.errors import FailedPreconditionError, GammarayError, InternalError, InvalidArgumentError
@@ -45,7 +45,7 @@ def measure_pairs(
         if key == "doing":
             doing(value)
         elif key == "pair":
-            pairs.append(_pair(value))
+            pairs.append(PairFacts.model_validate(value))
     if len(pairs) != len(task.drafts) + len(task.heads):
         raise InternalError("the measurement process ended with status 0")
     return pairs
@@ -119,14 +119,6 @@ def _parsed(line: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise InternalError(f"the measurement process wrote {line[:80]!r}")
     return found
-
-
-def _pair(value: Any) -> PairFacts:
-    try:
-        return PairFacts.model_validate(value)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise InternalError(f"the measurement process wrote {first['loc']}: {first['msg']}") from None
 
 
 def _error(value: dict[str, str]) -> GammarayError:

@@ -20,20 +20,15 @@ class TrainTask(BaseModel):
         layers: Of a head the layers whose entering states it reads, counted from 0, the last one the number
             of layers; of a draft model the target's layers to start from, in this order. Empty: 2, the
             middle, the last but two, and the end; for a draft model the first two.
-        init: A directory of this command's drafter to start from; same shape. A head may have another number
-            of rows.
+        init: A directory of this command's drafter to start from; same shape.
         draft_vocab: Rows of the output matrix; at most the target's.
-        depth: Tokens of the proposals that are measured.
-        unroll: Steps in which a head is trained in the second half of the time, or from `init` on.
         tokens: Answer tokens to generate.
         max_tokens: Longest answer.
-        temperatures: Of the answers, in turn.
         batch: Answers generated at once.
         train_tokens: Least answer tokens per training step.
         learning_rate: Peak of AdamW's rate; None: 0.001, for a draft model 0.002.
         loss: "kl", "tv" (total variation) or "coupled" (what coupled verification rejects).
         minutes: Limit of generation and training together, over all runs; half of it at most is generation.
-        patience: Measurements without improvement after which training stops.
         steps_per_report: Training steps between two measurements; the state is saved after each.
         device: Where to train and generate: "cpu", "cuda" or "cuda:N".
         threads: Arithmetic threads.
@@ -51,17 +46,13 @@ class TrainTask(BaseModel):
     layers: tuple[int, ...] = ()
     init: str | None = None
     draft_vocab: int = Field(8192, ge=1)
-    depth: int = Field(5, ge=1, le=16)
-    unroll: int = Field(3, ge=1, le=8)
     tokens: int = Field(300_000, ge=1)
     max_tokens: int = Field(256, ge=8)
-    temperatures: tuple[float, ...] = (0.0, 1.0)
     batch: int = Field(64, ge=1)
     train_tokens: int = Field(512, ge=1)
     learning_rate: float | None = Field(None, gt=0)
     loss: Literal["kl", "tv", "coupled"] = "kl"
     minutes: float = Field(60.0, gt=0)
-    patience: int = Field(6, ge=1)
     steps_per_report: int = Field(50, ge=1)
     device: str = "cpu"
     threads: int = Field(2, ge=1)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 
-from gammaray.maths.theory import tree_tokens
 from orchestrator.cycle.types import Level
 
 FIRST_RESCUE = (0.55, 0.45, 0.4)
@@ -13,6 +13,40 @@ simulation under shared noise the drafter's next 1, 2, 4 guesses contain it in 6
 
 STRENGTH = 20.0
 """Weight of the priors: in tested children for `FIRST_RESCUE`, in tokens for a bias of 1."""
+
+
+def tree_tokens(
+    by_depth: Sequence[float], rescue: Sequence[float], max_nodes: int, least: float = 0.0
+) -> list[float]:
+    """Return tokens per cycle of the best trees of 1, 2, ... nodes, correction or bonus included.
+
+    The expected tokens of a tree are 1 plus the sum over its nodes of the probability that the node is
+    accepted. This decreases from parent to child and from sibling to sibling, so the best tree of n nodes
+    consists of the n most probable ones. Adding nodes greedily gives all sizes in one pass, with the same
+    values as the dynamic programme of arXiv 2402.12374.
+
+    Args:
+        by_depth: Probability that the first child is accepted, at each depth; its length bounds the depth.
+        rescue: Probability that the second, third, ... child is accepted, given that no earlier sibling was.
+        max_nodes: Upper bound of nodes.
+        least: Nodes with a lower probability are left out; the result then is shorter.
+    """
+    tokens: list[float] = []
+    total = 1.0
+    # (negated probability of the node, depth, rank, probability that its earlier siblings are rejected)
+    heap = [(-by_depth[0], 0, 0, 1.0)] if by_depth else []
+    while heap and len(tokens) < max_nodes:
+        reached, depth, rank, missed = heapq.heappop(heap)
+        if -reached < least or reached == 0.0:
+            break
+        total -= reached
+        tokens.append(total)
+        if depth + 1 < len(by_depth):
+            heapq.heappush(heap, (reached * by_depth[depth + 1], depth + 1, 0, -reached))
+        if rank < len(rescue):
+            missed += reached
+            heapq.heappush(heap, (-missed * rescue[rank], depth, rank + 1, missed))
+    return tokens
 
 
 class TreeModel:

@@ -39,7 +39,7 @@ Key = tuple[str, str]
 
 
 @dataclass(eq=False)
-class _Shelf:
+class _TenantIndex:
     """The text of one key."""
 
     key: Key
@@ -60,10 +60,10 @@ class _Shelf:
 
 @dataclass(eq=False)
 class _Entry:
-    """The output of one turn: positions [start, stop) of its shelf; `number` tells the older of two."""
+    """The output of one turn: positions [start, stop) of its index; `number` tells the older of two."""
 
     session_id: str
-    shelf: _Shelf
+    held: _TenantIndex
     start: int
     stop: int
     number: int
@@ -99,14 +99,14 @@ class Corpus:
     ) -> None:
         self._max_tokens, self._tenant_share = max_tokens, tenant_share
         self._ttl_s, self._now = ttl_s, now
-        self._shelves: dict[Key, _Shelf] = {}
+        self._by_key: dict[Key, _TenantIndex] = {}
         self._outputs: OrderedDict[str, _Outputs] = OrderedDict()  # by expiry, the next one first
         self._numbers = itertools.count()
 
     @property
     def num_tokens(self) -> int:
         """Tokens for which memory is held."""
-        return sum(shelf.num_tokens for shelf in self._shelves.values())
+        return sum(held.num_tokens for held in self._by_key.values())
 
     @property
     def num_sessions(self) -> int:
@@ -124,19 +124,19 @@ class Corpus:
         bound = round(self._max_tokens * self._tenant_share) if key[0] else self._max_tokens
         if session.num_emitted < MIN_ENTRY or bound < BLOCK:
             return
-        shelf = self._shelves.setdefault(key, _Shelf(key))
+        held = self._by_key.setdefault(key, _TenantIndex(key))
         start = max(0, len(session.prompt) - LEAD, session.num_committed - MAX_ENTRY)
-        entry_start = shelf.index.end
-        shelf.index.extend([*session.token_ids[start:], SEPARATOR])
-        entry = _Entry(name, shelf, entry_start, shelf.index.end, next(self._numbers))
-        shelf.entries.append(entry)
+        entry_start = held.index.end
+        held.index.extend([*session.token_ids[start:], SEPARATOR])
+        entry = _Entry(name, held, entry_start, held.index.end, next(self._numbers))
+        held.entries.append(entry)
         outputs = self._outputs.setdefault(name, _Outputs(0.0))
         outputs.entries.append(entry)
         outputs.expires = self._now() + self._ttl_s
         self._outputs.move_to_end(name)
-        shelves = list(self._shelves.values())
-        self._shrink([shelf for shelf in shelves if shelf.key[0] == key[0]], bound)
-        self._shrink(shelves, self._max_tokens)
+        indexes = list(self._by_key.values())
+        self._shrink([held for held in indexes if held.key[0] == key[0]], bound)
+        self._shrink(indexes, self._max_tokens)
 
     def look_up(self, session: Session, depth: int, context: Context | None = None) -> Match | None:
         """Return what followed the session's latest tokens in past outputs of its tenant and salt.
@@ -147,18 +147,18 @@ class Corpus:
             context: The session's latest tokens, if the caller has them.
         """
         self._drop_expired()
-        shelf = self._shelves.get(self.key_of(session))
-        if shelf is None:
+        held = self._by_key.get(self.key_of(session))
+        if held is None:
             return None
-        return shelf.index.look_up(context or Context.of(session.token_ids), depth)
+        return held.index.look_up(context or Context.of(session.token_ids), depth)
 
     def forget(self, session_id: str) -> None:
         """Erase the outputs of a session, by its qualified name."""
         outputs = self._outputs.pop(session_id, None)
         for entry in outputs.entries if outputs else ():
-            entry.shelf.index.erase(entry.start, entry.stop)
+            entry.held.index.erase(entry.start, entry.stop)
             entry.is_erased = True
-            self._drop_erased(entry.shelf)
+            self._drop_erased(entry.held)
 
     async def forget_missing(self, exist: Callable[[Sequence[str]], Awaitable[Sequence[bool]]]) -> None:
         """Erase the outputs of sessions that no longer exist.
@@ -185,29 +185,29 @@ class Corpus:
                 return
             self.forget(name)
 
-    def _drop_erased(self, shelf: _Shelf) -> None:
-        shelf.drop_erased()
-        if not shelf.entries:
-            self._shelves.pop(shelf.key, None)
+    def _drop_erased(self, held: _TenantIndex) -> None:
+        held.drop_erased()
+        if not held.entries:
+            self._by_key.pop(held.key, None)
 
-    def _shrink(self, shelves: list[_Shelf], max_tokens: int) -> None:
-        """Drop the blocks of the oldest entries until the shelves are within a bound."""
-        excess = sum(shelf.num_tokens for shelf in shelves) - max_tokens
+    def _shrink(self, indexes: list[_TenantIndex], max_tokens: int) -> None:
+        """Drop the blocks of the oldest entries until the indexes are within a bound."""
+        excess = sum(held.num_tokens for held in indexes) - max_tokens
         while excess > 0:
-            shelf = min((shelf for shelf in shelves if shelf.entries), key=lambda one: one.entries[0].number)
-            before = shelf.num_tokens
-            shelf.index.drop_oldest()
-            for entry in self._lost_entries(shelf):
+            held = min((held for held in indexes if held.entries), key=lambda one: one.entries[0].number)
+            before = held.num_tokens
+            held.index.drop_oldest()
+            for entry in self._lost_entries(held):
                 outputs = self._outputs[entry.session_id]
                 outputs.entries.remove(entry)
                 if not outputs.entries:
                     del self._outputs[entry.session_id]
-            self._drop_erased(shelf)
-            excess -= before - (shelf.num_tokens if shelf.entries else 0)
+            self._drop_erased(held)
+            excess -= before - (held.num_tokens if held.entries else 0)
 
-    def _lost_entries(self, shelf: _Shelf) -> Iterator[_Entry]:
-        """Take the entries off a shelf whose tokens are all dropped; yield those that were not erased."""
-        while shelf.entries and shelf.entries[0].stop <= shelf.index.start:
-            entry = shelf.entries.popleft()
+    def _lost_entries(self, held: _TenantIndex) -> Iterator[_Entry]:
+        """Remove the entries whose tokens are all dropped; yield those that were not erased."""
+        while held.entries and held.entries[0].stop <= held.index.start:
+            entry = held.entries.popleft()
             if not entry.is_erased:
                 yield entry

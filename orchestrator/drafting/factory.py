@@ -29,7 +29,7 @@ from orchestrator.workers.verifier import VERIFY_TIMEOUT_S, TargetPool, has_head
 
 PROPOSE_TIMEOUT_S = 2.0
 """Longest wait for one proposal, after which the cycle goes on without one; usual delays lower it, see
-`orchestrator.workers.backoff.Patience`."""
+`orchestrator.workers.backoff.AdaptiveTimeout`."""
 
 MAX_TEXT_GAMMA = 24
 """Upper bound of an adaptive gamma for proposals that are looked up: repetitions are longer than what a model
@@ -180,7 +180,7 @@ class Drafting:
         """Return the upper bound of a proposal's nodes; only coupled verification takes trees."""
         if request.verification is not VerificationMethod.COUPLED or not self._takes_trees:
             return 0
-        return request.gamma.max_nodes or self._settings.max_nodes
+        return request.gamma.max_nodes
 
 
 def _tests_distributions(request: GenerationRequest) -> bool:

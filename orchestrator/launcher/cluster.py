@@ -309,9 +309,6 @@ def _deploy(settings: ClusterSettings, redis_url: str, trust: Trust, num_gpus: i
         if size.maximum
     ]
     orchestrator = {**shared, **trust.orchestrator, **of_role["orchestrator"]}
-    if not resources["target"]["num_gpus"] and "GAMMARAY_MAX_NODES" not in os.environ:
-        # Chains only: on a CPU the compute per verified row costs more than trees gain.
-        orchestrator["max_nodes"] = 0
     application = build(
         orchestrator,
         settings.orchestrators,

@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from gammaray.config import ClusterSettings, ScalingSettings, WorkerSettings, settings_error
+from gammaray.config import ClusterSettings, WorkerSettings, settings_error
 from gammaray.demo_pair import early_exit_layers, resolve_model
 from gammaray.deploy.engines import check_engine, vllm_build
 from gammaray.deploy.gpus import CudaDevices, check_device, cuda_devices
@@ -140,8 +140,6 @@ def check_workers(settings: ClusterSettings, devices: CudaDevices | None = None)
         made = _settings_of(role, given)
         if isinstance(made, WorkerSettings) and most[role]:
             workers[role] = made
-    if any(size.is_elastic for size in (settings.target_workers, settings.draft_workers)):
-        _settings_of("scaling", {})
     num_gpus = _check_devices(settings, workers, devices)
     if settings.tensor_parallel > 1 and settings.engine == "auto" and not (num_gpus and vllm_build()[0]):
         allowed = "1 without GPUs and vLLM, which spreads a model over several"
@@ -211,7 +209,7 @@ def _settings_of(role: str, given: Mapping[str, Any]) -> Any:
     Raises:
         InvalidArgumentError: A setting is out of bounds.
     """
-    settings = ScalingSettings if role == "scaling" else APPLICATIONS[role].settings
+    settings = APPLICATIONS[role].settings
     try:
         return settings(**given)
     except ValidationError as error:

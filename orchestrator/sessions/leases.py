@@ -51,7 +51,7 @@ class LeaseManager:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def settled(self) -> None:
-        """Wait until every `let_go` is written to the store."""
+        """Wait until every `detach` is written to the store."""
         await asyncio.gather(*self._tasks)
 
     @contextmanager
@@ -65,7 +65,7 @@ class LeaseManager:
             if self._held.get(name) is session:  # else a later owner in this process holds it
                 del self._held[name]
 
-    def let_go(self, session: Session) -> None:
+    def detach(self, session: Session) -> None:
         """Detach a session whose turn has not ended from its owner in the store; returns at once."""
         self._in_background(self._store.detach(session))
 

@@ -45,7 +45,7 @@ class Backoff:
         self._failures = min(self._failures + 1, 16)
         self._failed_at, self._resume_at = now, now + pause_s
 
-    def lives(self) -> None:
+    def note_late_answer(self) -> None:
         """Record a late answer: after a first failure the pause ends, since the worker was only delayed.
 
         Later failures keep their pause: a worker that keeps failing also sends late answers.
@@ -58,7 +58,7 @@ class Backoff:
         self._failures = 0
 
 
-class Patience:
+class AdaptiveTimeout:
     """Adaptive timeout: a multiple of recent answer times, as TCP's retransmission timeout (RFC 6298).
 
     Args:

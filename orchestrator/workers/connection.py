@@ -17,7 +17,7 @@ from gammaray.errors import DeadlineExceededError, GammarayError, UnavailableErr
 from gammaray.security.tls import TlsFiles, dial
 from gammaray.v1 import draft_service_pb2 as draft_pb
 from gammaray.v1 import types_pb2 as pb
-from orchestrator.workers.backoff import Backoff, Patience
+from orchestrator.workers.backoff import AdaptiveTimeout, Backoff
 from orchestrator.workers.prefix_affinity import PrefixIndex
 from orchestrator.workers.protocol import BlockT, ResultT, Traffic, WorkerInfo, WorkerProtocol
 
@@ -74,7 +74,7 @@ class WorkerConnection(Generic[BlockT, ResultT]):
         prefixes: Prefixes that the worker has processed.
         traffic: Bytes sent and received.
         backoff: Pauses the use of a worker that is connected but late.
-        patience: Timeout of its answers.
+        timeout: Timeout of its answers.
         listeners: Callbacks for unsolicited proposals, by session.
         is_up: Whether calls can be made now.
         pending: Unanswered calls, by request id.
@@ -98,7 +98,7 @@ class WorkerConnection(Generic[BlockT, ResultT]):
         self.prefixes = PrefixIndex()
         self.traffic = Traffic()
         self.backoff = Backoff()
-        self.patience = Patience()
+        self.timeout = AdaptiveTimeout()
         self.is_draining = False
         self.listeners: dict[str, Callable[[draft_pb.AheadProposal], None]] = {}
         self._protocol = protocol
@@ -241,7 +241,7 @@ class WorkerConnection(Generic[BlockT, ResultT]):
             for result in frame.results:
                 future = self.pending.get(result.request_id)
                 if future is None:
-                    self.backoff.lives()
+                    self.backoff.note_late_answer()
                 elif not future.done():
                     future.set_result(result)
             for ahead in self._protocol.ahead_of(frame):

@@ -106,13 +106,13 @@ class RemoteDrafter(WorkerSession[draft_pb.ProposeBlock, draft_pb.ProposeResult]
         link.backoff.trying(self._timeout_s)
         start = time.monotonic()
         try:
-            result = await self._ask(session, link, link.patience.wait_s(self._timeout_s))
+            result = await self._ask(session, link, link.timeout.wait_s(self._timeout_s))
             proposal = proposal_from_proto(result.proposal, self._vocab_size)
             _check_shape(proposal, self._shape)
         except GammarayError as error:
             self._note_failure(session, link, error, time.monotonic() - start)
             raise
-        link.patience.observe(time.monotonic() - start)
+        link.timeout.observe(time.monotonic() - start)
         self._pauses.pop(link.address, None)
         link.backoff.succeeded()
         self._num_known = self._base_position
@@ -203,7 +203,7 @@ class RemoteDrafter(WorkerSession[draft_pb.ProposeBlock, draft_pb.ProposeResult]
             return  # the caller's deadline left it too little time
         elif isinstance(error, DeadlineExceededError):
             link.backoff.failed(lost_s)  # other sessions avoid the same wait
-            link.patience.observe(lost_s)
+            link.timeout.observe(lost_s)
         else:
             self._pauses.setdefault(link.address, Backoff()).failed(lost_s)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Protocol
+from collections.abc import Awaitable, Callable
 
 from gammaray.aio import end_tasks
 from gammaray.errors import GammarayError, InvalidArgumentError
@@ -21,60 +21,46 @@ _log = logging.getLogger(__name__)
 WATCH_PERIOD_S = 1.0
 
 
-class Registry(Protocol):
-    """Registry in which workers announce themselves."""
-
-    async def addresses(self, role: str) -> set[str]:
-        """Return the addresses of the announced workers of a role.
-
-        Raises:
-            GammarayError: The registry cannot be reached, or refuses the command.
-        """
-
-
 class Fleet:
     """The draft and the target workers.
 
     A worker whose vocabulary differs from the served model's is refused: its token ids mean other tokens.
 
     Args:
-        registry: Polled once a second for added and removed workers.
+        addresses: Returns the addresses of the announced workers of a role; called once a second. Raises
+            GammarayError if the registry cannot be reached, or refuses the command.
         vocab_size: Number of token ids of the served model.
         vocab_sha256: Hash of its tokenizer's vocabulary; if empty, workers are only compared with each other.
-        target_addresses: Comma-separated host:port of target workers in addition to the registry's.
-        draft_addresses: The same for draft workers.
         tls: TLS files of the connections; None for plain text.
     """
 
     def __init__(
         self,
-        registry: Registry,
+        addresses: Callable[[str], Awaitable[set[str]]],
         vocab_size: int,
         *,
         vocab_sha256: str = "",
-        target_addresses: str = "",
-        draft_addresses: str = "",
         tls: TlsFiles | None = None,
     ) -> None:
-        self._registry, self._vocab_size, self._vocab_sha256 = registry, vocab_size, vocab_sha256
+        self._addresses, self._vocab_size, self._vocab_sha256 = addresses, vocab_size, vocab_sha256
         self.targets: WorkerPool[target_pb.VerifyBlock, target_pb.VerifyResult] = WorkerPool(
-            TARGET, _split(target_addresses), self._check_target, tls
+            TARGET, self._check_target, tls
         )
         self.drafts: WorkerPool[draft_pb.ProposeBlock, draft_pb.ProposeResult] = WorkerPool(
-            DRAFT, _split(draft_addresses), self._check_draft, tls
+            DRAFT, self._check_draft, tls
         )
         self._task: asyncio.Task[None] | None = None
         self._has_registry = True
 
-    async def start(self, settle_s: float) -> None:
-        """Connect to the known workers within at most `settle_s` seconds, and watch for others.
+    async def start(self, connect_s: float) -> None:
+        """Connect to the known workers within at most `connect_s` seconds, and watch for others.
 
         Raises:
             InvalidArgumentError: A connected worker has another vocabulary.
         """
         await self._look_again()
-        await self.targets.settle(settle_s)
-        await self.drafts.settle(settle_s)
+        await self.targets.wait_until_connected(connect_s)
+        await self.drafts.wait_until_connected(connect_s)
         try:
             self._check_all()
         except GammarayError:
@@ -128,8 +114,8 @@ class Fleet:
     async def _look_again(self) -> None:
         """Poll the registry; known workers are kept while it fails, whatever the error."""
         try:
-            targets = await self._registry.addresses("target")
-            drafts = await self._registry.addresses("draft")
+            targets = await self._addresses("target")
+            drafts = await self._addresses("draft")
         except GammarayError as error:
             if self._has_registry:
                 _log.warning("the worker registry does not answer, known workers stay: %s", error)
@@ -185,7 +171,3 @@ class Fleet:
     def _differs(info: WorkerInfo, vocab_sha256: str) -> bool:
         """Whether a worker's vocabulary is known to differ; models without a tokenizer have no hash."""
         return bool(info.vocab_sha256 and vocab_sha256 and info.vocab_sha256 != vocab_sha256)
-
-
-def _split(addresses: str) -> list[str]:
-    return [address.strip() for address in addresses.split(",") if address.strip()]

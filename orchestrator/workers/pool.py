@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic
 
 from gammaray.errors import GammarayError, UnavailableError
@@ -30,7 +30,6 @@ class WorkerPool(Generic[BlockT, ResultT]):
 
     Args:
         protocol: Service of the workers.
-        static: Addresses that are always tried, in addition to those given to `announce`.
         check: Raises GammarayError for a worker that must not be used.
         tls: TLS files of the connections; None for plain text.
     """
@@ -38,15 +37,13 @@ class WorkerPool(Generic[BlockT, ResultT]):
     def __init__(
         self,
         protocol: WorkerProtocol[BlockT, ResultT],
-        static: Iterable[str],
         check: Callable[[WorkerInfo], None],
         tls: TlsFiles | None = None,
     ) -> None:
         self.role = protocol.role
         self.traffic = Traffic()
         self.links: dict[str, WorkerConnection[BlockT, ResultT]] = {}
-        self._protocol, self._static = protocol, frozenset(static)
-        self._check, self._tls = check, tls
+        self._protocol, self._check, self._tls = protocol, check, tls
         self._misses: dict[str, int] = {}
         self._changed = asyncio.Event()
         self._closing: set[asyncio.Task[None]] = set()
@@ -54,7 +51,7 @@ class WorkerPool(Generic[BlockT, ResultT]):
 
     def announce(self, addresses: set[str]) -> None:
         """Connect to new workers; drop those that are no longer announced and whose link is down."""
-        for address in addresses | self._static:
+        for address in addresses:
             self._misses[address] = 0
             if address not in self.links:
                 link = WorkerConnection(
@@ -63,7 +60,7 @@ class WorkerPool(Generic[BlockT, ResultT]):
                 link.traffic = self.traffic
                 self.links[address] = link
                 link.start()
-        for address in self.links.keys() - addresses - self._static:
+        for address in self.links.keys() - addresses:
             self._misses[address] += 1
             if self._misses[address] >= REGISTRY_MISSES and not self.links[address].is_up:
                 task = asyncio.create_task(self.links.pop(address).close())
@@ -114,7 +111,7 @@ class WorkerPool(Generic[BlockT, ResultT]):
                 raise UnavailableError(self._why_none(timeout_s)) from None
         return link
 
-    async def settle(self, timeout_s: float) -> None:
+    async def wait_until_connected(self, timeout_s: float) -> None:
         """Wait until every worker is connected or refused, or `timeout_s` has passed."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         while not all(link.is_up or link.refusal for link in self.links.values()):

@@ -129,7 +129,7 @@ class DraftWorker(Worker[DraftSettings]):
     role: ClassVar[str] = "draft"
     service_name: ClassVar[str] = draft_service_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name
 
-    def _load_model(self, path: str) -> tuple[Model, BlockScheduler[Any]]:
+    def load_model(self, path: str) -> tuple[Model, BlockScheduler[Any]]:
         name, target, limits = self.settings.model, self._target, self._limits
         check_no_head("model", path)
         check_drafter(path, target)
@@ -146,8 +146,8 @@ class DraftWorker(Worker[DraftSettings]):
     @property
     def _target(self) -> str:
         """The target's directory, hub name or GGUF file; "" if the settings do not name it."""
-        name = self.settings.target_model
-        return resolve_model(name, "target", "target_model") if name else ""
+        name = self.settings.target
+        return resolve_model(name, "target") if name else ""
 
     def _vocabulary(self, path: str, engine: Engine) -> tuple[int, str, Translation | None]:
         """Return size and fingerprint of the sessions' vocabulary, and the draft model's translation to it.

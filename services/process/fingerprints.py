@@ -109,7 +109,7 @@ def check_drafter(model: str, target: str) -> None:
     try:
         fingerprint = weights_sha256(target)
     except UNREADABLE as error:
-        raise InvalidArgumentError("target_model", f"{target!r} ({error})", "a model's directory") from error
+        raise InvalidArgumentError("target", f"{target!r} ({error})", "a model's directory") from error
     if fingerprint != trained_for:
         allowed = f"a drafter for {target} ({fingerprint[:12]}); it was trained for {name}"
         raise InvalidArgumentError("model", model, f"{allowed} ({trained_for[:12]})")

@@ -47,6 +47,7 @@ class Worker(ABC, Generic[SettingsT]):
 
     Args:
         settings: What to serve and where.
+        host: Host that orchestrators connect to if the server listens on every interface.
 
     Attributes:
         settings: What to serve and where.
@@ -59,8 +60,8 @@ class Worker(ABC, Generic[SettingsT]):
     role: ClassVar[str]
     service_name: ClassVar[str]
 
-    def __init__(self, settings: SettingsT) -> None:
-        self.settings = settings
+    def __init__(self, settings: SettingsT, host: str = "") -> None:
+        self.settings, self._host = settings, host
         self.address = ""
         self.engine = EngineThread(self._load, name=f"{self.role}-engine")
         self.streams: Streams | None = None
@@ -80,7 +81,7 @@ class Worker(ABC, Generic[SettingsT]):
         return Limits(settings.max_batch_tokens, settings.prefill_chunk, max_step_s=MAX_STEP_S)
 
     @abstractmethod
-    def _load_model(self, path: str) -> tuple[Model, BlockScheduler[Any]]:
+    def load_model(self, path: str) -> tuple[Model, BlockScheduler[Any]]:
         """Load what this kind of worker serves, in the engine's thread; return its facts and scheduler.
 
         Args:
@@ -192,16 +193,15 @@ class Worker(ABC, Generic[SettingsT]):
 
     def _load(self) -> BlockScheduler[Any]:
         disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers has no types here
-        self._model, scheduler = self._load_model(resolve_model(self.settings.model, self.role))
+        self._model, scheduler = self.load_model(resolve_model(self.settings.model, self.role))
         return scheduler
 
     def _advertised(self) -> str:
         host, port = split_address("listen", self.address)
-        if self.settings.advertise:
-            advertised_host, advertised_port = split_address("advertise", self.settings.advertise)
-            return f"{advertised_host}:{advertised_port or port}"
-        if is_wildcard(host):
+        if not is_wildcard(host):
+            return self.address
+        if not self._host:
             raise InvalidArgumentError(
-                "advertise", "", f"host:port that orchestrators can dial ({host} is none)"
+                "listen", self.settings.listen, "an address of this machine that orchestrators can dial"
             )
-        return self.address
+        return f"{self._host}:{port}"

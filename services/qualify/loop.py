@@ -9,17 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from gammaray.blocks import Shape, Verdict
-from gammaray.config import DraftSettings, WorkerSettings
 from gammaray.errors import GammarayError, InternalError
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
-from services.draft.translated import make_draft_scheduler
-from services.engine.engine import Engine
-from services.scheduling.planning import Limits
 from services.scheduling.scheduler import Scheduler
 from services.scheduling.tasks import ProposeTask, Release, Reply, SessionSpec, VerifyTask
-from services.speculation.local_drafter import LocalDrafter
 from services.target.scheduler import TargetScheduler
-from services.vocabulary.translation import Translation
 
 
 @dataclass(frozen=True)
@@ -70,38 +64,6 @@ class Text:
 
     token_ids: tuple[int, ...]
     cycles: tuple[MeasuredCycle, ...]
-
-
-def target_scheduler(
-    engine: Engine, settings: WorkerSettings, drafter: LocalDrafter | None = None
-) -> TargetScheduler:
-    """Return the scheduler of a target worker with these settings, without draft-ahead.
-
-    Args:
-        engine: The target.
-        settings: Settings of its worker.
-        drafter: What drafts in it, if anything does.
-    """
-    limits = Limits(settings.max_batch_tokens, settings.prefill_chunk)
-    return TargetScheduler(engine, limits, head=drafter, draft_ahead=False)
-
-
-def draft_scheduler(
-    engine: Engine, settings: DraftSettings, translation: Translation | None = None
-) -> Scheduler[ProposeTask]:
-    """Return the scheduler of a draft worker with these settings, without draft-ahead.
-
-    Draft-ahead runs while the target verifies; here draft and target run in turn.
-
-    Args:
-        engine: The draft.
-        settings: Settings of its worker.
-        translation: The vocabularies if they differ, else None.
-    """
-    limits = Limits(settings.max_batch_tokens, settings.prefill_chunk)
-    return make_draft_scheduler(
-        engine, limits, settings.model_copy(update={"draft_ahead": False}), translation
-    )
 
 
 class Pair:

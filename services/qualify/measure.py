@@ -10,12 +10,14 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
+from gammaray.bench.measure import first_difference
 from gammaray.errors import InvalidArgumentError
 from gammaray.maths.sequential import evidence
-from gammaray.qualify.measured import Decision, Equality, QualifyTask, Run
+from gammaray.qualify.measured import Depth, QualifyTask, Trial
 from services.engine.core.batch import SequenceInput
 from services.engine.engine import Engine
 from services.engine.sampling.logits import processed_log_probs
@@ -34,14 +36,6 @@ _GROUP = 6
 """Prompts whose completions are open at once: each gamma of each needs a cache."""
 _MIN_TIMED = 12
 """Cycles without a prefill from which a median time is taken for a decision."""
-
-
-def parting(left: tuple[int, ...], right: tuple[int, ...]) -> int | None:
-    """Return the first index at which two completions differ; None when they are the same."""
-    if left == right:
-        return None
-    pairs = enumerate(zip(left, right, strict=False))
-    return next((index for index, (a, b) in pairs if a != b), min(len(left), len(right)))
 
 
 def is_tie(engine: Engine, ask: Ask, common: tuple[int, ...], tokens: tuple[int, int]) -> bool:
@@ -68,25 +62,6 @@ def is_tie(engine: Engine, ask: Ask, common: tuple[int, ...], tokens: tuple[int,
     is_float32 = engine.dtype == torch.float32
     relative = _FLOAT32_TOLERANCE if is_float32 else _HALF_STEPS * torch.finfo(engine.dtype).eps
     return gap <= relative * max(1.0, largest) * scale
-
-
-def _run(cycles: Sequence[MeasuredCycle], temperature: float, gamma: int) -> Run:
-    whole = [cycle for cycle in cycles if cycle.num_drafted == gamma]
-    timed = [cycle for cycle in whole if not cycle.is_first]
-    drafted = [cycle for cycle in timed if cycle.draft_forwards > 0]
-    return Run(
-        temperature=temperature,
-        gamma=gamma,
-        cycles=len(cycles),
-        emitted=sum(cycle.num_emitted for cycle in cycles),
-        whole_cycles=len(whole),
-        whole_emitted=sum(cycle.num_emitted for cycle in whole),
-        tested=tuple(sum(cycle.num_tested > place for cycle in cycles) for place in range(gamma)),
-        accepted=tuple(sum(cycle.num_accepted > place for cycle in cycles) for place in range(gamma)),
-        verify_ms=_median([cycle.verify_ms for cycle in timed]),
-        draft_ms=_median([cycle.draft_ms for cycle in drafted]),
-        draft_step_ms=_median([cycle.draft_ms / cycle.draft_forwards for cycle in drafted]),
-    )
 
 
 def make_asks(
@@ -116,15 +91,15 @@ def make_asks(
 
 
 def measure(
-    pair: Pair, asks: Sequence[Ask], task: QualifyTask, tell: Callable[[str], None]
-) -> tuple[tuple[Run, ...], tuple[Equality, ...], tuple[Decision, ...]]:
-    """Return the measurements by temperature and gamma, the comparisons with gamma 0, and the decisions.
+    pair: Pair, asks: Sequence[Ask], task: QualifyTask, report: Callable[[str], None]
+) -> tuple[Trial, ...]:
+    """Return the measurements by temperature.
 
     Args:
         pair: The models.
         asks: The completions, those of one temperature together.
         task: The gammas, and when to stop.
-        tell: Called after each round with what was done.
+        report: Called after each round with what was done.
 
     Raises:
         GammarayError: A model failed.
@@ -133,13 +108,16 @@ def measure(
         completion = pair.start(asks[0])
         pair.advance(completion, gamma, _WARM_UP_TOKENS)
         pair.end(completion)
-    trials = []
-    for temperature, group in itertools.groupby(asks, key=lambda ask: ask.temperature):
-        trials.append(_Trial(pair, tuple(group), temperature, task, tell))
-        trials[-1].run()
-    runs = tuple(run for trial in trials for run in trial.runs())
-    decisions = tuple(trial.decision for trial in trials) if task.error else ()
-    return runs, tuple(trial.equality for trial in trials), decisions
+    by_temperature = itertools.groupby(asks, key=lambda ask: ask.temperature)
+    return tuple(_Trial(pair, tuple(group), task, report).run() for _, group in by_temperature)
+
+
+class _Times(NamedTuple):
+    """Median times of the cycles with a whole proposal of one gamma, without the first of a completion."""
+
+    draft_ms: float
+    step_ms: float
+    verify_ms: float
 
 
 class _Trial:
@@ -152,20 +130,15 @@ class _Trial:
     """
 
     def __init__(
-        self,
-        pair: Pair,
-        asks: Sequence[Ask],
-        temperature: float,
-        task: QualifyTask,
-        tell: Callable[[str], None],
+        self, pair: Pair, asks: Sequence[Ask], task: QualifyTask, report: Callable[[str], None]
     ) -> None:
-        self._pair, self._asks, self._temperature = pair, asks, temperature
-        self._task, self._tell = task, tell
+        self._pair, self._asks, self._task, self._report = pair, asks, task, report
         self._cycles: dict[int, list[MeasuredCycle]] = {gamma: [] for gamma in (0, *task.gammas)}
         self._verdicts: dict[int, bool | None] = dict.fromkeys(task.gammas)
-        self.equality = Equality(temperature=temperature, compared=0, equal=0, ties=0)
+        self._compared = {"compared": 0, "equal": 0, "ties": 0, "tokens": 0}
+        self._divergence = ""
 
-    def run(self) -> None:
+    def run(self) -> Trial:
         for start in range(0, len(self._asks), _GROUP):
             group = self._asks[start : start + _GROUP]
             open_completions = [{gamma: self._pair.start(ask) for gamma in self._cycles} for ask in group]
@@ -178,15 +151,8 @@ class _Trial:
                     for completion in completions.values():
                         self._pair.end(completion)
             if self._is_certain:
-                return
-
-    def runs(self) -> list[Run]:
-        return [_run(cycles, self._temperature, gamma) for gamma, cycles in self._cycles.items()]
-
-    @property
-    def decision(self) -> Decision:
-        pays = self._pays if self._is_certain else None
-        return Decision(temperature=self._temperature, pays=pays, error=self._task.error)
+                break
+        return self._result()
 
     def _advance(self, start: int, open_completions: Sequence[dict[int, Completion]]) -> None:
         for tokens in range(_STRIDE, self._task.max_tokens + _STRIDE, _STRIDE):
@@ -196,35 +162,49 @@ class _Trial:
                         self._cycles[gamma] += self._pair.advance(completion, gamma, tokens)
             done = start * self._task.max_tokens + len(open_completions) * min(tokens, self._task.max_tokens)
             self._decide()
-            self._report(done)
+            self._report_progress(done)
             if self._is_certain:
                 return
 
     @property
-    def _pays(self) -> bool:
-        return True in self._verdicts.values()
+    def _is_certain(self) -> bool:
+        verdicts = self._verdicts.values()
+        return True in verdicts or all(verdict is False for verdict in verdicts)
 
     @property
-    def _is_certain(self) -> bool:
-        return self._pays or all(verdict is False for verdict in self._verdicts.values())
+    def _plain_times(self) -> list[float]:
+        return [cycle.verify_ms for cycle in self._cycles[0] if not cycle.is_first]
+
+    def _whole(self, gamma: int) -> list[MeasuredCycle]:
+        return [cycle for cycle in self._cycles[gamma] if cycle.num_drafted == gamma]
+
+    def _times(self, gamma: int, least: int) -> _Times | None:
+        """Return the times of a gamma; None with fewer than `least` cycles."""
+        timed = [cycle for cycle in self._whole(gamma) if not cycle.is_first and cycle.draft_forwards > 0]
+        if len(timed) < least:
+            return None
+        return _Times(
+            statistics.median(cycle.draft_ms for cycle in timed),
+            statistics.median(cycle.draft_ms / cycle.draft_forwards for cycle in timed),
+            statistics.median(cycle.verify_ms for cycle in timed),
+        )
+
+    def _cycle_ms(self, times: _Times) -> float:
+        network_ms = 0.0 if self._pair.draft is None else self._task.rtt_ms
+        return times.draft_ms + times.verify_ms + network_ms
 
     def _decide(self) -> None:
         """Test each gamma with all its cycles so far."""
-        if self._task.error == 0.0:
+        plain = self._plain_times
+        if self._task.error == 0.0 or len(plain) < _MIN_TIMED:
             return
-        plain = [cycle for cycle in self._cycles[0] if not cycle.is_first]
         for gamma in self._verdicts:
-            whole = [cycle for cycle in self._cycles[gamma] if cycle.num_drafted == gamma]
-            timed = [cycle for cycle in whole if not cycle.is_first and cycle.draft_forwards > 0]
-            if min(len(plain), len(timed)) < _MIN_TIMED:
+            times = self._times(gamma, _MIN_TIMED)
+            if times is None:
                 continue
-            cycle_ms = statistics.median(cycle.draft_ms for cycle in timed)
-            if self._pair.draft is not None:
-                cycle_ms += self._task.rtt_ms
-            cycle_ms += statistics.median(cycle.verify_ms for cycle in timed)
-            plain_ms = statistics.median(cycle.verify_ms for cycle in plain)
-            needed = self._task.min_speedup * cycle_ms / plain_ms
-            below, above = evidence([cycle.num_emitted for cycle in whole], needed, 1, gamma + 1)
+            needed = self._task.min_speedup * self._cycle_ms(times) / statistics.median(plain)
+            emitted = [cycle.num_emitted for cycle in self._whole(gamma)]
+            below, above = evidence(emitted, needed, 1, gamma + 1)
             # A wrong "does not pay" needs an error at the gamma that pays, a wrong "pays" one at any gamma.
             if below >= -math.log(self._task.error):
                 self._verdicts[gamma] = False
@@ -233,17 +213,15 @@ class _Trial:
             else:
                 self._verdicts[gamma] = None
 
-    def _report(self, done: int) -> None:
+    def _report_progress(self, done: int) -> None:
         undecided = [str(gamma) for gamma, verdict in self._verdicts.items() if verdict is None]
         share = f"{done} of up to {len(self._asks) * self._task.max_tokens} tokens per gamma"
         rest = f", undecided: gamma {', '.join(undecided)}" if self._task.error and undecided else ""
-        self._tell(f"temperature {self._temperature:g}: {share}{rest}")
+        self._report(f"temperature {self._asks[0].temperature:g}: {share}{rest}")
 
     def _compare(self, ask: Ask, completions: dict[int, Completion]) -> None:
         """Add the comparisons of one ask's completions with that of gamma 0, as far as both were made."""
-        so_far = self.equality
-        compared, equal, ties = so_far.compared, so_far.equal, so_far.ties
-        first, num_tokens = so_far.first, so_far.tokens
+        counts = self._compared
         for gamma, completion in completions.items():
             if gamma == 0 or not completion.output:
                 continue
@@ -252,23 +230,49 @@ class _Trial:
                 text = text[: len(plain)]
             if not completion.is_over:
                 plain = plain[: len(text)]
-            compared += 1
-            num_tokens += len(text)
-            index = parting(plain, text)
+            counts["compared"] += 1
+            counts["tokens"] += len(text)
+            index = first_difference(plain, text)
             if index is None:
-                equal += 1
+                counts["equal"] += 1
                 continue
             both = index < min(len(plain), len(text))
             if both and is_tie(self._pair.target.engine, ask, plain[:index], (plain[index], text[index])):
-                ties += 1
-            elif not first:
-                first = (
+                counts["ties"] += 1
+            elif not self._divergence:
+                self._divergence = (
                     f"with gamma {gamma} prompt {ask.seed + 1} diverges from plain decoding "
                     f"at token {index + 1}"
                 )
-        found = {"compared": compared, "equal": equal, "ties": ties, "first": first, "tokens": num_tokens}
-        self.equality = so_far.model_copy(update=found)
 
-
-def _median(values: Sequence[float]) -> float | None:
-    return statistics.median(values) if values else None
+    def _result(self) -> Trial:
+        plain_ms = statistics.median(self._plain_times) if self._plain_times else None
+        found = {gamma: times for gamma in self._verdicts if (times := self._times(gamma, 1)) is not None}
+        depths = []
+        for gamma, times in found.items() if plain_ms is not None else ():
+            tokens = statistics.fmean(cycle.num_emitted for cycle in self._whole(gamma))
+            cycle_ms = self._cycle_ms(times)
+            speedup = tokens * plain_ms / cycle_ms
+            depths.append(
+                Depth(
+                    gamma=gamma,
+                    tokens_per_cycle=tokens,
+                    draft_ms=times.draft_ms,
+                    verify_ms=times.verify_ms,
+                    cycle_ms=cycle_ms,
+                    speedup=speedup,
+                )
+            )
+        drafted = [cycle for gamma in self._verdicts for cycle in self._cycles[gamma]]
+        places = range(max((cycle.num_tested for cycle in drafted), default=0))
+        return Trial(
+            temperature=self._asks[0].temperature,
+            **self._compared,
+            divergence=self._divergence,
+            plain_ms=plain_ms,
+            draft_step_ms=min((times.step_ms for times in found.values()), default=None),
+            tested=tuple(sum(cycle.num_tested > place for cycle in drafted) for place in places),
+            accepted=tuple(sum(cycle.num_accepted > place for cycle in drafted) for place in places),
+            depths=tuple(depths),
+            pays=(True in self._verdicts.values()) if self._is_certain else None,
+        )

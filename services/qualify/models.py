@@ -2,236 +2,208 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
-from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig
+from transformers import AutoTokenizer
 
 from gammaray.config import DraftSettings, TargetSettings, WorkerSettings, settings_error
-from gammaray.demo_pair import early_exit_layers, resolve_model
+from gammaray.demo_pair import resolve_model
 from gammaray.errors import InvalidArgumentError, NotFoundError
-from gammaray.gguf import is_gguf, pretrained_arguments, read_header
-from gammaray.qualify.measured import ModelFacts, QualifyTask
+from gammaray.gguf import pretrained_arguments
+from gammaray.qualify.measured import ModelFacts
+from services.draft.worker import DraftWorker
+from services.engine.choice import uses_vllm
 from services.engine.core.errors import UnsupportedModelError
-from services.engine.core.model import check_config, load_config
+from services.engine.core.model import eos_token_ids
 from services.engine.engine import Engine
 from services.engine.loader import load_worker_engine
-from services.heads.loading import names_head
-from services.process.fingerprints import check_drafter, vocab_sha256
+from services.process.fingerprints import vocab_sha256
+from services.scheduling.planning import Limits
+from services.scheduling.scheduler import Scheduler
 from services.speculation.local_drafter import LocalDrafter
 from services.target.loading import load_local_drafter
+from services.target.scheduler import TargetScheduler
+from services.vocabulary.translation import load_translation, target_size
 
 _ALLOWED = "a directory or GGUF file with a causal LM, or the name of one on the hub or in its cache"
-_HEAD_REFUSAL = "it is a head, which --head measures, in the target worker"
-_ALLOWED_HEADS = "a directory or hub name of a head, or of a draft model with the target's vocabulary"
-_SETTINGS: Mapping[str, type[WorkerSettings]] = {"target": TargetSettings, "draft": DraftSettings}
 
 
-@dataclass(frozen=True)
-class Source:
-    """A model that was found but not loaded.
-
-    Attributes:
-        role: "target" or "draft".
-        name: The name as given.
-        path: Directory, hub name or GGUF file.
-        facts: Facts read from its files.
-        config: Configuration of its text part; None when transformers does not support it.
-        settings: Settings that its worker would use.
-        draft_for: Of a draft, the target's directory, hub name or GGUF file; else None.
-    """
-
-    role: str
-    name: str
-    path: str
-    facts: ModelFacts
-    config: PretrainedConfig | None
-    settings: WorkerSettings
-    draft_for: str | None = None
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """A model that was loaded, or the reason why it could not be.
+@dataclass
+class Candidate:
+    """What drafts for a target.
 
     Attributes:
         facts: Facts about it.
-        engine: None when it cannot be served.
-        settings: Settings that its worker would use.
+        scheduler: Of the draft worker; None for what drafts in the target worker.
+        head: What drafts in the target worker.
+        shared: Tokens of the target that it can propose; None: all.
     """
 
     facts: ModelFacts
-    engine: Engine | None
-    settings: WorkerSettings
+    scheduler: Scheduler[Any] | None = None
+    head: LocalDrafter | None = None
+    shared: frozenset[int] | None = None
+
+    def share_of(self, prompts: Sequence[Sequence[int]]) -> float | None:
+        """Return the share of the prompts' tokens that it can propose; None: the vocabularies are equal."""
+        used = [token for prompt in prompts for token in prompt]
+        return None if self.shared is None else sum(token in self.shared for token in used) / len(used)
 
 
-def find(role: str, name: str, task: QualifyTask, target: Source | None = None) -> Source:
-    """Read a model's configuration and tokenizer, but not its weights.
+class Target:
+    """The target of all candidates.
 
     Args:
-        role: "target" or "draft".
-        name: The model; of a draft also `early-exit:N`.
-        task: What to measure.
-        target: Of a draft, its target.
+        name: Directory, hub name, GGUF file or "demo".
+
+    Attributes:
+        path: Directory, hub name or GGUF file.
+        settings: Settings that its worker would use.
+        facts: Facts about it, once it is loaded.
 
     Raises:
         InvalidArgumentError: There is no such model, or a setting is wrong.
     """
-    path = resolve_model(name, role)
-    weights: dict[str, Any] = {} if task.draft_weights is None else {"draft_weights": task.draft_weights}
-    try:
-        settings = _SETTINGS[role](model=name, **weights)
-    except ValidationError as error:
-        raise settings_error(error) from None
-    if target is not None and early_exit_layers(name) is not None:
-        early_exit_layers(name, getattr(target.config, "num_hidden_layers", None))
-        facts = target.facts.model_copy(update={"name": name})
-        return Source(role, name, path, facts, target.config, settings, target.path)
-    if is_gguf(path):
-        read_header(path, role)
-    elif not Path(path).is_dir() and path.startswith((".", "/", "~")):
-        raise InvalidArgumentError(role, f"{name!r}, which does not exist", _ALLOWED)
-    try:
-        config = load_config(path)
-    except UnsupportedModelError as error:
-        reason = _HEAD_REFUSAL if role == "draft" and names_head(path) else error.reason
-        return Source(role, name, path, ModelFacts(name=name, refusal=reason), None, settings)
-    except NotFoundError as error:
-        raise InvalidArgumentError(role, f"{name!r} ({_first_line(error)})", _ALLOWED) from None
-    text = config.get_text_config()
-    digest = vocab_sha256(path)
-    facts = ModelFacts(
-        name=name,
-        architecture=str(config.model_type),
-        vocab_size=getattr(text, "vocab_size", None) or 0,
-        tokenizer_sha256=digest,
-        max_context=getattr(text, "max_position_embeddings", None) or 0,
-    )
-    draft_for = None if target is None else target.path
-    return Source(role, name, path, _refused(facts, role, config), text, settings, draft_for)
+
+    def __init__(self, name: str) -> None:
+        self.path, self.settings = _found("target", name), _settings(TargetSettings, name)
+        self.facts = ModelFacts(name=name)
+        self._engine: Engine | None = None
+
+    def load(self) -> None:
+        """Load it; if it cannot be served, the facts say why.
+
+        Raises:
+            InvalidArgumentError: Its weights are missing or broken.
+        """
+        try:
+            self._engine = load_worker_engine(self.path, self.settings)
+        except NotFoundError as error:
+            raise _missing("target", self.facts.name, error) from None
+        except UnsupportedModelError as error:
+            self.facts = ModelFacts(name=self.facts.name, refusal=error.reason)
+            return
+        refusal = "" if vocab_sha256(self.path) else "it has no tokenizer, which orchestrators need"
+        self.facts = _facts(self.facts.name, self._engine, refusal)
+
+    @property
+    def engine(self) -> Engine:
+        """The model; it must be loaded and servable."""
+        assert self._engine is not None
+        return self._engine
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a completion."""
+        return eos_token_ids(self.path)
+
+    def scheduler(self, head: LocalDrafter | None = None) -> TargetScheduler:
+        """Return the scheduler of its worker with what drafts in it, without draft-ahead."""
+        self.engine.tap([])  # of the candidate before
+        limits = Limits(self.settings.max_batch_tokens, self.settings.prefill_chunk)
+        return TargetScheduler(self.engine, limits, head=head, draft_ahead=False)
+
+    def encode(self, texts: Sequence[str], *, chat: bool = False) -> list[list[int]]:
+        """Return the token ids of each text.
+
+        Args:
+            texts: The texts.
+            chat: Make each the message of a user, in the model's chat template.
+
+        Raises:
+            InvalidArgumentError: The model has no chat template.
+        """
+        with pretrained_arguments(self.path) as (source, arguments):
+            tokenizer: Any = AutoTokenizer.from_pretrained(source, **arguments)
+        if not chat:
+            return [tokenizer(text)["input_ids"] for text in texts]
+        if not tokenizer.chat_template:
+            raise InvalidArgumentError("chat", True, f"false: {self.facts.name} has no chat template")
+        return [
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=True
+            )["input_ids"]
+            for text in texts
+        ]
 
 
-def load(source: Source) -> Loaded:
-    """Load a model as its worker would, with all the checks of a start.
+def load_draft(name: str, target: Target) -> Candidate:
+    """Load a draft as its worker would, without draft-ahead, which runs while the target verifies.
 
     Raises:
-        InvalidArgumentError: Its weights are missing or broken.
+        InvalidArgumentError: There is no such model, or a setting is wrong.
     """
-    settings = source.settings
-    if source.facts.refusal:
-        return Loaded(source.facts, None, settings)
+    path = _found("draft", name)
+    settings = _settings(DraftSettings, name, target=target.path, draft_ahead=False)
     try:
-        if source.draft_for is not None:
-            check_drafter(source.path, source.draft_for)
-        engine = load_worker_engine(source.path, settings, draft_for=source.draft_for)
-    except UnsupportedModelError as error:
-        return Loaded(source.facts.model_copy(update={"refusal": error.reason}), None, settings)
+        model, scheduler = DraftWorker(settings).load_model(path)
     except NotFoundError as error:
-        raise InvalidArgumentError(source.role, f"{source.name!r} ({_first_line(error)})", _ALLOWED) from None
-    found = {
-        "vocab_size": engine.vocab_size,
-        "max_context": engine.max_context,
-        "device": engine.device.type,
-        "dtype": str(engine.dtype).removeprefix("torch."),
-    }
-    return Loaded(source.facts.model_copy(update=found), engine, settings)
+        raise _missing("draft", name, error) from None
+    except (UnsupportedModelError, InvalidArgumentError) as error:
+        return Candidate(ModelFacts(name=name, refusal=str(error)))
+    assert isinstance(scheduler, Scheduler)
+    facts = _facts(name, scheduler.engine).model_copy(update={"vocab_size": model.vocab_size})
+    return Candidate(facts, scheduler, shared=_shared(path, scheduler.engine, target))
 
 
-def load_local(name: str, source: Source, target: Engine) -> tuple[ModelFacts, LocalDrafter | None]:
+def load_head(name: str, target: Target) -> Candidate:
     """Load what drafts in a target worker, as that worker would.
-
-    Args:
-        name: The head or draft model.
-        source: Its target.
-        target: The same, loaded.
-
-    Returns:
-        Facts about it, and the drafter; None if it cannot be served.
 
     Raises:
         InvalidArgumentError: There is no such model.
     """
-    assert isinstance(source.settings, TargetSettings)
-    path = resolve_model(name, "draft", "head")
-    if not Path(path).is_dir() and path.startswith((".", "/", "~")):
-        raise InvalidArgumentError("head", f"{name!r}, which does not exist", _ALLOWED_HEADS)
+    _found("head", name)
+    if target.facts.refusal:
+        return Candidate(ModelFacts(name=name))
     try:
-        drafter = load_local_drafter(source.settings.model_copy(update={"head": name}), target)
-    except UnsupportedModelError as error:
-        return ModelFacts(name=name, refusal=error.reason), None
-    except InvalidArgumentError as error:
-        return ModelFacts(name=name, refusal=str(error)), None
+        head = load_local_drafter(target.settings.model_copy(update={"head": name}), target.engine)
     except NotFoundError as error:
-        raise InvalidArgumentError("head", f"{name!r} ({_first_line(error)})", _ALLOWED_HEADS) from None
-    engine = drafter.engine
-    facts = ModelFacts(
+        raise _missing("head", name, error) from None
+    except (UnsupportedModelError, InvalidArgumentError) as error:
+        return Candidate(ModelFacts(name=name, refusal=str(error)))
+    return Candidate(_facts(name, head.engine), head=head)
+
+
+def _found(role: str, name: str) -> str:
+    path = resolve_model(name, "target" if role == "target" else "draft")
+    if not Path(path).exists() and path.startswith((".", "/", "~")):
+        raise InvalidArgumentError(role, f"{name!r}, which does not exist", _ALLOWED)
+    return path
+
+
+def _settings(kind: type[Any], name: str, **given: Any) -> Any:
+    try:
+        settings: WorkerSettings = kind(model=name, **given)
+    except ValidationError as error:
+        raise settings_error(error) from None
+    if uses_vllm(settings.engine, settings.device):  # its scheduler does not run step by step
+        if settings.engine == "vllm":
+            raise InvalidArgumentError("engine", "vllm", "auto, native or transformers")
+        settings = settings.model_copy(update={"engine": "transformers"})
+    return settings
+
+
+def _missing(role: str, name: str, error: NotFoundError) -> InvalidArgumentError:
+    reason = str(error).strip().splitlines()[0]
+    return InvalidArgumentError(role, f"{name!r} ({reason})", _ALLOWED)
+
+
+def _facts(name: str, engine: Engine, refusal: str = "") -> ModelFacts:
+    return ModelFacts(
         name=name,
-        architecture="EAGLE-3 head" if drafter.taps else "draft model",
+        refusal=refusal,
         vocab_size=engine.vocab_size,
-        tokenizer_sha256=source.facts.tokenizer_sha256,
         max_context=engine.max_context,
-        device=engine.device.type,
-        dtype=str(engine.dtype).removeprefix("torch."),
+        kernel=engine.kernel,
     )
-    return facts, drafter
 
 
-def eos_token_ids(source: Source) -> tuple[int, ...]:
-    """Return the tokens that end a completion, from the same files as `transformers` generate."""
-    if is_gguf(source.path):
-        return tuple(sorted(read_header(source.path).eos_token_ids))
-    try:
-        found: Any = GenerationConfig.from_pretrained(source.path).eos_token_id
-    except OSError:  # no such file: older models have none
-        found = None
-    if found is None:
-        found = getattr(source.config, "eos_token_id", None)
-    if found is None:
-        return ()
-    return tuple(found) if isinstance(found, (list, tuple)) else (found,)
-
-
-def encode(source: Source, texts: tuple[str, ...], *, chat: bool = False) -> list[list[int]]:
-    """Return the token ids of each text, with the model's tokenizer.
-
-    Args:
-        source: The model.
-        texts: The texts.
-        chat: Make each the message of a user, in the model's chat template.
-
-    Raises:
-        InvalidArgumentError: The model has no chat template.
-    """
-    tokenizer = _tokenizer(source.path)
-    if not chat:
-        return [tokenizer(text)["input_ids"] for text in texts]
-    if not tokenizer.chat_template:
-        raise InvalidArgumentError("chat", True, f"false: {source.name} has no chat template")
-    messages = [[{"role": "user", "content": text}] for text in texts]
-    return [
-        tokenizer.apply_chat_template(one, add_generation_prompt=True, return_dict=True)["input_ids"]
-        for one in messages
-    ]
-
-
-def _tokenizer(path: str) -> Any:
-    with pretrained_arguments(path) as (source, arguments):
-        return AutoTokenizer.from_pretrained(source, **arguments)
-
-
-def _refused(facts: ModelFacts, role: str, config: PretrainedConfig) -> ModelFacts:
-    """Add the reason why the model cannot be used, as far as known before loading it."""
-    try:
-        check_config(facts.name, config)
-    except UnsupportedModelError as error:
-        return facts.model_copy(update={"refusal": error.reason})
-    if role == "target" and not facts.tokenizer_sha256:
-        return facts.model_copy(update={"refusal": "it has no tokenizer, which orchestrators need"})
-    return facts
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]
+def _shared(path: str, engine: Engine, target: Target) -> frozenset[int] | None:
+    digest, wanted = vocab_sha256(path), vocab_sha256(target.path)
+    if digest in ("", wanted) and target_size(target.path) in (0, engine.vocab_size):
+        return None
+    return frozenset(load_translation(path, engine.vocab_size, target.path).common.target_ids)

@@ -16,7 +16,7 @@ from gammaray.deploy.effective import WorkerArguments
 from gammaray.deploy.engines import vllm_build
 from gammaray.deploy.serve_config import APPLICATIONS, autoscaling_config
 from gammaray.errors import InvalidArgumentError
-from services.process.server import DRAIN_TIMEOUT_S, is_wildcard, split_address
+from services.process.server import DRAIN_TIMEOUT_S, split_address
 
 if TYPE_CHECKING:
     from services.process.worker import Worker
@@ -51,13 +51,9 @@ class WorkerReplica:
     ) -> None:
         if cores:
             bind_cores(cores)
-        host, _ = split_address("listen", settings.listen)
-        if is_wildcard(host) and not settings.advertise:
-            # Port 0 is replaced with the port that is bound.
-            here = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]  # ray has no types here
-            settings = settings.model_copy(update={"advertise": f"{here}:0"})
+        here = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]  # ray has no types here
         module, _, name = _WORKERS[role].partition(":")
-        self.worker: Worker[Any] = getattr(importlib.import_module(module), name)(settings)
+        self.worker: Worker[Any] = getattr(importlib.import_module(module), name)(settings, here)
         try:
             await self.worker.start()
         except BaseException:

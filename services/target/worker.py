@@ -140,7 +140,7 @@ class TargetWorker(Worker[TargetSettings]):
     role: ClassVar[str] = "target"
     service_name: ClassVar[str] = target_service_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name
 
-    def _load_model(self, path: str) -> tuple[Model, BlockScheduler[Any]]:
+    def load_model(self, path: str) -> tuple[Model, BlockScheduler[Any]]:
         settings = self.settings
         if target_uses_vllm(path, settings):
             from services.vllm.loading import load_target  # vLLM is an extra

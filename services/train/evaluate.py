@@ -12,14 +12,8 @@ from services.train.answers.store import Sequence
 from services.train.losses import coupled, overlap
 from services.train.trainable import Trainable
 
-_LOOKUP = (4, 3, 2)
-"""Lengths of the n-grams that prompt lookup seeks, in this order."""
-
 _SHARES = {"overlap": overlap, "coupled": coupled}
 """Measures of agreement at temperature 1."""
-
-_WAYS = ("tokens_per_cycle", "lookup", "lookup_first", "merged")
-"""Ways to draft that are measured; see `evaluate`."""
 
 
 @torch.no_grad()
@@ -34,16 +28,13 @@ def evaluate(drafter: Trainable, held: Items[Sequence], gamma: int) -> dict[str,
     Returns:
         `greedy`: share of matches by depth, given that all before matched; at temperature 1 by depth, given
         the true text: `overlap`, 1 - TV, and `coupled`, the share that coupled verification accepts (lower
-        bounds, over the target's top ids); tokens per cycle at temperature 0: `tokens_per_cycle` alone,
-        `lookup` of prompt lookup, `lookup_first` of prompt lookup where it finds a match, else the drafter,
-        `merged` of a tree with a branch of each; `positions` measured. A draft model has an `overlap` and a
-        `coupled` of depth 1 only.
+        bounds, over the target's top ids); `tokens_per_cycle` at temperature 0; `positions` measured. A draft
+        model has an `overlap` and a `coupled` of depth 1 only.
     """
     drafter.eval()
     tested, matched = [0] * gamma, [0] * gamma
     shares, seen = {name: [0.0] * drafter.depth for name in _SHARES}, [0] * drafter.depth
-    cycles = dict.fromkeys(_WAYS, 0)
-    tokens = 0
+    cycles = tokens = 0
     for sequence in held:
         hits = {}
         for anchor, depth, found, hit in _predictions(drafter, sequence):
@@ -53,7 +44,7 @@ def evaluate(drafter: Trainable, held: Items[Sequence], gamma: int) -> dict[str,
             hits[anchor, depth] = hit
         if sequence.temperature:
             continue
-        text, start = sequence.token_ids.tolist(), sequence.num_prompt - 1
+        text, start = sequence.token_ids, sequence.num_prompt - 1
         drafted = [
             _drafted(hits, anchor, min(gamma, len(text) - 1 - anchor), is_head=drafter.depth > 1)
             for anchor in range(len(text) - 1)
@@ -63,8 +54,9 @@ def evaluate(drafter: Trainable, held: Items[Sequence], gamma: int) -> dict[str,
                 tested[depth] += 1
                 matched[depth] += depth < drafted[anchor]
         tokens += len(text) - sequence.num_prompt
-        for way in _WAYS:
-            cycles[way] += _num_cycles(way, text, start, gamma, drafted)
+        anchor = start
+        while anchor < len(text) - 1:
+            anchor, cycles = anchor + drafted[anchor] + 1, cycles + 1
     drafter.train()
     return {
         "greedy": [round(m / t, 3) if t else 0.0 for m, t in zip(matched, tested, strict=True)],
@@ -72,7 +64,7 @@ def evaluate(drafter: Trainable, held: Items[Sequence], gamma: int) -> dict[str,
             name: [round(total / max(1, count), 3) for total, count in zip(totals, seen, strict=True)]
             for name, totals in shares.items()
         },
-        **{way: round(tokens / max(1, count), 3) for way, count in cycles.items()},
+        "tokens_per_cycle": round(tokens / max(1, cycles), 3),
         "gamma": gamma,
         "positions": tokens,
     }
@@ -98,47 +90,3 @@ def _drafted(hits: Mapping[tuple[int, int], bool], anchor: int, most: int, *, is
         if not hits.get((anchor, depth) if is_head else (anchor + depth - 1, 1), False):
             return depth - 1
     return most
-
-
-def _num_cycles(way: str, text: list[int], start: int, gamma: int, drafted: Items[int]) -> int:
-    """Return the cycles that a text takes from the token after `start` on.
-
-    Args:
-        way: One of `_WAYS`.
-        text: Token ids, the prompt's first.
-        start: The prompt's last token.
-        gamma: Tokens per proposal.
-        drafted: Tokens of the drafter that match after each token of the text.
-    """
-    anchor, count = start, 0
-    while anchor < len(text) - 1:
-        match = _lookup(text, anchor) if way != "tokens_per_cycle" else None
-        accepted = 0
-        if match is not None:
-            accepted = _agreeing(text, match, anchor, min(gamma, len(text) - 1 - anchor))
-        if way in ("tokens_per_cycle", "merged") or (way == "lookup_first" and match is None):
-            accepted = max(accepted, drafted[anchor])
-        anchor += accepted + 1
-        count += 1
-    return count
-
-
-def _lookup(text: list[int], anchor: int) -> int | None:
-    """Return where the text goes on after the latest earlier occurrence of its last tokens."""
-    for length in _LOOKUP:
-        begin = anchor + 1 - length
-        if begin < 1:
-            continue
-        last = text[begin : anchor + 1]
-        for start in range(begin - 1, -1, -1):
-            if text[start : start + length] == last:
-                return start + length
-    return None
-
-
-def _agreeing(text: list[int], match: int, anchor: int, most: int) -> int:
-    """Return how many tokens from a match on, up to the anchor, equal those after the anchor."""
-    count = 0
-    while count < most and match + count <= anchor and text[match + count] == text[anchor + 1 + count]:
-        count += 1
-    return count

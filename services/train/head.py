@@ -30,10 +30,6 @@ _SMALL = 0.1
 
 _SPREAD = 0.02
 
-_RIDGE = 1e-4
-"""Regularisation of a fit, as a share of the squared inputs. With the target's own rows instead of fitted
-ones, SmolLM2's head with 3,276 new rows began with 1 - TV at 0.25 instead of 0.44 (by hand, 2026-11-25)."""
-
 _LAYER_TYPES = ("llama", "mistral", "qwen2", "smollm3")
 _CONFIG_KEYS = (
     "vocab_size",
@@ -125,27 +121,16 @@ class TrainableHead(Trainable):
         return build_batch(sequences, num_depths, self._states.of(sequences), generator)
 
     def start_from(self, init: str, target: str) -> None:
-        """Take the weights of another head, see `Trainable.start_from`.
-
-        The output's ids are taken, too, if there are as many. Otherwise ids that both have keep their rows,
-        and new ids begin with what the target's rows become by the linear map that fits the others best.
-        """
+        """Take the weights and the output's ids of another head, see `Trainable.start_from`."""
         head, ids = load_head(init, target)
-        own = self.config
-        if ids is None or replace(head.config, rope=own.rope, num_outputs=own.num_outputs) != own:
-            raise InvalidArgumentError("init", init, f"a head of its kind on layers {list(own.taps)}")
-        own_weights = self.module.state_dict()
-        weights = {key: value for key, value in head.state_dict().items() if key in own_weights}
-        if len(ids) == len(self.target_ids):
-            self.take_ids(ids)
-        else:
-            rows = self.row_of[ids]
-            if not bool((rows >= 0).any()):
-                allowed = f"a head with some of the {len(self.target_ids)} output tokens of this one"
-                raise InvalidArgumentError("init", f"{init}, which has none of them", allowed)
-            trained = weights["lm_head.weight"][rows >= 0].float()
-            weights["lm_head.weight"] = _completed(own_weights["lm_head.weight"], rows[rows >= 0], trained)
-        self.module.load_state_dict(weights)
+        if ids is None or replace(head.config, rope=self.config.rope) != self.config:
+            allowed = (
+                f"a head of its kind on layers {list(self.config.taps)} with {len(self.target_ids)} tokens"
+            )
+            raise InvalidArgumentError("init", init, allowed)
+        self.take_ids(ids)
+        own = self.module.state_dict()
+        self.module.load_state_dict({key: value for key, value in head.state_dict().items() if key in own})
 
     @property
     def head(self) -> Tensor:
@@ -219,23 +204,6 @@ class _FixedRows(nn.Module):
 
     def forward(self, token_ids: Tensor) -> Tensor:
         return F.embedding(token_ids, self.weight)
-
-
-def _completed(begun: Tensor, known: Tensor, trained: Tensor) -> Tensor:
-    """Return the rows of an output matrix of which only some are trained.
-
-    Args:
-        begun: The target's rows, [rows, hidden_size].
-        known: Numbers of the rows that are trained, int64 [known].
-        trained: Those rows, [known, hidden_size].
-    """
-    inputs = F.pad(begun, (0, 1), value=1.0)
-    given = inputs[known]
-    product = given.T @ given
-    product += _RIDGE * product.diagonal().mean() * torch.eye(len(product))
-    rows: Tensor = inputs @ torch.linalg.solve(product, given.T @ trained)
-    rows[known] = trained
-    return rows
 
 
 class _Unrolled:

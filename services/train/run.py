@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer
 
 from gammaray.demo_pair import resolve_model
 from gammaray.errors import FailedPreconditionError, InvalidArgumentError
 from gammaray.gguf import is_gguf
 from gammaray.qualify.training import TrainTask
-from services.engine.core.model import load_model
+from services.engine.core.model import eos_token_ids, load_model
 from services.engine.loader import load_engine
 from services.process.fingerprints import model_identity, vocab_sha256
 from services.train.answers.prompts import Passages, Turns, chat_jobs, file_jobs, own_jobs
@@ -42,16 +42,28 @@ UNROLL_FROM = 0.5
 _RATE, _HEAD_RATE = 2e-3, 1e-3
 """Peaks of the learning rate; a head begins near what it should be."""
 
-_SHAPE = ("kind", "layers", "draft_vocab", "depth", "seed")
+_DEPTH = 5
+"""Tokens of the proposals that are measured."""
+
+_UNROLL = 3
+"""Steps in which a head is trained in the second half of the time, or from `init` on."""
+
+_TEMPERATURES = (0.0, 1.0)
+"""Of the answers, in turn."""
+
+_PATIENCE = 6
+"""Measurements without improvement after which training stops."""
+
+_SHAPE = ("kind", "layers", "draft_vocab", "seed")
 """Options that a saved state depends on."""
 
 
-def run(task: TrainTask, tell: Callable[[str], None], stopped: Callable[[], bool]) -> bool:
+def run(task: TrainTask, report: Callable[[str], None], stopped: Callable[[], bool]) -> bool:
     """Generate and train until the task is done, or `stopped`; return whether it is done.
 
     Args:
         task: The task.
-        tell: Called with a line on each step.
+        report: Called with a line on each step.
         stopped: Whether to save and stop.
 
     Raises:
@@ -72,14 +84,19 @@ def run(task: TrainTask, tell: Callable[[str], None], stopped: Callable[[], bool
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise FailedPreconditionError(f"another process trains in {work}") from None
-        return _Run(task, path, work, tell, stopped).run()
+        return _Run(task, path, work, report, stopped).run()
 
 
 class _Run:
     def __init__(
-        self, task: TrainTask, path: str, work: Path, tell: Callable[[str], None], stopped: Callable[[], bool]
+        self,
+        task: TrainTask,
+        path: str,
+        work: Path,
+        report: Callable[[str], None],
+        stopped: Callable[[], bool],
     ) -> None:
-        self.task, self.path, self.work, self.tell, self.stopped = task, path, work, tell, stopped
+        self.task, self.path, self.work, self.report, self.stopped = task, path, work, report, stopped
         self.target = load_model(path, device="cpu", dtype="float32")
         identity = model_identity(path, dtype="-", device="cpu", deterministic=False)
         self.identity = {"target": identity.partition("/")[0], "tokenizer": vocab_sha256(path)}
@@ -110,7 +127,6 @@ class _Run:
             self._generate()
             return not self.stopped() and self._train()
         finally:
-            self.store.close()
             with disk(self.work):
                 write_json(self.clock, self.elapsed())
 
@@ -121,19 +137,19 @@ class _Run:
         tokenizer: Any = AutoTokenizer.from_pretrained(self.path)
         passages = Passages()
         if task.prompts is None:
-            jobs = own_jobs(Turns(tokenizer), passages, task.temperatures, task.seed)
+            jobs = own_jobs(Turns(tokenizer), passages, _TEMPERATURES, task.seed)
         elif task.chat:
             chats = [[{"role": "user", "content": text}] for text in task.prompts]
-            jobs = chat_jobs(Turns(tokenizer), chats, task.temperatures)
+            jobs = chat_jobs(Turns(tokenizer), chats, _TEMPERATURES)
         else:
-            jobs = file_jobs(tokenizer, list(task.prompts), task.temperatures)
+            jobs = file_jobs(tokenizer, list(task.prompts), _TEMPERATURES)
         engine = load_engine(self.path, device=task.device, threads=task.threads)
         engine.limit_cache(_CACHE_BYTES)
         writer = Writer(
             engine,
             self.store,
             jobs,
-            eos_token_ids=self._eos(),
+            eos_token_ids=eos_token_ids(self.path),
             max_tokens=task.max_tokens,
             batch=task.batch,
             top_k=min(_TOP_K, self.vocab_size),
@@ -145,16 +161,9 @@ class _Run:
         for count in writer.write(task.tokens, self.began + limit, self.stopped):
             if time.monotonic() - last > _REPORT_S:
                 last = time.monotonic()
-                self.tell(f"{self.elapsed():.0f} s: {count} of {task.tokens} answer tokens generated")
+                self.report(f"{self.elapsed():.0f} s: {count} of {task.tokens} answer tokens generated")
                 with disk(self.work):
                     write_json(self.clock, self.elapsed())
-
-    def _eos(self) -> tuple[int, ...]:
-        try:
-            found: Any = GenerationConfig.from_pretrained(self.path).eos_token_id
-        except OSError:
-            found = self.target.config.eos_token_id
-        return tuple(found) if isinstance(found, (list, tuple)) else () if found is None else (found,)
 
     def _train(self) -> bool:
         task = self.task
@@ -187,13 +196,13 @@ class _Run:
                 return False
             is_over = self.elapsed() >= budget
             if (step % task.steps_per_report == 0 and not (is_first and step)) or is_over:
-                best, worse = self._report(drafter, held, step, total, best, worse, is_first)
+                best, worse = self._measure(drafter, held, step, total, best, worse, is_first)
                 self._save(drafter, optimizer, step, best, worse)
                 total = 0.0
                 if is_over:
                     return True
-                if worse >= task.patience:
-                    self.tell(f"no improvement in {worse} measurements: stopped early")
+                if worse >= _PATIENCE:
+                    self.report(f"no improvement in {worse} measurements: stopped early")
                     return True
             is_first = False
             progress = self.elapsed() / budget
@@ -201,7 +210,7 @@ class _Run:
             optimizer.param_groups[0]["lr"] = peak * rate
             if self.is_head:
                 is_late = progress >= UNROLL_FROM or task.init is not None
-                drafter.num_depths = task.unroll if is_late else 1
+                drafter.num_depths = _UNROLL if is_late else 1
             with self.mixed:
                 loss = drafter.loss(self._batch(drafter, taught, step), task.loss)
             optimizer.zero_grad()
@@ -220,7 +229,7 @@ class _Run:
         module = self.target.module
         drafter: Trainable
         if self.is_head:
-            drafter = TrainableHead(module, self.layers, rows, task.depth, self._state_store())
+            drafter = TrainableHead(module, self.layers, rows, _DEPTH, self._state_store())
         else:
             drafter = TrainableDraft(module, self.layers, rows)
         if task.init is not None and not state.exists():
@@ -229,14 +238,7 @@ class _Run:
 
     def _state_store(self) -> StateStore:
         module = load_model(self.path, device=self.task.device, dtype="bfloat16").module
-        return StateStore(
-            self.store.folder,
-            self.identity,
-            module,
-            self.layers,
-            self.store.num_tokens,
-            len(self.store),
-        )
+        return StateStore(self.work / "states", self.identity, module, self.layers)
 
     def _batch(self, drafter: Trainable, taught: list[Sequence], step: int) -> Batch:
         generator = torch.Generator().manual_seed(self.task.seed * 1_000_003 + step)
@@ -244,10 +246,10 @@ class _Run:
         count = 0
         while count < self.task.train_tokens:
             chosen.append(taught[int(torch.randint(len(taught), (), generator=generator))])
-            count += len(chosen[-1].logs)
+            count += chosen[-1].num_answer
         return drafter.batch(chosen, drafter.num_depths, generator).to(self.task.device)
 
-    def _report(
+    def _measure(
         self,
         drafter: Trainable,
         held: list[Sequence],
@@ -258,9 +260,9 @@ class _Run:
         first: bool,
     ) -> tuple[float, int]:
         with self.mixed:
-            found = evaluate(drafter, held, self.task.depth)
+            found = evaluate(drafter, held, _DEPTH)
         cost = drafter.num_weights / sum(p.numel() for p in self.target.module.parameters())
-        found["predicted_speedup"] = round(found["tokens_per_cycle"] / (1 + self.task.depth * cost), 3)
+        found["predicted_speedup"] = round(found["tokens_per_cycle"] / (1 + _DEPTH * cost), 3)
         found |= {
             "steps": step,
             "seconds": round(self.elapsed()),
@@ -268,12 +270,12 @@ class _Run:
         }
         loss = total / (step % self.task.steps_per_report or self.task.steps_per_report)
         shown = " ".join(f"{key} {value}" for key, value in found.items() if key not in ("gamma", "seconds"))
-        self.tell(f"{self.elapsed():.0f} s: " + ("" if first else f"loss {loss:.3f} ") + shown)
+        self.report(f"{self.elapsed():.0f} s: " + ("" if first else f"loss {loss:.3f} ") + shown)
         score = found["tokens_per_cycle"] + sum(found["coupled"])
         if score <= best:
             return best, worse + 1
         size = drafter.save(Path(self.task.out), self.identity, Path(self.path).name, found)
-        self.tell(f"saved {self.task.out}, {size / 1e6:.1f} MB")
+        self.report(f"saved {self.task.out}, {size / 1e6:.1f} MB")
         return score, 0
 
     def _state(self) -> dict[str, Any]:
@@ -312,7 +314,7 @@ class _Run:
                 )
         drafter.load_state_dict(state["drafter"])
         optimizer.load_state_dict(state["optimizer"])
-        self.tell(f"continues at step {state['step']}, after {self.elapsed():.0f} s")
+        self.report(f"continues at step {state['step']}, after {self.elapsed():.0f} s")
         return state["step"], state["best"], state["worse"]
 
 
@@ -341,7 +343,6 @@ def _clipped(sequence: Sequence) -> Sequence:
         token_ids=sequence.token_ids[:count],
         top_ids=sequence.top_ids[:answer],
         top_logs=sequence.top_logs[:answer],
-        logs=sequence.logs[:answer],
     )
 
 

@@ -31,7 +31,7 @@ class Translation:
         self.common = Intersection(draft, target, draft_size, target_size)
         if not self.common.num_text_tokens:
             raise InvalidArgumentError(
-                "target_model",
+                "target",
                 "a tokenizer that shares no token with the draft's",
                 "one that shares at least one token by its bytes",
             )
@@ -52,7 +52,7 @@ def load_translation(draft: str, draft_size: int, target: str) -> Translation:
     Raises:
         InvalidArgumentError: A tokenizer does not load or cannot be used, or they share no token.
     """
-    target_vocabulary = load_vocabulary(target, "target_model")
+    target_vocabulary = load_vocabulary(target, "target")
     draft_vocabulary = load_vocabulary(draft, "model")
     size = target_size(target) or len(target_vocabulary)
     return Translation(draft_vocabulary, target_vocabulary, draft_size, size)

@@ -97,14 +97,14 @@ def test_http_api_without_keys_allows_the_names_of_its_service_and_ingress():
 
 def test_draft_workers_know_the_targets_tokenizer_where_the_models_differ():
     models = {"models": {"target": "team/large", "draft": "team/small"}}
-    assert settings("draft", models)["target_model"] == "team/large"
+    assert settings("draft", models)["target"] == "team/large"
     shown = effective_of_serve(serve_config(models))
-    assert shown["draft"]["settings"]["target_model"] == "team/large"
-    assert "target_model" not in settings("draft")
-    assert "target_model" not in settings("target", models)
+    assert shown["draft"]["settings"]["target"] == "team/large"
+    assert "target" not in settings("draft")
+    assert "target" not in settings("target", models)
     for given in ("", "/tokenizers/large"):
-        values = {**models, "draft": {"settings": {"target_model": given}}}
-        assert settings("draft", values)["target_model"] == given
+        values = {**models, "draft": {"settings": {"target": given}}}
+        assert settings("draft", values)["target"] == given
 
 
 OWN_ENGINE = {"engine": "vllm", "draft": {"settings": {"engine": "native"}}}

@@ -3,7 +3,7 @@
 import pytest
 
 from orchestrator.storage.client import connect
-from orchestrator.workers.backoff import Patience
+from orchestrator.workers.backoff import AdaptiveTimeout
 from tests.support.workers.redis_helpers import running_redis
 from tests.support.workers.service_helpers import worker_process
 
@@ -11,7 +11,7 @@ from tests.support.workers.service_helpers import worker_process
 @pytest.fixture(autouse=True)
 def _no_haste(monkeypatch):
     """A drafter is late only at a test's deadline, not if this machine stalls for half a second."""
-    monkeypatch.setattr(Patience, "NUM_SAMPLES", 1_000_000)
+    monkeypatch.setattr(AdaptiveTimeout, "NUM_SAMPLES", 1_000_000)
 
 
 @pytest.fixture(scope="module")

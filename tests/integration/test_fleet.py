@@ -57,7 +57,7 @@ async def test_fleet_worker_of_another_vocabulary_that_joins_is_refused_and_repo
             scripted("draft", vocab_size=49) as wrong,
             fleet_of(target, registry=registry, sha="own") as fleet,
         ):
-            registry.known["target"] = {other.address, unknown.address}
+            registry.known["target"] |= {other.address, unknown.address}
             await until(lambda: fleet.targets.refusals() != [])
             registry.known["draft"] = {draft.address, wrong.address}
             await until(lambda: fleet.drafts.num_up == 1)  # a refused target's tokenizer does not count

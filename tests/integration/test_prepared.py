@@ -193,9 +193,9 @@ async def test_prepared_proposals_change_no_token(monkeypatch, model, method, te
             running("target", model) as (target, _),
             running("draft", model, draft_ahead=ahead) as (draft, worker),
         ):
-            fleet = Fleet(
-                ListRegistry(), VOCAB, target_addresses=target.address, draft_addresses=draft.address
-            )
+            registry = ListRegistry()
+            registry.known = {"target": {target.address}, "draft": {draft.address}}
+            fleet = Fleet(registry.addresses, VOCAB)
             await fleet.start(30.0)
             params = SamplingParams(temperature=temperature, seed=5)
             session = Session("s", PROMPT, params, method, LENGTH, NoText(), epoch=1)

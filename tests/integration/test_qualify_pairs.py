@@ -1,6 +1,5 @@
 """`gammaray qualify` with real models: the demo pair, pairs that cannot be served, and planted losses."""
 
-import dataclasses
 import json
 import os
 import shutil
@@ -12,18 +11,18 @@ import pytest
 import torch
 
 import gammaray
-from gammaray.config import DraftSettings, TargetSettings
 from gammaray.errors import InvalidArgumentError
 from gammaray.qualify.judgement import Fitness, judge
-from gammaray.qualify.measured import PairFacts, QualifyTask
-from services.demo_pair import TARGET_DIR
+from gammaray.qualify.measured import PairFacts
+from services.demo_pair import DRAFT_DIR, TARGET_DIR
 from services.engine.core.batch import SequenceInput
 from services.engine.loader import load_engine
-from services.qualify.loop import Ask, Pair, draft_scheduler, target_scheduler
+from services.qualify.loop import Ask, Pair
 from services.qualify.measure import is_tie, make_asks, measure
-from services.qualify.models import encode, find, load, load_local
-from tests.support.engine_helpers import random_tokens, tiny_model
+from services.qualify.models import Target, load_draft, load_head
+from tests.support.engine_helpers import draft_scheduler, random_tokens, target_scheduler, tiny_model
 from tests.support.head_helpers import bigram_head, bigram_target
+from tests.support.qualify_helpers import task
 from tests.support.vocabulary_helpers import byte_fallback
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
@@ -34,6 +33,7 @@ SMALL = ("--num-prompts", "2", "--tokens", "24", "--gammas", "1,3")
 
 
 def qualify(*arguments):
+    """Run the command in a process of its own."""
     return subprocess.run(
         [sys.executable, "-m", "gammaray", "qualify", *map(str, arguments)],
         capture_output=True,
@@ -45,6 +45,7 @@ def qualify(*arguments):
 
 
 def with_demo_tokenizer(directory):
+    """Give a random model the tokenizer of the demo pair."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TARGET_DIR / name, directory / name)
     return directory
@@ -59,16 +60,32 @@ def test_demo_pair_is_served_lossless_and_measured(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "4 of 4 completions have the tokens of plain decoding" in done.stdout
     assert "\nFIT\n" in done.stdout
-    for step in ("inspecting the models", "loading the draft demo", "measuring demo: temperature 0: "):
+    for step in ("loading the target demo", "loading the draft demo", "measuring demo: temperature 0: "):
         assert f"\n{step}" in f"\n{done.stderr}"
     (candidate,) = json.loads((tmp_path / "r.json").read_text())["candidates"]
     measured = candidate["measured"]
     assert (measured["target"]["vocab_size"], measured["draft"]["vocab_size"]) == (2048, 2048)
-    assert [(one["temperature"], one["equal"]) for one in measured["equality"]] == [(0.0, 4), (1.0, 4)]
-    for payoff in candidate["payoffs"]:
-        assert 0 < payoff["alpha"] < 1
-        assert 0 < payoff["draft_step_ms"] < payoff["plain_ms"]
-        assert [depth["gamma"] for depth in payoff["depths"]] == [1, 3]
+    assert [(one["temperature"], one["equal"]) for one in measured["trials"]] == [(0.0, 4), (1.0, 4)]
+    for trial in measured["trials"]:
+        assert 0 < sum(trial["accepted"]) < sum(trial["tested"])
+        assert 0 < trial["draft_step_ms"] < trial["plain_ms"]
+        assert [depth["gamma"] for depth in trial["depths"]] == [1, 3]
+
+
+def test_draft_model_in_the_target_worker_is_measured_without_network_time(tmp_path):
+    done = qualify(
+        *("--target", "demo", "--head", "demo", "--head", tiny_model("llama", tmp_path)),
+        *("--rtt-ms", "1000", "--min-speedup", "0.01", *SMALL, "--json", tmp_path / "r.json"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "it drafts in the target worker: --rtt-ms does not apply" in done.stdout
+    fit, unfit = json.loads((tmp_path / "r.json").read_text())["candidates"]
+    assert [one["fitness"] for one in (fit, unfit)] == ["FIT", "UNFIT"]
+    assert "the vocabulary of" in unfit["reasons"][0]
+    for trial in fit["measured"]["trials"]:
+        assert 0 < sum(trial["accepted"]) < sum(trial["tested"])
+        for depth in trial["depths"]:
+            assert 0 < depth["draft_ms"] < depth["cycle_ms"] < 1000
 
 
 def test_candidates_that_cannot_be_served_are_unfit_with_the_reason(tmp_path):
@@ -79,21 +96,18 @@ def test_candidates_that_cannot_be_served_are_unfit_with_the_reason(tmp_path):
     tokenizer.save_pretrained(strange)
     done = qualify("--target", "demo", "--draft", wrong, "--draft", odd, "--draft", strange, *SMALL)
     assert done.returncode == 5, done.stderr
-    assert "2048 token ids of the target, 97 of the draft" in done.stdout
-    assert "the draft cannot be served" in done.stdout
+    assert "with a byte-level or SentencePiece tokenizer" in done.stdout
+    assert done.stdout.count("the draft cannot be served") == 3
     assert "linear_attention" in done.stdout
     assert "shares no token with the draft's" in done.stdout
     assert done.stdout.count("UNFIT") == 6  # one each, and all in the ranking
 
 
 def test_target_that_cannot_be_served_is_unfit(tmp_path):
-    bloom = with_demo_tokenizer(tiny_model("bloom", tmp_path, vocab_size=2048))
-    bare = tiny_model("llama", tmp_path, vocab_size=2048)
-    targets = (load(found("target", bloom)).facts, found("target", bare).facts)
-    for target, reason in zip(targets, ("the target cannot be served", "it has no tokenizer"), strict=True):
-        judgement = judge(PairFacts(target=target, draft=found("draft", "demo").facts))
-        assert judgement.fitness is Fitness.UNFIT
-        assert reason in judgement.reasons[0]
+    target = loaded(with_demo_tokenizer(tiny_model("bloom", tmp_path, vocab_size=2048)))
+    judgement = judge(PairFacts(target=target.facts, draft=load_head("demo", target).facts), task())
+    assert judgement.fitness is Fitness.UNFIT
+    assert "the target cannot be served" in judgement.reasons[0]
 
 
 def test_random_drafts_are_slower_with_the_same_and_with_a_mapped_vocabulary(tmp_path):
@@ -112,35 +126,45 @@ def test_random_drafts_are_slower_with_the_same_and_with_a_mapped_vocabulary(tmp
     assert done.stdout.count("the draft's context is 128 tokens, the target's 2048") == 2
     equal = "4 of 4 completions have the tokens of plain decoding"
     assert done.stdout.count(equal) == 4  # each at two temperatures
-    assert "the draft has 2048 of the target's tokens, 100% of those of the prompts" in done.stdout
+    assert "the draft has 100% of the prompts' tokens" in done.stdout
 
 
-def test_missing_model_or_head_is_an_argument_error(tmp_path, models):
-    absent = tmp_path / "nothing"
-    for role in ("target", "draft"):
+def loaded(model):
+    target = Target(str(model))
+    target.load()
+    return target
+
+
+def test_target_without_a_tokenizer_is_unfit(tmp_path):
+    target = loaded(tiny_model("llama", tmp_path, vocab_size=2048)).facts
+    assert "it has no tokenizer" in target.refusal
+
+
+def test_missing_model_is_an_argument_error(tmp_path):
+    nothing, target = str(tmp_path / "nothing"), Target("demo")
+    for role, load in (
+        ("target", lambda: Target(nothing)),
+        ("draft", lambda: load_draft(nothing, target)),
+        ("head", lambda: load_head(nothing, target)),
+    ):
         with pytest.raises(InvalidArgumentError, match=f"{role}: got .*which does not exist"):
-            found(role, absent)
-    with pytest.raises(InvalidArgumentError, match=r"head: got .*which does not exist"):
-        load_local(str(absent), find("target", "demo", task()), models[0])
+            load()
 
 
-def found(role, model):
-    """The model as the measuring process finds it, before any weight is read."""
-    return find(role, str(model), task())
-
-
-def task(**changed):
-    known = {"target": "t", "drafts": ("d",), "prompts": ("p",), "max_tokens": 16, "gammas": (2,)}
-    return QualifyTask(**known | {"temperatures": (0.0, 1.0)} | changed)
+def test_directory_without_weights_is_a_wrong_argument(tmp_path):
+    shutil.copy(DRAFT_DIR / "config.json", tmp_path)
+    done = qualify("--target", "demo", "--draft", tmp_path, *SMALL)
+    assert done.returncode == 2
+    assert "gammaray: draft: got" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_settings_of_the_environment_are_those_of_workers(monkeypatch):
     monkeypatch.setenv("GAMMARAY_THREADS", "2")
-    assert find("target", "demo", task()).settings.threads == 2
-    assert find("draft", "demo", task(draft_weights="int8")).settings.draft_weights == "int8"
+    assert Target("demo").settings.threads == 2
     monkeypatch.setenv("GAMMARAY_THREADS", "0")
     with pytest.raises(InvalidArgumentError, match="threads: got 0"):
-        find("target", "demo", task())
+        Target("demo")
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +177,7 @@ def models(tmp_path_factory):
 @pytest.fixture
 def schedulers(models):
     target, draft = models
-    return target_scheduler(target, TargetSettings()), draft_scheduler(draft, DraftSettings())
+    return target_scheduler(target), draft_scheduler(draft)
 
 
 BLOCK_BYTES = 64 * 3 * 4 * 8 * 4
@@ -162,26 +186,33 @@ PROMPTS = [random_tokens(9, seed=1), random_tokens(30, seed=2)]
 
 
 def measured(pair, **changed):
+    """Measure the prompts above."""
     return measure(pair, make_asks(task(**changed), PROMPTS, (), 128), task(**changed), lambda told: None)
 
 
 def test_any_draft_is_lossless(schedulers):
     asks = make_asks(task(), PROMPTS, (), 128)
     told = []
-    runs, equality, decisions = measure(Pair(*schedulers), asks, task(gammas=(1, 4)), told.append)
-    assert decisions == ()
+    trials = measure(Pair(*schedulers), asks, task(gammas=(1, 4)), told.append)
     assert told[0] == "temperature 0: 8 of up to 32 tokens per gamma"
-    assert [(one.compared, one.equal, one.tokens) for one in equality] == [(4, 4, 64), (4, 4, 64)]
-    assert [(run.temperature, run.gamma) for run in runs] == [
-        (temperature, gamma) for temperature in (0.0, 1.0) for gamma in (0, 1, 4)
+    assert [(one.temperature, one.compared, one.equal, one.tokens) for one in trials] == [
+        (0.0, 4, 4, 64),
+        (1.0, 4, 4, 64),
     ]
-    for run in runs:
-        assert run.emitted >= 2 * 16
-        assert len(run.tested) == len(run.accepted) == run.gamma
-        assert all(a <= t for a, t in zip(run.accepted, run.tested, strict=True))
-        # Everything but the target's own token of each cycle was accepted.
-        assert run.emitted == run.cycles + sum(run.accepted)
+    for one in trials:
+        assert one.pays is None
+        assert len(one.tested) == len(one.accepted) == 4
+        assert all(a <= t for a, t in zip(one.accepted, one.tested, strict=True))
     assert schedulers[0].engine.stats().num_sessions == 0  # and nothing is left
+
+
+def test_draft_like_the_target_is_always_accepted(models):
+    target, _ = models
+    pair = Pair(target_scheduler(target), draft_scheduler(load_engine(target.model_name)))
+    for trial in measured(pair, gammas=(3,)):
+        assert trial.accepted == trial.tested
+        (depth,) = trial.depths
+        assert depth.tokens_per_cycle == 4
 
 
 class Lossy(Pair):
@@ -210,67 +241,61 @@ class Lossy(Pair):
 
 
 def test_planted_loss_is_found(schedulers):
-    _, equality, _ = measured(Lossy(*schedulers))
-    for one in equality:
+    for one in measured(Lossy(*schedulers)):
         assert (one.compared, one.equal, one.ties) == (2, 0, 0)
-        assert one.first == "with gamma 2 prompt 1 diverges from plain decoding at token 6"
+        assert one.divergence == "with gamma 2 prompt 1 diverges from plain decoding at token 6"
         assert not one.is_lossless
 
 
 def test_head_that_knows_the_target_is_always_accepted_and_recording_ends(tmp_path):
     directory = bigram_target(tmp_path / "target")
-    source = find("target", str(directory), task())
-    target = load(dataclasses.replace(source, facts=source.facts.model_copy(update={"refusal": ""}))).engine
-    facts, drafter = load_local(str(bigram_head(tmp_path / "head", directory)), source, target)
-    assert (facts.architecture, facts.refusal, facts.vocab_size) == ("EAGLE-3 head", "", 97)
-    pair = Pair(target_scheduler(target, source.settings, drafter), None)
-    runs, equality, _ = measured(pair, gammas=(3,))
-    assert [(one.compared, one.equal) for one in equality] == [(2, 2), (2, 2)]
-    for run in runs:
-        assert run.accepted == run.tested
-        if run.gamma:
-            assert sum(run.tested) > 10
-            assert run.draft_ms > 0
-            assert run.draft_step_ms < run.draft_ms
+    target = loaded(directory)
+    assert target.facts.refusal == "it has no tokenizer, which orchestrators need"
+    target.facts = target.facts.model_copy(update={"refusal": ""})
+    candidate = load_head(str(bigram_head(tmp_path / "head", directory)), target)
+    assert (candidate.facts.refusal, candidate.facts.vocab_size) == ("", 97)
+    pair = Pair(target.scheduler(candidate.head), None)
+    for trial in measured(pair, gammas=(3,)):
+        assert (trial.compared, trial.equal) == (2, 2)
+        assert trial.accepted == trial.tested
+        assert sum(trial.tested) > 10
+        assert 0 < trial.draft_step_ms < trial.best.draft_ms
 
 
 def test_chat_prompts_are_in_the_targets_template(tmp_path):
     folder = tmp_path / "chat"
     shutil.copytree(TARGET_DIR, folder)
-    source = find("target", str(folder), task())
+    source = Target(str(folder))
     template = folder / "chat_template.jinja"
     template.write_text("{% for message in messages %}def {{ message.content }}{% endfor %}:")
-    assert encode(source, ("Hi",), chat=True) == encode(source, ("def Hi:",))
+    assert source.encode(("Hi",), chat=True) == source.encode(("def Hi:",))
     template.unlink()
     with pytest.raises(InvalidArgumentError, match=r"chat: got True, allowed: false: .* no chat template"):
-        encode(source, ("Hi",), chat=True)
+        source.encode(("Hi",), chat=True)
 
 
 @pytest.mark.parametrize(("min_speedup", "pays"), [(50.0, False), (0.01, True)])
 def test_measuring_stops_when_the_verdict_is_certain(schedulers, min_speedup, pays):
     stopping = {"min_speedup": min_speedup, "error": 0.01, "gammas": (1, 4), "max_tokens": 64}
-    runs, equality, decisions = measured(Pair(*schedulers), **stopping)
-    assert [(one.temperature, one.pays, one.error) for one in decisions] == [
-        (0.0, pays, 0.01),
-        (1.0, pays, 0.01),
-    ]
-    for run in runs:
-        # Twelve cycles without a prefill are the least; two prompts of 64 tokens are all.
-        assert 12 <= run.emitted <= 40
-    assert all(one.is_lossless and one.compared == 4 for one in equality)
+    trials = measured(Pair(*schedulers), **stopping)
+    assert [(one.temperature, one.pays) for one in trials] == [(0.0, pays), (1.0, pays)]
+    for one in trials:
+        assert one.is_lossless
+        assert one.compared == 4
+        # Twelve cycles without a prefill are the least of each gamma; two prompts of 64 tokens are all.
+        assert 2 * 12 <= one.tokens <= 2 * 40
     assert schedulers[0].engine.stats().num_sessions == 0
 
 
 def test_verdict_that_never_becomes_certain_is_that_of_all_tokens(schedulers):
     # Bounds of a test with such an error are out of reach of 32 tokens.
-    runs, _, decisions = measured(Pair(*schedulers), min_speedup=0.6, error=1e-300)
-    assert [one.pays for one in decisions] == [None, None]
-    assert all(run.emitted >= 2 * 16 for run in runs)
+    trials = measured(Pair(*schedulers), min_speedup=0.6, error=1e-300)
+    assert [(one.pays, one.tokens) for one in trials] == [(None, 32), (None, 32)]
 
 
 def test_completions_that_take_turns_in_a_small_cache_have_the_same_tokens(models):
     target, draft = (load_engine(model.model_name, cache_budget_bytes=4 * BLOCK_BYTES) for model in models)
-    pair = Pair(target_scheduler(target, TargetSettings()), draft_scheduler(draft, DraftSettings()))
+    pair = Pair(target_scheduler(target), draft_scheduler(draft))
     asks = [Ask(tuple(random_tokens(60, seed=seed)), 24, 1.0, seed, ()) for seed in range(8)]
     expected = [pair.complete(ask, 3).token_ids for ask in asks]
     completions = [pair.start(ask) for ask in asks]

@@ -6,7 +6,8 @@ from gammaray.config import DraftSettings, TargetSettings
 from gammaray.demo_pair import resolve_model
 from services.engine.loader import load_worker_engine
 from services.engine.native.library import load_kernel
-from services.qualify.loop import Ask, Pair, draft_scheduler, target_scheduler
+from services.qualify.loop import Ask, Pair
+from tests.support.engine_helpers import draft_scheduler, target_scheduler
 from tests.support.workers.service_helpers import worker_process
 from tests.support.workers.workers_helpers import Link, propose_block
 
@@ -19,11 +20,11 @@ GAMMAS = (1, 6)
 @pytest.fixture(scope="module")
 def pairs():
     target = load_worker_engine(resolve_model("demo", "target"), TargetSettings(device="cpu"))
-    scheduler = target_scheduler(target, TargetSettings())
+    scheduler = target_scheduler(target)
     settings = {weights: DraftSettings(device="cpu", draft_weights=weights) for weights in WEIGHTS}
     path = resolve_model("demo", "draft")
     return {
-        weights: Pair(scheduler, draft_scheduler(load_worker_engine(path, own), own))
+        weights: Pair(scheduler, draft_scheduler(load_worker_engine(path, own)))
         for weights, own in settings.items()
     }
 

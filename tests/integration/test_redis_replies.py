@@ -64,7 +64,7 @@ async def test_error_replies_do_not_end_background_tasks(server, reply):
     async with scripted("target") as worker, redis_name(server) as (name, url):
         redis, direct = connect(url), connect(server.url)
         await direct.flushall()
-        fleet = Fleet(RedisRegistry(redis), 50)
+        fleet = Fleet(RedisRegistry(redis).addresses, 50)
         state = ProcessStatus("orchestrator", 1, "", "demo", True, 0)
         presence, other = (
             Presence(RedisRegistry(redis), lambda: state),

@@ -17,7 +17,7 @@ from gammaray.types import ADAPTIVE, DrafterKind, GammaPolicy, GenerationRequest
 from orchestrator.service import Orchestrator
 from tests.support.workers.redis_helpers import redis_name, running_redis
 from tests.support.workers.scripted_workers import scripted, until, until_so
-from tests.support.workers.service_helpers import PROMPTS, complete, running, tokens_of
+from tests.support.workers.service_helpers import PROMPTS, announced, complete, deadlines, running, tokens_of
 
 pytestmark = pytest.mark.integration
 
@@ -91,22 +91,21 @@ async def test_service_permanent_loss_of_the_target_is_unavailable(redis_server,
 async def test_service_start_waits_for_redis(redis_server, target, caplog):
     async with redis_name(redis_server) as (name, url):
         name.reply = "LOADING Redis is loading the dataset in memory"
-        settings = OrchestratorSettings(redis_url=url, target_addresses=target.address)
-        starting = asyncio.create_task(Orchestrator.start(settings))
+        starting = asyncio.create_task(Orchestrator.start(OrchestratorSettings(redis_url=url)))
         await until(lambda: "waiting up to 60 s" in caplog.text)
         assert not starting.done()
         name.reply = ""
-        orchestrator = await starting
-        request = GenerationRequest(PROMPTS[0], max_tokens=3, ignore_eos=True)
-        assert len(tokens_of(await complete(orchestrator, request))) == 3
-        await orchestrator.close()
+        async with announced(redis_server.url, target.address, ""):
+            orchestrator = await starting
+            request = GenerationRequest(PROMPTS[0], max_tokens=3, ignore_eos=True)
+            assert len(tokens_of(await complete(orchestrator, request))) == 3
+            await orchestrator.close()
 
 
 @pytest.mark.parametrize("reply", ["NOPERM no permissions", "OOM no memory", "BUSY a script", "ERR a bug"])
 async def test_service_reports_its_status_for_any_redis_reply(redis_server, target, reply):
-    async with redis_name(redis_server) as (name, url):
-        settings = OrchestratorSettings(redis_url=url, target_addresses=target.address)
-        orchestrator = await Orchestrator.start(settings)
+    async with announced(redis_server.url, target.address, ""), redis_name(redis_server) as (name, url):
+        orchestrator = await Orchestrator.start(OrchestratorSettings(redis_url=url))
         name.reply = reply
         health = {process.role: process.healthy for process in await orchestrator.status()}
         assert health == {"orchestrator": True, "target": True, "redis": False}

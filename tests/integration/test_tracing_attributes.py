@@ -107,7 +107,7 @@ async def _survive_a_target_and_resume(redis, survivor, draft):
                 async for chunk in chunks:
                     if not received:  # the survivor knows nothing of the session
                         orchestrator.fleet.targets.announce({survivor})
-                        await orchestrator.fleet.targets.settle(TIMEOUT_S)
+                        await orchestrator.fleet.targets.wait_until_connected(TIMEOUT_S)
                         process.kill()
                     received += tokens_of([chunk])
                     if len(received) > 48:

@@ -5,15 +5,15 @@ import random
 
 import pytest
 
-from gammaray.config import DraftSettings, TargetSettings
+from gammaray.config import DraftSettings
 from gammaray.errors import InvalidArgumentError
 from gammaray.types import SamplingParams, VerificationMethod
 from services.draft.worker import DraftWorker
 from services.engine.loader import load_engine
 from services.process.fingerprints import vocab_sha256
-from services.qualify.loop import Ask, Pair, draft_scheduler, target_scheduler
+from services.qualify.loop import Ask, Pair
 from services.vocabulary.translation import load_translation
-from tests.support.engine_helpers import tiny_model
+from tests.support.engine_helpers import draft_scheduler, target_scheduler, tiny_model
 from tests.support.vocabulary_helpers import CODE, byte_fallback, byte_level, renumbered, single_bytes
 from tests.support.workers.workers_helpers import propose_block, running, spec_message
 
@@ -48,10 +48,7 @@ def draft(request, tmp_path_factory):
 def pair_of(target, draft):
     target_engine, draft_engine = load_engine(str(target)), load_engine(str(draft))
     translation = load_translation(str(draft), draft_engine.vocab_size, str(target))
-    return Pair(
-        target_scheduler(target_engine, TargetSettings()),
-        draft_scheduler(draft_engine, DraftSettings(), translation),
-    )
+    return Pair(target_scheduler(target_engine), draft_scheduler(draft_engine, translation))
 
 
 @pytest.mark.parametrize(
@@ -113,7 +110,7 @@ def test_context_past_the_drafts_is_not_drafted(target, tmp_path, temperature):
 
 async def test_worker_serves_the_targets_vocabulary(target, draft):
     (target_folder, tokenizer), (draft_folder, _) = target, draft
-    async with running("draft", draft_folder, target_model=str(target_folder)) as (link, _):
+    async with running("draft", draft_folder, target=str(target_folder)) as (link, _):
         info = await link.info()
         assert (info.vocab_size, info.vocab_sha256) == (len(tokenizer), vocab_sha256(str(target_folder)))
         prompt = tokenizer(PROMPTS[1])["input_ids"]
@@ -135,7 +132,7 @@ def test_worker_refuses_a_target_that_it_cannot_draft_for(target, tmp_path, kind
         path = tiny_model("llama", tmp_path, vocab_size=50)
     elif kind == "no common token":
         byte_fallback(["αβγ"], num_bytes=0).save_pretrained(path)
-    settings = DraftSettings(model=str(target[0]), target_model=str(path))
+    settings = DraftSettings(model=str(target[0]), target=str(path))
     with pytest.raises(InvalidArgumentError) as caught:
         asyncio.run(DraftWorker(settings).start())
-    assert caught.value.field == "target_model"
+    assert caught.value.field == "target"

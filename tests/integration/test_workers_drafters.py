@@ -65,7 +65,7 @@ async def test_tokens_are_those_of_plain_decoding(target, drafter, temperature):
     accepted = 0
     async with (
         running("target", target) as (verifier, _),
-        running("draft", drafter, target_model=str(target)) as (draft, _),
+        running("draft", drafter, target=str(target)) as (draft, _),
     ):
         assert (await draft.info()).vocab_size == (await verifier.info()).vocab_size
         for number, extra in enumerate(({}, penalties)):
@@ -153,22 +153,22 @@ async def test_drafter_of_another_target_is_refused(tmp_path):
         mask_embedding=True,
         target=targets[0],
     )
-    async with running("draft", drafter, target_model=str(targets[0])) as (draft, _):
+    async with running("draft", drafter, target=str(targets[0])) as (draft, _):
         info = await draft.info()
         assert info.vocab_size == len(tokenizer)
         assert info.vocab_sha256  # the target's: the drafter has no tokenizer
     with pytest.raises(InvalidArgumentError, match="was trained for llama-1") as caught:
-        async with running("draft", drafter, target_model=str(targets[1])):
+        async with running("draft", drafter, target=str(targets[1])):
             pass
     assert caught.value.field == "model"
     byte_level(CODE[:1000], 280).save_pretrained(targets[0])
     with pytest.raises(InvalidArgumentError, match="trained for another one"):
-        async with running("draft", drafter, target_model=str(targets[0])):
+        async with running("draft", drafter, target=str(targets[0])):
             pass
     for text in ("{", "[]", "{}", json.dumps({"format": 2, "target": {"name": "", "fingerprint": ""}})):
         (drafter / "gammaray.json").write_text(text)
         with pytest.raises(InvalidArgumentError, match=r"gammaray\.json"):
-            async with running("draft", drafter, target_model=str(targets[0])):
+            async with running("draft", drafter, target=str(targets[0])):
                 pass
 
 
@@ -179,5 +179,5 @@ async def test_parallel_draft_of_another_vocabulary_is_refused(target, tmp_path)
     drafter = make_drafter(other, tmp_path / "d", pard_token=4)
     byte_level(CODE[:1000], 280).save_pretrained(drafter)
     with pytest.raises(InvalidArgumentError, match="tokens are not mapped"):
-        async with running("draft", drafter, target_model=str(other)):
+        async with running("draft", drafter, target=str(other)):
             pass

@@ -286,7 +286,7 @@ DRAFTERS = {
 @pytest.mark.parametrize("kind", DRAFTERS)
 async def test_drafters_without_the_grammars_tokens_go_on(target, models, tokenizer, tmp_path, kind, method):
     drafter = make_drafter(models[0], tmp_path / "drafter", **DRAFTERS[kind])
-    async with running("draft", drafter, target_model=str(models[0])) as (draft, _):
+    async with running("draft", drafter, target=str(models[0])) as (draft, _):
         for seed in range(3):
             made = params(1.0, seed)
             driver = driver_of(target, made, draft, method=method)  # asserts that no answer is an error

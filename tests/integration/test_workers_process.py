@@ -155,10 +155,10 @@ async def test_drain_gives_up_after_its_timeout(model, monkeypatch):
 
 
 async def test_registry_entry_appears_is_renewed_and_disappears(model, redis_port):
-    settings = {"redis_url": f"redis://127.0.0.1:{redis_port}/0", "advertise": "worker.example:0"}
-    async with running("draft", model, **settings) as (link, worker):
-        ((key, entry),) = (await entries(redis_port)).items()
+    settings = {"listen": "0.0.0.0:0", "redis_url": f"redis://127.0.0.1:{redis_port}/0"}
+    async with running("draft", model, "worker.example", **settings) as (link, worker):
         port = worker.address.rpartition(":")[2]
+        ((key, entry),) = (await entries(redis_port)).items()
         assert key.startswith("gammaray:worker:draft:")
         assert entry == {"address": f"worker.example:{port}"}
         async with Redis(port=redis_port) as redis:

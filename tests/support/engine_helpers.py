@@ -9,10 +9,15 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from gammaray.config import DraftSettings
+from services.draft.translated import make_draft_scheduler
 from services.engine.core.batch import SequenceInput
 from services.engine.engine import Engine
+from services.scheduling.planning import Limits
+from services.target.scheduler import TargetScheduler
 
 VOCAB_SIZE = 97
+LIMITS = Limits(max_batch_tokens=1024, prefill_chunk=256)
 MAX_CONTEXT = 128
 
 _COMMON: dict[str, Any] = {
@@ -277,3 +282,13 @@ def _randomise(model: PreTrainedModel, gain: float) -> None:
                 parameter.copy_(noise * gain * parameter.shape[-1] ** -0.5)
             else:
                 parameter.add_(noise * 0.1)
+
+
+def target_scheduler(engine: Engine) -> TargetScheduler:
+    """Return the scheduler of a target worker, without draft-ahead."""
+    return TargetScheduler(engine, LIMITS, draft_ahead=False)
+
+
+def draft_scheduler(engine: Engine, translation: Any = None) -> Any:
+    """Return the scheduler of a draft worker, without draft-ahead."""
+    return make_draft_scheduler(engine, LIMITS, DraftSettings(draft_ahead=False), translation)

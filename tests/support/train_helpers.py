@@ -25,7 +25,6 @@ def make_task(folder: Path, **changes: Any) -> TrainTask:
         "prompts": PROMPTS * 6,
         "chat": False,
         "draft_vocab": 512,
-        "depth": 3,
         "tokens": 2500,
         "max_tokens": 48,
         "train_tokens": 256,
@@ -61,7 +60,5 @@ def make_sequence(number: int, prompt: int, answer: int, vocab: int = 64) -> Seq
         0.0,
         top.numpy(),
         logs.half().numpy(),
-        logs[:, 0].numpy(),
-        number=number,
-        offset=0,
+        number,
     )

@@ -14,7 +14,7 @@ from tests.support.workers.service_helpers import PROMPTS, SEEDED, complete, run
 pytestmark = pytest.mark.integration
 
 EXIT_TIMEOUT_S = 60
-VLLM = ("--model", "demo", "--target-model", "demo", "--engine", "vllm", "--cache-budget-mb", 64)
+VLLM = ("--model", "demo", "--target", "demo", "--engine", "vllm", "--cache-budget-mb", 64)
 KILLED_AFTER = 8
 """Chunks of a stream."""
 

@@ -49,7 +49,7 @@ async def test_two_tokens_over_many_seeds_have_the_targets_law_with_every_method
         redis = stack.enter_context(running_redis())
         (_, target), (_, draft) = await asyncio.gather(
             stack.enter_async_context(spawned("target", *VLLM)),
-            stack.enter_async_context(spawned("draft", *VLLM, "--target-model", "demo")),
+            stack.enter_async_context(spawned("draft", *VLLM, "--target", "demo")),
         )
         async with running(redis, target, draft, propose_timeout_s=20) as orchestrator:
             free = asyncio.Semaphore(50)

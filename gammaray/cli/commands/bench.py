@@ -3,39 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 
-from gammaray.bench.measure import loads
 from gammaray.bench.page import page
 from gammaray.bench.provenance import provenance, write_result
 from gammaray.bench.run import BenchSettings, run_bench
-from gammaray.bench.systems import Ask, parse_gamma
+from gammaray.bench.systems import parse_gamma
 from gammaray.bench.tables import show_point
 from gammaray.bench.workloads import WORKLOADS, tasks
 from gammaray.cli.options import connection_options, read_prompts
 from gammaray.cli.output import output_console
 from gammaray.cli.values import IntRange, list_of, temperature
-from gammaray.types import VerificationMethod
 
 
 def _gamma(text: str) -> str:
     parse_gamma(text)
     return text
-
-
-def _positive(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise ValueError
-    return value
-
-
-_METHODS = ", ".join(method.value for method in VerificationMethod)
 
 
 @click.command()
@@ -62,20 +51,6 @@ _METHODS = ", ".join(method.value for method in VerificationMethod)
     show_default=True,
     callback=list_of(temperature, "numbers such as 0 or 0.7"),
 )
-@click.option(
-    "--verification",
-    default="coupled",
-    show_default=True,
-    callback=list_of(lambda text: VerificationMethod(text).value, _METHODS),
-    help=f"Of {_METHODS}.",
-)
-@click.option(
-    "--concurrency",
-    default="1",
-    show_default=True,
-    callback=list_of(_positive, "positive numbers"),
-    help="Completions in flight.",
-)
 @click.option("--json", "out", type=click.Path(dir_okay=False, path_type=Path), help="File for the result.")
 @click.option(
     "--html",
@@ -95,8 +70,6 @@ def bench(**options: Any) -> None:
         repetitions=options["repeats"],
         gammas=options["gammas"],
         temperatures=options["temperatures"],
-        verifications=options["verification"],
-        concurrencies=options["concurrency"],
     )
     result = asyncio.run(_measure(options, settings, found))
     if options["out"] is not None:
@@ -110,23 +83,15 @@ async def _measure(
     options: dict[str, Any], settings: BenchSettings, found: Sequence[tuple[str, str]]
 ) -> dict[str, Any]:
     console = output_console()
-    num_systems = len({"0", *settings.gammas})
-    ask = Ask("", 1)
-    per_point = {
-        n: num_systems * settings.repetitions * sum(map(len, loads([ask] * len(found), n)))
-        for n in settings.concurrencies
-    }
-    total = sum(per_point[concurrency] for _, _, concurrency in settings.loads)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=total)
-
-        def begin(name: str) -> Callable[[], None]:
-            progress.update(task, description=name)
-            return lambda: progress.advance(task)
-
+    completions = len({"0", *settings.gammas}) * settings.repetitions * len(found)
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("completions", total=completions * len(settings.temperatures))
         async with options["connection"].client() as client:
-            return await run_bench(client, settings, found, begin, lambda point: show_point(console, point))
+            return await run_bench(
+                *(client, settings, found),
+                advance=lambda: progress.advance(task),
+                show=lambda point: show_point(console, point),
+            )
 
 
 def _tasks(options: dict[str, Any]) -> tuple[list[tuple[str, str]], str]:

@@ -6,29 +6,27 @@ is FIT BUT SLOWER; 5 all are UNFIT.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
-from pydantic import TypeAdapter
 from rich.console import Console
 
-from gammaray.bench.provenance import provenance, write_result
+from gammaray.bench.provenance import write_result
 from gammaray.bench.workloads import prompts
 from gammaray.cli.options import read_prompts
 from gammaray.cli.output import output_console
 from gammaray.cli.values import FloatRange, IntRange, list_of, temperature
 from gammaray.errors import InvalidArgumentError
-from gammaray.qualify.judgement import Fitness, Judgement, judge
-from gammaray.qualify.measured import PairFacts, QualifyTask, check_gamma
+from gammaray.qualify.judgement import Fitness, judge
+from gammaray.qualify.measured import QualifyTask, check_gamma
 from gammaray.qualify.process import measure_pairs
 from gammaray.qualify.tables import print_pair, print_ranking
 
 EXIT_CODES = {Fitness.FIT: 0, Fitness.SLOWER: 4, Fitness.UNFIT: 5}
-_STDOUT = Path("-")
 
 
 @click.command()
@@ -106,17 +104,7 @@ _STDOUT = Path("-")
     show_default=True,
     help="Measuring stops when the verdict is wrong with at most this probability; 0: never early.",
 )
-@click.option(
-    "--draft-weights",
-    type=click.Choice(["auto", "int8", "int4"]),
-    help="Same as for draft workers; also of heads.",
-)
-@click.option(
-    "--json",
-    "out",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="File for the result; - prints it instead of the tables.",
-)
+@click.option("--json", "out", type=click.Path(dir_okay=False, path_type=Path), help="File for the result.")
 @click.pass_context
 def qualify(context: click.Context, /, out: Path | None, **given: Any) -> None:
     """Check whether drafts or heads suit a target: served exactly, lossless, and faster on this machine.
@@ -126,21 +114,21 @@ def qualify(context: click.Context, /, out: Path | None, **given: Any) -> None:
     Both models run alternately in one process; no cluster is needed.
     """
     task = _task(given)
-    with _progress() as tell:
-        pairs = measure_pairs(task, tell)
-    judgements = [judge(pair, task.rtt_ms, task.min_speedup) for pair in pairs]
-    if out != _STDOUT:
-        console = output_console()
-        for pair, judgement in zip(pairs, judgements, strict=True):
-            print_pair(console, pair, judgement)
-        if len(pairs) > 1:
-            print_ranking(console, pairs, judgements)
+    with _progress() as report:
+        pairs = measure_pairs(task, report)
+    judgements = [judge(pair, task) for pair in pairs]
+    console = output_console()
+    for pair, judgement in zip(pairs, judgements, strict=True):
+        print_pair(console, pair, judgement)
+    if len(pairs) > 1:
+        print_ranking(console, pairs, judgements)
     if out is not None:
-        result = _result(task, pairs, judgements)
-        if out == _STDOUT:
-            click.echo(json.dumps({"name": "qualify", "provenance": provenance(), **result}, indent=1))
-        else:
-            click.echo(f"written: {write_result('qualify', result, out)}")
+        candidates = [
+            {"draft": pair.draft.name, **asdict(judgement), "measured": pair.model_dump()}
+            for pair, judgement in zip(pairs, judgements, strict=True)
+        ]
+        result = {"settings": task.model_dump(), "candidates": candidates}
+        click.echo(f"written: {write_result('qualify', result, out)}")
     context.exit(min(EXIT_CODES[judgement.fitness] for judgement in judgements))
 
 
@@ -169,18 +157,3 @@ def _task(given: dict[str, Any]) -> QualifyTask:
     unique = {name: tuple(dict.fromkeys(given.pop(name))) for name in ("drafts", "heads")}
     gammas = tuple(sorted(given.pop("gammas")))
     return QualifyTask(**given, **unique, prompts=tuple(texts), gammas=gammas)
-
-
-def _result(task: QualifyTask, pairs: Sequence[PairFacts], judgements: Sequence[Judgement]) -> dict[str, Any]:
-    candidates = []
-    for pair, judgement in zip(pairs, judgements, strict=True):
-        best = {"best_speedup": judgement.best_speedup if judgement.payoffs else None}
-        candidates.append(
-            {
-                "draft": pair.draft.name,
-                **TypeAdapter(Judgement).dump_python(judgement, mode="json"),
-                **best,
-                "measured": pair.model_dump(),
-            }
-        )
-    return {"settings": task.model_dump(), "candidates": candidates}

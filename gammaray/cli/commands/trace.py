@@ -10,7 +10,6 @@ from dataclasses import asdict
 
 import click
 from rich.console import Group, RenderableType
-from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
@@ -36,7 +35,7 @@ def timeline(cycles: Sequence[CycleRecord], bar_width: int = 40) -> RenderableTy
     for group in _owners(cycles):
         first = group[0]
         if len(cycles) != len(group):
-            parts.append(Rule(f"turn {first.turn}, owner's epoch {first.epoch}", style="dim", align="left"))
+            parts.append(Text(f"turn {first.turn}, owner's epoch {first.epoch}", style="dim"))
         parts.append(_table(group, bar_width / scale_s, bar_width))
     parts.append(_summary(cycles))
     return Group(*parts)

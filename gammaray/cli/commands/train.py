@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from gammaray.cli.options import read_prompts
-from gammaray.cli.values import FloatRange, IntRange, list_of, temperature
+from gammaray.cli.values import FloatRange, IntRange, list_of
 from gammaray.deploy.gpus import check_device
 from gammaray.qualify.process import answers
 from gammaray.qualify.training import TrainTask
@@ -54,26 +54,9 @@ def _layers(context: click.Context, parameter: click.Parameter, value: str | Non
     help="Tokens it can propose.",
 )
 @click.option(
-    "--depth", type=IntRange(1, 16), default=5, show_default=True, help="Tokens per measured proposal."
-)
-@click.option(
-    "--unroll",
-    type=IntRange(1, 8),
-    default=3,
-    show_default=True,
-    help="Steps in which a head is trained.",
-)
-@click.option(
     "--tokens", type=IntRange(1), default=300_000, show_default=True, help="Answer tokens to generate."
 )
 @click.option("--max-tokens", type=IntRange(8), default=256, show_default=True, help="Longest answer.")
-@click.option(
-    "--temperatures",
-    default="0,1",
-    show_default=True,
-    callback=list_of(temperature, "numbers such as 0 or 0.7"),
-    help="Of the answers.",
-)
 @click.option("--batch", type=IntRange(1), default=64, show_default=True, help="Answers generated at once.")
 @click.option(
     "--train-tokens", type=IntRange(1), default=512, show_default=True, help="Least tokens per step."
@@ -87,7 +70,6 @@ def _layers(context: click.Context, parameter: click.Parameter, value: str | Non
     show_default=True,
     help="Limit of all runs together.",
 )
-@click.option("--patience", type=IntRange(1), default=6, show_default=True, help="Measurements without gain.")
 @click.option("--steps-per-report", type=IntRange(1), default=50, show_default=True)
 @click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:N.")
 @click.option("--threads", type=IntRange(1, 256), default=2, show_default=True)

@@ -29,7 +29,7 @@
 {{- end -}}
 {{- $_ := set $settings "model" (get $.Values.models $role) -}}
 {{- if and (eq $role "draft") (ne $.Values.models.draft $.Values.models.target) -}}
-{{- $_ := set $settings "target_model" $.Values.models.target -}}
+{{- $_ := set $settings "target" $.Values.models.target -}}
 {{- end -}}
 {{- if ne $.Values.engine "auto" -}}
 {{- $_ := set $settings "engine" $.Values.engine -}}

@@ -126,7 +126,7 @@ def is_ordinary(name: str) -> bool:
 
 def _early_exit(name: str, target: str, device: str, dtype: str) -> tuple[LoadedModel, DraftFormat]:
     if not target or is_gguf(target):
-        raise InvalidArgumentError("target_model", target, f"a directory or hub name, with model {name}")
+        raise InvalidArgumentError("target", target, f"a directory or hub name, with model {name}")
     config = load_config(target).get_text_config()
     num_layers = early_exit_layers(name, config.num_hidden_layers, field="model")
     loaded = load_model(target, device=device, dtype=dtype, num_layers=num_layers)
@@ -226,13 +226,13 @@ def target_tensor(name: str, target: str, what: str) -> Tensor:
     """
     allowed = f"a directory or hub name with safetensors, as {name} shares the target's {what}"
     if not target or is_gguf(target):
-        raise InvalidArgumentError("target_model", target, allowed)
+        raise InvalidArgumentError("target", target, allowed)
     folder, module = checkpoint_folder(target), skeleton(load_config(target))
     if folder is None or module is None:
-        raise InvalidArgumentError("target_model", target, allowed)
+        raise InvalidArgumentError("target", target, allowed)
     own_names = {"embedding": input_names, "output matrix": output_names}
     stored = {own: key for key, own in stored_as(module, tensor_names(folder)).items()}
     for own in own_names[what](module):
         if own in stored:
             return read_tensor(target, folder, stored[own])
-    raise InvalidArgumentError("target_model", target, allowed)
+    raise InvalidArgumentError("target", target, allowed)

@@ -12,10 +12,16 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from gammaray.errors import InvalidArgumentError, NotFoundError
-from gammaray.gguf import is_gguf
+from gammaray.gguf import is_gguf, read_header
 from services.engine.core.checkpoint import (
     StoredWeights,
     check_loading,
@@ -344,6 +350,19 @@ def load_config(name: str) -> PretrainedConfig:
     except OSError as error:
         raise NotFoundError(f"model {name!r}: {error}") from error
     return config
+
+
+def eos_token_ids(model: str) -> tuple[int, ...]:
+    """Return the tokens that end a completion, from the same files as `generate` of transformers."""
+    if is_gguf(model):
+        return tuple(sorted(read_header(model).eos_token_ids))
+    try:
+        found: Any = GenerationConfig.from_pretrained(model).eos_token_id
+    except OSError:  # no such file: older models have none
+        found = None
+    if found is None:
+        found = getattr(load_config(model).get_text_config(), "eos_token_id", None)
+    return tuple(found) if isinstance(found, (list, tuple)) else () if found is None else (found,)
 
 
 def check_config(name: str, config: PretrainedConfig) -> None:

@@ -38,7 +38,6 @@ class _Running:
     turn_tokens: int = 0
     top_ids: list[Tensor] = field(default_factory=list)
     top_logs: list[Tensor] = field(default_factory=list)
-    logs: list[float] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -82,9 +81,8 @@ class Writer:
     ) -> None:
         self._engine, self._store, self._jobs = engine, store, jobs
         self._eos, self._max_tokens, self._batch, self._top_k = eos_token_ids, max_tokens, batch, top_k
-        self._random = torch.Generator().manual_seed(seed + len(store))
+        self._random = torch.Generator().manual_seed(seed + len(store.jobs))
         self._decode, self._passages = decode, passages
-        self._done = store.jobs
         self._running: list[_Running] = []
         self._waiting: Job | None = None
 
@@ -116,9 +114,9 @@ class Writer:
             self._running.clear()
 
     def _admit(self) -> None:
-        added = 0
+        added, done = 0, self._store.jobs
         while len(self._running) < self._batch and added < _PREFILL_TOKENS:
-            job = self._waiting or next((job for job in self._jobs if job.number not in self._done), None)
+            job = self._waiting or next((job for job in self._jobs if job.number not in done), None)
             self._waiting = None
             if job is None:
                 return
@@ -151,15 +149,12 @@ class Writer:
             uniform = torch.rand(len(hot), 1, generator=self._random).to(rows.device)
             found = torch.searchsorted(cumulative, uniform * cumulative[:, -1:])[:, 0]
             drawn[hot] = found.clamp_max(rows.size(1) - 1)
-        chosen = rows.gather(1, drawn[:, None])[:, 0] - total
         ids, logs = top.indices.int().cpu(), (top.values - total[:, None]).half().cpu()
         running = self._running
         self._running = []
-        for row, (one, token, log) in enumerate(zip(running, drawn.tolist(), chosen.tolist(), strict=True)):
+        for row, (one, token) in enumerate(zip(running, drawn.tolist(), strict=True)):
             one.fed = len(one.token_ids)
-            ended = (
-                self._turn(one, token) if one.in_turn else self._answer(one, token, log, ids[row], logs[row])
-            )
+            ended = self._turn(one, token) if one.in_turn else self._answer(one, token, ids[row], logs[row])
             if ended:
                 self._engine.release(one.name)
             else:
@@ -181,17 +176,16 @@ class Writer:
         one.num_prompt = len(one.token_ids)
         return False
 
-    def _answer(self, one: _Running, token: int, log: float, ids: Tensor, logs: Tensor) -> bool:
+    def _answer(self, one: _Running, token: int, ids: Tensor, logs: Tensor) -> bool:
         """Add a token; return whether the answer is complete, after storing it."""
         one.token_ids.append(token)
         one.top_ids.append(ids)
         one.top_logs.append(logs)
-        one.logs.append(log)
-        length = len(one.logs)
+        length = len(one.top_ids)
         if token not in self._eos and length < self._max_tokens:
             return False
         if length >= _MIN_ANSWER_TOKENS:
-            self._store.append(one.job.number, _sequence(one))
+            self._store.append(_sequence(one))
             if self._passages is not None and self._decode is not None:
                 self._passages.add(self._decode(one.token_ids[one.num_prompt : -1]))
         return True
@@ -207,5 +201,5 @@ def _sequence(one: _Running) -> Sequence:
         one.job.temperature,
         stacked(one.top_ids),
         stacked(one.top_logs),
-        np.array(one.logs, dtype=np.float32),
+        one.job.number,
     )

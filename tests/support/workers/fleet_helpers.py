@@ -28,16 +28,12 @@ class ListRegistry:
 
 
 @asynccontextmanager
-async def fleet_of(*workers: ScriptedWorker, registry=None, settle_s: float = 30.0, sha: str = ""):
-    by_role = {role: ",".join(w.address for w in workers if w.role == role) for role in ("target", "draft")}
-    fleet = Fleet(
-        registry or ListRegistry(),
-        VOCAB,
-        vocab_sha256=sha,
-        target_addresses=by_role["target"],
-        draft_addresses=by_role["draft"],
-    )
-    await fleet.start(settle_s)
+async def fleet_of(*workers: ScriptedWorker, registry=None, connect_s: float = 30.0, sha: str = ""):
+    registry = registry or ListRegistry()
+    for worker in workers:
+        registry.known[worker.role].add(worker.address)
+    fleet = Fleet(registry.addresses, VOCAB, vocab_sha256=sha)
+    await fleet.start(connect_s)
     try:
         yield fleet
     finally:

@@ -6,12 +6,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from unittest.mock import patch
 
-from gammaray.config import OrchestratorSettings
+from gammaray.config import REDIS_PREFIX, OrchestratorSettings
 from gammaray.types import GenerationRequest, SamplingParams
 from orchestrator.service import Orchestrator
+from services.process.registry import Announcer
 
 PROMPTS = ["def read_lines(path):\n", "import os\n\nclass Stack:\n    def ", "for i in range(", "# A short"]
 SEEDED = SamplingParams(temperature=1.0, seed=1234)
@@ -35,23 +36,29 @@ def deadlines(**seconds: float):
 
 
 @asynccontextmanager
-async def running(server, target: str, draft: str, **settings):
-    """Run an orchestrator with these settings, and deadlines of `deadlines`."""
-    given = {name: settings.pop(name) for name in _DEADLINES if name in settings}
-    with deadlines(**given):
-        async with _running(server, target, draft, settings) as orchestrator:
-            yield orchestrator
+async def announced(url: str, target: str, draft: str, prefix: str = REDIS_PREFIX):
+    """Announce workers in a Redis, as their own processes would; addresses are separated by commas."""
+    async with AsyncExitStack() as entries:
+        for role, addresses in (("target", target), ("draft", draft)):
+            for address in filter(None, addresses.split(",")):
+                announcer = Announcer(url, role, address, prefix)
+                await announcer.start()
+                entries.push_async_callback(announcer.withdraw)
+        yield
 
 
 @asynccontextmanager
-async def _running(server, target: str, draft: str, settings):
-    orchestrator = await Orchestrator.start(
-        OrchestratorSettings(redis_url=server.url, target_addresses=target, draft_addresses=draft, **settings)
-    )
-    try:
-        yield orchestrator
-    finally:
-        await orchestrator.close()
+async def running(server, target: str, draft: str, **settings):
+    """Run an orchestrator with these workers and settings, and deadlines of `deadlines`."""
+    given = {name: settings.pop(name) for name in _DEADLINES if name in settings}
+    own = OrchestratorSettings(redis_url=server.url, **settings)
+    with deadlines(**given):
+        async with announced(server.url, target, draft, own.redis_prefix):
+            orchestrator = await Orchestrator.start(own)
+            try:
+                yield orchestrator
+            finally:
+                await orchestrator.close()
 
 
 async def complete(orchestrator, request: GenerationRequest, after_chunk=lambda count: None):

@@ -234,11 +234,13 @@ def propose_block(tokens: Sequence[int], gamma: int, **fields: Any) -> draft_pb.
 
 
 @asynccontextmanager
-async def running(role: str, model: str | Path, **settings: Any) -> AsyncIterator[tuple[Link, Any]]:
+async def running(
+    role: str, model: str | Path, host: str = "", **settings: Any
+) -> AsyncIterator[tuple[Link, Any]]:
     if role == "target":
-        worker: Any = TargetWorker(TargetSettings(model=str(model), device="cpu", **settings))
+        worker: Any = TargetWorker(TargetSettings(model=str(model), device="cpu", **settings), host)
     else:
-        worker = DraftWorker(DraftSettings(model=str(model), device="cpu", **settings))
+        worker = DraftWorker(DraftSettings(model=str(model), device="cpu", **settings), host)
     link = None
     try:
         link = Link(await worker.start(), role)

@@ -8,7 +8,7 @@ import pytest
 
 from gammaray.bench.rows import gap_figures, gaps, percentile
 from gammaray.bench.systems import Arrival
-from gammaray.maths.theory import expected_tokens
+from tests.support.theory import expected_tokens
 
 
 def cycles(num_cycles: int, alpha: float, gamma: int, seconds: float = 0.02, seed: int = 7) -> list[Arrival]:

@@ -66,8 +66,6 @@ def test_page_has_every_chart_of_every_point_and_asks_nothing_of_the_network() -
         "points": [
             {
                 "temperature": 0.7,
-                "verification": "coupled",
-                "concurrency": 1,
                 "rows": [row("0", 1.0), row("4", 1.5), row("adaptive", 1.25)],
                 "equality": {"compared": 8, "equal": 8, "different": []},
                 "loops": {"repeated_share": [[0.9], [0.1]], "num_loops": 1, "kept": [1]},

@@ -66,7 +66,7 @@ def test_a_head_as_the_draft_is_refused_and_told_where_it_belongs(config, kind, 
     reason = rf"got .*\(a head: {kind}\).*, allowed: a draft model; .* --head"
     with pytest.raises(InvalidArgumentError, match=f"draft: {reason}"):
         check_models(str(target), str(tmp_path))
-    worker = DraftWorker(DraftSettings(model=str(tmp_path), target_model=str(target)))
+    worker = DraftWorker(DraftSettings(model=str(tmp_path), target=str(target)))
     with pytest.raises(InvalidArgumentError, match=f"model: {reason}"):
         asyncio.run(worker.start())
 

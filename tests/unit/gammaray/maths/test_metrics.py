@@ -6,8 +6,8 @@ import random
 import pytest
 
 from gammaray.maths.acceptance import AcceptanceEstimator, SpeculationCounters
-from gammaray.maths.theory import expected_tokens
 from gammaray.types import DrafterKind, TokenOrigin
+from tests.support.theory import expected_tokens
 
 
 def cycles(alpha_by_depth, count, seed=0):

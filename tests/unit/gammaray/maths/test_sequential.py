@@ -6,7 +6,7 @@ import random
 import pytest
 
 from gammaray.maths.sequential import evidence
-from gammaray.maths.theory import expected_tokens
+from tests.support.theory import expected_tokens
 
 ERROR = 0.05
 RUNS = 400

@@ -94,12 +94,12 @@ def test_vocabularies_that_differ_are_noted_with_both_sizes(tmp_path):
 
 
 def test_draft_workers_know_the_target_where_it_is_another_model():
-    assert "target_model" not in role_settings(ClusterSettings())["draft"]
+    assert "target" not in role_settings(ClusterSettings())["draft"]
     other = ClusterSettings(target="t", draft="demo")
-    assert role_settings(other)["draft"]["target_model"] == "t"
+    assert role_settings(other)["draft"]["target"] == "t"
     document = serve_document(other)
     (args,) = (app["args"] for app in document["applications"] if "draft" in app["import_path"])
-    assert "target_model" not in args["settings"]
+    assert "target" not in args["settings"]
 
 
 def test_vocabulary_of_a_multimodal_model_is_that_of_its_text(tmp_path):

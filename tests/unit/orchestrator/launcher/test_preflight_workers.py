@@ -63,7 +63,6 @@ def test_settings_that_fit_the_devices_pass():
         ({"METRICS_LISTEN": "127.0.0.1:9464-9465"}, "metrics_listen"),
         ({"TLS_CA": "/nowhere/ca.pem"}, "tls_cert"),
         ({"SESSION_TTL_S": "0"}, "session_ttl_s"),
-        ({"TARGET_LOAD": "0", "DRAFT_WORKERS": "0:2"}, "target_load"),
     ],
     ids=str,
 )

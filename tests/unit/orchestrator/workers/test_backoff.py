@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from orchestrator.workers import backoff
-from orchestrator.workers.backoff import MAX_PAUSE_S, PRICE, Backoff, Patience
+from orchestrator.workers.backoff import MAX_PAUSE_S, PRICE, AdaptiveTimeout, Backoff
 
 
 class Clock:
@@ -74,23 +74,23 @@ def test_backoff_lets_one_try_for_all(clock):
 def test_backoff_sign_of_life_ends_a_first_pause_only(clock):
     pauses = Backoff()
     pauses.failed(0.5)
-    pauses.lives()
+    pauses.note_late_answer()
     assert pauses.ready
     clock.now += 1.0
     pauses.failed(0.5)
-    pauses.lives()
+    pauses.note_late_answer()
     assert not pauses.ready
 
 
-def test_patience_follows_answers_between_its_least_and_the_limit():
-    patience = Patience(least_s=0.25)
-    assert patience.wait_s(2.0) == 2.0, "nothing is known"
+def test_timeout_follows_answers_between_its_least_and_the_limit():
+    timeout = AdaptiveTimeout(least_s=0.25)
+    assert timeout.wait_s(2.0) == 2.0, "nothing is known"
     for _ in range(50):
-        patience.observe(0.01)
-    assert patience.wait_s(2.0) == 0.25
+        timeout.observe(0.01)
+    assert timeout.wait_s(2.0) == 0.25
     for _ in range(50):
-        patience.observe(0.2)
-    assert 0.8 <= patience.wait_s(2.0) < 1.2
+        timeout.observe(0.2)
+    assert 0.8 <= timeout.wait_s(2.0) < 1.2
     for _ in range(20):
-        patience.observe(1.5)
-    assert patience.wait_s(2.0) == 2.0
+        timeout.observe(1.5)
+    assert timeout.wait_s(2.0) == 2.0

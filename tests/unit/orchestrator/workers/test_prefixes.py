@@ -50,7 +50,7 @@ def test_memory_is_bounded_and_keeps_the_latest(monkeypatch):
 def pool(monkeypatch):
     """A pool of three connected workers, without their processes."""
     monkeypatch.setattr(WorkerConnection, "start", lambda link: None)
-    pool = WorkerPool(TARGET, (), lambda info: None)
+    pool = WorkerPool(TARGET, lambda info: None)
     pool.announce({"a:1", "b:1", "c:1"})
     for link in pool.links.values():
         link.is_up = True

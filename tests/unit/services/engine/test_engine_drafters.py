@@ -123,7 +123,7 @@ def test_drafter_that_needs_its_target_is_refused_without_it(source, tmp_path, d
         drafter = make_drafter(source, tmp_path / "d", shares_embedding=True)
     with pytest.raises(InvalidArgumentError) as caught:
         load(drafter)
-    assert caught.value.field == "target_model"
+    assert caught.value.field == "target"
 
 
 @pytest.mark.parametrize("arch", ["gpt2", "gpt_neox", "opt", "gemma2"])

@@ -30,7 +30,7 @@ TAPS = (2, 8, 13, NUM_LAYERS)
 def trained(tmp_path_factory):
     """A head after some steps: its folder, and what was told before and after an interruption."""
     folder = tmp_path_factory.mktemp("head")
-    task = make_task(folder, minutes=0.8, unroll=2)
+    task = make_task(folder, minutes=0.8)
     first, done = run_until(task, "steps 15 ")
     assert not done
     second = []
@@ -57,7 +57,7 @@ def test_head_serves_what_was_trained(trained):
     store = AnswerStore(folder / "work" / "answers", identity, 32, 2048)
     sequence = next(one for one in store.sequences() if len(one.token_ids) - one.num_prompt > 12)
     target = load_model(str(TARGET_DIR), device="cpu", dtype="float32").module
-    states = StateStore(folder, identity, target, TAPS, store.num_tokens, len(store))
+    states = StateStore(folder / "work" / "states", identity, target, TAPS)
     drafter = TrainableHead(target, TAPS, target_ids, 3, states)
     drafter.module.load_state_dict(
         {key: value for key, value in head.state_dict().items() if "embed_tokens" not in key}
@@ -104,10 +104,9 @@ def test_states_are_computed_once(trained):
     store = AnswerStore(folder / "work" / "answers", identity, 32, 2048)
     sequences = list(store.sequences())[:3]
     target = load_model(str(TARGET_DIR), device="cpu", dtype="bfloat16").module
-    answers = folder / "work" / "answers"
-    states = StateStore(answers, identity, target, TAPS, store.num_tokens, len(store))
+    states = StateStore(folder / "states", identity, target, TAPS)
     found = states.of(sequences)
     assert [one.shape for one in found] == [(len(one.token_ids), 4, 256) for one in sequences]
     target.model.layers[0].self_attn.q_proj.weight.data.zero_()
-    again = StateStore(answers, identity, target, TAPS, store.num_tokens, len(store)).of(sequences)
+    again = StateStore(folder / "states", identity, target, TAPS).of(sequences)
     assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))

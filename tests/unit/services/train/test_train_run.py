@@ -66,19 +66,18 @@ def test_drafter_starts_from_the_named_layers(tmp_path):
     assert overlaps(first)[0][0] > 0.8
 
 
-def sequence(count=6, prompt=2):
+def sequence(count=6, prompt=2, number=0):
     top = torch.arange(count)[prompt:, None].numpy()
-    return Sequence(torch.arange(count).numpy(), prompt, 0.0, top, top.astype("float16"), top[:, 0])
+    return Sequence(torch.arange(count).numpy(), prompt, 0.0, top, top.astype("float16"), number)
 
 
 def test_killed_write_loses_only_its_own_sequence(tmp_path):
     store = AnswerStore(tmp_path, {"target": "x"}, 1, 100)
-    store.append(0, sequence())
-    store.close()
-    with (tmp_path / "tokens.bin").open("ab") as file:
-        file.write(b"half")
+    store.append(sequence())
+    (tmp_path / ".1-9-2-0.npz.new").write_bytes(b"half")
     again = AnswerStore(tmp_path, {"target": "x"}, 1, 100)
-    again.append(1, sequence(9))
+    assert (again.jobs, again.num_answer_tokens) == ({0}, 4)
+    again.append(sequence(9, number=1))
     assert [len(found.token_ids) for found in again.sequences()] == [6, 9]
 
 

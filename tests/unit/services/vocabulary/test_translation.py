@@ -66,7 +66,7 @@ def test_vocabularies_without_a_common_token_are_refused():
     latin = Vocabulary(byte_fallback(["abc"], num_bytes=0))
     with pytest.raises(InvalidArgumentError, match="shares no token") as caught:
         Translation(greek, latin, len(greek), len(latin))
-    assert caught.value.field == "target_model"
+    assert caught.value.field == "target"
 
 
 def test_translation_of_directories_uses_the_models_sizes(tmp_path):
@@ -92,6 +92,6 @@ def test_tokenizer_that_cannot_be_used_is_refused_by_its_setting(tmp_path, kind)
     if kind == "words":
         word_pieces().save_pretrained(path)
     with pytest.raises(InvalidArgumentError) as caught:
-        load_vocabulary(str(path), "target_model")
-    assert caught.value.field == "target_model"
+        load_vocabulary(str(path), "target")
+    assert caught.value.field == "target"
     assert "tokenizer" in caught.value.allowed
