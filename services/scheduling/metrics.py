@@ -19,19 +19,12 @@ class AheadStats:
         hits: Those that were prepared, so that the request took no forward.
         forwards: Forwards spent on drafting ahead.
         rows: Tokens fed in them.
-        used_rows: Those that became part of a proposal or of the text.
     """
 
     lookups: int = 0
     hits: int = 0
     forwards: int = 0
     rows: int = 0
-    used_rows: int = 0
-
-    @property
-    def wasted_rows(self) -> int:
-        """Tokens fed ahead and not used, including those that may still be used."""
-        return self.rows - self.used_rows
 
 
 class ObservedScheduler(Protocol):
