@@ -48,9 +48,8 @@ The [dashboard](../helm/gammaray/dashboards/gammaray.json) for Grafana is made o
 Counting takes 5 us per cycle in an orchestrator, 1.4 us per step and block in a worker, and a scrape 2 ms
 (2026-11-21, one AMD EPYC core of a busy machine, `benchmarks.metrics_cost` at abac27d).
 
-The counters `gammaray_spec_decode_*` are vLLM's, with its definitions and our prefix, but for one thing: an
-accepted token after the end of a completion was not emitted and is not counted. So over any set
-of completions they are the sums of what the API's own summaries say.
+An accepted token after the end of a completion was not emitted and is not counted. So over any set of
+completions the counters of tokens are the sums of what the API's own summaries say.
 
 ## By vLLM's names
 
@@ -63,7 +62,7 @@ of completions they are the sums of what the API's own summaries say.
 * gauges: `vllm:num_requests_running`, `vllm:num_requests_waiting`.
 
 The path needs a key where the API does. It answers 503 while Redis cannot be reached, which knows the other
-orchestrators. The counters are those of `gammaray_spec_decode_*` and `gammaray_tokens_total` below.
+orchestrators. They have vLLM's definitions, but for accepted tokens after the end of a completion.
 
 ## All processes
 

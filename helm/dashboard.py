@@ -97,21 +97,15 @@ _OVERVIEW = (
 )
 _SPECULATION = (
     Panel(
-        "Alpha and acceptance rate",
+        "Alpha",
         "percentunit",
-        (
-            _of("spec_decode.num_tested_tokens", "alpha"),
-            _of("spec_decode.num_draft_tokens", "accepted / drafted"),
-        ),
+        (_of("spec_decode.num_tested_tokens", "alpha"),),
+        text="Accepted share of the tested proposed tokens.",
     ),
     Panel(
         "Tokens per cycle",
         "short",
-        (
-            _of("cycles", "emitted"),
-            _of("spec_decode.num_drafts", "mean acceptance length"),
-            _of("cycle.gamma", "gamma"),
-        ),
+        (_of("cycles", "emitted"), _of("cycle.gamma", "gamma")),
     ),
     Panel(
         "Speedup over plain decoding",
@@ -119,26 +113,15 @@ _SPECULATION = (
         (_of("decode.time", "speedup"),),
         text="Below 1, drafting reduces the speed.",
     ),
-    Panel(
-        "Acceptance by position",
-        "percentunit",
-        (_of("spec_decode.num_accepted_tokens_per_pos", "{{position}}"),),
-    ),
     Panel("Gamma", "short", _heat("gammaray_cycle_gamma_bucket"), kind="heatmap"),
     Panel("Cycles per second by drafter", "short", _rate("gammaray_cycles_total", "rung"), stacked=True),
-    Panel(
-        "Draft-ahead",
-        "percentunit",
-        (_of("draft_ahead.lookups", "hit rate"), _of("draft_ahead.rows", "wasted work")),
-    ),
     Panel("Cycles without the requested drafter", "percentunit", (_of("cycle.fallbacks", "share"),)),
-    Panel("Bytes on the wire per cycle", "bytes", (_of("wire", _ROLE),)),
 )
 _LATENCY = (
     Panel("Time to first token", "s", _quantiles("time_to_first_token")),
     Panel("Time per output token", "s", _quantiles("time_per_output_token")),
     Panel("Gap between chunks", "s", _quantiles("inter_token_latency")),
-    Panel("Cycle", "s", _quantiles("cycle_duration")),
+    Panel("Completion", "s", _quantiles("request_duration")),
     Panel("Cycle time by phase", "percentunit", (_of("cycle.time", "{{part}}"),), stacked=True),
     Panel(
         "Gap between chunks, all", "s", _heat("gammaray_inter_token_latency_seconds_bucket"), kind="heatmap"
@@ -154,13 +137,10 @@ _WORKERS = (
     Panel(
         "Queue", "short", (_of("worker.queue_depth", _ROLE),), text="Blocks waiting or running, per worker."
     ),
-    Panel("Wait before the first step, p95", "s", (_of("worker.queue.time", _ROLE),)),
     Panel("Batch", "short", (_of("worker.step.blocks", _ROLE),), text="Sessions per step."),
-    Panel("Tokens fed per second", "short", (_of("worker.step.tokens", _ROLE),)),
     Panel("KV cache use, highest", "percentunit", (_of("worker.cache.used", _ROLE),)),
     Panel("Cached share of prompts", "percentunit", (_of("worker.prefix_cache.queries", _ROLE),)),
     Panel("Evictions per second", "short", (_of("worker.cache.evictions", _ROLE),)),
-    Panel("Failed blocks", "percentunit", (_of("worker.blocks", _ROLE),)),
     Panel(
         "Memory",
         "bytes",

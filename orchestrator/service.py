@@ -251,15 +251,10 @@ class Orchestrator:
         if not grammar:
             return
         check_grammars(self.fleet.targets, grammar_identity())
-        if self._grammars.is_remembered(grammar):
-            self.meter.grammar_hits.value += 1
-            await self._grammars.check(grammar, caller)
-            return
-        began = time.perf_counter()
+        is_known, began = self._grammars.is_remembered(grammar), time.perf_counter()
         await self._grammars.check(grammar, caller)
-        took = time.perf_counter() - began
-        self.meter.grammar_s.observe(took)
-        span.compiled(took)
+        if not is_known:
+            span.compiled(time.perf_counter() - began)
 
     def _progress(self, opened: OpenSession) -> ChunkBuilder:
         handover = opened.handover

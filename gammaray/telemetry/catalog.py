@@ -9,7 +9,6 @@ _FAST_S = (0.0005, 0.001, 0.0015, 0.002, 0.0025, 0.003, 0.004, 0.005, 0.006, 0.0
 TOKEN_S = (*_FAST_S, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5)
 """Buckets for times per token and per cycle, in seconds: fine below 10 ms, where most values are."""
 
-WAIT_S = (0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.004, 0.006, 0.01, 0.02, 0.05, 0.1, 0.25, 1.0, 5.0)
 REQUEST_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 GAMMAS = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 12.0, 16.0, 24.0, 32.0, 64.0)
 SIZES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
@@ -34,7 +33,6 @@ class Role(str, Enum):
 
 
 ORCHESTRATOR = (Role.ORCHESTRATOR,)
-DRAFT = (Role.DRAFT,)
 BOTH_WORKERS = (Role.DRAFT, Role.TARGET)
 ALL = tuple(Role)
 
@@ -82,20 +80,6 @@ class Metric:
 
 SPECULATION = (
     Metric(
-        *("gammaray.spec_decode.num_drafts", Kind.COUNTER, "{draft}", ORCHESTRATOR),
-        "Proposals with at least one token (vLLM's definition).",
-        "1 + sum(rate(gammaray_spec_decode_num_accepted_tokens_total[5m])) / "
-        "sum(rate(gammaray_spec_decode_num_drafts_total[5m]))",
-        "Mean acceptance length, bonus included (vLLM's definition).",
-    ),
-    Metric(
-        *("gammaray.spec_decode.num_draft_tokens", Kind.COUNTER, "{token}", ORCHESTRATOR),
-        "Tokens proposed, all nodes of trees included (vLLM's definition).",
-        "sum(rate(gammaray_spec_decode_num_accepted_tokens_total[5m])) / "
-        "sum(rate(gammaray_spec_decode_num_draft_tokens_total[5m]))",
-        "Acceptance rate: the share of drafted tokens that was accepted.",
-    ),
-    Metric(
         *("gammaray.spec_decode.num_tested_tokens", Kind.COUNTER, "{token}", ORCHESTRATOR),
         "Tested proposed tokens: the accepted ones, plus one if a test failed.",
         "sum(rate(gammaray_spec_decode_num_accepted_tokens_total[5m])) / "
@@ -107,14 +91,6 @@ SPECULATION = (
         "Proposed tokens that were accepted and emitted.",
         "sum(rate(gammaray_spec_decode_num_accepted_tokens_total[5m]))",
         "Accepted tokens per second.",
-    ),
-    Metric(
-        *("gammaray.spec_decode.num_accepted_tokens_per_pos", Kind.COUNTER, "{token}", ORCHESTRATOR),
-        "Accepted tokens by their depth in the proposal, from 0 (vLLM's definition).",
-        "sum by (position) (rate(gammaray_spec_decode_num_accepted_tokens_per_pos_total[5m])) / "
-        "scalar(sum(rate(gammaray_spec_decode_num_drafts_total[5m])))",
-        "Share of proposals accepted up to each position.",
-        labels=("position",),
     ),
     Metric(
         *("gammaray.tokens", Kind.COUNTER, "{token}", ORCHESTRATOR),
@@ -146,13 +122,6 @@ SPECULATION = (
 )
 
 TIME = (
-    Metric(
-        *("gammaray.cycle.duration", Kind.HISTOGRAM, "s", ORCHESTRATOR),
-        "Time of one cycle.",
-        "histogram_quantile(0.99, sum by (le) (rate(gammaray_cycle_duration_seconds_bucket[5m])))",
-        "99th percentile of a cycle.",
-        buckets=TOKEN_S,
-    ),
     Metric(
         *("gammaray.cycle.time", Kind.COUNTER, "s", ORCHESTRATOR),
         "Time of all cycles by phase: draft (waiting for proposals), target_queue and target_step "
@@ -202,26 +171,6 @@ REQUESTS = (
         "Waiting requests: scale orchestrators or targets if this persists.",
     ),
     Metric(
-        *("gammaray.grammar.compile.duration", Kind.HISTOGRAM, "s", ORCHESTRATOR),
-        "Time to compile and check a grammar that was not checked before, waiting included.",
-        "histogram_quantile(0.95, sum by (le) (rate(gammaray_grammar_compile_duration_seconds_bucket[5m])))",
-        "95th percentile of the compilation.",
-        buckets=WAIT_S,
-    ),
-    Metric(
-        *("gammaray.grammar.hits", Kind.COUNTER, "{grammar}", ORCHESTRATOR),
-        "Grammars of requests that were checked before.",
-        "sum(rate(gammaray_grammar_hits_total[5m])) / (sum(rate(gammaray_grammar_hits_total[5m])) + "
-        "sum(rate(gammaray_grammar_compile_duration_seconds_count[5m])))",
-        "Share of grammars that were checked before.",
-    ),
-    Metric(
-        *("gammaray.resumes", Kind.COUNTER, "{request}", ORCHESTRATOR),
-        "Requests that resumed a session after its stream broke.",
-        "sum(rate(gammaray_resumes_total[5m]))",
-        "Resumes per second.",
-    ),
-    Metric(
         *("gammaray.prompt.tokens", Kind.COUNTER, "{token}", ORCHESTRATOR),
         "Tokens of prompts.",
         "sum(rate(gammaray_prompt_tokens_total[5m]))",
@@ -260,13 +209,6 @@ REQUESTS = (
 
 WORKERS = (
     Metric(
-        *("gammaray.wire", Kind.COUNTER, "By", ORCHESTRATOR),
-        "Bytes of frames to (sent) and from (received) workers, by worker role and direction.",
-        "sum by (role) (rate(gammaray_wire_bytes_total[5m])) / scalar(sum(rate(gammaray_cycles_total[5m])))",
-        "Bytes on the wire per cycle, by role.",
-        labels=("role", "direction"),
-    ),
-    Metric(
         *("gammaray.workers", Kind.GAUGE, "{worker}", ORCHESTRATOR),
         "Workers that the orchestrator is connected to, by role.",
         "min by (role) (gammaray_workers)",
@@ -275,20 +217,12 @@ WORKERS = (
     ),
 )
 
-
 ENGINE = (
     Metric(
         *("gammaray.worker.queue_depth", Kind.GAUGE, "{block}", BOTH_WORKERS),
         "Blocks waiting or running.",
         "avg by (role) (gammaray_worker_queue_depth)",
         "Mean queue depth by role.",
-        labels=("role",),
-    ),
-    Metric(
-        *("gammaray.worker.sessions", Kind.GAUGE, "{session}", BOTH_WORKERS),
-        "Sessions with a KV cache.",
-        "sum by (role) (gammaray_worker_sessions)",
-        "Sessions held by role.",
         labels=("role",),
     ),
     Metric(
@@ -351,66 +285,6 @@ ENGINE = (
         "Mean batch size by role.",
         labels=("role",),
         buckets=SIZES,
-    ),
-    Metric(
-        *("gammaray.worker.step.tokens", Kind.COUNTER, "{token}", BOTH_WORKERS),
-        "Tokens fed over all steps.",
-        "sum by (role) (rate(gammaray_worker_step_tokens_total[5m]))",
-        "Tokens fed per second by role.",
-        labels=("role",),
-    ),
-    Metric(
-        *("gammaray.worker.queue.time", Kind.HISTOGRAM, "s", BOTH_WORKERS),
-        "Time that a block waited before its first step.",
-        "histogram_quantile(0.95, sum by (role, le) (rate(gammaray_worker_queue_time_seconds_bucket[5m])))",
-        "95th percentile of the wait by role.",
-        labels=("role",),
-        buckets=WAIT_S,
-    ),
-    Metric(
-        *("gammaray.worker.mask.duration", Kind.HISTOGRAM, "s", (Role.TARGET,)),
-        "Time to compute the masks of one block of a session with a grammar, beside the forward.",
-        "histogram_quantile(0.95, sum by (le) (rate(gammaray_worker_mask_duration_seconds_bucket[5m])))",
-        "95th percentile of the masks' time.",
-        labels=("role",),
-        buckets=WAIT_S,
-    ),
-    Metric(
-        *("gammaray.worker.mask.rows", Kind.COUNTER, "{row}", (Role.TARGET,)),
-        "Rows of logits masked by grammars.",
-        "sum(rate(gammaray_worker_mask_rows_total[5m]))",
-        "Masked rows per second.",
-        labels=("role",),
-    ),
-    Metric(
-        *("gammaray.worker.blocks", Kind.COUNTER, "{block}", BOTH_WORKERS),
-        "Blocks by outcome: done, need (committed tokens are missing) or error.",
-        'sum by (role) (rate(gammaray_worker_blocks_total{outcome="error"}[5m])) / sum by (role) '
-        "(rate(gammaray_worker_blocks_total[5m]))",
-        "Share of blocks that failed, by role.",
-        labels=("role", "outcome"),
-    ),
-    Metric(
-        *("gammaray.draft_ahead.lookups", Kind.COUNTER, "{proposal}", BOTH_WORKERS),
-        "Proposals after the first of a session, which draft-ahead could have prepared; on targets, "
-        "those of a head.",
-        "sum(rate(gammaray_draft_ahead_hits_total[5m])) / sum(rate(gammaray_draft_ahead_lookups_total[5m]))",
-        "Draft-ahead hit rate.",
-    ),
-    Metric(
-        *("gammaray.draft_ahead.hits", Kind.COUNTER, "{proposal}", BOTH_WORKERS),
-        "Those of them that were ready, without a forward.",
-        "sum(rate(gammaray_draft_ahead_hits_total[5m]))",
-        "Prepared proposals used per second.",
-    ),
-    Metric(
-        *("gammaray.draft_ahead.rows", Kind.COUNTER, "{token}", DRAFT),
-        "Tokens fed in draft-ahead's own forwards, by use: whether they became part of a proposal or of "
-        "the text.",
-        'sum(rate(gammaray_draft_ahead_rows_total{use="wasted"}[5m])) / '
-        "sum(rate(gammaray_draft_ahead_rows_total[5m]))",
-        "Share of draft-ahead's work that was wasted.",
-        labels=("use",),
     ),
 )
 

@@ -18,7 +18,6 @@ _PARTS = ("draft", "target_queue", "target_step", "target_wire", "other")
 _GOOD = tuple(reason.value for reason in FinishReason)
 
 # Prometheus treats the first value of a series as its start, so these series are created at zero.
-_POSITIONS = 16
 _OUTCOMES = sorted({*_GOOD, *(error.status.name.lower() for error in GammarayError.__subclasses__())})
 
 
@@ -31,23 +30,17 @@ class OrchestratorMeter:
 
     def __init__(self) -> None:
         self.meter = meter = Meter()
-        prefix = "gammaray.spec_decode.num_"
-        self.drafts = meter.counter(f"{prefix}drafts")
-        self.drafted = meter.counter(f"{prefix}draft_tokens")
-        self.tested = meter.counter(f"{prefix}tested_tokens")
-        self.accepted = meter.counter(f"{prefix}accepted_tokens")
-        self._positions = [self._position(position) for position in range(_POSITIONS)]
+        self._num_drafts = self._num_drafted = 0
+        self._positions: list[int] = []
+        self.tested = meter.counter("gammaray.spec_decode.num_tested_tokens")
+        self.accepted = meter.counter("gammaray.spec_decode.num_accepted_tokens")
         self.tokens = {kind: meter.counter("gammaray.tokens", origin=kind.value) for kind in TokenOrigin}
         self.cycles = {kind: meter.counter("gammaray.cycles", rung=kind.value) for kind in DrafterKind}
         self.fallbacks = meter.counter("gammaray.cycle.fallbacks")
         self.gamma = meter.histogram("gammaray.cycle.gamma")
-        self.duration = meter.histogram("gammaray.cycle.duration")
         self.parts = tuple(meter.counter("gammaray.cycle.time", part=part) for part in _PARTS)
         self.decode_s = meter.counter("gammaray.decode.time")
         self.plain_s = meter.counter("gammaray.decode.plain_time")
-        self.grammar_hits = meter.counter("gammaray.grammar.hits")
-        self.grammar_s = meter.histogram("gammaray.grammar.compile.duration")
-        self.resumes = meter.counter("gammaray.resumes")
         self.prompt_tokens = meter.counter("gammaray.prompt.tokens")
         self.request_s = meter.histogram("gammaray.request.duration")
         self.first_token_s = meter.histogram("gammaray.time_to_first_token")
@@ -58,16 +51,12 @@ class OrchestratorMeter:
             self.outcome(outcome)
 
     def watch(self, admission: Admission, fleet: Fleet) -> None:
-        """Register gauges that read admission, workers and their connections on each scrape."""
+        """Register gauges that read admission and workers on each scrape."""
         meter = self.meter
         meter.gauge("gammaray.requests.active", lambda: admission.num_running)
         meter.gauge("gammaray.requests.waiting", lambda: admission.num_waiting)
         for pool in (fleet.drafts, fleet.targets):
-            role, traffic = pool.role, pool.traffic
-            meter.gauge("gammaray.workers", partial(getattr, pool, "num_up"), role=role)
-            for direction in ("sent", "received"):
-                read = partial(getattr, traffic, direction)
-                meter.observed("gammaray.wire", read, role=role, direction=direction)
+            meter.gauge("gammaray.workers", partial(getattr, pool, "num_up"), role=pool.role)
 
     def request(self, request: GenerationRequest) -> RequestMeter:
         """Return the meter of a request that arrives now."""
@@ -85,8 +74,8 @@ class OrchestratorMeter:
         self.cycles[cycle.drafter].value += 1
         self.fallbacks.value += cycle.is_fallback
         if cycle.num_drafted > 0:
-            self.drafts.value += 1
-            self.drafted.value += cycle.num_drafted
+            self._num_drafts += 1
+            self._num_drafted += cycle.num_drafted
             self.tested.value += min(cycle.num_tested, emitted)
             self.accepted.value += accepted
             self._accepted_up_to(accepted)
@@ -94,7 +83,6 @@ class OrchestratorMeter:
         if emitted > accepted:
             self.tokens[cycle.origins[-1]].value += emitted - accepted
         self.gamma.observe(cycle.gamma)
-        self.duration.observe(cycle.total_s)
         _split(self.parts, cycle)
         if not cycle.is_first and plain_cycle_s is not None:
             self.decode_s.value += cycle.total_s
@@ -108,22 +96,14 @@ class OrchestratorMeter:
 
     def _accepted_up_to(self, num_accepted: int) -> None:
         positions = self._positions
-        while len(positions) < num_accepted:
-            positions.append(self._position(len(positions)))
+        positions += [0] * (num_accepted - len(positions))
         for position in range(num_accepted):
-            positions[position].value += 1
-
-    def _position(self, position: int) -> Counter:
-        name = "gammaray.spec_decode.num_accepted_tokens_per_pos"
-        return self.meter.counter(name, position=str(position))
+            positions[position] += 1
 
     @property
     def accepted_per_position(self) -> tuple[int, ...]:
-        """Accepted tokens by depth in the proposal, from depth 1, without trailing zeros."""
-        counts = [int(counter.value) for counter in self._positions]
-        while counts and not counts[-1]:
-            counts.pop()
-        return tuple(counts)
+        """Accepted tokens by depth in the proposal, from depth 1."""
+        return tuple(self._positions)
 
     @property
     def totals(self) -> SpeculationTotals:
@@ -131,8 +111,8 @@ class OrchestratorMeter:
         ended = {name: int(counter.value) for name, counter in list(self._outcomes.items())}
         return SpeculationTotals(
             cycles=int(sum(counter.value for counter in self.cycles.values())),
-            drafts=int(self.drafts.value),
-            draft_tokens=int(self.drafted.value),
+            drafts=self._num_drafts,
+            draft_tokens=self._num_drafted,
             tested_tokens=int(self.tested.value),
             accepted_tokens=int(self.accepted.value),
             emitted_tokens=int(sum(counter.value for counter in self.tokens.values())),
@@ -158,7 +138,6 @@ class RequestMeter:
         self._first = self._last = 0.0
         self._num_later = 0
         self._finish: FinishReason | None = None
-        shared.resumes.value += is_resume
 
     def deliver(self, chunk: Chunk) -> None:
         """Count a chunk before it is delivered."""

@@ -19,7 +19,7 @@ from gammaray.v1 import draft_service_pb2 as draft_pb
 from gammaray.v1 import types_pb2 as pb
 from orchestrator.workers.backoff import AdaptiveTimeout, Backoff
 from orchestrator.workers.prefix_affinity import PrefixIndex
-from orchestrator.workers.protocol import BlockT, ResultT, Traffic, WorkerInfo, WorkerProtocol
+from orchestrator.workers.protocol import BlockT, ResultT, WorkerInfo, WorkerProtocol
 
 _log = logging.getLogger(__name__)
 
@@ -72,7 +72,6 @@ class WorkerConnection(Generic[BlockT, ResultT]):
         refusal: Why the worker is refused, or None.
         sessions: Sessions attached to this link.
         prefixes: Prefixes that the worker has processed.
-        traffic: Bytes sent and received.
         backoff: Pauses the use of a worker that is connected but late.
         timeout: Timeout of its answers.
         listeners: Callbacks for unsolicited proposals, by session.
@@ -96,7 +95,6 @@ class WorkerConnection(Generic[BlockT, ResultT]):
         self.refusal: GammarayError | None = None
         self.sessions: set[str] = set()
         self.prefixes = PrefixIndex()
-        self.traffic = Traffic()
         self.backoff = Backoff()
         self.timeout = AdaptiveTimeout()
         self.is_draining = False
@@ -214,9 +212,7 @@ class WorkerConnection(Generic[BlockT, ResultT]):
             await self._has_output.wait()
             self._has_output.clear()
             while self._blocks or self._releases:
-                frame = self._next_frame()
-                self.traffic.sent += frame.ByteSize()
-                await call.write(frame)
+                await call.write(self._next_frame())
 
     def _next_frame(self) -> Any:
         releases, self._releases = self._releases, []
@@ -237,7 +233,6 @@ class WorkerConnection(Generic[BlockT, ResultT]):
     async def _read_frames(self, call: Any) -> None:
         while (frame := await call.read()) is not _EOF:
             self._failures = 0
-            self.traffic.received += frame.ByteSize()
             for result in frame.results:
                 future = self.pending.get(result.request_id)
                 if future is None:

@@ -11,7 +11,7 @@ from gammaray.security.tls import TlsFiles
 from gammaray.types import ProcessStatus
 from gammaray.wire.convert import worker_totals_from_proto
 from orchestrator.workers.connection import WorkerConnection
-from orchestrator.workers.protocol import BlockT, ResultT, Traffic, WorkerInfo, WorkerProtocol
+from orchestrator.workers.protocol import BlockT, ResultT, WorkerInfo, WorkerProtocol
 
 REGISTRY_MISSES = 3
 """A worker missing from the registry this many times in a row is dropped if its link is down."""
@@ -41,7 +41,6 @@ class WorkerPool(Generic[BlockT, ResultT]):
         tls: TlsFiles | None = None,
     ) -> None:
         self.role = protocol.role
-        self.traffic = Traffic()
         self.links: dict[str, WorkerConnection[BlockT, ResultT]] = {}
         self._protocol, self._check, self._tls = protocol, check, tls
         self._misses: dict[str, int] = {}
@@ -57,7 +56,6 @@ class WorkerPool(Generic[BlockT, ResultT]):
                 link = WorkerConnection(
                     self._protocol, address, check=self._check, on_change=self._changed.set, tls=self._tls
                 )
-                link.traffic = self.traffic
                 self.links[address] = link
                 link.start()
         for address in self.links.keys() - addresses:

@@ -1,4 +1,4 @@
-"""One interface for the two worker services, so that one connection class serves both; traffic counters."""
+"""One interface for the two worker services, so that one connection class serves both."""
 
 from __future__ import annotations
 
@@ -13,20 +13,6 @@ from gammaray.v1 import target_service_pb2 as target_pb
 from gammaray.v1 import types_pb2 as pb
 from gammaray.v1.draft_service_pb2_grpc import DraftServiceStub
 from gammaray.v1.target_service_pb2_grpc import TargetServiceStub
-
-
-@dataclass
-class Traffic:
-    """Bytes of frames so far, without HTTP/2 overhead.
-
-    Attributes:
-        sent: Bytes sent to workers.
-        received: Bytes received from workers.
-    """
-
-    sent: int = 0
-    received: int = 0
-
 
 # The type stubs of grpc.aio streams lack read and write, so streams are untyped here and in connections.
 BlockT = TypeVar("BlockT", bound=draft_pb.ProposeBlock | target_pb.VerifyBlock)

@@ -126,11 +126,6 @@ class Lookahead:
             speculation: The session's.
             is_hit: Whether it needed no forward.
         """
-        reading = speculation.sent
-        assert reading is not None
-        speculation.note_use((reading.root, *reading.nodes))
-        self.stats.used_rows += speculation.num_used
-        speculation.num_used = 0
         if speculation.is_continued:
             self.stats.lookups += 1
             self.stats.hits += is_hit
@@ -220,15 +215,11 @@ class Lookahead:
         token_ids, logits = speculation.run(
             self._engine, node, length, stop=self._stop, within=self._giving_way
         )
-        for fed in speculation.open_run(self._engine, node, token_ids, logits):
-            fed.is_ahead = True
+        speculation.open_run(self._engine, node, token_ids, logits)
         return len(token_ids)
 
     def _forward(self, chosen: dict[Speculation, list[Node]]) -> None:
         feeds = [speculation.feed(nodes) for speculation, nodes in chosen.items()]
         results = self._engine.step(feeds, self._giving_way)
         for (speculation, nodes), logits in zip(chosen.items(), results, strict=True):
-            fed = [one for node in nodes for one in speculation.unfed(node)]
             speculation.open(self._engine, nodes, logits)
-            for node in fed:
-                node.is_ahead = True

@@ -172,16 +172,14 @@ class BlockQueue(ABC, Generic[TaskT, WorkT]):
         return session is not None and session.is_masking
 
     def _note_start(self, work: WorkT) -> None:
-        """Count how long a block waited before the first forward that includes it."""
+        """Note how long a block waited before the first forward that includes it."""
         if not work.is_started:
             work.is_started = True
             waited_us = int((time.monotonic() - work.task.arrived) * 1e6) - work.timing.head_us
             work.timing.queue_us = max(0, waited_us)
-            self.meter.waited(work.timing.queue_us * 1e-6)
 
     def _reply(self, task: TaskT, outcome: object, timing: Timing | None = None) -> None:
         self._block_s += time.monotonic() - task.arrived
-        self.meter.answered(outcome)
         reply = Reply(task.request_id, task.session_id, outcome, timing or Timing())
         self._replies.append((task, reply))
 

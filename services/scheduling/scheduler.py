@@ -174,7 +174,7 @@ class Scheduler(BlockQueue[TaskT, Running[TaskT]]):
         cost.batch_rows = sum(feed.num_logits for _, feed in batch)
         self.budget.observe(num_tokens // num_forwards, cost.compute_us * 1e-6 / num_forwards)
         for _ in range(num_forwards):
-            self.meter.step(cost.compute_us * 1e-6 / num_forwards, len(batch), num_tokens // num_forwards)
+            self.meter.step(cost.compute_us * 1e-6 / num_forwards, len(batch))
         for running, _ in batch:
             running.timing.add(cost)
         for running, outcome in done:

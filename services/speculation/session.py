@@ -100,7 +100,6 @@ class Speculation:
         sent: The last proposal sent, below the tree's root; None before the first.
         ahead: The proposals prepared to follow it.
         is_continued: Whether the current request follows a proposal, so that it may have been prepared.
-        num_used: Nodes fed ahead that were used.
     """
 
     def __init__(
@@ -119,7 +118,6 @@ class Speculation:
         self._tested: list[tuple[Prediction, int]] = []
         self._is_rejected = False
         self.is_continued = False
-        self.num_used = 0
         self._max_context, self._top_k, self._bits = max_context, top_k, bits
         self._spec: SessionSpec | None = None
         self._cut_share = 0.0
@@ -206,18 +204,11 @@ class Speculation:
             assert node.parent is not None
             node = node.parent
         if node is not tree.root:
-            self.note_use(node.path())
             self.sent = self.ahead = None
             moved = tree.move_root(node)
             if moved is not None:
                 engine.keep_path(session.session_id, *moved)
         return reached
-
-    def note_use(self, nodes: Iterable[Node]) -> None:
-        """Count nodes fed ahead that became part of the text or of a proposal."""
-        for node in nodes:
-            self.num_used += node.is_ahead
-            node.is_ahead = False
 
     def read(self, root: Node, shape: Shape) -> ProposalBuilder | None:
         """Begin to read the proposal below a node; None at the end of the draft's context."""
@@ -310,7 +301,7 @@ class Speculation:
         feed = SequenceInput(session.session_id, node.position, [node.token_id] * count, count)
         return engine.chain(feed, noise, scale=scale, stop=stop, within=within)
 
-    def open_run(self, engine: Engine, node: Node, token_ids: Sequence[int], logits: Tensor) -> list[Node]:
+    def open_run(self, engine: Engine, node: Node, token_ids: Sequence[int], logits: Tensor) -> None:
         """Apply the result of `run` for a node, up to where a filter makes the draft choose another token."""
         nodes = [node]
         for token_id in token_ids[1:]:
@@ -327,7 +318,6 @@ class Speculation:
                 break
         for fed in nodes:
             self._note_fed([fed])
-        return nodes
 
     def open(self, engine: Engine, nodes: Sequence[Node], logits: Tensor) -> None:
         """Apply the logits of nodes just fed; the root is allowed only on its own.

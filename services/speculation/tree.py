@@ -27,19 +27,17 @@ class Node:
         parent: The node before it; None for the root.
         prediction: Prediction of the next token; None while the node is open.
         place: Where the engine's cache holds it: IN_CHAIN, or the index among its tree's nodes; None: unfed.
-        is_ahead: Fed before it was requested, and not used so far.
         block: Of a parallel draft model: predictions of the tokens after the next one, whatever these are;
             see `services.speculation.proposals`.
     """
 
-    __slots__ = ("_children", "block", "is_ahead", "parent", "place", "position", "prediction", "token_id")
+    __slots__ = ("_children", "block", "parent", "place", "position", "prediction", "token_id")
 
     def __init__(self, token_id: int, position: int, parent: Node | None) -> None:
         self.token_id, self.position, self.parent = token_id, position, parent
         self.prediction: Prediction | None = None
         self.block: Sequence[Prediction] = ()
         self.place: int | None = None
-        self.is_ahead = False
         self._children: dict[int, Node] = {}
 
     def child(self, token_id: int) -> Node:

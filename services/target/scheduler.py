@@ -92,7 +92,7 @@ class TargetScheduler(Scheduler[VerifyTask]):
         self._drafts_ahead, self._ahead = draft_ahead, dict[str, tuple[SessionCopy, Shape]]()
         self._expected = set[str]()
         self._stop, self._stats = c_int32(), AheadStats()
-        self.meter.watch_ahead(self._stats, has_rows=False)
+        self.meter.watch_ahead(self._stats)
         self._is_tapped = head is not None and len(head.taps) > 0
         if head is not None and self._is_tapped:
             engine.tap(head.taps)
@@ -216,9 +216,7 @@ class TargetScheduler(Scheduler[VerifyTask]):
     def _prepare(self, running: Running[VerifyTask]) -> None:
         began, paths = time.perf_counter(), row_paths(running.task.proposal)
         self._edits(running.session).prepare(paths)
-        took = time.perf_counter() - began
-        running.timing.mask_us += int(took * 1e6)
-        self.meter.masked(took, len(paths))
+        running.timing.mask_us += int((time.perf_counter() - began) * 1e6)
 
     def _advance(self, running: Running[VerifyTask], logits: Tensor) -> Verdict | None:
         assert isinstance(running, _Verifying)

@@ -82,7 +82,7 @@ class RequestQueue(BlockQueue[TaskT, RequestWorkT]):
 
     def _count(self, result: StepResult, took_us: int, num_rows: int) -> None:
         """Add a step's time, and what it found in the prefix cache, to its blocks and to the metrics."""
-        self.meter.step(took_us * 1e-6, len(result.scheduled), result.num_tokens)
+        self.meter.step(took_us * 1e-6, len(result.scheduled))
         cost = Timing(0, took_us, took_us, len(result.scheduled), result.num_tokens, 1)
         cost.batch_rows = num_rows
         for request_id in result.scheduled:

@@ -3,6 +3,7 @@
 import json
 import time
 import urllib.request
+from collections import Counter
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -14,7 +15,6 @@ from tests.support.cluster.prometheus_helpers import ROOT, get_json, running_pro
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("idle_afterwards"), pytest.mark.timeout(600)]
 
-PREFIX = "gammaray_spec_decode_num"
 COUNTED = ("gammaray_requests", "gammaray_cycles", "gammaray_tokens")
 
 
@@ -52,6 +52,20 @@ def orchestrator_at_rest(cluster: Cluster) -> dict[tuple, float]:
     return scrape(cluster)["orchestrator"]
 
 
+def accepted_per_position(cluster: Cluster) -> Counter[int]:
+    """Return the accepted tokens by position, by vLLM's name at the API's `/metrics`."""
+    with urllib.request.urlopen(f"{cluster.http}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    return Counter(
+        {
+            int(sample.labels["position"]): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+        }
+    )
+
+
 def complete(cluster: Cluster, **options) -> Completion:
     with Client(cluster.grpc) as client:
         return client.complete("def read_lines(path):", max_tokens=96, seed=1, temperature=0.7, **options)
@@ -76,7 +90,7 @@ def test_every_process_serves_every_metric_of_its_role(cluster):
 
 def test_counters_are_the_sums_of_the_summaries(cluster):
     wait_for_drafter(cluster)
-    before = orchestrator_at_rest(cluster)
+    before, by_position = orchestrator_at_rest(cluster), accepted_per_position(cluster)
     completions = [complete(cluster, gamma=4), complete(cluster), complete(cluster, gamma=0)]
     samples = orchestrator_at_rest(cluster)
     for key in before:
@@ -86,8 +100,7 @@ def test_counters_are_the_sums_of_the_summaries(cluster):
         return sum(getattr(completion.summary, field) for completion in completions)
 
     usages = [completion.usage for completion in completions]
-    assert samples[f"{PREFIX}_accepted_tokens_total",] == total("accepted_tokens") > 0
-    assert samples[f"{PREFIX}_draft_tokens_total",] == total("drafted_tokens")
+    assert samples["gammaray_spec_decode_num_accepted_tokens_total",] == total("accepted_tokens") > 0
     emitted = sum(
         samples["gammaray_tokens_total", ("origin", kind)] for kind in ("accepted", "correction", "bonus")
     )
@@ -101,7 +114,7 @@ def test_counters_are_the_sums_of_the_summaries(cluster):
     lengths = [list(completion.summary.accepted_lengths) for completion in completions]
     for position in range(4):
         reached = sum(sum(counts[position + 1 :]) for counts in lengths)
-        assert samples[f"{PREFIX}_accepted_tokens_per_pos_total", ("position", str(position))] == reached
+        assert accepted_per_position(cluster)[position] - by_position[position] == reached
     ended = {"stop": 0, "length": 0}
     for completion in completions:
         ended[completion.finish_reason.value] += 1
@@ -130,18 +143,9 @@ def test_prometheus_answers_the_documented_queries_as_the_summary_does(cluster, 
             return prometheus.number(by_name(f"gammaray.{name}").query)
 
         assert answer("spec_decode.num_tested_tokens") == pytest.approx(summary.alpha)
-        assert answer("spec_decode.num_draft_tokens") == pytest.approx(summary.acceptance_rate)
         assert answer("cycles") == pytest.approx(summary.tokens_per_cycle)
         assert answer("cycle.gamma") == pytest.approx(4, abs=0.5)
         assert answer("decode.time") == pytest.approx(summary.speedup_estimate)
-        num_drafts = summary.cycles - summary.plain_cycles  # matches too, where the drafter was late
-        accepted = summary.accepted_tokens
-        assert answer("spec_decode.num_drafts") == pytest.approx(1 + accepted / num_drafts)
-        shares = {
-            series["metric"]["position"]: float(series["value"][1])
-            for series in prometheus.query(by_name("gammaray.spec_decode.num_accepted_tokens_per_pos").query)
-        }
-        assert shares["0"] == pytest.approx(sum(summary.accepted_lengths[1:]) / num_drafts)
         assert answer("requests") == 0.0
         for metric in CATALOG:
             assert prometheus.query(metric.query), metric.query

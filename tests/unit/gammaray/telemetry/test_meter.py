@@ -31,7 +31,7 @@ def make_meter():
     meter.counter("gammaray.cycle.fallbacks").value += 3
     meter.counter("gammaray.tokens", origin="accepted").value += 5
     meter.gauge("gammaray.requests.active", lambda: 7)
-    durations = meter.histogram("gammaray.cycle.duration")
+    durations = meter.histogram("gammaray.inter_token_latency")
     for seconds in (0.0004, 0.0005, 0.0031, 99.0):
         durations.observe(seconds)
     return meter
@@ -54,7 +54,7 @@ def test_histogram_bound_belongs_to_its_bucket():
 @pytest.mark.parametrize(
     "add",
     [
-        lambda meter: meter.counter("gammaray.cycle.duration"),
+        lambda meter: meter.counter("gammaray.inter_token_latency"),
         lambda meter: meter.counter("gammaray.tokens"),
         lambda meter: meter.counter("gammaray.tokens", source="x"),
         lambda meter: [meter.counter("gammaray.tokens", origin="bonus") for _ in range(2)],
@@ -71,12 +71,12 @@ def test_scrape_has_counters_gauges_and_cumulative_buckets(endpoint):
     assert samples["gammaray_cycle_fallbacks_total",] == 3
     assert samples["gammaray_tokens_total", ("origin", "accepted")] == 5
     assert samples["gammaray_requests_active",] == 7
-    bucket = "gammaray_cycle_duration_seconds_bucket"
+    bucket = "gammaray_inter_token_latency_seconds_bucket"
     assert samples[bucket, ("le", "0.0005")] == 2
     assert samples[bucket, ("le", "0.004")] == 3
     assert samples[bucket, ("le", "2.5")] == 3
-    assert samples[bucket, ("le", "+Inf")] == samples["gammaray_cycle_duration_seconds_count",] == 4
-    assert samples["gammaray_cycle_duration_seconds_sum",] == pytest.approx(99.004)
+    assert samples[bucket, ("le", "+Inf")] == samples["gammaray_inter_token_latency_seconds_count",] == 4
+    assert samples["gammaray_inter_token_latency_seconds_sum",] == pytest.approx(99.004)
     assert samples["process_resident_memory_bytes",] > 2**20
 
 
@@ -149,7 +149,7 @@ async def test_push_sends_the_same_numbers_by_opentelemetry_names(collector):
     assert fallbacks.unit == "{cycle}"
     assert fallbacks.sum.data_points[0].as_double == 3 or fallbacks.sum.data_points[0].as_int == 3
     assert metrics["gammaray.requests.active"].gauge.data_points[0].as_int == 7
-    (point,) = metrics["gammaray.cycle.duration"].histogram.data_points
+    (point,) = metrics["gammaray.inter_token_latency"].histogram.data_points
     assert (point.count, point.sum) == (4, pytest.approx(99.004))
     assert list(point.bucket_counts)[:2] == [2, 0]
     assert len(point.bucket_counts) == len(point.explicit_bounds) + 1
