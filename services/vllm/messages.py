@@ -38,10 +38,11 @@ class Masks:
     """The masks of grammars, computed beside the forward; vLLM passes them where its own would be.
 
     Args:
-        by_request: Of each request with a grammar, as of `GrammarState.masks`, or why there are none.
+        by_request: Of each request with a grammar, as of `GrammarState.masks`, or why there are none; None:
+            they are late, and the request's block gets no verdict.
     """
 
-    by_request: dict[str, Sequence[bytes | None] | GammarayError] = field(default_factory=dict)
+    by_request: dict[str, Sequence[bytes | None] | GammarayError | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ class Drafted:
 
 
 Verdicts = dict[str, Verdict | Drafted | GammarayError | None]
-"""Outcome per request of a step; None for a block with a known token."""
+"""Outcome per request of a step; None for a block with a known token, and for one whose masks are late."""
 
 
 def first_tokens(proposal: Proposal, count: int) -> Proposal:

@@ -31,7 +31,7 @@ NO_TOKEN = -1
 """Padding of vLLM's sampled tokens."""
 
 UNUSED_TOKEN = 0
-"""Emitted for a block that failed: vLLM needs a token, and its request ends with the step."""
+"""Emitted for a block without a verdict: vLLM needs a token, and its request ends with the step."""
 
 
 class GivenMasks:
@@ -267,8 +267,8 @@ class BlockSampler(StepSampler):
             served.append(self._finish(rows, outcome))
         return served
 
-    def _judge(self, rows: _Rows) -> Verdict | GammarayError:
-        """Verify one block by the rule of its session."""
+    def _judge(self, rows: _Rows) -> Verdict | GammarayError | None:
+        """Verify one block by the rule of its session; None: its masks are late."""
         session, base = rows.session, rows.block.base_position
         spec = session.spec
         noise = self._noise.of(rows.request_id, spec) if spec.params.temperature > 0 else None
@@ -277,16 +277,16 @@ class BlockSampler(StepSampler):
                 tokens = self._runner.input_batch.token_ids_cpu[rows.at, :base].tolist()
                 session.edits.follow(tokens)
                 masks = self._masks.by_request.get(rows.request_id, ())
-                if isinstance(masks, GammarayError):
+                if masks is None or isinstance(masks, GammarayError):
                     return masks
                 session.masks.given = masks
             return judge(spec, rows.proposal, rows.logits, base, noise, session.edits)
         except GammarayError as error:
             return error
 
-    def _finish(self, rows: _Rows, outcome: Verdict | GammarayError) -> tuple[int, list[int]]:
+    def _finish(self, rows: _Rows, outcome: Verdict | GammarayError | None) -> tuple[int, list[int]]:
         """Note a block's outcome; return the tokens that vLLM appends to its request."""
-        if isinstance(outcome, GammarayError):
+        if not isinstance(outcome, Verdict):
             self._verdicts[rows.request_id] = outcome
             return rows.at, [UNUSED_TOKEN]
         path, num_top = outcome.accepted_path, rows.block.num_top_logprobs

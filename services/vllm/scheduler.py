@@ -4,14 +4,18 @@ A session is one request of vLLM, held between its blocks. Where a request is mi
 new one reads the committed tokens, with what the prefix cache has of them. A request that is read anew for a
 block with a proposal takes a step more: vLLM verifies no draft tokens in the step that ends a prompt, so that
 the prompt is all but the last committed token, and that step gives the last one, which is known.
+
+A block whose masks are late leaves its step without a verdict (`services.scheduling.masks`). Its request, to
+which vLLM has appended a token, is closed, and the block runs again when its masks are there.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 from gammaray.blocks import Verdict
@@ -20,6 +24,7 @@ from gammaray.types import PromptLogprobs, Proposal
 from services.engine.core.errors import EngineLostError
 from services.engine.sampling.edits import row_paths
 from services.scheduling.grammars import Grammars
+from services.scheduling.masks import MAX_WAIT_S, MaskThreads, wait_for_any
 from services.scheduling.planning import Limits
 from services.scheduling.sessions import SessionCopy
 from services.scheduling.tasks import NeedTokens, Reply, SessionSpec, VerifyTask
@@ -48,12 +53,24 @@ class _Verifying(RequestWork[VerifyTask]):
     """A verification that vLLM computes.
 
     Args:
+        depth: Tokens that vLLM's drafter proposes after its step.
         follows: The block that is posted once the request has read the prompt; None: it is posted already.
         num_needed: KV blocks of the request when the block has been verified.
+        has_masks: Whether the masks of its rows were begun.
+        masks: These masks, once they are there.
     """
 
+    depth: int = 0
     follows: PostedBlock | None = None
     num_needed: int = 0
+    has_masks: bool = False
+    masks: Sequence[bytes | None] = ()
+
+    @property
+    def block(self) -> PostedBlock:
+        """What is posted for it."""
+        task = self.task
+        return PostedBlock(task.proposal, task.base_position, task.num_top_logprobs, self.depth)
 
 
 class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
@@ -70,29 +87,30 @@ class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
     def __init__(self, engine: VllmEngine, limits: Limits, grammars: Grammars | None = None) -> None:
         self.requests: dict[str, _Held] = {}  # by session, least recently used first
         super().__init__(engine, limits, grammars)
-        self._masks: list[Future[Masks]] = []
-        self._mask_thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
-        engine.set_mask_maker(self._begin_masks)
+        self._masks = MaskThreads()
+        engine.set_mask_maker(self._begin_step)
 
     def fail_all(self, error: GammarayError) -> None:
         """Answer every block with `error` and drop every session and the prefix cache."""
-        wait(self._masks)  # it reads the sessions
         super().fail_all(error)
         if not isinstance(error, EngineLostError):
             self.engine.recover()
 
     def close(self) -> None:
-        """End vLLM's engine, and the thread of the masks."""
-        self._mask_thread.shutdown()
+        """End vLLM's engine, and the threads of the masks."""
+        self._masks.close()
         self.engine.shutdown()
 
     def step(self) -> list[tuple[VerifyTask, Reply]]:
         """Run one step for all blocks, and return the answers that are ready."""
         self._drop_dead()
         self._admit()
-        if self._running:
+        self._post_masked()
+        if self._by_request:
             self._make_room()
             self._run()
+        elif not self._replies:
+            wait_for_any(map(self.sessions.find, (*self._running, *self._waiting)))
         replies, self._replies = self._replies, []
         return replies
 
@@ -111,23 +129,38 @@ class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
             return error
 
     def _start(self, task: VerifyTask, session: SessionCopy) -> _Verifying:
-        tokens = session.tokens
-        held, follows = self.requests.pop(session.session_id, None), None
+        held = self.requests.get(session.session_id)
         depth = _draft_depth(task, 0 if held is None else held.depth)
-        if held is not None and self._can_continue(held, task, session):
-            request_id = held.request_id
-            if task.head is not None and task.head.depth > 0:
+        if held is not None and task.head is not None and task.head.depth > 0:
+            if self._can_continue(held, task, session):
                 task.proposal = Proposal(tuple(held.drafts[: task.head.depth]), is_prepared=True)
-            self.engine.post(request_id, _block(task, depth))
+        work = _Verifying(task, session, "", depth=depth)
+        if session.has_slow_masks:
+            self._begin_masks(work)
+        if not session.is_masking:
+            self._post(work)
+        return work
+
+    def _post_masked(self) -> None:
+        """Post the blocks that no step waited for and whose masks are there."""
+        for work in self._running.values():
+            if not work.request_id and not work.session.is_masking:
+                self._post(work)
+
+    def _post(self, work: _Verifying) -> None:
+        """Let a block run, in the request of its session or in a new one."""
+        task, session = work.task, work.session
+        held = self.requests.pop(session.session_id, None)
+        if held is not None and self._can_continue(held, task, session):
+            work.request_id = held.request_id
+            self.engine.post(work.request_id, work.block)
         else:
             if held is not None:
                 self.engine.close(held.request_id)
-            request_id, follows = self._open(task, session, _block(task, depth))
-        self.requests[session.session_id] = _Held(request_id, session.spec, depth)
-        needed = self.engine.needed_blocks(len(tokens) + len(task.proposal))
-        work = _Verifying(task, session, request_id, follows, needed)
-        self._by_request[request_id] = work
-        return work
+            self._open(work)
+        self.requests[session.session_id] = _Held(work.request_id, session.spec, work.depth)
+        work.num_needed = self.engine.needed_blocks(len(session.tokens) + len(task.proposal))
+        self._by_request[work.request_id] = work
 
     def _can_continue(self, held: _Held, task: VerifyTask, session: SessionCopy) -> bool:
         """Whether a request has exactly the committed tokens, and the session's parameters."""
@@ -137,33 +170,33 @@ class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
         first = min(session.changed_from, len(tokens))
         return len(tokens) == len(session.tokens) and tokens[first:] == session.tokens[first:]
 
-    def _open(
-        self, task: VerifyTask, session: SessionCopy, block: PostedBlock
-    ) -> tuple[str, PostedBlock | None]:
-        """Open a request for a session; return it, and what has to be posted when it has read the prompt."""
-        tokens, spec = session.tokens, session.spec
+    def _open(self, work: _Verifying) -> None:
+        """Open a request for a block, and post what it runs first."""
+        task, session = work.task, work.session
+        tokens, block = session.tokens, work.block
         is_split = len(block.proposal) > 0 and len(tokens) > 1 and task.num_prompt_logprobs is None
-        request_id = self.engine.open(
+        work.request_id = self.engine.open(
             session.session_id,
             tokens[:-1] if is_split else tokens,
-            spec,
+            session.spec,
             _salt(session),
             task.num_prompt_logprobs,
         )
-        if not is_split:
+        if is_split:
+            work.follows = block
+            block = PostedBlock(Proposal(), block.base_position - 1, known_token_id=tokens[-1])
+        else:
             # A proposal is not tested here after a single token, which vLLM's prompt needs, nor beside a
             # prompt that is scored whole.
-            self.engine.post(request_id, replace(block, proposal=Proposal()))
-            return request_id, None
-        known = PostedBlock(Proposal(), block.base_position - 1, known_token_id=tokens[-1])
-        self.engine.post(request_id, known)
-        return request_id, block
+            work.follows, block = None, replace(block, proposal=Proposal())
+        self.engine.post(work.request_id, block)
 
     def _withdraw(self, work: _Verifying) -> None:
         # Its prompt may be half read: the next block reads it anew, from the prefix cache.
-        del self._by_request[work.request_id]
-        del self.requests[work.session.session_id]
-        self.engine.close(work.request_id)
+        if work.request_id:
+            del self._by_request[work.request_id]
+            del self.requests[work.session.session_id]
+            self.engine.close(work.request_id)
 
     def _forget(self, session: SessionCopy) -> None:
         held = self.requests.pop(session.session_id, None)
@@ -206,21 +239,20 @@ class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
 
     def _take(self, result: StepResult, took_us: int) -> None:
         """Add a step's time to its blocks, and answer those that it completed."""
-        num_rows = sum(
-            1 + (0 if outcome is None else len(self._by_request[request_id].task.proposal))
-            for request_id, outcome in result.verdicts.items()
-            if request_id in self._by_request
-        )
+        works = [self._by_request[name] for name in result.verdicts if name in self._by_request]
+        num_rows = sum(1 if work.follows is not None else 1 + len(work.task.proposal) for work in works)
         self._count(result, took_us, num_rows)
         for request_id, outcome in result.verdicts.items():
             work = self._by_request.get(request_id)
             if work is None:
                 continue  # its block was dropped, and the request is read anew
             assert not isinstance(outcome, Drafted)
-            if outcome is None:
-                assert work.follows is not None
+            if outcome is None and work.follows is not None:
                 self.engine.post(request_id, work.follows)
                 work.follows = None
+            elif outcome is None:  # its masks are late
+                self._withdraw(work)
+                work.request_id = ""
             else:
                 session_id, drafts = work.session.session_id, result.drafts.get(request_id, ())
                 self.requests[session_id] = self.requests[session_id]._replace(drafts=drafts)
@@ -254,55 +286,57 @@ class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
             if work is None:
                 self.requests = {s: r for s, r in self.requests.items() if r.request_id != request_id}
                 continue
-            depth = self.requests[work.session.session_id].depth
-            work.request_id, work.follows = self._open(work.task, work.session, _block(work.task, depth))
-            self.requests[work.session.session_id] = _Held(work.request_id, work.session.spec, depth)
-            self._by_request[work.request_id] = work
+            self._post(work)
 
     def _unblock(self) -> None:
         """Free memory after a step in which nothing fitted: idle sessions, else fail the newest block."""
         idle = [s for s, held in self.requests.items() if held.request_id not in self._by_request]
         for session_id in idle:
             self._evict(session_id)
-        if idle or not self._running:
+        posted = [work for work in self._running.values() if work.request_id]
+        if idle or not posted:
             return
-        work = next(reversed(self._running.values()))
+        work = posted[-1]
         budget = self.engine.stats().cache_budget_bytes
         self._finish(work, ResourceExhaustedError(f"the KV cache budget is too small: {budget} bytes"), None)
 
-    def _begin_masks(self, posted: dict[str, PostedBlock]) -> Callable[[], Masks] | None:
+    def _begin_step(self, posted: dict[str, PostedBlock]) -> Callable[[], Masks] | None:
         """Begin to compute the masks of the posted blocks with a grammar; return what waits for them."""
-        blocks = [
-            (self._by_request[request_id], block)
-            for request_id, block in posted.items()
-            if block.known_token_id is None and self._by_request[request_id].session.spec.params.grammar
-        ]
-        if not blocks:
-            return None
-        masks = self._mask_thread.submit(self._compute_masks, blocks)
-        self._masks = [masks]
-        return masks.result
+        works = [self._by_request[name] for name, block in posted.items() if block.known_token_id is None]
+        masked = [work for work in works if work.session.spec.params.grammar]
+        for work in masked:
+            self._begin_masks(work)
+        return partial(_wait_for_masks, masked) if masked else None
 
-    def _compute_masks(self, blocks: Sequence[tuple[_Verifying, PostedBlock]]) -> Masks:
-        masks: dict[str, Sequence[bytes | None] | GammarayError] = {}
-        for work, block in blocks:
-            began, paths = time.perf_counter(), row_paths(block.proposal)
-            try:
-                masks[work.request_id] = work.session.grammar_masks(paths)
-            except GammarayError as error:
-                masks[work.request_id] = error
-            work.timing.mask_us += int((time.perf_counter() - began) * 1e6)
-        return Masks(masks)
+    def _begin_masks(self, work: _Verifying) -> None:
+        if work.session.spec.params.grammar and not work.has_masks:
+            work.has_masks = True
+            self._masks.begin(work.session, partial(self._compute_masks, work))
+
+    def _compute_masks(self, work: _Verifying) -> None:
+        began, paths = time.perf_counter(), row_paths(work.task.proposal)
+        work.masks = work.session.grammar_masks(paths)
+        work.timing.mask_us += int((time.perf_counter() - began) * 1e6)
+
+
+def _wait_for_masks(works: Sequence[_Verifying]) -> Masks:
+    """Return the masks of blocks, once they are there or late."""
+    wait([work.session.masking for work in works if work.session.masking is not None], MAX_WAIT_S)
+    return Masks({work.request_id: _masks(work) for work in works})
+
+
+def _masks(work: _Verifying) -> Sequence[bytes | None] | GammarayError | None:
+    masking = work.session.masking
+    assert masking is not None
+    if not masking.done():
+        return None
+    return masking.result() or work.masks
 
 
 def _salt(session: SessionCopy) -> str:
     """Return what separates the prefix cache of a session; without a salt of its own, it shares none."""
     salt = session.spec.cache_salt
     return f"session {session.session_id}" if salt is None else f"tenant {salt}"
-
-
-def _block(task: VerifyTask, depth: int) -> PostedBlock:
-    return PostedBlock(task.proposal, task.base_position, task.num_top_logprobs, depth)
 
 
 def _draft_depth(task: VerifyTask, before: int) -> int:

@@ -17,7 +17,7 @@ from gammaray.types import ADAPTIVE, DrafterKind, GammaPolicy, GenerationRequest
 from orchestrator.service import Orchestrator
 from tests.support.workers.redis_helpers import redis_name, running_redis
 from tests.support.workers.scripted_workers import scripted, until, until_so
-from tests.support.workers.service_helpers import PROMPTS, announced, complete, deadlines, running, tokens_of
+from tests.support.workers.service_helpers import PROMPTS, announced, complete, running, tokens_of
 
 pytestmark = pytest.mark.integration
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
 
 import pytest
 
 from gammaray.blocks import Shape, Verdict
 from gammaray.config import TargetSettings
 from gammaray.errors import DeadlineExceededError, InvalidArgumentError
-from gammaray.grammar.matcher import GrammarState
 from gammaray.types import Proposal, SamplingParams
 from services.engine.loader import load_engine
 from services.scheduling.masks import MAX_WAIT_S, NUM_THREADS
@@ -19,35 +17,13 @@ from services.scheduling.planning import Limits
 from services.target.loading import load_local_drafter
 from services.target.scheduler import TargetScheduler
 from tests.support.engine_helpers import random_tokens, tiny_model
+from tests.support.gated_masks import PATIENCE_S, Gated, steps_until
 from tests.support.head_helpers import DATA
 from tests.support.processing_helpers import GRAMMAR, TOKENS, small_compiler
 from tests.support.target_helpers import Run
 
 EOS = (0,)
-PATIENCE_S = 60.0
 PROMPT = random_tokens(40, seed=3)
-
-
-class Gated:
-    """A grammar whose masks are computed when the gate is open."""
-
-    def __init__(self, state: GrammarState, gate: threading.Event) -> None:
-        self._state, self._gate = state, gate
-        self.num_asked = 0
-        self.error: Exception | None = None
-
-    def extend(self, token_ids: Sequence[int]) -> None:
-        self._state.extend(token_ids)
-
-    def truncate(self, length: int) -> None:
-        self._state.truncate(length)
-
-    def masks(self, paths: Sequence[Sequence[int]]) -> list[bytes | None]:
-        self.num_asked += 1
-        assert self._gate.wait(PATIENCE_S)
-        if self.error is not None:
-            raise self.error
-        return self._state.masks(paths)
 
 
 @pytest.fixture(scope="module")
@@ -83,15 +59,6 @@ def masked_block(run, state, shape=Shape(0), proposal=Proposal(), num_top=None):
     block = run.block(shape, proposal)
     block.grammar, block.num_prompt_logprobs = state, num_top
     return block
-
-
-def steps_until(scheduler, is_done):
-    """Step until a condition holds; return the replies."""
-    replies, deadline = [], time.monotonic() + PATIENCE_S
-    while not is_done(replies):
-        assert time.monotonic() < deadline, replies
-        replies += [reply for _, reply in scheduler.step()]
-    return replies
 
 
 def test_others_go_on_while_masks_take_long(scheduler_of):
