@@ -172,7 +172,7 @@ class Drafting:
             texts.append(PredictionDrafter(prediction))
         if is_any or allowed is DrafterKind.SUFFIX:
             texts.append(SuffixDrafter(corpus))
-        if is_any or allowed is DrafterKind.NGRAM:
+        if allowed is DrafterKind.NGRAM:
             texts.append(PromptLookup())
         return texts
 

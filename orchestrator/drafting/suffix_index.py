@@ -25,7 +25,7 @@ import numpy.typing as npt
 from gammaray.types import DrafterKind
 from orchestrator.cycle.types import Match
 
-LEVELS = (2, 4, 8, 16)
+LEVELS = (1, 2, 4, 8, 16)
 """Lengths of the suffixes that are indexed; single tokens are no evidence."""
 
 LONGEST = 64
@@ -285,11 +285,11 @@ class SuffixIndex:
         tokens = np.array(self._tokens[first - self.start : -1], np.uint32)
         hashes = (tokens + np.uint32(1)) * np.uint32(_SPREAD)  # modulo 2^32, so also modulo 2^30
         begin = max(old_end, first + 1)  # no suffix ends before the first token
-        for level, power in enumerate((_BASE, *_POWERS[:-1])):
-            half = LEVELS[level] // 2
-            longer = hashes.copy()
-            longer[half:] += hashes[:-half] * np.uint32(power)
-            hashes = longer
+        for level, half in enumerate((0, *LEVELS[:-1])):
+            if half:
+                longer = hashes.copy()
+                longer[half:] += hashes[:-half] * np.uint32(_POWERS[level - 1])
+                hashes = longer
             slots = (hashes >> np.uint32(_SHIFT) & np.uint32(self._slot_mask)).astype(np.uint16)
             for position in range(begin - begin % self.block_size, end, self.block_size):
                 low, high = max(begin, position), min(end, position + self.block_size)
