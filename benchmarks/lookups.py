@@ -10,7 +10,7 @@ other with the methods in turn, so that a change of the clock touches all. Three
 - `agent`: one file edited in twenty turns, each of which shows the file and asks for the whole of it.
 
 Speeds are ratios of time per token to plain decoding of the same prompt; their geometric means are printed.
-Completions that repeat themselves (more than half of their 6-grams occurred before) are left out of the means.
+Completions that repeat themselves (more than half of their 6-grams occurred before) are left out.
 Exits with 1 if a completion's tokens are not those of plain decoding.
 """
 
@@ -31,7 +31,7 @@ from benchmarks.cluster import run_or_exit, running_cluster
 from benchmarks.prompts import AGENT, CATEGORIES, load_tasks
 from benchmarks.provenance import write_result
 from gammaray import AsyncClient
-from gammaray.bench.loops import MAX_REPEATED_SHARE, repeated_share
+from gammaray.bench.loops import MAX_REPEATED, repeated_share
 from gammaray.bench.tables import plain_table
 from gammaray.client.request import GenerateOptions
 from orchestrator.text.tokenizer import Tokenizer
@@ -132,7 +132,7 @@ def summarise(made: Sequence[Made], plain: str) -> list[dict[str, object]]:
     reference = {(m.traffic, m.prompt, m.temperature): m for m in made if m.method == plain}
     groups: dict[tuple[str, float, str], list[Made]] = {}
     for m in made:
-        if m.repeated <= MAX_REPEATED_SHARE and m.tokens > 8:
+        if m.repeated <= MAX_REPEATED and m.tokens > 8:
             groups.setdefault((m.traffic, m.temperature, m.method), []).append(m)
     for (traffic, temperature, method), found in groups.items():
         ratios = [reference[m.traffic, m.prompt, m.temperature].seconds / m.seconds for m in found]
@@ -154,12 +154,12 @@ def summarise(made: Sequence[Made], plain: str) -> list[dict[str, object]]:
 
 
 @asynccontextmanager
-async def clients_of(target: Path, sources: Sequence[Path | None]) -> AsyncIterator[list[AsyncClient]]:
+async def clients_of(target: str, sources: Sequence[Path | None]) -> AsyncIterator[list[AsyncClient]]:
     """Run a cluster without draft workers from each source tree, and yield a client of each."""
     async with AsyncExitStack() as stack:
         found = []
         for source in sources:
-            options = ("--target", str(target.resolve()), "--draft-workers", "0")
+            options = ("--target", target, "--draft-workers", "0")
             cluster = await stack.enter_async_context(running_cluster(*options, source=source))
             found.append(await stack.enter_async_context(AsyncClient(cluster.grpc_address)))
             await found[-1].wait_ready(60)
@@ -181,7 +181,7 @@ async def run(options: argparse.Namespace) -> int:
     ]
     again = [("again", name, prompt) for traffic, name, prompt in prompts if traffic == "tasks"]
     sources = [None, options.beside] if options.beside else [None]
-    async with clients_of(options.target, sources) as clients:
+    async with clients_of(str(options.target), sources) as clients:
         made = await measure(clients, [*methods, past], prompts, options.temperatures, options.max_tokens)
         made += await measure(clients, [methods[0], past], again, options.temperatures, options.max_tokens)
     rows = summarise(made, methods[0].name)
@@ -201,7 +201,7 @@ async def run(options: argparse.Namespace) -> int:
 def main() -> None:
     """Parse the command line and run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--target", type=Path, default=Path("build/models/smollm2"))
+    parser.add_argument("--target", type=Path, default=Path("build/models/smollm2").resolve())
     parser.add_argument("--prompts", type=int, default=10, help="per category")
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7])
