@@ -103,11 +103,11 @@ async def test_every_drafter_gives_the_same_text_and_the_summary_names_it(cluste
 
         plain = await run("none")
         assert plain.summary.plain_cycles == plain.summary.cycles == 96
-        ngram = await run("ngram", gamma=4)
-        assert ngram.summary.ngram_cycles > 0
-        assert ngram.summary.model_cycles == ngram.summary.fallback_cycles == 0
-        assert ngram.summary.ngram_cycles + ngram.summary.plain_cycles == ngram.summary.cycles
+        suffix = await run("suffix", gamma=4)
+        assert suffix.summary.suffix_cycles > 0
+        assert suffix.summary.model_cycles == suffix.summary.fallback_cycles == 0
+        assert suffix.summary.suffix_cycles + suffix.summary.plain_cycles == suffix.summary.cycles
         model = await undisturbed_completion(lambda: run("model", gamma=4), is_without_model)
         assert model.summary.model_cycles > 0
         assert model.summary.draft_workers == 1
-        assert model.text == ngram.text == plain.text
+        assert model.text == suffix.text == plain.text

@@ -15,7 +15,6 @@ from orchestrator.control.costs import CostModel
 from orchestrator.control.fixed import FixedGamma, Reason
 from orchestrator.cycle.run import run_cycle
 from orchestrator.drafting.choice import DrafterChoice
-from orchestrator.drafting.prompt_lookup import PromptLookup
 from orchestrator.drafting.session_drafter import SessionDrafter
 from orchestrator.drafting.suffix_decoding import SuffixDrafter
 from orchestrator.workers.drafter import Readiness
@@ -31,7 +30,7 @@ from tests.support.workers.scripted_workers import (
 
 pytestmark = pytest.mark.integration
 
-TEXTS = {DrafterKind.MODEL: PromptLookup, DrafterKind.NGRAM: PromptLookup, DrafterKind.SUFFIX: SuffixDrafter}
+TEXTS = {DrafterKind.MODEL: SuffixDrafter, DrafterKind.SUFFIX: SuffixDrafter}
 
 
 def drafting_of(fleet, session, allowed=DrafterKind.MODEL, **options):
@@ -82,7 +81,7 @@ async def test_fallback_is_lossless_for_every_requested_drafter(top):
         assert not any(cycle.is_fallback for cycle in cycles)
 
 
-async def test_fallback_prompt_lookup_is_accepted_in_repeating_text():
+async def test_fallback_look_up_is_accepted_in_repeating_text():
     async with fleet_of() as fleet:
         session = make_session(max_tokens=60, prompt=(0, 1, 2, 0, 1, 2))
         drafting, _ = drafting_of(fleet, session)
@@ -90,7 +89,7 @@ async def test_fallback_prompt_lookup_is_accepted_in_repeating_text():
         assert emitted_after(session, 6) == [i % 3 for i in range(60)]
         assert all(cycle.is_fallback for cycle in cycles)
         assert sum(cycle.num_accepted for cycle in cycles) > 30
-        assert {cycle.drafter for cycle in cycles[:-1]} == {DrafterKind.NGRAM}
+        assert {cycle.drafter for cycle in cycles[:-1]} == {DrafterKind.SUFFIX}
 
 
 def emitted_after(session, num_prompt):
@@ -185,7 +184,7 @@ async def test_fallback_error_of_one_session_does_not_stop_the_others_or_another
             assert sum(cycle.is_fallback for cycle in cycles) <= 5
 
 
-async def test_fallback_uses_prompt_lookup_while_the_drafter_prefills():
+async def test_fallback_looks_up_while_the_drafter_prefills():
     async with scripted("target", "draft") as (target, draft), fleet_of(target, draft) as fleet:
         prompt = tuple(i % VOCAB for i in range(500))
         draft.runs.clear()
@@ -193,7 +192,7 @@ async def test_fallback_uses_prompt_lookup_while_the_drafter_prefills():
         drafter, verifier = clients(fleet, session)
         drafting = drafting_over(drafter, session)
         cycles = [await one_cycle(session, drafting, verifier) for _ in range(4)]
-        assert cycles[0].drafter is DrafterKind.NGRAM
+        assert cycles[0].drafter is DrafterKind.SUFFIX
         assert not any(cycle.is_fallback for cycle in cycles)
         draft.runs.set()
         await until(lambda: drafter.prepare(session) is Readiness.READY)

@@ -9,8 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.drafting.suffix_index import (
-    LENGTH_FACTOR,
-    LENGTH_OFFSET,
     LEVELS,
     LONGEST,
     MAX_OCCURRENCES,
@@ -40,7 +38,7 @@ def slow_look_up(text, context, depth):
     latest = [end for end, length in lengths.items() if length >= level][:MAX_OCCURRENCES]
     longest = max(lengths[end] for end in latest)
     ends, chain, shares, path = [end for end in latest if lengths[end] == longest], [], [], 1.0
-    while len(chain) < min(depth, LENGTH_FACTOR * longest + LENGTH_OFFSET):
+    while len(chain) < min(depth, longest):
         known = [*text, *chain]
         following = [known[end + len(chain)] for end in ends]
         proposable = [token for token in following if token != SEPARATOR]
@@ -73,12 +71,18 @@ def index_of(text):
         pytest.param([5, 1, 2, 3, 6, 1, 2, 4, 5, 1, 2], 1, ((3,), (1.0,), 3), id="longest-wins"),
         pytest.param([1, 2, 3, 8, 1, 2, 4, 8, 1, 2, 3, 9, 1, 2], 1, ((3,), (2 / 3,), 2), id="most-frequent"),
         pytest.param([1, 2, 3, 8, 1, 2, 4, 9, 1, 2], 1, ((4,), (0.5,), 2), id="latest-of-equals"),
+        pytest.param([5, 1, 9, 8, 1], 64, ((9,), (1.0,), 1), id="single-token"),
         pytest.param([*range(9), 0, 1], 64, ((2, 3), (1.0, 1.0), 2), id="bounded-by-the-match"),
     ],
 )
 def test_index_finds_what_followed(text, depth, expected):
     index = index_of(text)
     assert found_in(index, index.context, depth) == expected
+
+
+def test_index_keeps_to_the_shortest_match():
+    index = index_of([5, 1, 9, 8, 1])
+    assert index.look_up(index.context, 64, 2) is None
 
 
 def test_index_proposes_nothing_improbable():
