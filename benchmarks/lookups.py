@@ -171,7 +171,7 @@ async def run(options: argparse.Namespace) -> int:
     methods = [Method("plain", 0, {"gamma": 0}), Method("index", 0, {})]
     past = Method("index, past outputs", 0, {}, sees_past=True)
     if options.beside:
-        methods += [Method(f"beside: {name}", 1, {"drafter": name}) for name in ("ngram", "suffix", "model")]
+        methods.append(Method("beside", 1, {}))
     tokenizer = Tokenizer(str(options.target))
     tasks = [("tasks", task) for task in load_tasks(CATEGORIES, options.prompts)]
     agent = [("agent", task) for task in load_tasks((AGENT,))]
