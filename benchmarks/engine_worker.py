@@ -20,7 +20,7 @@ from gammaray.blocks import Verdict
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from orchestrator.cycle.session import Session
 from orchestrator.drafting.matches import to_proposal
-from orchestrator.drafting.prompt_lookup import PromptLookup
+from orchestrator.drafting.suffix_decoding import SuffixDrafter
 from services.engine.core.batch import SequenceInput
 from services.engine.engine import Engine
 from services.engine.loader import load_engine
@@ -60,12 +60,12 @@ class _Running:
     depth: int
     noise: Noise
     received: float
-    lookup: PromptLookup = field(default_factory=PromptLookup)
+    lookup: SuffixDrafter = field(default_factory=SuffixDrafter)
     arrivals: list[tuple[float, int]] = field(default_factory=list)
     target_s: float = 0.0
 
     def propose(self) -> Proposal:
-        """Return what prompt lookup finds, never more than the completion still needs."""
+        """Return what a look-up in the text finds, never more than the completion still needs."""
         depth = min(self.depth, self.session.remaining - 1)
         match = self.lookup.look_up(self.session, depth)
         return Proposal() if match is None else to_proposal(match, self.session)

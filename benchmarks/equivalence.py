@@ -6,7 +6,7 @@
 - Temperature 0: the tokens equal those of `transformers` `generate(do_sample=False)` on the same target.
 - Temperature 1, coupled: for one seed the tokens are those of gamma 0, with every gamma and drafter. With a
   draft model these are gamma 3, 8 and adaptive, no drafter, another drafter, and eight requests at once;
-  without one prompt lookup, suffix decoding, a prediction, and all of them, also with past outputs.
+  without one suffix decoding, a prediction, and all of them, also with past outputs.
 
 Models other than the demo pair complete the chat tasks of `benchmarks/prompts`, rendered by their chat
 template, whose token ids are compared with those of transformers' `apply_chat_template`.
@@ -64,7 +64,6 @@ _WITH_DRAFT: dict[str, GenerateOptions] = {
 _WITHOUT_DRAFT: dict[str, GenerateOptions] = {
     "default": {},
     "default, with past outputs": {"cache_salt": "default"},
-    "prompt lookup, gamma 8": {"drafter": "ngram", "gamma": 8},
     "suffix decoding, gamma 8": {"drafter": "suffix", "gamma": 8},
 }
 _BY_PREDICTION: GenerateOptions = {"drafter": "prediction", "gamma": 8}
@@ -224,7 +223,7 @@ def count(
 
 def _cycles(summaries: Sequence[SpeculationSummary]) -> dict[str, int]:
     """Return how many cycles each drafter proposed in."""
-    kinds = ("model", "head", "ngram", "suffix", "prediction", "plain")
+    kinds = ("model", "head", "suffix", "prediction", "plain")
     total: Counter[str] = Counter()
     for summary in summaries:
         total.update({kind: getattr(summary, f"{kind}_cycles") for kind in kinds})

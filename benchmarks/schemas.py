@@ -34,7 +34,6 @@ WAYS: Mapping[str, dict[str, Any]] = {
     "default": {},
     "draft model, chains of 4": {"gamma": 4},
     "draft model, trees": {"gamma": GammaPolicy(fixed=4, max_nodes=16)},
-    "prompt lookup": {"drafter": "ngram"},
     "suffix decoding": {"drafter": "suffix"},
     "forced tokens": {"drafter": "grammar"},
 }

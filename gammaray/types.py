@@ -78,7 +78,6 @@ class DrafterKind(str, Enum):
 
     MODEL = "model"
     HEAD = "head"
-    NGRAM = "ngram"
     SUFFIX = "suffix"
     PREDICTION = "prediction"
     GRAMMAR = "grammar"
@@ -475,7 +474,6 @@ class SpeculationSummary:
     total_ms: float
     speedup_estimate: float | None
     model_cycles: int = 0
-    ngram_cycles: int = 0
     plain_cycles: int = 0
     fallback_cycles: int = 0
     draft_workers: int = 0

@@ -35,7 +35,6 @@ class Variant:
 VARIANTS = (
     Variant("gammaray-adaptive", {}),
     Variant("gammaray-suffix", {"drafter": "suffix"}),
-    Variant("gammaray-ngram", {"drafter": "ngram"}),
 )
 """What is measured besides gamma 0: all drafters together, with the task's prediction, and single ones."""
 

@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["CATEGORIES", "Message", "Task", "load_tasks"]
+__all__ = ["AGENT", "CATEGORIES", "Message", "Task", "load_tasks"]
 
 CATEGORIES = ("chat", "code", "summary", "translation", "maths", "question", "edit")
-"""Names that `load_tasks` knows, in the order of reports."""
+"""Tasks that are asked once, in the order of reports."""
+
+AGENT = "agent"
+"""The turns of an agent that edits one file, in their order."""
 
 _FOLDER = Path(__file__).parent
 
@@ -24,7 +27,7 @@ class Task:
 
     Attributes:
         id: Unique over all categories.
-        category: One of `CATEGORIES`.
+        category: One of `CATEGORIES`, or `AGENT`.
         messages: Chat messages; the last one is the user's.
         prediction: Text that most of the answer should equal; None for tasks without one.
     """
@@ -44,7 +47,7 @@ def load_tasks(categories: Sequence[str] = CATEGORIES, count: int | None = None)
     """Return the tasks of `categories`, one category after the other.
 
     Args:
-        categories: Some of `CATEGORIES`.
+        categories: Some of `CATEGORIES`, or `AGENT`.
         count: Return only the first `count` tasks of each category; None: all of them.
 
     Raises:
@@ -52,8 +55,8 @@ def load_tasks(categories: Sequence[str] = CATEGORIES, count: int | None = None)
     """
     found: list[Task] = []
     for category in categories:
-        if category not in CATEGORIES:
-            raise ValueError(f"category: got {category!r}, allowed: {', '.join(CATEGORIES)}")
+        if category not in (*CATEGORIES, AGENT):
+            raise ValueError(f"category: got {category!r}, allowed: {', '.join((*CATEGORIES, AGENT))}")
         tasks = _read(category)
         if count is not None and not 1 <= count <= len(tasks):
             raise ValueError(f"prompts of {category}: got {count}, allowed: 1 to {len(tasks)}")

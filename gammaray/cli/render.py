@@ -60,7 +60,6 @@ class OriginPainter:
 _LOOKS: dict[Source, tuple[str, str]] = {
     DrafterKind.MODEL: ("green", "proposed by the draft model, accepted"),
     DrafterKind.HEAD: ("bright_yellow", "proposed by the head in the target worker, accepted"),
-    DrafterKind.NGRAM: ("bright_blue", "proposed by prompt lookup, accepted"),
     DrafterKind.SUFFIX: ("magenta", "proposed by suffix decoding, accepted"),
     DrafterKind.PREDICTION: ("cyan", "proposed from the request's prediction, accepted"),
     DrafterKind.GRAMMAR: ("bright_black", "forced by the grammar"),
@@ -125,7 +124,6 @@ def _drafters(summary: SpeculationSummary) -> str:
     parts = [
         f"{summary.model_cycles} model" + (f" ({n} workers)" if (n := summary.draft_workers) > 1 else ""),
         f"{summary.head_cycles} head",
-        f"{summary.ngram_cycles} prompt lookup",
         f"{summary.suffix_cycles} suffix decoding",
         f"{summary.prediction_cycles} prediction",
         f"{summary.grammar_cycles} grammar",

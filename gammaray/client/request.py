@@ -56,7 +56,7 @@ class GenerateOptions(SamplingOptions, total=False):
     prompt_logprobs: int | None
     verification: VerificationMethod | Literal["coupled", "rejection", "naive", "block"]
     gamma: GammaPolicy | Literal["adaptive"] | int
-    drafter: DrafterKind | Literal["model", "head", "ngram", "suffix", "prediction", "grammar", "none"]
+    drafter: DrafterKind | Literal["model", "head", "suffix", "prediction", "grammar", "none"]
     session_id: str
     turn: int
     keep_cache_s: float

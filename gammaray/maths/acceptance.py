@@ -164,7 +164,6 @@ class SpeculationCounters:
             total_ms=total_s * 1e3,
             speedup_estimate=self.speedup_estimate,
             model_cycles=self.cycles_by_drafter[DrafterKind.MODEL],
-            ngram_cycles=self.cycles_by_drafter[DrafterKind.NGRAM],
             plain_cycles=self.cycles_by_drafter[DrafterKind.NONE],
             fallback_cycles=self.fallbacks,
             draft_workers=len(self.draft_workers),

@@ -101,7 +101,7 @@ SPECULATION = (
     ),
     Metric(
         *("gammaray.cycles", Kind.COUNTER, "{cycle}", ORCHESTRATOR),
-        "Cycles by the drafter that proposed: model, head, ngram, suffix, prediction, grammar, or none.",
+        "Cycles by the drafter that proposed: model, head, suffix, prediction, grammar, or none.",
         "sum(rate(gammaray_tokens_total[5m])) / sum(rate(gammaray_cycles_total[5m]))",
         "Tokens per cycle.",
         labels=("rung",),

@@ -120,7 +120,7 @@ GAMMA_REASON: Final = Attribute(
 )
 DRAFTER: Final = Attribute(
     *("gammaray.drafter", "string", ""),
-    "Drafter that proposed: model, head, ngram, suffix, prediction, grammar (forced tokens) or none.",
+    "Drafter that proposed: model, head, suffix, prediction, grammar (forced tokens) or none.",
 )
 DRAFT_FAILED: Final = Attribute(
     "gammaray.drafter.failed", "boolean", "", "Whether the drafter was absent, late or wrong."

@@ -508,7 +508,6 @@ class SpeculationSummary(_message.Message):
     TOTAL_MS_FIELD_NUMBER: _builtins.int
     SPEEDUP_ESTIMATE_FIELD_NUMBER: _builtins.int
     MODEL_CYCLES_FIELD_NUMBER: _builtins.int
-    NGRAM_CYCLES_FIELD_NUMBER: _builtins.int
     PLAIN_CYCLES_FIELD_NUMBER: _builtins.int
     FALLBACK_CYCLES_FIELD_NUMBER: _builtins.int
     DRAFT_WORKERS_FIELD_NUMBER: _builtins.int
@@ -544,8 +543,6 @@ class SpeculationSummary(_message.Message):
     """
     model_cycles: _builtins.int
     """Cycles whose proposal came from a draft worker."""
-    ngram_cycles: _builtins.int
-    """Cycles whose proposal came from prompt lookup in the orchestrator."""
     plain_cycles: _builtins.int
     """Cycles without a proposal, for any reason."""
     fallback_cycles: _builtins.int
@@ -583,7 +580,6 @@ class SpeculationSummary(_message.Message):
         total_ms: _builtins.float = ...,
         speedup_estimate: _builtins.float | None = ...,
         model_cycles: _builtins.int = ...,
-        ngram_cycles: _builtins.int = ...,
         plain_cycles: _builtins.int = ...,
         fallback_cycles: _builtins.int = ...,
         draft_workers: _builtins.int = ...,
@@ -596,7 +592,7 @@ class SpeculationSummary(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_acceptance_rate", b"_acceptance_rate", "_alpha", b"_alpha", "_speedup_estimate", b"_speedup_estimate", "acceptance_rate", b"acceptance_rate", "alpha", b"alpha", "speedup_estimate", b"speedup_estimate"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_acceptance_rate", b"_acceptance_rate", "_alpha", b"_alpha", "_speedup_estimate", b"_speedup_estimate", "acceptance_rate", b"acceptance_rate", "accepted_lengths", b"accepted_lengths", "accepted_tokens", b"accepted_tokens", "alpha", b"alpha", "cycles", b"cycles", "draft_ms", b"draft_ms", "draft_workers", b"draft_workers", "drafted_tokens", b"drafted_tokens", "fallback_cycles", b"fallback_cycles", "gamma_mean", b"gamma_mean", "grammar_cycles", b"grammar_cycles", "head_cycles", b"head_cycles", "model_cycles", b"model_cycles", "ngram_cycles", b"ngram_cycles", "other_ms", b"other_ms", "plain_cycles", b"plain_cycles", "prediction_cycles", b"prediction_cycles", "speedup_estimate", b"speedup_estimate", "suffix_cycles", b"suffix_cycles", "tokens_per_cycle", b"tokens_per_cycle", "total_ms", b"total_ms", "verify_ms", b"verify_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_acceptance_rate", b"_acceptance_rate", "_alpha", b"_alpha", "_speedup_estimate", b"_speedup_estimate", "acceptance_rate", b"acceptance_rate", "accepted_lengths", b"accepted_lengths", "accepted_tokens", b"accepted_tokens", "alpha", b"alpha", "cycles", b"cycles", "draft_ms", b"draft_ms", "draft_workers", b"draft_workers", "drafted_tokens", b"drafted_tokens", "fallback_cycles", b"fallback_cycles", "gamma_mean", b"gamma_mean", "grammar_cycles", b"grammar_cycles", "head_cycles", b"head_cycles", "model_cycles", b"model_cycles", "other_ms", b"other_ms", "plain_cycles", b"plain_cycles", "prediction_cycles", b"prediction_cycles", "speedup_estimate", b"speedup_estimate", "suffix_cycles", b"suffix_cycles", "tokens_per_cycle", b"tokens_per_cycle", "total_ms", b"total_ms", "verify_ms", b"verify_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__acceptance_rate: _TypeAlias = _typing.Literal["acceptance_rate"]  # noqa: Y015
     _WhichOneofArgType__acceptance_rate: _TypeAlias = _typing.Literal["_acceptance_rate", b"_acceptance_rate"]  # noqa: Y015

@@ -129,8 +129,6 @@ class _DrafterKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DrafterKi
     """The draft model on a draft worker."""
     DRAFTER_KIND_NONE: _DrafterKind.ValueType  # 2
     """No drafter: gamma is 0 in every cycle."""
-    DRAFTER_KIND_NGRAM: _DrafterKind.ValueType  # 3
-    """Prompt lookup in the orchestrator: proposes the tokens that followed an earlier occurrence of the latest tokens."""
     DRAFTER_KIND_SUFFIX: _DrafterKind.ValueType  # 4
     """Suffix decoding in the orchestrator: what followed the latest tokens in the session or in past outputs of the
     tenant (arXiv 2411.04975).
@@ -153,8 +151,6 @@ DRAFTER_KIND_MODEL: DrafterKind.ValueType  # 1
 """The draft model on a draft worker."""
 DRAFTER_KIND_NONE: DrafterKind.ValueType  # 2
 """No drafter: gamma is 0 in every cycle."""
-DRAFTER_KIND_NGRAM: DrafterKind.ValueType  # 3
-"""Prompt lookup in the orchestrator: proposes the tokens that followed an earlier occurrence of the latest tokens."""
 DRAFTER_KIND_SUFFIX: DrafterKind.ValueType  # 4
 """Suffix decoding in the orchestrator: what followed the latest tokens in the session or in past outputs of the
 tenant (arXiv 2411.04975).

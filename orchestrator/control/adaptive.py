@@ -80,7 +80,7 @@ class AdaptiveGamma:
         """Return the shape of the next cycle's proposal, which names its drafter, with the reason."""
         if candidates.num_forced:
             return _shape(candidates.num_forced, 0, DrafterKind.GRAMMAR, Reason.FORCED)
-        shape = Shape(0, drafter=DrafterKind.NGRAM)
+        shape = Shape(0, drafter=DrafterKind.SUFFIX)
         if candidates.model is not None:
             shape = replace(self._by_model(), drafter=candidates.model)
         if candidates.matches:

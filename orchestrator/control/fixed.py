@@ -56,7 +56,7 @@ class FixedGamma:
         if candidates.model is not None:
             return replace(shape, drafter=candidates.model)
         longest = max(matches, key=lambda match: match.length, default=None)
-        kind = DrafterKind.NGRAM if longest is None else longest.kind
+        kind = DrafterKind.SUFFIX if longest is None else longest.kind
         return replace(shape, max_nodes=0, drafter=kind, is_fallback=candidates.is_fallback)
 
     def observe(self, cycle: Cycle) -> None:

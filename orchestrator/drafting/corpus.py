@@ -31,6 +31,9 @@ MAX_ENTRY = 16_000
 LEAD = 8
 """Tokens of the prompt that are kept before an output, so that its start can be found."""
 
+SHORTEST = 2
+"""Least length of a match: among past outputs every token occurs, so a single one says nothing."""
+
 CHECK_PAGE = 200
 """Sessions per question to the store."""
 
@@ -82,7 +85,7 @@ class Corpus:
     """Past outputs, shared by the sessions of a replica; implements TextDrafter for all of them.
 
     Args:
-        max_tokens: Upper bound of tokens in all. Memory is taken in blocks of `BLOCK` tokens of 20 bytes.
+        max_tokens: Upper bound of tokens in all. Memory is taken in blocks of `BLOCK` tokens of 24 bytes.
         tenant_share: Share of these that one tenant may have, where keys name tenants.
         ttl_s: Seconds until the outputs of a session are dropped, from its last turn on.
         now: Clock, in seconds.
@@ -150,7 +153,7 @@ class Corpus:
         held = self._by_key.get(self.key_of(session))
         if held is None:
             return None
-        return held.index.look_up(context or Context.of(session.token_ids), depth)
+        return held.index.look_up(context or Context.of(session.token_ids), depth, SHORTEST)
 
     def forget(self, session_id: str) -> None:
         """Erase the outputs of a session, by its qualified name."""

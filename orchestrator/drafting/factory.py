@@ -20,7 +20,6 @@ from orchestrator.drafting.grammar import GrammarDrafter
 from orchestrator.drafting.head import TargetHead
 from orchestrator.drafting.matches import TextDrafter
 from orchestrator.drafting.prediction import PredictionDrafter
-from orchestrator.drafting.prompt_lookup import PromptLookup
 from orchestrator.drafting.session_drafter import ModelDrafter, SessionDrafter
 from orchestrator.drafting.suffix_decoding import SuffixDrafter
 from orchestrator.workers.drafter import RemoteDrafter
@@ -36,7 +35,7 @@ MAX_TEXT_GAMMA = 24
 drafts well, and cost nothing to propose."""
 
 MAX_CORPUS_TOKENS = 2**20
-"""Most tokens of past outputs that a replica keeps, 20 bytes each: 20 MiB, or 4096 outputs of 256 tokens."""
+"""Most tokens of past outputs that a replica keeps, 24 bytes each: 24 MiB, or 4096 outputs of 256 tokens."""
 
 
 class Drafting:
@@ -145,7 +144,7 @@ class Drafting:
             found = [DrafterKind.HEAD]
         elif self._pool.pick_any() is not None:
             found = [DrafterKind.MODEL]
-        return [*found, DrafterKind.NGRAM, DrafterKind.SUFFIX, DrafterKind.PREDICTION, DrafterKind.GRAMMAR]
+        return [*found, DrafterKind.SUFFIX, DrafterKind.PREDICTION, DrafterKind.GRAMMAR]
 
     @property
     def _has_head(self) -> bool:
@@ -172,8 +171,6 @@ class Drafting:
             texts.append(PredictionDrafter(prediction))
         if is_any or allowed is DrafterKind.SUFFIX:
             texts.append(SuffixDrafter(corpus))
-        if is_any or allowed is DrafterKind.NGRAM:
-            texts.append(PromptLookup())
         return texts
 
     def _max_nodes(self, request: GenerationRequest) -> int:

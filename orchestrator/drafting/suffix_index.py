@@ -3,10 +3,10 @@
 The longest suffix of a context that occurs in the text is found, and its continuation is chosen by counts: at
 each token the one that followed most often, with count of child / count of node as its probability.
 
-Structure. For suffixes of 2, 4, 8 and 16 tokens there is a hash table from a suffix to the latest position
+Structure. For suffixes of 1, 2, 4, 8 and 16 tokens there is a hash table from a suffix to the latest position
 after it, and for each position a link to the position before that had the same slot, as in LZ77 compressors.
 Tables belong to blocks of a fixed number of positions: their entries have 16 bits, the tables never grow, and
-the oldest block can be dropped as a whole. A token takes 20 bytes in all; a suffix tree takes hundreds, in
+the oldest block can be dropped as a whole. A token takes 24 bytes in all; a suffix tree takes hundreds, in
 Python thousands. Slots may collide, so each occurrence is compared with the context before it counts.
 
 Reference: SuffixDecoding, arXiv 2411.04975.
@@ -25,8 +25,8 @@ import numpy.typing as npt
 from gammaray.types import DrafterKind
 from orchestrator.cycle.types import Match
 
-LEVELS = (2, 4, 8, 16)
-"""Lengths of the suffixes that are indexed; single tokens are no evidence."""
+LEVELS = (1, 2, 4, 8, 16)
+"""Lengths of the suffixes that are indexed."""
 
 LONGEST = 64
 """Upper bound of a match, in tokens."""
@@ -39,9 +39,6 @@ MAX_STEPS = 64
 
 MIN_PROBABILITY = 0.1
 """A chain ends before a token that is reached with a lower estimated probability."""
-
-LENGTH_FACTOR, LENGTH_OFFSET = 1, 0
-"""A chain has at most factor x match length + offset tokens: a short match says little about what is far."""
 
 SEPARATOR = 2**32 - 1
 """Stands between sequences, and for erased tokens; it is no token id and is never proposed."""
@@ -180,9 +177,10 @@ class SuffixIndex:
         """Position at which the oldest block ends."""
         return self._blocks[0].start + self.block_size
 
-    def look_up(self, context: Context, depth: int) -> Match | None:
+    def look_up(self, context: Context, depth: int, shortest: int = 1) -> Match | None:
         """Return the most frequent continuation of the longest suffix of a context that occurs here.
 
+        A chain has at most as many tokens as matched: a short match says little about what is far.
         Of the suffix of `LEVELS` that is found, the latest `MAX_OCCURRENCES` are compared further back. Where
         the context is the end of this index and an occurrence overlaps it, the chain continues with its own
         first tokens, so that a repetition is proposed to the full depth.
@@ -190,20 +188,23 @@ class SuffixIndex:
         Args:
             context: The latest tokens.
             depth: Upper bound of tokens in the chain.
+            shortest: Least length of a match, of `LEVELS`.
         """
-        occurrences, length = self._occurrences(context.tokens, context.slots)
+        occurrences, length = self._occurrences(context.tokens, context.slots, shortest)
         if not occurrences:
             return None
         occurrences, length = self._longest(occurrences, length, context.tokens)
-        return self._continuation(occurrences, length, min(depth, LENGTH_FACTOR * length + LENGTH_OFFSET))
+        return self._continuation(occurrences, length, min(depth, length))
 
-    def _occurrences(self, context: array[int], slots: Sequence[int]) -> tuple[list[int], int]:
+    def _occurrences(self, context: array[int], slots: Sequence[int], shortest: int) -> tuple[list[int], int]:
         """Return where the longest suffix of `LEVELS` occurred, latest first, and its length.
 
         A block that does not have a suffix does not have the longer ones either.
         """
         blocks, found_level = list(reversed(self._blocks)), -1
         for level, length in enumerate(LEVELS):
+            if length < shortest:
+                continue
             if length > len(context):
                 break
             wanted, slot = context[-length:], slots[level] & self._slot_mask
@@ -285,11 +286,11 @@ class SuffixIndex:
         tokens = np.array(self._tokens[first - self.start : -1], np.uint32)
         hashes = (tokens + np.uint32(1)) * np.uint32(_SPREAD)  # modulo 2^32, so also modulo 2^30
         begin = max(old_end, first + 1)  # no suffix ends before the first token
-        for level, power in enumerate((_BASE, *_POWERS[:-1])):
-            half = LEVELS[level] // 2
-            longer = hashes.copy()
-            longer[half:] += hashes[:-half] * np.uint32(power)
-            hashes = longer
+        for level, half in enumerate((0, *LEVELS[:-1])):
+            if half:
+                longer = hashes.copy()
+                longer[half:] += hashes[:-half] * np.uint32(_POWERS[level - 1])
+                hashes = longer
             slots = (hashes >> np.uint32(_SHIFT) & np.uint32(self._slot_mask)).astype(np.uint16)
             for position in range(begin - begin % self.block_size, end, self.block_size):
                 low, high = max(begin, position), min(end, position + self.block_size)

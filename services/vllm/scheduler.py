@@ -131,9 +131,9 @@ class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
     def _start(self, task: VerifyTask, session: SessionCopy) -> _Verifying:
         held = self.requests.get(session.session_id)
         depth = _draft_depth(task, 0 if held is None else held.depth)
-        if held is not None and task.head is not None and task.head.depth > 0:
-            if self._can_continue(held, task, session):
-                task.proposal = Proposal(tuple(held.drafts[: task.head.depth]), is_prepared=True)
+        by_head = task.head is not None and task.head.depth > 0
+        if held is not None and by_head and self._can_continue(held, task, session):
+            task.proposal = Proposal(tuple(held.drafts[: task.head.depth]), is_prepared=True)
         work = _Verifying(task, session, "", depth=depth)
         if session.has_slow_masks:
             self._begin_masks(work)

@@ -4,7 +4,7 @@ Starts two orchestrators, two target workers, what drafts for them, and a Redis;
 and stops processes and has Redis fail in an order that the seed decides, and compares each stream with what
 plain decoding said while nothing was disturbed. What drafts is one of these, each with a cluster of its own:
 
-- model: two draft workers. Streams are drafted by the model in chains and trees, by prompt lookup, by suffix
+- model: two draft workers. Streams are drafted by the model in chains and trees, by suffix
   trees over the session and over past outputs, by predictions, and by mixtures.
 - parallel: two draft workers with a parallel draft model (PARD), a part of its vocabulary and int8 weights.
 - early-exit: two draft workers with the first 13 of the target's 16 layers.

@@ -57,7 +57,6 @@ def _mixtures(model: str) -> tuple[Way, ...]:
 PAIR = (
     Way("model, chains", ("model",), {"drafter": "model", "gamma": 4}),
     Way("model, trees", ("model",), {"drafter": "model", "gamma": GammaPolicy(fixed=4, max_nodes=12)}),
-    Way("prompt lookup", ("ngram",), {"drafter": "ngram", "gamma": 4}),
     Way("suffix tree of past outputs", ("suffix",), {"drafter": "suffix", "gamma": 8}, keeps_outputs=True),
     Way("prediction", ("prediction",), {"drafter": "prediction", "gamma": 8}, has_prediction=True),
     *_mixtures("model"),
@@ -81,7 +80,7 @@ HEAD = (
 
 def cycles_by_drafter(summary: SpeculationSummary) -> Counter[str]:
     """Return how many cycles of a completion each drafter proposed in."""
-    kinds = ("model", "head", "ngram", "suffix", "prediction", "grammar", "plain", "fallback")
+    kinds = ("model", "head", "suffix", "prediction", "grammar", "plain", "fallback")
     return Counter({kind: getattr(summary, f"{kind}_cycles") for kind in kinds})
 
 

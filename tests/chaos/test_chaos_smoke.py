@@ -93,7 +93,7 @@ def test_every_way_to_draft_has_a_greedy_and_a_sampled_stream():
         made = streams(asks(Options.streams, 8), kind.ways)
         found = {(stream.way.name, stream.ask.temperature) for stream in made}
         assert found == {(way.name, temperature) for way in kind.ways for temperature in (0.0, 1.0)}
-    assert {drafter for way in PAIR for drafter in way.drafters} == {"model", "ngram", "suffix", "prediction"}
+    assert {drafter for way in PAIR for drafter in way.drafters} == {"model", "suffix", "prediction"}
 
 
 def test_prediction_lacks_tokens_and_salts_of_ways_without_past_outputs_differ():

@@ -1,4 +1,4 @@
-"""A cluster that serves a GGUF file without a draft model: its chat template, its tokens, prompt lookup."""
+"""A cluster that serves a GGUF file without a draft model: its chat template, its tokens, look-ups."""
 
 from __future__ import annotations
 

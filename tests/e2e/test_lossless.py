@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gammaray import AsyncClient
 from services.demo_pair import TARGET_DIR
+from tests.support.cluster.cluster_helpers import is_without_model, undisturbed_completion
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("idle_afterwards"), pytest.mark.timeout(600)]
 
@@ -19,6 +20,9 @@ PROMPTS = [
     '"""Parse ',
     "é = 'ünïcödé'\n",
 ]
+
+
+REPEATING = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n\n\ndef mul(a, b):\n"
 
 
 @pytest.fixture(scope="module")
@@ -50,3 +54,46 @@ async def test_greedy_equals_transformers_generate(cluster, greedy, gamma):
     async with AsyncClient(cluster.grpc) as client:
         runs = [token_ids(client, prompt, temperature=0, max_tokens=48, gamma=gamma) for prompt in PROMPTS]
         assert await asyncio.gather(*runs) == greedy
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 1.0},
+        {"temperature": 0.8, "top_p": 0.9, "top_k": 50},
+        {"temperature": 1.0, "presence_penalty": 0.5, "repetition_penalty": 1.1, "min_p": 0.02},
+    ],
+    ids=["plain", "truncated", "penalised"],
+)
+async def test_same_seed_gives_the_same_tokens_however_they_are_drafted(cluster, options):
+    async with AsyncClient(cluster.grpc) as client:
+
+        def run(**how):
+            return token_ids(client, PROMPTS[0], seed=42, max_tokens=64, ignore_eos=True, **options, **how)
+
+        plain = await run(gamma=0)
+        assert len(plain) == 64
+        for how in ({"gamma": 3}, {"gamma": 8}, {}, {"drafter": "none"}):
+            assert await run(**how) == plain, how
+        at_once = await asyncio.gather(*(run(gamma=gamma) for gamma in range(8)))
+        assert at_once == [plain] * 8
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_every_drafter_gives_the_same_text_and_the_summary_names_it(cluster, temperature):
+    async with AsyncClient(cluster.grpc) as client:
+
+        async def run(drafter, **options):
+            options = {"seed": 7, "max_tokens": 96, "ignore_eos": True, "temperature": temperature, **options}
+            return await client.complete(REPEATING, drafter=drafter, **options)
+
+        plain = await run("none")
+        assert plain.summary.plain_cycles == plain.summary.cycles == 96
+        suffix = await run("suffix", gamma=4)
+        assert suffix.summary.suffix_cycles > 0
+        assert suffix.summary.model_cycles == suffix.summary.fallback_cycles == 0
+        assert suffix.summary.suffix_cycles + suffix.summary.plain_cycles == suffix.summary.cycles
+        model = await undisturbed_completion(lambda: run("model", gamma=4), is_without_model)
+        assert model.summary.model_cycles > 0
+        assert model.summary.draft_workers == 1
+        assert model.text == suffix.text == plain.text

@@ -53,7 +53,7 @@ def test_text_drafted_by_a_head_is_that_of_plain_decoding(tmp_path):
                 mixed = run(client, "model", "adaptive", temperature)
                 assert ids(mixed) == ids(plain)
                 kinds = {token.drafter for token in mixed.tokens}
-                assert kinds <= {None, DrafterKind.HEAD, DrafterKind.NGRAM, DrafterKind.SUFFIX}
+                assert kinds <= {None, DrafterKind.HEAD, DrafterKind.SUFFIX}
             for method in ("rejection", "naive"):
                 made = client.complete(PROMPT, drafter="head", gamma=3, verification=method, max_tokens=32)
                 assert made.summary.head_cycles > 0

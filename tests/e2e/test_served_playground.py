@@ -134,9 +134,9 @@ def test_page_opens_as_the_model_is_used_and_names_the_drafters_of_the_cluster(p
     expect(page.locator("#mode")).to_have_value("chat")
     expect(page.locator("#prediction")).not_to_be_visible()
     legend = page.locator("#legend_drafters span").evaluate_all("spans => spans.map(span => span.className)")
-    assert legend == ["model", "ngram", "suffix", "prediction", "grammar"]
+    assert legend == ["model", "suffix", "prediction", "grammar"]
     options = page.locator("#drafter option").evaluate_all("options => options.map(option => option.value)")
-    assert options == ["model", "ngram", "suffix", "prediction", "grammar", "none"]
+    assert options == ["model", "suffix", "prediction", "grammar", "none"]
 
 
 def test_page_compares_with_gamma_0_by_one_click(page):

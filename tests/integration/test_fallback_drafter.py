@@ -15,7 +15,6 @@ from orchestrator.control.costs import CostModel
 from orchestrator.control.fixed import FixedGamma
 from orchestrator.cycle.run import run_cycle
 from orchestrator.drafting.choice import DrafterChoice
-from orchestrator.drafting.prompt_lookup import PromptLookup
 from orchestrator.drafting.session_drafter import SessionDrafter
 from orchestrator.drafting.suffix_decoding import SuffixDrafter
 from tests.support.workers.fleet_helpers import clients, emitted, fleet_of, stop_pauses_ending
@@ -29,7 +28,7 @@ from tests.support.workers.scripted_workers import (
 
 pytestmark = pytest.mark.integration
 
-TEXTS = {DrafterKind.MODEL: PromptLookup, DrafterKind.NGRAM: PromptLookup, DrafterKind.SUFFIX: SuffixDrafter}
+TEXTS = {DrafterKind.MODEL: SuffixDrafter, DrafterKind.SUFFIX: SuffixDrafter}
 
 
 def drafting_of(fleet, session, allowed=DrafterKind.MODEL, **options):
@@ -79,7 +78,7 @@ async def test_fallback_is_lossless_for_every_requested_drafter(top):
         assert not any(cycle.is_fallback for cycle in cycles)
 
 
-async def test_fallback_prompt_lookup_is_accepted_in_repeating_text():
+async def test_fallback_look_up_is_accepted_in_repeating_text():
     async with fleet_of() as fleet:
         session = make_session(max_tokens=60, prompt=(0, 1, 2, 0, 1, 2))
         drafting, _ = drafting_of(fleet, session)
@@ -87,7 +86,7 @@ async def test_fallback_prompt_lookup_is_accepted_in_repeating_text():
         assert emitted_after(session, 6) == [i % 3 for i in range(60)]
         assert all(cycle.is_fallback for cycle in cycles)
         assert sum(cycle.num_accepted for cycle in cycles) > 30
-        assert {cycle.drafter for cycle in cycles[:-1]} == {DrafterKind.NGRAM}
+        assert {cycle.drafter for cycle in cycles[:-1]} == {DrafterKind.SUFFIX}
 
 
 def emitted_after(session, num_prompt):

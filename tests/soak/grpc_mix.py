@@ -22,7 +22,7 @@ from tests.chaos.load import Ask, Said, difference, generate
 from tests.soak.samples import LENGTHS, Expected, SampleError, turns
 
 GAMMAS = ("adaptive", "adaptive", "adaptive", 0, 2, 5, 8)
-DRAFTERS = ("model", "model", "model", "ngram", "none")
+DRAFTERS = ("model", "model", "model", "suffix", "none")
 
 
 def draw(rng: random.Random, expected: Expected, min_tokens: int = 0) -> Ask:

@@ -25,7 +25,6 @@ GAMMARAY = {
     "cycles_by_drafter": {
         "model": 1,
         "head": 0,
-        "ngram": 1,
         "suffix": 0,
         "prediction": 0,
         "grammar": 0,

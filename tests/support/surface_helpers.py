@@ -212,7 +212,7 @@ class ScriptedBackend:
 
     @property
     def drafters(self) -> list[DrafterKind]:
-        return [DrafterKind.HEAD, DrafterKind.NGRAM]
+        return [DrafterKind.HEAD, DrafterKind.SUFFIX]
 
     async def status(self) -> list[ProcessStatus]:
         return [

@@ -139,10 +139,10 @@ class GammarayOptions(StrictModel):
     max_nodes: Annotated[
         int, Integer(0, MAX_NODES, "Upper bound of a proposal's nodes; 0 is the server's choice.")
     ] = 0
-    drafter: Literal["model", "head", "ngram", "suffix", "prediction", "grammar", "none"] = Field(
+    drafter: Literal["model", "head", "suffix", "prediction", "grammar", "none"] = Field(
         "model",
         description="What may propose: the draft model or head and all look-ups, the target worker's "
-        "head alone, prompt lookup, suffix decoding, the request's `prediction`, the tokens that a grammar "
+        "head alone, suffix decoding, the request's `prediction`, the tokens that a grammar "
         "forces, or nothing (gamma 0).",
     )
     session_id: str = Field(

@@ -34,7 +34,6 @@ class CyclesByDrafter(TypedDict):
 
     model: _Count
     head: _Count
-    ngram: _Count
     suffix: _Count
     prediction: _Count
     grammar: _Count

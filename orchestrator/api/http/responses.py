@@ -307,7 +307,6 @@ class ChoiceState:
             "cycles_by_drafter": {
                 "model": summary.model_cycles,
                 "head": summary.head_cycles,
-                "ngram": summary.ngram_cycles,
                 "suffix": summary.suffix_cycles,
                 "prediction": summary.prediction_cycles,
                 "grammar": summary.grammar_cycles,

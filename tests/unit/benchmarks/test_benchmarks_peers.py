@@ -46,7 +46,7 @@ def test_figures_take_ratios_within_each_repetition_for_both_speeds() -> None:
     # The second repetition is three times slower for all.
     plain = [[turn(sample([(1.0 * f, 1), (5.0 * f, 4)]))] for f in (1, 3)]
     fast = [[turn(sample([(1.0 * f, 1), (3.0 * f, 4)], target_s=1.0 * f))] for f in (1, 3)]
-    row = figures("gammaray-ngram", {"gammaray-0": plain, "gammaray-ngram": fast}, "gammaray-0")
+    row = figures("gammaray-suffix", {"gammaray-0": plain, "gammaray-suffix": fast}, "gammaray-0")
     assert row["decode_tokens_per_s"]["values"] == pytest.approx((2.0, 2 / 3))
     assert row["decode_over_plain"]["values"] == pytest.approx((2.0, 2.0))
     assert row["over_plain"]["values"] == pytest.approx((5 / 3, 5 / 3))
@@ -76,7 +76,7 @@ NAMES = (
     "engine",
     "engine-lookup-8",
     "gammaray-0",
-    "gammaray-ngram",
+    "gammaray-suffix",
     "llama.cpp",
     "llama.cpp-draft-4",
 )
@@ -88,14 +88,14 @@ def test_references_greedy_chain_every_system_to_generate() -> None:
         "engine": "generate",
         "engine-lookup-8": "engine",
         "gammaray-0": "engine",
-        "gammaray-ngram": "gammaray-0",
+        "gammaray-suffix": "gammaray-0",
         "llama.cpp": "generate",
         "llama.cpp-draft-4": "llama.cpp",
     }
 
 
 @pytest.mark.parametrize(("system", "reference", "changed"), [
-    ("gammaray-ngram", "gammaray-0", True),
+    ("gammaray-suffix", "gammaray-0", True),
     ("gammaray-0", "engine", True),
     ("engine-lookup-8", "engine", True),
     ("engine", "generate", False),
@@ -123,7 +123,7 @@ def record(start_s: float, base_position: int, emitted: int, compute_s: float | 
     """A cycle of one second of which only this matters."""
     call = None if compute_s is None else WorkerCall("", 1, 0, 0, 0, 0.0, compute_s, 1, "")
     return CycleRecord(
-        start_s, 1.0, 0.0, 1.0, 0, 1, base_position, 4, "", 4, 1, 1, emitted, None, DrafterKind.NGRAM, False,
+        start_s, 1.0, 0.0, 1.0, 0, 1, base_position, 4, "", 4, 1, 1, emitted, None, DrafterKind.SUFFIX, False,
         False, None, call,
     )  # fmt: skip
 

@@ -22,7 +22,7 @@ from orchestrator.drafting.session_drafter import SessionDrafter
 from orchestrator.workers.drafter import Readiness
 from tests.support.cycle_helpers import make_session
 
-MODEL, NGRAM, SUFFIX = DrafterKind.MODEL, DrafterKind.NGRAM, DrafterKind.SUFFIX
+MODEL, PREDICTION, SUFFIX = DrafterKind.MODEL, DrafterKind.PREDICTION, DrafterKind.SUFFIX
 TEXT_DEPTH = 8
 
 
@@ -57,13 +57,16 @@ def choice_of(texts, readiness=Readiness.READY, allowed=MODEL, seed=1, costs=Non
     return DrafterChoice(session, drafter, controller)
 
 
-def play(choice, num_cycles, *, model_alpha=0.0, text_alpha=0.0, ngram_alpha=None, world=None, seed=1):
+def play(choice, num_cycles, *, model_alpha=0.0, text_alpha=0.0, prediction_alpha=None, world=None, seed=1):
     """Run cycles; a match takes no draft. Return the shapes."""
     rng, world, shapes = random.Random(seed), world or World(spikes=0.0, noise=0.1), []
     for index in range(num_cycles):
         shape = choice.next_shape()
         is_text = shape.drafter is not MODEL
-        by_kind = {MODEL: model_alpha, NGRAM: text_alpha if ngram_alpha is None else ngram_alpha}
+        by_kind = {
+            MODEL: model_alpha,
+            PREDICTION: text_alpha if prediction_alpha is None else prediction_alpha,
+        }
         alpha, levels = by_kind.get(shape.drafter, text_alpha), []
         for _ in range(shape.depth):
             is_accepted = rng.random() < alpha
@@ -150,7 +153,7 @@ def test_acceptance_at_another_temperature_is_no_evidence(others, least, most):
 )
 def test_short_matches_are_not_expected_to_be_accepted_but_predictions_are(kind, length, least, most):
     costs, world = CostModel(random.Random(1)), World(spikes=0.0, noise=0.1, per_token=0.7)
-    known = choice_of([Finds(NGRAM, length=20)], Readiness.ABSENT, costs=costs)
+    known = choice_of([Finds(PREDICTION, length=20)], Readiness.ABSENT, costs=costs)
     play(known, 200, model_alpha=0.0, text_alpha=0.6, world=world)
     first_shapes = []
     for _ in range(20):
@@ -160,14 +163,16 @@ def test_short_matches_are_not_expected_to_be_accepted_but_predictions_are(kind,
 
 
 def test_of_two_text_drafters_the_one_that_is_accepted_is_used():
-    choice = choice_of([Finds(NGRAM, length=2), Finds(SUFFIX, length=20)], Readiness.ABSENT)
-    shapes = play(choice, 300, text_alpha=0.9, ngram_alpha=0.05)
+    choice = choice_of([Finds(PREDICTION, length=2), Finds(SUFFIX, length=20)], Readiness.ABSENT)
+    shapes = play(choice, 300, text_alpha=0.9, prediction_alpha=0.05)
     assert share(shapes[100:], SUFFIX) > 0.9
     assert all(shape.is_fallback for shape in shapes), "no draft worker is there"
 
 
 def test_first_match_is_the_longest_while_no_costs_are_known():
-    choice = choice_of([Finds(NGRAM, length=2), Finds(SUFFIX, length=9, num_tokens=5)], Readiness.READING)
+    choice = choice_of(
+        [Finds(PREDICTION, length=2), Finds(SUFFIX, length=9, num_tokens=5)], Readiness.READING
+    )
     shape = choice.next_shape()
     assert (shape.drafter, shape.depth, shape.is_fallback) == (SUFFIX, 5, False)
 
@@ -187,13 +192,13 @@ def test_fixed_gamma_prefers_prediction_then_model_then_the_longest_match():
     assert shape_of([prediction, Finds()], Readiness.READY).drafter is DrafterKind.PREDICTION
     by_model = shape_of([Finds()], Readiness.READY)
     assert (by_model.drafter, by_model.depth, by_model.max_nodes) == (MODEL, 3, 6)
-    by_text = shape_of([Finds(NGRAM, length=3), Finds(SUFFIX, length=4)], Readiness.ABSENT)
+    by_text = shape_of([Finds()], Readiness.ABSENT)
     assert (by_text.drafter, by_text.depth, by_text.max_nodes, by_text.is_fallback) == (SUFFIX, 3, 0, True)
 
 
 async def test_failed_draft_worker_is_replaced_by_the_longest_match_of_the_same_cycle():
     session = make_session()
-    drafter = SessionDrafter(Worker(Readiness.READY), [Finds(NGRAM, 2), Finds(SUFFIX, 9)], TEXT_DEPTH)
+    drafter = SessionDrafter(Worker(Readiness.READY), [Finds(PREDICTION, 2), Finds(SUFFIX, 9)], TEXT_DEPTH)
     proposal = await drafter.propose(session, Shape(3))
     assert proposal == Proposal((0, 1, 2))
     assert (proposal.drafter, proposal.is_fallback) == (SUFFIX, True)
@@ -201,13 +206,13 @@ async def test_failed_draft_worker_is_replaced_by_the_longest_match_of_the_same_
     assert (await nothing.propose(session, Shape(3))) == Proposal()
 
 
-@pytest.mark.parametrize("kind", [NGRAM, SUFFIX])
+@pytest.mark.parametrize("kind", [PREDICTION, SUFFIX])
 async def test_proposal_is_that_of_the_named_drafter_within_the_depth(kind):
     session = make_session()
-    drafter = SessionDrafter(None, [Finds(NGRAM, 2, 4), Finds(SUFFIX, 9, 6)], TEXT_DEPTH)
+    drafter = SessionDrafter(None, [Finds(PREDICTION, 2, 4), Finds(SUFFIX, 9, 6)], TEXT_DEPTH)
     proposal = await drafter.propose(session, Shape(2, drafter=kind))
     assert (proposal.token_ids, proposal.drafter, proposal.is_fallback) == ((0, 1), kind, False)
-    assert await drafter.propose(session, Shape(2, drafter=DrafterKind.PREDICTION)) == Proposal()
+    assert await drafter.propose(session, Shape(2, drafter=DrafterKind.GRAMMAR)) == Proposal()
 
 
 @pytest.mark.parametrize(

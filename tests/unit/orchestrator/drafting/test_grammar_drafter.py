@@ -27,7 +27,7 @@ def after(*token_ids: int):
 
 
 def match_of(*token_ids: int) -> Match:
-    return Match(DrafterKind.NGRAM, token_ids, 3, (0.5,) * len(token_ids))
+    return Match(DrafterKind.SUFFIX, token_ids, 3, (0.5,) * len(token_ids))
 
 
 def test_forced_tokens_are_certain_matches():

@@ -9,8 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.drafting.suffix_index import (
-    LENGTH_FACTOR,
-    LENGTH_OFFSET,
     LEVELS,
     LONGEST,
     MAX_OCCURRENCES,
@@ -40,7 +38,7 @@ def slow_look_up(text, context, depth):
     latest = [end for end, length in lengths.items() if length >= level][:MAX_OCCURRENCES]
     longest = max(lengths[end] for end in latest)
     ends, chain, shares, path = [end for end in latest if lengths[end] == longest], [], [], 1.0
-    while len(chain) < min(depth, LENGTH_FACTOR * longest + LENGTH_OFFSET):
+    while len(chain) < min(depth, longest):
         known = [*text, *chain]
         following = [known[end + len(chain)] for end in ends]
         proposable = [token for token in following if token != SEPARATOR]
@@ -65,6 +63,11 @@ def index_of(text):
     index = SuffixIndex(BLOCK)
     index.extend(text)
     return index
+
+
+def test_index_keeps_to_the_shortest_match():
+    index = index_of([5, 1, 9, 8, 1])
+    assert index.look_up(index.context, 64, 2) is None
 
 
 def test_index_proposes_nothing_improbable():

@@ -69,7 +69,7 @@ def test_cycle_counters_equal_the_summary_of_the_client():
     assert found["spec_decode.num_accepted_tokens",] == 6
     assert meter.accepted_per_position == (2, 2, 1, 1)
     assert [found["tokens", kind.value] for kind in (ACCEPTED, CORRECTION, BONUS)] == [6, 1, 2]
-    assert [found["cycles", kind] for kind in ("model", "ngram", "none")] == [2, 0, 1]
+    assert [found["cycles", kind] for kind in ("model", "suffix", "none")] == [2, 0, 1]
     assert found["cycle.fallbacks",] == 1
     assert found["cycle.gamma",] == (3, 15)
 

@@ -29,7 +29,6 @@ from orchestrator.cycle.types import Match
 from orchestrator.drafting.choice import DrafterChoice
 from orchestrator.drafting.grammar import GrammarDrafter
 from orchestrator.drafting.prediction import PredictionDrafter
-from orchestrator.drafting.prompt_lookup import PromptLookup
 from orchestrator.drafting.session_drafter import SessionDrafter
 from services.engine.sampling.edits import row_paths
 from services.engine.sampling.logits import edited_logits, processed_log_probs
@@ -214,7 +213,6 @@ def texts_of(kind: str, expected: Sequence[int], grammar: str, seed: int) -> lis
         "known": [Hostile(lambda output: expected[len(output) : len(output) + 16])],
         "prediction": [
             PredictionDrafter([*expected[: rng.randrange(COUNT)], *[Q] * 30]),
-            PromptLookup(),
         ],
     }[kind]
 

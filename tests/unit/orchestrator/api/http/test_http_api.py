@@ -206,7 +206,7 @@ async def test_chat_messages_go_through_the_template():
 
 async def test_models_lists_the_one_served():
     listed = (await call(ScriptedBackend(), "GET", "/v1/models")).json()
-    assert listed["data"][0]["gammaray"] == {"chat": True, "drafters": ["head", "ngram"]}
+    assert listed["data"][0]["gammaray"] == {"chat": True, "drafters": ["head", "suffix"]}
     assert listed["object"] == "list"
     assert [model["id"] for model in listed["data"]] == ["scripted"]
     assert (await call(ScriptedBackend(), "GET", "/v1/models/scripted")).json()["id"] == "scripted"

@@ -1,4 +1,4 @@
-"""Prompt lookup: what it finds, and that its proposals leave every verification method exact."""
+"""Suffix decoding of one session: what it finds, and that every verification method stays exact."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gammaray.types import Proposal, SamplingParams, VerificationMethod
+from gammaray.types import DrafterKind, Proposal, SamplingParams, VerificationMethod
 from orchestrator.drafting.matches import to_proposal
-from orchestrator.drafting.prompt_lookup import LONGEST, SHORTEST, PromptLookup
+from orchestrator.drafting.suffix_decoding import SuffixDrafter
 from services.engine.sampling.noise import Noise
 from services.verification.rules import verify
 from tests.support.cycle_helpers import make_session
@@ -28,33 +28,39 @@ def session_with(tokens, **options):
     return session
 
 
+@pytest.mark.parametrize(
+    ("tokens", "depth", "expected"),
+    [
+        pytest.param([5, 1, 2, 3, 6, 1, 2, 4, 5, 1, 2], 1, (3,), id="longest-wins"),
+        pytest.param([1, 2, 3, 9, 1, 2], 64, (3, 9), id="no-more-tokens-than-matched"),
+        pytest.param([5, 1, 9, 8, 1], 64, (9,), id="single-token"),
+        pytest.param([1, 2, 3, 4], 64, (), id="nothing-occurs-again"),
+    ],
+)
+def test_suffix_proposes_what_followed(tokens, depth, expected):
+    proposal = proposed(SuffixDrafter(), session_with(tokens), depth)
+    assert proposal.token_ids == expected
+    assert proposal.drafter is (DrafterKind.SUFFIX if expected else Proposal().drafter)
+    assert proposal.parents is proposal.draft_distributions is None
+
+
 @given(st.lists(st.integers(0, 3), min_size=2, max_size=60), st.integers(1, 8), st.integers(0, 2**32))
-def test_ngram_index_grows_as_if_built_at_once(tokens, depth, seed):
-    grown, session, chance = PromptLookup(), session_with([]), random.Random(seed)
+def test_suffix_index_grows_as_if_built_at_once(tokens, depth, seed):
+    grown, session, chance = SuffixDrafter(), session_with([]), random.Random(seed)
     end = 0
     while end < len(tokens):
         end = min(len(tokens), end + chance.randint(1, 5))
         session.token_ids = tokens[:end]
-        proposal = proposed(grown, session, depth)
-        assert proposal == proposed(PromptLookup(), session, depth)
-        assert proposal.token_ids == slow_lookup(tokens[:end], depth)
-
-
-def slow_lookup(tokens, depth):
-    for length in range(LONGEST, SHORTEST - 1, -1):
-        for end in range(len(tokens) - 1, length - 1, -1):
-            if length < len(tokens) and tokens[end - length : end] == tokens[-length:]:
-                return tuple(tokens[end : end + depth])
-    return ()
+        assert grown.look_up(session, depth) == SuffixDrafter().look_up(session, depth)
 
 
 @pytest.mark.statistical
 @pytest.mark.parametrize("method", VerificationMethod)
-def test_ngram_proposals_leave_the_targets_distribution(method):
+def test_suffix_proposals_leave_the_targets_distribution(method):
     """The first emitted token has the target's distribution, whatever was proposed (chi square, seeded)."""
     distribution = torch.tensor([0.5, 0.2, 0.15, 0.1, 0.05], dtype=torch.float64)
     session = session_with([2, 1, 0, 3, 2, 1], method=method)
-    proposal = proposed(PromptLookup(), session, 2)
+    proposal = proposed(SuffixDrafter(), session, 2)
     assert proposal.token_ids == (0, 3)
     assert (proposal.draft_distributions is not None) is method.uses_draft_distributions
     counts, samples = [0] * len(distribution), 1500
