@@ -6,7 +6,7 @@ Completes the chat tasks of `benchmarks/prompts` by plain decoding and by each l
 other with the methods in turn, so that a change of the clock touches all. Three kinds of traffic:
 
 - `tasks`: ten prompts per category, each seen for the first time.
-- `again`: the same prompts asked a second time, with past outputs of the first.
+- `again`: each of them asked a second time at once, with past outputs of the first.
 - `agent`: one file edited in twenty turns, each of which shows the file and asks for the whole of it.
 
 Speeds are ratios of time per token to plain decoding of the same prompt; their geometric means are printed.
@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import argparse
 import math
+import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,6 +36,9 @@ from gammaray.bench.loops import MAX_REPEATED, repeated_share
 from gammaray.bench.tables import plain_table
 from gammaray.client.request import GenerateOptions
 from orchestrator.text.tokenizer import Tokenizer
+
+MIN_TOKENS = 8
+"""Shorter completions are left out: their times are noise."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ class Method:
 
 @dataclass(frozen=True)
 class Made:
-    """One completion: `cycles` is its number of forwards of the target, `seconds` from the first token on."""
+    """One completion: `cycles` are its forwards of the target, `seconds` are per token after the first."""
 
     traffic: str
     prompt: str
@@ -64,6 +68,7 @@ class Made:
     temperature: float
     tokens: int
     cycles: int
+    drafted: int
     seconds: float
     repeated: float
     is_equal: bool
@@ -71,11 +76,11 @@ class Made:
 
 async def complete(
     client: AsyncClient, method: Method, prompt: Sequence[int], temperature: float, max_tokens: int, salt: str
-) -> tuple[list[int], int, float]:
-    """Return the tokens of a completion, its cycles, and the seconds after its first chunk."""
+) -> tuple[list[int], int, int, float]:
+    """Return the tokens of a completion, its cycles, drafted tokens, and seconds per token after the first."""
     tokens: list[int] = []
     first = last = 0.0
-    in_first = cycles = 0
+    in_first = cycles = drafted = 0
     async for chunk in client.generate(
         prompt, temperature=temperature, max_tokens=max_tokens, seed=7, cache_salt=salt, **method.options
     ):
@@ -84,8 +89,8 @@ async def complete(
         if not first and tokens:
             first, in_first = last, len(tokens)
         if chunk.summary is not None:
-            cycles = chunk.summary.cycles
-    return tokens, cycles, (last - first) / max(1, len(tokens) - in_first)
+            cycles, drafted = chunk.summary.cycles, chunk.summary.drafted_tokens
+    return tokens, cycles, drafted, (last - first) / max(1, len(tokens) - in_first)
 
 
 async def measure(
@@ -95,59 +100,63 @@ async def measure(
     temperatures: Sequence[float],
     max_tokens: int,
 ) -> list[Made]:
-    """Return one completion of each prompt by each method and temperature."""
+    """Return one completion of each prompt by each method and temperature, two where past outputs are used."""
     made = []
     for number, (traffic, name, prompt) in enumerate(prompts):
         for temperature in temperatures:
             expected: list[int] = []
             for method in methods:
                 # A salt of its own keeps a request from the outputs of others.
-                salt = (
-                    f"past {method.name} {temperature}" if method.sees_past else f"{number} {time.time_ns()}"
-                )
-                tokens, cycles, seconds = await complete(
-                    clients[method.cluster], method, prompt, temperature, max_tokens, salt
-                )
-                expected = expected or tokens
-                made.append(
-                    Made(
-                        traffic,
-                        name,
-                        method.name,
-                        temperature,
-                        len(tokens),
-                        cycles,
-                        seconds,
-                        repeated_share(tokens),
-                        tokens == expected,
+                salt = f"past {temperature}" if method.sees_past else f"{number} {time.time_ns()}"
+                for kind in (traffic, "again") if method.sees_past and traffic == "tasks" else (traffic,):
+                    tokens, cycles, drafted, seconds = await complete(
+                        clients[method.cluster], method, prompt, temperature, max_tokens, salt
                     )
-                )
+                    expected = expected or tokens
+                    made.append(
+                        Made(
+                            kind,
+                            name,
+                            method.name,
+                            temperature,
+                            len(tokens),
+                            cycles,
+                            drafted,
+                            seconds,
+                            repeated_share(tokens),
+                            tokens == expected,
+                        )
+                    )
         print(f"{traffic} {name}", file=sys.stderr)
     return made
 
 
-def summarise(made: Sequence[Made], plain: str) -> list[dict[str, object]]:
-    """Return per traffic, temperature and method the mean speed over plain decoding, and tokens per cycle."""
+def summarise(made: Sequence[Made], plain: Mapping[str, str]) -> list[dict[str, object]]:
+    """Return per traffic, temperature and method the mean speed over plain decoding, and tokens per cycle.
+
+    Args:
+        made: The completions.
+        plain: The plain method of each method, on the same cluster.
+    """
     rows: list[dict[str, object]] = []
-    reference = {(m.traffic, m.prompt, m.temperature): m for m in made if m.method == plain}
+    reference = {(m.method, m.prompt, m.temperature): m.seconds for m in made}
     groups: dict[tuple[str, float, str], list[Made]] = {}
     for m in made:
-        if m.repeated <= MAX_REPEATED and m.tokens > 8:
+        if m.repeated <= MAX_REPEATED and m.tokens > MIN_TOKENS and m.method in plain:
             groups.setdefault((m.traffic, m.temperature, m.method), []).append(m)
     for (traffic, temperature, method), found in groups.items():
-        ratios = [reference[m.traffic, m.prompt, m.temperature].seconds / m.seconds for m in found]
-        logs = [math.log(ratio) for ratio in ratios]
-        mean = sum(logs) / len(logs)
-        deviation = math.sqrt(sum((value - mean) ** 2 for value in logs) / max(1, len(logs) - 1))
+        speeds = [math.log(reference[plain[method], m.prompt, m.temperature] / m.seconds) for m in found]
+        speed = math.exp(statistics.fmean(speeds))
         rows.append(
             {
                 "traffic": traffic,
                 "temperature": temperature,
                 "method": method,
                 "completions": len(found),
-                "speed": round(math.exp(mean), 3),
-                "standard_error": round(math.exp(mean) * deviation / math.sqrt(len(logs)), 3),
+                "speed": round(speed, 3),
+                "standard_error": round(speed * statistics.stdev(speeds) / math.sqrt(len(speeds)), 3),
                 "tokens_per_cycle": round(sum(m.tokens for m in found) / sum(m.cycles for m in found), 3),
+                "drafted_per_cycle": round(sum(m.drafted for m in found) / sum(m.cycles for m in found), 3),
             }
         )
     return rows
@@ -168,10 +177,15 @@ async def clients_of(target: str, sources: Sequence[Path | None]) -> AsyncIterat
 
 async def run(options: argparse.Namespace) -> int:
     """Measure, print and write the result; return the exit status."""
-    methods = [Method("plain", 0, {"gamma": 0}), Method("index", 0, {})]
-    past = Method("index, past outputs", 0, {}, sees_past=True)
+    methods = [
+        Method("plain", 0, {"gamma": 0}),
+        Method("look-ups", 0, {}),
+        Method("look-ups, past outputs", 0, {}, sees_past=True),
+    ]
+    plain = {method.name: "plain" for method in methods[1:]}
     if options.beside:
-        methods.append(Method("beside", 1, {}))
+        methods += [Method("beside, plain", 1, {"gamma": 0}), Method("beside", 1, {})]
+        plain["beside"] = "beside, plain"
     tokenizer = Tokenizer(str(options.target))
     tasks = [("tasks", task) for task in load_tasks(CATEGORIES, options.prompts)]
     agent = [("agent", task) for task in load_tasks((AGENT,))]
@@ -179,7 +193,6 @@ async def run(options: argparse.Namespace) -> int:
         (traffic, task.id, list(tokenizer.encode(tokenizer.render_chat(task.messages))))
         for traffic, task in [*tasks, *agent]
     ]
-    again = [("again", name, prompt) for traffic, name, prompt in prompts if traffic == "tasks"]
     sources = [None, options.beside] if options.beside else [None]
     async with clients_of(str(options.target), sources) as clients:
         made = await measure(clients, [*methods, past], prompts, options.temperatures, options.max_tokens)
