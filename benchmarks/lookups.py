@@ -77,7 +77,7 @@ class Made:
 async def complete(
     client: AsyncClient, method: Method, prompt: Sequence[int], temperature: float, max_tokens: int, salt: str
 ) -> tuple[list[int], int, int, float]:
-    """Return the tokens of a completion, its cycles, drafted tokens, and seconds per token after the first."""
+    """Return a completion's tokens, cycles, drafted tokens, and seconds per token after the first."""
     tokens: list[int] = []
     first = last = 0.0
     in_first = cycles = drafted = 0
@@ -100,7 +100,7 @@ async def measure(
     temperatures: Sequence[float],
     max_tokens: int,
 ) -> list[Made]:
-    """Return one completion of each prompt by each method and temperature, two where past outputs are used."""
+    """Return one completion by prompt, method and temperature; two of tasks where past outputs are used."""
     made = []
     for number, (traffic, name, prompt) in enumerate(prompts):
         for temperature in temperatures:
@@ -195,12 +195,10 @@ async def run(options: argparse.Namespace) -> int:
     ]
     sources = [None, options.beside] if options.beside else [None]
     async with clients_of(str(options.target), sources) as clients:
-        made = await measure(clients, [*methods, past], prompts, options.temperatures, options.max_tokens)
-        made += await measure(clients, [methods[0], past], again, options.temperatures, options.max_tokens)
-    rows = summarise(made, methods[0].name)
-    table = plain_table(
-        "Speed over plain decoding", ("traffic", "T", "method", "n", "speed", "±", "tokens/cycle")
-    )
+        made = await measure(clients, methods, prompts, options.temperatures, options.max_tokens)
+    rows = summarise(made, plain)
+    columns = ("traffic", "T", "method", "n", "speed", "±", "tokens/cycle", "drafted/cycle")
+    table = plain_table("Speed over plain decoding", columns)
     for row in rows:
         table.add_row(*(str(value) for value in row.values()))
     Console().print(table)
