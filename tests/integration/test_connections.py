@@ -173,3 +173,14 @@ async def test_link_does_not_use_a_refused_worker_until_it_is_accepted():
         wrong[0] = False
         await until(lambda: link.is_up)
         assert link.refusal is None
+
+
+async def test_link_close_fails_what_is_in_flight():
+    async with scripted("target") as worker, link_to(worker.address) as link:
+        await until(lambda: link.is_up)
+        worker.on_block = lambda b: None
+        call = asyncio.create_task(link.call(block(), 60))
+        await until(lambda: len(worker.blocks) == 1)
+        await link.close()
+        with pytest.raises(UnavailableError, match="closed the link"):
+            await call
