@@ -22,11 +22,6 @@ class GetWeather(BaseModel):
     days: int = Field(ge=1, le=9)
 
 
-class Weather(BaseModel):
-    city: Literal["Oslo", "Rome"]
-    degrees: int = Field(ge=-40, le=50)
-
-
 class Part(BaseModel):
     kind: str = Field(pattern="^[a-z]{1,8}$")
     size: int = Field(ge=0, le=99)
@@ -39,9 +34,7 @@ class Machine(BaseModel):
 
 
 TOOL = openai.pydantic_function_tool(GetWeather)
-FLAT_TOOL = {"type": "function", **TOOL["function"]}
 CHAT = {"model": "", "messages": MESSAGES, "tools": [TOOL], "seed": 1}
-RESPONSE = {"model": "", "input": "Weather?", "tools": [FLAT_TOOL], "extra_body": {"seed": 2}}
 
 
 @pytest.fixture
@@ -64,37 +57,6 @@ def test_streamed_calls_are_those_of_the_whole_answer(client):
         text = "".join(delta.arguments_delta for delta in deltas if delta.index == index)
         assert text == call.function.arguments
     assert [call.function.arguments for call in calls] == [call.function.arguments for call in whole]
-
-
-def test_calls_of_streamed_responses_and_what_follows_them(client):
-    options = {**RESPONSE, "tool_choice": "required", "max_output_tokens": MANY_CALLS}
-    with client.responses.stream(**options) as stream:
-        events = list(stream)
-        final = stream.get_final_response()
-    assert final.status == "completed"
-    for index, call in enumerate(final.output):
-        assert (call.type, call.name) == ("function_call", "GetWeather")
-        text = "".join(
-            event.delta
-            for event in events
-            if event.type == "response.function_call_arguments.delta" and event.output_index == index
-        )
-        assert text == call.arguments
-        assert GetWeather.model_validate_json(text)
-    results = [
-        {"type": "function_call_output", "call_id": call.call_id, "output": "sun"} for call in final.output
-    ]
-    after = client.responses.parse(
-        model="",
-        input=results,
-        previous_response_id=final.id,
-        text_format=Weather,
-        max_output_tokens=128,
-        extra_body={"seed": 2},
-    )
-    assert isinstance(after.output_parsed, Weather)
-    kinds = [item.type for item in client.responses.input_items.list(after.id, order="asc", limit=100)]
-    assert kinds == ["message", *["function_call"] * len(results), *["function_call_output"] * len(results)]
 
 
 async def test_sdk_parses_and_streams(cluster):

@@ -91,16 +91,11 @@ async def test_link_silent_worker_fails_the_call_at_its_deadline():
         assert 0.3 <= time.monotonic() - start < 20
         assert link.is_up
         assert not link.pending
-
-
-async def test_link_late_answer_is_dropped():
-    async with scripted("target") as worker, link_to(worker.address) as link:
-        await until(lambda: link.is_up)
         worker.delay_s = 0.5
         with pytest.raises(DeadlineExceededError):
             await link.call(block("late"), 0.01)
         worker.delay_s = 0.0
-        assert (await link.call(block("next"), 30)).session_id == "next"
+        assert (await link.call(block("next"), 30)).session_id == "next", "the late answer is dropped"
 
 
 async def test_link_cancelled_call_that_was_not_sent_is_never_sent():
@@ -178,3 +173,14 @@ async def test_link_does_not_use_a_refused_worker_until_it_is_accepted():
         wrong[0] = False
         await until(lambda: link.is_up)
         assert link.refusal is None
+
+
+async def test_link_close_fails_what_is_in_flight():
+    async with scripted("target") as worker, link_to(worker.address) as link:
+        await until(lambda: link.is_up)
+        worker.on_block = lambda b: None
+        call = asyncio.create_task(link.call(block(), 60))
+        await until(lambda: len(worker.blocks) == 1)
+        await link.close()
+        with pytest.raises(UnavailableError, match="closed the link"):
+            await call

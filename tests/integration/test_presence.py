@@ -72,14 +72,3 @@ async def test_orchestrator_that_stops_renewing_its_entry_expires(redis, monkeyp
 
     assert await until_so(is_gone)
     await silent.stop()
-
-
-@pytest.mark.slow
-async def test_unavailable_registry_does_not_stop_serving():
-    with running_redis() as gone:
-        client = connect(gone.url)
-        lonely = Presence(RedisRegistry(client), lambda: state(1))
-        await lonely.start()
-    assert await lonely.others() == []
-    await lonely.stop()
-    await client.aclose()

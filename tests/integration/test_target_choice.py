@@ -30,8 +30,10 @@ GRAMMAR = "start: /[a-z]*/"
 
 def session_with(adapter="", identity="", grammar=""):
     session = make_session(max_tokens=12)
-    session.adapter, session.model_identity = adapter, identity
-    return dataclasses.replace(session, params=dataclasses.replace(session.params, grammar=grammar))
+    params = dataclasses.replace(session.params, grammar=grammar)
+    session = dataclasses.replace(session, params=params, adapter=adapter)
+    session.model_identity = identity
+    return session
 
 
 @pytest.mark.parametrize(

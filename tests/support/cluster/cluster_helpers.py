@@ -184,10 +184,6 @@ def eventually(condition: Callable[[], Any], timeout_s: float = PATIENCE_S) -> b
     return True
 
 
-def num_fallbacks(completion: Completion) -> int:
-    return completion.summary.fallback_cycles
-
-
 def undisturbed(ask: Callable[[], T], is_disturbed: Callable[[T], object]) -> T:
     """Return the first response whose cycles used the drafter that a test needs.
 
@@ -206,7 +202,7 @@ def undisturbed(ask: Callable[[], T], is_disturbed: Callable[[T], object]) -> T:
 
 
 async def undisturbed_completion(
-    ask: Callable[[], Awaitable[Completion]], is_disturbed: Callable[[Completion], object] = num_fallbacks
+    ask: Callable[[], Awaitable[Completion]], is_disturbed: Callable[[Completion], object]
 ) -> Completion:
     """Return the first completion whose cycles used the drafter that a test needs; see `undisturbed`."""
     deadline = time.monotonic() + DRAFT_PATIENCE_S

@@ -75,15 +75,6 @@ def test_prediction_pointer_is_that_of_a_search_by_brute_force(prediction, emitt
         )
 
 
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=50), st.randoms(use_true_random=False))
-def test_prediction_that_comes_true_is_proposed_throughout(prediction, chance):
-    drafter, end = PredictionDrafter(prediction), 0
-    while end < len(prediction):
-        match = drafter.look_up(session_with(prediction[:end]), 4)
-        assert (match.token_ids, match.length) == (tuple(prediction[end : end + 4]), end)
-        end += chance.randint(1, 7)
-
-
 def test_prediction_is_found_again_after_a_long_deviation_and_a_takeover():
     """A new drafter, as after a takeover, sees all emitted tokens at once."""
     prediction = list(range(100, 400))
