@@ -22,7 +22,6 @@ from tests.support.chart.chart_helpers import (
     render,
     serve_config,
 )
-from tests.support.serve_helpers import deployment_of
 
 variants = pytest.mark.parametrize("values", VARIANTS.values(), ids=VARIANTS)
 
@@ -61,14 +60,6 @@ def test_configuration_is_valid_by_serves_own_schema(values):
         module, _, function = entry.import_path.partition(":")
         assert callable(getattr(importlib.import_module(module), function))
     assert parsed.grpc_options.grpc_servicer_functions == list(GRPC_SERVICERS)
-
-
-@variants
-def test_configuration_is_built_by_the_builders_it_names(values):
-    for entry in serve_config(values)["applications"]:
-        module, _, function = entry["import_path"].partition(":")
-        built = getattr(importlib.import_module(module), function)(entry["args"])
-        assert deployment_of(built).name == entry["deployments"][0]["name"]
 
 
 def test_default_configuration_differs_from_the_package_only_as_needed():

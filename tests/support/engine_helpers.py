@@ -125,25 +125,18 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
-SUPPORTED = (
-    "llama",
-    "llama-bias",
-    "llama-yarn",
-    "mistral",
-    "mistral-full",
-    "mixtral",
-    "qwen2",
-    "qwen2-sliding",
-    "qwen3",
-    "gemma2",
-    "gemma3",
-    "phi3",
-    "gpt2",
-    "gpt_neox",
-    "opt",
-    "deepseek_v3",
-    "gpt_oss",
-)
+UNSUPPORTED = {
+    "gptj",
+    "falcon",
+    "falcon-alibi",
+    "bloom",
+    "mpt",
+    "mamba",
+    "recurrent_gemma",
+    "qwen3_next",
+    "llama4",
+}
+SUPPORTED = tuple(arch for arch in CONFIGS if arch not in UNSUPPORTED)
 # Those that have a path with fast kernels as well.
 LEAN = ("llama", "llama-bias", "llama-yarn", "mistral", "mistral-full", "qwen2", "qwen2-sliding", "qwen3")
 

@@ -124,6 +124,21 @@ def generate(
             session.take(task, reply)
 
 
+def prompt(length: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(4, 97) for _ in range(length)]
+
+
+def proposer(expected: Mapping[str, Sequence[int]], rng: random.Random) -> Propose:
+    """Return what proposes 0 to 8 of a session's expected tokens, one in four of them wrong."""
+
+    def propose(session: Session) -> list[int]:
+        own = expected[session.name][len(session.output) :][: rng.randrange(9)]
+        return [token if rng.random() < 0.75 else rng.randrange(97) for token in own]
+
+    return propose
+
+
 def end(scheduler: Any, *sessions: Session, forgets: bool = False) -> None:
     scheduler.release([Release(session.name, 0, forgets) for session in sessions])
     scheduler.step()

@@ -17,7 +17,7 @@ from services.engine.loader import load_engine
 from services.process.adapters import RANKS, adapter_sha256, max_rank
 from services.target.scheduler import TargetScheduler
 from tests.support.adapter_helpers import make_adapter
-from tests.support.vllm_helpers import Session, ask, end, generate
+from tests.support.vllm_helpers import Session, answers, ask, end, generate
 from tests.vllm.conftest import LIMITS, start_vllm
 
 NUM_TOKENS = 24
@@ -93,13 +93,9 @@ def test_an_adapter_has_a_prefix_cache_of_its_own(served):
     cached = {}
     for kind in ("sql", "sql", "legal", ""):
         session = Session(prompt, salt="one", adapter=kind)
-        task = session.block()
-        served.submit([task])
-        replies = []
-        while not replies:
-            replies = served.step()
-        session.take(task, replies[0][1])
-        cached.setdefault(kind, []).append(replies[0][1].timing.cached_tokens)
+        (reply,) = answers(served, [task := session.block()])
+        session.take(task, reply)
+        cached.setdefault(kind, []).append(reply.timing.cached_tokens)
         end(served, session)
     assert cached["sql"][0] == 0
     assert cached["sql"][1] >= 128
@@ -112,13 +108,9 @@ def test_a_session_without_a_salt_leaves_nothing_of_its_adapter_in_the_cache(ser
     ask(served, first)
     end(served, first, forgets=True)
     session = Session(prompt, adapter="legal", name="again")
-    task = session.block()
-    served.submit([task])
-    replies = []
-    while not replies:
-        replies = served.step()
-    assert replies[0][1].timing.cached_tokens == 0
-    session.take(task, replies[0][1])
+    (reply,) = answers(served, [task := session.block()])
+    assert reply.timing.cached_tokens == 0
+    session.take(task, reply)
     end(served, session)
 
 

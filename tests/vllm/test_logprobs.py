@@ -6,19 +6,13 @@ from a forward in float64, so that they are within 7e-5 of each other. A row of 
 """
 
 import itertools
-import random
 
 import pytest
 
 from gammaray.types import SamplingParams
-from tests.support.vllm_helpers import Session, answers, ask, end, generate
+from tests.support.vllm_helpers import Session, answers, ask, end, generate, prompt
 
 TOLERANCE = 7e-5
-
-
-def prompt(length, seed=0):
-    rng = random.Random(seed)
-    return [rng.randrange(4, 97) for _ in range(length)]
 
 
 def served(scheduler, session, proposal=(), **changes):

@@ -12,14 +12,9 @@ import pytest
 
 from gammaray.types import Proposal, SamplingParams, SparseDistribution, VerificationMethod
 from tests.support.law_helpers import check_law, pair_law
-from tests.support.vllm_helpers import WEIGHT_BITS, Session, answers, drafted, end, generate
+from tests.support.vllm_helpers import WEIGHT_BITS, Session, answers, drafted, end, generate, prompt
 
 METHODS = list(VerificationMethod)
-
-
-def prompt(length, seed=0):
-    rng = random.Random(seed)
-    return [rng.randrange(4, 97) for _ in range(length)]
 
 
 @pytest.mark.parametrize("method", METHODS)

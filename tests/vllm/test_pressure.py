@@ -11,15 +11,10 @@ import pytest
 from gammaray.errors import ResourceExhaustedError
 from gammaray.types import SamplingParams
 from services.vllm.engine import MAX_REQUESTS
-from tests.support.vllm_helpers import Session, answers, ask, end, generate
+from tests.support.vllm_helpers import Session, answers, ask, end, generate, prompt, proposer
 
 BLOCK = 128
 """Tokens of a KV block of vLLM's CPU build."""
-
-
-def prompt(length, seed=0):
-    rng = random.Random(seed)
-    return [rng.randrange(4, 97) for _ in range(length)]
 
 
 def session(length, seed):
@@ -43,16 +38,6 @@ def references(reference, sessions, count):
     outputs = generate(reference, copies, count)
     end(reference, *copies)
     return outputs
-
-
-def proposer(expected, rng):
-    """Propose 0 to 8 of the tokens to come, one in four of them wrong."""
-
-    def propose(each):
-        own = expected[each.name][len(each.output) :][: rng.randrange(9)]
-        return [token if rng.random() < 0.75 else rng.randrange(97) for token in own]
-
-    return propose
 
 
 def test_idle_sessions_are_evicted_by_least_recent_use(scheduler, reference):

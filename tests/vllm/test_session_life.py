@@ -13,14 +13,9 @@ from gammaray.errors import (
 )
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from services.scheduling.tasks import NeedTokens, Release
-from tests.support.vllm_helpers import Session, answers, ask, drafted, end, generate, outcomes
+from tests.support.vllm_helpers import Session, answers, ask, drafted, end, generate, outcomes, prompt
 
 SAMPLED = SamplingParams(seed=11)
-
-
-def prompt(length, seed=0):
-    rng = random.Random(seed)
-    return [rng.randrange(4, 97) for _ in range(length)]
 
 
 def plain(reference, tokens, count, params=SAMPLED):

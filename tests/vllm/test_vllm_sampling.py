@@ -8,7 +8,7 @@ from gammaray.errors import FailedPreconditionError, InvalidArgumentError
 from gammaray.types import SamplingParams
 from services.scheduling.tasks import VerifyTask
 from tests.support.processing_helpers import GRAMMAR, TOKENS, follows_grammar
-from tests.support.vllm_helpers import Session, answers, end, generate
+from tests.support.vllm_helpers import Session, answers, end, generate, proposer
 
 EOS = (0, 3)
 
@@ -57,16 +57,6 @@ def sessions_of(fields):
     ]
 
 
-def proposals(expected, rng):
-    """Propose the tokens to come, some of them wrong."""
-
-    def propose(session):
-        own = expected[session.name][len(session.output) :][: rng.randrange(7)]
-        return [token if rng.random() < 0.8 else rng.randrange(97) for token in own]
-
-    return propose
-
-
 def test_all_parameters_in_one_batch_with_and_without_proposals(scheduler, reference):
     """Sessions with equal filters share a draw; all others are judged one by one."""
     copies = {name: sessions_of(fields) for name, fields in PARAMETERS.items()}
@@ -81,7 +71,7 @@ def test_all_parameters_in_one_batch_with_and_without_proposals(scheduler, refer
             for name, sessions in mine.items()
             for session, output in zip(sessions, outputs[name], strict=True)
         }
-        propose = proposals(expected, random.Random(2)) if has_proposals else lambda session: ()
+        propose = proposer(expected, random.Random(2)) if has_proposals else lambda session: ()
         generate(scheduler, everyone, 16, propose)
         wrong = [
             name
@@ -146,7 +136,7 @@ def test_grammars_hold_and_give_the_cpu_engines_tokens(scheduler, reference, fie
     for has_proposals in (False, True):
         sessions = grammar_sessions(**fields)
         expected = {session.name: output for session, output in zip(sessions, outputs, strict=True)}
-        propose = proposals(expected, rng) if has_proposals else lambda session: ()
+        propose = proposer(expected, rng) if has_proposals else lambda session: ()
         tasks = [with_grammars(scheduler, sessions[0]), beside.block()]
         for session, task, reply in zip((sessions[0], beside), tasks, answers(scheduler, tasks), strict=True):
             session.take(task, reply)
