@@ -166,6 +166,7 @@ REPEATABLE: dict[str, JsonValue] = {"repeatable": True}
 Lora = Annotated[str, AfterValidator(_checked_adapters)]
 
 Engine = Literal["auto", "vllm", "native", "transformers"]
+Weights = Literal["auto", "int8", "int4"]
 
 _ENGINE = (
     "What computes the models: vllm; native, the compiled CPU kernel; transformers, the model's own layers. "
@@ -238,10 +239,17 @@ class _ModelSettings(_Settings):
     """Settings of model execution, with checks of combinations that exclude each other."""
 
     engine: Engine = Field("auto", description=_ENGINE)
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="Device of the model; auto prefers CUDA."
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="Arithmetic; auto is float32 on CPU, bfloat16 on CUDA."
+    )
+    deterministic: bool = Field(False, description=_DETERMINISM)
 
     @model_validator(mode="after")
     def _check_deterministic(self) -> Self:
-        if getattr(self, "deterministic", False):
+        if self.deterministic:
             # vLLM's batch-invariant mode is for GPUs.
             rules = {"device": ("auto", "cuda")} if self.engine == "vllm" else _DETERMINISTIC
             for field, allowed in rules.items():
@@ -256,19 +264,49 @@ class _ModelSettings(_Settings):
             weights = getattr(self, "draft_weights", "auto")
             if weights != "auto" and getattr(self, "head", True):  # a target without a head has no draft
                 raise InvalidArgumentError("draft_weights", weights, "auto with the engine vllm")
-            for field in ("target", "model"):
-                if is_gguf(got := getattr(self, field, "")):
-                    raise InvalidArgumentError(field, got, "a directory or hub name with the engine vllm")
+            field = "model" if isinstance(self, WorkerSettings) else "target"
+            if is_gguf(got := getattr(self, field)):
+                raise InvalidArgumentError(field, got, "a directory or hub name with the engine vllm")
         return self
 
+
+class _TargetModelSettings(_ModelSettings):
+    """The same of a target."""
+
+    tensor_parallel: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="Devices that each target's model is spread over, all in one machine; more than one only "
+        "with vLLM as the engine.",
+    )
+    head: str = Field("", description=_HEAD)
+    draft_weights: Weights = Field("auto", description=_DRAFT_WEIGHTS)
+    lora: Lora = Field("", description=_LORA, json_schema_extra=REPEATABLE)
+
     @model_validator(mode="after")
-    def _check_tensor_parallel(self) -> Self:
-        devices = getattr(self, "tensor_parallel", 1)
-        if devices > 1 and self.engine not in ("auto", "vllm"):
-            raise InvalidArgumentError("tensor_parallel", devices, f"1 with the engine {self.engine}")
-        if (lora := getattr(self, "lora", "")) and self.engine not in ("auto", "vllm"):
-            raise InvalidArgumentError("lora", lora, f"empty with the engine {self.engine}")
+    def _check_needs_of_vllm(self) -> Self:
+        if self.engine not in ("auto", "vllm"):
+            if self.tensor_parallel > 1:
+                allowed = f"1 with the engine {self.engine}"
+                raise InvalidArgumentError("tensor_parallel", self.tensor_parallel, allowed)
+            if self.lora:
+                raise InvalidArgumentError("lora", self.lora, f"empty with the engine {self.engine}")
         return self
+
+
+class _AccessSettings(_Settings):
+    api_keys_file: str = Field(
+        "",
+        description="Key file of `gammaray keys`, of whose keys clients need one; reloaded when it changes. "
+        "Empty: no key is required.",
+    )
+    allowed_hosts: str = Field(
+        "",
+        pattern=_HOST_NAMES,
+        description="Without API keys: comma-separated names that requests may have in `Host`, "
+        "in addition to localhost and IP addresses; '.example.com' is all names below it, '*' any.",
+    )
 
 
 class _ServingSettings(_Settings):
@@ -322,12 +360,6 @@ class WorkerSettings(_ServingSettings, _ModelSettings):
     redis_url: str = Field(
         "", repr=False, description="Registry to announce this worker in; empty: do not announce."
     )
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="Device of the model; auto prefers CUDA."
-    )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="Arithmetic; auto is float32 on CPU, bfloat16 on CUDA."
-    )
     threads: int = Field(1, ge=1, le=256, description="CPU threads of the model's arithmetic.")
     cache_budget_mb: int | None = Field(
         None,
@@ -346,7 +378,6 @@ class WorkerSettings(_ServingSettings, _ModelSettings):
     max_batch_tokens: int = Field(
         1024, ge=16, description="Upper bound of tokens fed in one forward, over all sessions."
     )
-    deterministic: bool = Field(False, description=_DETERMINISM)
 
     @property
     def prefill_chunk(self) -> int:
@@ -354,28 +385,18 @@ class WorkerSettings(_ServingSettings, _ModelSettings):
         return max(16, self.max_batch_tokens // 4)
 
 
-class TargetSettings(WorkerSettings):
+class TargetSettings(WorkerSettings, _TargetModelSettings):
     """A target worker."""
 
-    tensor_parallel: int = Field(
-        1,
-        ge=1,
-        le=64,
-        description="Devices that each target's model is spread over, all in one machine; more than one only "
-        "with vLLM as the engine.",
-    )
-    head: str = Field("", description=_HEAD)
-    draft_weights: Literal["auto", "int8", "int4"] = Field("auto", description=_DRAFT_WEIGHTS)
     draft_ahead: bool = Field(
         True, description="Let that head draft the next proposals while no block waits."
     )
-    lora: Lora = Field("", description=_LORA, json_schema_extra=REPEATABLE)
 
 
 class DraftSettings(WorkerSettings):
     """A draft worker."""
 
-    draft_weights: Literal["auto", "int8", "int4"] = Field("auto", description=_DRAFT_WEIGHTS)
+    draft_weights: Weights = Field("auto", description=_DRAFT_WEIGHTS)
     draft_ahead: bool = Field(
         True,
         description="Prepare the next proposals while the target verifies.",
@@ -389,7 +410,7 @@ class DraftSettings(WorkerSettings):
     )
 
 
-class OrchestratorSettings(_ServingSettings):
+class OrchestratorSettings(_ServingSettings, _AccessSettings):
     """An orchestrator replica."""
 
     model: str = Field(
@@ -432,16 +453,6 @@ class OrchestratorSettings(_ServingSettings):
         description="Share of running requests, stored bytes and kept outputs that one tenant may have, if "
         "API keys are required. The default leaves a tenth to others, and little idle where there are none.",
     )
-    api_keys_file: str = Field(
-        "",
-        description="Key file of `gammaray keys`; empty: no key is required. Reloaded when it changes.",
-    )
-    allowed_hosts: str = Field(
-        "",
-        pattern=_HOST_NAMES,
-        description="Without API keys: comma-separated names that requests may have in `Host`, "
-        "in addition to localhost and IP addresses; '.example.com' is all names below it, '*' any.",
-    )
 
 
 class ScalingSettings(BaseModel):
@@ -478,7 +489,7 @@ def _checked_draft(draft: str) -> str:
     return draft
 
 
-class ClusterSettings(_ModelSettings):
+class ClusterSettings(_TargetModelSettings, _AccessSettings):
     """A cluster on one machine, as started by `gammaray up`."""
 
     target: str = Field(
@@ -490,7 +501,6 @@ class ClusterSettings(_ModelSettings):
         description="Draft model (an ordinary or a parallel one), or early-exit:N for the target's first N "
         "layers; without one, a target other than the demo pair's has no draft workers.",
     )
-    draft_weights: Literal["auto", "int8", "int4"] = Field("auto", description=_DRAFT_WEIGHTS)
     target_workers: Annotated[PoolSize, AfterValidator(at_least_one)] = Field(
         "1", validate_default=True, description="Number of target workers, N or MIN:MAX to scale between."
     )
@@ -506,31 +516,7 @@ class ClusterSettings(_ModelSettings):
         min_length=1,
         description="Address of both APIs; if other machines can reach it, set api_keys_file or no_auth.",
     )
-    api_keys_file: str = Field(
-        "",
-        description="Key file of `gammaray keys`; clients need one of its keys. Empty: no key is required.",
-    )
     no_auth: bool = Field(False, description="Serve other machines without requiring API keys.")
-    allowed_hosts: str = Field(
-        "",
-        pattern=_HOST_NAMES,
-        description="Without API keys: comma-separated names that requests may have in `Host`, "
-        "in addition to localhost and IP addresses; '.example.com' is all names below it, '*' any.",
-    )
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Device of the models.")
-    head: str = Field("", description=_HEAD)
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="Arithmetic of the models; auto is float32 on CPU, bfloat16 on CUDA."
-    )
-    tensor_parallel: int = Field(
-        1,
-        ge=1,
-        le=64,
-        description="Devices that each target's model is spread over, all in one machine; more than one only "
-        "with vLLM as the engine.",
-    )
-    lora: Lora = Field("", description=_LORA, json_schema_extra=REPEATABLE)
-    deterministic: bool = Field(False, description=_DETERMINISM)
 
     @model_validator(mode="before")
     @classmethod

@@ -24,14 +24,15 @@ SettingsT = TypeVar("SettingsT", bound=BaseSettings)
 
 
 def settings_options(settings: type[BaseSettings], *, has_types: bool) -> list[click.Option]:
-    """Return one option per field, None if omitted.
+    """Return one option per field, those of the class itself before inherited ones; None if omitted.
 
     Args:
         settings: The settings class.
         has_types: Whether click checks numbers and choices and shows them in the help; if not, options are
             texts, which only the settings class checks.
     """
-    return [_option(name, info, has_types) for name, info in settings.model_fields.items()]
+    fields = sorted(settings.model_fields.items(), key=lambda field: field[0] not in settings.__annotations__)
+    return [_option(name, info, has_types) for name, info in fields]
 
 
 def parse_settings(

@@ -155,7 +155,7 @@ def _drafted(result: target_pb.VerifyResult, vocab_size: int) -> Proposal | None
         proposal = proposal_from_proto(result.drafted, vocab_size)
         return replace(proposal, is_prepared=result.is_prepared)
     except InvalidArgumentError as error:
-        raise InternalError(f"the peer sent a proposal that cannot be: {error}") from None
+        raise InternalError(f"the peer sent an invalid proposal: {error}") from None
 
 
 def _logprobs(message: target_pb.TokenLogprobs, vocab_size: int) -> TokenLogprobs:
@@ -165,7 +165,7 @@ def _logprobs(message: target_pb.TokenLogprobs, vocab_size: int) -> TokenLogprob
         or any(map(math.isnan, message.top_logprobs))
         or any(token_id >= vocab_size for token_id in message.top_token_ids)
     ):
-        raise InternalError("the peer sent log-probabilities that cannot be")
+        raise InternalError("the peer sent invalid log-probabilities")
     return TokenLogprobs(
         message.logprob, tuple(zip(message.top_token_ids, message.top_logprobs, strict=True))
     )

@@ -9,29 +9,13 @@ from gammaray.types import DrafterKind, FinishReason, TokenOrigin, VerificationM
 from gammaray.v1 import types_pb2 as pb
 
 METHODS: Final = {
-    VerificationMethod.COUPLED: pb.VERIFICATION_METHOD_COUPLED,
-    VerificationMethod.REJECTION: pb.VERIFICATION_METHOD_REJECTION,
-    VerificationMethod.NAIVE: pb.VERIFICATION_METHOD_NAIVE,
-    VerificationMethod.BLOCK: pb.VERIFICATION_METHOD_BLOCK,
+    method: pb.VerificationMethod.Value(f"VERIFICATION_METHOD_{method.name}") for method in VerificationMethod
 }
-ORIGINS: Final = {
-    TokenOrigin.ACCEPTED: pb.TOKEN_ORIGIN_ACCEPTED,
-    TokenOrigin.CORRECTION: pb.TOKEN_ORIGIN_CORRECTION,
-    TokenOrigin.BONUS: pb.TOKEN_ORIGIN_BONUS,
-}
+ORIGINS: Final = {origin: pb.TokenOrigin.Value(f"TOKEN_ORIGIN_{origin.name}") for origin in TokenOrigin}
 FINISH_REASONS: Final = {
-    FinishReason.STOP: pb.FINISH_REASON_STOP,
-    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
-    FinishReason.CANCELLED: pb.FINISH_REASON_CANCELLED,
+    reason: pb.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in FinishReason
 }
-DRAFTERS: Final = {
-    DrafterKind.MODEL: pb.DRAFTER_KIND_MODEL,
-    DrafterKind.HEAD: pb.DRAFTER_KIND_HEAD,
-    DrafterKind.SUFFIX: pb.DRAFTER_KIND_SUFFIX,
-    DrafterKind.PREDICTION: pb.DRAFTER_KIND_PREDICTION,
-    DrafterKind.GRAMMAR: pb.DRAFTER_KIND_GRAMMAR,
-    DrafterKind.NONE: pb.DRAFTER_KIND_NONE,
-}
+DRAFTERS: Final = {kind: pb.DrafterKind.Value(f"DRAFTER_KIND_{kind.name}") for kind in DrafterKind}
 METHODS_BACK: Final = {value: method for method, value in METHODS.items()}
 ORIGINS_BACK: Final = {value: origin for origin, value in ORIGINS.items()}
 FINISH_REASONS_BACK: Final = {value: reason for reason, value in FINISH_REASONS.items()}

@@ -54,11 +54,7 @@ class SessionInfo:
     expires_in_ms: int
 
 
-_STATES = {
-    SessionState.RUNNING: pb.SESSION_STATE_RUNNING,
-    SessionState.DETACHED: pb.SESSION_STATE_DETACHED,
-    SessionState.FINISHED: pb.SESSION_STATE_FINISHED,
-}
+_STATES = {state: pb.SessionState.Value(f"SESSION_STATE_{state.name}") for state in SessionState}
 _STATES_BACK = {value: state for state, value in _STATES.items()}
 
 

@@ -43,7 +43,7 @@ async def run_cycle(
         try:
             proposal = _checked(session, await drafter.propose(session, shape), shape)
         except GammarayError as error:
-            _log.debug("session %s goes on without a proposal: %s", session.session_id, error)
+            _log.debug("session %s continues without a proposal: %s", session.session_id, error)
             draft_failed = True
     proposed = time.perf_counter()
 

@@ -27,7 +27,7 @@ from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.verifier import VERIFY_TIMEOUT_S, TargetPool, has_head, takes_trees
 
 PROPOSE_TIMEOUT_S = 2.0
-"""Longest wait for one proposal, after which the cycle goes on without one; usual delays lower it, see
+"""Longest wait for one proposal, after which the cycle continues without one; usual delays lower it, see
 `orchestrator.workers.backoff.AdaptiveTimeout`."""
 
 MAX_TEXT_GAMMA = 24

@@ -88,4 +88,4 @@ class GrammarDrafter:
 
     def _end(self, session: Session, error: InvalidArgumentError) -> None:
         self._state = None
-        _log.warning("session %s goes on without drafting by its grammar: %s", session.session_id, error)
+        _log.warning("session %s continues without drafting by its grammar: %s", session.session_id, error)

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
 
 # The directory holds Unix sockets, whose paths are limited to 107 characters (97 for HAProxy) with node ids.
 _LONGEST_TEMP = 12
+_PROBE_TIMEOUT_S = 5.0
 
 
 def private_directory() -> Path:
@@ -353,8 +354,6 @@ def _wait_until_healthy(settings: ClusterSettings, deadline: float, api_key: str
     """
     from ray import serve
 
-    from orchestrator.launcher.cluster import missing_parts
-
     missing = "applications"
     while time.monotonic() < deadline:
         applications = serve.status().applications
@@ -407,13 +406,6 @@ def _watch(redis: RedisServer | None) -> NoReturn:
         time.sleep(_POLL_S)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
-
-
-_TIMEOUT_S = 5.0
-
-
 def missing_parts(settings: ClusterSettings, host: str, api_key: str | None = None) -> str:
     """Return a description of the first part that does not serve yet; empty when all parts serve."""
     if not _http_answers(f"http://{host}:{settings.http_port}/health"):
@@ -422,7 +414,7 @@ def missing_parts(settings: ClusterSettings, host: str, api_key: str | None = No
     for _ in range(1 if settings.orchestrators == 1 else 2 * settings.orchestrators):
         try:
             with Client(f"{host}:{settings.grpc_port}", api_key=api_key) as client:
-                processes = client.status(timeout_s=_TIMEOUT_S)
+                processes = client.status(timeout_s=_PROBE_TIMEOUT_S)
         except GammarayError as error:
             return f"a response of the gRPC API ({error})"
         healthy = Counter(process.role for process in processes if process.healthy)
@@ -439,7 +431,11 @@ def missing_parts(settings: ClusterSettings, host: str, api_key: str | None = No
 
 def _http_answers(url: str) -> bool:
     try:
-        with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:
+        with urllib.request.urlopen(url, timeout=_PROBE_TIMEOUT_S) as answer:
             return bool(answer.status == 200)
     except OSError:  # urllib's errors are subclasses
         return False
+
+
+if __name__ == "__main__":
+    sys.exit(main())

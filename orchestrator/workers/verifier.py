@@ -172,10 +172,12 @@ async def check_served(pool: TargetPool, session_id: str, identity: str, timeout
     try:
         await pool.wait(timeout_s, of_identity(identity))
     except UnavailableError as error:
-        raise why_nobody(pool, session_id, identity, error) from None
+        raise no_worker_error(pool, session_id, identity, error) from None
 
 
-def why_nobody(pool: TargetPool, session_id: str, identity: str, error: UnavailableError) -> GammarayError:
+def no_worker_error(
+    pool: TargetPool, session_id: str, identity: str, error: UnavailableError
+) -> GammarayError:
     """Return ModelChangedError if only other models are served, else `error`."""
     up = [link for link in pool.links.values() if link.is_up]
     others = {name for link in up for name in (identity_of(link), *adapters_of(link).values())}
@@ -285,7 +287,7 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
             return await self._pool.wait(session.left_s(timeout_s), suits, partial(self._keys, session))
         except UnavailableError as error:
             check_grammars(self._pool, self._grammars)
-            raise why_nobody(self._pool, session.session_id, session.model_identity, error) from None
+            raise no_worker_error(self._pool, session.session_id, session.model_identity, error) from None
 
     def _suits(self, session: Session) -> Callable[[TargetLink], bool]:
         return of_identity(session.model_identity, self._grammars, session.adapter)
@@ -315,11 +317,11 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
             raise InternalError(f"target worker at {link.address}: {error}") from None
         proposal = self._proposal if verdict.drafted is None else verdict.drafted
         if verdict.num_tested > len(proposal):
-            raise InternalError(f"the target worker at {link.address} sent a verdict that cannot be")
+            raise InternalError(f"the target worker at {link.address} sent an invalid verdict")
         if self._path is None or verdict.drafted is not None:
             return verdict
         if any(node >= len(self._path) for node in verdict.accepted_path):
-            raise InternalError(f"the target worker at {link.address} sent a verdict that cannot be")
+            raise InternalError(f"the target worker at {link.address} sent an invalid verdict")
         return replace(verdict, accepted_path=tuple(self._path[node] for node in verdict.accepted_path))
 
     def _leave(
@@ -366,5 +368,5 @@ def _prompt_logprobs(session: Session, link: TargetLink, verdict: target_pb.Verd
         found.num_top > (session.num_prompt_logprobs or 0)
         or max(found.top_token_ids, default=0) >= vocab_size
     ):
-        raise InternalError(f"the target worker at {link.address} sent log-probabilities that cannot be")
+        raise InternalError(f"the target worker at {link.address} sent invalid log-probabilities")
     return found

@@ -127,7 +127,8 @@ class TargetScheduler(Scheduler[VerifyTask]):
             self._stop,
         )
         if self._stop.value:
-            self._ahead = ahead  # goes on after the block, for the sessions whose own it is not
+            # Resume drafting ahead for the other sessions after this block.
+            self._ahead = ahead
         return []
 
     def _start(self, task: VerifyTask, session: SessionCopy) -> Running[VerifyTask]:

@@ -124,10 +124,8 @@ class TrainableHead(Trainable):
         """Take the weights and the output's ids of another head, see `Trainable.start_from`."""
         head, ids = load_head(init, target)
         if ids is None or replace(head.config, rope=self.config.rope) != self.config:
-            allowed = (
-                f"a head of its kind on layers {list(self.config.taps)} with {len(self.target_ids)} tokens"
-            )
-            raise InvalidArgumentError("init", init, allowed)
+            shape = f"on layers {list(self.config.taps)} with {len(self.target_ids)} tokens"
+            raise InvalidArgumentError("init", init, f"a head of its kind {shape}")
         self.take_ids(ids)
         own = self.module.state_dict()
         self.module.load_state_dict({key: value for key, value in head.state_dict().items() if key in own})

@@ -201,7 +201,7 @@ def test_any_draft_is_lossless(schedulers):
     ]
     for one in trials:
         assert one.pays is None
-        assert len(one.tested) == len(one.accepted) == 4
+        assert 1 <= len(one.tested) == len(one.accepted) <= 4
         assert all(a <= t for a, t in zip(one.accepted, one.tested, strict=True))
     assert schedulers[0].engine.stats().num_sessions == 0  # and nothing is left
 

@@ -22,7 +22,7 @@ _FAULTS = (
     "NCCL error",
     "NCCL Error",
 )
-# Errors of one call, after which the device goes on.
+# Errors of one call, after which the device continues.
 _ORDINARY = ("out of memory", "invalid argument", "invalid configuration argument")
 
 

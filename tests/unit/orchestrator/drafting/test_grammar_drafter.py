@@ -74,7 +74,7 @@ def test_a_proposal_beyond_the_limits_ends_drafting_by_the_grammar_only(caplog):
         made = drafter(grammar)
         assert made.look_up(after(B, *(A,) * 30), 9) is None
         assert made.cut(after(B, *(A,) * 31), Proposal((A,))) == Proposal((A,))
-    assert caplog.text.count("goes on without drafting by its grammar") == 4
+    assert caplog.text.count("continues without drafting by its grammar") == 4
 
 
 def test_completed_matches_are_within_the_depth():
