@@ -84,7 +84,9 @@ def test_no_step_waits_for_masks_of_slow_sessions(scheduler, gate):
     assert len(steps_until(scheduler, lambda replies: len(replies) == len(slow))) == len(slow)
 
 
-@pytest.mark.parametrize("fields", [{}, {"temperature": 0, "presence_penalty": 0.4}], ids=["sampled", "greedy"])
+@pytest.mark.parametrize(
+    "fields", [{}, {"temperature": 0, "presence_penalty": 0.4}], ids=["sampled", "greedy"]
+)
 @pytest.mark.parametrize("asked", [{}, {"num_top_logprobs": 3}, {"num_prompt_logprobs": 2}], ids=str)
 def test_late_masks_change_no_verdict(scheduler, gate, fields, asked):
     def verdicts(*, is_late):
