@@ -22,8 +22,8 @@ import torch
 from benchmarks.provenance import write_result
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from services.scheduling.tasks import SessionSpec
-from services.vllm.messages import PostedBlock
-from services.vllm.sampler import SPEC, BlockSampler
+from services.vllm.messages import SESSION, SPEC, PostedBlock
+from services.vllm.sampler import BlockSampler
 
 _KINDS: dict[str, dict[str, Any]] = {
     "T 0": {"temperature": 0.0},
@@ -87,7 +87,7 @@ def _sampler(specs: Sequence[SessionSpec], vocab_size: int, device: torch.device
     names = [str(number) for number in range(len(specs))]
     tokens = np.random.default_rng(0).integers(0, vocab_size, (len(specs), _BASE + _STEPS), dtype=np.int32)
     requests = {
-        name: SimpleNamespace(sampling_params=SimpleNamespace(extra_args={SPEC: spec}))
+        name: SimpleNamespace(sampling_params=SimpleNamespace(extra_args={SESSION: name, SPEC: spec}))
         for name, spec in zip(names, specs, strict=True)
     }
     batch = SimpleNamespace(num_reqs=len(specs), req_ids=names, token_ids_cpu=tokens)

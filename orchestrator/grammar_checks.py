@@ -8,10 +8,12 @@ import hashlib
 import math
 import time
 from collections import OrderedDict
+from collections.abc import Sequence
 
 from gammaray.aio import end_tasks
-from gammaray.errors import DeadlineExceededError, InvalidArgumentError
+from gammaray.errors import DeadlineExceededError, FailedPreconditionError, InvalidArgumentError
 from gammaray.grammar.check_pool import CheckPool, GrammarCheck
+from gammaray.grammar.identity import grammar_identity
 from gammaray.grammar.matcher import GrammarState
 from orchestrator.access.admission import Admission
 from orchestrator.access.caller import Caller
@@ -70,26 +72,45 @@ class GrammarChecks:
             raise DeadlineExceededError("the deadline passed while the grammar was checked")
         work.result()
 
-    async def begin(self, grammar: str, caller: Caller) -> GrammarState | None:
-        """Compile a checked grammar, and return its state before the first token.
+    async def begin(self, grammar: str, caller: Caller, token_ids: Sequence[int] = ()) -> GrammarState | None:
+        """Compile a checked grammar, and return its state after the tokens of the completion.
 
         None if its check took more than `MAX_FOLLOWED_S`: then only target and draft workers follow it.
 
+        Args:
+            grammar: In Lark.
+            caller: Who waits.
+            token_ids: Those of a resumed session, which another version of llguidance may have allowed.
+
         Raises:
             InvalidArgumentError: It is wrong or too complex.
+            FailedPreconditionError: The tokens do not follow it.
             ResourceExhaustedError: Too many wait.
             DeadlineExceededError: The caller's deadline came first.
         """
         found = self._results.get(_digest(grammar))
-        if isinstance(found, float) and found > MAX_FOLLOWED_S:
+        is_followed = not isinstance(found, float) or found <= MAX_FOLLOWED_S
+        if not is_followed and not token_ids:
             return None
         async with self._places.place(caller):
-            work = asyncio.ensure_future(in_compiler_thread(self._tokenizer.begin_grammar, grammar))
+            work = asyncio.ensure_future(in_compiler_thread(self._follow, grammar, token_ids))
             try:
-                return await asyncio.shield(work)
+                state = await asyncio.shield(work)
             finally:
                 if not work.done():  # a thread cannot be cancelled, and holds the place until it ends
                     await asyncio.wait({work})
+        return state if is_followed else None
+
+    def _follow(self, grammar: str, token_ids: Sequence[int]) -> GrammarState:
+        state = self._tokenizer.begin_grammar(grammar)
+        try:
+            state.extend(token_ids)
+        except InvalidArgumentError as error:
+            library = grammar_identity().partition("/")[2]
+            raise FailedPreconditionError(
+                f"grammar: the tokens of the session do not follow it with {library}: got {error.got}"
+            ) from error
+        return state
 
     async def close(self) -> None:
         """End the processes."""

@@ -31,6 +31,7 @@ from orchestrator.access.admission import Admission
 from orchestrator.access.caller import ANONYMOUS, Caller
 from orchestrator.cycle.handover import SessionHandover
 from orchestrator.cycle.pipeline import run_cycles
+from orchestrator.cycle.session import Session
 from orchestrator.cycle.types import Cycle
 from orchestrator.drafting.choice import DrafterChoice
 from orchestrator.drafting.factory import Drafting
@@ -230,9 +231,9 @@ class Orchestrator:
             if session.finish_reason is not None:
                 return
             prediction = await prediction_ids(opened.request, self.tokenizer)
-            grammar = None
-            if session.params.grammar:
-                grammar = await self._grammars.begin(session.params.grammar, caller)
+            if not request.sampling.grammar:  # that of a resumed session is not checked yet
+                await self._check_grammar(session.params.grammar, caller, span)
+            grammar = await self._begin_grammar(session, caller)
             turn = stack.enter_context(self._turn(opened, progress, span, prediction, grammar))
             cycles = await stack.enter_async_context(contextlib.aclosing(turn.run_cycles()))
             try:
@@ -255,6 +256,12 @@ class Orchestrator:
         await self._grammars.check(grammar, caller)
         if not is_known:
             span.compiled(time.perf_counter() - began)
+
+    async def _begin_grammar(self, session: Session, caller: Caller) -> GrammarState | None:
+        if not session.params.grammar:
+            return None
+        output = session.token_ids[len(session.prompt) :]
+        return await self._grammars.begin(session.params.grammar, caller, output)
 
     def _progress(self, opened: OpenSession) -> ChunkBuilder:
         handover = opened.handover

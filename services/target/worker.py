@@ -10,7 +10,7 @@ import grpc
 
 from gammaray.blocks import Verdict
 from gammaray.checks import check_int
-from gammaray.config import TargetSettings
+from gammaray.config import TargetSettings, parse_adapters
 from gammaray.errors import InvalidArgumentError, ModelChangedError
 from gammaray.grammar.identity import grammar_identity
 from gammaray.types import MAX_NODES, MAX_TOP_LOGPROBS, check_prompt_logprobs
@@ -19,6 +19,7 @@ from gammaray.v1 import target_service_pb2 as pb
 from gammaray.wire.blocks import fill_verdict, proposal_from_proto, proposal_to_proto, shape_from_proto
 from services.engine.choice import target_uses_vllm
 from services.engine.loader import load_worker_engine
+from services.process.adapters import adapter_sha256
 from services.process.fingerprints import model_identity, vocab_sha256
 from services.process.server import guarded
 from services.process.worker import Worker
@@ -141,16 +142,12 @@ class TargetWorker(Worker[TargetSettings]):
     service_name: ClassVar[str] = target_service_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name
 
     def load_model(self, path: str) -> tuple[Model, BlockScheduler[Any]]:
-        settings = self.settings
-        if target_uses_vllm(path, settings):
-            from services.vllm.loading import load_target  # vLLM is an extra
-
-            return load_target(path, settings, self._limits)
-        engine = load_worker_engine(path, settings)
+        settings, uses_vllm = self.settings, target_uses_vllm(path, self.settings)
+        engine, scheduler = self._load_on_vllm(path) if uses_vllm else self._load_own(path)
         identity = model_identity(
             path,
             dtype=str(engine.dtype).removeprefix("torch."),
-            device=engine.device.type,
+            device=str(engine.device).partition(":")[0],
             deterministic=settings.deterministic,
         )
         model = Model(
@@ -160,11 +157,25 @@ class TargetWorker(Worker[TargetSettings]):
             vocab_sha256(path),
             kernel=engine.kernel,
             identity=identity,
+            takes_trees=not uses_vllm,
+            adapters={
+                name: f"{identity}/lora/{adapter_sha256(directory)}" if identity else ""
+                for name, directory in parse_adapters(settings.lora).items()
+            },
         )
+        return model, scheduler
+
+    def _load_on_vllm(self, path: str) -> tuple[Any, BlockScheduler[Any]]:
+        from services.vllm.loading import load_target  # vLLM is an extra
+
+        return load_target(path, self.settings, self._limits)
+
+    def _load_own(self, path: str) -> tuple[Any, BlockScheduler[Any]]:
+        settings = self.settings
+        engine = load_worker_engine(path, settings)
         head = load_local_drafter(settings, engine) if settings.head else None
-        grammars = Grammars(path, engine.vocab_size)
-        ahead = settings.draft_ahead
-        return model, TargetScheduler(engine, self._limits, grammars, head, draft_ahead=ahead)
+        grammars, ahead = Grammars(path, engine.vocab_size), settings.draft_ahead
+        return engine, TargetScheduler(engine, self._limits, grammars, head, draft_ahead=ahead)
 
     def _add_servicer(self, server: Any, streams: Streams, model: Model) -> None:
         servicer = TargetServicer(streams, model, self.settings.head)

@@ -93,7 +93,7 @@ class DraftSampler(StepSampler):
         scores = scores.float() if params is None else processed_log_probs(scores, params)
         if is_random:
             noise = [
-                NoiseRows(_key(row.session.spec), row.session.spec, row.position, num_rows=1) for row in rows
+                NoiseRows(row.session.session_id, row.session.spec, row.position, num_rows=1) for row in rows
             ]
             scores = scores + self._noise.gumbel(noise)
         broken = InternalError("the draft model's logits are not finite numbers")
@@ -106,19 +106,17 @@ class DraftSampler(StepSampler):
         try:
             logits = row.logits.float()
             if params is not None and session.edits is not None:
-                tokens = self._runner.input_batch.token_ids_cpu[row.at, : row.position].tolist()
-                session.edits.follow(tokens)
-                masks = self._masks.by_request.get(row.request_id, ())
-                if isinstance(masks, GammarayError):
-                    return masks
-                session.masks.given = masks
-                logits = edited_log_probs(logits, params, session.edits, [()])
+                edits = self._edits(row.request_id, row.at, row.position)
+                if isinstance(edits, GammarayError):
+                    return edits
+                assert edits is not None  # a draft waits for its masks
+                logits = edited_log_probs(logits, params, edits, [()])
             elif params is not None:
                 logits = processed_log_probs(logits, params)
             (prediction,) = predictions(
                 spec.method,
                 logits,
-                self._noise.of(_key(spec), spec) if spec.params.temperature > 0 else None,
+                self._noise.of(session.session_id, spec) if spec.params.temperature > 0 else None,
                 [row.position],
                 temperature=spec.params.temperature,
                 top_k=block.top_k,
@@ -127,11 +125,6 @@ class DraftSampler(StepSampler):
             return Drafted(prediction.choose(block.base_position), prediction.distribution)
         except GammarayError as error:
             return error
-
-
-def _key(spec: SessionSpec) -> str:
-    """Return the name of a session's noise, which it keeps although each proposal is another request."""
-    return f"{spec.params.seed} {spec.params.sample_index}"
 
 
 def _alike(session: RequestState) -> tuple[float, ...]:

@@ -19,19 +19,18 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar
 
-from gammaray.errors import CancelledError, GammarayError, ResourceExhaustedError
+from gammaray.errors import CancelledError, GammarayError
 from gammaray.types import Proposal, SparseDistribution, VerificationMethod
-from services.engine.core.errors import EngineLostError
 from services.scheduling.grammars import Grammars
 from services.scheduling.load import LoadCounters
 from services.scheduling.metrics import AheadStats
 from services.scheduling.planning import Limits
 from services.scheduling.sessions import SessionCopy
-from services.scheduling.tasks import NeedTokens, ProposeTask, Reply, SessionSpec, Timing
+from services.scheduling.tasks import ProposeTask, Reply, SessionSpec, Timing
 from services.speculation.predictions import DRAFT_TOP_K, WEIGHT_BITS
 from services.vllm.engine import StepResult, VllmEngine
 from services.vllm.messages import DraftBlock, Drafted, Masks
-from services.vllm.request_queue import RequestQueue, RequestWork
+from services.vllm.request_queue import RequestQueue, RequestWork, salt_of
 
 
 @dataclass(slots=True, eq=False)
@@ -132,7 +131,7 @@ class VllmDraftScheduler(RequestQueue[ProposeTask, _Drafting]):
         self._answered: set[str] = set()  # sessions with a proposal
         self.ahead_stats = AheadStats()
         super().__init__(engine, limits, grammars)
-        engine.set_mask_maker(self._begin_masks)
+        engine.held.mask_maker = self._begin_masks
         if ahead_rows:
             self.meter.watch_ahead(self.ahead_stats)
 
@@ -183,20 +182,9 @@ class VllmDraftScheduler(RequestQueue[ProposeTask, _Drafting]):
     def _reply(self, task: ProposeTask, outcome: object, timing: Timing | None = None) -> None:
         super()._reply(task, None if task.is_notice else outcome, timing)
 
-    def _try_start(self, task: ProposeTask) -> _Drafting | object:
-        try:
-            session = self.sessions.admit(task)
-            if isinstance(session, NeedTokens):
-                return session
-            if any(task.epoch <= newer.epoch for newer in self._waiting[task.session_id]):
-                return _replaced(task)
-            return self._start(task, session)
-        except EngineLostError:
-            raise
-        except GammarayError as error:
-            return error
-
-    def _start(self, task: ProposeTask, session: SessionCopy) -> _Drafting | Proposal:
+    def _start(self, task: ProposeTask, session: SessionCopy) -> _Drafting | Proposal | CancelledError:
+        if any(task.epoch <= newer.epoch for newer in self._waiting[task.session_id]):
+            return _replaced(task)
         depth = min(task.shape.depth, self.engine.max_context - task.base_position)
         going_on = self._take_ahead(task, session)
         if depth <= 0:
@@ -206,10 +194,10 @@ class VllmDraftScheduler(RequestQueue[ProposeTask, _Drafting]):
         drafting = _Drafting(task, session, going_on or "", depth)
         if going_on is None:
             drafting.request_id = self.engine.open(
-                session.session_id, session.tokens, session.spec, _salt(session)
+                session.session_id, session.tokens, session.spec, salt_of(session)
             )
             block = DraftBlock(task.base_position, self._top_k, self._bits)
-            self.engine.start_drafting(drafting.request_id, block)
+            self.engine.held.post(drafting.request_id, block)
         else:
             drafting.take_all((self.engine.tokens(going_on) or ())[len(session.tokens) :])
             if drafting.is_complete:
@@ -221,16 +209,9 @@ class VllmDraftScheduler(RequestQueue[ProposeTask, _Drafting]):
         del self._by_request[work.request_id]
         self.engine.close(work.request_id)
 
-    def _forget(self, session: SessionCopy) -> None:
-        self._answered.discard(session.session_id)
-        self._drop_ahead(session.session_id)
-        if session.spec.cache_salt is None:
-            self.engine.forget(session.tokens, session.spec, _salt(session))
-
-    def _forget_prefix(self, session_id: str) -> None:
-        session = self.sessions.find(session_id)
-        if session is not None:
-            self.engine.forget(session.tokens, session.spec, _salt(session))
+    def _close_requests(self, session_id: str) -> None:
+        self._answered.discard(session_id)
+        self._drop_ahead(session_id)
 
     def _run(self) -> None:
         began = time.perf_counter()
@@ -295,9 +276,7 @@ class VllmDraftScheduler(RequestQueue[ProposeTask, _Drafting]):
             return
         work = next(reversed(self._running.values()))
         self.engine.close(work.request_id)
-        budget = self.engine.stats().cache_budget_bytes
-        error = ResourceExhaustedError(f"the KV cache budget is too small: {budget} bytes")
-        self._end_work(work, error)
+        self._end_work(work, self._too_small())
 
     def _begin_masks(self, posted: dict[str, DraftBlock]) -> Callable[[], Masks] | None:
         """Return what computes the masks of blocks; vLLM calls it while the forward runs."""
@@ -364,7 +343,7 @@ class VllmDraftScheduler(RequestQueue[ProposeTask, _Drafting]):
         for ahead in self._ahead.values():
             is_held = ahead not in going
             if is_held != ahead.is_held and self.engine.tokens(ahead.request_id) is not None:
-                self.engine.set_held(ahead.request_id, is_held=is_held)
+                self.engine.held.set_held(ahead.request_id, is_held=is_held)
                 ahead.is_held = is_held
 
     def _make_room(self) -> None:
@@ -386,7 +365,7 @@ class VllmDraftScheduler(RequestQueue[ProposeTask, _Drafting]):
             if num_ready < 0:
                 self.engine.close(ahead.request_id)
             else:
-                self.engine.set_held(ahead.request_id, is_held=False)
+                self.engine.held.set_held(ahead.request_id, is_held=False)
         if self._ahead_rows and session.session_id in self._answered:
             self.ahead_stats.lookups += 1
             self.ahead_stats.hits += num_ready >= task.shape.depth
@@ -408,12 +387,6 @@ class VllmDraftScheduler(RequestQueue[ProposeTask, _Drafting]):
     def _evict(self, session_id: str) -> None:
         self._drop_ahead(session_id)
         self.engine.num_evictions += 1
-
-
-def _salt(session: SessionCopy) -> str:
-    """Return what sessions that share the prefix cache have in common; without a salt it is their own."""
-    salt = session.spec.cache_salt
-    return f"tenant {salt}" if salt is not None else f"session {session.session_id}"
 
 
 def _replaced(task: ProposeTask) -> CancelledError:

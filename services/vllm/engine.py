@@ -23,7 +23,7 @@ from services.engine.core.kv_cache import CacheStats
 from services.process.adapters import adapter_error, max_rank
 from services.scheduling.tasks import SessionSpec
 from services.vllm.compatibility import check_vllm
-from services.vllm.messages import DraftBlock, PostedBlock, Verdicts
+from services.vllm.messages import SESSION, SPEC, Verdicts
 
 MAX_REQUESTS = 256
 """Most sessions with a KV cache at once; vLLM's scheduler has a slot for each."""
@@ -126,7 +126,7 @@ class VllmEngine:
         dtype: Of the arithmetic.
         kernel: For operators: vLLM, its version and device.
         core: vLLM's `EngineCore`.
-        held: Its scheduler.
+        held: Its scheduler, see `services.vllm.held_scheduler`: what runs, and what is told to the sampler.
         pool: Its KV blocks.
         lost: Why the engine is lost; empty while it is not.
 
@@ -216,10 +216,6 @@ class VllmEngine:
         """Return the KV blocks that a request holds."""
         return sum(map(len, self.held.kv_cache_manager.get_block_ids(request_id)))
 
-    def set_mask_maker(self, maker: Any) -> None:
-        """Set what computes the masks of a step's posted blocks, see `HeldScheduler`."""
-        self.held.mask_maker = maker
-
     def open(
         self,
         name: str,
@@ -231,7 +227,7 @@ class VllmEngine:
         """Add a request with a prompt; it runs until its prompt is computed, and then only when posted.
 
         Args:
-            name: The session's, for logs.
+            name: The session's.
             token_ids: The prompt, at least one token.
             spec: The session's parameters, for the sampler.
             salt: Requests with the same salt share the prefix cache.
@@ -242,12 +238,13 @@ class VllmEngine:
         """
         self._num_opened += 1
         request_id = f"{name}#{self._num_opened}"
-        self.core.add_request(*self._request(request_id, token_ids, spec, salt, num_prompt_logprobs))
+        self.core.add_request(*self._request(request_id, name, token_ids, spec, salt, num_prompt_logprobs))
         return request_id
 
     def _request(
         self,
         request_id: str,
+        name: str,
         token_ids: Sequence[int],
         spec: SessionSpec,
         salt: str,
@@ -262,7 +259,7 @@ class VllmEngine:
             max_tokens=self.max_context + 1,
             ignore_eos=True,
             prompt_logprobs=num_prompt_logprobs,
-            extra_args={"spec": spec},
+            extra_args={SESSION: name, SPEC: spec},
         )
         return self.core.preprocess_add_request(
             EngineCoreRequest(
@@ -277,22 +274,6 @@ class VllmEngine:
                 data_parallel_rank=None,
             )
         )
-
-    def post(self, request_id: str, block: PostedBlock) -> None:
-        """Let a request run once, see `HeldScheduler.post`."""
-        self.held.post(request_id, block)
-
-    def start_drafting(self, request_id: str, block: DraftBlock) -> None:
-        """Let a request draft in each step from now on, see `DraftingScheduler`."""
-        self.held.post(request_id, block)
-
-    def set_held(self, request_id: str, *, is_held: bool) -> None:
-        """Stop a drafting request for some steps, or let it go on."""
-        self.held.set_held(request_id, is_held=is_held)
-
-    def withdraw(self, request_id: str) -> None:
-        """Forget a posted block that has not run."""
-        self.held.withdraw(request_id)
 
     def tokens(self, request_id: str) -> Sequence[int] | None:
         """Return the tokens of a request, prompt and output; None if vLLM has none with this id."""
@@ -309,7 +290,7 @@ class VllmEngine:
         """Drop what the prefix cache has of these tokens, for requests with this salt and adapter."""
         manager = self.held.kv_cache_manager
         # A look-up leaves the last token out.
-        request, _ = self._request("", [*token_ids, 0], spec, salt, None)
+        request, _ = self._request("", "", [*token_ids, 0], spec, salt, None)
         dropped = set[int]()
         # Requests that computed the same tokens at the same time have equal blocks; a look-up finds one.
         while found := set(chain(*manager.get_computed_blocks(request)[0].get_block_ids())) - dropped:

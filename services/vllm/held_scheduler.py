@@ -30,12 +30,14 @@ class HeldScheduler(Scheduler):  # type: ignore[misc]  # vLLM's classes are not 
         mask_maker: Begins to compute the masks for the posted blocks of a step, and returns what waits for
             them, or None without any; None: no request has a grammar.
         num_scheduled: Tokens that the last step fed, by request.
+        ended: Sessions that have ended since the last step.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.mask_maker: Callable[[dict[str, PostedBlock]], Callable[[], Masks] | None] | None = None
         self.num_scheduled: dict[str, int] = {}
+        self.ended: list[str] = []
         self._posted: dict[str, PostedBlock] = {}  # oldest first
         self._masks: Callable[[], Masks] | None = None
         self._verdicts: Verdicts = {}
@@ -94,7 +96,7 @@ class HeldScheduler(Scheduler):  # type: ignore[misc]  # vLLM's classes are not 
             for request_id in output.num_scheduled_tokens
             if request_id in self._posted and not self.requests[request_id].is_prefill_chunk
         )
-        output.posted = posted
+        output.posted, output.ended, self.ended = posted, self.ended, []
         self._masks = None if self.mask_maker is None else self.mask_maker(posted)
         config = self.vllm_config.speculative_config
         if config is not None and config.method not in ("medusa", "custom_class"):

@@ -11,8 +11,7 @@ from gammaray.errors import InvalidArgumentError
 from gammaray.gguf import is_gguf
 from services.engine.core.drafter import is_ordinary
 from services.heads.loading import names_head
-from services.process.adapters import adapter_sha256
-from services.process.fingerprints import check_drafter, model_identity, vocab_sha256
+from services.process.fingerprints import check_drafter, vocab_sha256
 from services.scheduling.grammars import Grammars
 from services.scheduling.planning import Limits
 from services.speculation.outcomes import AHEAD_ROWS
@@ -26,8 +25,8 @@ from services.vocabulary.translation import target_size
 _ALLOWED_MODEL = "a directory or hub name of a causal model with vLLM as the engine"
 
 
-def load_target(path: str, settings: TargetSettings, limits: Limits) -> tuple[Model, VllmScheduler]:
-    """Load a target on vLLM; return its facts and its scheduler.
+def load_target(path: str, settings: TargetSettings, limits: Limits) -> tuple[VllmEngine, VllmScheduler]:
+    """Load a target on vLLM; return its engine and its scheduler.
 
     Args:
         path: Directory or hub name.
@@ -39,34 +38,16 @@ def load_target(path: str, settings: TargetSettings, limits: Limits) -> tuple[Mo
         InvalidArgumentError: vLLM cannot load the model or the head, there is no GPU, too little memory, or
             the head is for another target.
     """
-    options, adapters = _options(path, settings, limits), parse_adapters(settings.lora)
     engine = VllmEngine(
         replace(
-            options,
+            _options(path, settings, limits),
             tensor_parallel=settings.tensor_parallel,
             is_batch_invariant=settings.deterministic,
-            adapters=adapters,
+            adapters=parse_adapters(settings.lora),
             head=_head(settings.head, path) if settings.head else "",
         )
     )
-    identity = model_identity(
-        path, dtype=engine.dtype, device=engine.device, deterministic=settings.deterministic
-    )
-    identities = {
-        name: f"{identity}/lora/{adapter_sha256(directory)}" if identity else ""
-        for name, directory in adapters.items()
-    }
-    model = Model(
-        settings.model,
-        engine.vocab_size,
-        engine.max_context,
-        vocab_sha256(path),
-        kernel=engine.kernel,
-        identity=identity,
-        adapters=identities,
-        takes_trees=False,
-    )
-    return model, VllmScheduler(engine, limits, Grammars(path, engine.vocab_size))
+    return engine, VllmScheduler(engine, limits, Grammars(path, engine.vocab_size))
 
 
 def _head(name: str, target: str) -> str:

@@ -12,6 +12,9 @@ from gammaray.blocks import Verdict
 from gammaray.errors import GammarayError
 from gammaray.types import Proposal, SparseDistribution
 
+SESSION, SPEC = "session", "spec"
+"""Keys of the session's name and spec in the `extra_args` of its requests."""
+
 
 @dataclass(frozen=True, slots=True)
 class PostedBlock:

@@ -26,13 +26,13 @@ class NoiseRows(NamedTuple):
     """Consecutive positions of one session.
 
     Args:
-        request_id: Of the session.
+        session_id: The session.
         spec: Its parameters; the seed is set.
         start: First absolute position.
         num_rows: Number of positions, at least 1.
     """
 
-    request_id: str
+    session_id: str
     spec: SessionSpec
     start: int
     num_rows: int
@@ -58,21 +58,25 @@ class NoiseSource:
             compute = partial(_gumbel, vocab_size=vocab_size)
             self._compute = torch.compile(compute, dynamic=True) if device.type == "cuda" else compute
 
-    def forget(self, request_id: str) -> None:
-        """Drop what is kept of a session."""
-        self._noises.pop(request_id, None)
+    @property
+    def num_sessions(self) -> int:
+        """Sessions whose noise is kept."""
+        return len(self._noises)
 
-    def of(self, request_id: str, spec: SessionSpec) -> Noise:
+    def forget(self, session_id: str) -> None:
+        """Drop what is kept of a session."""
+        self._noises.pop(session_id, None)
+
+    def of(self, session_id: str, spec: SessionSpec) -> Noise:
         """Return the noise of one session."""
-        noise = self._noises.pop(request_id, None)
-        if noise is None:
-            params = spec.params
+        params, noise = spec.params, self._noises.pop(session_id, None)
+        if noise is None or (noise.seed, noise.sample_index) != (params.seed, params.sample_index):
             assert params.seed is not None
             if self._compute is None:
                 noise = Noise(params.seed, params.sample_index, self._vocab_size, device=self._device)
             else:
                 noise = _ComputedNoise(params.seed, params.sample_index, self._vocab_size, self._compute_rows)
-        self._noises[request_id] = noise
+        self._noises[session_id] = noise
         if len(self._noises) > self._most:
             self._noises.popitem(last=False)
         return noise
@@ -80,7 +84,7 @@ class NoiseSource:
     def gumbel(self, wanted: Sequence[NoiseRows]) -> Tensor:
         """Return the rows that draft and target share, [rows of all sessions, vocab_size] float64."""
         if self._compute is None:
-            rows = [self.of(each.request_id, each.spec).gumbel(each.start, each.num_rows) for each in wanted]
+            rows = [self.of(each.session_id, each.spec).gumbel(each.start, each.num_rows) for each in wanted]
             return rows[0] if len(rows) == 1 else torch.cat(rows)
         counters = [
             (each.spec.params.seed or 0, position, each.spec.params.sample_index)

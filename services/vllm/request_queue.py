@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
-from gammaray.errors import InternalError
+from gammaray.errors import GammarayError, InternalError, ResourceExhaustedError
 from services.engine.core.device import raise_if_lost
 from services.engine.core.errors import EngineLostError
 from services.engine.core.kv_cache import CacheStats
 from services.scheduling.block_queue import BlockQueue, TaskT, Work
 from services.scheduling.grammars import Grammars
 from services.scheduling.planning import Limits
-from services.scheduling.tasks import Timing
+from services.scheduling.sessions import SessionCopy
+from services.scheduling.tasks import NeedTokens, Timing
 from services.vllm.engine import StepResult, VllmEngine
 
 _log = logging.getLogger(__name__)
@@ -54,6 +56,14 @@ class RequestQueue(BlockQueue[TaskT, RequestWorkT]):
         # The sampler draws the noise, on the device.
         super().__init__(engine.vocab_size, "cpu", grammars)
 
+    @abstractmethod
+    def _start(self, task: TaskT, session: SessionCopy) -> RequestWorkT | object:
+        """Return the work of an admitted task, or its outcome if no step is needed."""
+
+    @abstractmethod
+    def _close_requests(self, session_id: str) -> None:
+        """End the requests of a session without a block."""
+
     def check(self) -> None:
         """Raise EngineLostError when vLLM's engine has failed; any thread may call it."""
         self.engine.check()
@@ -61,6 +71,34 @@ class RequestQueue(BlockQueue[TaskT, RequestWorkT]):
     def stats(self) -> CacheStats:
         """Return the counters of the cache; any thread may call it."""
         return self.engine.stats()
+
+    def _check_task(self, task: TaskT) -> None:
+        """Raise InvalidArgumentError for a task that cannot be served."""
+
+    def _try_start(self, task: TaskT) -> RequestWorkT | object:
+        try:
+            self._check_task(task)
+            session = self.sessions.admit(task)
+            return session if isinstance(session, NeedTokens) else self._start(task, session)
+        except EngineLostError:
+            raise
+        except GammarayError as error:
+            return error
+
+    def _forget(self, session: SessionCopy) -> None:
+        self._close_requests(session.session_id)
+        self.engine.held.ended.append(session.session_id)
+        if session.spec.cache_salt is None:
+            self.engine.forget(session.tokens, session.spec, salt_of(session))
+
+    def _forget_prefix(self, session_id: str) -> None:
+        session = self.sessions.find(session_id)
+        if session is not None:
+            self.engine.forget(session.tokens, session.spec, salt_of(session))
+
+    def _too_small(self) -> ResourceExhaustedError:
+        budget = self.engine.stats().cache_budget_bytes
+        return ResourceExhaustedError(f"the KV cache budget is too small: {budget} bytes")
 
     def _step_engine(self) -> StepResult | None:
         """Run a step; None when it failed, in which case all blocks are answered.
@@ -93,3 +131,9 @@ class RequestQueue(BlockQueue[TaskT, RequestWorkT]):
             if work is not None and work.task.spec is not None:
                 work.timing.cached_tokens = num_cached
                 self.meter.looked_up(len(work.session.tokens), num_cached)
+
+
+def salt_of(session: SessionCopy) -> str:
+    """Return what sessions that share the prefix cache have in common; without a salt it is their own."""
+    salt = session.spec.cache_salt
+    return f"session {session.session_id}" if salt is None else f"tenant {salt}"

@@ -6,7 +6,7 @@ parameters and without edits of their logits share one call.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -21,11 +21,8 @@ from services.engine.sampling.logits import filter_key, processed_log_probs
 from services.scheduling.tasks import SessionSpec
 from services.verification.rules import best_tokens, walk
 from services.verification.verdicts import judge, token_logprobs
-from services.vllm.messages import Masks, PostedBlock, Verdicts, first_tokens
+from services.vllm.messages import SESSION, SPEC, Masks, PostedBlock, Verdicts, first_tokens
 from services.vllm.noise import NoiseRows, NoiseSource
-
-SPEC = "spec"
-"""Key of the session's spec in the `extra_args` of its request."""
 
 NO_TOKEN = -1
 """Padding of vLLM's sampled tokens."""
@@ -55,6 +52,7 @@ class RequestState:
     """What a sampler keeps of a request: its session's spec, and the edits of its logits.
 
     Args:
+        session_id: The session.
         spec: Of the session.
         params: By which its logits are processed; None: they are not.
         vocab_size: Number of token ids.
@@ -62,9 +60,15 @@ class RequestState:
     """
 
     def __init__(
-        self, spec: SessionSpec, params: SamplingParams | None, vocab_size: int, device: torch.device
+        self,
+        session_id: str,
+        spec: SessionSpec,
+        params: SamplingParams | None,
+        vocab_size: int,
+        device: torch.device,
     ) -> None:
-        self.spec, self.params, self.masks, self.edits = spec, params, GivenMasks(), None
+        self.session_id, self.spec, self.params = session_id, spec, params
+        self.masks, self.edits = GivenMasks(), None
         if params is not None and LogitEdits.needed(params):
             grammar: Any = self.masks if params.grammar else None
             self.edits = LogitEdits(
@@ -99,12 +103,18 @@ class StepSampler:
         """Requests of which something is kept."""
         return len(self._states)
 
-    def begin(self, posted: dict[str, Any]) -> None:
-        """Take the blocks of the step that begins, and forget requests that vLLM has forgotten."""
+    @property
+    def num_sessions(self) -> int:
+        """Sessions whose noise is kept."""
+        return self._noise.num_sessions
+
+    def begin(self, posted: dict[str, Any], ended: Iterable[str] = ()) -> None:
+        """Take the blocks of the step that begins; forget sessions that ended, and requests as vLLM does."""
         self._posted, self._verdicts = posted, {}
         for request_id in self._states.keys() - self._runner.requests.keys():
             del self._states[request_id]
-            self._noise.forget(request_id)
+        for session_id in ended:
+            self._noise.forget(session_id)
 
     def take_masks(self, masks: Masks | None) -> None:
         """Take the masks of the step's grammars."""
@@ -123,10 +133,28 @@ class StepSampler:
         """Return what is kept of a request; raises InvalidArgumentError if its masks leave no token."""
         found = self._states.get(request_id)
         if found is None:
-            spec = self._runner.requests[request_id].sampling_params.extra_args[SPEC]
-            found = RequestState(spec, self._params(spec), self._vocab_size, self._runner.device)
+            given = self._runner.requests[request_id].sampling_params.extra_args
+            spec, device = given[SPEC], self._runner.device
+            found = RequestState(given[SESSION], spec, self._params(spec), self._vocab_size, device)
             self._states[request_id] = found
         return found
+
+    def _edits(self, request_id: str, at: int, length: int) -> LogitEdits | GammarayError | None:
+        """Return the edits of a request's logits after its first `length` tokens; None: its masks are late.
+
+        Args:
+            request_id: The request; it has edits.
+            at: Its index in the batch.
+            length: Number of tokens.
+        """
+        state = self._states[request_id]
+        assert state.edits is not None
+        state.edits.follow(self._runner.input_batch.token_ids_cpu[at, :length].tolist())
+        masks = self._masks.by_request.get(request_id, ())
+        if masks is None or isinstance(masks, GammarayError):
+            return masks
+        state.masks.given = masks
+        return state.edits
 
 
 class _Rows(NamedTuple):
@@ -202,7 +230,7 @@ class BlockSampler(StepSampler):
             session = self._states.get(request_id)
             if session is None or not shares_noise(session.spec):
                 continue
-            noise = NoiseRows(request_id, session.spec, position + depth, per_request)
+            noise = NoiseRows(session.session_id, session.spec, position + depth, per_request)
             alike.setdefault(filter_key(session.spec.params), []).append((at, noise))
         for group in alike.values():
             rows = [at * per_request + row for at, _ in group for row in range(per_request)]
@@ -250,7 +278,9 @@ class BlockSampler(StepSampler):
         logits = torch.cat([rows.logits for rows in group]) if len(group) > 1 else group[0].logits
         if params.temperature > 0:
             noise = [
-                NoiseRows(rows.request_id, rows.session.spec, rows.block.base_position, len(rows.logits))
+                NoiseRows(
+                    rows.session.session_id, rows.session.spec, rows.block.base_position, len(rows.logits)
+                )
                 for rows in group
             ]
             scores = processed_log_probs(logits, params) + self._noise.gumbel(noise)
@@ -270,17 +300,14 @@ class BlockSampler(StepSampler):
     def _judge(self, rows: _Rows) -> Verdict | GammarayError | None:
         """Verify one block by the rule of its session; None: its masks are late."""
         session, base = rows.session, rows.block.base_position
-        spec = session.spec
-        noise = self._noise.of(rows.request_id, spec) if spec.params.temperature > 0 else None
+        spec, edits = session.spec, session.edits
+        noise = self._noise.of(session.session_id, spec) if spec.params.temperature > 0 else None
         try:
-            if session.edits is not None:
-                tokens = self._runner.input_batch.token_ids_cpu[rows.at, :base].tolist()
-                session.edits.follow(tokens)
-                masks = self._masks.by_request.get(rows.request_id, ())
-                if masks is None or isinstance(masks, GammarayError):
-                    return masks
-                session.masks.given = masks
-            return judge(spec, rows.proposal, rows.logits, base, noise, session.edits)
+            if edits is not None:
+                found = self._edits(rows.request_id, rows.at, base)
+                if not isinstance(found, LogitEdits):
+                    return found
+            return judge(spec, rows.proposal, rows.logits, base, noise, edits)
         except GammarayError as error:
             return error
 

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 from gammaray.blocks import Verdict
-from gammaray.errors import GammarayError, InvalidArgumentError, ResourceExhaustedError
+from gammaray.errors import GammarayError, InvalidArgumentError
 from gammaray.types import PromptLogprobs, Proposal
 from services.engine.core.errors import EngineLostError
 from services.engine.sampling.edits import row_paths
@@ -27,10 +27,10 @@ from services.scheduling.grammars import Grammars
 from services.scheduling.masks import MAX_WAIT_S, MaskThreads, wait_for_any
 from services.scheduling.planning import Limits
 from services.scheduling.sessions import SessionCopy
-from services.scheduling.tasks import NeedTokens, Reply, SessionSpec, VerifyTask
+from services.scheduling.tasks import Reply, SessionSpec, VerifyTask
 from services.vllm.engine import StepResult, VllmEngine
 from services.vllm.messages import Drafted, Masks, PostedBlock, first_tokens
-from services.vllm.request_queue import RequestQueue, RequestWork
+from services.vllm.request_queue import RequestQueue, RequestWork, salt_of
 
 
 class _Held(NamedTuple):
@@ -88,7 +88,7 @@ class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
         self.requests: dict[str, _Held] = {}  # by session, least recently used first
         super().__init__(engine, limits, grammars)
         self._masks = MaskThreads()
-        engine.set_mask_maker(self._begin_step)
+        engine.held.mask_maker = self._begin_step
 
     def fail_all(self, error: GammarayError) -> None:
         """Answer every block with `error` and drop every session and the prefix cache."""
@@ -114,26 +114,18 @@ class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
         replies, self._replies = self._replies, []
         return replies
 
-    def _try_start(self, task: VerifyTask) -> _Verifying | object:
-        try:
-            # Before the session changes, so that its request still has the tokens before `changed_from`.
-            self.limits.check_proposal(len(task.proposal))
-            if task.proposal.parents is not None:
-                raise InvalidArgumentError("proposal.parents", "a tree", "a chain with vLLM as the engine")
-            task.proposal = first_tokens(task.proposal, self.engine.max_proposal)
-            session = self.sessions.admit(task)
-            return session if isinstance(session, NeedTokens) else self._start(task, session)
-        except EngineLostError:
-            raise
-        except GammarayError as error:
-            return error
+    def _check_task(self, task: VerifyTask) -> None:
+        self.limits.check_proposal(len(task.proposal))
+        if task.proposal.parents is not None:
+            raise InvalidArgumentError("proposal.parents", "a tree", "a chain with vLLM as the engine")
+        task.proposal = first_tokens(task.proposal, self.engine.max_proposal)
 
     def _start(self, task: VerifyTask, session: SessionCopy) -> _Verifying:
         held = self.requests.get(session.session_id)
         depth = _draft_depth(task, 0 if held is None else held.depth)
-        by_head = task.head is not None and task.head.depth > 0
-        if held is not None and by_head and self._can_continue(held, task, session):
-            task.proposal = Proposal(tuple(held.drafts[: task.head.depth]), is_prepared=True)
+        num_drafts = 0 if task.head is None else task.head.depth
+        if num_drafts > 0 and held is not None and self._can_continue(held, task, session):
+            task.proposal = Proposal(tuple(held.drafts[:num_drafts]), is_prepared=True)
         work = _Verifying(task, session, "", depth=depth)
         if session.has_slow_masks:
             self._begin_masks(work)
@@ -153,7 +145,7 @@ class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
         held = self.requests.pop(session.session_id, None)
         if held is not None and self._can_continue(held, task, session):
             work.request_id = held.request_id
-            self.engine.post(work.request_id, work.block)
+            self.engine.held.post(work.request_id, work.block)
         else:
             if held is not None:
                 self.engine.close(held.request_id)
@@ -179,7 +171,7 @@ class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
             session.session_id,
             tokens[:-1] if is_split else tokens,
             session.spec,
-            _salt(session),
+            salt_of(session),
             task.num_prompt_logprobs,
         )
         if is_split:
@@ -189,7 +181,7 @@ class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
             # A proposal is not tested here after a single token, which vLLM's prompt needs, nor beside a
             # prompt that is scored whole.
             work.follows, block = None, replace(block, proposal=Proposal())
-        self.engine.post(work.request_id, block)
+        self.engine.held.post(work.request_id, block)
 
     def _withdraw(self, work: _Verifying) -> None:
         # Its prompt may be half read: the next block reads it anew, from the prefix cache.
@@ -198,17 +190,10 @@ class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
             del self.requests[work.session.session_id]
             self.engine.close(work.request_id)
 
-    def _forget(self, session: SessionCopy) -> None:
-        held = self.requests.pop(session.session_id, None)
+    def _close_requests(self, session_id: str) -> None:
+        held = self.requests.pop(session_id, None)
         if held is not None:
             self.engine.close(held.request_id)
-        if session.spec.cache_salt is None:
-            self.engine.forget(session.tokens, session.spec, _salt(session))
-
-    def _forget_prefix(self, session_id: str) -> None:
-        session = self.sessions.find(session_id)
-        if session is not None:
-            self.engine.forget(session.tokens, session.spec, _salt(session))
 
     def _make_room(self) -> None:
         """Close the least recently used idle requests while the blocks of this step lack slots or memory.
@@ -248,7 +233,7 @@ class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
                 continue  # its block was dropped, and the request is read anew
             assert not isinstance(outcome, Drafted)
             if outcome is None and work.follows is not None:
-                self.engine.post(request_id, work.follows)
+                self.engine.held.post(request_id, work.follows)
                 work.follows = None
             elif outcome is None:  # its masks are late
                 self._withdraw(work)
@@ -297,8 +282,7 @@ class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
         if idle or not posted:
             return
         work = posted[-1]
-        budget = self.engine.stats().cache_budget_bytes
-        self._finish(work, ResourceExhaustedError(f"the KV cache budget is too small: {budget} bytes"), None)
+        self._finish(work, self._too_small(), None)
 
     def _begin_step(self, posted: dict[str, PostedBlock]) -> Callable[[], Masks] | None:
         """Begin to compute the masks of the posted blocks with a grammar; return what waits for them."""
@@ -331,12 +315,6 @@ def _masks(work: _Verifying) -> Sequence[bytes | None] | GammarayError | None:
     if not masking.done():
         return None
     return masking.result() or work.masks
-
-
-def _salt(session: SessionCopy) -> str:
-    """Return what separates the prefix cache of a session; without a salt of its own, it shares none."""
-    salt = session.spec.cache_salt
-    return f"session {session.session_id}" if salt is None else f"tenant {salt}"
 
 
 def _draft_depth(task: VerifyTask, before: int) -> int:

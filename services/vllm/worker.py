@@ -53,7 +53,7 @@ class SamplingWorker(PlatformWorker):  # type: ignore[misc]  # vLLM's classes ar
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """Run the forward of a step."""
-        self.sampler.begin(getattr(scheduler_output, "posted", {}))
+        self.sampler.begin(getattr(scheduler_output, "posted", {}), getattr(scheduler_output, "ended", ()))
         # A step that failed between the forward and the sampling has left it.
         self.model_runner.execute_model_state = None
         return super().execute_model(scheduler_output)

@@ -139,6 +139,17 @@ def test_a_draft_equal_to_the_target_is_accepted_whole(drafts, reference, temper
     assert [session.output for session in ours] == expected
 
 
+def test_sessions_keep_their_noise_until_they_end(drafts):
+    sampler = drafts.engine.core.model_executor.driver_worker.worker.sampler
+    sessions = [Session(random_tokens(9, seed=seed), SamplingParams(seed=seed)) for seed in range(6)]
+    for _ in range(2):
+        draft(drafts, sessions, 3)
+        assert sampler.num_sessions == len(sessions)
+    drafts.release([Release(session.name, 0, False) for session in sessions])
+    draft(drafts, [Session(random_tokens(9, seed=7), SamplingParams(seed=7))], 1)
+    assert sampler.num_sessions == 1
+
+
 @pytest.mark.parametrize("method", [VerificationMethod.COUPLED, VerificationMethod.BLOCK])
 def test_a_grammar_masks_each_drafted_token(drafts, cpu_drafts, method):
     params, eos = SamplingParams(seed=6, grammar=GRAMMAR), (0, 3)

@@ -240,7 +240,7 @@ def test_blocks_of_one_session_are_served_in_order(scheduler, reference):
     assert [verdict.next_token_id for verdict in outcomes(answers(scheduler, tasks))] == own
 
 
-def test_requests_that_ended_are_forgotten_by_the_worker_of_vllm(scheduler):
+def test_sessions_that_ended_are_forgotten_by_the_worker_of_vllm(scheduler):
     sampler = scheduler.engine.core.model_executor.driver_worker.worker.sampler
     for seed in range(12):
         session = Session(prompt(20, seed), SamplingParams(seed=seed, presence_penalty=0.1))
@@ -249,4 +249,4 @@ def test_requests_that_ended_are_forgotten_by_the_worker_of_vllm(scheduler):
     last = Session(prompt(20), SAMPLED)
     ask(scheduler, last)
     ask(scheduler, last)
-    assert sampler.num_requests == 1
+    assert (sampler.num_requests, sampler.num_sessions) == (1, 1)

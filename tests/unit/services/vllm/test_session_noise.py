@@ -47,3 +47,12 @@ def test_noise_of_one_session_has_all_streams(source: NoiseSource) -> None:
         assert torch.equal(noise.independent_gumbel(start, 2), expected.independent_gumbel(start, 2))
         assert torch.equal(noise.residual_gumbel(start), expected.residual_gumbel(start))
         assert noise.accept_uniform(start, 1) == expected.accept_uniform(start, 1)
+
+
+@pytest.mark.parametrize("source", sources(), ids=["cached", "computed"])
+def test_a_session_with_another_seed_has_its_noise(source: NoiseSource) -> None:
+    for seed in (1, 2, 1):
+        assert torch.equal(source.of("one", spec(seed, 0)).gumbel(5, 2), Noise(seed, 0, VOCAB).gumbel(5, 2))
+    assert source.num_sessions == 1
+    source.forget("one")
+    assert source.num_sessions == 0
