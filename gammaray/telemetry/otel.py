@@ -20,8 +20,9 @@ from gammaray.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.resources import Resource
-    from opentelemetry.sdk.trace import SpanProcessor
     from opentelemetry.trace import Tracer
+
+    from gammaray.telemetry.span_ids import SpanIds
 
 _log = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ SHUTDOWN_TIMEOUT_S = 2.0
 """Upper bound of the wait for the last spans and samples to be sent at shutdown, in seconds."""
 
 MAX_QUEUED = 16_384
-"""Upper bound of queued spans and bundles, unless OTEL_BSP_MAX_QUEUE_SIZE is set."""
+"""Upper bound of queued spans, unless OTEL_BSP_MAX_QUEUE_SIZE is set."""
 
 Signal = Literal["traces", "metrics"]
 
@@ -94,7 +95,7 @@ class Telemetry:
 
     Attributes:
         tracer: Creates spans, sampled according to `OTEL_TRACES_SAMPLER`; None if traces are not exported.
-        processor: Receives ended spans, including those of `spans`; None if traces are not exported.
+        span_ids: Ids of the tracer's spans; None if traces are not exported.
 
     Raises:
         InvalidArgumentError: The environment names an unsupported exporter or protocol.
@@ -103,7 +104,7 @@ class Telemetry:
     def __init__(self, role: str) -> None:
         self.role = role
         self.tracer: Tracer | None = None
-        self.processor: SpanProcessor | None = None
+        self.span_ids: SpanIds | None = None
         self._endings: list[Callable[[], object]] = []
         if exports("traces"):
             self._set_up_traces()
@@ -142,16 +143,18 @@ class Telemetry:
         return True
 
     def _set_up_traces(self) -> None:
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
         from gammaray import __version__
-        from gammaray.telemetry.span_exporter import Exporter
+        from gammaray.telemetry.span_ids import SpanIds
 
-        resource = process_resource(self.role)
         queued = None if "OTEL_BSP_MAX_QUEUE_SIZE" in os.environ else MAX_QUEUED
-        self.processor = BatchSpanProcessor(Exporter(resource), max_queue_size=queued)
-        provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        provider.add_span_processor(self.processor)
+        self.span_ids = SpanIds()
+        provider = TracerProvider(
+            resource=process_resource(self.role), id_generator=self.span_ids, shutdown_on_exit=False
+        )
+        provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(), max_queue_size=queued))
         self.tracer = provider.get_tracer("gammaray", __version__)
         self.on_shutdown(provider.shutdown)

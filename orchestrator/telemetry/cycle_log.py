@@ -19,7 +19,7 @@ from orchestrator.cycle.session import Session
 from orchestrator.cycle.types import Call, Cycle
 from orchestrator.storage.trace_store import RedisTraceStore
 from orchestrator.telemetry.records import cycle_record, failed_record
-from orchestrator.telemetry.spans import CycleBundle, ReadingBundle, SessionTrace
+from orchestrator.telemetry.spans import SessionTrace
 
 _log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ FLUSH_CYCLES, FLUSH_S = 32, 1.0
 """Records are flushed after this many cycles or seconds."""
 
 _SLICE = 4
-"""Records built before control returns to the event loop."""
+"""Records built before control returns to the event loop; spans take longer and are made one by one."""
 
 
 @dataclass(slots=True)
@@ -126,12 +126,12 @@ class CycleLog:
             return
         trace.num_cycles = self._num_cycles
         for index, call in self._readings:
-            trace.put(ReadingBundle(trace, index, call, self._clock_ns))
+            trace.add_reading(index, call, self._clock_ns)
         if self._calls and error is not None:
             record = failed_record(self._session, self._calls, self._clock_ns)
             is_cancelled = isinstance(error, (GeneratorExit, asyncio.CancelledError))
             name = "" if is_cancelled else type(error).__name__
-            trace.put(CycleBundle(trace, self._num_cycles, record, error=name))
+            trace.add_cycle(self._num_cycles, record, error=name)
 
     def _flush(self, count: int) -> None:
         entries, self._entries = self._entries[:count], self._entries[count:]
@@ -149,8 +149,8 @@ class CycleLog:
                 answer.cycles.append(record)
             if trace is not None:
                 stored_ns = self._clock_ns + round(entry.stored * 1e9) if entry.stored else 0
-                trace.put(CycleBundle(trace, entry.index, record, stored_ns=stored_ns))
-            if number % _SLICE == 0:
+                trace.add_cycle(entry.index, record, stored_ns=stored_ns)
+            if trace is not None or number % _SLICE == 0:
                 await asyncio.sleep(0)
         if answer.cycles and self._store is not None:
             try:

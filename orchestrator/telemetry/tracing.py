@@ -83,7 +83,7 @@ class Tracing:
     def __init__(self, telemetry: Telemetry, store: RedisTraceStore, model_name: str) -> None:
         self.is_on = telemetry.tracer is not None
         self._telemetry = telemetry
-        self._tracer, self._processor = telemetry.tracer, telemetry.processor
+        self._tracer, self._ids = telemetry.tracer, telemetry.span_ids
         self._store, self._model_name = store, model_name
 
     @asynccontextmanager
@@ -139,7 +139,7 @@ class Tracing:
 
     async def _begin(self, request: GenerationRequest, caller: Caller) -> SessionTrace | None:
         assert self._tracer is not None
-        assert self._processor is not None
+        assert self._ids is not None
         started_ns = time.time_ns()
         parent = _parse(caller.traceparent, caller.tracestate)
         if parent is None and request.resume_from:
@@ -153,7 +153,7 @@ class Tracing:
         if not span.is_recording():
             return None
         span.set_attributes(_request_attributes(request, self._model_name))
-        return SessionTrace(span, self._processor, started_ns)
+        return SessionTrace(span, self._tracer, self._ids, started_ns)
 
     async def _served_by(self, session_id: str) -> Context | None:
         try:

@@ -105,7 +105,7 @@ class Worker(ABC, Generic[SettingsT]):
         assert self._model is not None
         assert self.engine.scheduler is not None
         self._telemetry = Telemetry(self.role)
-        tracer = BlockTracer(self._telemetry.processor) if self._telemetry.processor is not None else None
+        tracer = BlockTracer(self._telemetry.tracer) if self._telemetry.tracer is not None else None
         # Loaded objects live as long as the process: exclude them from garbage collection during cycles.
         gc.collect()
         gc.freeze()

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import re
-import secrets
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from opentelemetry.trace import SpanContext, TraceFlags
+from opentelemetry.context import Context
+from opentelemetry.trace import (
+    NonRecordingSpan,
+    SpanContext,
+    SpanKind,
+    Status,
+    StatusCode,
+    TraceFlags,
+    set_span_in_context,
+)
 
 from gammaray.blocks import Verdict
 from gammaray.errors import GammarayError
 from gammaray.telemetry import names as t
-from gammaray.telemetry.spans import put, set_attributes, set_error
 from gammaray.types import Proposal
 from services.scheduling.tasks import NeedTokens, ProposeTask, Reply, Task, VerifyTask
 
 if TYPE_CHECKING:
-    from opentelemetry.sdk.trace import SpanProcessor
+    from opentelemetry.trace import Tracer
 
 _TRACEPARENT = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f][13579bdf]")
-_SAMPLED = SpanContext(1, 1, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
-_SERVER, _CONSUMER = 2, 5
 
 
 def sampled_parent(traceparent: str) -> str:
@@ -30,70 +35,57 @@ def sampled_parent(traceparent: str) -> str:
 
 
 class BlockTracer:
-    """Queues the spans of blocks for export.
+    """Creates the spans of blocks.
 
     Args:
-        processor: Span processor of the process.
+        tracer: Tracer of the process.
     """
 
-    def __init__(self, processor: SpanProcessor) -> None:
-        self._processor = processor
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
 
     def answered(self, task: Task, reply: Reply) -> None:
         """Record that a block of a sampled session was answered now."""
-        put(self._processor, _BlockBundle(task, reply, time.time_ns(), time.monotonic()))
-
-
-class _BlockBundle:
-    """The span of one block.
-
-    Args:
-        task: The block.
-        reply: Its answer.
-        end_ns: When it was answered, in nanoseconds since 1970.
-        ended: The same as `time.monotonic()`.
-    """
-
-    __slots__ = ("_end_ns", "_ended", "_reply", "_task")
-
-    context = _SAMPLED
-
-    def __init__(self, task: Task, reply: Reply, end_ns: int, ended: float) -> None:
-        self._task, self._reply, self._end_ns, self._ended = task, reply, end_ns, ended
-
-    def encode(self, spans: Any) -> None:
-        """Add the span to a repeated field of OTLP spans."""
-        task, timing, outcome = self._task, self._reply.timing, self._reply.outcome
         is_notice = isinstance(task, ProposeTask) and task.is_notice
-        span = spans.add(
-            trace_id=bytes.fromhex(task.traceparent[3:35]),
-            span_id=secrets.token_bytes(8),
-            parent_span_id=bytes.fromhex(task.traceparent[36:52]),
-            name=t.SPAN_PROPOSE if isinstance(task, ProposeTask) else t.SPAN_VERIFY,
-            kind=_CONSUMER if is_notice else _SERVER,
-            start_time_unix_nano=self._end_ns - round((self._ended - task.arrived) * 1e9),
-            end_time_unix_nano=self._end_ns,
-            flags=0x301,  # sampled, and the parent is known to be remote
+        end_ns, took_s = time.time_ns(), time.monotonic() - task.arrived
+        span = self._tracer.start_span(
+            t.SPAN_PROPOSE if isinstance(task, ProposeTask) else t.SPAN_VERIFY,
+            context=_parent(task.traceparent),
+            kind=SpanKind.CONSUMER if is_notice else SpanKind.SERVER,
+            attributes=_values(task, reply),
+            start_time=end_ns - round(took_s * 1e9),
         )
-        values: dict[str, str | int | float] = {
-            t.SESSION_ID: task.session_id,
-            t.QUEUE_MS: timing.queue_us / 1e3,
-            t.COMPUTE_MS: timing.compute_us / 1e3,
-            t.FORWARD_MS: timing.forward_us / 1e3,
-            **_counts(task, self._reply),
-        }
-        if isinstance(task, ProposeTask):
-            is_hit = isinstance(outcome, Proposal) and len(outcome) > 0 and timing.num_forwards == 0
-            values[t.DRAFT_AHEAD_HIT] = is_hit or is_notice
-        elif isinstance(outcome, Verdict):
-            values[t.NEXT_ORIGIN] = outcome.next_origin.value
-        if timing.head_us:
-            values[t.HEAD_MS] = timing.head_us / 1e3
-        if timing.mask_us:
-            values[t.MASK_MS] = timing.mask_us / 1e3
-        set_attributes(span, values)
-        if isinstance(outcome, GammarayError):
-            set_error(span, type(outcome).__name__)
+        if isinstance(reply.outcome, GammarayError):
+            span.set_attribute(t.ERROR_TYPE, type(reply.outcome).__name__)
+            span.set_status(Status(StatusCode.ERROR))
+        span.end(end_ns)
+
+
+def _parent(traceparent: str) -> Context:
+    trace_id, span_id = int(traceparent[3:35], 16), int(traceparent[36:52], 16)
+    context = SpanContext(trace_id, span_id, is_remote=True, trace_flags=TraceFlags(TraceFlags.SAMPLED))
+    return set_span_in_context(NonRecordingSpan(context), Context())
+
+
+def _values(task: Task, reply: Reply) -> dict[str, str | bool | int | float]:
+    timing, outcome = reply.timing, reply.outcome
+    values: dict[str, str | bool | int | float] = {
+        t.SESSION_ID: task.session_id,
+        t.QUEUE_MS: timing.queue_us / 1e3,
+        t.COMPUTE_MS: timing.compute_us / 1e3,
+        t.FORWARD_MS: timing.forward_us / 1e3,
+        **_counts(task, reply),
+    }
+    if isinstance(task, ProposeTask):
+        is_hit = isinstance(outcome, Proposal) and len(outcome) > 0 and timing.num_forwards == 0
+        values[t.DRAFT_AHEAD_HIT] = is_hit or task.is_notice
+    elif isinstance(outcome, Verdict):
+        values[t.NEXT_ORIGIN] = outcome.next_origin.value
+    if timing.head_us:
+        values[t.HEAD_MS] = timing.head_us / 1e3
+    if timing.mask_us:
+        values[t.MASK_MS] = timing.mask_us / 1e3
+    return values
 
 
 def _counts(task: Task, reply: Reply) -> dict[str, int]:

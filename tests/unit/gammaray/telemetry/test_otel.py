@@ -57,7 +57,7 @@ def test_telemetry_without_variables_loads_no_sdk():
     script = (
         "import sys\nfrom gammaray.telemetry.otel import Telemetry\nimport gammaray.telemetry.names\n"
         "telemetry = Telemetry('draft')\n"
-        "print(telemetry.tracer, telemetry.processor, 'opentelemetry.sdk' in sys.modules)"
+        "print(telemetry.tracer, telemetry.span_ids, 'opentelemetry.sdk' in sys.modules)"
     )
     result = subprocess.run(
         [sys.executable, "-c", script],
