@@ -82,10 +82,10 @@ def plan_response(
     response_id = new_id("resp")
     with naming():
         if calls is None:
-            prompt = render_messages(messages, model, fields)
+            prompt = render_messages(messages, model.tokenizer, fields)
             grammar = f"start: {rule}" if rule else ""
         else:
-            prompt = calls.prompt(messages, model, fields)
+            prompt = calls.prompt(messages, model.tokenizer, fields)
             grammar = calls.grammar(prompt, rule)
         request = replace(
             common_request(body, prompt, grammar),
@@ -134,7 +134,7 @@ def _calls(body: ResponsesRequest, model: Backend) -> CallPlan | None:
     choice = ToolChoice("required", asked.name) if isinstance(asked, ChosenTool) else ToolChoice(asked)
     check_tools(tools, choice, "tools.{}.name")
     check_schemas(tools)
-    return plan_calls(tools, choice, body.parallel_tool_calls, model)
+    return plan_calls(tools, choice, body.parallel_tool_calls, model.tokenizer)
 
 
 def _text_rule(asked: TextFormatInput) -> str:

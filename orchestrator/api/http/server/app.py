@@ -232,7 +232,7 @@ def _add_generation(app: FastAPI, backend: Backend, bodies: BodyReader) -> None:
             async with bodies.read(request) as data:
                 body, plans = await _planned(_plan_completions, backend, data)
             name = body.model or backend.model_name
-            response = CompletionResponse(name, plans, backend.token_bytes, backend.is_special)
+            response = CompletionResponse(name, plans, backend.tokenizer)
             return await _generate(backend, plans, response, body, request)
 
         return await guarded(answer)
@@ -243,7 +243,7 @@ def _add_generation(app: FastAPI, backend: Backend, bodies: BodyReader) -> None:
             async with bodies.read(request) as data:
                 body, plans = await _planned(_plan_chat, backend, data)
             name = body.model or backend.model_name
-            response = ChatResponse(name, plans, backend.token_bytes, backend.is_special)
+            response = ChatResponse(name, plans, backend.tokenizer)
             with renaming("prompt", "messages"):
                 return await _generate(backend, plans, response, body, request)
 
@@ -261,7 +261,7 @@ def _add_information(app: FastAPI, backend: Backend) -> None:
             "created": started_at,
             "owned_by": "gammaray",
             "max_model_len": backend.max_context,
-            "gammaray": {"chat": bool(backend.chat_format.template), "drafters": backend.drafters},
+            "gammaray": {"chat": bool(backend.tokenizer.chat_format.template), "drafters": backend.drafters},
         }
         return described if name == base else {**described, "parent": base}
 
@@ -313,14 +313,18 @@ async def _planned(
 
 def _plan_completions(backend: Backend, data: bytes) -> tuple[CompletionRequest, list[ChoicePlan]]:
     body = parse_body(CompletionRequest, data)
-    return body, completion_choices(body, backend.max_context, backend.decode)
+    return body, completion_choices(body, backend.max_context, backend.tokenizer.decode)
 
 
 def _plan_chat(backend: Backend, data: bytes) -> tuple[ChatRequest, list[ChoicePlan]]:
     body = parse_body(ChatRequest, data)
     messages, tools = body.conversation(), body.checked_tools()
-    calls = plan_calls(tools, body.tool_choice, body.parallel_tool_calls, backend)
-    prompt = render_messages(messages, backend) if calls is None else calls.prompt(messages, backend)
+    calls = plan_calls(tools, body.tool_choice, body.parallel_tool_calls, backend.tokenizer)
+    prompt = (
+        render_messages(messages, backend.tokenizer)
+        if calls is None
+        else calls.prompt(messages, backend.tokenizer)
+    )
     return body, chat_choices(body, prompt, backend.max_context, calls)
 
 
