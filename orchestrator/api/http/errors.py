@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
 import grpc
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails, PydanticCustomError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.routing import Match, Route
@@ -49,7 +48,6 @@ STATUSES = {
 }
 """Meaning of each status of a failed request."""
 
-_LASTING = "lasting"
 _TYPES: dict[int, ErrorType] = {401: "authentication_error", 429: "rate_limit_error"}
 _CODES = {
     401: "invalid_api_key",
@@ -79,59 +77,30 @@ class BodyTooLargeError(GammarayError):
     http_status: ClassVar[int] = 413
 
 
-def too_many(got: str, limit: int) -> PydanticCustomError:
-    """Return the error of a field with too many items; to be raised by a validator."""
-    return PydanticCustomError(_LASTING, "at most {limit}", {"limit": limit, "count": got})
-
-
-def lasting(allowed: str) -> PydanticCustomError:
-    """Return the error of a list that is invalid whatever items follow; to be raised by a validator."""
-    return PydanticCustomError(_LASTING, "{allowed}", {"allowed": allowed})
-
-
-def invalid_argument(error: ValidationError) -> InvalidArgumentError:
-    """Return the first failure of a validation as an error that names the field."""
-    return _failure(error.errors(include_url=False)[0], is_whole=True)
-
-
-def invalid_beginning(error: ValidationError, open_path: Sequence[str | int]) -> InvalidArgumentError | None:
-    """Return the first definite failure of a partly read document; None if the rest could make it valid.
-
-    Args:
-        error: The failures of the part that was read.
-        open_path: Where reading stopped, see `orchestrator.api.http.json_text.Decoded`.
-    """
-    path = tuple(map(str, open_path))
-    for failure in error.errors(include_url=False):
-        if _stays_wrong(failure, path):
-            return _failure(failure, is_whole=False)
-    return None
-
-
-def _stays_wrong(failure: ErrorDetails, open_path: tuple[str, ...]) -> bool:
-    """Return whether a failure remains whatever follows in the open lists and objects."""
-    if failure["type"] == _LASTING:
-        return True
-    path = tuple(map(str, failure["loc"]))
-    if failure["type"] == "missing":
-        path = path[:-1]
-    return open_path[: len(path)] != path
-
-
-def _failure(failure: ErrorDetails, *, is_whole: bool) -> InvalidArgumentError:
-    field = ".".join(map(str, failure["loc"])) or "body"
+def invalid_argument(error: ValidationError, body: Any) -> InvalidArgumentError:
+    """Return the first failure of the validation of a body as an error that names the field."""
+    failure = error.errors(include_url=False)[0]
+    field = ".".join(map(str, _path(failure["loc"], body))) or "body"
+    got, limit = failure["input"], failure.get("ctx", {}).get("max_length")
     if failure["type"] == "missing":
         return InvalidArgumentError(field, "nothing", "a value; it is required")
-    if (count := failure.get("ctx", {}).get("count")) is not None:
-        return InvalidArgumentError(field, count if is_whole else f"at least {count}", failure["msg"])
-    got = rendering(failure["input"])
     if failure["type"] == "extra_forbidden":
-        return InvalidArgumentError(field, got, "no such field; it is unknown or not supported")
-    return InvalidArgumentError(field, got, _allowed(failure["msg"]))
+        return InvalidArgumentError(field, rendering(got), "no such field; it is unknown or not supported")
+    if limit is not None:
+        return InvalidArgumentError(field, f"{len(got)} items or characters", f"at most {limit}")
+    allowed = failure["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    return InvalidArgumentError(field, rendering(got), allowed)
 
 
-def _allowed(message: str) -> str:
-    return message.removeprefix("Value error, ").removeprefix("Input should be ")
+def _path(loc: Sequence[str | int], body: Any) -> Iterator[str | int]:
+    """Yield the keys and indices of a place in a body, without the names of its pydantic types."""
+    for number, part in enumerate(loc, start=1):
+        is_index = isinstance(body, list) and isinstance(part, int) and part < len(body)
+        if is_index or (isinstance(body, dict) and part in body):
+            yield part
+            body = body[part]
+        elif isinstance(body, dict) and number == len(loc):  # a missing field
+            yield part
 
 
 def as_gammaray_error(error: BaseException) -> GammarayError:

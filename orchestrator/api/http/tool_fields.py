@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic_core import from_json
 
 from gammaray.errors import InvalidArgumentError
-from orchestrator.api.http.errors import lasting
-from orchestrator.api.http.fields import StrictModel, is_text, null_is_absent, present
+from orchestrator.api.http.fields import StrictModel
 from orchestrator.api.http.tools.calls import Tool, ToolChoice
 
 MAX_TOOLS = 128
@@ -25,22 +24,10 @@ MAX_ARGUMENT_CHARS = 2**20
 
 _MAX_DEPTH = 64
 _ENCODER = json.JSONEncoder()
-_ENCODER_OF_TEXT = json.JSONEncoder(ensure_ascii=False)
 _NAME = r"^[A-Za-z0-9_.\-]{1,64}$"
 
 
-class _NullIsAbsent(StrictModel):
-    """An object of a body whose fields may be null, which means absent."""
-
-    model_config = ConfigDict(json_schema_extra=null_is_absent)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_null(cls, value: Any) -> Any:
-        return present(cls, value)
-
-
-class FunctionDefinition(_NullIsAbsent):
+class FunctionDefinition(StrictModel):
     """OpenAI's `function` of a tool."""
 
     name: Annotated[str, Field(pattern=_NAME)] = Field(description="Name of the function.")
@@ -53,7 +40,7 @@ class FunctionDefinition(_NullIsAbsent):
     )
 
 
-class FunctionTool(_NullIsAbsent):
+class FunctionTool(StrictModel):
     """OpenAI's tool; functions are supported."""
 
     type: Literal["function"]
@@ -111,7 +98,7 @@ def parse_choice(value: Any) -> ToolChoice:
         return ToolChoice(value)
     form = '"none", "auto", "required" or {"type": "function", "function": {"name": name}}'
     if not isinstance(value, dict) or value.keys() != {"type", "function"} or value["type"] != "function":
-        raise lasting(form) if isinstance(value, str) else ValueError(form)
+        raise ValueError(form)
     function = value["function"]
     if not isinstance(function, dict) or function.keys() != {"name"} or not isinstance(function["name"], str):
         raise ValueError(form)
@@ -186,22 +173,14 @@ def argument_values(calls: Sequence[Sequence[tuple[str, str]]]) -> Iterator[list
         yield found
 
 
-_ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-
-
 def _parsed(arguments: str) -> dict[str, Any] | str:
     if not arguments.strip():
         return {}
     try:
-        value = json.loads(arguments)
-    except (ValueError, RecursionError):
+        value = from_json(arguments)  # without lone surrogates, which no prompt can have
+    except ValueError:
         return arguments
-    if not isinstance(value, dict) or is_deeper(value, _MAX_DEPTH):
-        return arguments
-    # A lone surrogate, which only an escape can stand for, cannot be encoded in a prompt.
-    if _ESCAPED_SURROGATE.search(arguments) and not is_text(_ENCODER_OF_TEXT.encode(value)):
-        return arguments
-    return value
+    return value if isinstance(value, dict) and not is_deeper(value, _MAX_DEPTH) else arguments
 
 
 def is_deeper(value: Any, depth: int) -> bool:

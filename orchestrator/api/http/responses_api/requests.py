@@ -17,7 +17,7 @@ from orchestrator.api.http.requests import ChoicePlan, check_size, common_reques
 from orchestrator.api.http.responses_api import types
 from orchestrator.api.http.responses_api.items import conversation, new_id, stored_items
 from orchestrator.api.http.responses_api.models import LOGPROBS, ChosenTool, ResponsesRequest, TextFormatInput
-from orchestrator.api.http.tool_fields import check_schemas, check_tools, is_deeper
+from orchestrator.api.http.tool_fields import check_schemas, check_tools
 from orchestrator.api.http.tools.calls import (
     CallPlan,
     Tool,
@@ -25,9 +25,6 @@ from orchestrator.api.http.tools.calls import (
     plan_calls,
     render_messages,
 )
-
-MAX_SCHEMA_DEPTH = 256
-"""Upper bound of nested lists and objects in a schema, which the response repeats."""
 
 
 @dataclass(frozen=True)
@@ -153,9 +150,6 @@ def _text_rule(asked: TextFormatInput) -> str:
         return json_rule(JSON_OBJECT)
     if not isinstance(asked.json_schema, dict):
         raise InvalidArgumentError("text.format.schema", asked.json_schema, "a JSON schema, an object")
-    if is_deeper(asked.json_schema, MAX_SCHEMA_DEPTH):
-        allowed = f"lists and objects nested in at most {MAX_SCHEMA_DEPTH} levels"
-        raise InvalidArgumentError("text.format.schema", "a schema that is nested too deeply", allowed)
     return json_rule(asked.json_schema, "text.format.schema")
 
 

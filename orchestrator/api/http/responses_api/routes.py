@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Collection, Mapping
+from functools import partial
 from typing import get_args
 
 import fastapi
@@ -15,9 +16,10 @@ from orchestrator.api.backend import Backend
 from orchestrator.api.http.auth import caller_of
 from orchestrator.api.http.bodies import BodyReader
 from orchestrator.api.http.errors import guarded
+from orchestrator.api.http.models import parse_body
 from orchestrator.api.http.responses_api.events import replay
 from orchestrator.api.http.responses_api.generation import ResponseRun, last_event, rendered
-from orchestrator.api.http.responses_api.models import INCLUDABLE, LOGPROBS, parse_request
+from orchestrator.api.http.responses_api.models import INCLUDABLE, LOGPROBS, ResponsesRequest
 from orchestrator.api.http.responses_api.records import (
     MAX_LISTED,
     MAX_SEQUENCE_NUMBER,
@@ -99,7 +101,8 @@ async def _create(backend: Backend, bodies: BodyReader, request: Request) -> fas
     caller = caller_of(request)
     async with bodies.read(request) as data:
         is_small = len(data) <= INLINE_BYTES
-        body = parse_request(data) if is_small else await in_parser_thread(parse_request, data)
+        parse = partial(parse_body, ResponsesRequest, data)
+        body = parse() if is_small else await in_parser_thread(parse)
         earlier = []
         if body.previous_response_id is not None:
             earlier = await ResponseRecords(backend, caller).items_after(body.previous_response_id)
