@@ -25,13 +25,13 @@ MAX_VALUES = 3 * 2**16
 MAX_ENTRIES = MAX_TOKEN_IDS + MAX_VALUES
 """Entries of all lists and objects of one body: as many as the longest prompt of token ids has, and more."""
 
-_MAX_DIGITS = 1024
+MAX_DIGITS = 1024
 """Digits of a number: the time to convert them grows with their square."""
 
-_SMALL_BYTES = 2**16
+SMALL_BYTES = 2**16
 """Bodies up to this size hold too little to take long."""
 
-_SLICE_BYTES = 2**16
+SLICE_BYTES = 2**16
 """Bytes from which the pieces of a JSON text are sent, and by which the values of a body are counted."""
 
 _SLICE_ITEMS = 64
@@ -40,7 +40,7 @@ _SLICE_ITEMS = 64
 _MAX_SPLIT_ITEMS = 128
 """A list up to this length, such as the list of choices, is encoded item by item instead."""
 
-_AFTER_ESCAPE = re.compile(rb"\\*+.?", re.DOTALL)
+_AFTER_ESCAPE = re.compile(rb"\\*.?", re.DOTALL)
 _ZEROS = bytes.maketrans(b"123456789", b"000000000")
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
@@ -51,7 +51,7 @@ def decode(body: bytes) -> Any:
     Raises:
         InvalidArgumentError: It is not JSON in UTF-8, nested in over 200 levels, or too many values.
     """
-    if len(body) > _SMALL_BYTES:
+    if len(body) > SMALL_BYTES:
         _check_values(body)
     try:
         return from_json(body)
@@ -61,26 +61,22 @@ def decode(body: bytes) -> Any:
 
 def _check_values(body: bytes) -> None:
     """Check the numbers of values and of digits, which bound the cost of decoding."""
-    num_values = num_entries = start = 0
+    num_values, num_entries, start = 0.0, 0, 0
     in_text = False
     while start < len(body):
-        found = _AFTER_ESCAPE.match(body, min(start + _SLICE_BYTES, len(body)) - 1)
+        found = _AFTER_ESCAPE.match(body, min(start + SLICE_BYTES, len(body)) - 1)
         end = len(body) if found is None else found.end()  # no slice ends within an escape
         texts = body[start:end].replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')
         outside = b"".join(texts[in_text::2])
         in_text ^= len(texts) % 2 == 0
-        num_values += len(texts) // 2 + outside.count(b"[") + outside.count(b"{")
+        num_values += (len(texts) - 1) / 2 + outside.count(b"[") + outside.count(b"{")
         num_entries += outside.count(b",")
-        for got, limit, noun in (
-            (num_values, MAX_VALUES, "JSON values"),
-            (num_entries, MAX_ENTRIES, "entries"),
-        ):
-            if got > limit:
-                raise InvalidArgumentError("body", f"more than {limit} {noun}", f"at most {limit}")
-        if b"0" * _MAX_DIGITS in outside.translate(_ZEROS):
-            raise InvalidArgumentError(
-                "body", "a number of many digits", f"numbers below {_MAX_DIGITS} digits"
-            )
+        if num_values > MAX_VALUES:
+            raise InvalidArgumentError("body", f"more than {MAX_VALUES} JSON values", f"at most {MAX_VALUES}")
+        if num_entries > MAX_ENTRIES:
+            raise InvalidArgumentError("body", f"more than {MAX_ENTRIES} entries", f"at most {MAX_ENTRIES}")
+        if b"0" * MAX_DIGITS in outside.translate(_ZEROS):
+            raise InvalidArgumentError("body", f"{MAX_DIGITS} digits in a number", "fewer digits")
         start = end
 
 
@@ -164,13 +160,13 @@ def encode_pieces(value: Any) -> Iterator[bytes]:
 
 
 def sliced(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the same bytes in fewer pieces, each of some `_SLICE_BYTES`."""
+    """Yield the same bytes in fewer pieces, each of some `SLICE_BYTES`."""
     waiting: list[bytes] = []
     size = 0
     for piece in pieces:
         waiting.append(piece)
         size += len(piece)
-        if size >= _SLICE_BYTES:
+        if size >= SLICE_BYTES:
             yield b"".join(waiting)
             waiting, size = [], 0
     if waiting:
