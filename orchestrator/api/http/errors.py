@@ -81,13 +81,14 @@ def invalid_argument(error: ValidationError, body: Any) -> InvalidArgumentError:
     """Return the first failure of the validation of a body as an error that names the field."""
     failure = error.errors(include_url=False)[0]
     field = ".".join(map(str, _path(failure["loc"], body))) or "body"
-    got, limit = failure["input"], failure.get("ctx", {}).get("max_length")
+    got, bounds = failure["input"], failure.get("ctx", {})
     if failure["type"] == "missing":
         return InvalidArgumentError(field, "nothing", "a value; it is required")
     if failure["type"] == "extra_forbidden":
         return InvalidArgumentError(field, rendering(got), "no such field; it is unknown or not supported")
-    if limit is not None:
-        return InvalidArgumentError(field, f"{len(got)} items or characters", f"at most {limit}")
+    for name, bound in (("max_length", "at most"), ("min_length", "at least")):
+        if name in bounds:
+            return InvalidArgumentError(field, f"{len(got)} items or characters", f"{bound} {bounds[name]}")
     allowed = failure["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
     return InvalidArgumentError(field, rendering(got), allowed)
 
