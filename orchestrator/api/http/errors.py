@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import grpc
 from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import ValidationError
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.routing import Match, Route
@@ -77,10 +78,15 @@ class BodyTooLargeError(GammarayError):
     http_status: ClassVar[int] = 413
 
 
-def invalid_argument(error: ValidationError, body: Any) -> InvalidArgumentError:
-    """Return the first failure of the validation of a body as an error that names the field."""
-    failure = error.errors(include_url=False)[0]
-    field = ".".join(map(str, _path(failure["loc"], body))) or "body"
+def invalid_argument(failures: Sequence[Any], body: Any) -> InvalidArgumentError:
+    """Return the first failure of a validation as an error that names the field.
+
+    Args:
+        failures: The failures as pydantic lists them.
+        body: What was validated: a body, or the parameters of a URL.
+    """
+    failure = failures[0]
+    field = ".".join(map(str, _path(failure["loc"], body))).removesuffix("[]") or "body"
     got, bounds = failure["input"], failure.get("ctx", {})
     if failure["type"] == "missing":
         return InvalidArgumentError(field, "nothing", "a value; it is required")
@@ -132,11 +138,28 @@ def error_body(error: GammarayError) -> Error:
     return _object(message, error.http_status, param, code)
 
 
-def install_handlers(app: FastAPI) -> None:
-    """Answer every error of `app` with an OpenAI error object."""
+class GuardedRoute(APIRoute):
+    """A route that answers every exception, bugs included, with an OpenAI error object."""
 
-    async def gammaray_error(_: Request, error: Exception) -> JSONResponse:
-        return error_response(as_gammaray_error(error))
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Return the handler."""
+        handle = super().get_route_handler()
+
+        async def guarded(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except ClientDisconnect:
+                return Response(status_code=CancelledError.http_status)
+            except RequestValidationError as error:
+                return error_response(invalid_argument(error.errors(), dict(request.query_params)))
+            except Exception as error:
+                return error_response(as_gammaray_error(error))
+
+        return guarded
+
+
+def install_handlers(app: FastAPI) -> None:
+    """Answer requests for unknown paths and methods with an OpenAI error object."""
 
     async def http_error(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
@@ -149,23 +172,12 @@ def install_handlers(app: FastAPI) -> None:
             headers["Allow"] = ", ".join(sorted(methods))
         return JSONResponse(_object(message, error.status_code, None, code), error.status_code, headers)
 
-    app.add_exception_handler(GammarayError, gammaray_error)
     app.add_exception_handler(HTTPException, http_error)
 
 
 def error_response(error: GammarayError) -> JSONResponse:
     """Return the HTTP response for an error."""
     return JSONResponse(error_body(error), error.http_status, headers=_headers(error))
-
-
-async def guarded(answer: Callable[[], Awaitable[Response]]) -> Response:
-    """Convert any exception of `answer`, including bugs, into an OpenAI error object."""
-    try:
-        return await answer()
-    except ClientDisconnect:
-        return Response(status_code=CancelledError.http_status)  # the client has disconnected
-    except Exception as error:
-        return error_response(as_gammaray_error(error))
 
 
 def _headers(error: GammarayError) -> Mapping[str, str] | None:

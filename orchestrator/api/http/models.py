@@ -38,7 +38,12 @@ from gammaray.types import (
 from orchestrator.api.http.errors import invalid_argument
 from orchestrator.api.http.fields import (
     MAX_CHOICES,
+    MAX_TOOLS,
+    CalledFunction,
     ClosedModel,
+    FunctionTool,
+    MessageCall,
+    NamedTool,
     Prediction,
     Prompts,
     RefusalPart,
@@ -48,24 +53,17 @@ from orchestrator.api.http.fields import (
     StructuredOutputs,
     TextPart,
     answer_part,
+    argument_values,
+    check_schemas,
+    check_tools,
     is_token_ids,
     joined,
     null_is_absent,
+    parse_choice,
     sampling_type,
     with_one_unknown,
 )
 from orchestrator.api.http.json_text import decode
-from orchestrator.api.http.tool_fields import (
-    MAX_TOOLS,
-    CalledFunction,
-    FunctionTool,
-    MessageCall,
-    NamedTool,
-    argument_values,
-    check_schemas,
-    check_tools,
-    parse_choice,
-)
 from orchestrator.api.http.tools.calls import Tool, ToolChoice
 
 MAX_MESSAGES = 2**14
@@ -480,7 +478,7 @@ def parse_body(model: type[_Request], body: bytes) -> _Request:
     try:
         return model.model_validate(payload)
     except ValidationError as error:
-        raise invalid_argument(error, payload) from None
+        raise invalid_argument(error.errors(include_url=False), payload) from None
 
 
 def _is_any_of(value: Any, allowed: tuple[Any, ...]) -> bool:

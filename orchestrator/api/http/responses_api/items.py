@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gammaray.errors import InvalidArgumentError
+from orchestrator.api.http.fields import argument_values
 from orchestrator.api.http.json_text import EncodedList
 from orchestrator.api.http.responses_api import types
 from orchestrator.api.http.responses_api.models import (
@@ -16,7 +17,6 @@ from orchestrator.api.http.responses_api.models import (
     ReasoningInput,
     ResultInput,
 )
-from orchestrator.api.http.tool_fields import argument_values
 
 
 def new_id(prefix: str) -> str:

@@ -22,6 +22,7 @@ from pydantic import (
 
 from gammaray.types import MAX_TOP_LOGPROBS
 from orchestrator.api.http.fields import (
+    MAX_TOOLS,
     ClosedModel,
     RefusalPart,
     StrictModel,
@@ -34,15 +35,11 @@ from orchestrator.api.http.models import (
     RequestBody,
     body_description,
 )
-from orchestrator.api.http.tool_fields import MAX_TOOLS
 
 LOGPROBS = "message.output_text.logprobs"
 """Value of `include` that asks for log-probabilities."""
 
 Includable = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
-INCLUDABLE: tuple[str, ...] = get_args(Includable)
-"""Values of `include`."""
-
 MAX_METADATA = 16
 MAX_METADATA_KEY, MAX_METADATA_VALUE = 64, 512
 

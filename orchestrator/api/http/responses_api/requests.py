@@ -12,12 +12,12 @@ from gammaray.errors import InvalidArgumentError, renaming
 from gammaray.grammar.texts import JSON_OBJECT, json_rule
 from gammaray.types import GenerationRequest
 from orchestrator.api.backend import Backend
+from orchestrator.api.http.fields import check_schemas, check_tools
 from orchestrator.api.http.models import MAX_MESSAGES
 from orchestrator.api.http.requests import ChoicePlan, check_size, common_request, expected_bytes
 from orchestrator.api.http.responses_api import types
 from orchestrator.api.http.responses_api.items import conversation, new_id, stored_items
 from orchestrator.api.http.responses_api.models import LOGPROBS, ChosenTool, ResponsesRequest, TextFormatInput
-from orchestrator.api.http.tool_fields import check_schemas, check_tools
 from orchestrator.api.http.tools.calls import (
     CallPlan,
     Tool,

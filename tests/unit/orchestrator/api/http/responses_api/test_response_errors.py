@@ -7,8 +7,7 @@ import time
 
 import pytest
 
-from orchestrator.api.http.server.openapi import document
-from tests.support.openapi_helpers import validator
+from tests.support.openapi_helpers import document, validator
 from tests.support.response_helpers import PATH, get, http_client, respond
 from tests.support.surface_helpers import ScriptedBackend
 
