@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError, model_validator
 from pydantic_core import from_json
 
 from gammaray.checks import MAX_TOKEN_IDS, TokenBiases, TokenIds
 from gammaray.errors import InvalidArgumentError
 from gammaray.sampling import SAMPLING_RULES, SAMPLING_TYPES
 from gammaray.types import MAX_PREDICTION, MAX_STOP
-from orchestrator.api.http.tools.calls import Tool, ToolChoice
+from orchestrator.api.http.tools.calls import ChoiceMode, Tool, ToolChoice
 
 MAX_CHOICES = 128
 
@@ -225,15 +225,15 @@ def is_token_ids(value: Any) -> bool:
 
 
 class FunctionDefinition(StrictModel):
-    """OpenAI's `function` of a tool."""
+    """A function that the model may call."""
 
     name: Annotated[str, Field(pattern=_NAME)] = Field(description="Name of the function.")
     description: str = Field("", description="What it does, for the model.")
-    parameters: dict[str, Any] = Field(
-        default={}, description="JSON schema of its arguments, an object; without it there are none."
+    parameters: dict[str, Any] | None = Field(
+        None, description="JSON schema of its arguments, an object; without it there are none."
     )
-    strict: bool = Field(
-        False, description="Ignored: forced calls match the schema in any case, others are the model's own."
+    strict: bool | None = Field(
+        None, description="Ignored: forced calls match the schema in any case, others are the model's own."
     )
 
 
@@ -243,27 +243,38 @@ class FunctionTool(StrictModel):
     type: Literal["function"]
     function: FunctionDefinition
 
-    def tool(self, index: int) -> Tool:
-        """Return the tool at an index of the request's tools."""
-        own = self.function
-        return Tool(
-            own.name, own.description, own.parameters, own.strict, f"tools.{index}.function.parameters"
-        )
 
-
-class _ToolName(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class ChosenName(ClosedModel):
+    """The name of a function."""
 
     name: str
 
 
-class NamedTool(BaseModel):
+class NamedTool(ClosedModel):
     """The tool that the model must call."""
 
-    model_config = ConfigDict(extra="forbid")
+    form: ClassVar[str] = '{"type": "function", "function": {"name": name}}'
 
     type: Literal["function"]
-    function: _ToolName
+    function: ChosenName
+
+    @property
+    def called(self) -> str:
+        """The name of its function."""
+        return self.function.name
+
+
+class ChosenTool(ChosenName):
+    """The tool that the model must call, in the Responses API."""
+
+    form: ClassVar[str] = '{"type": "function", "name": name}'
+
+    type: Literal["function"]
+
+    @property
+    def called(self) -> str:
+        """The name of its function."""
+        return self.name
 
 
 class CalledFunction(BaseModel):
@@ -285,48 +296,50 @@ class MessageCall(BaseModel):
     function: CalledFunction
 
 
-def parse_choice(value: Any) -> ToolChoice:
-    """Return the choice that a `tool_choice` stands for.
+def parse_choice(value: Any, named: type[NamedTool] | type[ChosenTool] = NamedTool) -> ToolChoice:
+    """Return the choice that a `tool_choice` stands for; `named` is the model of one tool.
 
     Raises:
         ValueError: It is none.
     """
-    if value in ("none", "auto", "required"):
-        return ToolChoice(value)
-    form = '"none", "auto", "required" or {"type": "function", "function": {"name": name}}'
-    if not isinstance(value, dict) or value.keys() != {"type", "function"} or value["type"] != "function":
-        raise ValueError(form)
-    function = value["function"]
-    if not isinstance(function, dict) or function.keys() != {"name"} or not isinstance(function["name"], str):
-        raise ValueError(form)
-    return ToolChoice("required", function["name"])
+    for mode in get_args(ChoiceMode):
+        if value == mode:
+            return ToolChoice(mode)
+    try:
+        return ToolChoice("required", named.model_validate(value).called)
+    except ValidationError:
+        raise ValueError(f'"none", "auto", "required" or {named.form}') from None
 
 
-def check_tools(
-    tools: Sequence[Tool], choice: ToolChoice | None, field: str = "tools.{}.function.name"
-) -> None:
-    """Check that tools have different names, and that a choice goes with them.
+def checked_tools(
+    functions: Sequence[FunctionDefinition], choice: ToolChoice | None, field: str = "tools.{}"
+) -> list[Tool]:
+    """Return the tools that a body defines.
 
     Args:
-        tools: The tools.
+        functions: Their functions.
         choice: The choice; None if the request has none.
-        field: Name of the field with the name of the tool at an index, for errors.
+        field: Name of the field with the function at an index, for errors.
 
     Raises:
-        InvalidArgumentError: A name occurs twice, a tool is required without tools, or the chosen one is
-            unknown.
+        InvalidArgumentError: A name occurs twice, a tool is required without tools, the chosen one is
+            unknown, or their schemas are too long or nested too deeply.
     """
+    tools = [
+        Tool(own.name, own.description, own.parameters, own.strict, f"{field.format(index)}.parameters")
+        for index, own in enumerate(functions)
+    ]
     names = [tool.name for tool in tools]
     for index, name in enumerate(names):
         if name in names[:index]:
-            raise InvalidArgumentError(field.format(index), name, "a name that no other tool has")
-    if choice is None or choice.mode != "required":
-        return
-    if not tools:
+            raise InvalidArgumentError(f"{field.format(index)}.name", name, "a name that no other tool has")
+    if choice is not None and choice.mode == "required" and not tools:
         raise InvalidArgumentError("tool_choice", choice.name or choice.mode, "none or auto, without tools")
-    if choice.name and choice.name not in names:
+    if choice is not None and choice.name and choice.name not in names:
         allowed = f"the name of a tool ({', '.join(names[:8])}{', ...' if len(names) > 8 else ''})"
         raise InvalidArgumentError("tool_choice", f"the function {choice.name}", allowed)
+    check_schemas(tools)
+    return tools
 
 
 def check_schemas(tools: Sequence[Tool]) -> None:

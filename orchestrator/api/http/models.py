@@ -54,8 +54,7 @@ from orchestrator.api.http.fields import (
     TextPart,
     answer_part,
     argument_values,
-    check_schemas,
-    check_tools,
+    checked_tools,
     is_token_ids,
     joined,
     null_is_absent,
@@ -64,7 +63,7 @@ from orchestrator.api.http.fields import (
     with_one_unknown,
 )
 from orchestrator.api.http.json_text import decode
-from orchestrator.api.http.tools.calls import Tool, ToolChoice
+from orchestrator.api.http.tools.calls import ChoiceMode, Tool, ToolChoice
 
 MAX_MESSAGES = 2**14
 """Messages of one chat: rendering this many takes a tenth of a second."""
@@ -161,7 +160,17 @@ class GammarayOptions(StrictModel):
         raise ValueError('an integer in [0, 64] or "adaptive"')
 
 
-class StreamOptions(ClosedModel):
+class ObfuscationOptions(ClosedModel):
+    """OpenAI's `stream_options` of a response."""
+
+    include_obfuscation: bool = Field(
+        False,
+        description="Whether events are padded to multiples of 256 bytes, so that their sizes do not reveal "
+        "the length of the text. OpenAI's default is true.",
+    )
+
+
+class StreamOptions(ObfuscationOptions):
     """OpenAI's `stream_options`, with vLLM's `continuous_usage_stats`."""
 
     include_usage: bool = Field(
@@ -170,11 +179,6 @@ class StreamOptions(ClosedModel):
     )
     continuous_usage_stats: bool = Field(
         False, description="With include_usage: whether each event contains its choice's usage so far."
-    )
-    include_obfuscation: bool = Field(
-        False,
-        description="Whether events are padded to multiples of 256 bytes, so that their sizes do not reveal "
-        "the length of the text. OpenAI's default is true.",
     )
 
 
@@ -423,9 +427,7 @@ class ChatRequest(OpenAIRequest):
     )
     parallel_tool_calls: bool = Field(True, description="Whether a message may have several calls.")
 
-    @field_validator(
-        "tool_choice", mode="plain", json_schema_input_type=Literal["none", "auto", "required"] | NamedTool
-    )
+    @field_validator("tool_choice", mode="plain", json_schema_input_type=ChoiceMode | NamedTool)
     @classmethod
     def _check_choice(cls, value: Any) -> ToolChoice:
         return parse_choice(value)
@@ -453,10 +455,7 @@ class ChatRequest(OpenAIRequest):
         Raises:
             InvalidArgumentError: They do not go together, or `tool_choice` does not go with them.
         """
-        tools = [tool.tool(index) for index, tool in enumerate(self.tools)]
-        check_tools(tools, self.tool_choice)
-        check_schemas(tools)
-        return tools
+        return checked_tools([tool.function for tool in self.tools], self.tool_choice, "tools.{}.function")
 
 
 _Request = TypeVar("_Request", bound=RequestBody)

@@ -615,7 +615,7 @@ def _delta(event: CallEvent) -> types.Delta | None:
         case PlainText(text):
             return {"content": text}
         case CallBegun(index, call_id, name):
-            function: types.CalledFunction = {"name": name, "arguments": ""}
+            function: types.ArgumentsPiece = {"name": name, "arguments": ""}
             return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]}
         case ArgumentText(index, text):
             return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}

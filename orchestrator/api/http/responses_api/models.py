@@ -7,7 +7,7 @@ accepted and ignored, as the model does not see it again.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BaseModel,
@@ -23,18 +23,22 @@ from pydantic import (
 from gammaray.types import MAX_TOP_LOGPROBS
 from orchestrator.api.http.fields import (
     MAX_TOOLS,
-    ClosedModel,
+    ChosenTool,
+    FunctionDefinition,
     RefusalPart,
     StrictModel,
     answer_part,
     joined,
     null_is_absent,
+    parse_choice,
 )
 from orchestrator.api.http.models import (
     MAX_MESSAGES,
+    ObfuscationOptions,
     RequestBody,
     body_description,
 )
+from orchestrator.api.http.tools.calls import ChoiceMode, ToolChoice
 
 LOGPROBS = "message.output_text.logprobs"
 """Value of `include` that asks for log-probabilities."""
@@ -187,34 +191,10 @@ class TextOptions(StrictModel):
     verbosity: Literal["medium"] = Field("medium", description="Other values are not supported.")
 
 
-class ToolInput(StrictModel):
+class ToolInput(FunctionDefinition):
     """A function that the model may call."""
 
     type: Literal["function"] = Field(description="Hosted tools are not supported.")
-    name: str = Field(pattern=r"^[A-Za-z0-9_.\-]{1,64}$", description="Its name.")
-    description: str = Field("", description="What it does, for the model.")
-    parameters: dict[str, Any] | None = Field(None, description="JSON schema of its arguments.")
-    strict: bool | None = Field(None, description="Whether arguments must follow the schema.")
-
-
-Choice = Literal["none", "auto", "required"]
-
-
-class ChosenTool(ClosedModel):
-    """The only tool that the model calls."""
-
-    type: Literal["function"]
-    name: str
-
-
-class ObfuscationOptions(ClosedModel):
-    """OpenAI's `stream_options`."""
-
-    include_obfuscation: bool = Field(
-        False,
-        description="Whether events are padded to multiples of 256 bytes, so that their sizes do not reveal "
-        "the length of the text. OpenAI's default is true.",
-    )
 
 
 class ResponsesRequest(RequestBody):
@@ -243,7 +223,9 @@ class ResponsesRequest(RequestBody):
     tools: Annotated[list[ToolInput], FailFast()] = Field(
         default=[], max_length=MAX_TOOLS, description="Functions that the model may call."
     )
-    tool_choice: Choice | ChosenTool = Field("auto", description="Whether the model calls tools.")
+    tool_choice: ToolChoice | None = Field(
+        None, description="Whether the model calls tools; by default it decides itself."
+    )
     parallel_tool_calls: bool = Field(True, description="Whether the model may make several calls.")
     include: Annotated[list[Includable], FailFast()] = Field(
         default=[], description="Further output: log-probabilities. There is no reasoning to include."
@@ -268,14 +250,10 @@ class ResponsesRequest(RequestBody):
     )
     stream_options: ObfuscationOptions = Field(ObfuscationOptions(), description="Options of a stream.")
 
-    @field_validator("tool_choice", mode="plain", json_schema_input_type=Choice | ChosenTool)
+    @field_validator("tool_choice", mode="plain", json_schema_input_type=ChoiceMode | ChosenTool)
     @classmethod
-    def _check_choice(cls, value: Any) -> Any:
-        if isinstance(value, str) and value in get_args(Choice):
-            return value
-        if isinstance(value, dict) and value.keys() == {"type", "name"} and value["type"] == "function":
-            return ChosenTool.model_validate(value)
-        raise ValueError('"none", "auto", "required" or {"type": "function", "name": name}')
+    def _check_choice(cls, value: Any) -> ToolChoice:
+        return parse_choice(value, ChosenTool)
 
     @field_validator("metadata", mode="plain", json_schema_input_type=dict[str, str])
     @classmethod

@@ -56,6 +56,9 @@ class Tool:
         return {"type": "function", "function": function}
 
 
+ChoiceMode = Literal["none", "auto", "required"]
+
+
 @dataclass(frozen=True)
 class ToolChoice:
     """Whether the model calls tools.
@@ -65,7 +68,7 @@ class ToolChoice:
         name: With "required": the only tool that it may call; empty for all.
     """
 
-    mode: Literal["none", "auto", "required"]
+    mode: ChoiceMode
     name: str = ""
 
 
