@@ -237,11 +237,20 @@ class FunctionDefinition(StrictModel):
     )
 
 
-class FunctionTool(StrictModel):
+class FunctionKind(StrictModel):
+    """The kind of a tool."""
+
+    type: Literal["function"] = Field(description="Hosted tools are not supported.")
+
+
+class FunctionTool(FunctionKind):
     """OpenAI's tool; functions are supported."""
 
-    type: Literal["function"]
     function: FunctionDefinition
+
+
+class ToolInput(FunctionDefinition, FunctionKind):
+    """A function that the model may call, in the Responses API."""
 
 
 class ChosenName(ClosedModel):

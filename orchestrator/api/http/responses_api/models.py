@@ -24,9 +24,9 @@ from gammaray.types import MAX_TOP_LOGPROBS
 from orchestrator.api.http.fields import (
     MAX_TOOLS,
     ChosenTool,
-    FunctionDefinition,
     RefusalPart,
     StrictModel,
+    ToolInput,
     answer_part,
     joined,
     null_is_absent,
@@ -189,12 +189,6 @@ class TextOptions(StrictModel):
 
     format: TextFormatInput = Field(TextFormatInput(type="text"), description="The form of the text.")
     verbosity: Literal["medium"] = Field("medium", description="Other values are not supported.")
-
-
-class ToolInput(FunctionDefinition):
-    """A function that the model may call."""
-
-    type: Literal["function"] = Field(description="Hosted tools are not supported.")
 
 
 class ResponsesRequest(RequestBody):

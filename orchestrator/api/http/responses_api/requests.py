@@ -20,6 +20,7 @@ from orchestrator.api.http.responses_api.items import conversation, new_id, stor
 from orchestrator.api.http.responses_api.models import LOGPROBS, ResponsesRequest, TextFormatInput
 from orchestrator.api.http.tools.calls import (
     CallPlan,
+    ToolChoice,
     plan_calls,
     render_messages,
 )
