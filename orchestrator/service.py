@@ -7,7 +7,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -53,7 +53,6 @@ from orchestrator.storage.unstored import UnstoredSessions
 from orchestrator.telemetry.cycle_log import CycleLog
 from orchestrator.telemetry.metrics import OrchestratorMeter
 from orchestrator.telemetry.tracing import RequestSpan, Tracing
-from orchestrator.text.chat import ChatFormat
 from orchestrator.text.tokenizer import Tokenizer, served_name
 from orchestrator.workers.fleet import Fleet
 from orchestrator.workers.session_client import session_spec
@@ -294,41 +293,6 @@ class Orchestrator:
         is_stored = opened.request.store
         cycle_log = self.tracing.cycle_log(session, span, self._in_background, is_stored=is_stored)
         return _RunningTurn(self, opened, progress, drafter, controller, verifier, cycle_log)
-
-    def encode(self, text: str) -> list[int]:
-        """Return the token ids of `text`, with the special tokens that the tokenizer prepends.
-
-        Raises:
-            InvalidArgumentError: Not valid Unicode.
-        """
-        return self.tokenizer.encode(text)
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of `token_ids`, without special tokens."""
-        return self.tokenizer.decode(token_ids)
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """Return the text of one token as bytes: it may be part of a character."""
-        return self.tokenizer.token_bytes(token_id)
-
-    def is_special(self, token_id: int) -> bool:
-        """Return whether a token is special, which decoded text leaves out."""
-        return self.tokenizer.is_special(token_id)
-
-    def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
-    ) -> str:
-        """Return the prompt that the tokenizer's chat template makes of `messages` and `tools`.
-
-        Raises:
-            InvalidArgumentError: The model has no chat template, or the template refuses the messages.
-        """
-        return self.tokenizer.render_chat(messages, tools)
-
-    @property
-    def chat_format(self) -> ChatFormat:
-        """What is known of the model's chat template."""
-        return self.tokenizer.chat_format
 
     @property
     def drafters(self) -> list[DrafterKind]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import AsyncGenerator, Sequence
+from typing import Protocol
 
 from gammaray.types import Chunk, DrafterKind, GenerationRequest, ProcessStatus
 from orchestrator.access.caller import ANONYMOUS, Caller
 from orchestrator.sessions.management import SessionCalls
 from orchestrator.storage.response_store import ResponseStore
-from orchestrator.text.chat import ChatFormat
+from orchestrator.text.tokenizer import Tokenizer
 
 
 class Backend(Protocol):
@@ -17,7 +17,7 @@ class Backend(Protocol):
 
     model_name: str
     max_context: int
-    vocab_size: int
+    tokenizer: Tokenizer
     sessions: SessionCalls
     responses: ResponseStore
 
@@ -27,37 +27,6 @@ class Backend(Protocol):
         Raises:
             GammarayError: The request is refused (on the first iteration), or the generation fails (later).
         """
-        ...
-
-    def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text."""
-        ...
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of token ids."""
-        ...
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """Return the text of a single token as bytes; thread-safe."""
-        ...
-
-    def is_special(self, token_id: int) -> bool:
-        """Return whether `decode` omits a token; thread-safe."""
-        ...
-
-    def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
-    ) -> str:
-        """Return the prompt that the model's chat template makes of messages and, in OpenAI's form, tools.
-
-        Raises:
-            InvalidArgumentError: The model has no chat template, or it refuses the messages.
-        """
-        ...
-
-    @property
-    def chat_format(self) -> ChatFormat:
-        """What is known of the model's chat template."""
         ...
 
     @property

@@ -12,7 +12,6 @@ import httpx
 import pytest
 
 from gammaray.v1 import generation_service_pb2 as pb
-from orchestrator.api.http.server.openapi import document
 from tests.fuzz.campaign import Campaign
 from tests.fuzz.census import Holding, growth
 from tests.fuzz.fuzz_run import run
@@ -20,6 +19,7 @@ from tests.fuzz.limits import COMPLETION, Canary, Grower, Memory
 from tests.fuzz.openapi_fuzz import SURFACE, schemathesis
 from tests.fuzz.values import encode_json, mutate_bytes, mutate_json, mutate_message
 from tests.support.cluster.cluster_helpers import Cluster
+from tests.support.openapi_helpers import document
 
 SEED = 11
 TIMEOUT_S = 200.0

@@ -42,8 +42,10 @@ async def ask(orchestrator, request, caller=ANONYMOUS):
 async def test_a_conversation_computes_only_new_tokens(orchestrator):
     request = request_of()
     answer, usage = await ask(orchestrator, request)
-    prompt = tuple(orchestrator.encode(request.prompt))
-    longer = dataclasses.replace(request, prompt=(*prompt, *answer, *orchestrator.encode("\n\n\nimport os")))
+    prompt = tuple(orchestrator.tokenizer.encode(request.prompt))
+    longer = dataclasses.replace(
+        request, prompt=(*prompt, *answer, *orchestrator.tokenizer.encode("\n\n\nimport os"))
+    )
     tokens, after = await ask(orchestrator, longer)
     # The last token that was emitted was never fed.
     assert usage.prompt_tokens + 23 <= after.cached_tokens < after.prompt_tokens
@@ -105,7 +107,7 @@ async def test_the_next_request_goes_to_the_worker_that_has_its_prompt(redis_ser
         async with running(redis_server, f"{target},{other}", draft) as orchestrator:
             request = request_of()
             await ask(orchestrator, request)
-            keys = prefix_keys(orchestrator.encode(request.prompt), ":")  # no tenant, no salt
+            keys = prefix_keys(orchestrator.tokenizer.encode(request.prompt), ":")  # no tenant, no salt
             (used,) = [
                 link for link in orchestrator.fleet.targets.links.values() if link.prefixes.count(keys)
             ]

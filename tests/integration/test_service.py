@@ -83,7 +83,7 @@ async def test_service_every_method_completes_and_accounts_for_its_tokens(orches
     assert all(c.finish_reason is c.usage is c.summary is None for c in chunks[:-1])
     assert last.finish_reason in (FinishReason.LENGTH, FinishReason.STOP)
     assert usage.completion_tokens == len(tokens) <= 60
-    assert usage.prompt_tokens == len(orchestrator.encode(PROMPTS[0]))
+    assert usage.prompt_tokens == len(orchestrator.tokenizer.encode(PROMPTS[0]))
     assert summary.accepted_tokens == accepted > 0
     assert usage.accepted_prediction_tokens == usage.rejected_prediction_tokens == 0
     drafted = summary.drafted_tokens
@@ -98,7 +98,7 @@ async def test_service_every_method_completes_and_accounts_for_its_tokens(orches
     assert parts == pytest.approx(summary.total_ms, rel=0.01)
     assert all(token.token_bytes for token in tokens)
     shown = [token.token_id for token in tokens if token.token_id != 0]
-    assert text_of(chunks) == orchestrator.decode(shown)
+    assert text_of(chunks) == orchestrator.tokenizer.decode(shown)
 
 
 async def test_service_stop_string_cuts_text_tokens_and_store(orchestrator, redis):
@@ -116,8 +116,8 @@ async def test_service_stop_string_cuts_text_tokens_and_store(orchestrator, redi
         assert chunks[-1].finish_reason is FinishReason.STOP
         tokens = tokens_of(chunks)
         assert tokens == tokens_of(full)[: len(tokens)]
-        assert stop in orchestrator.decode(tokens)
-        assert stop not in orchestrator.decode(tokens[:-1])
+        assert stop in orchestrator.tokenizer.decode(tokens)
+        assert stop not in orchestrator.tokenizer.decode(tokens[:-1])
         stored = await RedisStore(redis, 60).read(f"stop-{gamma}")
         assert list(stored.token_ids) == tokens
         assert stored.finish_reason is FinishReason.STOP

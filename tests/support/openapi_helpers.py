@@ -1,10 +1,19 @@
 """Checks of answers against the OpenAPI document."""
 
 import json
+from functools import cache
 
 from jsonschema import Draft202012Validator
 
-from orchestrator.api.http.server.openapi import document
+from orchestrator.api.http.server.app import create_app
+from orchestrator.api.http.server.openapi import document as document_of
+from tests.support.surface_helpers import ScriptedBackend
+
+
+@cache
+def document() -> dict:
+    """Return the document of the API."""
+    return document_of(create_app(ScriptedBackend()))
 
 
 def validator(schema) -> Draft202012Validator:

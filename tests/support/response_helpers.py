@@ -10,8 +10,7 @@ import openai
 
 from orchestrator.access.caller import Authenticator
 from orchestrator.api.http.server.app import create_app
-from orchestrator.api.http.server.openapi import document
-from tests.support.openapi_helpers import validator
+from tests.support.openapi_helpers import document, validator
 
 PATH = "/v1/responses"
 

@@ -89,11 +89,13 @@ class ScriptedBackend:
         pieces: Bytes of the tokens.
         healthy: Whether there is a target worker.
         chat_format: Of the model's chat template, which is not that of `render_chat`.
+
+    Attributes:
+        tokenizer: The backend itself, which has the methods of a tokenizer that the APIs call.
     """
 
     model_name = "scripted"
     max_context = 64
-    vocab_size = 100
     adapters: Sequence[str] = ()
 
     def __init__(
@@ -108,6 +110,7 @@ class ScriptedBackend:
         self.num_open = 0
         self._before, self._pieces, self._healthy = before, pieces, healthy
         self.chat_format = chat_format
+        self.tokenizer: Any = self
         self.responses = MemoryResponses()
         self.deleted: list[str] = []
         self.state = SessionState.RUNNING

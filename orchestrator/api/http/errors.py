@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
 import grpc
 from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import ValidationError
-from pydantic_core import ErrorDetails, PydanticCustomError
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.routing import Match, Route
@@ -49,7 +49,6 @@ STATUSES = {
 }
 """Meaning of each status of a failed request."""
 
-_LASTING = "lasting"
 _TYPES: dict[int, ErrorType] = {401: "authentication_error", 429: "rate_limit_error"}
 _CODES = {
     401: "invalid_api_key",
@@ -79,59 +78,36 @@ class BodyTooLargeError(GammarayError):
     http_status: ClassVar[int] = 413
 
 
-def too_many(got: str, limit: int) -> PydanticCustomError:
-    """Return the error of a field with too many items; to be raised by a validator."""
-    return PydanticCustomError(_LASTING, "at most {limit}", {"limit": limit, "count": got})
-
-
-def lasting(allowed: str) -> PydanticCustomError:
-    """Return the error of a list that is invalid whatever items follow; to be raised by a validator."""
-    return PydanticCustomError(_LASTING, "{allowed}", {"allowed": allowed})
-
-
-def invalid_argument(error: ValidationError) -> InvalidArgumentError:
-    """Return the first failure of a validation as an error that names the field."""
-    return _failure(error.errors(include_url=False)[0], is_whole=True)
-
-
-def invalid_beginning(error: ValidationError, open_path: Sequence[str | int]) -> InvalidArgumentError | None:
-    """Return the first definite failure of a partly read document; None if the rest could make it valid.
+def invalid_argument(failures: Sequence[Any], body: Any) -> InvalidArgumentError:
+    """Return the first failure of a validation as an error that names the field.
 
     Args:
-        error: The failures of the part that was read.
-        open_path: Where reading stopped, see `orchestrator.api.http.json_text.Decoded`.
+        failures: The failures as pydantic lists them.
+        body: What was validated: a body, or the parameters of a URL.
     """
-    path = tuple(map(str, open_path))
-    for failure in error.errors(include_url=False):
-        if _stays_wrong(failure, path):
-            return _failure(failure, is_whole=False)
-    return None
-
-
-def _stays_wrong(failure: ErrorDetails, open_path: tuple[str, ...]) -> bool:
-    """Return whether a failure remains whatever follows in the open lists and objects."""
-    if failure["type"] == _LASTING:
-        return True
-    path = tuple(map(str, failure["loc"]))
-    if failure["type"] == "missing":
-        path = path[:-1]
-    return open_path[: len(path)] != path
-
-
-def _failure(failure: ErrorDetails, *, is_whole: bool) -> InvalidArgumentError:
-    field = ".".join(map(str, failure["loc"])) or "body"
+    failure = failures[0]
+    field = ".".join(map(str, _path(failure["loc"], body))).removesuffix("[]") or "body"
+    got, bounds = failure["input"], failure.get("ctx", {})
     if failure["type"] == "missing":
         return InvalidArgumentError(field, "nothing", "a value; it is required")
-    if (count := failure.get("ctx", {}).get("count")) is not None:
-        return InvalidArgumentError(field, count if is_whole else f"at least {count}", failure["msg"])
-    got = rendering(failure["input"])
     if failure["type"] == "extra_forbidden":
-        return InvalidArgumentError(field, got, "no such field; it is unknown or not supported")
-    return InvalidArgumentError(field, got, _allowed(failure["msg"]))
+        return InvalidArgumentError(field, rendering(got), "no such field; it is unknown or not supported")
+    for name, bound in (("max_length", "at most"), ("min_length", "at least")):
+        if name in bounds:
+            return InvalidArgumentError(field, f"{len(got)} items or characters", f"{bound} {bounds[name]}")
+    allowed = failure["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    return InvalidArgumentError(field, rendering(got), allowed)
 
 
-def _allowed(message: str) -> str:
-    return message.removeprefix("Value error, ").removeprefix("Input should be ")
+def _path(loc: Sequence[str | int], body: Any) -> Iterator[str | int]:
+    """Yield the keys and indices of a place in a body, without the names of its pydantic types."""
+    for number, part in enumerate(loc, start=1):
+        is_index = isinstance(body, list) and isinstance(part, int) and part < len(body)
+        if is_index or (isinstance(body, dict) and part in body):
+            yield part
+            body = body[part]
+        elif isinstance(body, dict) and number == len(loc):  # a missing field
+            yield part
 
 
 def as_gammaray_error(error: BaseException) -> GammarayError:
@@ -162,11 +138,28 @@ def error_body(error: GammarayError) -> Error:
     return _object(message, error.http_status, param, code)
 
 
-def install_handlers(app: FastAPI) -> None:
-    """Answer every error of `app` with an OpenAI error object."""
+class GuardedRoute(APIRoute):
+    """A route that answers every exception, bugs included, with an OpenAI error object."""
 
-    async def gammaray_error(_: Request, error: Exception) -> JSONResponse:
-        return error_response(as_gammaray_error(error))
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Return the handler."""
+        handle = super().get_route_handler()
+
+        async def guarded(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except ClientDisconnect:
+                return Response(status_code=CancelledError.http_status)
+            except RequestValidationError as error:
+                return error_response(invalid_argument(error.errors(), dict(request.query_params)))
+            except Exception as error:
+                return error_response(as_gammaray_error(error))
+
+        return guarded
+
+
+def install_handlers(app: FastAPI) -> None:
+    """Answer requests for unknown paths and methods with an OpenAI error object."""
 
     async def http_error(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
@@ -179,23 +172,12 @@ def install_handlers(app: FastAPI) -> None:
             headers["Allow"] = ", ".join(sorted(methods))
         return JSONResponse(_object(message, error.status_code, None, code), error.status_code, headers)
 
-    app.add_exception_handler(GammarayError, gammaray_error)
     app.add_exception_handler(HTTPException, http_error)
 
 
 def error_response(error: GammarayError) -> JSONResponse:
     """Return the HTTP response for an error."""
     return JSONResponse(error_body(error), error.http_status, headers=_headers(error))
-
-
-async def guarded(answer: Callable[[], Awaitable[Response]]) -> Response:
-    """Convert any exception of `answer`, including bugs, into an OpenAI error object."""
-    try:
-        return await answer()
-    except ClientDisconnect:
-        return Response(status_code=CancelledError.http_status)  # the client has disconnected
-    except Exception as error:
-        return error_response(as_gammaray_error(error))
 
 
 def _headers(error: GammarayError) -> Mapping[str, str] | None:

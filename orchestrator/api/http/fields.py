@@ -1,32 +1,34 @@
-"""Types of the fields of request bodies, with checks that are bounded in time whatever a body contains.
-
-A body of too many values is read in part. Errors that hold whatever follows are `errors.lasting`.
-"""
+"""Types of the fields of request bodies. Checks stop at the first wrong item of a list."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from itertools import islice
-from typing import Annotated, Any, Literal
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    FailFast,
-    Field,
-    GetCoreSchemaHandler,
-    WrapValidator,
-    field_validator,
-)
-from pydantic_core.core_schema import CoreSchema, no_info_after_validator_function
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError, model_validator
+from pydantic_core import from_json
 
-from gammaray.checks import MAX_TOKEN_IDS, Integer, TokenBiases, TokenIds
+from gammaray.checks import MAX_TOKEN_IDS, TokenBiases, TokenIds
+from gammaray.errors import InvalidArgumentError
 from gammaray.sampling import SAMPLING_RULES, SAMPLING_TYPES
 from gammaray.types import MAX_PREDICTION, MAX_STOP
-from orchestrator.api.http.errors import lasting, too_many
+from orchestrator.api.http.tools.calls import ChoiceMode, Tool, ToolChoice
 
 MAX_CHOICES = 128
+
+MAX_TOOLS = 128
+"""Upper bound of tools in a request, the same as OpenAI's, and of calls in a message."""
+
+MAX_SCHEMA_CHARS = 2**17
+"""Upper bound of the characters of all tools' schemas."""
+
+MAX_ARGUMENT_CHARS = 2**20
+"""Upper bound of the characters of the arguments of all calls in the messages: no prompt is longer."""
+
+_MAX_DEPTH = 64
+_ENCODER = json.JSONEncoder()
+_NAME = r"^[A-Za-z0-9_.\-]{1,64}$"
 
 _TokenId = Annotated[int, Field(ge=0, le=2**32 - 1)]
 _StopText = Annotated[str, Field(min_length=1, max_length=256)]
@@ -38,10 +40,44 @@ _Prompt = (
 Prompts = _Prompt | Annotated[list[_Prompt], Field(min_length=1, max_length=MAX_CHOICES)]
 
 
-class StrictModel(BaseModel):
+def null_is_absent(schema: dict[str, Any]) -> None:
+    """Add null to the values of a schema's optional fields: a model drops such fields."""
+    for name, field in schema["properties"].items():
+        if name not in schema.get("required", ()):
+            outer = {key: field.pop(key) for key in ("default", "description") if key in field}
+            schema["properties"][name] = {"anyOf": [*field.pop("anyOf", [field]), {"type": "null"}], **outer}
+
+
+def with_one_unknown(model: type[BaseModel], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a model's known fields and the first unknown one, as pydantic reports an error for each."""
+    names = {field.alias or name for name, field in model.model_fields.items()}
+    known = {name: value for name, value in fields.items() if name in names}
+    unknown = next((name for name in fields if name not in names), None)
+    return known if unknown is None else {**known, unknown: fields[unknown]}
+
+
+class ClosedModel(BaseModel):
     """An object of a body; it has no unknown fields."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _prepared(cls, value: Any) -> Any:
+        return with_one_unknown(cls, value) if isinstance(value, dict) else value
+
+
+class StrictModel(ClosedModel):
+    """An object of a body; null means that a field is absent."""
+
+    model_config = ConfigDict(json_schema_extra=null_is_absent)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _prepared(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return with_one_unknown(cls, {name: field for name, field in value.items() if field is not None})
 
 
 class TextPart(BaseModel):
@@ -67,46 +103,8 @@ class Prediction(BaseModel):
     content: Annotated[str, Field(max_length=MAX_PREDICTION)] | list[TextPart]
 
 
-@dataclass(frozen=True)
-class CheckedInteger(Integer):
-    """An integer that is checked here, since later checks know it by another name or not at all."""
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return no_info_after_validator_function(self._checked, handler(source))
-
-    def _checked(self, value: int | None) -> int | None:
-        if value is not None and not self.low <= value <= self.high:
-            raise ValueError(f"an integer in [{self.low}, {self.high}]")
-        return value
-
-
-def null_is_absent(schema: dict[str, Any]) -> None:
-    """Add null to the values of a schema's optional fields: `parse_body` drops such fields."""
-    for name, field in schema["properties"].items():
-        if name not in schema.get("required", ()):
-            outer = {key: field.pop(key) for key in ("default", "description") if key in field}
-            schema["properties"][name] = {"anyOf": [*field.pop("anyOf", [field]), {"type": "null"}], **outer}
-
-
-def with_one_unknown(model: type[BaseModel], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a model's known fields and the first unknown one, as pydantic reports an error for each."""
-    names = {field.alias or name for name, field in model.model_fields.items()}
-    known = {name: value for name, value in fields.items() if name in names}
-    unknown = next((name for name in fields if name not in names), None)
-    return known if unknown is None else {**known, unknown: fields[unknown]}
-
-
-def present(model: type[BaseModel], value: Any) -> Any:
-    """Return the fields of an object that are not null, see `with_one_unknown`; any other value as it is."""
-    if not isinstance(value, dict):
-        return value
-    return with_one_unknown(model, {name: field for name, field in value.items() if field is not None})
-
-
 class JsonSchemaFormat(StrictModel):
     """OpenAI's `json_schema` of a response format."""
-
-    model_config = ConfigDict(json_schema_extra=null_is_absent)
 
     name: str = Field(description="Ignored.", pattern="^[A-Za-z0-9_-]{1,64}$")
     description: str = Field("", description="Ignored.")
@@ -132,11 +130,6 @@ class ResponseFormat(StrictModel):
         description="Any text, any JSON object, or JSON that matches `json_schema`."
     )
     json_schema: JsonSchemaFormat | None = Field(None, description="Only with type json_schema.")
-
-    @field_validator("json_schema", mode="before")
-    @classmethod
-    def _without_null(cls, value: Any) -> Any:
-        return present(JsonSchemaFormat, value)
 
 
 def _describe_outputs(schema: dict[str, Any]) -> None:
@@ -173,75 +166,38 @@ class StructuredOutputs(StrictModel):
     )
 
 
-def at_most(limit: int, noun: str) -> WrapValidator:
-    """Return the validator of a list of at most `limit` items; later items are not checked."""
-
-    def bounded(value: Any, validate: Callable[[Any], list[Any]]) -> list[Any]:
-        items = validate(value[: limit + 1] if isinstance(value, list) else value)
-        if len(items) > limit:
-            raise too_many(f"{len(value)} {noun}", limit)
-        return items
-
-    return WrapValidator(bounded)
-
-
-def _biases(limit: int) -> WrapValidator:
+def _biases(limit: int) -> BeforeValidator:
     """Return the validator of an object with token ids as keys, which JSON has as strings."""
 
-    def bounded(value: Any, validate: Callable[[Any], dict[int, float]]) -> dict[int, float]:
-        if not isinstance(value, dict):
-            raise ValueError("an object of token id to bias")
-        first = dict(islice(value.items(), limit + 1))
-        if not all(key.isascii() and key.isdigit() and len(key) <= 10 for key in first):
+    def by_token_id(value: Any) -> dict[int, Any]:
+        if not isinstance(value, dict) or len(value) > limit:
+            raise ValueError(f"an object of token id to bias, with at most {limit} entries")
+        if not all(key.isascii() and key.isdigit() and len(key) <= 10 for key in value):
             raise ValueError("an object whose keys are token ids")
-        checked = validate({int(key): bias for key, bias in first.items()})
-        if len(value) > limit:
-            raise too_many(f"{len(value)} entries", limit)
-        return checked
+        return {int(key): bias for key, bias in value.items()}
 
-    return WrapValidator(bounded)
+    return BeforeValidator(by_token_id)
 
 
 def sampling_type(name: str) -> Any:
     """Return the type of a sampling parameter in JSON; `SamplingParams.validate` checks its range."""
     rule = SAMPLING_RULES[name]
     if isinstance(rule, TokenIds):
-        return Annotated[list[int], FailFast(), at_most(rule.max_ids, "token ids"), rule]
+        return Annotated[list[int], FailFast(), Field(max_length=rule.max_ids), rule]
     if isinstance(rule, TokenBiases):
         return Annotated[dict[int, float], _biases(rule.max_entries), rule]
     return SAMPLING_TYPES[name]
 
 
-def is_text(value: Any) -> bool:
-    """Return whether a value is a string without lone surrogates."""
-    if not isinstance(value, str):
-        return False
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def joined(content: Any, kinds: tuple[str, ...] = ("text",)) -> str:
-    """Return the text of a string or of a list of text parts.
-
-    Args:
-        content: The value.
-        kinds: Types of parts that are text.
+    """Return the text of a string or of a list of text parts, whose types are `kinds`.
 
     Raises:
         ValueError: It is neither.
-        PydanticCustomError: The same, whatever follows in the list.
     """
     parts = [{"type": kinds[0], "text": content}] if isinstance(content, str) else content
-    allowed = "a string or a list of text parts (no other kind is supported)"
-    if not isinstance(parts, list):
-        raise ValueError(allowed)
-    if not all(_is_text_part(part, kinds) for part in parts[:-1]):
-        raise lasting(allowed)
-    if not all(_is_text_part(part, kinds) for part in parts[-1:]):
-        raise ValueError(allowed)
+    if not isinstance(parts, list) or not all(_is_text_part(part, kinds) for part in parts):
+        raise ValueError("a string or a list of text parts (no other kind is supported)")
     return "".join(part["text"] for part in parts)
 
 
@@ -252,17 +208,210 @@ def answer_part(part: Any) -> Any:
 
 
 def _is_text_part(part: Any, kinds: tuple[str, ...]) -> bool:
-    return isinstance(part, dict) and part.get("type") in kinds and is_text(part.get("text"))
+    return isinstance(part, dict) and part.get("type") in kinds and isinstance(part.get("text"), str)
 
 
 def is_token_ids(value: Any) -> bool:
     """Return whether a value is a list of integers.
 
     Raises:
-        PydanticCustomError: It has more of them than a prompt may have.
+        ValueError: It has more of them than a prompt may have.
     """
-    if not isinstance(value, list) or set(map(type, value[: MAX_TOKEN_IDS + 1])) != {int}:
+    if not isinstance(value, list) or set(map(type, value)) != {int}:
         return False
     if len(value) > MAX_TOKEN_IDS:
-        raise too_many(f"{len(value)} token ids", MAX_TOKEN_IDS)
+        raise ValueError(f"at most {MAX_TOKEN_IDS} token ids")
+    return True
+
+
+class FunctionDefinition(StrictModel):
+    """A function that the model may call."""
+
+    name: Annotated[str, Field(pattern=_NAME)] = Field(description="Name of the function.")
+    description: str = Field("", description="What it does, for the model.")
+    parameters: dict[str, Any] | None = Field(
+        None, description="JSON schema of its arguments, an object; without it there are none."
+    )
+    strict: bool | None = Field(
+        None, description="Ignored: forced calls match the schema in any case, others are the model's own."
+    )
+
+
+class FunctionKind(StrictModel):
+    """The kind of a tool."""
+
+    type: Literal["function"] = Field(description="Hosted tools are not supported.")
+
+
+class FunctionTool(FunctionKind):
+    """OpenAI's tool; functions are supported."""
+
+    function: FunctionDefinition
+
+
+class ToolInput(FunctionDefinition, FunctionKind):
+    """A function that the model may call, in the Responses API."""
+
+
+class ChosenName(ClosedModel):
+    """The name of a function."""
+
+    name: str
+
+
+class NamedTool(ClosedModel):
+    """The tool that the model must call."""
+
+    form: ClassVar[str] = '{"type": "function", "function": {"name": name}}'
+
+    type: Literal["function"]
+    function: ChosenName
+
+    @property
+    def called(self) -> str:
+        """The name of its function."""
+        return self.function.name
+
+
+class ChosenTool(ChosenName):
+    """The tool that the model must call, in the Responses API."""
+
+    form: ClassVar[str] = '{"type": "function", "name": name}'
+
+    type: Literal["function"]
+
+    @property
+    def called(self) -> str:
+        """The name of its function."""
+        return self.name
+
+
+class CalledFunction(BaseModel):
+    """A function and the text of its arguments; further fields are ignored."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    name: str
+    arguments: str = Field(description="JSON of an object; any other text reaches the model as it is.")
+
+
+class MessageCall(BaseModel):
+    """A call in a message of the assistant; further fields are ignored."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+def parse_choice(value: Any, named: type[NamedTool] | type[ChosenTool] = NamedTool) -> ToolChoice:
+    """Return the choice that a `tool_choice` stands for; `named` is the model of one tool.
+
+    Raises:
+        ValueError: It is none.
+    """
+    for mode in get_args(ChoiceMode):
+        if value == mode:
+            return ToolChoice(mode)
+    try:
+        return ToolChoice("required", named.model_validate(value).called)
+    except ValidationError:
+        raise ValueError(f'"none", "auto", "required" or {named.form}') from None
+
+
+def checked_tools(
+    functions: Sequence[FunctionDefinition], choice: ToolChoice | None, field: str = "tools.{}"
+) -> list[Tool]:
+    """Return the tools that a body defines.
+
+    Args:
+        functions: Their functions.
+        choice: The choice; None if the request has none.
+        field: Name of the field with the function at an index, for errors.
+
+    Raises:
+        InvalidArgumentError: A name occurs twice, a tool is required without tools, the chosen one is
+            unknown, or their schemas are too long or nested too deeply.
+    """
+    tools = [
+        Tool(own.name, own.description, own.parameters, own.strict, f"{field.format(index)}.parameters")
+        for index, own in enumerate(functions)
+    ]
+    names = [tool.name for tool in tools]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            raise InvalidArgumentError(f"{field.format(index)}.name", name, "a name that no other tool has")
+    if choice is not None and choice.mode == "required" and not tools:
+        raise InvalidArgumentError("tool_choice", choice.name or choice.mode, "none or auto, without tools")
+    if choice is not None and choice.name and choice.name not in names:
+        allowed = f"the name of a tool ({', '.join(names[:8])}{', ...' if len(names) > 8 else ''})"
+        raise InvalidArgumentError("tool_choice", f"the function {choice.name}", allowed)
+    check_schemas(tools)
+    return tools
+
+
+def check_schemas(tools: Sequence[Tool]) -> None:
+    """Check the size of the schemas of tools.
+
+    Raises:
+        InvalidArgumentError: They are too long, or nested too deeply.
+    """
+    num_chars = 0
+    for tool in tools:
+        if is_deeper(tool.parameters or {}, _MAX_DEPTH):
+            allowed = f"at most {_MAX_DEPTH} levels"
+            raise InvalidArgumentError(tool.field, "a schema that is nested too deeply", allowed)
+        for piece in _ENCODER.iterencode(dict(tool.parameters or {})):
+            num_chars += len(piece)
+            if num_chars > MAX_SCHEMA_CHARS:
+                got = f"more than {MAX_SCHEMA_CHARS} characters of schemas so far"
+                raise InvalidArgumentError(tool.field, got, f"at most {MAX_SCHEMA_CHARS} in all tools")
+
+
+def argument_values(calls: Sequence[Sequence[tuple[str, str]]]) -> Iterator[list[dict[str, Any] | str]]:
+    """Yield the arguments of the calls of each message: objects, as chat templates take them.
+
+    Arguments that are no JSON object, such as those of a call that was cut, stay texts.
+
+    Args:
+        calls: For each message its calls' arguments, each with the name of the field, for errors.
+
+    Raises:
+        InvalidArgumentError: Arguments are too long in all.
+    """
+    num_chars = 0
+    for message in calls:
+        found = []
+        for field, arguments in message:
+            num_chars += len(arguments)
+            if num_chars > MAX_ARGUMENT_CHARS:
+                got = f"more than {MAX_ARGUMENT_CHARS} characters of arguments so far"
+                raise InvalidArgumentError(field, got, f"at most {MAX_ARGUMENT_CHARS} in all calls")
+            found.append(_parsed(arguments))
+        yield found
+
+
+def _parsed(arguments: str) -> dict[str, Any] | str:
+    if not arguments.strip():
+        return {}
+    try:
+        value = from_json(arguments)  # without lone surrogates, which no prompt can have
+    except ValueError:
+        return arguments
+    return value if isinstance(value, dict) and not is_deeper(value, _MAX_DEPTH) else arguments
+
+
+def is_deeper(value: Any, depth: int) -> bool:
+    """Return whether lists and objects are nested deeper than that."""
+    level = [value]
+    for _ in range(depth + 1):
+        level = [
+            entry
+            for holder in level
+            for entry in (holder.values() if isinstance(holder, dict) else holder)
+            if isinstance(entry, (dict, list))
+        ]
+        if not level:
+            return False
     return True

@@ -1,11 +1,9 @@
 """Decoding of JSON bodies with bounded time and memory, and encoding of large responses in slices.
 
-`json.loads` creates an object for every value before anything is checked, in one call that holds the GIL:
-8 MiB of `{},{},...` take a second and 500 MB. `decode` stops after `MAX_VALUES` values and returns what it
-has read so far, which is enough to name the first wrong field. Integers in lists are cheap and not limited: a
-prompt of token ids has hundreds of thousands.
+A decoder holds the GIL for the whole of a body: 8 MiB of `{},{},...` would take a tenth of a second and
+200 MB. `decode` therefore counts the values of a large body first, slice by slice.
 
-`json.dumps` holds the GIL as well, even in a thread, so `encode` calls it on short lists only. A list that
+An encoder holds the GIL as well, even in a thread, so `encode` calls it on short lists only. A list that
 grows with a response, such as its log-probabilities, is encoded as it grows (`EncodedList`).
 """
 
@@ -14,62 +12,72 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-MAX_VALUES = 2**17
-"""Values in one body, not counting integers in lists: 16,384 messages of one text part have 98,304."""
+from pydantic_core import from_json
 
-_RUN_CHARS = 2**16
-"""Characters per slice of a list of integers, which decodes in about a millisecond."""
+from gammaray.checks import MAX_TOKEN_IDS
+from gammaray.errors import InvalidArgumentError
+
+MAX_VALUES = 3 * 2**16
+"""Texts, lists and objects in one body, keys included: 16,384 messages of one text part have 163,840."""
+
+MAX_ENTRIES = MAX_TOKEN_IDS + MAX_VALUES
+"""Entries of all lists and objects of one body: as many as the longest prompt of token ids has, and more."""
+
+MAX_DIGITS = 1024
+"""Digits of a number: the time to convert them grows with their square."""
+
+SMALL_BYTES = 2**16
+"""Bodies up to this size hold too little to take long."""
+
+SLICE_BYTES = 2**16
+"""Bytes from which the pieces of a JSON text are sent, and by which the values of a body are counted."""
 
 _SLICE_ITEMS = 64
 """Items of a long list per encoding call, which takes a few milliseconds with 20 alternatives each."""
 
-_SLICE_BYTES = 2**16
-"""Bytes from which the pieces of a JSON text are sent, so that joining and sending take little time."""
-
 _MAX_SPLIT_ITEMS = 128
 """A list up to this length, such as the list of choices, is encoded item by item instead."""
 
-_RUN = re.compile(rf"[-0-9, \t\n\r]{{1,{_RUN_CHARS}}}")
-_SPACE = re.compile(r"[ \t\n\r]*")
-_scalar = json.JSONDecoder().raw_decode
-_integers = json.JSONDecoder().decode
+_AFTER_ESCAPE = re.compile(rb"\\*.?", re.DOTALL)
+_ZEROS = bytes.maketrans(b"123456789", b"000000000")
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 
-@dataclass(frozen=True)
-class Decoded:
-    """A decoded body.
-
-    Args:
-        value: The value, of Python's types.
-        open_path: None for a whole document. Else decoding stopped after `MAX_VALUES` values, and this is the
-            path (keys and indices) of the innermost list or object that was not read to its end.
-    """
-
-    value: Any
-    open_path: tuple[str | int, ...] | None = None
-
-
-def decode(text: str) -> Decoded:
-    """Return the value of a JSON document, or of its beginning if it has more than `MAX_VALUES` values.
+def decode(body: bytes) -> Any:
+    """Return the value of a JSON document; of a key that occurs several times the last value counts.
 
     Raises:
-        ValueError: The text read is not JSON; the same error that `json.loads` raises.
-        RecursionError: The nesting is too deep.
+        InvalidArgumentError: It is not JSON in UTF-8, nested in over 200 levels, or too many values.
     """
-    if text.startswith("\ufeff"):
-        raise json.JSONDecodeError("Unexpected UTF-8 BOM (decode using utf-8-sig)", text, 0)
-    reader = _Reader(text)
-    value, end = reader.value(_after_space(text, 0))
-    if reader.has_stopped:
-        return Decoded(value, tuple(reversed(reader.open_path)))
-    end = _after_space(text, end)
-    if end != len(text):
-        raise json.JSONDecodeError("Extra data", text, end)
-    return Decoded(value)
+    if len(body) > SMALL_BYTES:
+        _check_values(body)
+    try:
+        return from_json(body)
+    except ValueError as error:
+        raise InvalidArgumentError("body", f"malformed JSON ({error})", "a JSON object in UTF-8") from None
+
+
+def _check_values(body: bytes) -> None:
+    """Check the numbers of values and of digits, which bound the cost of decoding."""
+    num_values, num_entries, start = 0.0, 0, 0
+    in_text = False
+    while start < len(body):
+        found = _AFTER_ESCAPE.match(body, min(start + SLICE_BYTES, len(body)) - 1)
+        end = len(body) if found is None else found.end()  # no slice ends within an escape
+        texts = body[start:end].replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')
+        outside = b"".join(texts[in_text::2])
+        in_text ^= len(texts) % 2 == 0
+        num_values += (len(texts) - 1) / 2 + outside.count(b"[") + outside.count(b"{")
+        num_entries += outside.count(b",")
+        if num_values > MAX_VALUES:
+            raise InvalidArgumentError("body", f"more than {MAX_VALUES} JSON values", f"at most {MAX_VALUES}")
+        if num_entries > MAX_ENTRIES:
+            raise InvalidArgumentError("body", f"more than {MAX_ENTRIES} entries", f"at most {MAX_ENTRIES}")
+        if b"0" * MAX_DIGITS in outside.translate(_ZEROS):
+            raise InvalidArgumentError("body", f"{MAX_DIGITS} digits in a number", "fewer digits")
+        start = end
 
 
 class EncodedList:
@@ -152,108 +160,14 @@ def encode_pieces(value: Any) -> Iterator[bytes]:
 
 
 def sliced(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the same bytes in fewer pieces, each of some `_SLICE_BYTES`."""
+    """Yield the same bytes in fewer pieces, each of some `SLICE_BYTES`."""
     waiting: list[bytes] = []
     size = 0
     for piece in pieces:
         waiting.append(piece)
         size += len(piece)
-        if size >= _SLICE_BYTES:
+        if size >= SLICE_BYTES:
             yield b"".join(waiting)
             waiting, size = [], 0
     if waiting:
         yield b"".join(waiting)
-
-
-class _Reader:
-    """Reads one document. Errors are those of the `json` module, with its positions."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-        self._num_values = self._slow_until = 0
-        self.has_stopped = False
-        self.open_path: list[str | int] = []  # innermost first
-
-    def value(self, start: int) -> tuple[Any, int]:
-        """Return the value that begins at `start`, and its end position."""
-        self._num_values += 1
-        if self._num_values > MAX_VALUES:
-            self.has_stopped = True
-        head = self._text[start : start + 1]
-        if head == "{":
-            return self._object(start + 1)
-        if head == "[":
-            return self._array(start + 1)
-        return _scalar(self._text, start)
-
-    def _object(self, start: int) -> tuple[dict[str, Any], int]:
-        found: dict[str, Any] = {}
-        text = self._text
-        at = _after_space(text, start)
-        if text[at : at + 1] == "}":
-            return found, at + 1
-        while not self.has_stopped:
-            if text[at : at + 1] != '"':
-                raise json.JSONDecodeError("Expecting property name enclosed in double quotes", text, at)
-            key, at = _scalar(text, at)
-            at = _after_space(text, at)
-            if text[at : at + 1] != ":":
-                raise json.JSONDecodeError("Expecting ':' delimiter", text, at)
-            found[key], at = self.value(_after_space(text, at + 1))
-            if self.has_stopped:
-                self.open_path.append(key)
-                return found, at
-            at = _after_space(text, at)
-            delimiter = text[at : at + 1]
-            if delimiter == "}":
-                return found, at + 1
-            if delimiter != ",":
-                raise json.JSONDecodeError("Expecting ',' delimiter", text, at)
-            at = _after_space(text, at + 1)
-        return found, at
-
-    def _array(self, start: int) -> tuple[list[Any], int]:
-        found: list[Any] = []
-        text = self._text
-        at = _after_space(text, start)
-        if text[at : at + 1] == "]":
-            return found, at + 1
-        while not self.has_stopped:
-            integers, at = self._run_of_integers(at)
-            found += integers
-            value, at = self.value(at)
-            found.append(value)
-            if self.has_stopped:
-                self.open_path.append(len(found) - 1)
-                return found, at
-            at = _after_space(text, at)
-            delimiter = text[at : at + 1]
-            if delimiter == "]":
-                return found, at + 1
-            if delimiter != ",":
-                raise json.JSONDecodeError("Expecting ',' delimiter", text, at)
-            at = _after_space(text, at + 1)
-        return found, at
-
-    def _run_of_integers(self, start: int) -> tuple[list[int], int]:
-        """Return the integers of a list from `start` on that are each followed by a comma, and the position
-        of the value after the last of these commas."""
-        found: list[int] = []
-        text, at = self._text, start
-        while at >= self._slow_until and (run := _RUN.match(text, at)) is not None:
-            comma = text.rfind(",", at, run.end())
-            if comma < 0 or not text[at:comma].strip():
-                break
-            try:
-                found += _integers(f"[{text[at:comma]}]")
-            except ValueError:
-                self._slow_until = comma  # reading value by value finds the error's position
-                break
-            at = _after_space(text, comma + 1)
-        return found, at
-
-
-def _after_space(text: str, start: int) -> int:
-    found = _SPACE.match(text, start)
-    assert found is not None, "the pattern matches the empty text"
-    return found.end()

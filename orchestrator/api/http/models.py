@@ -8,7 +8,6 @@ differ from the requested one. null means absent.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -36,15 +35,15 @@ from gammaray.types import (
     MAX_STOP_TOKEN_IDS,
     MAX_TOP_LOGPROBS,
 )
-from orchestrator.api.http.errors import (
-    invalid_argument,
-    invalid_beginning,
-    lasting,
-    too_many,
-)
+from orchestrator.api.http.errors import invalid_argument
 from orchestrator.api.http.fields import (
     MAX_CHOICES,
-    CheckedInteger,
+    MAX_TOOLS,
+    CalledFunction,
+    ClosedModel,
+    FunctionTool,
+    MessageCall,
+    NamedTool,
     Prediction,
     Prompts,
     RefusalPart,
@@ -54,34 +53,20 @@ from orchestrator.api.http.fields import (
     StructuredOutputs,
     TextPart,
     answer_part,
-    at_most,
-    is_text,
+    argument_values,
+    checked_tools,
     is_token_ids,
     joined,
     null_is_absent,
-    present,
+    parse_choice,
     sampling_type,
     with_one_unknown,
 )
-from orchestrator.api.http.json_text import MAX_VALUES, Decoded, decode
-from orchestrator.api.http.tool_fields import (
-    MAX_TOOLS,
-    CalledFunction,
-    FunctionTool,
-    MessageCall,
-    NamedTool,
-    argument_values,
-    check_schemas,
-    check_tools,
-    parse_choice,
-)
-from orchestrator.api.http.tools.calls import Tool, ToolChoice
+from orchestrator.api.http.json_text import decode
+from orchestrator.api.http.tools.calls import ChoiceMode, Tool, ToolChoice
 
 MAX_MESSAGES = 2**14
 """Messages of one chat: rendering this many takes a tenth of a second."""
-
-_SMALL_BODY_BYTES = 2**16
-"""Bodies up to this size hold too few values to take long."""
 
 _IGNORED = frozenset(
     {
@@ -126,8 +111,6 @@ def body_description(
 
 class GammarayOptions(StrictModel):
     """The request object `gammaray`, which controls speculation."""
-
-    model_config = ConfigDict(json_schema_extra=null_is_absent)
 
     verification: Literal["coupled", "rejection", "naive", "block"] = Field(
         "coupled", description="How proposed tokens are tested."
@@ -177,7 +160,17 @@ class GammarayOptions(StrictModel):
         raise ValueError('an integer in [0, 64] or "adaptive"')
 
 
-class StreamOptions(StrictModel):
+class ObfuscationOptions(ClosedModel):
+    """OpenAI's `stream_options` of a response."""
+
+    include_obfuscation: bool = Field(
+        False,
+        description="Whether events are padded to multiples of 256 bytes, so that their sizes do not reveal "
+        "the length of the text. OpenAI's default is true.",
+    )
+
+
+class StreamOptions(ObfuscationOptions):
     """OpenAI's `stream_options`, with vLLM's `continuous_usage_stats`."""
 
     include_usage: bool = Field(
@@ -186,11 +179,6 @@ class StreamOptions(StrictModel):
     )
     continuous_usage_stats: bool = Field(
         False, description="With include_usage: whether each event contains its choice's usage so far."
-    )
-    include_obfuscation: bool = Field(
-        False,
-        description="Whether events are padded to multiples of 256 bytes, so that their sizes do not reveal "
-        "the length of the text. OpenAI's default is true.",
     )
 
 
@@ -215,22 +203,29 @@ class RequestBody(_SamplingFields):
     Attributes:
         ignored: Names of ignored fields.
         neutral: Unsupported fields, with the values that have no effect.
-        objects: Models of the fields that are objects whose own fields may be null.
-        stream_options_type: Model of `stream_options`.
     """
 
     ignored: ClassVar[Collection[str]] = _IGNORED
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = _NEUTRAL
-    objects: ClassVar[Mapping[str, type[BaseModel]]] = {
-        "gammaray": GammarayOptions,
-        "response_format": ResponseFormat,
-        "structured_outputs": StructuredOutputs,
-    }
-    stream_options_type: ClassVar[type[BaseModel]] = StreamOptions
 
     model: str = Field("", description="Name of the served model or of one of its LoRA adapters, or empty.")
     stream: bool = Field(False, description="Whether to stream the response as server-sent events.")
     gammaray: GammarayOptions = Field(GammarayOptions(), description="Options of speculation.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _prepared(cls, value: dict[str, Any]) -> dict[str, Any]:
+        """Drop the fields that are null or have no effect."""
+        known, fields = cls.model_fields, {}
+        for name, field in value.items():
+            if field is None or (name in cls.ignored and name not in known):
+                continue
+            if name in cls.neutral and name not in known:
+                if not _is_any_of(field, cls.neutral[name]):
+                    raise InvalidArgumentError(name, field, "no value; this server does not support it")
+                continue
+            fields[name] = field
+        return with_one_unknown(cls, fields)
 
 
 class OpenAIRequest(RequestBody):
@@ -239,7 +234,7 @@ class OpenAIRequest(RequestBody):
     model_config = ConfigDict(json_schema_extra=body_description(_IGNORED, _NEUTRAL))
     default_max_tokens: ClassVar[int | None] = None
 
-    n: Annotated[int, CheckedInteger(1, MAX_CHOICES, "Samples per prompt; each is a separate session.")] = 1
+    n: int = Field(1, ge=1, le=MAX_CHOICES, description="Samples per prompt; each is a separate session.")
     stream_options: StreamOptions = Field(StreamOptions(), description="Options of a streamed response.")
     max_tokens: Annotated[
         int | None,
@@ -258,15 +253,15 @@ class OpenAIRequest(RequestBody):
     stop_token_ids: Annotated[
         list[int],
         FailFast(),
-        at_most(MAX_STOP_TOKEN_IDS, "token ids"),
+        Field(max_length=MAX_STOP_TOKEN_IDS),
         TokenIds("Stop after one of these tokens.", MAX_STOP_TOKEN_IDS),
     ] = Field(default=[])
-    prompt_logprobs: Annotated[
-        int | None,
-        CheckedInteger(
-            0, MAX_TOP_LOGPROBS, "Alternatives for each token of the prompt, with log-probabilities."
-        ),
-    ] = None
+    prompt_logprobs: int | None = Field(
+        None,
+        ge=0,
+        le=MAX_TOP_LOGPROBS,
+        description="Alternatives for each token of the prompt, with log-probabilities.",
+    )
     response_format: ResponseFormat | None = Field(None, description="The form of the completion.")
     structured_outputs: StructuredOutputs | None = Field(
         None, description="The form of the completion, in place of `response_format`."
@@ -282,23 +277,15 @@ class OpenAIRequest(RequestBody):
     @classmethod
     def _check_stop(cls, value: Any) -> tuple[str, ...]:
         texts = [value] if isinstance(value, str) else value
-        if not isinstance(texts, list) or not all(is_text(text) for text in texts[: MAX_STOP + 1]):
-            raise ValueError("a string or a list of strings")
-        if len(texts) > MAX_STOP:
-            raise too_many(f"{len(texts)} strings", MAX_STOP)
+        if not isinstance(texts, list) or len(texts) > MAX_STOP or not all(isinstance(t, str) for t in texts):
+            raise ValueError(f"a string or a list of at most {MAX_STOP} strings")
         return tuple(texts)
 
     @field_validator("prediction", mode="plain", json_schema_input_type=Prediction)
     @classmethod
     def _check_prediction(cls, value: Any) -> str:
-        if not isinstance(value, dict):
-            raise ValueError('an object with type "content" and content')
-        if value.get("type", "content") != "content":
-            raise lasting('an object of type "content"')
-        if unknown := value.keys() - {"type", "content"}:
-            raise lasting(f"an object with type and content alone, without {min(unknown)}")
-        if not {"type", "content"} <= value.keys():
-            raise ValueError('an object with type "content" and content')
+        if not isinstance(value, dict) or value.keys() != {"type", "content"} or value["type"] != "content":
+            raise ValueError('an object with type "content" and content alone')
         return joined(value["content"])
 
     @property
@@ -320,14 +307,12 @@ class CompletionRequest(OpenAIRequest):
     default_max_tokens: ClassVar[int | None] = 16  # OpenAI's
 
     prompt: tuple[str | tuple[int, ...], ...] = Field(description="Text or token ids, or a list of prompts.")
-    logprobs: Annotated[
-        int | None,
-        CheckedInteger(
-            0,
-            MAX_TOP_LOGPROBS,
-            "Alternatives for each token, with log-probabilities; with echo also the prompt's.",
-        ),
-    ] = None
+    logprobs: int | None = Field(
+        None,
+        ge=0,
+        le=MAX_TOP_LOGPROBS,
+        description="Alternatives for each token, with log-probabilities; with echo also the prompt's.",
+    )
     echo: bool = Field(
         False, description="Whether the text begins with the prompt; max_tokens may then be 0 as well."
     )
@@ -337,13 +322,9 @@ class CompletionRequest(OpenAIRequest):
     def _check_prompt(cls, value: Any) -> tuple[str | tuple[int, ...], ...]:
         if isinstance(value, str) or is_token_ids(value):
             value = [value]
-        form = f"a string, a list of token ids, or a list of 1 to {MAX_CHOICES} of these"
-        if not isinstance(value, list) or not value:
-            raise ValueError(form)
-        if len(value) > MAX_CHOICES:
-            raise lasting(form)
-        if not all(is_text(prompt) or is_token_ids(prompt) for prompt in value):
-            raise ValueError("strings (without lone surrogates) or lists of token ids, none empty")
+        is_list = isinstance(value, list) and 1 <= len(value) <= MAX_CHOICES
+        if not is_list or not all(isinstance(prompt, str) or is_token_ids(prompt) for prompt in value):
+            raise ValueError(f"a string, a list of token ids, or a list of 1 to {MAX_CHOICES} of these")
         return tuple(prompt if isinstance(prompt, str) else tuple(prompt) for prompt in value)
 
 
@@ -369,8 +350,8 @@ class ChatMessage(BaseModel):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     name: str = Field("", description="Ignored, except with role function: the function that was called.")
     content: str = Field(description="Text, or text parts; of the assistant also its refusal.")
-    tool_calls: Annotated[list[MessageCall], FailFast(), at_most(MAX_TOOLS, "calls")] = Field(
-        default=[], description="Calls of the assistant."
+    tool_calls: Annotated[list[MessageCall], FailFast()] = Field(
+        default=[], max_length=MAX_TOOLS, description="Calls of the assistant."
     )
     function_call: CalledFunction | None = Field(
         None, description="OpenAI's former field: the assistant's only call, answered by the role function."
@@ -430,20 +411,15 @@ class ChatRequest(OpenAIRequest):
     messages: Annotated[
         list[ChatMessage],
         FailFast(),
-        at_most(MAX_MESSAGES, "messages"),
-        AfterValidator(_not_empty),
-        Field(json_schema_extra={"minItems": 1, "maxItems": MAX_MESSAGES}, description="The conversation."),
+        Field(min_length=1, max_length=MAX_MESSAGES, description="The conversation."),
     ]
     logprobs: bool = Field(False, description="Return log-probabilities of the tokens.")
     top_logprobs: Annotated[
         int | None, Integer(0, MAX_TOP_LOGPROBS, "Alternatives per token. Requires logprobs.")
     ] = None
-    tools: Annotated[
-        list[FunctionTool],
-        FailFast(),
-        at_most(MAX_TOOLS, "tools"),
-        Field(json_schema_extra={"maxItems": MAX_TOOLS}, description="Functions that the model may call."),
-    ] = Field(default=[])
+    tools: Annotated[list[FunctionTool], FailFast()] = Field(
+        default=[], max_length=MAX_TOOLS, description="Functions that the model may call."
+    )
     tool_choice: ToolChoice | None = Field(
         None,
         description="Whether the model calls no tool, decides itself (the default), calls at least one, or "
@@ -451,9 +427,7 @@ class ChatRequest(OpenAIRequest):
     )
     parallel_tool_calls: bool = Field(True, description="Whether a message may have several calls.")
 
-    @field_validator(
-        "tool_choice", mode="plain", json_schema_input_type=Literal["none", "auto", "required"] | NamedTool
-    )
+    @field_validator("tool_choice", mode="plain", json_schema_input_type=ChoiceMode | NamedTool)
     @classmethod
     def _check_choice(cls, value: Any) -> ToolChoice:
         return parse_choice(value)
@@ -481,10 +455,7 @@ class ChatRequest(OpenAIRequest):
         Raises:
             InvalidArgumentError: They do not go together, or `tool_choice` does not go with them.
         """
-        tools = [tool.tool(index) for index, tool in enumerate(self.tools)]
-        check_tools(tools, self.tool_choice)
-        check_schemas(tools)
-        return tools
+        return checked_tools([tool.function for tool in self.tools], self.tool_choice, "tools.{}.function")
 
 
 _Request = TypeVar("_Request", bound=RequestBody)
@@ -493,60 +464,22 @@ _Request = TypeVar("_Request", bound=RequestBody)
 def parse_body(model: type[_Request], body: bytes) -> _Request:
     """Return the request in a body.
 
-    Time and memory are bounded whatever the body contains. A body of more than `_SMALL_BODY_BYTES` may still
-    take a few tenths of a second: call this in a thread.
+    Time and memory are bounded whatever the body contains. A large body may still take a few tenths of a
+    second: call this in a thread.
 
     Raises:
         InvalidArgumentError: A field is invalid; the error names the first one, or `body` if it is not a JSON
             object in UTF-8.
     """
-    decoded = _decoded(body)
-    payload = decoded.value
+    payload = decode(body)
     if not isinstance(payload, dict):
         raise InvalidArgumentError("body", f"a JSON {type(payload).__name__}", "a JSON object")
-    known = model.model_fields
-    fields = {
-        name: value
-        for name, value in payload.items()
-        if value is not None and (name not in model.ignored or name in known)
-    }
-    for name, neutral in model.neutral.items():
-        if name in fields and name not in known and not _is_any_of(fields.pop(name), neutral):
-            raise InvalidArgumentError(name, payload[name], "no value; this server does not support it")
-    for name, part in model.objects.items():
-        if name in fields:
-            fields[name] = present(part, fields[name])
-    if isinstance(nested := fields.get("stream_options"), dict):
-        fields["stream_options"] = with_one_unknown(model.stream_options_type, nested)
     try:
-        request = model.model_validate(with_one_unknown(model, fields))
+        return model.model_validate(payload)
     except ValidationError as error:
-        if decoded.open_path is None:
-            raise invalid_argument(error) from None
-        if (found := invalid_beginning(error, decoded.open_path)) is not None:
-            raise found from None
-    if decoded.open_path is not None:
-        allowed = f"at most {MAX_VALUES}, integers in lists not counted"
-        raise InvalidArgumentError("body", f"more than {MAX_VALUES} JSON values", allowed)
-    return request
-
-
-def _decoded(body: bytes) -> Decoded:
-    try:
-        text = body.decode("utf-8")
-        return Decoded(json.loads(text)) if len(body) <= _SMALL_BODY_BYTES else decode(text)
-    except UnicodeDecodeError as error:
-        raise InvalidArgumentError("body", f"invalid UTF-8 at byte {error.start}", "JSON in UTF-8") from None
-    except (ValueError, RecursionError) as error:
-        raise InvalidArgumentError("body", f"malformed JSON ({error})", "a JSON object") from None
+        raise invalid_argument(error.errors(include_url=False), payload) from None
 
 
 def _is_any_of(value: Any, allowed: tuple[Any, ...]) -> bool:
     """Return whether a JSON value is one of them; unlike in Python, true does not equal 1."""
     return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in allowed)
-
-
-def _not_empty(messages: list[ChatMessage]) -> list[ChatMessage]:
-    if not messages:
-        raise ValueError("at least one message")
-    return messages

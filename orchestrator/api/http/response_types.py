@@ -233,22 +233,19 @@ class CompletionPieceChoice(_Choice):
     finish_reason: FinishReason | None
 
 
-class ToolCallBegun(ToolCall):
-    """The first piece of a call."""
-
-    index: _Count
-
-
 class ArgumentsPiece(TypedDict):
-    """A piece of a call's arguments."""
+    """A piece of a call's arguments; the first one has the name as well."""
 
+    name: NotRequired[str]
     arguments: str
 
 
 class ToolCallPiece(TypedDict):
-    """A later piece of a call."""
+    """A piece of a call; the first one has its id."""
 
     index: _Count
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
     function: ArgumentsPiece
 
 
@@ -257,7 +254,7 @@ class Delta(TypedDict, total=False):
 
     role: Literal["assistant"]
     content: str | None
-    tool_calls: list[ToolCallBegun | ToolCallPiece]
+    tool_calls: list[ToolCallPiece]
 
 
 class ChatPieceChoice(_Choice):
@@ -355,18 +352,11 @@ class Root(TypedDict):
     endpoints: list[str]
 
 
-class MetricsTargetLabels(TypedDict):
-    """Labels of a process."""
-
-    process: str
-    pid: str
-
-
 class MetricsTarget(TypedDict):
     """A process that serves metrics, in the form of Prometheus's HTTP service discovery."""
 
     targets: list[str]
-    labels: MetricsTargetLabels
+    labels: dict[str, str]
 
 
 ErrorType: TypeAlias = Literal[

@@ -25,6 +25,7 @@ from orchestrator.api.http.models import StreamOptions
 from orchestrator.api.http.requests import ChoicePlan, check_num_logprobs, check_size
 from orchestrator.api.http.tools.parser import ArgumentText, CallBegun, CallEvent, PlainText
 from orchestrator.api.http.tools.reading import CallReader
+from orchestrator.text.tokenizer import Tokenizer
 
 _LOWEST = -9999.0
 """OpenAI's substitute for minus infinity, which JSON cannot represent."""
@@ -47,14 +48,12 @@ class EchoedPrompt:
     Args:
         logprobs: Its log-probabilities.
         num_top: Alternatives per token.
-        spell: Returns the bytes of a token.
-        is_special: Returns whether decoded text omits a token.
+        tokenizer: Spells tokens, and tells the special ones, which decoded text omits.
     """
 
     logprobs: PromptLogprobs
     num_top: int
-    spell: Callable[[int], bytes]
-    is_special: Callable[[int], bool]
+    tokenizer: Tokenizer
 
 
 class CompletionLogprobs:
@@ -78,7 +77,7 @@ class CompletionLogprobs:
         logprobs: list[float | None] = []
         top: list[dict[str, float] | None] = []
         if prompt is not None:
-            found, spell = prompt.logprobs, prompt.spell
+            found, spell = prompt.logprobs, prompt.tokenizer.token_bytes
             spelled += map(spell, found.token_ids)
             logprobs += [None, *map(_finite, found.logprobs)]
             top.append(None)
@@ -101,9 +100,11 @@ class CompletionLogprobs:
         offsets, offset = [], 0
         for token_id in prompt.logprobs.token_ids:
             offsets.append(offset)
-            token_bytes = prompt.spell(token_id)
+            token_bytes = prompt.tokenizer.token_bytes(token_id)
             # A prompt given as text may contain special tokens; decoded token ids omit them.
-            is_shown = not prompt.is_special(token_id) or self._echo.startswith(_text(token_bytes), offset)
+            is_shown = not prompt.tokenizer.is_special(token_id) or self._echo.startswith(
+                _text(token_bytes), offset
+            )
             if is_shown:
                 offset = min(offset + _num_chars(token_bytes), len(self._echo))
         return offsets
@@ -350,18 +351,16 @@ class Response(ABC):
         self,
         model: str,
         plans: Sequence[ChoicePlan],
-        spell: Callable[[int], bytes],
-        is_special: Callable[[int], bool],
+        tokenizer: Tokenizer,
     ) -> None:
         """Create an empty response.
 
         Args:
             model: Name of the model.
             plans: The choices.
-            spell: Returns the bytes of a token.
-            is_special: Returns whether decoded text omits a token.
+            tokenizer: Spells tokens, and tells the special ones.
         """
-        self._spell, self._is_special = spell, is_special
+        self._tokenizer = tokenizer
         self.states = [
             ChoiceState(plan, self.new_logprobs(plan), calls=self._new_reader(plan)) for plan in plans
         ]
@@ -394,7 +393,7 @@ class Response(ABC):
             return None
         prompt = plan.request.prompt
         text = prompt if isinstance(prompt, str) else ""
-        return CallReader(plan.calls, self._is_special, plan.request.stop, text)
+        return CallReader(plan.calls, self._tokenizer.is_special, plan.request.stop, text)
 
     def openings(self) -> list[dict[str, Any]]:
         """Return the first events of a stream."""
@@ -521,14 +520,14 @@ class Response(ABC):
         num_top, prompt = state.plan.echo_logprobs, state.prompt_logprobs
         if num_top is None or prompt is None:
             return None
-        return EchoedPrompt(prompt, num_top, self._spell, self._is_special)
+        return EchoedPrompt(prompt, num_top, self._tokenizer)
 
     def _add_prompt_logprobs(self, state: ChoiceState, body: dict[str, Any], choice: dict[str, Any]) -> None:
         """Set vLLM's `prompt_logprobs` if it was requested."""
         num_top, prompt = state.plan.prompt_logprobs, state.prompt_logprobs
         if num_top is not None and prompt is not None:
             holder = choice if self.prompt_logprobs_in_choice else body
-            holder["prompt_logprobs"] = prompt_entries(prompt, num_top, self._spell)
+            holder["prompt_logprobs"] = prompt_entries(prompt, num_top, self._tokenizer.token_bytes)
 
     def _event(
         self, state: ChoiceState, body: dict[str, Any], logprobs: Any, finish: str | None
@@ -615,7 +614,7 @@ def _delta(event: CallEvent) -> types.Delta | None:
         case PlainText(text):
             return {"content": text}
         case CallBegun(index, call_id, name):
-            function: types.CalledFunction = {"name": name, "arguments": ""}
+            function: types.ArgumentsPiece = {"name": name, "arguments": ""}
             return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]}
         case ArgumentText(index, text):
             return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}

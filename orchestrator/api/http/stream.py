@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
@@ -12,6 +11,7 @@ from typing import Any, TypeAlias
 
 import fastapi
 from fastapi.responses import JSONResponse, StreamingResponse
+from pydantic_core import to_json
 from starlette.types import Receive, Scope, Send
 
 from gammaray.aio import end_tasks
@@ -329,7 +329,7 @@ async def _events(
 
 def compact(body: Mapping[str, Any]) -> bytes:
     """Return a small object as JSON."""
-    return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
+    return to_json(body)
 
 
 async def yielding(pieces: Iterable[bytes]) -> AsyncIterator[bytes]:

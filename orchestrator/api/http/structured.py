@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from contextlib import AbstractContextManager
 from typing import Any
+
+from pydantic_core import from_json
 
 from gammaray.errors import InvalidArgumentError, renaming
 from gammaray.grammar.texts import JSON_OBJECT, choice_grammar, json_schema_grammar, regex_grammar
@@ -105,8 +106,8 @@ def _decoded(schema: Any, field: str) -> Any:
     if not isinstance(schema, str):
         return schema
     try:
-        return json.loads(schema)
-    except (ValueError, RecursionError) as error:
+        return from_json(schema)
+    except ValueError as error:
         raise InvalidArgumentError(field, f"malformed JSON ({error})", "a JSON schema") from None
 
 

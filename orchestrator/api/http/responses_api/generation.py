@@ -69,7 +69,7 @@ class ResponseRun:
         prompt = plan.request.prompt if isinstance(plan.request.prompt, str) else ""
         self._reader = None
         if plan.calls is not None:
-            self._reader = CallReader(plan.calls, backend.is_special, prompt=prompt)
+            self._reader = CallReader(plan.calls, backend.tokenizer.is_special, prompt=prompt)
         self._logprobs = ChatLogprobs() if plan.request.num_top_logprobs is not None else None
         self._has_begun = self._has_ended = False
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gammaray.errors import InvalidArgumentError
+from orchestrator.api.http.fields import argument_values
 from orchestrator.api.http.json_text import EncodedList
 from orchestrator.api.http.responses_api import types
 from orchestrator.api.http.responses_api.models import (
@@ -16,7 +17,8 @@ from orchestrator.api.http.responses_api.models import (
     ReasoningInput,
     ResultInput,
 )
-from orchestrator.api.http.tool_fields import argument_values
+
+_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco"}
 
 
 def new_id(prefix: str) -> str:
@@ -35,41 +37,13 @@ def stored_items(items: Sequence[InputItem]) -> list[types.InputListItem]:
     return [_stored(item) for item in items if not isinstance(item, ReasoningInput)]
 
 
-def _stored(item: MessageInput | CallInput | ResultInput) -> types.InputListItem:
-    match item:
-        case CallInput():
-            return {
-                "id": item.id or new_id("fc"),
-                "type": "function_call",
-                "call_id": item.call_id,
-                "name": item.name,
-                "arguments": item.arguments,
-                "status": "completed",
-            }
-        case ResultInput():
-            return {
-                "id": item.id or new_id("fco"),
-                "type": "function_call_output",
-                "call_id": item.call_id,
-                "output": item.output,
-                "status": "completed",
-            }
-    item_id = item.id or new_id("msg")
-    if item.role == "assistant":
-        return {
-            "id": item_id,
-            "type": "message",
-            "role": "assistant",
-            "status": "completed",
-            "content": [text_part(item.content)],
-        }
-    return {
-        "id": item_id,
-        "type": "message",
-        "role": item.role,
-        "status": "completed",
-        "content": [{"type": "input_text", "text": item.content}],
-    }
+def _stored(item: MessageInput | CallInput | ResultInput) -> Any:
+    fields: dict[str, Any] = item.model_dump(exclude={"id"})
+    if isinstance(item, MessageInput):
+        is_answer = item.role == "assistant"
+        part = text_part(item.content) if is_answer else {"type": "input_text", "text": item.content}
+        fields["content"] = [part]
+    return {"id": item.id or new_id(_PREFIXES[item.type]), **fields, "status": "completed"}
 
 
 def conversation(

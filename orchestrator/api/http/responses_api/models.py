@@ -6,12 +6,10 @@ accepted and ignored, as the model does not see it again.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -22,35 +20,30 @@ from pydantic import (
     field_validator,
 )
 
-from gammaray.errors import InvalidArgumentError
 from gammaray.types import MAX_TOP_LOGPROBS
 from orchestrator.api.http.fields import (
-    CheckedInteger,
+    MAX_TOOLS,
+    ChosenTool,
     RefusalPart,
     StrictModel,
+    ToolInput,
     answer_part,
-    at_most,
-    is_text,
     joined,
     null_is_absent,
-    present,
+    parse_choice,
 )
 from orchestrator.api.http.models import (
     MAX_MESSAGES,
-    GammarayOptions,
+    ObfuscationOptions,
     RequestBody,
     body_description,
-    parse_body,
 )
-from orchestrator.api.http.tool_fields import MAX_TOOLS
+from orchestrator.api.http.tools.calls import ChoiceMode, ToolChoice
 
 LOGPROBS = "message.output_text.logprobs"
 """Value of `include` that asks for log-probabilities."""
 
 Includable = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
-INCLUDABLE: tuple[str, ...] = get_args(Includable)
-"""Values of `include`."""
-
 MAX_METADATA = 16
 MAX_METADATA_KEY, MAX_METADATA_VALUE = 64, 512
 
@@ -77,15 +70,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "reasoning": ({}, {"effort": None}, {"effort": "none"}),
     "truncation": ("disabled",),
 }
-
-
-def _encodable(text: str) -> str:
-    if not is_text(text):
-        raise ValueError("text without lone surrogates")
-    return text
-
-
-Text = Annotated[str, AfterValidator(_encodable)]
 
 
 class TextInputPart(BaseModel):
@@ -116,7 +100,7 @@ class _Item(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
-    id: Text | None = None
+    id: str | None = None
 
 
 class MessageInput(_Item):
@@ -131,16 +115,16 @@ class CallInput(_Item):
     """A call of a function by the model."""
 
     type: Literal["function_call"]
-    call_id: Text
-    name: Text
-    arguments: Text = Field(description="JSON of an object.")
+    call_id: str
+    name: str
+    arguments: str = Field(description="JSON of an object.")
 
 
 class ResultInput(_Item):
     """The result of a call."""
 
     type: Literal["function_call_output"]
-    call_id: Text
+    call_id: str
     output: JoinedText = Field(description="Text, or text parts.")
 
 
@@ -190,7 +174,7 @@ class TextFormatInput(StrictModel):
         description="Any text, any JSON object, or JSON that matches `schema`."
     )
     name: str = Field("", description="Only with type json_schema.", pattern="^[A-Za-z0-9_-]{1,64}$")
-    description: Text = Field("", description="Ignored.")
+    description: str = Field("", description="Ignored.")
     json_schema: Any = Field(
         None,
         alias="schema",
@@ -203,51 +187,8 @@ class TextFormatInput(StrictModel):
 class TextOptions(StrictModel):
     """OpenAI's `text`."""
 
-    model_config = ConfigDict(json_schema_extra=null_is_absent)
-
     format: TextFormatInput = Field(TextFormatInput(type="text"), description="The form of the text.")
     verbosity: Literal["medium"] = Field("medium", description="Other values are not supported.")
-
-    @field_validator("format", mode="before")
-    @classmethod
-    def _without_null(cls, value: Any) -> Any:
-        return present(TextFormatInput, value)
-
-
-class ToolInput(StrictModel):
-    """A function that the model may call."""
-
-    model_config = ConfigDict(json_schema_extra=null_is_absent)
-
-    type: Literal["function"] = Field(description="Hosted tools are not supported.")
-    name: str = Field(pattern=r"^[A-Za-z0-9_.\-]{1,64}$", description="Its name.")
-    description: Text = Field("", description="What it does, for the model.")
-    parameters: dict[str, Any] | None = Field(None, description="JSON schema of its arguments.")
-    strict: bool | None = Field(None, description="Whether arguments must follow the schema.")
-
-
-def _present_tool(value: Any) -> Any:
-    return present(ToolInput, value)
-
-
-Choice = Literal["none", "auto", "required"]
-
-
-class ChosenTool(StrictModel):
-    """The only tool that the model calls."""
-
-    type: Literal["function"]
-    name: Text
-
-
-class ObfuscationOptions(StrictModel):
-    """OpenAI's `stream_options`."""
-
-    include_obfuscation: bool = Field(
-        False,
-        description="Whether events are padded to multiples of 256 bytes, so that their sizes do not reveal "
-        "the length of the text. OpenAI's default is true.",
-    )
 
 
 class ResponsesRequest(RequestBody):
@@ -256,40 +197,39 @@ class ResponsesRequest(RequestBody):
     model_config = ConfigDict(json_schema_extra=body_description(_IGNORED, _NEUTRAL))
     ignored: ClassVar[Collection[str]] = _IGNORED
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = _NEUTRAL
-    objects: ClassVar[Mapping[str, type[BaseModel]]] = {"gammaray": GammarayOptions, "text": TextOptions}
-    stream_options_type: ClassVar[type[BaseModel]] = ObfuscationOptions
 
     input: Annotated[
         list[InputItem],
         FailFast(),
-        at_most(MAX_MESSAGES, "items"),
+        Field(max_length=MAX_MESSAGES),
         BeforeValidator(_as_items, json_schema_input_type=str | list[InputItem]),
     ] = Field(default=[], description="A text of the user, or items.")
-    instructions: Text | None = Field(
+    instructions: str | None = Field(
         None, description="A message of the system before the input. Later responses do not inherit it."
     )
     previous_response_id: str | None = Field(
         None, description="A stored response, whose input and output come before this input."
     )
-    max_output_tokens: Annotated[
-        int | None,
-        CheckedInteger(1, 2**31, "Upper bound of emitted tokens; by default the rest of the context."),
-    ] = None
+    max_output_tokens: int | None = Field(
+        None, ge=1, le=2**31, description="Upper bound of emitted tokens; by default the rest of the context."
+    )
     text: TextOptions = Field(TextOptions(), description="The form of the text.")
-    tools: Annotated[
-        list[Annotated[ToolInput, BeforeValidator(_present_tool)]],
-        FailFast(),
-        at_most(MAX_TOOLS, "tools"),
-    ] = Field(default=[], description="Functions that the model may call.")
-    tool_choice: Choice | ChosenTool = Field("auto", description="Whether the model calls tools.")
+    tools: Annotated[list[ToolInput], FailFast()] = Field(
+        default=[], max_length=MAX_TOOLS, description="Functions that the model may call."
+    )
+    tool_choice: ToolChoice | None = Field(
+        None, description="Whether the model calls tools; by default it decides itself."
+    )
     parallel_tool_calls: bool = Field(True, description="Whether the model may make several calls.")
     include: Annotated[list[Includable], FailFast()] = Field(
         default=[], description="Further output: log-probabilities. There is no reasoning to include."
     )
-    top_logprobs: Annotated[
-        int,
-        CheckedInteger(0, MAX_TOP_LOGPROBS, f"Alternatives per token. Requires {LOGPROBS} in `include`."),
-    ] = 0
+    top_logprobs: int = Field(
+        0,
+        ge=0,
+        le=MAX_TOP_LOGPROBS,
+        description=f"Alternatives per token. Requires {LOGPROBS} in `include`.",
+    )
     metadata: dict[str, str] = Field(
         default={},
         description="Returned with the response.",
@@ -304,42 +244,20 @@ class ResponsesRequest(RequestBody):
     )
     stream_options: ObfuscationOptions = Field(ObfuscationOptions(), description="Options of a stream.")
 
-    @field_validator("tool_choice", mode="plain", json_schema_input_type=Choice | ChosenTool)
+    @field_validator("tool_choice", mode="plain", json_schema_input_type=ChoiceMode | ChosenTool)
     @classmethod
-    def _check_choice(cls, value: Any) -> Any:
-        if isinstance(value, str) and value in get_args(Choice):
-            return value
-        if isinstance(value, dict) and value.keys() == {"type", "name"} and value["type"] == "function":
-            return ChosenTool.model_validate(value)
-        raise ValueError('"none", "auto", "required" or {"type": "function", "name": name}')
+    def _check_choice(cls, value: Any) -> ToolChoice:
+        return parse_choice(value, ChosenTool)
 
     @field_validator("metadata", mode="plain", json_schema_input_type=dict[str, str])
     @classmethod
     def _check_metadata(cls, value: Any) -> dict[str, str]:
         is_small = isinstance(value, dict) and len(value) <= MAX_METADATA
         if is_small and all(
-            is_text(key)
-            and is_text(entry)
-            and len(key) <= MAX_METADATA_KEY
-            and len(entry) <= MAX_METADATA_VALUE
+            isinstance(entry, str) and len(key) <= MAX_METADATA_KEY and len(entry) <= MAX_METADATA_VALUE
             for key, entry in value.items()
         ):
             return dict(value)
         raise ValueError(
             f"at most {MAX_METADATA} texts of {MAX_METADATA_VALUE} characters, by keys of {MAX_METADATA_KEY}"
         )
-
-
-_TAG = re.compile(r"^(input\.\d+)\.(?:message|function_call|function_call_output|reasoning)\b")
-
-
-def parse_request(data: bytes) -> ResponsesRequest:
-    """Return the request in a body, see `orchestrator.api.http.models.parse_body`.
-
-    Raises:
-        InvalidArgumentError: As there.
-    """
-    try:
-        return parse_body(ResponsesRequest, data)
-    except InvalidArgumentError as error:  # pydantic's paths have the kind of an item
-        raise InvalidArgumentError(_TAG.sub(r"\1", error.field), error.got, error.allowed) from None

@@ -12,22 +12,18 @@ from gammaray.errors import InvalidArgumentError, renaming
 from gammaray.grammar.texts import JSON_OBJECT, json_rule
 from gammaray.types import GenerationRequest
 from orchestrator.api.backend import Backend
+from orchestrator.api.http.fields import checked_tools
 from orchestrator.api.http.models import MAX_MESSAGES
 from orchestrator.api.http.requests import ChoicePlan, check_size, common_request, expected_bytes
 from orchestrator.api.http.responses_api import types
 from orchestrator.api.http.responses_api.items import conversation, new_id, stored_items
-from orchestrator.api.http.responses_api.models import LOGPROBS, ChosenTool, ResponsesRequest, TextFormatInput
-from orchestrator.api.http.tool_fields import check_schemas, check_tools, is_deeper
+from orchestrator.api.http.responses_api.models import LOGPROBS, ResponsesRequest, TextFormatInput
 from orchestrator.api.http.tools.calls import (
     CallPlan,
-    Tool,
     ToolChoice,
     plan_calls,
     render_messages,
 )
-
-MAX_SCHEMA_DEPTH = 256
-"""Upper bound of nested lists and objects in a schema, which the response repeats."""
 
 
 @dataclass(frozen=True)
@@ -82,10 +78,10 @@ def plan_response(
     response_id = new_id("resp")
     with naming():
         if calls is None:
-            prompt = render_messages(messages, model, fields)
+            prompt = render_messages(messages, model.tokenizer, fields)
             grammar = f"start: {rule}" if rule else ""
         else:
-            prompt = calls.prompt(messages, model, fields)
+            prompt = calls.prompt(messages, model.tokenizer, fields)
             grammar = calls.grammar(prompt, rule)
         request = replace(
             common_request(body, prompt, grammar),
@@ -125,16 +121,8 @@ def _check_options(body: ResponsesRequest) -> None:
 
 
 def _calls(body: ResponsesRequest, model: Backend) -> CallPlan | None:
-    given = enumerate(body.tools)
-    tools = [
-        Tool(tool.name, tool.description, tool.parameters, tool.strict, f"tools.{index}.parameters")
-        for index, tool in given
-    ]
-    asked = body.tool_choice
-    choice = ToolChoice("required", asked.name) if isinstance(asked, ChosenTool) else ToolChoice(asked)
-    check_tools(tools, choice, "tools.{}.name")
-    check_schemas(tools)
-    return plan_calls(tools, choice, body.parallel_tool_calls, model)
+    tools = checked_tools(body.tools, body.tool_choice)
+    return plan_calls(tools, body.tool_choice, body.parallel_tool_calls, model.tokenizer)
 
 
 def _text_rule(asked: TextFormatInput) -> str:
@@ -153,9 +141,6 @@ def _text_rule(asked: TextFormatInput) -> str:
         return json_rule(JSON_OBJECT)
     if not isinstance(asked.json_schema, dict):
         raise InvalidArgumentError("text.format.schema", asked.json_schema, "a JSON schema, an object")
-    if is_deeper(asked.json_schema, MAX_SCHEMA_DEPTH):
-        allowed = f"lists and objects nested in at most {MAX_SCHEMA_DEPTH} levels"
-        raise InvalidArgumentError("text.format.schema", "a schema that is nested too deeply", allowed)
     return json_rule(asked.json_schema, "text.format.schema")
 
 
@@ -182,7 +167,7 @@ def _head(
         "store": body.store,
         "temperature": request.sampling.temperature,
         "text": {"format": _echoed_format(body.text.format), "verbosity": "medium"},
-        "tool_choice": _echoed_choice(body),
+        "tool_choice": _echoed_choice(body.tool_choice),
         "tools": [
             {
                 "type": "function",
@@ -212,6 +197,7 @@ def _echoed_format(asked: TextFormatInput) -> types.TextFormat:
     }
 
 
-def _echoed_choice(body: ResponsesRequest) -> Any:
-    asked = body.tool_choice
-    return {"type": "function", "name": asked.name} if isinstance(asked, ChosenTool) else asked
+def _echoed_choice(asked: ToolChoice | None) -> Any:
+    if asked is None:
+        return "auto"
+    return {"type": "function", "name": asked.name} if asked.name else asked.mode

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from functools import cache
 from importlib.resources import files
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import fastapi
 from fastapi import FastAPI, Request
@@ -18,17 +19,19 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from gammaray import __version__
 from gammaray.errors import NotFoundError, UnavailableError, renaming
 from gammaray.types import ProcessStatus, SpeculationTotals
 from orchestrator.access.caller import Authenticator
 from orchestrator.api.backend import Backend
 from orchestrator.api.http.auth import DOCUMENT_PATH, AccessControl, caller_of
 from orchestrator.api.http.bodies import BodyReader
-from orchestrator.api.http.errors import guarded, install_handlers
+from orchestrator.api.http.document import EVENTS, JSON, LOOKING_UP, TEXT, component, event_schema, route
+from orchestrator.api.http.errors import STATUSES, GuardedRoute, install_handlers
 from orchestrator.api.http.json_text import encode_pieces
 from orchestrator.api.http.models import ChatRequest, CompletionRequest, parse_body
 from orchestrator.api.http.requests import ChoicePlan, chat_choices, completion_choices
-from orchestrator.api.http.response_types import Health, MetricsTarget, Model, ModelList, Root
+from orchestrator.api.http.response_types import Health, MetricsTarget, Model, Root
 from orchestrator.api.http.responses import ChatResponse, CompletionResponse, Response
 from orchestrator.api.http.responses_api.routes import add_responses
 from orchestrator.api.http.server.openapi import document
@@ -52,7 +55,9 @@ _ENGINE = "0"
 def add_metrics(app: FastAPI, backend: Backend) -> None:
     """Add GET /metrics, and GET /metrics/targets for the `http_sd_configs` of Prometheus."""
 
-    @app.get("/metrics")
+    meaning = "vLLM's metrics about requests and speculation, in Prometheus's text format."
+
+    @app.get("/metrics", **route("scrapeMetrics", meaning, {"text/plain": TEXT}))
     async def metrics() -> fastapi.Response:
         processes = await backend.status()
         if any(process.role == "redis" and not process.healthy for process in processes):
@@ -60,9 +65,12 @@ def add_metrics(app: FastAPI, backend: Backend) -> None:
             raise UnavailableError("Redis, which lists the other orchestrators, cannot be reached")
         return fastapi.Response(vllm_metrics(processes), media_type=CONTENT_TYPE_LATEST)
 
-    @app.get("/metrics/targets")
-    async def metrics_targets() -> list[MetricsTarget]:
-        return targets(await backend.status())
+    meaning = "Processes that serve metrics."
+    content = {JSON: {"type": "array", "items": component("MetricsTarget")}}
+
+    @app.get("/metrics/targets", **route("listMetricsTargets", meaning, content))
+    async def metrics_targets() -> JSONResponse:
+        return JSONResponse(targets(await backend.status()))
 
 
 def targets(processes: list[ProcessStatus]) -> list[MetricsTarget]:
@@ -211,7 +219,17 @@ def create_app(
         if close is not None:
             await close()
 
-    app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(
+        title="gammaray",
+        version=__version__,
+        description="Lossless speculative decoding, over OpenAI's API.",
+        license_info={"name": "Apache-2.0", "identifier": "Apache-2.0"},
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+    )
+    app.router.route_class = GuardedRoute
     install_handlers(app)
     authenticator = authenticator or Authenticator()
     app.add_middleware(AccessControl, authenticator=authenticator)
@@ -226,28 +244,26 @@ def create_app(
 
 
 def _add_generation(app: FastAPI, backend: Backend, bodies: BodyReader) -> None:
-    @app.post("/v1/completions")
+    meaning = "The completion; with `stream` its pieces, as server-sent events."
+
+    def generating(kind: str, body: str) -> dict[str, Any]:
+        content = {JSON: kind, EVENTS: event_schema((f"{kind}Piece", "Error"), end="[DONE]")}
+        return route(f"create{kind}", meaning, content, tuple(STATUSES), body, is_resumable=True)
+
+    @app.post("/v1/completions", **generating("Completion", "CompletionRequest"))
     async def completions(request: Request) -> fastapi.Response:
-        async def answer() -> fastapi.Response:
-            async with bodies.read(request) as data:
-                body, plans = await _planned(_plan_completions, backend, data)
-            name = body.model or backend.model_name
-            response = CompletionResponse(name, plans, backend.token_bytes, backend.is_special)
-            return await _generate(backend, plans, response, body, request)
+        async with bodies.read(request) as data:
+            body, plans = await _planned(_plan_completions, backend, data)
+        response = CompletionResponse(body.model or backend.model_name, plans, backend.tokenizer)
+        return await _generate(backend, plans, response, body, request)
 
-        return await guarded(answer)
-
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", **generating("ChatCompletion", "ChatRequest"))
     async def chat_completions(request: Request) -> fastapi.Response:
-        async def answer() -> fastapi.Response:
-            async with bodies.read(request) as data:
-                body, plans = await _planned(_plan_chat, backend, data)
-            name = body.model or backend.model_name
-            response = ChatResponse(name, plans, backend.token_bytes, backend.is_special)
-            with renaming("prompt", "messages"):
-                return await _generate(backend, plans, response, body, request)
-
-        return await guarded(answer)
+        async with bodies.read(request) as data:
+            body, plans = await _planned(_plan_chat, backend, data)
+        response = ChatResponse(body.model or backend.model_name, plans, backend.tokenizer)
+        with renaming("prompt", "messages"):
+            return await _generate(backend, plans, response, body, request)
 
 
 def _add_information(app: FastAPI, backend: Backend) -> None:
@@ -261,45 +277,49 @@ def _add_information(app: FastAPI, backend: Backend) -> None:
             "created": started_at,
             "owned_by": "gammaray",
             "max_model_len": backend.max_context,
-            "gammaray": {"chat": bool(backend.chat_format.template), "drafters": backend.drafters},
+            "gammaray": {
+                "chat": bool(backend.tokenizer.chat_format.template),
+                "drafters": backend.drafters,
+            },
         }
         return described if name == base else {**described, "parent": base}
 
     def names() -> list[str]:
         return [backend.model_name, *backend.adapters]
 
-    @app.get("/")
+    content: dict[str, Any] = {JSON: "Root", "text/html": TEXT}
+
+    @app.get("/", **route("root", "The server; the playground for browsers.", content, (403, 405)))
     async def root(request: Request) -> fastapi.Response:
         if "text/html" in request.headers.get("accept", ""):
             return playground()
         body: Root = {"name": "gammaray", "model": backend.model_name, "endpoints": ["/v1", "/health"]}
         return JSONResponse(body)
 
-    @app.get("/v1/models")
-    async def models() -> ModelList:
-        return {"object": "list", "data": [model(name) for name in names()]}
+    @app.get("/v1/models", **route("listModels", "The served models.", {JSON: "ModelList"}))
+    async def models() -> JSONResponse:
+        return JSONResponse({"object": "list", "data": [model(name) for name in names()]})
 
-    @app.get("/v1/models/{name:path}")
-    async def one_model(name: str) -> Model:
+    one = route("getModel", "The served model.", {JSON: "Model"}, (*LOOKING_UP, 404))
+
+    @app.get("/v1/models/{name:path}", **one)
+    async def one_model(name: str) -> JSONResponse:
         if name not in names():
             served = ", ".join(map(repr, names()))
             raise NotFoundError(f"no model {name!r}; this server has {served}", "model")
-        return model(name)
+        return JSONResponse(model(name))
 
-    @app.get("/health")
-    async def health() -> fastapi.Response:
-        async def answer() -> fastapi.Response:
-            processes = await backend.status()
-            if not any(process.role == "target" and process.healthy for process in processes):
-                raise UnavailableError("no target worker is connected")
-            well: Health = {"status": "ok"}
-            return JSONResponse(well)
+    @app.get("/health", **route("health", "A target worker is available.", {JSON: "Health"}, (403, 405, 503)))
+    async def health() -> JSONResponse:
+        processes = await backend.status()
+        if not any(process.role == "target" and process.healthy for process in processes):
+            raise UnavailableError("no target worker is connected")
+        well: Health = {"status": "ok"}
+        return JSONResponse(well)
 
-        return await guarded(answer)
-
-    @app.get(DOCUMENT_PATH)
+    @app.get(DOCUMENT_PATH, **route("describe", "This document.", {JSON: {"type": "object"}}, (403, 405)))
     async def openapi() -> JSONResponse:
-        return JSONResponse(document())
+        return JSONResponse(document(app))
 
 
 async def _planned(
@@ -313,14 +333,18 @@ async def _planned(
 
 def _plan_completions(backend: Backend, data: bytes) -> tuple[CompletionRequest, list[ChoicePlan]]:
     body = parse_body(CompletionRequest, data)
-    return body, completion_choices(body, backend.max_context, backend.decode)
+    return body, completion_choices(body, backend.max_context, backend.tokenizer.decode)
 
 
 def _plan_chat(backend: Backend, data: bytes) -> tuple[ChatRequest, list[ChoicePlan]]:
     body = parse_body(ChatRequest, data)
     messages, tools = body.conversation(), body.checked_tools()
-    calls = plan_calls(tools, body.tool_choice, body.parallel_tool_calls, backend)
-    prompt = render_messages(messages, backend) if calls is None else calls.prompt(messages, backend)
+    calls = plan_calls(tools, body.tool_choice, body.parallel_tool_calls, backend.tokenizer)
+    prompt = (
+        render_messages(messages, backend.tokenizer)
+        if calls is None
+        else calls.prompt(messages, backend.tokenizer)
+    )
     return body, chat_choices(body, prompt, backend.max_context, calls)
 
 
@@ -348,3 +372,7 @@ async def _generate(
     if response.num_entries <= INLINE_ENTRIES:
         return JsonPieces(list(encode_pieces(response.whole())))
     return JsonPieces(await in_thread(lambda: list(encode_pieces(response.whole()))))
+
+
+if __name__ == "__main__":  # prints the document; no route asks the backend before a request
+    print(json.dumps(document(create_app(cast(Backend, None))), indent=1))

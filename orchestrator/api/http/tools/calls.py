@@ -10,32 +10,17 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from gammaray.errors import InvalidArgumentError
 from orchestrator.api.http.tools.formats import CallFamily, CallFormat, as_texts
 from orchestrator.api.http.tools.grammar import call_grammar
 from orchestrator.api.http.tools.parser import CallParser
 from orchestrator.api.http.tools.template_parser import TemplateParser
-from orchestrator.text.chat import ChatFormat
+from orchestrator.text.tokenizer import Tokenizer
 
 _MAX_SEARCHED = 256
 """Messages of a refused conversation up to which the refused one is looked for, in some 20 ms."""
-
-
-class ChatModel(Protocol):
-    """The model's chat template, see `orchestrator.api.backend.Backend`."""
-
-    @property
-    def chat_format(self) -> ChatFormat:
-        """What is known of it."""
-        ...
-
-    def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
-    ) -> str:
-        """Return the prompt of a conversation."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -71,6 +56,9 @@ class Tool:
         return {"type": "function", "function": function}
 
 
+ChoiceMode = Literal["none", "auto", "required"]
+
+
 @dataclass(frozen=True)
 class ToolChoice:
     """Whether the model calls tools.
@@ -80,7 +68,7 @@ class ToolChoice:
         name: With "required": the only tool that it may call; empty for all.
     """
 
-    mode: Literal["none", "auto", "required"]
+    mode: ChoiceMode
     name: str = ""
 
 
@@ -106,7 +94,7 @@ class CallPlan:
         return self.choice.mode == "required"
 
     def prompt(
-        self, messages: Sequence[Mapping[str, Any]], model: ChatModel, fields: Sequence[str] = ()
+        self, messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, fields: Sequence[str] = ()
     ) -> str:
         """Return the prompt of a conversation, see `render_messages`.
 
@@ -114,7 +102,7 @@ class CallPlan:
             InvalidArgumentError: The chat template refuses the messages or the tools.
         """
         tools = [tool.to_template() for tool in self.tools]
-        rendered = _rendered(messages, tools, self.form, model, fields)
+        rendered = _rendered(messages, tools, self.form, tokenizer, fields)
         return rendered + self.form.marker_in_prompt if self.is_forced else rendered
 
     def grammar(self, prompt: str, answer: str = "") -> str:
@@ -172,7 +160,7 @@ class CallPlan:
 
 
 def plan_calls(
-    tools: Sequence[Tool], choice: ToolChoice | None, is_parallel: bool, model: ChatModel
+    tools: Sequence[Tool], choice: ToolChoice | None, is_parallel: bool, tokenizer: Tokenizer
 ) -> CallPlan | None:
     """Return the plan of a request's tools; None if no tool can be called.
 
@@ -180,46 +168,46 @@ def plan_calls(
         tools: The tools.
         choice: Whether the model calls them; None: "auto" if there are tools.
         is_parallel: Whether a message may have several calls. One of a named tool has one, as OpenAI's has.
-        model: The model's chat template.
+        tokenizer: Has the model's chat template.
     """
     choice = choice or ToolChoice("auto")
     if not tools or choice.mode == "none":
         return None
-    form = CallFormat.of(model.chat_format, is_forced=choice.mode == "required")
+    form = CallFormat.of(tokenizer.chat_format, is_forced=choice.mode == "required")
     return CallPlan(tuple(tools), choice, is_parallel and not choice.name, form)
 
 
 def render_messages(
-    messages: Sequence[Mapping[str, Any]], model: ChatModel, fields: Sequence[str] = ()
+    messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, fields: Sequence[str] = ()
 ) -> str:
     """Return the prompt of a conversation without tools, whose messages may still have calls and results.
 
     Args:
         messages: The conversation. Calls have objects as arguments, or texts that are no JSON object.
-        model: The model's chat template.
+        tokenizer: Has the model's chat template.
         fields: For each message the request's field with it, for errors; without them, `messages.<index>`.
 
     Raises:
         InvalidArgumentError: The chat template refuses the messages; the error names the first of them with
             which it does.
     """
-    return _rendered(messages, (), CallFormat.of(model.chat_format), model, fields)
+    return _rendered(messages, (), CallFormat.of(tokenizer.chat_format), tokenizer, fields)
 
 
 def _rendered(
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]],
     form: CallFormat,
-    model: ChatModel,
+    tokenizer: Tokenizer,
     fields: Sequence[str],
 ) -> str:
     def render(number: int) -> str:
-        return _prompt(messages[:number], tools, form, model)
+        return _prompt(messages[:number], tools, form, tokenizer)
 
     try:
         return render(len(messages))
     except InvalidArgumentError as error:
-        is_refused = error.field == "messages" and model.chat_format.template
+        is_refused = error.field == "messages" and tokenizer.chat_format.template
         if not is_refused or len(messages) > _MAX_SEARCHED:
             raise
         raise error.renamed(_refused(render, len(messages), fields)) from error
@@ -229,7 +217,7 @@ def _prompt(
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]],
     form: CallFormat,
-    model: ChatModel,
+    tokenizer: Tokenizer,
 ) -> str:
     """Return the prompt of a conversation.
 
@@ -237,9 +225,9 @@ def _prompt(
     arguments that are no object; or it may leave such arguments out. Then they are written as text.
     """
     if not any("tool_calls" in message or message["role"] == "tool" for message in messages):
-        return model.render_chat(*(form.messages(messages, tools) if tools else (messages,)))
+        return tokenizer.render_chat(*(form.messages(messages, tools) if tools else (messages,)))
     try:
-        prompt = model.render_chat(*form.messages(messages, tools))
+        prompt = tokenizer.render_chat(*form.messages(messages, tools))
     except InvalidArgumentError:
         if not form.is_native:
             raise
@@ -247,7 +235,7 @@ def _prompt(
         texts = list(_broken_arguments(messages))
         if not form.is_native or _has(prompt, texts) or _has(prompt, map(_quoted, texts)):
             return prompt
-    return model.render_chat(as_texts(messages), tools)
+    return tokenizer.render_chat(as_texts(messages), tools)
 
 
 def _broken_arguments(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:

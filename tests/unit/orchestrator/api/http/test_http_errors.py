@@ -36,7 +36,7 @@ COMPLETIONS = {
     "one empty prompt of two": ({"prompt": ["a", ""]}, "prompt"),
     "prompt of numbers that are no ids": ({"prompt": [1.5]}, "prompt"),
     "prompt of booleans": ({"prompt": [True]}, "prompt"),
-    "prompt with a lone surrogate": ({"prompt": "\ud800"}, "prompt"),
+    "prompt with a lone surrogate": ({"prompt": "\ud800"}, "body"),
     "prompt too long": ({"prompt": "x" * (2**20 + 1)}, "prompt"),
     "temperature below zero": ({"prompt": "x", "temperature": -0.1}, "temperature"),
     "temperature NaN": ({"prompt": "x", "temperature": float("nan")}, "temperature"),
@@ -94,7 +94,7 @@ COMPLETIONS |= {
         predicted([{"type": "text", "text": "y"}, {"type": "image"}]),
         "prediction",
     ),
-    "prediction of surrogates": (predicted("\ud800"), "prediction"),
+    "prediction of surrogates": (predicted("\ud800"), "body"),
     "prediction too long": (predicted("y" * (2**16 + 1)), "prediction"),
     "prediction of many parts": (predicted([{"type": "text", "text": "y" * 2**12}] * 17), "prediction"),
 }

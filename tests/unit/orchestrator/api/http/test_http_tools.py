@@ -9,9 +9,8 @@ import pytest
 from openai import AsyncOpenAI
 
 from orchestrator.api.http.server.app import create_app
-from orchestrator.api.http.server.openapi import document
 from tests.support.http_helpers import CHAT, complete, events_with_ids
-from tests.support.openapi_helpers import validator
+from tests.support.openapi_helpers import document, validator
 from tests.support.surface_helpers import ScriptedBackend
 from tests.support.tool_helpers import BODY_TOOLS, LLAMA_CHAT, MISTRAL_CHAT, QWEN_CHAT, WEATHER
 

@@ -19,9 +19,8 @@ from orchestrator.api.http.models import (
     StreamOptions,
 )
 from orchestrator.api.http.server.app import create_app
-from orchestrator.api.http.server.openapi import document
 from tests.support.http_helpers import CHAT, call, complete, events
-from tests.support.openapi_helpers import validator
+from tests.support.openapi_helpers import document, validator
 from tests.support.surface_helpers import ScriptedBackend
 
 SCHEMAS = document()["components"]["schemas"]

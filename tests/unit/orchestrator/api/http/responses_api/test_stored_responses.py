@@ -9,9 +9,8 @@ import pytest
 from gammaray.security.keys import create_key
 from gammaray.wire.sessions import SessionState
 from orchestrator.access.caller import Authenticator
-from orchestrator.api.http.server.openapi import document
 from orchestrator.storage.response_store import StoredResponse
-from tests.support.openapi_helpers import validator
+from tests.support.openapi_helpers import document, validator
 from tests.support.response_helpers import PATH, get, http_client, respond
 from tests.support.surface_helpers import ScriptedBackend
 
