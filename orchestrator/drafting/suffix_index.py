@@ -196,9 +196,7 @@ class SuffixIndex:
         occurrences, length = self._longest(occurrences, length, context.tokens)
         return self._continuation(occurrences, length, min(depth, length))
 
-    def _occurrences(
-        self, context: array[int], slots: Sequence[int], shortest: int
-    ) -> tuple[list[int], int]:
+    def _occurrences(self, context: array[int], slots: Sequence[int], shortest: int) -> tuple[list[int], int]:
         """Return where the longest suffix of `LEVELS` occurred, latest first, and its length.
 
         A block that does not have a suffix does not have the longer ones either.
