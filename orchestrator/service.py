@@ -33,10 +33,9 @@ from orchestrator.cycle.handover import SessionHandover
 from orchestrator.cycle.pipeline import run_cycles
 from orchestrator.cycle.session import Session
 from orchestrator.cycle.types import Cycle
-from orchestrator.drafting.choice import DrafterChoice
 from orchestrator.drafting.factory import Drafting
 from orchestrator.drafting.prediction import prediction_ids
-from orchestrator.drafting.session_drafter import SessionDrafter
+from orchestrator.drafting.session_drafter import DrafterChoice, SessionDrafter
 from orchestrator.grammar_checks import GrammarChecks
 from orchestrator.sessions.leases import LeaseManager, repeat
 from orchestrator.sessions.lifecycle import OpenSession, SessionManager, check_request

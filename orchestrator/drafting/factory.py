@@ -14,13 +14,12 @@ from orchestrator.control.adaptive import AdaptiveGamma
 from orchestrator.control.costs import CostModel
 from orchestrator.control.fixed import FixedGamma, Reason
 from orchestrator.cycle.session import Session
-from orchestrator.drafting.choice import DrafterChoice
 from orchestrator.drafting.corpus import Corpus
 from orchestrator.drafting.grammar import GrammarDrafter
 from orchestrator.drafting.head import TargetHead
 from orchestrator.drafting.matches import TextDrafter
 from orchestrator.drafting.prediction import PredictionDrafter
-from orchestrator.drafting.session_drafter import ModelDrafter, SessionDrafter
+from orchestrator.drafting.session_drafter import DrafterChoice, ModelDrafter, SessionDrafter
 from orchestrator.drafting.suffix_decoding import SuffixDrafter
 from orchestrator.workers.drafter import RemoteDrafter
 from orchestrator.workers.pool import WorkerPool

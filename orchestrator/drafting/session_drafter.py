@@ -1,4 +1,4 @@
-"""The drafters of one session: a draft worker or head, and look-ups in known text."""
+"""What a session can propose, by a draft worker or head and look-ups in known text, and the choice of it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from typing import Protocol
 from gammaray.blocks import Shape
 from gammaray.errors import GammarayError
 from gammaray.types import DrafterKind, Proposal
+from orchestrator.control.adaptive import AdaptiveGamma
+from orchestrator.control.fixed import FixedGamma
 from orchestrator.cycle.session import Session
-from orchestrator.cycle.types import Candidates, Match
+from orchestrator.cycle.types import Candidates, Cycle, Match
 from orchestrator.drafting.grammar import GrammarDrafter
 from orchestrator.drafting.matches import TextDrafter, to_proposal
 from orchestrator.workers.drafter import Readiness
@@ -159,3 +161,28 @@ def _proposal(match: Match | None, session: Session, shape: Shape) -> Proposal:
     if match is None:
         return Proposal()
     return to_proposal(replace(match, token_ids=match.token_ids[: shape.depth]), session)
+
+
+class DrafterChoice:
+    """Asks a session's drafters what they could propose, and its controller which of it.
+
+    Implements the cycle's GammaController.
+
+    Args:
+        session: The session.
+        drafter: Its drafters.
+        controller: Chooses.
+    """
+
+    def __init__(
+        self, session: Session, drafter: SessionDrafter, controller: AdaptiveGamma | FixedGamma
+    ) -> None:
+        self._session, self._drafter, self._controller = session, drafter, controller
+
+    def next_shape(self) -> Shape:
+        """Return the shape of the next cycle's proposal, which names its drafter."""
+        return self._controller.next_shape(self._drafter.candidates(self._session))
+
+    def observe(self, cycle: Cycle) -> None:
+        """Learn from a finished cycle."""
+        self._controller.observe(cycle)

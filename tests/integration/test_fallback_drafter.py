@@ -14,8 +14,7 @@ from gammaray.v1 import types_pb2 as pb
 from orchestrator.control.costs import CostModel
 from orchestrator.control.fixed import FixedGamma
 from orchestrator.cycle.run import run_cycle
-from orchestrator.drafting.choice import DrafterChoice
-from orchestrator.drafting.session_drafter import SessionDrafter
+from orchestrator.drafting.session_drafter import DrafterChoice, SessionDrafter
 from orchestrator.drafting.suffix_decoding import SuffixDrafter
 from tests.support.workers.fleet_helpers import clients, emitted, fleet_of, stop_pauses_ending
 from tests.support.workers.scripted_workers import (

@@ -76,3 +76,39 @@ def test_api_page_has_every_field():
     fields |= {field.name for field in pb.GenerateRequest.DESCRIPTOR.fields}
     fields |= {method.name for method in pb.DESCRIPTOR.services_by_name["GenerationService"].methods}
     assert {field for field in fields if f"`{field}`" not in text} == set()
+
+
+def path_of_a_token():
+    """Return the numbered sentences of the architecture page."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    section = re.split(r"^## ", page.split("## The path of one token")[1], maxsplit=1, flags=re.MULTILINE)[0]
+    found = re.findall(r"^(\d+)\. (.*(?:\n   .*)*)", section, re.MULTILINE)
+    assert [int(number) for number, _ in found] == list(range(1, len(found) + 1))
+    return [text for _, text in found]
+
+
+def files_of(sentence):
+    """Return the files that a sentence links."""
+    return set(re.findall(r"\]\(\.\./([\w/.]+)\)", sentence))
+
+
+def test_path_of_a_token_is_short():
+    sentences = path_of_a_token()
+    assert 0 < len(sentences) <= 25
+    assert len(set().union(*map(files_of, sentences))) <= 50
+    assert all(len(re.findall(r"[.;!?](?=\s|$)", sentence)) == 1 for sentence in sentences)
+
+
+def test_path_of_a_token_names_functions_where_they_are():
+    for sentence in path_of_a_token():
+        texts = [(ROOT / path).read_text() for path in files_of(sentence)]
+        names = re.findall(r"`([A-Za-z_][\w.]*)`", sentence)
+        assert names, sentence
+        for name in names:
+            places = [text for text in texts if all(is_defined(part, text) for part in name.split("."))]
+            assert places, (name, sentence)
+
+
+def is_defined(name, source):
+    """Whether a class, function or constant is defined in a source."""
+    return re.search(rf"^\s*(?:(?:async )?def|class) {name}\b|^{name} = ", source, re.MULTILINE) is not None

@@ -16,9 +16,8 @@ from orchestrator.control.adaptive import AdaptiveGamma
 from orchestrator.control.costs import CostModel
 from orchestrator.control.fixed import FixedGamma
 from orchestrator.cycle.types import Candidates, Match
-from orchestrator.drafting.choice import DrafterChoice
 from orchestrator.drafting.head import TargetHead
-from orchestrator.drafting.session_drafter import SessionDrafter
+from orchestrator.drafting.session_drafter import DrafterChoice, SessionDrafter
 from orchestrator.workers.drafter import Readiness
 from tests.support.cycle_helpers import make_session
 

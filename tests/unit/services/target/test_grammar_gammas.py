@@ -26,10 +26,9 @@ from orchestrator.control.fixed import FixedGamma
 from orchestrator.cycle.run import run_cycle
 from orchestrator.cycle.session import Session
 from orchestrator.cycle.types import Match
-from orchestrator.drafting.choice import DrafterChoice
 from orchestrator.drafting.grammar import GrammarDrafter
 from orchestrator.drafting.prediction import PredictionDrafter
-from orchestrator.drafting.session_drafter import SessionDrafter
+from orchestrator.drafting.session_drafter import DrafterChoice, SessionDrafter
 from services.engine.sampling.edits import row_paths
 from services.engine.sampling.logits import edited_logits, processed_log_probs
 from services.engine.sampling.noise import Noise

@@ -204,7 +204,7 @@ def calls_of(engine: Engine, num_sessions: int, num_rows: int) -> Counter[str]:
 def test_calls_per_layer_do_not_depend_on_the_number_of_sessions(
     arch: str, attention: str, batched: int, alone: dict[int, int], tmp_path: Path
 ) -> None:
-    """The numbers are those of docs/scaling.md."""
+    """The numbers are those of docs/lab.md."""
     types = CONFIGS[arch][1].get("layer_types", [])
     deeper = {"num_hidden_layers": 6, **({"layer_types": 2 * types} if types else {})}
     directories = [tiny_model(arch, tmp_path / "3"), tiny_model(arch, tmp_path / "6", **deeper)]
