@@ -9,6 +9,7 @@ grows with a response, such as its log-probabilities, is encoded as it grows (`E
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -51,12 +52,18 @@ def decode(body: bytes) -> Any:
     Raises:
         InvalidArgumentError: It is not JSON in UTF-8, nested in over 200 levels, or too many values.
     """
-    if len(body) > SMALL_BYTES:
+    is_small = len(body) <= SMALL_BYTES
+    if not is_small:
         _check_values(body)
+    is_collecting = gc.isenabled()
+    gc.disable()  # collections, which many new objects cause, would take longer than the decoder
     try:
-        return from_json(body)
+        return from_json(body, cache_strings=is_small)  # many different keys would evict each other
     except ValueError as error:
         raise InvalidArgumentError("body", f"malformed JSON ({error})", "a JSON object in UTF-8") from None
+    finally:
+        if is_collecting:
+            gc.enable()
 
 
 def _check_values(body: bytes) -> None:

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, TypeAlias
 
 from gammaray.types import (
     Chunk,
@@ -29,16 +29,6 @@ from orchestrator.text.tokenizer import Tokenizer
 
 _LOWEST = -9999.0
 """OpenAI's substitute for minus infinity, which JSON cannot represent."""
-
-
-class LogprobFormat(Protocol):
-    """Renders the log-probabilities of a choice's tokens incrementally."""
-
-    def render(
-        self, tokens: Sequence[EmittedToken], prompt: EchoedPrompt | None = None
-    ) -> types.CompletionLogprobs | types.ChatLogprobs:
-        """Return the JSON object for the next tokens, preceded by those of an echoed prompt."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -125,6 +115,10 @@ class ChatLogprobs:
             for token in tokens
         ]
         return {"content": content, "refusal": None}
+
+
+LogprobFormat: TypeAlias = CompletionLogprobs | ChatLogprobs
+"""Renders the log-probabilities of a choice's tokens as they come."""
 
 
 def prompt_entries(

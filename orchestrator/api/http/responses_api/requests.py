@@ -12,7 +12,7 @@ from gammaray.errors import InvalidArgumentError, renaming
 from gammaray.grammar.texts import JSON_OBJECT, json_rule
 from gammaray.types import GenerationRequest
 from orchestrator.api.backend import Backend
-from orchestrator.api.http.fields import checked_tools
+from orchestrator.api.http.fields import ToolInput, checked_tools
 from orchestrator.api.http.models import MAX_MESSAGES
 from orchestrator.api.http.requests import ChoicePlan, check_size, common_request, expected_bytes
 from orchestrator.api.http.responses_api import types
@@ -168,16 +168,7 @@ def _head(
         "temperature": request.sampling.temperature,
         "text": {"format": _echoed_format(body.text.format), "verbosity": "medium"},
         "tool_choice": _echoed_choice(body.tool_choice),
-        "tools": [
-            {
-                "type": "function",
-                "name": tool.name,
-                "description": tool.description or None,
-                "parameters": tool.parameters,
-                "strict": tool.strict,
-            }
-            for tool in body.tools
-        ],
+        "tools": [_echoed(tool) for tool in body.tools],
         "top_logprobs": body.top_logprobs,
         "top_p": request.sampling.top_p,
         "truncation": "disabled",
@@ -185,16 +176,13 @@ def _head(
     }
 
 
-def _echoed_format(asked: TextFormatInput) -> types.TextFormat:
-    if asked.type != "json_schema":
-        return {"type": asked.type}
-    return {
-        "type": asked.type,
-        "name": asked.name,
-        "description": asked.description or None,
-        "schema": asked.json_schema,
-        "strict": asked.strict,
-    }
+def _echoed_format(asked: TextFormatInput) -> Any:
+    return _echoed(asked) if asked.type == "json_schema" else {"type": asked.type}
+
+
+def _echoed(asked: TextFormatInput | ToolInput) -> Any:
+    """Return an object of the request with all its fields; a description that is absent is null."""
+    return {**asked.model_dump(by_alias=True), "description": asked.description or None}
 
 
 def _echoed_choice(asked: ToolChoice | None) -> Any:

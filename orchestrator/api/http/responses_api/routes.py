@@ -10,7 +10,7 @@ from typing import Annotated, Any, get_args
 import fastapi
 from fastapi import FastAPI, Query, Request
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from gammaray.errors import FailedPreconditionError, InvalidArgumentError
 from orchestrator.api.backend import Backend
@@ -38,14 +38,23 @@ _REPLAY_BATCH = 64
 """Events of a stored response that are made in one go, in about a millisecond."""
 
 
+def _check_flag(value: object) -> object:
+    if str(value).lower() not in ("true", "false"):
+        raise ValueError("true or false")
+    return value
+
+
+_Flag = Annotated[bool, BeforeValidator(_check_flag)]
+
+
 class _Reading(BaseModel):
     """Parameters of the URL of a stored response."""
 
     model_config = ConfigDict(extra="forbid")
 
-    stream: bool = False
+    stream: _Flag = False
     starting_after: int | None = Field(None, ge=0, le=MAX_SEQUENCE_NUMBER)
-    include_obfuscation: bool = False
+    include_obfuscation: _Flag = False
     include: list[Includable] = []
     includes: list[Includable] = Field([], alias="include[]")
 

@@ -114,12 +114,6 @@ def fail_at(chunk):
     return before
 
 
-async def test_stream_error_before_the_first_piece_is_an_ordinary_error():
-    answer = await complete(ScriptedBackend(fail_at(0)), prompt="x", stream=True)
-    assert answer.status_code == 503
-    assert answer.json()["error"]["message"] == "no target worker"
-
-
 async def test_stream_error_midway_is_the_last_event():
     first, error = await events(ScriptedBackend(fail_at(1)), prompt="x")
     assert json.loads(first)["choices"][0]["text"] == "caf"

@@ -107,13 +107,14 @@ def nested(depth):
 
 KEYS = {f"k{number}": 0 for number in range(50_000)}
 HOSTILE = {
-    "deep values": ({"text": {"format": {**SCHEMA, "schema": {"enum": nested(150)}}}}, "text.format.schema"),
+    "deep values": ({"text": {"format": {**SCHEMA, "schema": {"enum": nested(500)}}}}, "body"),
     "deep arguments": (
         {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "[" * (2**20 + 1)}]},
         "input.0.arguments",
     ),
     "deep parameters": ({"tools": [{**TOOL, "parameters": {"a": nested(150)}}]}, "tools.0.parameters"),
     "unknown fields": ({"text": KEYS}, "text.k0"),
+    "unknown fields of a format": ({"text": {"format": {**SCHEMA, **KEYS}}}, "text.format.k0"),
     "unknown fields of a tool": ({"tools": [KEYS]}, "tools.0.type"),
     "much metadata": ({"metadata": KEYS}, "metadata"),
     "many wrong items": ({"input": [{}] * 50_000}, "input.0"),
