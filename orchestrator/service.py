@@ -15,6 +15,7 @@ from typing import Any
 from gammaray.aio import end_tasks
 from gammaray.config import OrchestratorSettings
 from gammaray.demo_pair import resolve_model
+from gammaray.deploy.redis_connection import RetryingRedis
 from gammaray.errors import CancelledError, GammarayError, NotFoundError
 from gammaray.grammar.identity import grammar_identity
 from gammaray.grammar.matcher import GrammarState
@@ -42,7 +43,7 @@ from orchestrator.sessions.lifecycle import OpenSession, SessionManager, check_r
 from orchestrator.sessions.management import SessionCalls
 from orchestrator.sessions.progress import ChunkBuilder
 from orchestrator.status import StatusBoard
-from orchestrator.storage.client import Redis, connect, wait_for_redis
+from orchestrator.storage.client import connect, wait_for_redis
 from orchestrator.storage.keys import Keys, StoreBounds
 from orchestrator.storage.registry import RedisRegistry
 from orchestrator.storage.response_store import ResponseStore
@@ -102,7 +103,7 @@ class Orchestrator:
         corpus: Past outputs, which are proposed to later sessions of the same tenant.
     """
 
-    def __init__(self, settings: OrchestratorSettings, redis: Redis, tokenizer: Tokenizer) -> None:
+    def __init__(self, settings: OrchestratorSettings, redis: RetryingRedis, tokenizer: Tokenizer) -> None:
         """Create the components; use `start` instead."""
         self.model_name = settings.served_model_name or served_name(settings.model)
         self.max_context = tokenizer.max_context

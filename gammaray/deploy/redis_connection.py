@@ -13,21 +13,21 @@ password are those of the Redis servers, `sentinel_username` and `sentinel_passw
 sentinels.
 
 A server that was demoted, is loading or has lost its primary answers commands with an error but keeps the
-connection open. After such a reply the pool closes all connections and the command is retried over a new one,
-for which the name is resolved, or Sentinel queried, again.
+connection open. After such a reply the client closes all connections and sends the command again over a new
+one, for which the name is resolved, or Sentinel queried, again.
 """
 
 from __future__ import annotations
 
+import asyncio
 import re
-import weakref
 from collections.abc import Awaitable, Callable
-from functools import cache
+from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import SplitResult, unquote, urlsplit, urlunsplit
 
 from redis.asyncio import BlockingConnectionPool, Redis, Sentinel
-from redis.asyncio.connection import Connection, SSLConnection, parse_url
+from redis.asyncio.connection import SSLConnection, parse_url
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import (
     SentinelConnectionPool,
@@ -48,11 +48,10 @@ from redis.exceptions import (
     ReadOnlyError,
     RedisError,
     ResponseError,
-    TimeoutError,
     TryAgainError,
 )
 
-from gammaray.errors import InvalidArgumentError
+from gammaray.errors import InvalidArgumentError, UnavailableError
 
 T = TypeVar("T")
 
@@ -123,7 +122,57 @@ def without_password(redis_url: str) -> str:
     return re.sub(r"(password=)[^&]*", r"\1...", shown)
 
 
-def connect(redis_url: str, *, timeout_s: float, num_retries: int, max_connections: int = 2) -> Redis:
+class RetryingRedis(Redis):
+    """A client whose calls are repeated while Redis cannot be reached or refuses them temporarily.
+
+    A single policy covers connecting and sending; with policies of connections their counts would multiply.
+
+    Attributes:
+        policy: How often, and after which delays.
+    """
+
+    policy: Retry
+
+    async def execute_command(self, *args: Any, **options: Any) -> Any:
+        """Send a command and return its answer."""
+        return await self.repeated(partial(super().execute_command, *args, **options))
+
+    async def repeated(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Await `call` until it succeeds or the retries are exhausted.
+
+        Raises:
+            RefusedError: Redis refused it with one of `PASSING`.
+            UnavailableError: No connection became free in time, or the password is wrong; not repeated.
+            RedisError: Another error reply, or Redis cannot be reached.
+        """
+
+        async def attempt() -> T:
+            try:
+                return await call()
+            except AuthenticationError as error:
+                raise UnavailableError(f"Redis refuses the password: {error}") from error
+            except RedisError as error:
+                if isinstance(error, ConnectionError) and isinstance(error.__cause__, asyncio.TimeoutError):
+                    raise UnavailableError(f"Redis does not respond: {error}") from error
+                code = reply_code(error)
+                if code in FAILOVER:
+                    await self._follow()
+                if code in PASSING:
+                    raise RefusedError(code, str(error)) from error
+                raise
+
+        async def failed(_: Exception) -> None:
+            """The connection is closed, or back in the pool."""
+
+        return await self.policy.call_with_retry(attempt, failed)
+
+    async def _follow(self) -> None:
+        """Close every connection, those in use on release, since another server may be the primary."""
+        await self.connection_pool.update_active_connections_for_reconnect()
+        await self.connection_pool.disconnect(inuse_connections=False)
+
+
+def connect(redis_url: str, *, timeout_s: float, num_retries: int, max_connections: int = 2) -> RetryingRedis:
     """Return a client, which connects on first use.
 
     Args:
@@ -142,17 +191,20 @@ def connect(redis_url: str, *, timeout_s: float, num_retries: int, max_connectio
         "timeout": timeout_s,
         "socket_timeout": timeout_s,
         "socket_connect_timeout": timeout_s,
-        "retry": _Retry(num_retries),
+        "retry": Retry(NoBackoff(), 0),
     }
     try:
         parts = urlsplit(redis_url)
         if parts.scheme in _SENTINEL_SCHEMES:
-            return _connect_by_sentinel(parts, options)
-        options.update(parse_url(redis_url))
-        options["connection_class"] = _following(options.get("connection_class", Connection))
-        return _client(_Pool(**options))
+            pool: Any = _sentinel_pool(parts, options)
+        else:
+            pool = BlockingConnectionPool(**{**options, **parse_url(redis_url)})
+        pool.connection_class(**pool.connection_kwargs)  # rejects invalid options of the URL
     except (TypeError, ValueError) as error:  # TypeError: an option that redis-py does not know
         raise InvalidArgumentError("redis_url", without_password(redis_url), ALLOWED_URLS) from error
+    redis = RetryingRedis.from_pool(pool)
+    redis.policy = Retry(ExponentialBackoff(cap=BACKOFF_CAP_S, base=BACKOFF_BASE_S), num_retries)
+    return redis
 
 
 def address_of(redis: Redis) -> str:
@@ -165,7 +217,7 @@ def address_of(redis: Redis) -> str:
     return str(where["path"]) if "path" in where else f"{where.get('host', '')}:{where.get('port', 6379)}"
 
 
-def _connect_by_sentinel(parts: SplitResult, options: dict[str, Any]) -> Redis:
+def _sentinel_pool(parts: SplitResult, options: dict[str, Any]) -> _SentinelPool:
     credentials, at, hosts = parts.netloc.rpartition("@")
     nodes = [urlsplit(f"//{host}") for host in hosts.split(",")]
     service, _, db = parts.path.strip("/").partition("/")
@@ -177,10 +229,8 @@ def _connect_by_sentinel(parts: SplitResult, options: dict[str, Any]) -> Redis:
     )
     options.update(parse_url(urlunsplit(server)))
     del options["host"]
-    is_tls = options.pop("connection_class", Connection) is SSLConnection
-    options["connection_class"] = _following(
-        SentinelManagedSSLConnection if is_tls else SentinelManagedConnection
-    )
+    is_tls = options.get("connection_class") is SSLConnection
+    options["connection_class"] = SentinelManagedSSLConnection if is_tls else SentinelManagedConnection
     sentinel_options: dict[str, Any] = {
         "socket_timeout": SENTINEL_TIMEOUT_S,
         "socket_connect_timeout": SENTINEL_TIMEOUT_S,
@@ -193,107 +243,11 @@ def _connect_by_sentinel(parts: SplitResult, options: dict[str, Any]) -> Redis:
         sentinel_options.update(tls, ssl=True)
     addresses = [(str(node.hostname), node.port or SENTINEL_PORT) for node in nodes]
     sentinel = Sentinel(addresses, sentinel_kwargs=sentinel_options)  # type: ignore[no-untyped-call]
-    return _client(_SentinelPool(unquote(service), sentinel, **options))  # type: ignore[no-untyped-call]
+    return _SentinelPool(unquote(service), sentinel, **options)  # type: ignore[no-untyped-call]
 
 
-def _client(pool: Any) -> Redis:
-    """Return a client; reject invalid options of the URL now rather than at the first connection."""
-    pool.connection_class(**pool.connection_kwargs)
-    return Redis.from_pool(pool)
-
-
-class _Retry(Retry):
-    """Retry policy that does not retry connecting on its own while a command is being retried.
-
-    Otherwise the counts would multiply. Each connection copies this object, and runs one command at a time.
-    """
-
-    def __init__(self, num_retries: int) -> None:
-        errors = (ConnectionError, TimeoutError)
-        super().__init__(ExponentialBackoff(cap=BACKOFF_CAP_S, base=BACKOFF_BASE_S), num_retries, errors)
-        self._once = Retry(NoBackoff(), 0, errors)
-        self._is_retrying = False
-
-    async def call_with_retry(self, do: Callable[[], Awaitable[T]], *args: Any, **kwargs: Any) -> T:
-        """Call `do` until it succeeds or the retries are exhausted; see `redis.asyncio.retry.Retry`."""
-        if self._is_retrying:
-            return await self._once.call_with_retry(do, *args, **kwargs)
-        self._is_retrying = True
-        try:
-            return await super().call_with_retry(do, *args, **kwargs)
-        finally:
-            self._is_retrying = False
-
-
-class _Following:
-    """A connection that treats temporary error replies as a broken connection, to have commands retried."""
-
-    on_failover: Callable[[], Awaitable[None]]
-    is_stale = False
-    """Whether to close the connection before it is used again."""
-
-    async def send_packed_command(self, *args: Any, **kwargs: Any) -> None:
-        """Send a command. Sentinel is queried at every connect; redis-py does so only in the pool."""
-        if isinstance(self, SentinelManagedConnection) and not self.is_connected:
-            await self.connect()
-        await super().send_packed_command(*args, **kwargs)  # type: ignore[misc]
-
-    async def read_response(self, *args: Any, **kwargs: Any) -> Any:
-        """Return a reply.
-
-        Raises:
-            RefusedError: One of `PASSING`.
-            RedisError: Another error reply, or the connection broke.
-        """
-        try:
-            return await super().read_response(*args, **kwargs)  # type: ignore[misc]
-        except RedisError as error:
-            code = reply_code(error)
-            # With Sentinel, redis-py turns the reply of a demoted primary into a ConnectionError itself.
-            is_demoted = isinstance(self, SentinelManagedConnection) and isinstance(error, ConnectionError)
-            if code in FAILOVER or is_demoted:
-                await self.on_failover()
-            if code in PASSING:
-                raise RefusedError(code, str(error)) from error
-            raise
-
-
-@cache
-def _following(kind: type) -> type:
-    """Return one of redis-py's classes of connections with the behaviour of `_Following`."""
-    return type(f"Following{kind.__name__}", (_Following, kind), {})
-
-
-class _Pool(BlockingConnectionPool):
-    """Connections to one server, or to the server that its name resolves to."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._made: weakref.WeakSet[Any] = weakref.WeakSet()
-        super().__init__(*args, **kwargs)
-
-    def make_connection(self) -> Any:
-        """Return a new connection."""
-        connection: Any = super().make_connection()  # type: ignore[no-untyped-call]
-        connection.on_failover = self.follow
-        self._made.add(connection)
-        return connection
-
-    async def follow(self) -> None:
-        """Close every connection, those in use on release, since another server may be the primary."""
-        for connection in self._made:
-            connection.is_stale = True
-        await self.disconnect(inuse_connections=False)
-
-    async def release(self, connection: Any) -> None:
-        """Return a connection to the pool."""
-        if connection.is_stale:
-            connection.is_stale = False
-            await connection.disconnect()
-        await super().release(connection)
-
-
-class _SentinelPool(SentinelConnectionPool, _Pool):
-    """Connections to the primary according to Sentinel."""
+class _SentinelPool(SentinelConnectionPool, BlockingConnectionPool):
+    """Connections to the primary according to Sentinel; calls wait for a free one."""
 
     async def aclose(self) -> None:
         """Close the connections to the primary and to the sentinels."""

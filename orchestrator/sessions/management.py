@@ -58,7 +58,7 @@ class SessionCalls:
             piece = stored.tokens[start : start + REPLAY_TOKENS]
             tokens.extend(emitted_token(token, self._tokenizer) for token in piece)
             await asyncio.sleep(0)
-        return _info(stored.summary, caller), tuple(tokens)
+        return _info(stored, caller), tuple(tokens)
 
     async def trace(self, session_id: str, caller: Caller) -> pb.GetSessionTraceResponse:
         """Return the records of a session's cycles, oldest first.

@@ -13,7 +13,13 @@ from redis.asyncio import Redis as Redis
 from redis.exceptions import AuthenticationError, ConnectionError, NoScriptError, RedisError, TimeoutError
 
 from gammaray.deploy import redis_connection
-from gammaray.deploy.redis_connection import RefusedError, reply_code, without_password
+from gammaray.deploy.redis_connection import (
+    PASSING,
+    RefusedError,
+    RetryingRedis,
+    reply_code,
+    without_password,
+)
 from gammaray.errors import (
     GammarayError,
     InternalError,
@@ -39,11 +45,11 @@ OOM_RETRY_AFTER_S = 5.0
 WAIT_PERIOD_S = 0.5
 CHECK_TIMEOUT_S = 5.0
 
-_UNAVAILABLE = redis_connection.PASSING | {"ASK", "MISCONF", "MOVED", "NOAUTH", "NOPERM", "NOSCRIPT"}
+_UNAVAILABLE = PASSING | {"ASK", "MISCONF", "MOVED", "NOAUTH", "NOPERM", "NOSCRIPT"}
 """Error codes caused by the state of the server and not by the command."""
 
 
-def connect(redis_url: str) -> Redis:
+def connect(redis_url: str) -> RetryingRedis:
     """Return a client that retries through a restart or failover of Redis; it connects on first use.
 
     Raises:
@@ -146,7 +152,7 @@ class BatchedScript:
         source: The script.
     """
 
-    def __init__(self, redis: Redis, source: str) -> None:
+    def __init__(self, redis: RetryingRedis, source: str) -> None:
         self._redis, self._source = redis, source
         self._sha = hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
         self._waiting: list[tuple[tuple[Any, ...], asyncio.Future[Any]]] = []
@@ -192,7 +198,14 @@ class BatchedScript:
     async def _pipeline(
         self, calls: Sequence[tuple[tuple[Any, ...], object]], command: str, script: str
     ) -> list[Any]:
-        async with self._redis.pipeline(transaction=False) as pipeline:
-            for arguments, _ in calls:
-                pipeline.execute_command(command, script, *arguments)
-            return await pipeline.execute(raise_on_error=False)
+        async def send() -> list[Any]:
+            async with self._redis.pipeline(transaction=False) as pipeline:
+                for arguments, _ in calls:
+                    pipeline.execute_command(command, script, *arguments)
+                results = await pipeline.execute(raise_on_error=False)
+            for result in results:
+                if isinstance(result, RedisError) and reply_code(result) in PASSING:
+                    raise result
+            return results
+
+        return await self._redis.repeated(send)

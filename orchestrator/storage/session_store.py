@@ -13,9 +13,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from redis.asyncio import Redis
-
 from gammaray.blocks import TokenLogprobs
+from gammaray.deploy.redis_connection import RetryingRedis
 from gammaray.errors import (
     CancelledError,
     FailedPreconditionError,
@@ -30,6 +29,14 @@ from orchestrator.storage.client import BatchedScript, answer
 from orchestrator.storage.keys import DEFAULT_KEYS, Keys, StoreBounds
 from orchestrator.storage.token_records import StoredToken, TokenRecords
 from orchestrator.text.cpu_threads import INLINE_BYTES, in_thread
+
+LEASE_S = 10.0
+"""Seconds after which an owner that does not renew its lease is considered dead."""
+
+LIST_PAGE = 200
+"""Sessions per call of the listing script, so that it blocks neither Redis nor the event loop for long."""
+
+READ_TRIES = 5
 
 SUMMARY_FIELDS = (
     "digest",
@@ -76,11 +83,10 @@ class SessionSummary:
 
 
 @dataclass(frozen=True)
-class StoredSession:
+class StoredSession(SessionSummary):
     """A session with its tokens, as read from the store.
 
     Args:
-        summary: Summary of the session.
         request: The request that began the turn, as passed to the store.
         digest: Digest of the request.
         prompt: Token ids of the turn's prompt, which includes all earlier turns.
@@ -92,7 +98,6 @@ class StoredSession:
         is_whole: Whether all committed tokens are present.
     """
 
-    summary: SessionSummary
     request: bytes
     digest: str
     prompt: tuple[int, ...]
@@ -102,36 +107,6 @@ class StoredSession:
     state: bytes
     model_identity: str
     is_whole: bool
-
-    @property
-    def session_id(self) -> str:
-        """The session's (qualified) name."""
-        return self.summary.session_id
-
-    @property
-    def turn(self) -> int:
-        """The current turn, from 0."""
-        return self.summary.turn
-
-    @property
-    def epoch(self) -> int:
-        """Fencing number of the owner."""
-        return self.summary.epoch
-
-    @property
-    def seed(self) -> int:
-        """The seed in use."""
-        return self.summary.seed
-
-    @property
-    def finish_reason(self) -> FinishReason | None:
-        """None while the turn is not finished."""
-        return self.summary.finish_reason
-
-    @property
-    def is_running(self) -> bool:
-        """Whether an owner holds an unexpired lease."""
-        return self.summary.is_running
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -147,7 +122,7 @@ class StoredSession:
 def parse_summary(session_id: str, head: Mapping[str, bytes], expires_ms: int, now_ms: int) -> SessionSummary:
     """Parse a summary from a hash's fields, as of `now_ms`."""
     reason = head.get("finish_reason")
-    records = _records(int(head["num_top"]))
+    records = _RECORDS[int(head["num_top"])]
     return SessionSummary(
         session_id=session_id,
         turn=int(head["turn"]),
@@ -176,13 +151,13 @@ def parse(
     head = {name.decode(): value for name, value in fields.items()}
     body, prompt = _unpack_request(request)
     return StoredSession(
-        summary=parse_summary(session_id, head, expires_ms, now_ms),
+        **vars(parse_summary(session_id, head, expires_ms, now_ms)),
         request=body,
         digest=head["digest"].decode(),
         prompt=prompt,
         sample_index=int(head["sample_index"]),
         max_tokens=int(head["max_tokens"]),
-        tokens=_records(int(head["num_top"])).unpack(data),
+        tokens=_RECORDS[int(head["num_top"])].unpack(data),
         state=head.get("state", b""),
         model_identity=head.get("model_identity", b"").decode(),
         is_whole=int(head["size"]) == len(data),
@@ -222,20 +197,7 @@ def _unpack_request(packed: bytes) -> tuple[bytes, tuple[int, ...]]:
     return packed[4 : 4 + length], struct.unpack_from(f"<{count}I", packed, 4 + length)
 
 
-def _records(num_top: int) -> TokenRecords:
-    return _RECORDS[num_top]
-
-
 _RECORDS = {num_top: TokenRecords(None if num_top < 0 else num_top) for num_top in range(-1, 21)}
-
-
-LEASE_S = 10.0
-"""Seconds after which an owner that does not renew its lease is considered dead."""
-
-LIST_PAGE = 200
-"""Sessions per call of the listing script, so that it blocks neither Redis nor the event loop for long."""
-
-READ_TRIES = 5
 
 
 class RedisStore:
@@ -252,7 +214,7 @@ class RedisStore:
 
     def __init__(
         self,
-        redis: Redis,
+        redis: RetryingRedis,
         ttl_s: int,
         lease_s: float = LEASE_S,
         bounds: StoreBounds | None = None,

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from gammaray.deploy.redis_connection import RetryingRedis
 from gammaray.v1 import generation_service_pb2 as pb
 from orchestrator.storage import session_scripts as scripts
-from orchestrator.storage.client import BatchedScript, Redis, answer
+from orchestrator.storage.client import BatchedScript, answer
 from orchestrator.storage.keys import DEFAULT_KEYS, Keys, StoreBounds
 
 SHARE = 0.75
@@ -32,7 +33,7 @@ class RedisTraceStore:
     """
 
     def __init__(
-        self, redis: Redis, ttl_s: int, bounds: StoreBounds | None = None, keys: Keys = DEFAULT_KEYS
+        self, redis: RetryingRedis, ttl_s: int, bounds: StoreBounds | None = None, keys: Keys = DEFAULT_KEYS
     ) -> None:
         self._redis, self._ttl_ms = redis, ttl_s * 1000
         self._bounds, self._keys = bounds or StoreBounds(redis), keys

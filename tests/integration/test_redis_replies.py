@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 
 import pytest
 
+from gammaray.deploy import redis_connection
 from gammaray.errors import InternalError, InvalidArgumentError, ResourceExhaustedError, UnavailableError
 from gammaray.types import ProcessStatus
 from orchestrator.status import Presence
@@ -104,7 +106,7 @@ async def test_permanent_error_reply_fails_immediately_with_a_type(server, reply
         redis = connect(url)
         script = BatchedScript(redis, WRITE)
         name.reply = reply
-        for call in (redis.set("k", 1), redis.pipeline().get("k").execute(), script.call(["k"], ["1"])):
+        for call in (redis.set("k", 1), redis.get("k"), script.call(["k"], ["1"])):
             name.refused.clear()
             with pytest.raises(error, match=words):
                 await answer(call)
@@ -120,13 +122,25 @@ async def test_temporary_error_reply_is_retried(server, reply):
         redis = connect(url)
         script = BatchedScript(redis, WRITE)
         name.reply = reply
-        calls = [redis.set("a", 1), redis.pipeline().set("b", 2).execute(), script.call(["c"], ["3"])]
+        calls = [redis.set("a", 1), redis.register_script(WRITE)(["b"], ["2"]), script.call(["c"], ["3"])]
         tasks = [asyncio.create_task(answer(call)) for call in calls]
         await until(lambda: len(name.refused) >= 6)
         name.reply = ""
         await asyncio.gather(*tasks)
         assert await redis.mget("a", "b", "c") == [b"1", b"2", b"3"]
         await redis.aclose()
+
+
+async def test_call_without_a_free_connection_fails_after_one_timeout(server):
+    redis = redis_connection.connect(server.url, timeout_s=0.5, num_retries=20, max_connections=1)
+    only = await redis.connection_pool.get_connection()
+    began = time.monotonic()
+    with pytest.raises(UnavailableError, match="No connection available"):
+        await answer(redis.ping())
+    assert time.monotonic() - began < 5, "it is not repeated twenty times"
+    await redis.connection_pool.release(only)
+    assert await answer(redis.ping())
+    await redis.aclose()
 
 
 async def test_lasting_error_reply_names_its_code(server):

@@ -104,7 +104,7 @@ async def test_summary_equals_the_fields_of_the_session(redis):
         "c": SessionState.FINISHED,
     }
     for name, info in listed.items():
-        stored = (await store.read(f"acme:{name}")).summary
+        stored = await store.read(f"acme:{name}")
         assert (info.turn, info.epoch, info.seed) == (stored.turn, stored.epoch, stored.seed)
         assert (info.prompt_tokens, info.emitted_tokens) == (len(make_session().prompt), 2)
         assert info.finish_reason is stored.finish_reason
