@@ -106,20 +106,6 @@ async def test_same_block_again_gives_the_same_proposal(draft, method):
     assert first.proposal == again.proposal
 
 
-async def test_penalties_count_the_drafted_tokens(draft, model):
-    params = SamplingParams(
-        temperature=0.0, seed=1, frequency_penalty=2.0, allowed_token_ids=tuple(range(20, 28))
-    )
-    spec = spec_message(params, prompt_length=len(PROMPT))
-    proposal = (await draft.ask(propose_block(PROMPT, 12, spec=spec))).proposal
-    plain, output = plain_model(model), []
-    for _ in range(12):
-        scores = plain_logits(plain, PROMPT + output)[-1]
-        output.append(max(range(20, 28), key=lambda token: float(scores[token]) - 2.0 * output.count(token)))
-    assert list(proposal.token_ids) == output
-    assert len(set(output)) > 3
-
-
 async def test_many_sessions_draft_in_lock_step_what_each_drafts_alone(draft):
     prompts = [random_tokens(4 + index % 9, seed=index) for index in range(24)]
 
