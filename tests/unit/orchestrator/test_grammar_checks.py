@@ -9,7 +9,7 @@ import time
 import pytest
 
 from gammaray.demo_pair import resolve_model
-from gammaray.errors import DeadlineExceededError, InvalidArgumentError
+from gammaray.errors import DeadlineExceededError, FailedPreconditionError, InvalidArgumentError
 from gammaray.grammar import check_pool
 from gammaray.grammar.check_pool import CheckPool
 from gammaray.grammar.matcher import GrammarState
@@ -104,6 +104,18 @@ def test_grammars_whose_steps_take_long_are_left_to_the_workers(checking):
             assert type(await checks.begin(grammar, ANONYMOUS)) is followed
 
     checking(test, max_cpu_s=100.0)
+
+
+def test_tokens_of_a_resumed_session_are_followed(checking):
+    tokens = Tokenizer(resolve_model("demo")).encode("abc", is_start=False)
+
+    async def test(checks):
+        state = await checks.begin("start: /[a-c]{9}/", ANONYMOUS, tokens)
+        assert len(state) == len(tokens)
+        with pytest.raises(FailedPreconditionError, match=r"do not follow it with llguidance-1\."):
+            await checks.begin("start: /[d-f]{9}/", ANONYMOUS, tokens)
+
+    checking(test)
 
 
 def test_endless_grammars_of_one_tenant_do_not_keep_another_waiting(checking, submitted):
