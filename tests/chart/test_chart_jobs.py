@@ -345,7 +345,9 @@ def test_helm_test_without_a_key_expects_a_rejection_if_keys_are_required(keys, 
     def answer(method, path, body):
         return (status, {}, b"{}") if path != "/health" else completion(method, path, body)
 
-    assert helm_test(answer, {"apiKeysSecret": {"name": keys}})[0].returncode == code
+    ended, _ = helm_test(answer, {"apiKeysSecret": {"name": keys}})
+    assert ended.returncode == code
+    assert (f": {status} " in ended.stderr) is bool(code)
 
 
 def test_helm_test_reaches_the_service_through_the_network_policies():
