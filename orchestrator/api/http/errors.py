@@ -57,15 +57,13 @@ _CODES = {
 }
 # Fields whose HTTP name differs from that of the request type.
 _HTTP_NAMES = {
-    "verification": "gammaray.verification",
-    "drafter": "gammaray.drafter",
-    "gamma": "gammaray.gamma",
-    "max_gamma": "gammaray.max_gamma",
-    "max_nodes": "gammaray.max_nodes",
-    "session_id": "gammaray.session_id",
-    "turn": "gammaray.turn",
-    "keep_cache_s": "gammaray.keep_cache_s",
-    "cache_salt": "gammaray.cache_salt",
+    **{
+        name: f"gammaray.{name}"
+        for name in (
+            *("verification", "drafter", "gamma", "max_gamma", "max_nodes", "session_id"),
+            *("turn", "keep_cache_s", "cache_salt"),
+        )
+    },
     "num_top_logprobs": "top_logprobs",
     "num_prompt_logprobs": "prompt_logprobs",
 }

@@ -38,6 +38,9 @@ SLICE_BYTES = 2**16
 _SLICE_ITEMS = 64
 """Items of a long list per encoding call, which takes a few milliseconds with 20 alternatives each."""
 
+INLINE_ENTRIES = 1024
+"""Values up to this many tokens or items are encoded on the event loop, in some milliseconds."""
+
 _MAX_SPLIT_ITEMS = 128
 """A list up to this length, such as the list of choices, is encoded item by item instead."""
 

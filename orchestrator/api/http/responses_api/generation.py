@@ -12,12 +12,12 @@ from gammaray.types import Chunk
 from orchestrator.access.caller import Caller
 from orchestrator.api.backend import Backend
 from orchestrator.api.http.errors import as_gammaray_error
-from orchestrator.api.http.json_text import encode, encode_pieces, sliced
+from orchestrator.api.http.json_text import INLINE_ENTRIES, encode, encode_pieces, sliced
 from orchestrator.api.http.requests import TOKEN_BYTES, ChoicePlan, check_size
 from orchestrator.api.http.responses import ChatLogprobs, ChoiceState
 from orchestrator.api.http.responses_api import types
 from orchestrator.api.http.responses_api.events import ResponseBuilder
-from orchestrator.api.http.responses_api.records import INLINE_ENTRIES, ResponseRecords, encoded
+from orchestrator.api.http.responses_api.records import ResponseRecords
 from orchestrator.api.http.responses_api.requests import ResponsePlan
 from orchestrator.api.http.stream import sse_pieces, yielding
 from orchestrator.api.http.tools.calls import call_id
@@ -124,7 +124,8 @@ class ResponseRun:
     async def _begin(self, chunk: Chunk) -> list[types.Event]:
         request = self._plan.request
         if request.store:
-            items = await encoded(self._plan.items, len(self._plan.items))
+            is_short = len(self._plan.items) <= INLINE_ENTRIES
+            items = encode(self._plan.items) if is_short else await in_thread(encode, self._plan.items)
             num_tokens = min(request.max_tokens, self._backend.max_context - chunk.prompt_tokens)
             room = END_BYTES + max(0, num_tokens) * TOKEN_BYTES
             await self._records.create(self._plan.response["id"], items, encode(self._plan.response), room)

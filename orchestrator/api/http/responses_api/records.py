@@ -6,7 +6,7 @@ Tenants are isolated here: the name of a response reaches the store only through
 from __future__ import annotations
 
 import json
-from typing import Any, Literal
+from typing import Literal
 
 from gammaray.errors import InvalidArgumentError, NotFoundError
 from gammaray.wire.sessions import SessionState
@@ -185,12 +185,3 @@ class ResponseRecords:
         except NotFoundError:
             return True
         return info.state is SessionState.DETACHED
-
-
-async def encoded(value: Any, num_entries: int) -> bytes:
-    """Return the JSON of a value; one with many entries is encoded off the event loop."""
-    return encode(value) if num_entries <= INLINE_ENTRIES else await in_thread(encode, value)
-
-
-INLINE_ENTRIES = 1024
-"""Values up to this many tokens or items are encoded on the event loop, in some milliseconds."""

@@ -28,7 +28,7 @@ from orchestrator.api.http.auth import DOCUMENT_PATH, AccessControl, caller_of
 from orchestrator.api.http.bodies import BodyReader
 from orchestrator.api.http.document import EVENTS, JSON, LOOKING_UP, TEXT, component, event_schema, route
 from orchestrator.api.http.errors import STATUSES, GuardedRoute, install_handlers
-from orchestrator.api.http.json_text import encode_pieces
+from orchestrator.api.http.json_text import INLINE_ENTRIES, encode_pieces
 from orchestrator.api.http.models import ChatRequest, CompletionRequest, parse_body
 from orchestrator.api.http.requests import ChoicePlan, chat_choices, completion_choices
 from orchestrator.api.http.response_types import Health, MetricsTarget, Model, Root
@@ -189,9 +189,6 @@ def _policy(page: str) -> str:
 
 
 _MAX_BODIES_BYTES = 256 * 2**20
-
-INLINE_ENTRIES = 1024
-"""Responses up to this many tokens are encoded on the event loop, in a millisecond."""
 
 _Body = TypeVar("_Body", CompletionRequest, ChatRequest)
 
