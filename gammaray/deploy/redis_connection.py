@@ -23,7 +23,7 @@ import asyncio
 import re
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from urllib.parse import SplitResult, unquote, urlsplit, urlunsplit
 
 from redis.asyncio import BlockingConnectionPool, Redis, Sentinel
@@ -168,7 +168,7 @@ class RetryingRedis(Redis):
 
     async def _follow(self) -> None:
         """Close every connection, those in use on release, since another server may be the primary."""
-        await self.connection_pool.update_active_connections_for_reconnect()
+        await self.connection_pool.update_active_connections_for_reconnect()  # type: ignore[no-untyped-call]
         await self.connection_pool.disconnect(inuse_connections=False)
 
 
@@ -202,7 +202,7 @@ def connect(redis_url: str, *, timeout_s: float, num_retries: int, max_connectio
         pool.connection_class(**pool.connection_kwargs)  # rejects invalid options of the URL
     except (TypeError, ValueError) as error:  # TypeError: an option that redis-py does not know
         raise InvalidArgumentError("redis_url", without_password(redis_url), ALLOWED_URLS) from error
-    redis = RetryingRedis.from_pool(pool)
+    redis = cast(RetryingRedis, RetryingRedis.from_pool(pool))
     redis.policy = Retry(ExponentialBackoff(cap=BACKOFF_CAP_S, base=BACKOFF_BASE_S), num_retries)
     return redis
 

@@ -1,0 +1,111 @@
+"""A generation's cycle log, sampled and not: which spans its cycles, calls and errors become."""
+
+import asyncio
+import time
+from types import SimpleNamespace
+
+import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from gammaray.telemetry import names as t
+from gammaray.telemetry.span_ids import SpanIds
+from gammaray.types import DrafterKind, GenerationRequest, TokenOrigin, VerificationMethod
+from gammaray.v1.target_service_pb2 import VerifyBlock
+from orchestrator.access.caller import Caller
+from orchestrator.cycle.types import Cycle
+from orchestrator.telemetry.tracing import Tracing
+
+CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-0"
+
+
+def session():
+    method = VerificationMethod.COUPLED
+    return SimpleNamespace(session_id="s", epoch=7, turn=0, method=method, num_committed=12, calls=None)
+
+
+def cycle():
+    return Cycle(
+        *(4, 0, 0, 0, (5,), (TokenOrigin.BONUS,), (), "x", None, 0.001, 0.002, 0.004),
+        is_first=False,
+        draft_failed=False,
+        drafter=DrafterKind.NONE,
+        started=time.perf_counter() - 0.004,
+    )
+
+
+class Generation:
+    """One generation with a single cycle, and then an unfinished one if it fails.
+
+    Attributes:
+        spans: What was exported.
+        block: The first block to the target worker.
+    """
+
+    def __init__(self):
+        self._exporter, ids = InMemorySpanExporter(), SpanIds()
+        provider = TracerProvider(id_generator=ids, shutdown_on_exit=False)
+        provider.add_span_processor(SimpleSpanProcessor(self._exporter))
+        telemetry = SimpleNamespace(tracer=provider.get_tracer("test"), span_ids=ids)
+        self._tracing = Tracing(telemetry, None, "demo")
+        self.block = VerifyBlock()
+
+    async def run(self, caller, error=None):
+        tasks = []
+        async with self._tracing.request(GenerationRequest("Hi"), caller) as span:
+            log = self._tracing.cycle_log(
+                session(), span, lambda work: tasks.append(asyncio.create_task(work)), is_stored=False
+            )
+            call = log.call("target", "h:1")
+            call.sent(self.block)
+            call.answered(None)
+            log.observe(cycle())
+            log.stored()
+            if error is not None:
+                log.call("target", "h:2").sent(VerifyBlock())
+            log.finish(error)
+            await asyncio.gather(*tasks)
+            if error is not None:
+                raise error
+
+    @property
+    def spans(self):
+        return self._exporter.get_finished_spans()
+
+
+async def test_sampled_generation_is_one_trace_below_the_caller():
+    generation = Generation()
+    await generation.run(Caller(traceparent=f"{CALLER}1"))
+    spans = {span.name: span for span in generation.spans}
+    assert set(spans) == {
+        *(t.SPAN_GENERATE, t.SPAN_OPEN, t.SPAN_CYCLE, t.SPAN_PROPOSE, t.SPAN_VERIFY, t.SPAN_COMMIT),
+    }
+    assert {f"{span.context.trace_id:032x}" for span in generation.spans} == {CALLER[3:35]}
+    assert f"{spans[t.SPAN_GENERATE].parent.span_id:016x}" == CALLER[36:52]
+    verify = spans[t.SPAN_VERIFY].context
+    assert generation.block.trace.traceparent == f"00-{verify.trace_id:032x}-{verify.span_id:016x}-01"
+    assert spans[t.SPAN_GENERATE].attributes[t.CYCLES] == 1
+    assert spans[t.SPAN_CYCLE].attributes[t.EMITTED] == 1
+
+
+async def test_generation_that_is_not_sampled_has_no_span_and_sends_no_context():
+    generation = Generation()
+    await generation.run(Caller(traceparent=f"{CALLER}0"))
+    assert generation.spans == ()
+    assert generation.block.trace.traceparent == ""
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("lost"), asyncio.CancelledError()], ids=["failed", "cancelled"]
+)
+async def test_unfinished_cycle_is_a_span_with_its_error(error):
+    generation = Generation()
+    with pytest.raises(type(error)):
+        await generation.run(Caller(traceparent=f"{CALLER}1"), error)
+    name = "RuntimeError" if isinstance(error, RuntimeError) else None
+    cycles = [span.attributes for span in generation.spans if span.name == t.SPAN_CYCLE]
+    assert {one[t.CYCLE_INDEX]: one.get(t.ERROR_TYPE) for one in cycles} == {0: None, 1: name}
+    (root,) = (span for span in generation.spans if span.name == t.SPAN_GENERATE)
+    assert root.attributes.get(t.ERROR_TYPE) == name
+    assert root.attributes.get(t.FINISH_REASONS) == (None if name else ("cancelled",))
