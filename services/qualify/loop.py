@@ -12,7 +12,7 @@ from gammaray.blocks import Shape, Verdict
 from gammaray.config import DraftSettings, WorkerSettings
 from gammaray.errors import GammarayError, InternalError
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
-from services.draft.translated import make_draft_scheduler
+from services.draft.scheduler import DraftScheduler
 from services.engine.engine import Engine
 from services.scheduling.planning import Limits
 from services.scheduling.scheduler import Scheduler
@@ -88,7 +88,7 @@ def target_scheduler(
 
 def draft_scheduler(
     engine: Engine, settings: DraftSettings, translation: Translation | None = None
-) -> Scheduler[ProposeTask]:
+) -> DraftScheduler:
     """Return the scheduler of a draft worker with these settings, without draft-ahead.
 
     Draft-ahead runs while the target verifies; here draft and target run in turn.
@@ -99,9 +99,7 @@ def draft_scheduler(
         translation: The vocabularies if they differ, else None.
     """
     limits = Limits(settings.max_batch_tokens, settings.prefill_chunk)
-    return make_draft_scheduler(
-        engine, limits, settings.model_copy(update={"draft_ahead": False}), translation
-    )
+    return DraftScheduler(engine, limits, ahead_rows=0, translation=translation)
 
 
 class Pair:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from gammaray.errors import GammarayError
 from gammaray.telemetry.meter import Meter
@@ -36,17 +36,6 @@ class AheadStats:
         return self.rows - self.used_rows
 
 
-class ObservedScheduler(Protocol):
-    """The part of a scheduler that is read for metrics."""
-
-    @property
-    def num_queued(self) -> int:
-        """Blocks waiting or running."""
-
-    def stats(self) -> CacheStats:
-        """Return the counters of the cache."""
-
-
 class WorkerMeter:
     """The metrics of one worker; written by the engine's thread.
 
@@ -76,10 +65,10 @@ class WorkerMeter:
             self._mask_rows = meter.counter("gammaray.worker.mask.rows", role=role)
         self._ahead: AheadStats | None = None
 
-    def watch(self, scheduler: ObservedScheduler) -> None:
-        """Read the state of a scheduler and its cache at every collection."""
-        meter, role, stats = self.meter, self._role, scheduler.stats
-        meter.gauge("gammaray.worker.queue_depth", lambda: scheduler.num_queued, role=role)
+    def watch(self, num_queued: Callable[[], int], stats: Callable[[], CacheStats]) -> None:
+        """Read the number of blocks waiting or running, and the cache's counters, at every collection."""
+        meter, role = self.meter, self._role
+        meter.gauge("gammaray.worker.queue_depth", num_queued, role=role)
         meter.gauge("gammaray.worker.sessions", lambda: stats().num_sessions, role=role)
         meter.gauge("gammaray.worker.cache.used", lambda: stats().cache_bytes, role=role)
         meter.gauge("gammaray.worker.cache.budget", lambda: stats().cache_budget_bytes, role=role)
@@ -118,13 +107,8 @@ class WorkerMeter:
 
     def answered(self, outcome: object) -> None:
         """Count the answer to one block."""
-        kind = (
-            "error"
-            if isinstance(outcome, GammarayError)
-            else "need"
-            if isinstance(outcome, NeedTokens)
-            else "done"
-        )
+        kind = "need" if isinstance(outcome, NeedTokens) else "done"
+        kind = "error" if isinstance(outcome, GammarayError) else kind
         self._outcomes[kind].value += 1
 
     @property

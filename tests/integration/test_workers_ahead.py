@@ -151,7 +151,7 @@ async def test_hit_needs_no_forward(pair):
 
 
 async def test_new_block_preempts_ahead_work_within_a_forward(models, monkeypatch):
-    monkeypatch.setattr("services.draft.translated.AHEAD_ROWS", 1)
+    monkeypatch.setattr("services.draft.worker.AHEAD_ROWS", 1)
     async with running("draft", models[1]) as (draft, worker):
         async with HeldEngine(worker, after=61) as engine:
             (long,) = await draft.send([propose_block(PROMPT, 60)])
@@ -166,7 +166,7 @@ async def test_new_block_preempts_ahead_work_within_a_forward(models, monkeypatc
 
 
 async def test_release_during_draft_ahead_frees_everything(models, monkeypatch):
-    monkeypatch.setattr("services.draft.translated.AHEAD_ROWS", 1)
+    monkeypatch.setattr("services.draft.worker.AHEAD_ROWS", 1)
     async with running("draft", models[1]) as (draft, worker):
         for name in "stu":
             await draft.ask(propose_block(PROMPT, 60, session_id=name))

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn import ModuleList
 from transformers import PreTrainedModel
 
-from services.engine.core.batch import Batch, SequenceInput, Taps
-from services.engine.engine import Engine, Runner, TappedRunner
+from services.engine.core.batch import Batch, Runner, SequenceInput, Taps
+from services.engine.engine import Engine
 
 
 @torch.no_grad()
@@ -93,7 +93,7 @@ class FaultyRunner:
     def __init__(
         self, runner: Runner, *, layers_late: int = 0, rows_late: int = 0, last: Tensor | None = None
     ) -> None:
-        assert isinstance(runner, TappedRunner)
+        assert not runner.tap_obstacle()
         self.hidden_size = runner.hidden_size
         self.tap_obstacle = runner.tap_obstacle
         self._runner, self._layers_late, self._rows_late, self._last = runner, layers_late, rows_late, last
