@@ -23,7 +23,7 @@ _TRIAL_TIMEOUT_S = 5.0
 
 
 @functools.cache
-def can_give_way() -> bool:
+def can_use_idle_priority() -> bool:
     """Whether a thread of this process may take idle priority and restore its usual priority afterwards.
 
     Restoring needs CAP_SYS_NICE or an RLIMIT_NICE of 20 (see sched(7)): without them a thread would keep
@@ -52,8 +52,8 @@ class IdlePriority:
     """Context manager that runs its thread at idle priority: any other ready thread on the core runs first.
 
     On shared cores draft-ahead would otherwise delay the event loops that deliver the verdicts. Use it only
-    where `can_give_way` is true and for short work: a thread that holds the GIL while it waits for a core
-    blocks all other Python threads.
+    where `can_use_idle_priority` is true and for short work: a thread that holds the GIL while it waits for a
+    core blocks all other Python threads.
     """
 
     def __init__(self) -> None:
@@ -104,36 +104,35 @@ class Lookahead:
         self.stats = AheadStats()
         self._engine, self._max_rows, self._stop = engine, max_rows, stop
         self._pending: dict[str, tuple[Speculation, ProposeTask]] = {}
-        self._giving_way = IdlePriority() if engine.device.type == "cpu" and can_give_way() else None
+        is_on_cpu = engine.device.type == "cpu"
+        self._idle_priority = IdlePriority() if is_on_cpu and can_use_idle_priority() else None
 
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
         return bool(self._pending)
 
-    def add(self, speculation: Speculation, task: ProposeTask) -> None:
-        """Start preparing the proposals that may follow the one just made for a task."""
+    def add(self, speculation: Speculation, task: ProposeTask, *, is_hit: bool) -> None:
+        """Count the proposal just made for a task, and start preparing those that may follow it.
+
+        Args:
+            speculation: The session's.
+            task: The task.
+            is_hit: Whether its proposal needed no forward.
+        """
         self._pending[speculation.session.session_id] = speculation, task
+        if speculation.is_continued:
+            self.stats.lookups += 1
+            self.stats.hits += is_hit
 
     def drop(self, session_id: str) -> None:
         """Stop preparing proposals for a session."""
         self._pending.pop(session_id, None)
 
-    def note_answer(self, speculation: Speculation, *, is_hit: bool) -> None:
-        """Count a requested proposal that was sent.
-
-        Args:
-            speculation: The session's.
-            is_hit: Whether it needed no forward.
-        """
-        if speculation.is_continued:
-            self.stats.lookups += 1
-            self.stats.hits += is_hit
-
     def preempt(self) -> None:
         """Raise the priority of the current forward, because a request waits for the engine. Thread-safe."""
-        if self._giving_way is not None:
-            self._giving_way.preempt()
+        if self._idle_priority is not None:
+            self._idle_priority.preempt()
 
     def step(self) -> list[Prepared]:
         """Feed the open nodes that are likeliest to be needed; return the proposals that this completes."""
@@ -141,12 +140,10 @@ class Lookahead:
         chosen, run_length = self._choose()
         if not chosen:
             return self._whole(pending, 0.0)
-        num_rows, num_forwards = sum(len(s.unfed(n)) for s, nodes in chosen.items() for n in nodes), 1
         try:
-            if run_length > 1:
-                num_rows = num_forwards = self._run(chosen, run_length)
-            else:
-                self._forward(chosen)
+            num_forwards, num_rows = self._run(chosen, run_length) if run_length > 1 else self._feed(chosen)
+            self.stats.forwards += num_forwards
+            self.stats.rows += num_rows
         except CacheFullError:
             self._pending.clear()
         except Exception as error:
@@ -155,8 +152,6 @@ class Lookahead:
             for speculation in chosen:
                 self._engine.release(speculation.session.session_id)
             self._pending.clear()
-        self.stats.forwards += num_forwards
-        self.stats.rows += num_rows
         return self._whole(pending, MIN_SENT)
 
     def _whole(self, pending: list[tuple[Speculation, ProposeTask]], least: float) -> list[Prepared]:
@@ -180,7 +175,7 @@ class Lookahead:
         candidates.sort(key=lambda candidate: candidate[0], reverse=True)
         if candidates and len(self._pending) == 1:
             _, speculation, node, length = candidates[0]
-            if length > 1 and speculation.can_run(self._engine, [node]):
+            if length > 1 and speculation.can_run([node]):
                 return {speculation: [node]}, length
         chosen: dict[Speculation, list[Node]] = {}
         num_rows = 0
@@ -199,27 +194,26 @@ class Lookahead:
         num_slots = tree.chain_length + len(tree.off_chain) + max(self._max_rows, RUN)
         if speculation.is_parallel and speculation.sent is not None:
             num_slots += 2 * speculation.sent.shape.depth
-        if not (
-            speculation.has_noise and speculation.is_held(engine) and engine.has_room(session_id, num_slots)
-        ):
+        if not (speculation.has_noise and speculation.is_held and engine.has_room(session_id, num_slots)):
             return []
         if speculation.ahead is None:
             assert speculation.sent is not None
             speculation.ahead = OutcomeSet(speculation.sent, speculation.read_outcome)
         return speculation.ahead.wanted()
 
-    def _run(self, chosen: dict[Speculation, list[Node]], length: int) -> int:
-        """Feed up to `length` tokens from the node on, and return their number."""
+    def _run(self, chosen: dict[Speculation, list[Node]], length: int) -> tuple[int, int]:
+        """Feed up to `length` tokens from the node on; return the numbers of forwards and tokens."""
         ((speculation, (node,)),) = chosen.items()
         length = min(length, self._engine.max_context - node.position)
-        token_ids, logits = speculation.run(
-            self._engine, node, length, stop=self._stop, within=self._giving_way
-        )
-        speculation.open_run(self._engine, node, token_ids, logits)
-        return len(token_ids)
+        token_ids, logits = speculation.run(node, length, stop=self._stop, within=self._idle_priority)
+        speculation.open_run(node, token_ids, logits)
+        return len(token_ids), len(token_ids)
 
-    def _forward(self, chosen: dict[Speculation, list[Node]]) -> None:
-        feeds = [speculation.feed(nodes) for speculation, nodes in chosen.items()]
-        results = self._engine.step(feeds, self._giving_way)
+    def _feed(self, chosen: dict[Speculation, list[Node]]) -> tuple[int, int]:
+        """Feed the nodes in one forward; return the numbers of forwards and tokens."""
+        feeds, num_rows = [speculation.feed(nodes) for speculation, nodes in chosen.items()], 0
+        results = self._engine.step(feeds, self._idle_priority)
         for (speculation, nodes), logits in zip(chosen.items(), results, strict=True):
-            speculation.open(self._engine, nodes, logits)
+            num_rows += sum(len(speculation.unfed(node)) for node in nodes)
+            speculation.open(nodes, logits)
+        return 1, num_rows

@@ -17,7 +17,7 @@ from gammaray.types import Proposal
 from gammaray.v1 import draft_service_pb2, draft_service_pb2_grpc
 from gammaray.v1 import draft_service_pb2 as pb
 from gammaray.wire.blocks import proposal_to_proto, shape_from_proto
-from services.draft.translated import make_draft_scheduler
+from services.draft.scheduler import DraftScheduler
 from services.engine.choice import uses_vllm
 from services.engine.engine import Engine
 from services.engine.loader import load_worker_engine
@@ -26,6 +26,7 @@ from services.process.server import guarded
 from services.process.worker import Worker
 from services.scheduling.grammars import Grammars
 from services.scheduling.tasks import Prepared, ProposeTask, Reply
+from services.speculation.outcomes import AHEAD_ROWS
 from services.streaming.block_scheduler import BlockScheduler
 from services.streaming.messages import Model, describe, fill_result, task_fields
 from services.streaming.streams import Deliver, Streams
@@ -141,7 +142,10 @@ class DraftWorker(Worker[DraftSettings]):
         vocab_size, digest, translation = self._vocabulary(path, engine)
         model = Model(name, vocab_size, engine.max_context, digest, kernel=engine.kernel)
         grammars = Grammars(target or path, vocab_size)
-        return model, make_draft_scheduler(engine, limits, self.settings, translation, grammars)
+        ahead_rows = AHEAD_ROWS if self.settings.draft_ahead else 0
+        return model, DraftScheduler(
+            engine, limits, ahead_rows=ahead_rows, translation=translation, grammars=grammars
+        )
 
     @property
     def _target(self) -> str:

@@ -11,40 +11,16 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from ctypes import c_int32
 from dataclasses import replace
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from gammaray.errors import InvalidArgumentError
-from services.engine.core.batch import Batch, SequenceInput, Taps, plan_batch
+from services.engine.core.batch import Batch, Runner, SequenceInput, Taps, plan_batch
 from services.engine.core.device import on_device
 from services.engine.core.drafter import DraftFormat
 from services.engine.core.errors import CacheGapError
 from services.engine.core.kv_cache import CacheStats, CacheStore, Source
-from services.engine.native.runner import NativeRunner
-
-
-class Runner(Protocol):
-    """Computes one packed forward."""
-
-    def forward(self, batch: Batch) -> Tensor:
-        """Return the requested rows' logits [rows, vocab_size] in float32 and fill the new slots."""
-        ...
-
-
-@runtime_checkable
-class TappedRunner(Protocol):
-    """A runner that can record hidden states: it fills the taps of its batches."""
-
-    @property
-    def hidden_size(self) -> int:
-        """Length of a hidden state."""
-        ...
-
-    def tap_obstacle(self) -> str:
-        """Return why hidden states cannot be recorded; empty if they can."""
-        ...
 
 
 class Engine:
@@ -156,19 +132,24 @@ class Engine:
         for layer in layers:
             if not isinstance(layer, int) or not 0 <= layer <= self.num_layers:
                 raise InvalidArgumentError("layers", layer, f"integers in [0, {self.num_layers}]")
-        if layers and (obstacle := self._tap_obstacle()):
+        if layers and (obstacle := self.runner.tap_obstacle()):
             raise InvalidArgumentError("layers", list(layers), f"none: {obstacle}")
         self.taps, self._tapped = [], tuple(layers)
-
-    def _tap_obstacle(self) -> str:
-        if isinstance(self.runner, TappedRunner):
-            return self.runner.tap_obstacle()
-        return f"{type(self.runner).__name__} records no hidden states"
 
     @property
     def can_chain(self) -> bool:
         """Whether `chain` is available: only with the compiled kernel."""
-        return isinstance(self.runner, NativeRunner)
+        return self.runner.has_kernel
+
+    @property
+    def target_taps(self) -> Sequence[int]:
+        """Of a head: the hidden states of its target that it reads, by the ids of `tap`; else empty."""
+        return self.runner.target_taps
+
+    def fuse(self, states: Tensor) -> Tensor:
+        """Return a head's features [positions, width] from [positions, taps, hidden_size] of the target."""
+        with torch.inference_mode():
+            return self.runner.fuse(states)
 
     def chain(
         self,
@@ -197,7 +178,6 @@ class Engine:
             ValueError, CacheGapError, CacheFullError: As `step`.
         """
         batch = self._plan([feed])
-        assert isinstance(self.runner, NativeRunner)
         with within or nullcontext():
             stop = c_int32() if stop is None else stop
             token_ids, logits = self.runner.chain(batch, noise, scale, stop, self._chain_ids)
@@ -315,7 +295,6 @@ class Engine:
     def _new_taps(self, rows: int) -> Taps | None:
         if not self._tapped:
             return None
-        assert isinstance(self.runner, TappedRunner)
         shape = (rows, len(self._tapped), self.runner.hidden_size)
         return Taps(self._tapped, torch.empty(shape, dtype=self.dtype, device=self.device))
 

@@ -13,13 +13,14 @@ from gammaray.config import DraftSettings, WorkerSettings
 from gammaray.errors import GammarayError, InvalidArgumentError
 from services.engine.cache_budget import DEFAULT_CACHE_BUDGET_BYTES, CacheBudget
 from services.engine.checks import check_deterministic, check_model
+from services.engine.core.batch import Runner
 from services.engine.core.device import on_device, raise_if_lost
 from services.engine.core.drafter import load_drafter
 from services.engine.core.errors import UnsupportedModelError
 from services.engine.core.kv_cache import CacheShape, CacheStore
 from services.engine.core.model import LoadedModel, load_model
 from services.engine.core.quantised import QuantisedMatrix, quantise_model
-from services.engine.engine import Engine, Runner
+from services.engine.engine import Engine
 from services.engine.hf.deterministic import check_covered
 from services.engine.hf.probe import ModelLayout, probe_model
 from services.engine.hf.runner import TransformersRunner
@@ -91,7 +92,7 @@ def load_engine(
         obstacle=obstacle,
         quantised=quantised,
     )
-    if isinstance(runner, NativeRunner):
+    if runner.has_kernel:
         use_threads(threads)
     kernel = ", ".join([kernel, *_weights_note(loaded, weights)])
     built = Engine(

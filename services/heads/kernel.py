@@ -67,7 +67,7 @@ class HeadKernelRunner(NativeRunner):
     def __init__(self, name: str, head: EagleHead, max_context: int, weights: str = "auto") -> None:
         super().__init__(_packed(name, head, max_context, weights))
         config = head.config
-        self.head = head
+        self.head, self.target_taps = head, config.taps
         self._fc = KernelMap(head.fc, self.model.kernel)
         self._states = HeadStates(2 * config.num_kv_heads, config.head_dim, config.hidden_size)
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gammaray.errors import InvalidArgumentError
-from services.engine.core.batch import Batch, SequenceInput
+from services.engine.core.batch import Batch, Runner, SequenceInput
 from services.engine.core.drafter import DraftFormat
 from services.engine.core.errors import InvalidModelError
 from services.engine.core.kv_cache import CacheShape, CacheStore
@@ -14,7 +14,7 @@ from services.engine.core.shapes import weights_file
 from services.engine.engine import Engine
 from services.engine.hf.attention import LayerInput, attend
 from services.engine.native.library import load_kernel
-from services.heads.eagle import EagleHead
+from services.heads.eagle import EagleConfig, EagleHead
 from services.heads.kernel import HeadKernelRunner, kernel_obstacle
 from services.heads.states import HeadStates
 
@@ -25,7 +25,7 @@ HEAD_CACHE_BYTES = 1 << 30
 """Budget of the caches of what drafts in a target worker."""
 
 
-class HeadRunner:
+class HeadRunner(Runner):
     """Runs steps of a head with torch, on any device.
 
     Args:
@@ -33,8 +33,8 @@ class HeadRunner:
     """
 
     def __init__(self, head: EagleHead) -> None:
-        self.head = head
         config = head.config
+        self.head, self.target_taps = head, config.taps
         self._states = HeadStates(config.num_kv_heads, 2 * config.head_dim, config.hidden_size)
 
     @property
@@ -70,41 +70,6 @@ class HeadRunner:
         return self.head.logits(wanted).float()
 
 
-class HeadEngine(Engine):
-    """An engine that runs a head; built by `head_engine`."""
-
-    @property
-    def target_taps(self) -> tuple[int, ...]:
-        """The hidden states of the target that it reads, by the ids of `Engine.tap`."""
-        return self._head_runner.head.config.taps
-
-    def fuse(self, states: Tensor) -> Tensor:
-        """Return features [positions, width] from the target's states [positions, taps, hidden_size]."""
-        with torch.inference_mode():
-            return self._head_runner.fuse(states)
-
-    def check(self) -> None:
-        """Run a few tokens of a new session, and forget it.
-
-        Raises:
-            InvalidModelError: The head computes logits that are not finite.
-        """
-        config, count = self._head_runner.head.config, min(3, self.max_context - 1)
-        features = self.fuse(torch.ones(count, len(config.taps), config.target_hidden_size))
-        self.skip(_CHECK, [0])
-        (logits,) = self.step([SequenceInput(_CHECK, 1, [0] * count, count, features=features)])
-        self.release(_CHECK)
-        if not logits.isfinite().all():
-            file = weights_file(self.model_name)
-            got = "numbers that are not finite"
-            raise InvalidModelError(self.model_name, file, "its logits", got, "finite numbers")
-
-    @property
-    def _head_runner(self) -> HeadRunner | HeadKernelRunner:
-        assert isinstance(self.runner, HeadRunner | HeadKernelRunner)
-        return self.runner
-
-
 def head_engine(
     head: EagleHead,
     target_ids: Tensor | None,
@@ -114,7 +79,7 @@ def head_engine(
     budget_bytes: int = HEAD_CACHE_BYTES,
     weights: str = "auto",
     uses_kernel: bool = True,
-) -> HeadEngine:
+) -> Engine:
     """Return an engine that runs a head.
 
     Args:
@@ -135,7 +100,7 @@ def head_engine(
         allowed = f"auto: {weights} needs the compiled CPU kernel ({obstacle})"
         raise InvalidArgumentError("draft_weights", weights, allowed)
     runner = HeadRunner(head) if obstacle else HeadKernelRunner(name, head, max_context, weights)
-    engine = HeadEngine(
+    engine = Engine(
         runner,
         CacheStore(runner.cache_shape, budget_bytes),
         model_name=name,
@@ -144,5 +109,22 @@ def head_engine(
         kernel=f"none: {obstacle}" if obstacle else load_kernel().variant,
     )
     engine.draft_for(DraftFormat(head.config.vocab_size, None, target_ids))
-    engine.check()
+    _check(engine, head.config)
     return engine
+
+
+def _check(engine: Engine, config: EagleConfig) -> None:
+    """Run a few tokens of a new session, and forget it.
+
+    Raises:
+        InvalidModelError: The head computes logits that are not finite.
+    """
+    count = min(3, engine.max_context - 1)
+    features = engine.fuse(torch.ones(count, len(config.taps), config.target_hidden_size))
+    engine.skip(_CHECK, [0])
+    (logits,) = engine.step([SequenceInput(_CHECK, 1, [0] * count, count, features=features)])
+    engine.release(_CHECK)
+    if not logits.isfinite().all():
+        file = weights_file(engine.model_name)
+        got = "numbers that are not finite"
+        raise InvalidModelError(engine.model_name, file, "its logits", got, "finite numbers")

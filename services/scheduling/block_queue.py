@@ -1,6 +1,6 @@
 """Blocks that wait for an engine or are in it, and the sessions they belong to, whatever the engine.
 
-At most one block per session runs at a time; the others wait behind it. Expired and cancelled blocks are
+At most one block per session runs at a time; the others wait for it. Expired and cancelled blocks are
 dropped before each step.
 """
 
@@ -65,7 +65,7 @@ class BlockQueue(ABC, Generic[TaskT, WorkT]):
         self._replies: list[tuple[TaskT, Reply]] = []
         self._block_s = 0.0
         self.meter = WorkerMeter(self.role)
-        self.meter.watch(self)
+        self.meter.watch(lambda: self.num_queued, self.stats)
         self.sessions = SessionTable(
             MAX_SESSIONS, vocab_size, device, self._running.__contains__, self._forget
         )
@@ -83,7 +83,7 @@ class BlockQueue(ABC, Generic[TaskT, WorkT]):
         """Release what the engine holds of a session that the table drops."""
 
     def _withdraw(self, work: WorkT) -> None:
-        """Take back what the engine was asked for a block that is no longer needed."""
+        """Withdraw the request to the engine for a block that is no longer needed."""
 
     @property
     def has_work(self) -> bool:

@@ -1,7 +1,7 @@
 """Computes the masks of sessions with a grammar in threads, so that other sessions do not wait for them.
 
 A mask takes 50 µs as a rule, and seconds for a regular expression with thousands of optional parts. So a step
-computes masks beside its forward and waits for them at most `MAX_WAIT_S` after it. A block whose masks are
+computes masks during its forward and waits for them at most `MAX_WAIT_S` after it. A block whose masks are
 late leaves the step without a verdict; it is fed again when they are there. llguidance releases the GIL.
 """
 

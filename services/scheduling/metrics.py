@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from gammaray.telemetry.meter import Meter
 from gammaray.types import WorkerTotals
@@ -27,17 +27,6 @@ class AheadStats:
     rows: int = 0
 
 
-class ObservedScheduler(Protocol):
-    """The part of a scheduler that is read for metrics."""
-
-    @property
-    def num_queued(self) -> int:
-        """Blocks waiting or running."""
-
-    def stats(self) -> CacheStats:
-        """Return the counters of the cache."""
-
-
 class WorkerMeter:
     """The metrics of one worker; written by the engine's thread.
 
@@ -58,10 +47,10 @@ class WorkerMeter:
         self._prefix_hits = meter.counter("gammaray.worker.prefix_cache.hits", role=role)
         self._ahead: AheadStats | None = None
 
-    def watch(self, scheduler: ObservedScheduler) -> None:
-        """Read the state of a scheduler and its cache at every collection."""
-        meter, role, stats = self.meter, self._role, scheduler.stats
-        meter.gauge("gammaray.worker.queue_depth", lambda: scheduler.num_queued, role=role)
+    def watch(self, num_queued: Callable[[], int], stats: Callable[[], CacheStats]) -> None:
+        """Read the number of blocks waiting or running, and the cache's counters, at every collection."""
+        meter, role = self.meter, self._role
+        meter.gauge("gammaray.worker.queue_depth", num_queued, role=role)
         meter.gauge("gammaray.worker.cache.used", lambda: stats().cache_bytes, role=role)
         meter.gauge("gammaray.worker.cache.budget", lambda: stats().cache_budget_bytes, role=role)
         meter.gauge("gammaray.worker.cache.retained", lambda: stats().retained_bytes, role=role)

@@ -207,7 +207,7 @@ class Prepared:
 class Timing:
     """Time spent on one block; see the proto WorkerTiming for each field.
 
-    Not sent: `mask_us`, microseconds in which the masks of a grammar were computed, beside the forward, and
+    Not sent: `mask_us`, microseconds in which the masks of a grammar were computed, during the forward, and
     `head_us`, those in which a head drafted for the blocks of the batch, before it.
     """
 

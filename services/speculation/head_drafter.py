@@ -1,24 +1,23 @@
 """Drafts with a head, from the hidden states of the forwards that the target runs anyway.
 
 The states of committed positions are kept as features until the head is fed the tokens after them. They are a
-cache: where features are missing, as behind a shared prefix or after an eviction, the head starts later and
+cache: where features are missing, as after a shared prefix or an eviction, the head starts later and
 does not attend to the tokens before. Without the feature of the last position but one there is no proposal.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from gammaray.blocks import Shape
 from services.engine.core.batch import SequenceInput
 from services.engine.core.errors import CacheFullError
-from services.heads.runner import HeadEngine
+from services.engine.engine import Engine
 from services.scheduling.sessions import SessionCopy
-from services.speculation.local_drafter import CHUNK, Drafting, LocalDrafter
+from services.speculation.drafting import PendingProposal
+from services.speculation.local_drafter import CHUNK, LocalDrafter
 from services.speculation.session import Speculation
 
 MAX_FEATURES = 4096
@@ -34,7 +33,6 @@ class _HeldFeatures:
         rows: [positions, width].
         fed: How many of the session's tokens the head was fed with features.
         lowest: The first position at which tokens may have changed since.
-        speculation: The session's tree.
         is_opened: Whether the tree was begun with the last of these features.
     """
 
@@ -42,7 +40,6 @@ class _HeldFeatures:
     rows: Tensor
     fed: int = 0
     lowest: int = 0
-    speculation: Speculation | None = None
     is_opened: bool = False
 
     def truncate(self, end: int) -> None:
@@ -73,17 +70,16 @@ class HeadDrafter(LocalDrafter):
             begins after a long prompt, or after that many tokens of other drafters, reads no more than these.
     """
 
-    def __init__(self, engine: HeadEngine, window: int = MAX_FEATURES) -> None:
+    def __init__(self, engine: Engine, window: int = MAX_FEATURES) -> None:
         super().__init__(engine)
-        self._head, self._window = engine, window
-        self.taps = engine.target_taps
-        self._sessions: dict[str, _HeldFeatures] = {}
+        self._window = window
+        self._features: dict[str, _HeldFeatures] = {}
 
     def _take(self, session_id: str, start: int, states: Tensor) -> None:
-        rows = self._head.fuse(states)
-        held = self._sessions.get(session_id)
+        rows = self.engine.fuse(states)
+        held = self._features.get(session_id)
         if held is None:
-            self._sessions[session_id] = _HeldFeatures(
+            self._features[session_id] = _HeldFeatures(
                 start + max(0, len(rows) - self._window), rows[-self._window :]
             )
             return
@@ -95,31 +91,31 @@ class HeadDrafter(LocalDrafter):
         held.start += max(0, len(rows) - self._window)
         held.rows = rows[-self._window :]
 
-    def _forget(self, session_id: str) -> None:
-        self._sessions.pop(session_id, None)
+    def drop(self, session_id: str) -> None:
+        """Forget a session."""
+        self._features.pop(session_id, None)
+        super().drop(session_id)
 
-    def _begin(self, session: SessionCopy, shape: Shape, num_valid: int) -> Drafting | None:
+    def _follow(self, speculation: Speculation, num_valid: int) -> bool:
         """Make the head's cache end before the tokens whose features are at hand, or use what is prepared."""
-        held = self._sessions.get(session.session_id)
+        session = speculation.session
+        held = self._features.get(session.session_id)
         if held is None:
-            return None
+            return False
         held.truncate(min(num_valid, len(session.tokens) - 1))
         if held.end != len(session.tokens) - 1:
-            return None
-        speculation = held.speculation
-        if speculation is None or speculation.session is not session:
-            speculation = held.speculation = self._speculate(session)
-        if held.is_opened and speculation.is_at_end(self.engine, shape.depth):
-            return self._read(speculation, shape)
+            return False
+        if held.is_opened and speculation.is_at_end:
+            return True
         if not self._has_start(held, session):
-            return None
+            return False
         speculation.note_outcome()
         speculation.begin()
         held.is_opened = True
-        return self._read(speculation, shape)
+        return True
 
     def _has_start(self, held: _HeldFeatures, session: SessionCopy) -> bool:
-        """Find out how much of the head's cache is valid; begin a new one if features between are missing."""
+        """Cut the head's cache where it ceases to be valid; begin a new one if features are missing there."""
         session_id, tokens = session.session_id, session.tokens
         fed = self._num_fed(held, session)
         if fed <= held.start:
@@ -128,7 +124,10 @@ class HeadDrafter(LocalDrafter):
             except CacheFullError:
                 return False
             fed = held.start + 1
+        self.engine.truncate(session_id, fed)
         held.fed, held.lowest = fed, len(tokens)
+        # Those of the former proposal's root stay, in case that block is repeated.
+        held.drop_before(fed - 2)
         return fed < len(tokens)
 
     def _num_fed(self, held: _HeldFeatures, session: SessionCopy) -> int:
@@ -140,33 +139,11 @@ class HeadDrafter(LocalDrafter):
                 return position
         return fed
 
-    def _feed_committed(self, drafting: Sequence[Drafting]) -> None:
-        """Feed the committed tokens with their features, in chunks, and open the roots."""
-        waiting = list(drafting)
-        first = {one: self._sessions[one.session.session_id].fed for one in drafting}
-        while waiting:
-            feeds, done = [], []
-            for one in waiting:
-                held, session = self._sessions[one.session.session_id], one.session
-                end = min(len(session.tokens), held.fed + CHUNK)
-                features = held.rows[held.fed - 1 - held.start : end - 1 - held.start]
-                is_last = end == len(session.tokens)
-                feeds.append(
-                    SequenceInput(
-                        session.session_id,
-                        held.fed,
-                        session.tokens[held.fed : end],
-                        int(is_last),
-                        features=features,
-                    )
-                )
-                held.fed = end
-                if is_last:
-                    done.append(one)
-            logits = self.engine.step(feeds)
-            for one, feed, rows in zip(waiting, feeds, logits, strict=True):
-                if feed.num_logits:
-                    one.speculation.open(self.engine, [one.speculation.tree.root], rows)
-                    # Those of the former proposal's root stay, in case that block is repeated.
-                    self._sessions[one.session.session_id].drop_before(first[one] - 2)
-            waiting = [one for one in waiting if one not in done]
+    def _feed(self, pending: PendingProposal) -> SequenceInput:
+        """Return the next feed of a proposal, of committed tokens with their features."""
+        if not pending.is_at_root:
+            return super()._feed(pending)
+        held = self._features[pending.speculation.session.session_id]
+        start, held.fed = held.fed, min(pending.num_tokens, held.fed + CHUNK)
+        features = held.rows[start - 1 - held.start : held.fed - 1 - held.start]
+        return pending.feed(start, held.fed - start, features)

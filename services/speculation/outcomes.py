@@ -48,12 +48,12 @@ class Outcome:
     def __init__(self, probability: float, reading: ProposalBuilder) -> None:
         self.probability, self.reading = probability, reading
         self.is_taken = False
-        self.open_nodes = reading.go_on()
+        self.open_nodes = reading.advance()
 
-    def go_on(self) -> list[Node]:
+    def advance(self) -> list[Node]:
         """Continue reading once the open nodes have predictions; return the nodes that are open now."""
         if self.open_nodes and self.open_nodes[0].prediction is not None:
-            self.open_nodes = self.reading.go_on()
+            self.open_nodes = self.reading.advance()
         return self.open_nodes
 
 
@@ -82,7 +82,7 @@ class OutcomeSet:
         Args:
             least: Nothing is returned while their total probability is below this.
         """
-        whole = [branch for branch in self.branches if not branch.is_taken and not branch.go_on()]
+        whole = [branch for branch in self.branches if not branch.is_taken and not branch.advance()]
         if sum(branch.probability for branch in whole) < least:
             return []
         for branch in whole:
@@ -104,7 +104,7 @@ class OutcomeSet:
                 self._branch_off([(weight * share, node, token_id) for token_id, share in guesses])
         wanted = [(weight, node, self._sent.longest_run) for weight, node in self._leaves]
         for branch in self.branches:
-            wanted += [(branch.probability, node, branch.reading.run_length) for node in branch.go_on()]
+            wanted += [(branch.probability, node, branch.reading.run_length) for node in branch.advance()]
         return wanted
 
     def _branch_off(self, ends: list[tuple[float, Node, int]]) -> None:

@@ -30,15 +30,17 @@ WEIGHT_BITS = 12
 """Bits of its quantised weights' sum: a weight takes at most two bytes, and is within 1/4096 of its share."""
 
 
-def quantise(probs: Tensor, top_k: int, bits: int) -> SparseDistribution:
+def quantise(probs: Tensor, top_k: int, bits: int, token_ids: Tensor | None = None) -> SparseDistribution:
     """Return the `top_k` most likely tokens with integer weights by largest remainder, ties to the lower id.
 
     Args:
         probs: [vocab_size], need not be normalised; at least one positive.
         top_k: Largest support, at least 1.
         bits: The weights' sum is 2^bits, in [1, 24].
+        token_ids: The tokens of `probs`, int64, ascending; None: all tokens.
     """
-    token_ids, probs_kept = _most_likely(probs, min(top_k, probs.shape[-1]))
+    columns, probs_kept = _most_likely(probs, min(top_k, probs.shape[-1]))
+    tokens = _tokens(columns, token_ids)
     scale = (1 << bits) / math.fsum(probs_kept)
     shares = [prob * scale for prob in probs_kept]
     weights = [int(share) for share in shares]
@@ -47,8 +49,13 @@ def quantise(probs: Tensor, top_k: int, bits: int) -> SparseDistribution:
         weights[index] += 1
     kept = [index for index, weight in enumerate(weights) if weight > 0]
     return SparseDistribution(
-        tuple(token_ids[index] for index in kept), tuple(weights[index] for index in kept), bits
+        tuple(tokens[index] for index in kept), tuple(weights[index] for index in kept), bits
     )
+
+
+def _tokens(columns: list[int], token_ids: Tensor | None) -> list[int]:
+    """Return the tokens of columns; `token_ids` are those of all columns, None if they are the same."""
+    return columns if token_ids is None else token_ids[columns].tolist()
 
 
 def sample_sparse(distribution: SparseDistribution, draft_bits: int) -> int:
@@ -91,7 +98,7 @@ Guess = tuple[int, float]
 
 
 class Prediction(Protocol):
-    """The draft's prediction of the token after one node."""
+    """The draft's prediction of the token after one node; `NOTHING` if it can propose none."""
 
     distribution: SparseDistribution | None
     """Distribution that `choose` draws from, where verification needs it."""
@@ -132,30 +139,32 @@ def predictions(
 
     Args:
         method: Verification method of the session.
-        log_probs: [nodes, vocab_size] processed log-probabilities of the draft. Where only the order counts,
+        log_probs: [nodes, tokens] processed log-probabilities of the draft. Where only the order counts,
             coupled and greedy, they need not be normalised.
-        noise: The session's noise; None at temperature 0.
+        noise: The session's noise, of all tokens or of those of the columns; None at temperature 0.
         positions: Absolute positions of the tokens that follow the nodes.
         temperature: The session's.
         top_k: Rejection, block: largest support of the shipped distribution.
         bits: Rejection, block: the weights' sum is 2^bits.
-        token_ids: Coupled and greedy: the tokens of the columns, int64, ascending; None: all tokens.
+        token_ids: The tokens of the columns, int64, ascending; None: all tokens.
     """
     if noise is None:
         rows = _GumbelBatch(log_probs, draw_temperature(0.0), token_ids)
     elif method.uses_draft_distributions:
         probs = log_probs.double().exp()
         return [
-            _RejectionPrediction(quantise(row, top_k, bits), noise, position)
+            _RejectionPrediction(quantise(row, top_k, bits, token_ids), noise, position)
             for row, position in zip(probs, positions, strict=True)
         ]
     elif method is VerificationMethod.NAIVE:
         return [
-            _NaivePrediction(row, noise, position) for row, position in zip(log_probs, positions, strict=True)
+            _NaivePrediction(row, noise, position, token_ids)
+            for row, position in zip(log_probs, positions, strict=True)
         ]
     else:
         gumbel = _gumbel(noise, positions)
-        gumbel = gumbel if token_ids is None else gumbel[:, token_ids]
+        if token_ids is not None and gumbel.shape[-1] > len(token_ids):
+            gumbel = gumbel[:, token_ids]
         rows = _GumbelBatch(log_probs + gumbel, draw_temperature(temperature), token_ids)
     return [_CoupledPrediction(rows, index) for index in range(len(positions))]
 
@@ -179,19 +188,16 @@ class _GumbelBatch:
         self._guesses: dict[int, list[Guess]] = {}
         # NOTE: numpy's argmax takes a sixth of torch's time.
         winners = scores.numpy().argmax(axis=-1) if scores.is_cpu else scores.argmax(dim=-1)
-        self.winners: list[int] = self._tokens(winners.tolist())
+        self.winners: list[int] = _tokens(winners.tolist(), token_ids)
 
     def guesses(self, index: int) -> list[Guess]:
         guesses = self._guesses.get(index)
         if guesses is None:
             best = top_k_tokens(self._scores[index], NUM_GUESSES, self._temperature)
-            tokens = self._tokens([column for column, _ in best])
+            tokens = _tokens([column for column, _ in best], self._token_ids)
             guesses = [(token, share) for token, (_, share) in zip(tokens, best, strict=True)]
             self._guesses[index] = guesses
         return guesses
-
-    def _tokens(self, columns: list[int]) -> list[int]:
-        return columns if self._token_ids is None else self._token_ids[columns].tolist()
 
 
 class _CoupledPrediction:
@@ -254,26 +260,52 @@ class _RejectionPrediction:
 class _NaivePrediction:
     """Naive: a draw with noise unknown to the target, independent for each base."""
 
-    __slots__ = ("_choice", "_log_probs", "_noise", "_position")
+    __slots__ = ("_choice", "_log_probs", "_noise", "_position", "_token_ids")
 
     distribution: SparseDistribution | None = None
 
-    def __init__(self, log_probs: Tensor, noise: Noise, position: int) -> None:
+    def __init__(self, log_probs: Tensor, noise: Noise, position: int, token_ids: Tensor | None) -> None:
         self._log_probs, self._noise, self._position = log_probs, noise, position
+        self._token_ids = token_ids
         self._choice: tuple[int, int] = (-1, -1)
 
     def choose(self, base: int) -> int:
+        return _tokens([self._column(base)], self._token_ids)[0]
+
+    def confidence(self, base: int) -> float:
+        return min(1.0, math.exp(float(self._log_probs[self._column(base)])))
+
+    def guesses(self, base: int | None) -> Sequence[Guess]:
+        likely = self._log_probs.topk(min(NUM_GUESSES, self._log_probs.shape[-1]))
+        tokens = _tokens(likely.indices.tolist(), self._token_ids)
+        return list(zip(tokens, likely.values.exp().tolist(), strict=True))
+
+    def _column(self, base: int) -> int:
         if self._choice[0] != base:
             bits = self._noise.draft_bits(base, self._position, _NAIVE_BITS)
             self._choice = base, sample_dense(self._log_probs, bits, _NAIVE_BITS)
         return self._choice[1]
 
+
+class _NothingPrediction:
+    """No token: a proposal ends before it."""
+
+    __slots__ = ()
+
+    distribution: SparseDistribution | None = None
+
+    def choose(self, base: int) -> int:
+        raise ValueError("there is no token to choose")
+
     def confidence(self, base: int) -> float:
-        return min(1.0, math.exp(float(self._log_probs[self.choose(base)])))
+        return 0.0
 
     def guesses(self, base: int | None) -> Sequence[Guess]:
-        likely = self._log_probs.topk(min(NUM_GUESSES, self._log_probs.shape[-1]))
-        return list(zip(likely.indices.tolist(), likely.values.exp().tolist(), strict=True))
+        return ()
+
+
+NOTHING: Prediction = _NothingPrediction()
+"""The prediction where the draft model has no token that the sampling parameters allow."""
 
 
 def _probability(guess: Guess) -> float:

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from gammaray.blocks import Shape
 from gammaray.types import Proposal
 from services.speculation.calibration import scales
-from services.speculation.predictions import Guess, Prediction
+from services.speculation.predictions import NOTHING, Guess, Prediction
 from services.speculation.tree import Node
 
 RUN = 4
@@ -68,7 +68,7 @@ class ProposalBuilder:
         self._is_ended = self._is_read = False
         self._beyond: list[Node] = []  # drafted after the end of sequence, to keep the duration constant
 
-    def go_on(self) -> list[Node]:
+    def advance(self) -> list[Node]:
         """Read as far as the tree has predictions; return the open nodes reached, none when complete."""
         if self._is_parallel and not self.has_block:
             return [self.root]
@@ -99,12 +99,7 @@ class ProposalBuilder:
     @property
     def run_length(self) -> int:
         """Number of single-row forwards to run now: at most what the proposal may still need."""
-        return min(self.longest_run, self.num_missing)
-
-    @property
-    def num_missing(self) -> int:
-        """Number of single-row forwards that the proposal may still need; 1 if they are not single rows."""
-        return self.shape.depth - len(self.nodes) - len(self._beyond) if self.longest_run > 1 else 1
+        return min(self.longest_run, max(1, self.shape.depth - len(self.nodes) - len(self._beyond)))
 
     def proposal(self) -> Proposal:
         """Return the proposal read so far."""
@@ -145,6 +140,20 @@ class ProposalBuilder:
                     ends.append((weight * probability, node, token_id))
         return ends, still_open
 
+    def tested(self, token_ids: Sequence[int]) -> tuple[list[tuple[Prediction, int]], bool]:
+        """Return the predictions that the session's tokens tested, with the base; whether the last failed."""
+        node, base = self.root, self.root.position + 1
+        tested: list[tuple[Prediction, int]] = []
+        for token_id in token_ids[base : base + self.depth]:
+            prediction = self.prediction_after(node)
+            if prediction is None:
+                break
+            tested.append((prediction, base))
+            if prediction.choose(base) != token_id:
+                return tested, True
+            node = node.child(token_id)
+        return tested, False
+
     def guesses(self, prediction: Prediction, *, is_tested: bool) -> list[Guess]:
         """Return the target's likely tokens after a node, calibrated.
 
@@ -178,6 +187,8 @@ class ProposalBuilder:
             prediction = self.prediction_after(tip)
             if prediction is None:
                 return [tip]
+            if prediction is NOTHING:
+                break
             following = tip.child(prediction.choose(base))
             if self._is_ended:
                 self._beyond.append(following)

@@ -136,6 +136,10 @@ class SpeculationTree:
             node.place = len(self.off_chain)
             self.off_chain.append(node)
 
+    def clear(self) -> None:
+        """Break the reference cycles of all nodes, so that their memory is freed at once."""
+        _clear_except(self.root, None)
+
     def move_root(self, root: Node) -> tuple[int, list[int], list[int]] | None:
         """Make a fed node the root; nodes not below it are dropped.
 
@@ -146,7 +150,7 @@ class SpeculationTree:
         dropped, line = self.root, root.path()
         is_in_chain = root.place == IN_CHAIN
         root.parent, self.root = None, root
-        _forget(dropped, root)
+        _clear_except(dropped, root)
         if not self.off_chain:
             return None
         line += _main_line(root)
@@ -167,11 +171,11 @@ class SpeculationTree:
         return base, path, kept
 
 
-def _forget(old_root: Node, root: Node) -> None:
-    """Break the reference cycles of nodes not below the new root, so that their memory is freed at once."""
-    waiting = [old_root]
+def _clear_except(root: Node, kept: Node | None) -> None:
+    """Break the reference cycles of a node and all below it, except for a node and all below that."""
+    waiting = [root]
     for node in waiting:
-        if node is not root:
+        if node is not kept:
             waiting += node.clear()
 
 

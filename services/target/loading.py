@@ -11,13 +11,11 @@ from gammaray.demo_pair import resolve_model
 from gammaray.errors import InvalidArgumentError
 from services.engine.engine import Engine
 from services.engine.loader import load_engine
-from services.engine.native.runner import NativeRunner
 from services.heads.loading import load_head, names_head
 from services.heads.runner import HEAD_CACHE_BYTES, head_engine
 from services.process.fingerprints import check_drafter, vocab_sha256
 from services.speculation.head_drafter import MAX_FEATURES, HeadDrafter
 from services.speculation.local_drafter import LocalDrafter
-from services.target.draft_model import ModelDrafter
 
 TRAINED_WINDOW = 64
 """Positions that a head of `gammaray train` reads of a prompt: with the newest 32, 1 - TV is 0.374 instead of
@@ -54,7 +52,7 @@ def load_local_drafter(settings: TargetSettings, engine: Engine) -> LocalDrafter
     return HeadDrafter(drafting, TRAINED_WINDOW if is_own else MAX_FEATURES)
 
 
-def _load_draft_model(settings: TargetSettings, name: str, target: str, engine: Engine) -> ModelDrafter:
+def _load_draft_model(settings: TargetSettings, name: str, target: str, engine: Engine) -> LocalDrafter:
     drafting = load_engine(
         name,
         device=settings.device,
@@ -65,7 +63,7 @@ def _load_draft_model(settings: TargetSettings, name: str, target: str, engine: 
         weights=settings.draft_weights,
         draft_for=target,
     )
-    if not isinstance(engine.runner, NativeRunner):
+    if not engine.runner.has_kernel:
         torch.set_num_threads(settings.threads)  # a draft model on the kernel leaves torch one
     allowed = f"an EAGLE-3 head, or an ordinary draft model with the vocabulary of {target}"
     if drafting.mask_token is not None or drafting.vocab_size != engine.vocab_size:
@@ -73,4 +71,4 @@ def _load_draft_model(settings: TargetSettings, name: str, target: str, engine: 
     own, theirs = vocab_sha256(name), vocab_sha256(target)
     if own and theirs and own != theirs:
         raise InvalidArgumentError("head", name, allowed)
-    return ModelDrafter(drafting)
+    return LocalDrafter(drafting)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
 from gammaray.vocabulary import Vocabulary
 
 
@@ -65,3 +68,37 @@ class Intersection:
             if number == len(self.duplicates):
                 self.duplicates.append([])
             self.duplicates[number].append((index, draft_id))
+
+
+class SharedTokens:
+    """The shared tokens as columns of the draft's logits, in order of the target's ids.
+
+    Args:
+        common: The shared tokens.
+        device: Device of the logits.
+
+    Attributes:
+        target_ids: The target's id of each column, int64.
+        draft_id_of: Draft token that is fed for a target token.
+        target_size: Number of token ids of the target.
+    """
+
+    def __init__(self, common: Intersection, device: torch.device | str) -> None:
+        self.target_ids = torch.tensor(common.target_ids, device=device)
+        self.draft_id_of = dict(zip(common.target_ids, common.draft_ids, strict=True))
+        self.target_size = common.target_size
+        self._columns = torch.tensor(common.draft_ids, device=device)
+        self._rounds = [torch.tensor(pairs, device=device).T for pairs in common.duplicates]
+
+    def of(self, logits: Tensor) -> Tensor:
+        """Return [rows, shared tokens]; probabilities of draft tokens with the same bytes are added."""
+        shared = logits[:, self._columns]
+        for indexes, draft_ids in self._rounds:
+            shared[:, indexes] = torch.logaddexp(shared[:, indexes], logits[:, draft_ids])
+        return shared
+
+    def with_all_tokens(self, shared: Tensor) -> Tensor:
+        """Return [rows, target_size] float32 from [rows, shared tokens]; -inf for the other tokens."""
+        spread = torch.full((len(shared), self.target_size), -torch.inf, device=shared.device)
+        spread[:, self.target_ids] = shared.float()
+        return spread

@@ -36,6 +36,7 @@ class TableEngine:
     vocab_size, max_context, device = VOCAB, 400, torch.device("cpu")
     can_chain = False
     mask_token: int | None = None
+    target_taps = ()
 
     def __init__(self, seed: int = 0, spread: float = 2.0) -> None:
         generator = torch.Generator().manual_seed(seed)

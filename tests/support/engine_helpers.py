@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from gammaray.config import DraftSettings
-from services.draft.translated import make_draft_scheduler
+from services.draft.scheduler import DraftScheduler
 from services.engine.core.batch import SequenceInput
 from services.engine.engine import Engine
 from services.scheduling.planning import Limits
@@ -282,6 +281,6 @@ def target_scheduler(engine: Engine) -> TargetScheduler:
     return TargetScheduler(engine, LIMITS, draft_ahead=False)
 
 
-def draft_scheduler(engine: Engine, translation: Any = None) -> Any:
+def draft_scheduler(engine: Engine, translation: Any = None) -> DraftScheduler:
     """Return the scheduler of a draft worker, without draft-ahead."""
-    return make_draft_scheduler(engine, LIMITS, DraftSettings(draft_ahead=False), translation)
+    return DraftScheduler(engine, LIMITS, ahead_rows=0, translation=translation)

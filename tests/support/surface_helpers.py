@@ -27,7 +27,7 @@ from orchestrator.storage.response_store import Ending, StoredResponse
 from orchestrator.text.chat import ChatFormat
 
 SUMMARY = SpeculationSummary(
-    *(2, 1.5, 0.5, 0.25, (1, 1), 2.0, 1.0, 2.0, 0.5, 3.5, None, 1, 1, 0, 1, 1),
+    *(2, 1.5, 0.5, 0.25, (1, 1), 2.0, 1.0, 2.0, 0.5, 3.5, None, 1, 0, 1, 1),
     drafted_tokens=2,
     accepted_tokens=1,
 )

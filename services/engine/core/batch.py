@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from ctypes import c_int32
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -110,6 +113,46 @@ class Batch:
             mask = allowed_slots(self.segments[index], window)
             self.masks[key] = None if mask is None else mask.to(device)
         return self.masks[key]
+
+
+class Runner(ABC):
+    """Computes packed forwards. Only `forward` must be defined; the defaults say what a runner cannot do.
+
+    Attributes:
+        has_kernel: Whether the compiled CPU kernel computes the forwards, which also has `chain`.
+        target_taps: Of a head: the hidden states of its target that it reads, by the ids of `Engine.tap`.
+    """
+
+    has_kernel: ClassVar[bool] = False
+    target_taps: Sequence[int] = ()
+
+    @property
+    def hidden_size(self) -> int:
+        """Length of a hidden state; only where there is no `tap_obstacle`."""
+        raise NotImplementedError
+
+    def tap_obstacle(self) -> str:
+        """Return why hidden states cannot be recorded; empty if `forward` fills the taps of its batches."""
+        return f"{type(self).__name__} records no hidden states"
+
+    @abstractmethod
+    def forward(self, batch: Batch) -> Tensor:
+        """Return the requested rows' logits [rows, vocab_size] in float32 and fill the new slots."""
+
+    def chain(
+        self,
+        batch: Batch,
+        noise: Tensor | None,
+        scale: float,
+        stop: c_int32,
+        target_ids: Tensor | None = None,
+    ) -> tuple[list[int], Tensor]:
+        """Feed a chain row by row, see `Engine.chain`."""
+        raise NotImplementedError
+
+    def fuse(self, states: Tensor) -> Tensor:
+        """Return the features of the target's states, see `Engine.fuse`."""
+        raise NotImplementedError
 
 
 def allowed_slots(segment: Segment, window: int | None) -> Tensor | None:

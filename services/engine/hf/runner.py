@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from services.engine.core.batch import Batch
+from services.engine.core.batch import Batch, Runner
 from services.engine.core.model import LoadedModel
 from services.engine.hf.attention import LayerInput, attend
 from services.engine.hf.batched_attention import StepAttention
@@ -19,7 +19,7 @@ from services.engine.hf.probe import ModelLayout, handling
 from services.engine.hf.taps import TapPoints, find_tap_points
 
 
-class TransformersRunner:
+class TransformersRunner(Runner):
     """Runs steps through the transformers model itself.
 
     Args:

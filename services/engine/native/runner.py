@@ -10,18 +10,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.engine.core.batch import Batch, node_path
+from services.engine.core.batch import Batch, Runner, node_path
 from services.engine.native.bindings import BatchArguments, SegmentArguments
 from services.engine.native.library import kernel_threads
 from services.engine.native.weights import NativeModel
 
 
-class NativeRunner:
+class NativeRunner(Runner):
     """Runs steps on a model of `services.engine.native.weights`; the cache's rows are key and value heads.
 
     Attributes:
         model: The packed weights and the kernel.
     """
+
+    has_kernel = True
 
     def __init__(self, model: NativeModel) -> None:
         self.model = model

@@ -10,7 +10,7 @@ from gammaray.sampling import SAMPLING_RULES
 ROOT = Path(__file__).parents[3]
 DECLARED = "gammaray/sampling.py"
 ARITHMETIC = {"services/engine/sampling/logits.py", "services/engine/sampling/edits.py"}
-DRAFT = "services/speculation/session.py"
+DRAFT = "services/speculation/predictor.py"
 # The others are also a benchmark's temperature, an attribute of spans or the seed of a session, for example.
 PLAIN = ("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 

@@ -9,17 +9,17 @@ import threading
 
 import pytest
 
-from services.draft.lookahead import IdlePriority, can_give_way
+from services.draft.lookahead import IdlePriority, can_use_idle_priority
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="idle priority is Linux's")
 
 UNPRIVILEGED = """
 import os, resource
-from services.draft.lookahead import can_give_way
+from services.draft.lookahead import can_use_idle_priority
 resource.setrlimit(resource.RLIMIT_NICE, (0, 0))
 if os.getuid() == 0:
     os.setresuid(65534, 65534, 65534)
-print(can_give_way(), os.sched_getscheduler(0) == os.SCHED_OTHER)
+print(can_use_idle_priority(), os.sched_getscheduler(0) == os.SCHED_OTHER)
 """
 
 
@@ -33,36 +33,37 @@ def test_idle_priority_is_not_used_if_it_cannot_be_reverted():
 
 
 needs_way_back = pytest.mark.skipif(
-    hasattr(os, "SCHED_IDLE") and not can_give_way(), reason="this user may not come back from idle priority"
+    hasattr(os, "SCHED_IDLE") and not can_use_idle_priority(),
+    reason="this user may not come back from idle priority",
 )
 
 
 @needs_way_back
 def test_idle_priority_applies_to_one_thread_within_the_block():
-    giving_way = IdlePriority()
+    priority = IdlePriority()
     seen: list[int] = []
     usual = os.sched_getscheduler(0)
-    with giving_way:
+    with priority:
         assert os.sched_getscheduler(0) == os.SCHED_IDLE
         other = threading.Thread(target=lambda: seen.append(os.sched_getscheduler(0)))
     other.start()
     other.join()
     assert os.sched_getscheduler(0) == usual
     assert seen == [usual]
-    with pytest.raises(ValueError, match="through"), giving_way:
+    with pytest.raises(ValueError, match="through"), priority:
         raise ValueError("through")
     assert os.sched_getscheduler(0) == usual
 
 
 @needs_way_back
 def test_preempt_ends_idle_priority_from_another_thread():
-    giving_way = IdlePriority()
+    priority = IdlePriority()
     usual = os.sched_getscheduler(0)
-    giving_way.preempt()  # before it ever began: nothing to end
-    with giving_way:
-        other = threading.Thread(target=giving_way.preempt)
+    priority.preempt()  # before it ever began: nothing to end
+    with priority:
+        other = threading.Thread(target=priority.preempt)
         other.start()
         other.join()
         assert os.sched_getscheduler(0) == usual
-    with giving_way:
+    with priority:
         assert os.sched_getscheduler(0) == os.SCHED_IDLE

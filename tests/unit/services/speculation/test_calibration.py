@@ -85,7 +85,7 @@ def test_chain_is_reached_with_the_calibrated_confidence(power: float):
         node.prediction = Fixed((token_id, 0.5))
         node = node.child(token_id)
     reading = ProposalBuilder(root, Shape(4), EOS, power)
-    assert reading.go_on() == []
+    assert reading.advance() == []
     assert reading.outcomes()[1] == [(pytest.approx(0.5 ** (4 * power)), node)]
 
 
@@ -95,7 +95,7 @@ def test_outcomes_are_complete_at_any_power(shape: Shape, power: float):
     root = Node(8, 5, None)
     opened(root, 3, random.Random(2))
     reading = ProposalBuilder(root, shape, EOS, power)
-    reading.go_on()
+    reading.advance()
     ends, leaves = reading.outcomes()
     assert sum(p for p, _, _ in ends) + sum(p for p, _ in leaves) == pytest.approx(1.0)
 
@@ -158,7 +158,7 @@ def test_outcomes_are_the_same_whether_the_last_node_was_opened_before_or_after(
         root = Node(8, 5, None)
         opened(root, 2 + is_open, random.Random(4))
         sent = ProposalBuilder(root, Shape(2), EOS, power)
-        sent.go_on()
+        sent.advance()
         ahead = OutcomeSet(sent, lambda node: ProposalBuilder(node, Shape(1), EOS, power))
         if not is_open:
             opened(root, 3, random.Random(4))
@@ -172,6 +172,6 @@ def test_tree_of_a_low_confidence_draft_keeps_alternatives():
     root = Node(8, 5, None)
     root.prediction = Fixed((1, 0.4), (2, 0.35), (3, 0.25))
     reading = ProposalBuilder(root, Shape(1, 3), EOS, 2.0)
-    assert reading.go_on() == []
+    assert reading.advance() == []
     assert reading.proposal().token_ids == (1, 2, 3)
     assert reading.weights == sorted(reading.weights, reverse=True)

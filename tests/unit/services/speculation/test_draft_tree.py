@@ -55,11 +55,11 @@ def test_chain_reads_on_as_nodes_open():
     reading = ProposalBuilder(root, Shape(3), EOS)
     node = root
     for depth in range(3):
-        assert reading.go_on() == [node]
-        assert reading.go_on() == [node]
+        assert reading.advance() == [node]
+        assert reading.advance() == [node]
         node.prediction = Fixed((10 + depth, 0.5))
         node = node.child(10 + depth)
-    assert reading.go_on() == []
+    assert reading.advance() == []
     assert reading.proposal() == Proposal((10, 11, 12))
     assert reading.depth == 3
     assert [n.position for n in reading.nodes] == [6, 7, 8]
@@ -69,9 +69,9 @@ def test_chain_of_another_base_may_differ():
     root = Node(9, 5, None)
     root.prediction = Fixed((10, 0.6), (11, 0.4))
     root.child(10).prediction = Fixed((12, 0.6), (13, 0.4))
-    assert ProposalBuilder(root, Shape(1), EOS).go_on() == []
+    assert ProposalBuilder(root, Shape(1), EOS).advance() == []
     reading = ProposalBuilder(root.child(10), Shape(1), EOS)
-    reading.go_on()
+    reading.advance()
     assert reading.proposal().token_ids == (13,)
 
 
@@ -79,9 +79,9 @@ def test_chain_and_tree_end_with_the_end_of_sequence():
     root = Node(9, 5, None)
     root.prediction = Fixed((0, 0.7), (3, 0.3))
     chain, tree = ProposalBuilder(root, Shape(4), EOS), ProposalBuilder(root, Shape(4, 6), EOS)
-    assert chain.go_on() == []
+    assert chain.advance() == []
     assert chain.proposal().token_ids == (0,)
-    assert tree.go_on() == [root.child(3)]
+    assert tree.advance() == [root.child(3)]
     assert tree.proposal() == Proposal((0, 3), (-1, -1))
 
 
@@ -90,11 +90,11 @@ def test_duration_of_a_rejection_chain_does_not_depend_on_its_tokens(chain: tupl
     root = Node(9, 5, None)
     reading = ProposalBuilder(root, Shape(3), EOS)
     for num_opened, token_id in enumerate(chain):
-        (tip,) = reading.go_on()
+        (tip,) = reading.advance()
         assert tip.position == root.position + num_opened
         tip.prediction = Fixed((token_id, 0.9 if token_id == 1 else 0.5))
         tip.prediction.distribution = DISTRIBUTION
-    assert reading.go_on() == []
+    assert reading.advance() == []
     proposal = reading.proposal()
     length = next((index + 1 for index, token_id in enumerate(chain) if token_id in EOS), 3)
     assert proposal.token_ids == chain[:length]
@@ -107,7 +107,7 @@ def test_tree_contains_the_most_likely_nodes(seed: int, depth: int, max_nodes: i
     root = Node(9, 5, None)
     opened(root, depth, random.Random(seed))
     reading = ProposalBuilder(root, Shape(depth, max_nodes), EOS)
-    assert reading.go_on() == []
+    assert reading.advance() == []
     assert reading.parents is not None
 
     everything = []
@@ -133,9 +133,9 @@ def test_tree_takes_one_forward_per_level_and_ends_at_the_same_nodes(seed: int):
     rng, root, whole = random.Random(seed), Node(9, 5, None), Node(9, 5, None)
     opened(whole, 4, rng)
     reading, wanted = ProposalBuilder(root, Shape(4, 12), EOS), ProposalBuilder(whole, Shape(4, 12), EOS)
-    wanted.go_on()
+    wanted.advance()
     twins, levels = {root: whole}, 0
-    while level := reading.go_on():
+    while level := reading.advance():
         levels += 1
         for node in level:
             if node is not root:
@@ -150,7 +150,7 @@ def test_outcomes_cover_all_results_of_verification():
     opened(root, 3, random.Random(2))
     for shape in (Shape(3), Shape(3, 9)):
         reading = ProposalBuilder(root, shape, EOS)
-        reading.go_on()
+        reading.advance()
         ends, leaves = reading.outcomes()
         # The ends and the outcomes after the open leaves: nothing is lost, nothing counted twice.
         total = sum(p for p, _, _ in ends) + sum(p for p, _ in leaves)

@@ -9,12 +9,15 @@ import torch
 from gammaray.blocks import Shape
 from gammaray.types import SamplingParams, VerificationMethod
 from gammaray.vocabulary import Vocabulary
-from services.draft.shared_tokens import SharedLogits, TokenChain
 from services.engine.sampling.noise import Noise
 from services.scheduling.sessions import SessionCopy
 from services.scheduling.tasks import SessionSpec
+from services.speculation.drafting import PendingProposal
+from services.speculation.predictor import DraftModel
+from services.speculation.session import Speculation
 from services.verification.rules import verify
-from services.vocabulary.intersection import Intersection
+from services.vocabulary.intersection import SharedTokens
+from services.vocabulary.translation import Translation
 from tests.support.maths_loop_helpers import g_test
 from tests.support.vocabulary_helpers import byte_fallback
 
@@ -22,7 +25,8 @@ COUPLED, REJECTION, NAIVE, BLOCK = VerificationMethod
 TARGET = Vocabulary(byte_fallback(["abcd"], num_bytes=0x65))
 """Has the characters a to d, and <0x61> to <0x64> for them; the draft has x and no d."""
 DRAFT = Vocabulary(byte_fallback(["abcx"], num_bytes=0x62))
-COMMON = Intersection(DRAFT, TARGET, len(DRAFT), len(TARGET))
+TRANSLATION = Translation(DRAFT, TARGET, len(DRAFT), len(TARGET))
+COMMON = TRANSLATION.common
 PROMPT = TARGET.encode(b"ab")
 BASE = len(PROMPT)
 FAIR, BIASED = 1e-3, 1e-6
@@ -44,19 +48,27 @@ def logits_of(vocabulary, probs):
     return row
 
 
-def shared_noise(noise):
-    ids = torch.tensor(COMMON.target_ids)
-    return noise and Noise(noise.seed, noise.sample_index, len(ids), token_ids=ids)
+class Engine:
+    """A draft model whose logits the tests give."""
+
+    max_context, device, mask_token, target_taps = 100, torch.device("cpu"), None, ()
 
 
-def chain_of(session, depth=1, shared=None, bits=12):
-    shared = shared or SharedLogits(COMMON, "cpu")
-    return TokenChain(session, shared, shared_noise(session.noise), Shape(depth), top_k=64, bits=bits)
-
-
-def proposal_of(chain, *rows):
-    fed = [chain.take(row) for row in rows]
-    return chain.finish(), fed
+def proposal_of(session, *rows, bits=12):
+    """Return the proposal of as many tokens as there are rows of logits, and the draft tokens fed for it."""
+    model = DraftModel(Engine(), top_k=64, bits=bits, translation=TRANSLATION)
+    speculation = Speculation(model, session)
+    speculation.translate()
+    speculation.begin()
+    reading = speculation.read(speculation.tree.root, Shape(len(rows), 8))
+    pending, fed = PendingProposal(speculation, reading, 64), []
+    assert pending.advance()
+    for row in rows:
+        if pending.nodes:
+            fed += pending.feed(0, pending.num_tokens).token_ids
+            pending.take(row)
+            pending.advance()
+    return pending.reading.proposal(), fed[len(speculation.committed) :]
 
 
 # ALGORITHMS: p(a, b, c, d) = (.5, .2, .1, .2), q(a, b, c, x) = (.3, .2, .1, .4) have an overlap of .6;
@@ -74,7 +86,7 @@ def first_tokens(method, samples, params=None, bias=0.0):
     for seed in range(samples):
         noise = Noise(seed, 0, len(TARGET))
         session = session_of(method, noise, **params or {})
-        proposal, _ = proposal_of(chain_of(session, bits=16), logits_of(DRAFT, Q))
+        proposal, _ = proposal_of(session, logits_of(DRAFT, Q), bits=16)
         verdict = verify(method, log_p, proposal, session.spec.params, noise, BASE)
         emitted = [*(proposal.token_ids[node] for node in verdict.accepted_path), verdict.next_token_id]
         counts[TARGET.spellings[emitted[0]].decode()] += 1
@@ -108,7 +120,7 @@ def test_coupled_choice_is_the_targets_own_where_the_distributions_agree():
     for seed in range(200):
         noise = Noise(seed, 0, len(TARGET))
         session = session_of(COUPLED, noise)
-        (token_id,) = proposal_of(chain_of(session), logits_of(DRAFT, shared_only))[0].token_ids
+        (token_id,) = proposal_of(session, logits_of(DRAFT, shared_only))[0].token_ids
         assert token_id == int((log_p + noise.gumbel(BASE, 1)).argmax())
         drawn[token_id] += 1
     assert len(drawn) == 3
@@ -127,7 +139,7 @@ def test_probabilities_of_draft_tokens_with_the_same_bytes_are_added():
     assert DRAFT.id_of(b"a") != byte_a
     row = logits_of(DRAFT, {"a": 0.2, "b": 0.3, "c": 0.5})
     row[0, byte_a] = torch.tensor(0.4).log()
-    shared = SharedLogits(COMMON, "cpu").of(row).exp()
+    shared = SharedTokens(COMMON, "cpu").of(row).exp()
     found = {
         TARGET.spellings[token_id].decode(): round(float(prob), 6)
         for token_id, prob in zip(COMMON.target_ids, shared[0], strict=True)
@@ -140,9 +152,9 @@ def test_shipped_distribution_has_the_targets_ids_and_is_that_of_the_draw():
     noise = Noise(3, 0, len(TARGET))
     session = session_of(REJECTION, noise)
     row = logits_of(DRAFT, Q)
-    proposal, fed = proposal_of(chain_of(session, depth=2), row, row)
+    proposal, fed = proposal_of(session, row, row)
     assert len(proposal) == 2
-    assert fed[1] is None
+    assert len(fed) == 1
     assert DRAFT.spellings[fed[0]] == TARGET.spellings[proposal.token_ids[0]]
     ids = [TARGET.id_of(text.encode()) for text in "abc"]
     for law, token_id in zip(proposal.draft_distributions, proposal.token_ids, strict=True):
@@ -157,7 +169,7 @@ def test_masks_bias_and_penalties_are_those_of_the_targets_ids():
     row = logits_of(DRAFT, Q)
 
     def greedy(**params):
-        return proposal_of(chain_of(session_of(temperature=0.0, **params)), row)[0].token_ids
+        return proposal_of(session_of(temperature=0.0, **params), row)[0].token_ids
 
     assert greedy() == (a,)
     assert greedy(banned_token_ids=(a,)) == (b,)
@@ -169,7 +181,7 @@ def test_masks_bias_and_penalties_are_those_of_the_targets_ids():
 def test_penalties_count_the_tokens_of_the_proposal():
     row = logits_of(DRAFT, {"a": 0.5, "b": 0.4, "c": 0.1})
     session = session_of(temperature=0.0, frequency_penalty=1.5)
-    proposal, _ = proposal_of(chain_of(session, depth=3), row, row, row)
+    proposal, _ = proposal_of(session, row, row, row)
     # The prompt does not count; each proposed token lowers its own score.
     assert [TARGET.spellings[one].decode() for one in proposal.token_ids] == ["a", "b", "a"]
 
@@ -178,13 +190,13 @@ def test_chain_ends_after_the_end_of_sequence():
     end = TARGET.eos_token_id
     row = torch.full((1, len(DRAFT)), -9.0)
     row[0, DRAFT.eos_token_id] = 9.0
-    proposal, fed = proposal_of(chain_of(session_of(temperature=0.0, eos=(end,)), depth=4), row)
-    assert (proposal.token_ids, fed) == ((end,), [None])
+    proposal, fed = proposal_of(session_of(temperature=0.0, eos=(end,)), *[row] * 4)
+    assert (proposal.token_ids, fed) == ((end,), [])
 
 
 def test_spec_of_the_session_is_not_changed():
     session = session_of(REJECTION, Noise(2, 0, len(TARGET)), top_k=2)
     before = dataclasses.replace(session.spec)
-    proposal, _ = proposal_of(chain_of(session), logits_of(DRAFT, Q))
+    proposal, _ = proposal_of(session, logits_of(DRAFT, Q))
     assert session.spec == before
     assert len(proposal.draft_distributions[0].token_ids) == 2
