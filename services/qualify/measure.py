@@ -249,7 +249,9 @@ class _Trial:
         plain_ms = statistics.median(self._plain_times) if self._plain_times else None
         found = {gamma: times for gamma in self._verdicts if (times := self._times(gamma, 1)) is not None}
         depths = []
-        for gamma, times in found.items() if plain_ms is not None else ():
+        for gamma, times in found.items():
+            if plain_ms is None:
+                break
             tokens = statistics.fmean(cycle.num_emitted for cycle in self._whole(gamma))
             cycle_ms = self._cycle_ms(times)
             speedup = tokens * plain_ms / cycle_ms

@@ -287,7 +287,7 @@ class VllmDraftScheduler(RequestQueue[ProposeTask, _Drafting]):
         return partial(self._make_masks, posted) if has_grammar else None
 
     def _make_masks(self, posted: dict[str, DraftBlock]) -> Masks:
-        masks: dict[str, Sequence[bytes | None] | GammarayError] = {}
+        masks: dict[str, Sequence[bytes | None] | GammarayError | None] = {}
         for request_id in posted:
             work = self._by_request.get(request_id)
             if work is None or not work.session.spec.params.grammar:

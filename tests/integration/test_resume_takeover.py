@@ -187,7 +187,7 @@ async def test_turns_continue_a_session_and_reuse_its_cache(pair):
     chunks = await first_chunks(other, second, 2)
     chunks += await complete(one, resumed(second, chunks))
     assert all(chunk.turn == 1 for chunk in chunks)
-    before = (*one.encode(PROMPTS[0]), *tokens_of(first))
+    before = (*one.tokenizer.encode(PROMPTS[0]), *tokens_of(first))
     prompt = before + tuple(one.tokenizer.encode("\n\ndef second(", is_start=False))
     plain = await complete(one, undisturbed(request_of(prompt, max_tokens=20)))
     assert tokens_of(chunks) == tokens_of(plain)

@@ -87,6 +87,7 @@ def test_target_without_a_draft_has_no_draft_workers_and_a_note(monkeypatch):
     assert parse_options([]).cluster.draft_workers == PoolSize(0)
     monkeypatch.setenv("GAMMARAY_DRAFT", "y")
     assert parse_options([]).cluster.draft_workers == PoolSize(1)
+    monkeypatch.delenv("GAMMARAY_DRAFT")
     (note,) = model_notes(ClusterSettings(target="x"), 0)
     assert "look-ups in the text" in note
 
