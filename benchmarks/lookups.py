@@ -212,7 +212,7 @@ async def run(options: argparse.Namespace) -> int:
 def main() -> None:
     """Parse the command line and run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--target", type=Path, default=Path("build/models/smollm2").resolve())
+    parser.add_argument("--target", type=Path, default=Path("build/models/smollm2"))
     parser.add_argument("--prompts", type=int, default=10, help="per category")
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7])
