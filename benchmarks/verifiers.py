@@ -49,7 +49,7 @@ from gammaray.demo_pair import resolve_model
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from gammaray.wire.blocks import proposal_to_proto
 from orchestrator.text.tokenizer import Tokenizer
-from services.draft.scheduler import DraftScheduler
+from services.draft_worker.scheduler import DraftScheduler
 from services.engine.core.batch import SequenceInput
 from services.engine.engine import Engine
 from services.engine.loader import load_engine
@@ -57,7 +57,7 @@ from services.engine.sampling.logits import processed_log_probs
 from services.qualify.loop import Ask, MeasuredCycle, Pair
 from services.scheduling.planning import Limits
 from services.speculation.predictions import quantise
-from services.target.scheduler import TargetScheduler
+from services.target_worker.scheduler import TargetScheduler
 
 LIMITS = Limits(max_batch_tokens=1024, prefill_chunk=256)
 NODES = (4, 8, 16)

@@ -33,8 +33,8 @@ from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from services.engine.loader import load_engine
 from services.scheduling.planning import Limits
 from services.scheduling.tasks import Release, SessionSpec, VerifyTask
-from services.target.loading import load_local_drafter
-from services.target.scheduler import TargetScheduler
+from services.target_worker.loading import load_local_drafter
+from services.target_worker.scheduler import TargetScheduler
 from services.vllm.engine import EngineOptions, VllmEngine
 from services.vllm.scheduler import VllmScheduler
 

@@ -13,7 +13,7 @@ from gammaray.errors import GammarayError, InternalError
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from services.scheduling.scheduler import Scheduler
 from services.scheduling.tasks import ProposeTask, Release, Reply, SessionSpec, VerifyTask
-from services.target.scheduler import TargetScheduler
+from services.target_worker.scheduler import TargetScheduler
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from gammaray.demo_pair import resolve_model
 from gammaray.errors import InvalidArgumentError, NotFoundError
 from gammaray.gguf import pretrained_arguments
 from gammaray.qualify.measured import ModelFacts
-from services.draft.worker import DraftWorker
+from services.draft_worker.worker import DraftWorker
 from services.engine.choice import uses_vllm
 from services.engine.core.errors import UnsupportedModelError
 from services.engine.core.model import eos_token_ids
@@ -25,8 +25,8 @@ from services.process.fingerprints import vocab_sha256
 from services.scheduling.planning import Limits
 from services.scheduling.scheduler import Scheduler
 from services.speculation.local_drafter import LocalDrafter
-from services.target.loading import load_local_drafter
-from services.target.scheduler import TargetScheduler
+from services.target_worker.loading import load_local_drafter
+from services.target_worker.scheduler import TargetScheduler
 from services.vocabulary.translation import load_translation, target_size
 
 _ALLOWED = "a directory or GGUF file with a causal LM, or the name of one on the hub or in its cache"

@@ -30,7 +30,10 @@ _HEALTH_TIMEOUT_S = 10.0
 # vLLM's Python code and what it compiles run beside the event loop for longer than other engines' forwards.
 _VLLM_HEALTH_TIMEOUT_S = 60.0
 # Imported by the replicas only, since they load torch.
-_WORKERS = {"draft": "services.draft.worker:DraftWorker", "target": "services.target.worker:TargetWorker"}
+_WORKERS = {
+    "draft": "services.draft_worker.worker:DraftWorker",
+    "target": "services.target_worker.worker:TargetWorker",
+}
 
 
 class WorkerReplica:

@@ -13,7 +13,7 @@ from gammaray.v1 import target_service_pb2 as pb
 from gammaray.v1 import types_pb2
 from orchestrator.workers.verifier import check_served
 from services.streaming.messages import Model
-from services.target.worker import check_identity
+from services.target_worker.worker import check_identity
 from tests.support.workers.fleet_helpers import clients, emitted, fleet_of
 from tests.support.workers.scripted_workers import PROMPT, continuation, finish, make_session, scripted
 

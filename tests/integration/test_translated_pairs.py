@@ -8,7 +8,7 @@ import pytest
 from gammaray.config import DraftSettings
 from gammaray.errors import InvalidArgumentError
 from gammaray.types import SamplingParams, VerificationMethod
-from services.draft.worker import DraftWorker
+from services.draft_worker.worker import DraftWorker
 from services.engine.loader import load_engine
 from services.process.fingerprints import vocab_sha256
 from services.qualify.loop import Ask, Pair

@@ -26,7 +26,7 @@ from gammaray.v1 import target_service_pb2 as pb
 from gammaray.v1.target_service_pb2_grpc import TargetServiceStub
 from orchestrator.launcher.preflight import free_ports
 from orchestrator.storage.client import check_redis
-from services.target.worker import TargetWorker
+from services.target_worker.worker import TargetWorker
 from tests.support.docs_commands import commands
 from tests.support.engine_helpers import tiny_model
 from tests.support.tls_helpers import Authority, role_certificates

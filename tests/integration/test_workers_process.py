@@ -199,7 +199,7 @@ async def test_health_and_reflection_answer(model, role):
 
 
 def called(role, *options):
-    command = [sys.executable, "-m", f"services.{role}", *options]
+    command = [sys.executable, "-m", f"services.{role}_worker", *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=START_TIMEOUT_S)
 
 
@@ -228,7 +228,9 @@ def test_settings_that_cannot_be_used_have_their_exit_status_and_are_named(capsy
             (["--model", tiny_model("mamba", tmp_path)], 3, "cannot be served"),
         ):
             given = tuple(map(str, options))
-            found = run("services.target", TargetSettings, "services.target.worker:TargetWorker", given)
+            found = run(
+                "services.target_worker", TargetSettings, "services.target_worker.worker:TargetWorker", given
+            )
             output, errors = capsys.readouterr()
             assert (found, output) == (status, ""), options
             assert words in errors.splitlines()[-1]

@@ -13,7 +13,7 @@ from torch import Tensor
 from gammaray.blocks import Shape
 from gammaray.errors import GammarayError
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
-from services.draft.scheduler import DraftScheduler
+from services.draft_worker.scheduler import DraftScheduler
 from services.engine.core.batch import SequenceInput
 from services.engine.core.session_cache import SessionCache
 from services.engine.sampling.noise import Noise

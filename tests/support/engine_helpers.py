@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from services.draft.scheduler import DraftScheduler
+from services.draft_worker.scheduler import DraftScheduler
 from services.engine.core.batch import SequenceInput
 from services.engine.engine import Engine
 from services.scheduling.planning import Limits
-from services.target.scheduler import TargetScheduler
+from services.target_worker.scheduler import TargetScheduler
 
 VOCAB_SIZE = 97
 LIMITS = Limits(max_batch_tokens=1024, prefill_chunk=256)

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from services.engine.loader import load_engine
 from services.scheduling.grammars import Grammars
 from services.scheduling.planning import Limits
-from services.target.scheduler import TargetScheduler
+from services.target_worker.scheduler import TargetScheduler
 from tests.support.engine_helpers import tiny_model
 from tests.support.processing_helpers import TOKENS, small_tokenizer
 

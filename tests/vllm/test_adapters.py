@@ -15,7 +15,7 @@ from gammaray.errors import InvalidArgumentError
 from gammaray.types import SamplingParams
 from services.engine.loader import load_engine
 from services.process.adapters import RANKS, adapter_sha256, max_rank
-from services.target.scheduler import TargetScheduler
+from services.target_worker.scheduler import TargetScheduler
 from tests.support.adapter_helpers import make_adapter
 from tests.support.vllm_helpers import Session, answers, ask, end, generate
 from tests.vllm.conftest import LIMITS, start_vllm
@@ -136,11 +136,13 @@ def test_an_adapter_of_another_model_ends_the_worker_with_one_line_and_status_2(
     tensors = load_file(foreign / "adapter_model.safetensors")
     renamed = {name.replace("q_proj", "query"): tensor for name, tensor in tensors.items()}
     save_file(renamed, foreign / "adapter_model.safetensors")
-    command = [sys.executable, "-m", "services.target", "--model", str(llama), "--engine", "vllm"]
+    command = [sys.executable, "-m", "services.target_worker", "--model", str(llama), "--engine", "vllm"]
     options = ["--cache-budget-mb", "16", "--lora", f"foreign={foreign}"]
     done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=START_TIMEOUT_S)
     assert done.returncode == 2, done.stderr[-2000:]
-    (line,) = [each for each in done.stderr.splitlines() if each.startswith("python -m services.target:")]
+    (line,) = [
+        each for each in done.stderr.splitlines() if each.startswith("python -m services.target_worker:")
+    ]
     assert f"lora: got foreign={foreign}"[:60] in line
     assert "allowed: a LoRA adapter of the target in PEFT's format: " in line
     assert "query" in line

@@ -15,7 +15,7 @@ from gammaray.errors import (
     InvalidArgumentError,
 )
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
-from services.draft.scheduler import DraftScheduler
+from services.draft_worker.scheduler import DraftScheduler
 from services.engine.core.errors import EngineLostError
 from services.engine.loader import load_engine
 from services.scheduling.grammars import Grammars

@@ -1,6 +1,6 @@
 """All verification methods: verdicts as the CPU engine's, and the target's law.
 
-The functions that judge are the CPU engine's, whose exactness `tests/unit/services/target` shows by
+The functions that judge are the CPU engine's, whose exactness `tests/unit/services/target_worker` shows by
 enumeration. Here the rows, noise and proposals that vLLM's runner hands them are tested: verdict for verdict
 on the same seeds, and by a chi-square test of the tokens of many seeds.
 """

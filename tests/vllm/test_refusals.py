@@ -30,12 +30,14 @@ def demo(tmp_path):
 
 def refusal(model, *options):
     """Start a target worker that must refuse; return what it says, one line, beside what libraries write."""
-    command = [sys.executable, "-m", "services.target", "--engine", "vllm", "--model", str(model)]
+    command = [sys.executable, "-m", "services.target_worker", "--engine", "vllm", "--model", str(model)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     ended = subprocess.run([*command, *options], capture_output=True, text=True, timeout=300, env=environment)
     assert (ended.returncode, ended.stdout) == (2, ""), ended.stderr
     assert "Traceback" not in ended.stderr
-    (line,) = [line for line in ended.stderr.splitlines() if line.startswith("python -m services.target: ")]
+    (line,) = [
+        line for line in ended.stderr.splitlines() if line.startswith("python -m services.target_worker: ")
+    ]
     assert len(line) <= MOST
     return line
 

@@ -99,7 +99,7 @@ def test_the_error_of_a_block_comes_back_from_another_process(ranks):
 @pytest.fixture
 def worker(llama) -> Iterator:
     """A target worker with two ranks, as a process that listens; its ranks."""
-    command = [sys.executable, "-m", "services.target", "--model", str(llama), "--engine", "vllm"]
+    command = [sys.executable, "-m", "services.target_worker", "--model", str(llama), "--engine", "vllm"]
     options = ["--tensor-parallel", "2", "--cache-budget-mb", "16"]
     process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True)
     watched = psutil.Process(process.pid)

@@ -17,7 +17,7 @@ async def spawned(role, *options, **environment):
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
-        f"services.{role}",
+        f"services.{role}_worker",
         *map(str, options),
         stdout=subprocess.PIPE,
         env={**os.environ, **environment},

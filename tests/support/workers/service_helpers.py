@@ -85,7 +85,7 @@ def worker_process(
     command = [
         sys.executable,
         "-m",
-        f"services.{role}",
+        f"services.{role}_worker",
         "--model",
         model,
         "--listen",

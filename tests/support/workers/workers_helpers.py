@@ -21,8 +21,8 @@ from gammaray.v1 import types_pb2 as types
 from gammaray.wire.blocks import proposal_from_proto, proposal_to_proto
 from gammaray.wire.convert import sampling_to_proto
 from gammaray.wire.enums import METHODS
-from services.draft.worker import DraftWorker
-from services.target.worker import TargetWorker
+from services.draft_worker.worker import DraftWorker
+from services.target_worker.worker import TargetWorker
 
 ANSWER_TIMEOUT_S = 60.0
 GREEDY = SamplingParams(temperature=0.0, seed=1)

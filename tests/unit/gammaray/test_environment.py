@@ -112,7 +112,9 @@ def test_help_works_with_a_misspelt_variable():
         assert CliRunner().invoke(main, arguments, env={"GAMMARAY_DEVCIE": "cpu"}).exit_code == 0
 
 
-@pytest.mark.parametrize("module", ["orchestrator.launcher.cluster", "services.target", "services.draft"])
+@pytest.mark.parametrize(
+    "module", ["orchestrator.launcher.cluster", "services.target_worker", "services.draft_worker"]
+)
 def test_processes_refuse_it_with_exit_code_2(module):
     done = subprocess.run(
         [sys.executable, "-m", module],

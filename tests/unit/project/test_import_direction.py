@@ -61,8 +61,8 @@ FLOORS = {
     "services/verification": 8,
     "services/process": 9,
     "services/vllm": 10,
-    "services/draft": 11,
-    "services/target": 11,
+    "services/draft_worker": 11,
+    "services/target_worker": 11,
     "services/qualify": 12,
     "services/serve": 12,
     "services/train/answers": 12,
@@ -218,7 +218,7 @@ def test_imports_planted_violation_is_caught(subtests):
         ("orchestrator/launcher/cluster.py", "from services.serve.app import build", 1),
         ("orchestrator/launcher/cluster.py", "import_module('services.serve.app')", 0),
         ("orchestrator/storage/registry.py", "import ray as r", 1),
-        ("services/draft/worker.py", "import os, orchestrator.workers.connection", 1),
+        ("services/draft_worker/worker.py", "import os, orchestrator.workers.connection", 1),
         ("services/serve/app.py", "from ray import serve", 0),
         ("orchestrator/workers/connection.py", "from . import services\nimport raymond", 0),
     ]:
@@ -234,7 +234,7 @@ def test_imports_planted_violation_is_caught(subtests):
         ("orchestrator/workers/pool.py", "import orchestrator.storage.keys", 1),
         ("gammaray/wire/convert.py", "from gammaray import errors", 0),
         ("services/engine/core/batch.py", "if TYPE_CHECKING:\n    from services.engine.engine import E", 1),
-        ("services/target/worker.py", "from services.draft.worker import DraftWorker", 1),
+        ("services/target_worker/worker.py", "from services.draft_worker.worker import DraftWorker", 1),
     ],
 )
 def test_imports_planted_import_of_a_higher_floor_is_caught(path, source, num_climbs, sources):

@@ -10,7 +10,7 @@ from gammaray.config import DraftSettings
 from gammaray.deploy.heads import check_no_head, head_kind
 from gammaray.errors import InvalidArgumentError
 from orchestrator.launcher.preflight import check_models
-from services.draft.worker import DraftWorker
+from services.draft_worker.worker import DraftWorker
 from services.heads.loading import names_head
 from tests.support.engine_helpers import tiny_model
 from tests.support.head_helpers import DATA, VARIANTS, as_official, bigram_head, bigram_target

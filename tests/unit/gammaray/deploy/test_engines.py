@@ -115,9 +115,13 @@ def test_engine_of_a_cluster_is_that_of_its_workers():
 @pytest.mark.parametrize(
     ("command", "version", "words"),
     [
-        (["-m", "services.target"], "", "engine: got vllm, which is not installed, allowed: vllm 0.32"),
         (
-            ["-m", "services.target"],
+            ["-m", "services.target_worker"],
+            "",
+            "engine: got vllm, which is not installed, allowed: vllm 0.32",
+        ),
+        (
+            ["-m", "services.target_worker"],
             "0.31.0",
             "engine: got vllm, which is installed as 0.31.0, allowed: ",
         ),

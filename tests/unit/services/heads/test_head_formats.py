@@ -16,7 +16,7 @@ from services.engine.core.errors import UnsupportedModelError
 from services.engine.loader import load_engine
 from services.heads.loading import load_head
 from services.heads.runner import head_engine
-from services.target.loading import load_local_drafter
+from services.target_worker.loading import load_local_drafter
 from tests.support.engine_helpers import VOCAB_SIZE, tiny_model
 from tests.support.head_helpers import DATA, VARIANTS, as_official, changed
 from tests.support.medusa_helpers import random_heads, write_own

@@ -7,7 +7,7 @@ import pytest
 from gammaray.config import DraftSettings
 from gammaray.demo_pair import resolve_model
 from gammaray.errors import InvalidArgumentError
-from services.draft.worker import drafts_on_vllm
+from services.draft_worker.worker import drafts_on_vllm
 from services.vllm.loading import check_draft
 from tests.support.engine_helpers import tiny_model
 
@@ -58,6 +58,6 @@ def test_drafters_and_settings_of_other_engines_are_refused(
 def test_auto_leaves_a_drafter_that_vllm_cannot_serve_to_the_other_engines(
     monkeypatch, draft, weights, engine, is_vllm
 ):
-    monkeypatch.setattr("services.draft.worker.uses_vllm", lambda engine, device: True)
+    monkeypatch.setattr("services.draft_worker.worker.uses_vllm", lambda engine, device: True)
     settings = DraftSettings(engine=engine, draft_weights=weights)
     assert drafts_on_vllm(draft, "", settings) == is_vllm

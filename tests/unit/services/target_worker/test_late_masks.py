@@ -14,8 +14,8 @@ from gammaray.types import Proposal, SamplingParams
 from services.engine.loader import load_engine
 from services.scheduling.masks import MAX_WAIT_S, NUM_THREADS
 from services.scheduling.planning import Limits
-from services.target.loading import load_local_drafter
-from services.target.scheduler import TargetScheduler
+from services.target_worker.loading import load_local_drafter
+from services.target_worker.scheduler import TargetScheduler
 from tests.support.engine_helpers import random_tokens, tiny_model
 from tests.support.gated_masks import PATIENCE_S, Gated, steps_until
 from tests.support.head_helpers import DATA

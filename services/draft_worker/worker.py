@@ -17,7 +17,7 @@ from gammaray.types import Proposal
 from gammaray.v1 import draft_service_pb2, draft_service_pb2_grpc
 from gammaray.v1 import draft_service_pb2 as pb
 from gammaray.wire.blocks import proposal_to_proto, shape_from_proto
-from services.draft.scheduler import DraftScheduler
+from services.draft_worker.scheduler import DraftScheduler
 from services.engine.choice import uses_vllm
 from services.engine.engine import Engine
 from services.engine.loader import load_worker_engine

@@ -1,4 +1,4 @@
-"""Runs a draft worker without Ray: `python -m services.draft --model DIR --listen HOST:PORT`."""
+"""Runs a draft worker without Ray: `python -m services.draft_worker --model DIR --listen HOST:PORT`."""
 
 import sys
 
@@ -9,7 +9,7 @@ from services.process.main import run
 def main() -> int:
     """Read the settings, serve until a signal, return the exit status."""
     # The worker is imported late, so that a wrong option is reported before the model libraries are loaded.
-    return run("services.draft", DraftSettings, "services.draft.worker:DraftWorker")
+    return run("services.draft_worker", DraftSettings, "services.draft_worker.worker:DraftWorker")
 
 
 if __name__ == "__main__":

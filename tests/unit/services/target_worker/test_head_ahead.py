@@ -14,8 +14,8 @@ from services.engine.loader import load_engine
 from services.scheduling.planning import Limits
 from services.scheduling.tasks import Release
 from services.speculation.local_drafter import LocalDrafter
-from services.target.loading import load_local_drafter
-from services.target.scheduler import TargetScheduler
+from services.target_worker.loading import load_local_drafter
+from services.target_worker.scheduler import TargetScheduler
 from tests.support.engine_helpers import random_tokens, tiny_model
 from tests.support.head_helpers import DATA, bigram_head, bigram_target
 from tests.support.target_helpers import Run

@@ -10,9 +10,9 @@ from gammaray.types import SamplingParams
 from services.engine.loader import load_engine
 from services.scheduling.planning import Limits
 from services.speculation.head_drafter import MAX_FEATURES
-from services.target import loading
-from services.target.loading import load_local_drafter
-from services.target.scheduler import TargetScheduler
+from services.target_worker import loading
+from services.target_worker.loading import load_local_drafter
+from services.target_worker.scheduler import TargetScheduler
 from tests.support.engine_helpers import random_tokens
 from tests.support.head_helpers import bigram_head, bigram_target
 from tests.support.target_helpers import Run

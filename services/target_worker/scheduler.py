@@ -29,7 +29,7 @@ from services.scheduling.scheduler import Scheduler
 from services.scheduling.sessions import SessionCopy
 from services.scheduling.tasks import Reply, VerifyTask
 from services.speculation.local_drafter import LocalDrafter
-from services.target.prompt_scores import PromptScores
+from services.target_worker.prompt_scores import PromptScores
 from services.verification.verdicts import judge, token_logprobs
 
 

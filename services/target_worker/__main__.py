@@ -1,4 +1,4 @@
-"""Runs a target worker without Ray: `python -m services.target --model DIR --listen HOST:PORT`."""
+"""Runs a target worker without Ray: `python -m services.target_worker --model DIR --listen HOST:PORT`."""
 
 import sys
 
@@ -9,7 +9,7 @@ from services.process.main import run
 def main() -> int:
     """Read the settings, serve until a signal, return the exit status."""
     # The worker is imported late, so that a wrong option is reported before the model libraries are loaded.
-    return run("services.target", TargetSettings, "services.target.worker:TargetWorker")
+    return run("services.target_worker", TargetSettings, "services.target_worker.worker:TargetWorker")
 
 
 if __name__ == "__main__":

@@ -9,13 +9,13 @@ import threading
 
 import pytest
 
-from services.draft.lookahead import IdlePriority, can_use_idle_priority
+from services.draft_worker.lookahead import IdlePriority, can_use_idle_priority
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="idle priority is Linux's")
 
 UNPRIVILEGED = """
 import os, resource
-from services.draft.lookahead import can_use_idle_priority
+from services.draft_worker.lookahead import can_use_idle_priority
 resource.setrlimit(resource.RLIMIT_NICE, (0, 0))
 if os.getuid() == 0:
     os.setresuid(65534, 65534, 65534)

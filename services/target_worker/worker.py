@@ -28,8 +28,8 @@ from services.scheduling.tasks import Reply, VerifyTask
 from services.streaming.block_scheduler import BlockScheduler
 from services.streaming.messages import Model, describe, fill_result, task_fields
 from services.streaming.streams import Deliver, Streams
-from services.target.loading import load_local_drafter
-from services.target.scheduler import TargetScheduler
+from services.target_worker.loading import load_local_drafter
+from services.target_worker.scheduler import TargetScheduler
 
 DEFAULT_TIMEOUT_MS = 60_000
 
