@@ -218,7 +218,9 @@ def main() -> None:
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7])
     parser.add_argument("--beside", type=Path, help="another source tree, whose default is measured too")
     parser.add_argument("--out", type=Path)
-    sys.exit(run_or_exit(run(parser.parse_args())))
+    options = parser.parse_args()
+    options.beside = options.beside and options.beside.resolve()
+    sys.exit(run_or_exit(run(options)))
 
 
 if __name__ == "__main__":

@@ -40,6 +40,9 @@ MAX_STEPS = 64
 MIN_PROBABILITY = 0.1
 """A chain ends before a token that is reached with a lower estimated probability."""
 
+LENGTH_FACTOR = 4
+"""Most tokens of a chain per token of its match (docs/lab.md)."""
+
 SEPARATOR = 2**32 - 1
 """Stands between sequences, and for erased tokens; it is no token id and is never proposed."""
 
@@ -180,7 +183,7 @@ class SuffixIndex:
     def look_up(self, context: Context, depth: int, shortest: int = 1) -> Match | None:
         """Return the most frequent continuation of the longest suffix of a context that occurs here.
 
-        A chain has at most as many tokens as matched: a short match says little about what is far.
+        A chain has at most `LENGTH_FACTOR` tokens per matched one: a short match says little of what is far.
         Of the suffix of `LEVELS` that is found, the latest `MAX_OCCURRENCES` are compared further back. Where
         the context is the end of this index and an occurrence overlaps it, the chain continues with its own
         first tokens, so that a repetition is proposed to the full depth.
@@ -194,7 +197,7 @@ class SuffixIndex:
         if not occurrences:
             return None
         occurrences, length = self._longest(occurrences, length, context.tokens)
-        return self._continuation(occurrences, length, min(depth, length))
+        return self._continuation(occurrences, length, min(depth, LENGTH_FACTOR * length))
 
     def _occurrences(self, context: array[int], slots: Sequence[int], shortest: int) -> tuple[list[int], int]:
         """Return where the longest suffix of `LEVELS` occurred, latest first, and its length.

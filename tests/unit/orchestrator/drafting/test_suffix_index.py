@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.drafting.suffix_index import (
+    LENGTH_FACTOR,
     LEVELS,
     LONGEST,
     MAX_OCCURRENCES,
@@ -38,7 +39,7 @@ def slow_look_up(text, context, depth):
     latest = [end for end, length in lengths.items() if length >= level][:MAX_OCCURRENCES]
     longest = max(lengths[end] for end in latest)
     ends, chain, shares, path = [end for end in latest if lengths[end] == longest], [], [], 1.0
-    while len(chain) < min(depth, longest):
+    while len(chain) < min(depth, LENGTH_FACTOR * longest):
         known = [*text, *chain]
         following = [known[end + len(chain)] for end in ends]
         proposable = [token for token in following if token != SEPARATOR]
