@@ -6,6 +6,7 @@ import asyncio
 import os
 import threading
 from collections.abc import AsyncGenerator, Collection, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 from types import TracebackType
@@ -30,6 +31,8 @@ __all__ = ["Client"]
 
 _Result = TypeVar("_Result")
 
+_THREAD = "gammaray-client"
+
 _WAKE_S = 0.5
 """How often a waiting call wakes, in seconds. If another thread receives SIGINT, the main thread raises
 KeyboardInterrupt only when it runs again."""
@@ -52,7 +55,8 @@ class _LoopThread:
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                threading.Thread(target=self._loop.run_forever, name="gammaray-client", daemon=True).start()
+                self._loop.set_default_executor(ThreadPoolExecutor(thread_name_prefix=_THREAD))
+                threading.Thread(target=self._loop.run_forever, name=_THREAD, daemon=True).start()
             return self._loop
 
     def _forget(self) -> None:
