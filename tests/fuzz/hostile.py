@@ -119,7 +119,8 @@ async def fuzz_with_hostile_drafter(redis: Any, target: str, campaign: Campaign)
     drafter = ScriptedWorker("draft", vocab_size=VOCAB, max_context=CONTEXT)
     await drafter.start()
     try:
-        async with running(redis, target, drafter.address, propose_timeout_s=0.3) as orchestrator:
+        settings = {"propose_timeout_s": 0.3, "redis_prefix": "hostile-drafter"}
+        async with running(redis, target, drafter.address, **settings) as orchestrator:
             plain: dict[str, list[int]] = {}
             for _ in campaign.rounds():
                 answer = rng.choice(DRAFTERS)
@@ -146,7 +147,7 @@ async def fuzz_with_hostile_target(redis: Any, campaign: Campaign) -> None:
     target = ScriptedWorker("target", vocab_size=VOCAB, max_context=CONTEXT)
     await target.start()
     try:
-        settings = {"verify_timeout_s": 1.0, "worker_wait_s": 1.0}
+        settings = {"verify_timeout_s": 1.0, "worker_wait_s": 1.0, "redis_prefix": "hostile-target"}
         async with running(redis, target.address, "", **settings) as orchestrator:
             for _ in campaign.rounds():
                 answer = rng.choice(TARGETS)
