@@ -93,7 +93,7 @@ def test_address_of_another_machine_is_reported_as_the_host(host):
         ({"draft_weights": "int8"}, "draft_weights", {"draft"}),
         ({"draft_weights": "int8", "head": "h"}, "draft_weights", {"target"}),
     ],
-    ids=str,
+    ids=["both", "draft", "head"],
 )
 def test_settings_reach_the_roles_that_have_them_and_defaults_are_left_out(settings, name, roles):
     given = ClusterSettings(**settings)
