@@ -258,7 +258,6 @@ def _by_drafter(summaries: Sequence[SpeculationSummary]) -> str:
     counts = {
         "model": sum(summary.model_cycles for summary in summaries),
         "head": sum(summary.head_cycles for summary in summaries),
-        "lookup": sum(summary.suffix_cycles for summary in summaries),
         "suffix": sum(summary.suffix_cycles for summary in summaries),
         "prediction": sum(summary.prediction_cycles for summary in summaries),
         "none": sum(summary.plain_cycles for summary in summaries),
