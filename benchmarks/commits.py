@@ -6,16 +6,17 @@
 
 Runs a cluster of each tree with the packages of this environment, and sends every completion to one, then to
 the other. Reported are tokens per second, and the overhead of a cycle (its time without the forwards) where
-the draft model proposes (the fixed gammas) and where nothing is proposed (gamma 0), as medians with their
-range: this tree over the other one. Both serve the same models at the same time, on the same busy or idle
-machine: the demo pair, or a target with a head in its worker, which then completes chat tasks of
-`benchmarks/prompts`.
+the draft model proposes (the fixed gammas) and where nothing is proposed (gamma 0): this tree over the other
+one, as the geometric mean over repetitions with its 95 % interval. Both serve the same models at the same
+time, on the same busy or idle machine: the demo pair, or a target with a head in its worker, which then
+completes chat tasks of `benchmarks/prompts`.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import os
 import secrets
 import statistics
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
+from scipy.stats import t
 
 from benchmarks.cluster import connected, run_or_exit, running_cluster
 from benchmarks.peers.run import encode
@@ -180,8 +182,21 @@ def compare(key: Key, turns: Mapping[str, Sequence[Turn]]) -> dict[str, Any]:
     return row
 
 
+def interval(ratios: Sequence[float]) -> tuple[float, float, float]:
+    """Return the geometric mean of ratios, and its 95 % interval by Student's t of their logarithms.
+
+    Args:
+        ratios: At least two, above zero.
+    """
+    logs = [math.log(ratio) for ratio in ratios]
+    mean = statistics.fmean(logs)
+    half = float(t.ppf(0.975, len(logs) - 1)) * statistics.stdev(logs) / math.sqrt(len(logs))
+    return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
+
+
 def _spread(ratios: Sequence[float]) -> str:
-    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+    mean, low, high = interval(ratios)
+    return f"{mean:.3f} ({low:.3f} to {high:.3f})"
 
 
 def _commit(tree: Path) -> str:
@@ -204,7 +219,7 @@ def main() -> None:
     parser.add_argument("before", type=Path, help="source tree to compare with")
     parser.add_argument("--prompts", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--repetitions", type=int, default=5, help="at least 2")
     parser.add_argument("--gammas", type=_gammas, default="0,4,8,adaptive", help="default 0,4,8,adaptive")
     parser.add_argument("--target", help="model directory; default: the demo pair")
     parser.add_argument("--head", help="with --target: directory of a head or draft model in its worker")
@@ -215,6 +230,8 @@ def main() -> None:
         parser.error(
             f"before: got {options.before}, allowed: a source tree of gammaray, such as a git worktree"
         )
+    if options.repetitions < 2:
+        parser.error(f"--repetitions: got {options.repetitions}, allowed: 2 or more")
     if (options.target is None) != (options.head is None):
         parser.error("--target and --head go together")
     commits = {name: _commit(tree) for name, tree in zip(_NAMES, (options.before, _HERE), strict=True)}

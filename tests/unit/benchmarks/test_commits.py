@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
-from benchmarks.commits import Turn, compare
+from benchmarks.commits import Turn, compare, interval
 
 
 def turns(*speeds, overhead=()):
@@ -28,3 +30,14 @@ def test_overhead_is_the_median_of_a_turn():
 def test_turns_without_a_pair_are_refused():
     with pytest.raises(ValueError, match="shorter"):
         compare((0.0, 8), {"before": turns(1, 2), "after": turns(1)})
+
+
+def test_interval_of_two_ratios_is_students():
+    mean, low, high = interval([1.0, math.e**2])
+    assert mean == pytest.approx(math.e)
+    assert math.log(high / mean) == pytest.approx(math.tan(math.pi * 0.475)), "one degree of freedom: Cauchy"
+    assert low * high == pytest.approx(mean**2)
+
+
+def test_equal_ratios_have_no_width():
+    assert interval([0.9] * 3) == pytest.approx((0.9, 0.9, 0.9))
