@@ -34,10 +34,8 @@ scrapes all of a cluster, whatever ports its processes have, later processes inc
 The endpoints ask for no key and speak plain HTTP: leave them on the loopback interface, or keep strangers
 away by a network policy. `/metrics/targets` needs a key where the API does.
 
-Over OTLP/gRPC they are pushed when the standard variables ask for it: `OTEL_EXPORTER_OTLP_ENDPOINT` (or
-`OTEL_EXPORTER_OTLP_METRICS_ENDPOINT`), or `OTEL_METRICS_EXPORTER=otlp`; every `OTEL_METRIC_EXPORT_INTERVAL`
-milliseconds (60,000) and once more at the end. `OTEL_METRICS_EXPORTER=none` switches pushing off. Names over
-OTLP are those in brackets.
+An OpenTelemetry collector reads them by its `prometheus` receiver, with `/metrics/targets` as
+`http_sd_configs`; gammaray itself pushes no metrics.
 
 Without any of this, `gammaray top` shows a cluster live from its own status RPC (`--once`, `--json`).
 

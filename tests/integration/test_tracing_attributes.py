@@ -94,7 +94,6 @@ def _environment(endpoint):
     return {
         "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint,
         "OTEL_BSP_SCHEDULE_DELAY": "100",
-        "OTEL_METRICS_EXPORTER": "none",
     }
 
 
