@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from gammaray.bench.workloads import prompts
+from gammaray.bench.prompts import NUM_PROMPTS, own_prompts
 from gammaray.cli.options import read_prompts
 from gammaray.cli.program import WORKER_PACKAGES, Program, become, check_packages
 from gammaray.cli.values import FloatRange, IntRange, list_of, temperature
@@ -53,10 +53,10 @@ def _gamma(text: str) -> int:
 )
 @click.option(
     "--num-prompts",
-    type=IntRange(1, 100),
+    type=IntRange(1, NUM_PROMPTS),
     default=6,
     show_default=True,
-    help="Without --prompts: number of pieces of Python code and prose.",
+    help="Without --prompts: number of own ones, code, prose and repetitive text in turn.",
 )
 @click.option("--chat", is_flag=True, help="Each prompt is a user's message, in the target's chat template.")
 @click.option(
@@ -121,7 +121,10 @@ def task_of(
             raise InvalidArgumentError(
                 role.removesuffix("s"), "an empty name", "a directory, hub name or GGUF file"
             )
-    texts = prompts("mixed", num_prompts) if prompt_file is None else read_prompts(prompt_file, "--prompts")
+    if prompt_file is None:
+        texts = [text for _, text in own_prompts(num_prompts)]
+    else:
+        texts = read_prompts(prompt_file, "--prompts")
     for name in ("drafts", "heads"):
         given[name] = tuple(dict.fromkeys(given[name]))
     return QualifyTask(**given | {"prompts": tuple(texts), "gammas": tuple(sorted(given["gammas"]))}), out
