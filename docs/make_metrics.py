@@ -1,4 +1,4 @@
-"""Make docs/metrics.md of `gammaray.telemetry.catalog`, and Prometheus rules of the alerts of the chart.
+"""Make docs/metrics.md of `gammaray.telemetry.catalog` and metric_queries.json, and rules of the chart's alerts.
 
 python docs/make_metrics.py            # write
 python docs/make_metrics.py --check    # exit with 1 when a page is not what would be written
@@ -6,6 +6,7 @@ python docs/make_metrics.py --check    # exit with 1 when a page is not what wou
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,12 +15,16 @@ from gammaray.config import METRICS_PORT
 from gammaray.telemetry.catalog import GROUPS, Metric
 
 HERE = Path(__file__).parent
+QUERIES = json.loads((HERE / "metric_queries.json").read_text())
+"""By metric: an example of a PromQL query, and what its result means."""
+
 ALERTS = HERE.parent / "helm" / "gammaray" / "files" / "alerts.yaml"
 
 _INTRODUCTION = f"""\
 # Metrics
 
-Made of [catalog.py](../gammaray/telemetry/catalog.py) by `python docs/make_metrics.py`; do not edit.
+Made of [catalog.py](../gammaray/telemetry/catalog.py) and [metric_queries.json](metric_queries.json) by
+`python docs/make_metrics.py`; do not edit.
 
 Every process (orchestrators, draft and target workers, under Ray Serve or standalone) serves its metrics to
 Prometheus at `/metrics` on an address of its own. Where, the setting `metrics_listen` says
@@ -90,8 +95,9 @@ def _lines(metric: Metric) -> Iterator[str]:
     yield f"{kind} (`{metric.name}`, unit `{metric.unit}`, of {processes}). {metric.meaning}"
     if metric.buckets:
         yield f"Buckets: {', '.join(f'{bound:g}' for bound in metric.buckets)}."
-    yield f"\n{metric.answers}\n"
-    yield f"```promql\n{metric.query}\n```\n"
+    example = QUERIES[metric.name]
+    yield f"\n{example['answers']}\n"
+    yield f"```promql\n{example['query']}\n```\n"
 
 
 def rules() -> str:
