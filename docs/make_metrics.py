@@ -1,4 +1,4 @@
-"""Make docs/metrics.md of `gammaray.telemetry.catalog` and metric_queries.json, and rules of the chart's alerts.
+"""Make docs/metrics.md of `gammaray.telemetry.catalog` and metric_queries.json, and the rules of alerts.
 
 python docs/make_metrics.py            # write
 python docs/make_metrics.py --check    # exit with 1 when a page is not what would be written
