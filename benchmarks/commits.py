@@ -36,9 +36,9 @@ from benchmarks.cluster import connected, run_or_exit, running_cluster
 from benchmarks.peers.run import encode
 from benchmarks.prompts import CATEGORIES, load_tasks
 from benchmarks.provenance import write_result
+from benchmarks.workloads import prompts
 from gammaray import AsyncClient
 from gammaray.bench.tables import plain_table
-from gammaray.bench.workloads import prompts
 from orchestrator.text.tokenizer import Tokenizer
 
 _HERE = Path(__file__).parents[1]

@@ -30,10 +30,10 @@ from benchmarks.cluster import run_or_exit
 from benchmarks.peers.stacks import running_stack
 from benchmarks.prompts import load_tasks
 from benchmarks.smollm2 import DIRECTORY, HEAD, HEAD_WEIGHTS
+from benchmarks.workloads import prompts
 from gammaray import AsyncClient
 from gammaray.bench.systems import Ask, Sample, Stack
 from gammaray.bench.tables import plain_table
-from gammaray.bench.workloads import prompts
 from gammaray.cli.render import OriginPainter, print_legend, style_of
 from gammaray.client.request import GenerateOptions
 from gammaray.errors import InvalidArgumentError

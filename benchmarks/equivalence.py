@@ -41,10 +41,11 @@ from benchmarks.cluster import run_or_exit
 from benchmarks.peers.stacks import running_stack
 from benchmarks.prompts import CATEGORIES, load_tasks
 from benchmarks.provenance import write_result
+from benchmarks.workloads import WORKLOADS, prompts
 from gammaray import AsyncClient, Completion
 from gammaray.bench.measure import first_difference
+from gammaray.bench.prompts import fingerprint
 from gammaray.bench.tables import plain_table
-from gammaray.bench.workloads import WORKLOADS, fingerprint, prompts
 from gammaray.client.request import GenerateOptions
 from gammaray.demo_pair import DEMO_PAIR, resolve_model
 from gammaray.errors import GammarayError

@@ -31,10 +31,10 @@ from transformers import AutoTokenizer
 
 from benchmarks.cluster import ClusterError, free_ports, run_or_exit, running_cluster, stop
 from benchmarks.provenance import write_result
+from benchmarks.workloads import WORKLOADS, prompts
 from gammaray import AsyncClient
 from gammaray.bench.measure import first_difference, measure, speeds
 from gammaray.bench.systems import Arrival, Ask, Sample, Stack, System
-from gammaray.bench.workloads import WORKLOADS, prompts
 from gammaray.demo_pair import resolve_model
 from gammaray.errors import GammarayError
 from services.vllm.heads import drafter_config

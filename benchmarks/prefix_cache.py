@@ -21,9 +21,9 @@ from transformers import AutoTokenizer
 
 from benchmarks.cluster import connected, run_or_exit
 from benchmarks.provenance import write_result
+from benchmarks.workloads import documents
 from gammaray import AsyncClient
 from gammaray.bench.tables import plain_table
-from gammaray.bench.workloads import documents
 from gammaray.errors import InternalError
 from gammaray.types import Usage
 from services.demo_pair import TARGET_DIR

@@ -18,9 +18,9 @@ from rich.console import Console
 from benchmarks.chart import by_gamma, write_chart
 from benchmarks.cluster import connected, run_or_exit
 from benchmarks.provenance import write_result
+from benchmarks.workloads import WORKLOADS, tasks
 from gammaray.bench.run import BenchSettings, run_bench
 from gammaray.bench.tables import show_point
-from gammaray.bench.workloads import WORKLOADS, tasks
 from gammaray.demo_pair import DEMO_PAIR
 
 _GAMMAS = ("2", "4", "6", "8", "4x12", "6x16", "adaptive")

@@ -46,7 +46,7 @@ LANES = (
 async def record(timeout_s: float = 30.0) -> tuple[list[ReceivedSpan], list[CycleRecord]]:
     """Run one generation on a cluster of its own; return its spans, earliest first, and its own records."""
     with receiving() as (endpoint, receiver):
-        os.environ.update(OTEL_EXPORTER_OTLP_ENDPOINT=endpoint, OTEL_METRICS_EXPORTER="none")
+        os.environ.update(OTEL_EXPORTER_OTLP_ENDPOINT=endpoint)
         async with connected() as client:
             for seed in range(WARM_UPS):
                 await client.complete(PROMPT, max_tokens=NUM_TOKENS, seed=seed, gamma=GAMMA)

@@ -35,6 +35,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from benchmarks import workloads
 from benchmarks.prompts import load_tasks
 from benchmarks.provenance import write_result
 from benchmarks.verification_rules import (
@@ -43,7 +44,7 @@ from benchmarks.verification_rules import (
     specinfer_ranks,
     spectr_ranks,
 )
-from gammaray.bench import workloads
+from gammaray.bench.prompts import fingerprint
 from gammaray.bench.tables import plain_table
 from gammaray.demo_pair import resolve_model
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
@@ -480,7 +481,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for temperature in options.temperatures:
             texts = models.texts(prompts, temperature, options.tokens, options.draws)
             served = models.served(prompts, temperature, options.tokens)
-            case = {"pair": pair, "temperature": temperature, "prompts": workloads.fingerprint(prompts)}
+            case = {"pair": pair, "temperature": temperature, "prompts": fingerprint(prompts)}
             add(case, texts, served)
     settings = {name: value for name, value in vars(options).items() if name != "out"}
     path = write_result("verifiers", {"settings": settings, "cases": cases}, options.out)

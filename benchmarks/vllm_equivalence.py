@@ -51,7 +51,7 @@ from benchmarks.peers.stacks import running_stack
 from benchmarks.provenance import write_result
 from gammaray import AsyncClient
 from gammaray.bench.measure import first_difference
-from gammaray.bench.workloads import fingerprint
+from gammaray.bench.prompts import fingerprint
 from gammaray.client.request import GenerateOptions
 from gammaray.demo_pair import resolve_model
 

@@ -1,4 +1,4 @@
-"""Make docs/metrics.md of `gammaray.telemetry.catalog`, and Prometheus rules of the alerts of the chart.
+"""Make docs/metrics.md of `gammaray.telemetry.catalog` and metric_queries.json, and the rules of alerts.
 
 python docs/make_metrics.py            # write
 python docs/make_metrics.py --check    # exit with 1 when a page is not what would be written
@@ -6,6 +6,7 @@ python docs/make_metrics.py --check    # exit with 1 when a page is not what wou
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,12 +15,16 @@ from gammaray.config import METRICS_PORT
 from gammaray.telemetry.catalog import GROUPS, Metric
 
 HERE = Path(__file__).parent
+QUERIES = json.loads((HERE / "metric_queries.json").read_text())
+"""By metric: an example of a PromQL query, and what its result means."""
+
 ALERTS = HERE.parent / "helm" / "gammaray" / "files" / "alerts.yaml"
 
 _INTRODUCTION = f"""\
 # Metrics
 
-Made of [catalog.py](../gammaray/telemetry/catalog.py) by `python docs/make_metrics.py`; do not edit.
+Made of [catalog.py](../gammaray/telemetry/catalog.py) and [metric_queries.json](metric_queries.json) by
+`python docs/make_metrics.py`; do not edit.
 
 Every process (orchestrators, draft and target workers, under Ray Serve or standalone) serves its metrics to
 Prometheus at `/metrics` on an address of its own. Where, the setting `metrics_listen` says
@@ -34,10 +39,8 @@ scrapes all of a cluster, whatever ports its processes have, later processes inc
 The endpoints ask for no key and speak plain HTTP: leave them on the loopback interface, or keep strangers
 away by a network policy. `/metrics/targets` needs a key where the API does.
 
-Over OTLP/gRPC they are pushed when the standard variables ask for it: `OTEL_EXPORTER_OTLP_ENDPOINT` (or
-`OTEL_EXPORTER_OTLP_METRICS_ENDPOINT`), or `OTEL_METRICS_EXPORTER=otlp`; every `OTEL_METRIC_EXPORT_INTERVAL`
-milliseconds (60,000) and once more at the end. `OTEL_METRICS_EXPORTER=none` switches pushing off. Names over
-OTLP are those in brackets.
+An OpenTelemetry collector reads them by its `prometheus` receiver, with `/metrics/targets` as
+`http_sd_configs`; gammaray itself pushes no metrics.
 
 Without any of this, `gammaray top` shows a cluster live from its own status RPC (`--once`, `--json`).
 
@@ -92,8 +95,9 @@ def _lines(metric: Metric) -> Iterator[str]:
     yield f"{kind} (`{metric.name}`, unit `{metric.unit}`, of {processes}). {metric.meaning}"
     if metric.buckets:
         yield f"Buckets: {', '.join(f'{bound:g}' for bound in metric.buckets)}."
-    yield f"\n{metric.answers}\n"
-    yield f"```promql\n{metric.query}\n```\n"
+    example = QUERIES[metric.name]
+    yield f"\n{example['answers']}\n"
+    yield f"```promql\n{example['query']}\n```\n"
 
 
 def rules() -> str:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from gammaray.bench.workloads import documents
+from benchmarks.workloads import documents
 
 END_TOKEN = "<|end|>"
 """Stands before every document; begin, end and padding token at once."""

@@ -35,8 +35,8 @@ from benchmarks.demo_pair.corpus import encode
 from benchmarks.demo_pair.models import load
 from benchmarks.demo_pair.train import held_out_windows
 from benchmarks.provenance import write_result
+from benchmarks.workloads import documents
 from gammaray.bench.tables import plain_table
-from gammaray.bench.workloads import documents
 from services.demo_pair import DRAFT_DIR, TARGET_DIR
 from services.engine.core.batch import SequenceInput
 from services.engine.engine import Engine

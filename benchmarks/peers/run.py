@@ -33,8 +33,8 @@ from benchmarks.systems import REFERENCE, Peer
 from gammaray import AsyncClient
 from gammaray.bench.loops import loops_line, without_loops
 from gammaray.bench.measure import PLAIN, Samples, measure
+from gammaray.bench.prompts import fingerprint
 from gammaray.bench.systems import Ask, Stack, System
-from gammaray.bench.workloads import fingerprint
 from gammaray.demo_pair import resolve_model
 from gammaray.errors import GammarayError, InvalidArgumentError
 from orchestrator.text.tokenizer import Tokenizer

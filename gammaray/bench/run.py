@@ -8,9 +8,9 @@ from typing import Any
 
 from gammaray.bench.loops import without_loops
 from gammaray.bench.measure import PLAIN, Samples, differences, measure
+from gammaray.bench.prompts import fingerprint
 from gammaray.bench.rows import row
 from gammaray.bench.systems import Ask, Stack
-from gammaray.bench.workloads import fingerprint
 from gammaray.client.async_client import AsyncClient
 
 Point = dict[str, Any]
@@ -21,7 +21,7 @@ class BenchSettings:
     """Settings of a run, recorded in the result file.
 
     Attributes:
-        workload: Name of the prompt set, or the source of the prompts.
+        workload: Source of the prompts.
         max_tokens: Tokens per completion; end-of-sequence tokens are ignored.
         repetitions: Repetitions, and so values per metric.
         gammas: In the format of `parse_gamma`; gamma 0 is added.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from gammaray.qualify.measured import PairFacts, QualifyTask, Trial
+from gammaray.qualify.measured import PairFacts, Trial
 
 MIN_TESTED = 100
 """With fewer tested tokens the judgement warns that alpha is uncertain."""
@@ -40,8 +40,8 @@ class Judgement:
     best_speedup: float = 0.0
 
 
-def judge(pair: PairFacts, task: QualifyTask) -> Judgement:
-    """Return the judgement on the measurements of a task."""
+def judge(pair: PairFacts, min_speedup: float) -> Judgement:
+    """Return the judgement on a measured pair, which pays from a speedup of `min_speedup` on."""
     refusals = tuple(
         f"the {role} cannot be served: {facts.refusal}"
         for role, facts in (("target", pair.target), ("draft", pair.draft))
@@ -62,16 +62,17 @@ def judge(pair: PairFacts, task: QualifyTask) -> Judgement:
     if not timed:
         reason = "no proposal had full length, so the speed is unknown: use more tokens"
         return Judgement(Fitness.SLOWER, (reason,), tuple(warnings))
-    paying = tuple(_sentence(trial, task) for trial in timed if _pays(trial, task))
-    other = tuple(_sentence(trial, task) for trial in timed if not _pays(trial, task))
-    warnings += [note for trial in timed if (note := _uncertainty(trial, task))]
+    paying = tuple(_sentence(trial, min_speedup) for trial in timed if trial.best.speedup >= min_speedup)
+    other = tuple(_sentence(trial, min_speedup) for trial in timed if trial.best.speedup < min_speedup)
+    warnings += [
+        f"temperature {trial.temperature:g}: alpha is from {sum(trial.tested)} tested tokens only; ask for "
+        "more prompts or tokens"
+        for trial in timed
+        if sum(trial.tested) < MIN_TESTED
+    ]
     if not paying:
         return Judgement(Fitness.SLOWER, other, tuple(warnings), best)
     return Judgement(Fitness.FIT, paying, (*warnings, *other), best)
-
-
-def _pays(trial: Trial, task: QualifyTask) -> bool:
-    return trial.best.speedup >= task.min_speedup if trial.pays is None else trial.pays
 
 
 def _warnings(pair: PairFacts) -> list[str]:
@@ -95,22 +96,10 @@ def _warnings(pair: PairFacts) -> list[str]:
     ]
 
 
-def _sentence(trial: Trial, task: QualifyTask) -> str:
-    best, does = trial.best, "pays" if _pays(trial, task) else "does not pay"
-    error = "" if trial.pays is None else f"; wrong with a probability of at most {task.error:g}"
+def _sentence(trial: Trial, min_speedup: float) -> str:
+    best = trial.best
+    does = "pays" if best.speedup >= min_speedup else "does not pay"
     return (
         f"temperature {trial.temperature:g}: speculation {does}: {best.speedup:.2f}x of plain decoding at "
-        f"its best, gamma {best.gamma}, with alpha {trial.alpha:.2f}; asked for is {task.min_speedup:g}x"
-        f"{error}"
+        f"its best, gamma {best.gamma}, with alpha {trial.alpha:.2f}; asked for is {min_speedup:g}x"
     )
-
-
-def _uncertainty(trial: Trial, task: QualifyTask) -> str:
-    """Return a note on a result that more tokens could change; "" if none could."""
-    if trial.pays is None and task.error:
-        what = f"whether speculation pays is not certain (error {task.error:g}) after all tokens"
-    elif trial.pays is None and sum(trial.tested) < MIN_TESTED:
-        what = f"alpha is from {sum(trial.tested)} tested tokens only"
-    else:
-        return ""
-    return f"temperature {trial.temperature:g}: {what}; ask for more prompts or tokens"

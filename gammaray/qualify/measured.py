@@ -1,17 +1,12 @@
-"""Input and output of `python -m services.qualify`, exchanged as JSON."""
+"""What `services.qualify` measures, and what it found."""
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
-
-from gammaray.types import MAX_GAMMA
+from dataclasses import dataclass
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
-
-
-class QualifyTask(_Frozen):
+@dataclass(frozen=True)
+class QualifyTask:
     """What to measure.
 
     Attributes:
@@ -25,24 +20,22 @@ class QualifyTask(_Frozen):
         temperatures: Temperatures to measure, with coupled verification.
         rtt_ms: Network time that a proposal of a draft worker adds to a cycle.
         min_speedup: Smallest speedup at which speculation pays.
-        error: Probability, at most, that measuring stops with the wrong answer at a temperature; 0: it does
-            not stop before all completions are made.
     """
 
     target: str
     drafts: tuple[str, ...]
-    heads: tuple[str, ...] = ()
     prompts: tuple[str, ...]
     max_tokens: int
     gammas: tuple[int, ...]
     temperatures: tuple[float, ...]
+    heads: tuple[str, ...] = ()
     chat: bool = False
     rtt_ms: float = 0.0
     min_speedup: float = 1.0
-    error: float = 0.0
 
 
-class ModelFacts(_Frozen):
+@dataclass(frozen=True)
+class ModelFacts:
     """Properties of a model; those after `refusal` are unknown where it is not empty.
 
     Attributes:
@@ -60,7 +53,8 @@ class ModelFacts(_Frozen):
     kernel: str = ""
 
 
-class Depth(_Frozen):
+@dataclass(frozen=True)
+class Depth:
     """Chains of one gamma.
 
     Attributes:
@@ -80,12 +74,13 @@ class Depth(_Frozen):
     speedup: float
 
 
-class Trial(_Frozen):
+@dataclass(frozen=True)
+class Trial:
     """All completions at one temperature, those of gamma 0 among them.
 
     Attributes:
         temperature: 0 is greedy.
-        compared: Completions compared with those of gamma 0, as far as both were made.
+        compared: Completions compared with those of gamma 0.
         equal: Completions with the same tokens.
         ties: Completions that diverge where the two best scores differ by rounding only.
         divergence: Description of the first other divergence; "" if there is none.
@@ -95,8 +90,6 @@ class Trial(_Frozen):
         tested: Number of tested tokens by position in the proposal.
         accepted: Number of accepted tokens by position in the proposal.
         depths: Results by gamma, without those at which no proposal was whole.
-        pays: Whether speculation reaches `min_speedup` at any gamma, wrong with a probability of at most
-            `error`; None: not certain, or not tested. The median times are taken as exact.
     """
 
     temperature: float
@@ -110,7 +103,6 @@ class Trial(_Frozen):
     tested: tuple[int, ...] = ()
     accepted: tuple[int, ...] = ()
     depths: tuple[Depth, ...] = ()
-    pays: bool | None = None
 
     @property
     def is_lossless(self) -> bool:
@@ -128,7 +120,8 @@ class Trial(_Frozen):
         return max(self.depths, key=lambda depth: depth.speedup)
 
 
-class PairFacts(_Frozen):
+@dataclass(frozen=True)
+class PairFacts:
     """Measurements of a target and one candidate.
 
     Attributes:
@@ -144,14 +137,3 @@ class PairFacts(_Frozen):
     is_local: bool = False
     shared: float | None = None
     trials: tuple[Trial, ...] = ()
-
-
-def check_gamma(gamma: int) -> int:
-    """Return the depth of a chain.
-
-    Raises:
-        ValueError: It is out of bounds.
-    """
-    if not 1 <= gamma <= MAX_GAMMA:
-        raise ValueError(f"got {gamma}, allowed: 1 to {MAX_GAMMA}")
-    return gamma

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.table import Table
 
+from gammaray.cli.output import columns
 from gammaray.qualify.judgement import Fitness, Judgement
 from gammaray.qualify.measured import ModelFacts, PairFacts, Trial
 
@@ -29,13 +29,13 @@ def print_pair(console: Console, pair: PairFacts, judgement: Judgement) -> None:
 
 def print_ranking(console: Console, pairs: Sequence[PairFacts], judgements: Sequence[Judgement]) -> None:
     """Print the candidates, the best one first."""
-    table = _table("Candidates", "draft", "verdict", "best speedup")
+    table = columns("draft", "verdict", "best speedup")
     order = list(Fitness)
     both = zip(pairs, judgements, strict=True)
     for pair, judgement in sorted(both, key=lambda one: (order.index(one[1].fitness), -one[1].best_speedup)):
         speedup = f"{judgement.best_speedup:.2f}x" if judgement.best_speedup else ""
         table.add_row(pair.draft.name, judgement.fitness.value, speedup)
-    console.print(table)
+    console.print("Candidates", table, sep="\n")
 
 
 def _model(role: str, facts: ModelFacts) -> str:
@@ -56,8 +56,7 @@ def _print_trial(console: Console, trial: Trial) -> None:
     )
     if not trial.depths:
         return
-    headings = ("gamma", "tokens/cycle", "draft, ms", "verify, ms", "cycle, ms", "speedup")
-    table = _table("", *headings)
+    table = columns("gamma", "tokens/cycle", "draft, ms", "verify, ms", "cycle, ms", "speedup")
     table.add_row("0", "1.00", "", f"{trial.plain_ms:.2f}", f"{trial.plain_ms:.2f}", "1.00")
     for depth in trial.depths:
         mark = " <- best" if depth == trial.best and depth.speedup > 1 else ""
@@ -71,15 +70,4 @@ def _print_trial(console: Console, trial: Trial) -> None:
         f"alpha {trial.alpha:.3f} over {sum(trial.tested)} tested tokens; by position: {by_position}\n"
         f"target pass {trial.plain_ms:.2f} ms, draft step {trial.draft_step_ms:.2f} ms\n",
         soft_wrap=True,
-    )
-
-
-def _table(title: str, *headings: str) -> Table:
-    return Table(
-        *headings,
-        title=title or None,
-        title_justify="left",
-        box=None,
-        pad_edge=False,
-        padding=(0, 2, 0, 0),
     )

@@ -1,13 +1,13 @@
-"""Input of `python -m services.train`, as JSON."""
+"""What `services.train` trains."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
 
-
-class TrainTask(BaseModel):
+@dataclass(frozen=True)
+class TrainTask:
     """What to train; see the options of `gammaray train`.
 
     Attributes:
@@ -35,8 +35,6 @@ class TrainTask(BaseModel):
         seed: Of all choices.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     target: str
     out: str
     work: str
@@ -45,15 +43,15 @@ class TrainTask(BaseModel):
     kind: Literal["eagle3", "plain"] = "eagle3"
     layers: tuple[int, ...] = ()
     init: str | None = None
-    draft_vocab: int = Field(8192, ge=1)
-    tokens: int = Field(300_000, ge=1)
-    max_tokens: int = Field(256, ge=8)
-    batch: int = Field(64, ge=1)
-    train_tokens: int = Field(512, ge=1)
-    learning_rate: float | None = Field(None, gt=0)
+    draft_vocab: int = 8192
+    tokens: int = 300_000
+    max_tokens: int = 256
+    batch: int = 64
+    train_tokens: int = 512
+    learning_rate: float | None = None
     loss: Literal["kl", "tv", "coupled"] = "kl"
-    minutes: float = Field(60.0, gt=0)
-    steps_per_report: int = Field(50, ge=1)
+    minutes: float = 60.0
+    steps_per_report: int = 50
     device: str = "cpu"
-    threads: int = Field(2, ge=1)
+    threads: int = 2
     seed: int = 0

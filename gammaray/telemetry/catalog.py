@@ -1,4 +1,4 @@
-"""All metrics: name, unit, labels, meaning and intended query; docs/metrics.md is generated from it."""
+"""All metrics: name, unit, labels and meaning; docs/metrics.md is made of them."""
 
 from __future__ import annotations
 
@@ -47,8 +47,6 @@ class Metric:
         unit: Unit in UCUM, as in OpenTelemetry: s, By, or the counted thing in braces.
         roles: Processes that have it.
         meaning: What is counted or measured.
-        query: Example of a PromQL query.
-        answers: Meaning of the query's result.
         labels: Names of its labels.
         buckets: Upper bounds of a histogram's buckets.
     """
@@ -58,8 +56,6 @@ class Metric:
     unit: str
     roles: tuple[Role, ...]
     meaning: str
-    query: str
-    answers: str
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
 
@@ -82,41 +78,28 @@ SPECULATION = (
     Metric(
         *("gammaray.spec_decode.num_tested_tokens", Kind.COUNTER, "{token}", ORCHESTRATOR),
         "Tested proposed tokens: the accepted ones, plus one if a test failed.",
-        "sum(rate(gammaray_spec_decode_num_accepted_tokens_total[5m])) / "
-        "sum(rate(gammaray_spec_decode_num_tested_tokens_total[5m]))",
-        "Alpha.",
     ),
     Metric(
         *("gammaray.spec_decode.num_accepted_tokens", Kind.COUNTER, "{token}", ORCHESTRATOR),
         "Proposed tokens that were accepted and emitted.",
-        "sum(rate(gammaray_spec_decode_num_accepted_tokens_total[5m]))",
-        "Accepted tokens per second.",
     ),
     Metric(
         *("gammaray.tokens", Kind.COUNTER, "{token}", ORCHESTRATOR),
         "Tokens emitted, by origin: accepted, correction or bonus.",
-        "sum(rate(gammaray_tokens_total[5m]))",
-        "Goodput: emitted tokens per second.",
         labels=("origin",),
     ),
     Metric(
         *("gammaray.cycles", Kind.COUNTER, "{cycle}", ORCHESTRATOR),
         "Cycles by the drafter that proposed: model, head, suffix, prediction, grammar, or none.",
-        "sum(rate(gammaray_tokens_total[5m])) / sum(rate(gammaray_cycles_total[5m]))",
-        "Tokens per cycle.",
         labels=("rung",),
     ),
     Metric(
         *("gammaray.cycle.fallbacks", Kind.COUNTER, "{cycle}", ORCHESTRATOR),
         "Cycles in which the drafter that the request allows was absent, failed or was late.",
-        "sum(rate(gammaray_cycle_fallbacks_total[5m])) / sum(rate(gammaray_cycles_total[5m]))",
-        "Share of cycles without the requested drafter.",
     ),
     Metric(
         *("gammaray.cycle.gamma", Kind.HISTOGRAM, "{token}", ORCHESTRATOR),
         "Gamma that the controller chose, per cycle.",
-        "sum(rate(gammaray_cycle_gamma_sum[5m])) / sum(rate(gammaray_cycle_gamma_count[5m]))",
-        "Mean gamma.",
         buckets=GAMMAS,
     ),
 )
@@ -127,25 +110,16 @@ TIME = (
         "Time of all cycles by phase: draft (waiting for proposals), target_queue and target_step "
         "(what the target worker reports), target_wire (the rest of that wait: network and messages), "
         "other.",
-        "sum by (part) (rate(gammaray_cycle_time_seconds_total[5m])) / "
-        "scalar(sum(rate(gammaray_cycle_time_seconds_total[5m])))",
-        "Time split of a cycle.",
         labels=("part",),
     ),
     Metric(
         *("gammaray.decode.time", Kind.COUNTER, "s", ORCHESTRATOR),
         "Time of the cycles that are compared with plain decoding: all but each completion's first.",
-        "sum(rate(gammaray_decode_plain_time_seconds_total[5m])) / "
-        "sum(rate(gammaray_decode_time_seconds_total[5m]))",
-        "Measured speedup over plain decoding by the same stack (the cost model of plain cycles).",
     ),
     Metric(
         *("gammaray.decode.plain_time", Kind.COUNTER, "s", ORCHESTRATOR),
         "Time that the tokens of those cycles would have taken one by one, by the measured cost of plain "
         "cycles.",
-        "sum(rate(gammaray_decode_plain_time_seconds_total[5m])) - "
-        "sum(rate(gammaray_decode_time_seconds_total[5m]))",
-        "Seconds of decoding saved per second.",
     ),
 )
 
@@ -153,56 +127,39 @@ REQUESTS = (
     Metric(
         *("gammaray.requests", Kind.COUNTER, "{request}", ORCHESTRATOR),
         "Requests ended, by outcome: stop, length, cancelled, or the name of the gRPC status of the error.",
-        'sum(rate(gammaray_requests_total{outcome=~"internal|unavailable|deadline_exceeded|unknown"}[5m])) / '
-        "sum(rate(gammaray_requests_total[5m]))",
-        "Error ratio: share of requests that failed in the cluster.",
         labels=("outcome",),
     ),
     Metric(
         *("gammaray.requests.active", Kind.GAUGE, "{request}", ORCHESTRATOR),
         "Requests in flight.",
-        "sum(gammaray_requests_active)",
-        "Requests in flight.",
     ),
     Metric(
         *("gammaray.requests.waiting", Kind.GAUGE, "{request}", ORCHESTRATOR),
         "Waiting requests.",
-        "sum(gammaray_requests_waiting)",
-        "Waiting requests: scale orchestrators or targets if this persists.",
     ),
     Metric(
         *("gammaray.prompt.tokens", Kind.COUNTER, "{token}", ORCHESTRATOR),
         "Tokens of prompts.",
-        "sum(rate(gammaray_prompt_tokens_total[5m]))",
-        "Prompt tokens per second.",
     ),
     Metric(
         *("gammaray.request.duration", Kind.HISTOGRAM, "s", ORCHESTRATOR),
         "Time of a completion, from the request's arrival to its last chunk.",
-        "histogram_quantile(0.5, sum by (le) (rate(gammaray_request_duration_seconds_bucket[5m])))",
-        "Median time of a completion.",
         buckets=REQUEST_S,
     ),
     Metric(
         *("gammaray.time_to_first_token", Kind.HISTOGRAM, "s", ORCHESTRATOR),
         "Time from a request's arrival to its first chunk.",
-        "histogram_quantile(0.95, sum by (le) (rate(gammaray_time_to_first_token_seconds_bucket[5m])))",
-        "95th percentile of the time to first token.",
         buckets=REQUEST_S,
     ),
     Metric(
         *("gammaray.time_per_output_token", Kind.HISTOGRAM, "s", ORCHESTRATOR),
         "Time from the first to the last chunk over the number of tokens after the first chunk, per "
         "completion.",
-        "histogram_quantile(0.5, sum by (le) (rate(gammaray_time_per_output_token_seconds_bucket[5m])))",
-        "Median time per output token.",
         buckets=TOKEN_S,
     ),
     Metric(
         *("gammaray.inter_token_latency", Kind.HISTOGRAM, "s", ORCHESTRATOR),
         "Gap between two chunks of a completion, of one or more tokens each (vLLM's definition).",
-        "histogram_quantile(0.99, sum by (le) (rate(gammaray_inter_token_latency_seconds_bucket[5m])))",
-        "99th percentile of the gap between chunks.",
         buckets=TOKEN_S,
     ),
 )
@@ -211,8 +168,6 @@ WORKERS = (
     Metric(
         *("gammaray.workers", Kind.GAUGE, "{worker}", ORCHESTRATOR),
         "Workers that the orchestrator is connected to, by role.",
-        "min by (role) (gammaray_workers)",
-        "Connected workers of the orchestrator that has the fewest.",
         labels=("role",),
     ),
 )
@@ -221,68 +176,48 @@ ENGINE = (
     Metric(
         *("gammaray.worker.queue_depth", Kind.GAUGE, "{block}", BOTH_WORKERS),
         "Blocks waiting or running.",
-        "avg by (role) (gammaray_worker_queue_depth)",
-        "Mean queue depth by role.",
         labels=("role",),
     ),
     Metric(
         *("gammaray.worker.cache.used", Kind.GAUGE, "By", BOTH_WORKERS),
         "KV cache in use.",
-        "max by (role) (gammaray_worker_cache_used_bytes / gammaray_worker_cache_budget_bytes)",
-        "Fullest KV cache by role, as a share of its budget.",
         labels=("role",),
     ),
     Metric(
         *("gammaray.worker.cache.budget", Kind.GAUGE, "By", BOTH_WORKERS),
         "Upper bound of the KV cache.",
-        "sum by (role) (gammaray_worker_cache_budget_bytes)",
-        "KV cache budget by role.",
         labels=("role",),
     ),
     Metric(
         *("gammaray.worker.cache.retained", Kind.GAUGE, "By", BOTH_WORKERS),
         "KV cache of ended sessions, in addition to the cache in use: kept for prompts with the same prefix "
         "until the memory is needed.",
-        "sum by (role) (gammaray_worker_cache_retained_bytes)",
-        "KV cache retained by role.",
         labels=("role",),
     ),
     Metric(
         *("gammaray.worker.prefix_cache.queries", Kind.COUNTER, "{token}", BOTH_WORKERS),
         "Tokens that sessions began with on this worker.",
-        "sum by (role) (rate(gammaray_worker_prefix_cache_hits_total[5m])) / sum by (role) "
-        "(rate(gammaray_worker_prefix_cache_queries_total[5m]))",
-        "Share of prompt tokens that were cached, by role.",
         labels=("role",),
     ),
     Metric(
         *("gammaray.worker.prefix_cache.hits", Kind.COUNTER, "{token}", BOTH_WORKERS),
         "Those of them that were cached: by an earlier turn, or by another session with the same prefix.",
-        "sum by (role) (rate(gammaray_worker_prefix_cache_hits_total[5m]))",
-        "Cached prompt tokens per second, by role.",
         labels=("role",),
     ),
     Metric(
         *("gammaray.worker.cache.evictions", Kind.COUNTER, "{session}", BOTH_WORKERS),
         "Sessions whose cache was evicted; their tokens are sent again.",
-        "sum by (role) (rate(gammaray_worker_cache_evictions_total[5m]))",
-        "Evictions per second by role.",
         labels=("role",),
     ),
     Metric(
         *("gammaray.worker.step.duration", Kind.HISTOGRAM, "s", BOTH_WORKERS),
         "Time of one step (forward and what follows from it) over blocks.",
-        "avg by (role) (rate(gammaray_worker_step_duration_seconds_sum[5m]))",
-        "Occupancy by role: the share of time in which a worker's engine runs.",
         labels=("role",),
         buckets=TOKEN_S,
     ),
     Metric(
         *("gammaray.worker.step.blocks", Kind.HISTOGRAM, "{block}", BOTH_WORKERS),
         "Blocks (sessions) per step: the batch size.",
-        "sum by (role) (rate(gammaray_worker_step_blocks_sum[5m])) / sum by (role) "
-        "(rate(gammaray_worker_step_blocks_count[5m]))",
-        "Mean batch size by role.",
         labels=("role",),
         buckets=SIZES,
     ),
@@ -292,15 +227,11 @@ INFO = (
     Metric(
         *("gammaray.info", Kind.GAUGE, "1", ALL),
         "Always 1; the labels describe the process. `kernel` is what computes a worker's model.",
-        "count by (role, version) (gammaray_info)",
-        "Processes by role and version.",
         labels=("role", "model", "version", "kernel"),
     ),
     Metric(
         *("gammaray.tasks", Kind.GAUGE, "{task}", ALL),
         "asyncio tasks that are not done: some of the process's own, and some per request and stream.",
-        "max by (role) (gammaray_tasks)",
-        "Most tasks in a process by role; constant when idle.",
         labels=("role",),
     ),
 )

@@ -27,6 +27,8 @@ DEFAULT_LISTED = 100
 class SessionCalls:
     """Gets, traces, lists, cancels and deletes sessions.
 
+    Every method raises UnavailableError if Redis cannot be reached.
+
     Args:
         store: The session store.
         tokenizer: The target's.
@@ -50,7 +52,6 @@ class SessionCalls:
         Raises:
             InvalidArgumentError: The session name is malformed.
             NotFoundError: The caller has no such session (any more).
-            UnavailableError: Redis cannot be reached.
         """
         stored = await self._store.read(_qualified(session_id, caller))
         tokens: list[EmittedToken] = []
@@ -66,7 +67,6 @@ class SessionCalls:
         Raises:
             InvalidArgumentError: The session name is malformed.
             NotFoundError: The caller has no such session (any more).
-            UnavailableError: Redis cannot be reached.
         """
         name = _qualified(session_id, caller)
         records = await self._traces.read(name)
@@ -79,7 +79,6 @@ class SessionCalls:
 
         Raises:
             InvalidArgumentError: `limit` is not in [0, 1000]; 0 means 100.
-            UnavailableError: Redis cannot be reached.
         """
         check_int("limit", limit, 0, MAX_LISTED)
         found = await self._store.recent(caller.tenant, limit or DEFAULT_LISTED)
@@ -91,7 +90,6 @@ class SessionCalls:
         Raises:
             InvalidArgumentError: The session name is malformed.
             NotFoundError: The caller has no such session (any more).
-            UnavailableError: Redis cannot be reached.
         """
         name = _qualified(session_id, caller)
         self._release(name, await self._store.cancel(name))
@@ -102,7 +100,6 @@ class SessionCalls:
 
         Raises:
             InvalidArgumentError: The session name is malformed.
-            UnavailableError: Redis cannot be reached.
         """
         name = _qualified(session_id, caller)
         existed = await self._store.delete(name)

@@ -54,6 +54,7 @@ class RedisRegistry:
     """Reads `<prefix>:worker:<role>:<worker id>`, which each worker renews while it serves.
 
     Orchestrators renew `<prefix>:orchestrator:<name>`; their names are the set `<prefix>:orchestrators`.
+    Every method raises GammarayError if Redis cannot be reached or refuses the command.
 
     Args:
         redis: A connected client.
@@ -64,11 +65,7 @@ class RedisRegistry:
         self._redis, self._keys = redis, keys
 
     async def addresses(self, role: str) -> set[str]:
-        """Return the addresses of the announced workers of a role; malformed entries are skipped.
-
-        Raises:
-            GammarayError: Redis cannot be reached, or refuses the command.
-        """
+        """Return the addresses of the announced workers of a role; malformed entries are skipped."""
         keys = await answer(self._found(self._keys.workers(role)))
         if not keys:
             return set()
@@ -83,29 +80,17 @@ class RedisRegistry:
         return found
 
     async def announce(self, name: str, state: bytes, ttl_s: float) -> None:
-        """Store an orchestrator's state for `ttl_s` seconds.
-
-        Raises:
-            GammarayError: Redis cannot be reached, or refuses the command.
-        """
+        """Store an orchestrator's state for `ttl_s` seconds."""
         await answer(self._redis.set(self._keys.orchestrator(name), state, px=round(ttl_s * 1e3)))
         await answer(self._redis.sadd(self._keys.orchestrators, name))
 
     async def withdraw(self, name: str) -> None:
-        """Delete an orchestrator's state.
-
-        Raises:
-            GammarayError: Redis cannot be reached, or refuses the command.
-        """
+        """Delete an orchestrator's state."""
         await answer(self._redis.delete(self._keys.orchestrator(name)))
         await answer(self._redis.srem(self._keys.orchestrators, name))
 
     async def orchestrators(self) -> dict[str, bytes]:
-        """Return the state of each orchestrator.
-
-        Raises:
-            GammarayError: Redis cannot be reached, or refuses the command.
-        """
+        """Return the state of each orchestrator."""
         members: set[Any] = await answer(self._redis.smembers(self._keys.orchestrators))
         names = sorted(str(member, "utf-8", "replace") for member in members)
         if not names:

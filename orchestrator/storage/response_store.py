@@ -104,6 +104,8 @@ class StoredResponse:
 class ResponseStore:
     """Stores responses for a time after their last change.
 
+    Every method raises UnavailableError if Redis cannot be reached.
+
     Args:
         redis: A connected client.
         ttl_s: Seconds that a response is kept after its last change.
@@ -127,7 +129,6 @@ class ResponseStore:
         Raises:
             ResourceExhaustedError: A bound of stored bytes is reached; has a retry delay.
             InvalidArgumentError: The response alone exceeds that bound.
-            UnavailableError: Redis cannot be reached.
         """
         args = [*self._common(name), *await self._bounds.of(name), stored.input, stored.response, room]
         keys = self._keys.response(name)
@@ -142,9 +143,6 @@ class ResponseStore:
             response: The response with its output.
             pieces: How it was streamed.
             short: What is stored in place of both if they take more than was reserved, and do not fit.
-
-        Raises:
-            UnavailableError: Redis cannot be reached.
         """
         args = [*self._common(name), *await self._bounds.of(name), response, pieces, short]
         result = scripts.AGAIN
@@ -163,7 +161,6 @@ class ResponseStore:
 
         Raises:
             NotFoundError: No such response.
-            UnavailableError: Redis cannot be reached.
         """
         found: list[Any] = await answer(
             self._redis.hmget(self._keys.response(name)[0], ["input", "response", "pieces"])
@@ -173,11 +170,7 @@ class ResponseStore:
         return StoredResponse(found[0], found[1], found[2] or b"")
 
     async def delete(self, name: str) -> bool:
-        """Delete a response; return whether it existed.
-
-        Raises:
-            UnavailableError: Redis cannot be reached.
-        """
+        """Delete a response; return whether it existed."""
         return bool(await answer(self._delete(keys=self._keys.response(name), args=self._common(name))))
 
     async def close(self) -> None:

@@ -203,6 +203,8 @@ _RECORDS = {num_top: TokenRecords(None if num_top < 0 else num_top) for num_top 
 class RedisStore:
     """Implements the cycle's SessionStore; a commit is one round trip, shared by concurrent commits.
 
+    Every method raises UnavailableError if Redis cannot be reached.
+
     Args:
         redis: A connected client.
         ttl_s: Seconds that a session is kept after its last change. A running turn renews its ttl at most
@@ -243,7 +245,6 @@ class RedisStore:
             FailedPreconditionError: A session with this name exists.
             ResourceExhaustedError: A bound of stored bytes is reached; has a retry delay.
             InvalidArgumentError: The request alone may exceed that bound.
-            UnavailableError: Redis cannot be reached.
         """
         name, packed = session.session_id, pack_request(request, session.prompt)
         digest = digest_of(packed)
@@ -262,7 +263,6 @@ class RedisStore:
             NotFoundError: The session was deleted or has expired.
             ResourceExhaustedError: A bound of stored bytes is reached; has a retry delay.
             InvalidArgumentError: The request alone may exceed that bound.
-            UnavailableError: Redis cannot be reached.
         """
         name, packed = session.session_id, pack_request(request, session.prompt)
         digest = digest_of(packed)
@@ -293,7 +293,6 @@ class RedisStore:
             CancelledError: The turn was cancelled.
             NotFoundError: The session was deleted or has expired.
             InternalError: Redis lost tokens.
-            UnavailableError: Redis cannot be reached.
         """
         records = TokenRecords(session.num_top_logprobs)
         data = records.pack(token_ids, origins, logprobs)
@@ -329,11 +328,7 @@ class RedisStore:
         _checked(await answer(self._renew.call(self._keys_of(session), args)), session.session_id)
 
     async def detach(self, session: Session) -> None:
-        """End the lease of a session, which may then be resumed; no effect if it has another owner by now.
-
-        Raises:
-            UnavailableError: Redis cannot be reached.
-        """
+        """End the lease of a session, which may then be resumed; no effect if it has another owner by now."""
         args = [*self._common(session.session_id, session.digest), session.epoch, session.state]
         await answer(self._detach.call(self._keys_of(session), args))
 
@@ -350,7 +345,6 @@ class RedisStore:
             NotFoundError: No such session.
             ResourceExhaustedError: What its turn may still emit exceeds a bound of stored bytes; has a
                 retry delay.
-            UnavailableError: Redis cannot be reached.
         """
         bounds = await self._bounds.of(session_id)
 
@@ -366,7 +360,6 @@ class RedisStore:
 
         Raises:
             NotFoundError: No such session.
-            UnavailableError: Redis cannot be reached.
         """
         args = self._common(session_id, "")
         return _checked(
@@ -383,7 +376,6 @@ class RedisStore:
         Raises:
             NotFoundError: No such session.
             InternalError: Redis lost tokens.
-            UnavailableError: Redis cannot be reached.
         """
         for _ in range(READ_TRIES):
             now_ms, pairs, data, ttl_ms = await answer(self._read(keys=self._keys.of(session_id)[:2]))
@@ -410,7 +402,6 @@ class RedisStore:
 
         Raises:
             NotFoundError: No such session.
-            UnavailableError: Redis cannot be reached.
         """
         found = await self._summaries([session_id])
         if not found:
@@ -418,11 +409,7 @@ class RedisStore:
         return found[0]
 
     async def recent(self, tenant: str, limit: int) -> list[SessionSummary]:
-        """Return a tenant's sessions, most recently active first; tokens are not read.
-
-        Raises:
-            UnavailableError: Redis cannot be reached.
-        """
+        """Return a tenant's sessions, most recently active first; tokens are not read."""
         found: list[SessionSummary] = []
         names = [
             _text(name)
@@ -433,11 +420,7 @@ class RedisStore:
         return found
 
     async def exist(self, session_ids: Sequence[str]) -> list[bool]:
-        """Return, for each session, whether it exists.
-
-        Raises:
-            UnavailableError: Redis cannot be reached.
-        """
+        """Return, for each session, whether it exists."""
         found: list[bool] = []
         for start in range(0, len(session_ids), LIST_PAGE):
             heads = [self._keys.of(name)[0] for name in session_ids[start : start + LIST_PAGE]]
@@ -446,11 +429,7 @@ class RedisStore:
         return found
 
     async def running(self) -> list[str]:
-        """Return the sessions that have an owner, dead owners included.
-
-        Raises:
-            UnavailableError: Redis cannot be reached.
-        """
+        """Return the sessions that have an owner, dead owners included."""
         return [_text(name) for name in await answer(self._redis.smembers(self._keys.running))]
 
     async def reap(self, session_id: str) -> int | None:
@@ -458,19 +437,12 @@ class RedisStore:
 
         Returns:
             The epoch of the former owner, -1 if the session does not exist, None if its owner is alive.
-
-        Raises:
-            UnavailableError: Redis cannot be reached.
         """
         epoch = int(await answer(self._reap.call(self._keys.of(session_id), self._common(session_id, ""))))
         return epoch or None
 
     async def delete(self, session_id: str) -> bool:
-        """Delete a session, its request and its trace; return whether it existed.
-
-        Raises:
-            UnavailableError: Redis cannot be reached.
-        """
+        """Delete a session, its request and its trace; return whether it existed."""
 
         async def attempt(digest: str) -> int:
             keys = [*self._keys.of(session_id), *self._keys.request(session_id, digest)]

@@ -25,6 +25,8 @@ SHARE = 0.75
 class RedisTraceStore:
     """Stores the records of the sessions' cycles.
 
+    Every method raises UnavailableError if Redis cannot be reached.
+
     Args:
         redis: A connected client.
         ttl_s: Seconds that a session is kept after its last change.
@@ -45,9 +47,6 @@ class RedisTraceStore:
 
         Returns:
             Whether they were stored; False if the session is gone or the bounds are exceeded.
-
-        Raises:
-            UnavailableError: Redis cannot be reached.
         """
         bounds = [round(bound * SHARE) for bound in await self._bounds.of(session_id)]
         args = [session_id, "", self._ttl_ms, 0, epoch, records, *bounds]
@@ -57,28 +56,16 @@ class RedisTraceStore:
         return result > 0
 
     async def read(self, session_id: str) -> pb.GetSessionTraceResponse:
-        """Return the records of a session, oldest first; none when there is no such session.
-
-        Raises:
-            UnavailableError: Redis cannot be reached.
-        """
+        """Return the records of a session, oldest first; none when there is no such session."""
         data: Any = await answer(self._redis.get(self._keys.of(session_id)[2]))
         return pb.GetSessionTraceResponse.FromString(data or b"")
 
     async def serving(self, session_id: str) -> str:
-        """Return the `traceparent` of the sampled generation that served a session last, or "".
-
-        Raises:
-            UnavailableError: Redis cannot be reached.
-        """
+        """Return the `traceparent` of the sampled generation that served a session last, or ""."""
         return _text(await answer(self._redis.get(self._keys.of(session_id)[3])))
 
     async def serve(self, session_id: str, epoch: int, traceparent: str) -> str:
-        """Store the sampled generation of an epoch's owner; return the previous one as `serving` does.
-
-        Raises:
-            UnavailableError: Redis cannot be reached.
-        """
+        """Store the sampled generation of an epoch's owner; return the previous one as `serving` does."""
         args = [session_id, "", self._ttl_ms, 0, epoch, traceparent]
         return _text(await answer(self._note_trace.call(self._keys.of(session_id), args)))
 

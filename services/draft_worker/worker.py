@@ -24,10 +24,10 @@ from services.engine.loader import load_worker_engine
 from services.process.fingerprints import check_drafter, vocab_sha256
 from services.process.server import guarded
 from services.process.worker import Worker
+from services.scheduling.block_queue import BlockQueue
 from services.scheduling.grammars import Grammars
 from services.scheduling.tasks import Prepared, ProposeTask, Reply
 from services.speculation.outcomes import AHEAD_ROWS
-from services.streaming.block_scheduler import BlockScheduler
 from services.streaming.messages import Model, describe, fill_result, task_fields
 from services.streaming.streams import Deliver, Streams
 from services.vocabulary.translation import Translation, load_translation, target_size
@@ -130,7 +130,7 @@ class DraftWorker(Worker[DraftSettings]):
     role: ClassVar[str] = "draft"
     service_name: ClassVar[str] = draft_service_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name
 
-    def load_model(self, path: str) -> tuple[Model, BlockScheduler[Any]]:
+    def load_model(self, path: str) -> tuple[Model, BlockQueue[Any, Any]]:
         name, target, limits = self.settings.model, self._target, self._limits
         check_no_head("model", path)
         check_drafter(path, target)

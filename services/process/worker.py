@@ -20,9 +20,9 @@ from gammaray.telemetry.export import MetricsExport
 from gammaray.telemetry.otel import Telemetry
 from services.process.registry import Announcer
 from services.process.server import DRAIN_TIMEOUT_S, GrpcServer, is_wildcard, split_address
+from services.scheduling.block_queue import BlockQueue
 from services.scheduling.load import LoadReport, LoadReporter
 from services.scheduling.planning import Limits
-from services.streaming.block_scheduler import BlockScheduler
 from services.streaming.engine_thread import EngineThread
 from services.streaming.messages import Model
 from services.streaming.streams import Streams
@@ -81,7 +81,7 @@ class Worker(ABC, Generic[SettingsT]):
         return Limits(settings.max_batch_tokens, settings.prefill_chunk, max_step_s=MAX_STEP_S)
 
     @abstractmethod
-    def load_model(self, path: str) -> tuple[Model, BlockScheduler[Any]]:
+    def load_model(self, path: str) -> tuple[Model, BlockQueue[Any, Any]]:
         """Load what this kind of worker serves, in the engine's thread; return its facts and scheduler.
 
         Args:
@@ -191,7 +191,7 @@ class Worker(ABC, Generic[SettingsT]):
         await self._server.stop(0)
         self.ended.set()
 
-    def _load(self) -> BlockScheduler[Any]:
+    def _load(self) -> BlockQueue[Any, Any]:
         disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers has no types here
         self._model, scheduler = self.load_model(resolve_model(self.settings.model, self.role))
         return scheduler

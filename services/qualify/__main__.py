@@ -1,61 +1,87 @@
-"""`python -m services.qualify`: reads a QualifyTask as JSON from stdin and writes a JSON object per line.
-
-{"doing": "..."}                 the current step
-{"pair": {...}}                  a PairFacts, one per candidate, in order
-"""
+"""`python -m services.qualify`: `gammaray qualify`, with its options."""
 
 from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
 
+import click
 import torch
 
+from gammaray.bench.provenance import write_result
+from gammaray.cli.commands.qualify import qualify, task_of
+from gammaray.cli.output import output_console
+from gammaray.qualify.judgement import Fitness, judge
 from gammaray.qualify.measured import PairFacts, QualifyTask
-from services.process.json_lines import Report, serve_task
+from gammaray.qualify.tables import print_pair, print_ranking
+from services.process.program import run_program
 from services.qualify.loop import Pair
 from services.qualify.measure import make_asks, measure
 from services.qualify.models import Candidate, Target, load_draft, load_head
 
-
-def main() -> int:
-    """Measure and return the exit code."""
-    return serve_task(_qualify)
+EXIT_CODES = {Fitness.FIT: 0, Fitness.SLOWER: 4, Fitness.UNFIT: 5}
 
 
-def _qualify(given: str, report: Report) -> None:
-    task = QualifyTask.model_validate_json(given)
+def conclude(task: QualifyTask, pairs: Sequence[PairFacts], out: Path | None) -> int:
+    """Print the judgements on measured pairs, and write them to a file; return the exit status."""
+    judgements = [judge(pair, task.min_speedup) for pair in pairs]
+    console = output_console()
+    for pair, judgement in zip(pairs, judgements, strict=True):
+        print_pair(console, pair, judgement)
+    if len(pairs) > 1:
+        print_ranking(console, pairs, judgements)
+    if out is not None:
+        candidates = [
+            {"draft": pair.draft.name, **asdict(judgement), "measured": asdict(pair)}
+            for pair, judgement in zip(pairs, judgements, strict=True)
+        ]
+        result = {"settings": asdict(task), "candidates": candidates}
+        click.echo(f"written: {write_result('qualify', result, out)}")
+    return min(EXIT_CODES[judgement.fitness] for judgement in judgements)
+
+
+def _qualify() -> int:
+    task, out = task_of(**qualify.make_context("gammaray qualify", sys.argv[1:]).params)
+    return conclude(task, list(_pairs(task)), out)
+
+
+def _pairs(task: QualifyTask) -> Iterator[PairFacts]:
     target = Target(task.target)
     loaders = [(name, load_draft) for name in task.drafts] + [(name, load_head) for name in task.heads]
-    report("doing", f"loading the target {task.target}")
+    _report(f"loading the target {task.target}")
     target.load()
     for name, load in loaders:
         is_local = load is load_head
-        report("doing", f"loading the {'head' if is_local else 'draft'} {name}")
+        _report(f"loading the {'head' if is_local else 'draft'} {name}")
         candidate = load(name, target)
-        pair = PairFacts(target=target.facts, draft=candidate.facts, is_local=is_local)
+        pair = PairFacts(target.facts, candidate.facts, is_local)
         if not (target.facts.refusal or candidate.facts.refusal):
-            pair = _measured(task, target, candidate, pair, report)
-        report("pair", pair.model_dump())
+            pair = _measured(task, target, candidate, pair)
+        yield pair
         del candidate
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
 
-def _measured(
-    task: QualifyTask, target: Target, candidate: Candidate, pair: PairFacts, report: Report
-) -> PairFacts:
+def _measured(task: QualifyTask, target: Target, candidate: Candidate, pair: PairFacts) -> PairFacts:
     prompts = target.encode(task.prompts, chat=task.chat)
     asks = make_asks(task, prompts, target.eos_token_ids, target.facts.max_context)
     trials = measure(
         Pair(target.scheduler(candidate.head), candidate.scheduler),
         asks,
         task,
-        lambda done: report("doing", f"measuring {candidate.facts.name}: {done}"),
+        lambda done: _report(f"measuring {candidate.facts.name}: {done}"),
     )
-    return pair.model_copy(update={"trials": trials, "shared": candidate.share_of(prompts)})
+    return replace(pair, trials=trials, shared=candidate.share_of(prompts))
+
+
+def _report(step: str) -> None:
+    click.echo(step, err=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(_qualify))

@@ -84,36 +84,18 @@ class Pair:
         Raises:
             GammarayError: A model failed.
         """
-        completion = self.start(ask)
+        session, cycles = _Completion(next(self._names), ask), []
         try:
-            cycles = self.advance(completion, gamma, ask.max_tokens)
+            while not session.is_over:
+                cycles.append(self._cycle(session, min(gamma, session.remaining - 1)))
         finally:
-            self.end(completion)
-        return Text(tuple(completion.output), tuple(cycles))
+            for scheduler in (self.target, self.draft):
+                if scheduler is not None:
+                    scheduler.release([Release(session.name)])
+                    scheduler.step()
+        return Text(tuple(session.output), tuple(cycles))
 
-    def start(self, ask: Ask) -> Completion:
-        """Return a completion without tokens; `end` must be called on it."""
-        return Completion(next(self._names), ask)
-
-    def advance(self, completion: Completion, gamma: int, num_tokens: int) -> list[MeasuredCycle]:
-        """Run cycles until the completion has `num_tokens` or is over, and return them.
-
-        Raises:
-            GammarayError: A model failed.
-        """
-        cycles = []
-        while not completion.is_over and len(completion.output) < num_tokens:
-            cycles.append(self._cycle(completion, min(gamma, completion.remaining - 1)))
-        return cycles
-
-    def end(self, completion: Completion) -> None:
-        """Free the caches of a completion."""
-        for scheduler in (self.target, self.draft):
-            if scheduler is not None:
-                scheduler.release([Release(completion.name)])
-                scheduler.step()
-
-    def _cycle(self, session: Completion, gamma: int) -> MeasuredCycle:
+    def _cycle(self, session: _Completion, gamma: int) -> MeasuredCycle:
         proposal, drafted = Proposal(), None
         is_first = not session.output
         if gamma > 0 and self.draft is not None:
@@ -140,7 +122,7 @@ class Pair:
         )
 
 
-class Completion:
+class _Completion:
     """The tokens of one completion, and how many were sent to each worker.
 
     Attributes:

@@ -1,28 +1,26 @@
-"""Measures a pair: prompts are completed with every gamma, gamma 0 first, until it is certain what pays.
+"""Measures a pair: each prompt is completed with every gamma, gamma 0 first, before the next prompt.
 
 Two completions may differ only from a tie on, where the scores of their tokens differ by at most rounding.
-Whether a gamma pays is a hypothesis on the mean of its tokens per cycle, which are bounded: it is tested
-sequentially, after every few cycles (`gammaray.maths.sequential`)."""
+"""
 
 from __future__ import annotations
 
 import itertools
-import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from dataclasses import replace
 
 import torch
 
 from gammaray.bench.measure import first_difference
 from gammaray.errors import InvalidArgumentError
-from gammaray.maths.sequential import evidence
 from gammaray.qualify.measured import Depth, QualifyTask, Trial
 from services.engine.core.batch import SequenceInput
 from services.engine.engine import Engine
 from services.engine.sampling.logits import processed_log_probs
 from services.engine.sampling.noise import Noise
-from services.qualify.loop import Ask, Completion, MeasuredCycle, Pair
+from services.qualify.loop import Ask, MeasuredCycle, Pair, Text
 
 _SESSION = "tie"
 _CHUNK = 256
@@ -31,11 +29,6 @@ _CHUNK = 256
 _FLOAT32_TOLERANCE = 1e-5
 _HALF_STEPS = 4.0
 _WARM_UP_TOKENS = 3
-_STRIDE = 4
-_GROUP = 6
-"""Prompts whose completions are open at once: each gamma of each needs a cache."""
-_MIN_TIMED = 12
-"""Cycles without a prefill from which a median time is taken for a decision."""
 
 
 def is_tie(engine: Engine, ask: Ask, common: tuple[int, ...], tokens: tuple[int, int]) -> bool:
@@ -98,183 +91,85 @@ def measure(
     Args:
         pair: The models.
         asks: The completions, those of one temperature together.
-        task: The gammas, and when to stop.
-        report: Called after each round with what was done.
+        task: The gammas, and the network time.
+        report: Called after each prompt with what was done.
 
     Raises:
         GammarayError: A model failed.
     """
     for gamma in (0, *task.gammas):  # the first forwards of each shape are slow
-        completion = pair.start(asks[0])
-        pair.advance(completion, gamma, _WARM_UP_TOKENS)
-        pair.end(completion)
-    by_temperature = itertools.groupby(asks, key=lambda ask: ask.temperature)
-    return tuple(_Trial(pair, tuple(group), task, report).run() for _, group in by_temperature)
+        pair.complete(replace(asks[0], max_tokens=_WARM_UP_TOKENS), gamma)
+    trials = []
+    for temperature, group in itertools.groupby(asks, key=lambda ask: ask.temperature):
+        own, texts = list(group), {gamma: list[Text]() for gamma in (0, *task.gammas)}
+        for number, ask in enumerate(own, 1):
+            for gamma, made in texts.items():
+                made.append(pair.complete(ask, gamma))
+            report(f"temperature {temperature:g}: {number} of {len(own)} prompts")
+        trials.append(_trial(pair, own, texts, 0.0 if pair.draft is None else task.rtt_ms))
+    return tuple(trials)
 
 
-class _Times(NamedTuple):
-    """Median times of the cycles with a whole proposal of one gamma, without the first of a completion."""
-
-    draft_ms: float
-    step_ms: float
-    verify_ms: float
-
-
-class _Trial:
-    """The completions of one temperature.
-
-    All gammas, 0 among them, advance by `_STRIDE` tokens on a prompt before the next prompt of the group has
-    its turn, so that a disturbance of the machine is shared by all gammas. Each time that all had one,
-    the gammas are tested. One that is certain not to pay rests. The trial is over when all do, or when one is
-    certain to pay.
-    """
-
-    def __init__(
-        self, pair: Pair, asks: Sequence[Ask], task: QualifyTask, report: Callable[[str], None]
-    ) -> None:
-        self._pair, self._asks, self._task, self._report = pair, asks, task, report
-        self._cycles: dict[int, list[MeasuredCycle]] = {gamma: [] for gamma in (0, *task.gammas)}
-        self._verdicts: dict[int, bool | None] = dict.fromkeys(task.gammas)
-        self._compared = {"compared": 0, "equal": 0, "ties": 0, "tokens": 0}
-        self._divergence = ""
-
-    def run(self) -> Trial:
-        for start in range(0, len(self._asks), _GROUP):
-            group = self._asks[start : start + _GROUP]
-            open_completions = [{gamma: self._pair.start(ask) for gamma in self._cycles} for ask in group]
-            try:
-                self._advance(start, open_completions)
-                for ask, completions in zip(group, open_completions, strict=True):
-                    self._compare(ask, completions)
-            finally:
-                for completions in open_completions:
-                    for completion in completions.values():
-                        self._pair.end(completion)
-            if self._is_certain:
-                break
-        return self._result()
-
-    def _advance(self, start: int, open_completions: Sequence[dict[int, Completion]]) -> None:
-        for tokens in range(_STRIDE, self._task.max_tokens + _STRIDE, _STRIDE):
-            for completions in open_completions:
-                for gamma, completion in completions.items():
-                    if self._verdicts.get(gamma) is not False:
-                        self._cycles[gamma] += self._pair.advance(completion, gamma, tokens)
-            done = start * self._task.max_tokens + len(open_completions) * min(tokens, self._task.max_tokens)
-            self._decide()
-            self._report_progress(done)
-            if self._is_certain:
-                return
-
-    @property
-    def _is_certain(self) -> bool:
-        verdicts = self._verdicts.values()
-        return True in verdicts or all(verdict is False for verdict in verdicts)
-
-    @property
-    def _plain_times(self) -> list[float]:
-        return [cycle.verify_ms for cycle in self._cycles[0] if not cycle.is_first]
-
-    def _whole(self, gamma: int) -> list[MeasuredCycle]:
-        return [cycle for cycle in self._cycles[gamma] if cycle.num_drafted == gamma]
-
-    def _times(self, gamma: int, least: int) -> _Times | None:
-        """Return the times of a gamma; None with fewer than `least` cycles."""
-        timed = [cycle for cycle in self._whole(gamma) if not cycle.is_first and cycle.draft_forwards > 0]
-        if len(timed) < least:
-            return None
-        return _Times(
-            statistics.median(cycle.draft_ms for cycle in timed),
-            statistics.median(cycle.draft_ms / cycle.draft_forwards for cycle in timed),
-            statistics.median(cycle.verify_ms for cycle in timed),
-        )
-
-    def _cycle_ms(self, times: _Times) -> float:
-        network_ms = 0.0 if self._pair.draft is None else self._task.rtt_ms
-        return times.draft_ms + times.verify_ms + network_ms
-
-    def _decide(self) -> None:
-        """Test each gamma with all its cycles so far."""
-        plain = self._plain_times
-        if self._task.error == 0.0 or len(plain) < _MIN_TIMED:
-            return
-        for gamma in self._verdicts:
-            times = self._times(gamma, _MIN_TIMED)
-            if times is None:
-                continue
-            needed = self._task.min_speedup * self._cycle_ms(times) / statistics.median(plain)
-            emitted = [cycle.num_emitted for cycle in self._whole(gamma)]
-            below, above = evidence(emitted, needed, 1, gamma + 1)
-            # A wrong "does not pay" needs an error at the gamma that pays, a wrong "pays" one at any gamma.
-            if below >= -math.log(self._task.error):
-                self._verdicts[gamma] = False
-            elif above >= math.log(len(self._verdicts) / self._task.error):
-                self._verdicts[gamma] = True
-            else:
-                self._verdicts[gamma] = None
-
-    def _report_progress(self, done: int) -> None:
-        undecided = [str(gamma) for gamma, verdict in self._verdicts.items() if verdict is None]
-        share = f"{done} of up to {len(self._asks) * self._task.max_tokens} tokens per gamma"
-        rest = f", undecided: gamma {', '.join(undecided)}" if self._task.error and undecided else ""
-        self._report(f"temperature {self._asks[0].temperature:g}: {share}{rest}")
-
-    def _compare(self, ask: Ask, completions: dict[int, Completion]) -> None:
-        """Add the comparisons of one ask's completions with that of gamma 0, as far as both were made."""
-        counts = self._compared
-        for gamma, completion in completions.items():
-            if gamma == 0 or not completion.output:
-                continue
-            plain, text = tuple(completions[0].output), tuple(completion.output)
-            if not completions[0].is_over:
-                text = text[: len(plain)]
-            if not completion.is_over:
-                plain = plain[: len(text)]
-            counts["compared"] += 1
-            counts["tokens"] += len(text)
-            index = first_difference(plain, text)
+def _trial(pair: Pair, asks: Sequence[Ask], texts: dict[int, list[Text]], network_ms: float) -> Trial:
+    """Return the results of one temperature; `texts` are the completions of each ask by gamma."""
+    plain, counts, divergence = texts.pop(0), Counter[str](), ""
+    for gamma, made in texts.items():
+        for number, (ask, expected, text) in enumerate(zip(asks, plain, made, strict=True), 1):
+            counts["tokens"] += len(text.token_ids)
+            index = first_difference(expected.token_ids, text.token_ids)
             if index is None:
                 counts["equal"] += 1
-                continue
-            both = index < min(len(plain), len(text))
-            if both and is_tie(self._pair.target.engine, ask, plain[:index], (plain[index], text[index])):
+            elif _diverges_at_tie(pair.target.engine, ask, expected, text, index):
                 counts["ties"] += 1
-            elif not self._divergence:
-                self._divergence = (
-                    f"with gamma {gamma} prompt {ask.seed + 1} diverges from plain decoding "
-                    f"at token {index + 1}"
+            elif not divergence:
+                divergence = (
+                    f"with gamma {gamma} prompt {number} diverges from plain decoding at token {index + 1}"
                 )
+    cycles = {gamma: [cycle for text in made for cycle in text.cycles] for gamma, made in texts.items()}
+    plain_times = [cycle.verify_ms for text in plain for cycle in text.cycles if not cycle.is_first]
+    plain_ms = statistics.median(plain_times) if plain_times else None
+    timed = {gamma: found for gamma in cycles if (found := _timed(cycles[gamma], gamma))}
+    drafted = list(itertools.chain.from_iterable(cycles.values()))
+    places = range(max((cycle.num_tested for cycle in drafted), default=0))
+    steps = (statistics.median(one.draft_ms / one.draft_forwards for one in own) for own in timed.values())
+    return Trial(
+        temperature=asks[0].temperature,
+        compared=len(asks) * len(texts),
+        equal=counts["equal"],
+        ties=counts["ties"],
+        divergence=divergence,
+        tokens=counts["tokens"],
+        plain_ms=plain_ms,
+        draft_step_ms=min(steps, default=None),
+        tested=tuple(sum(cycle.num_tested > place for cycle in drafted) for place in places),
+        accepted=tuple(sum(cycle.num_accepted > place for cycle in drafted) for place in places),
+        depths=()
+        if plain_ms is None
+        else tuple(_depth(gamma, cycles[gamma], own, plain_ms, network_ms) for gamma, own in timed.items()),
+    )
 
-    def _result(self) -> Trial:
-        plain_ms = statistics.median(self._plain_times) if self._plain_times else None
-        found = {gamma: times for gamma in self._verdicts if (times := self._times(gamma, 1)) is not None}
-        depths = []
-        for gamma, times in found.items():
-            if plain_ms is None:
-                break
-            tokens = statistics.fmean(cycle.num_emitted for cycle in self._whole(gamma))
-            cycle_ms = self._cycle_ms(times)
-            speedup = tokens * plain_ms / cycle_ms
-            depths.append(
-                Depth(
-                    gamma=gamma,
-                    tokens_per_cycle=tokens,
-                    draft_ms=times.draft_ms,
-                    verify_ms=times.verify_ms,
-                    cycle_ms=cycle_ms,
-                    speedup=speedup,
-                )
-            )
-        drafted = [cycle for gamma in self._verdicts for cycle in self._cycles[gamma]]
-        places = range(max((cycle.num_tested for cycle in drafted), default=0))
-        return Trial(
-            temperature=self._asks[0].temperature,
-            **self._compared,
-            divergence=self._divergence,
-            plain_ms=plain_ms,
-            draft_step_ms=min((times.step_ms for times in found.values()), default=None),
-            tested=tuple(sum(cycle.num_tested > place for cycle in drafted) for place in places),
-            accepted=tuple(sum(cycle.num_accepted > place for cycle in drafted) for place in places),
-            depths=tuple(depths),
-            pays=(True in self._verdicts.values()) if self._is_certain else None,
-        )
+
+def _diverges_at_tie(engine: Engine, ask: Ask, expected: Text, text: Text, index: int) -> bool:
+    if index >= min(len(expected.token_ids), len(text.token_ids)):
+        return False
+    tokens = expected.token_ids[index], text.token_ids[index]
+    return is_tie(engine, ask, expected.token_ids[:index], tokens)
+
+
+def _timed(cycles: Sequence[MeasuredCycle], gamma: int) -> list[MeasuredCycle]:
+    """Return the cycles with a whole proposal that count for times: the first of a completion prefills."""
+    return [one for one in cycles if one.num_drafted == gamma and not one.is_first and one.draft_forwards > 0]
+
+
+def _depth(
+    gamma: int,
+    cycles: Sequence[MeasuredCycle],
+    timed: Sequence[MeasuredCycle],
+    plain_ms: float,
+    network_ms: float,
+) -> Depth:
+    tokens = statistics.fmean(cycle.num_emitted for cycle in cycles if cycle.num_drafted == gamma)
+    draft_ms = statistics.median(cycle.draft_ms for cycle in timed)
+    verify_ms = statistics.median(cycle.verify_ms for cycle in timed)
+    cycle_ms = draft_ms + verify_ms + network_ms
+    return Depth(gamma, tokens, draft_ms, verify_ms, cycle_ms, tokens * plain_ms / cycle_ms)

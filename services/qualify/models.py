@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +146,7 @@ def load_draft(name: str, target: Target) -> Candidate:
     except (UnsupportedModelError, InvalidArgumentError) as error:
         return Candidate(ModelFacts(name=name, refusal=str(error)))
     assert isinstance(scheduler, Scheduler)
-    facts = _facts(name, scheduler.engine).model_copy(update={"vocab_size": model.vocab_size})
+    facts = replace(_facts(name, scheduler.engine), vocab_size=model.vocab_size)
     return Candidate(facts, scheduler, shared=_shared(path, scheduler.engine, target))
 
 

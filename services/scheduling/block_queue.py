@@ -45,7 +45,10 @@ WorkT = TypeVar("WorkT", bound="Work[Any]")
 
 
 class BlockQueue(ABC, Generic[TaskT, WorkT]):
-    """Admits blocks to an engine and keeps their answers until the step ends.
+    """The scheduler of a worker: admits blocks to an engine and keeps their answers until the step ends.
+
+    `EngineThread` builds and drives it in one thread: all methods run there, between two steps, except those
+    that say that any thread may call them.
 
     Args:
         vocab_size: Number of token ids of the sessions.
@@ -54,9 +57,11 @@ class BlockQueue(ABC, Generic[TaskT, WorkT]):
 
     Attributes:
         meter: The worker's metrics.
+        step_timeout_s: After how many seconds a step counts as stuck; None: never.
     """
 
     role: ClassVar[str]
+    step_timeout_s: float | None = None
 
     def __init__(self, vocab_size: int, device: str, grammars: Grammars | None) -> None:
         self.grammars = grammars
@@ -69,6 +74,27 @@ class BlockQueue(ABC, Generic[TaskT, WorkT]):
         self.sessions = SessionTable(
             MAX_SESSIONS, vocab_size, device, self._running.__contains__, self._forget
         )
+
+    @abstractmethod
+    def step(self) -> list[tuple[TaskT, Reply]]:
+        """Serve as many blocks as fit, and return the answers that are ready.
+
+        Raises:
+            EngineLostError: No later step can succeed: the thread answers all blocks and ends.
+            Exception: The step failed, and the thread calls `fail_all`.
+        """
+
+    def check(self) -> None:
+        """Return if the engine can run another step; any thread may call it, also during a step.
+
+        An engine of this process is lost only by an error of its own step.
+
+        Raises:
+            EngineLostError: It cannot, such as when one of its processes has ended.
+        """
+
+    def close(self) -> None:
+        """End what the scheduler and its engine started; no other method is called afterwards."""
 
     @abstractmethod
     def stats(self) -> CacheStats:

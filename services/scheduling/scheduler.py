@@ -46,7 +46,6 @@ class Scheduler(BlockQueue[TaskT, Running[TaskT]]):
 
     Attributes:
         budget: How many tokens a step may take.
-        step_timeout_s: After how many seconds a step counts as stuck; None: never.
         num_forwards: Forwards of the last step; more than one if a worker ran several in one call.
     """
 
@@ -61,7 +60,6 @@ class Scheduler(BlockQueue[TaskT, Running[TaskT]]):
         self.engine, self.limits = engine, replace(limits, max_scored_rows=scored_rows)
         self.budget = StepBudget(self.limits)
         self.num_forwards = 1
-        self.step_timeout_s: float | None = None
         super().__init__(vocab_size or engine.vocab_size, str(engine.device), grammars)
 
     @abstractmethod
@@ -72,9 +70,6 @@ class Scheduler(BlockQueue[TaskT, Running[TaskT]]):
     def _advance(self, running: Running[TaskT], logits: Tensor) -> object | None:
         """Take the logits `[num_logits, vocab_size]` of a feed; None requests another forward."""
 
-    def check(self) -> None:
-        """Return: an engine of this process is lost only by an error of its own step."""
-
     def stats(self) -> CacheStats:
         """Return the counters of the engine's cache; callable from any thread."""
         return self.engine.stats()
@@ -83,9 +78,6 @@ class Scheduler(BlockQueue[TaskT, Running[TaskT]]):
         """Answer every block with `error` and drop every session, including the caches of ended sessions."""
         super().fail_all(error)
         self.engine.drop_retained()
-
-    def close(self) -> None:
-        """End what the scheduler started; no other method is called afterwards."""
 
     def step(self) -> list[tuple[TaskT, Reply]]:
         """Run one forward for as many blocks as fit and return the answers that are ready."""

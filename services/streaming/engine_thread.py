@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 from gammaray.errors import InternalError, UnavailableError
 from services.engine.core.device import raise_if_lost
 from services.engine.core.errors import EngineLostError
+from services.scheduling.block_queue import BlockQueue
 from services.scheduling.tasks import Release, Reply, Task
-from services.streaming.block_scheduler import BlockScheduler
 
 _log = logging.getLogger(__name__)
 MAX_DELIVERY_S = 1e-3
@@ -29,7 +29,7 @@ STUCK_AFTER_S = 5.0
 """How long a step may go on after its engine was lost, to end by itself and answer its blocks."""
 
 T = TypeVar("T")
-Command = Callable[[BlockScheduler[Any]], None]
+Command = Callable[[BlockQueue[Any, Any]], None]
 
 
 class EngineThread:
@@ -44,13 +44,13 @@ class EngineThread:
         ended: Set when the thread ends: stopped, or because the engine is lost.
     """
 
-    def __init__(self, load: Callable[[], BlockScheduler[Any]], name: str) -> None:
+    def __init__(self, load: Callable[[], BlockQueue[Any, Any]], name: str) -> None:
         self._load = load
         self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._loaded: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self.scheduler: BlockScheduler[Any] | None = None
+        self.scheduler: BlockQueue[Any, Any] | None = None
         self._is_delivered = threading.Event()
         self._step_began: float | None = None
         self._lost_since: float | None = None
@@ -100,10 +100,10 @@ class EngineThread:
         return ""
 
     def release(self, endings: Sequence[Release]) -> None:
-        """End sessions, see `BlockScheduler.release`."""
+        """End sessions, see `BlockQueue.release`."""
         self._inbox.put(lambda scheduler: scheduler.release(endings))
 
-    async def call(self, function: Callable[[BlockScheduler[Any]], T]) -> T:
+    async def call(self, function: Callable[[BlockQueue[Any, Any]], T]) -> T:
         """Run `function` between two steps and return its result.
 
         Raises:
@@ -113,7 +113,7 @@ class EngineThread:
             raise UnavailableError("the engine has stopped")
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
-        def command(scheduler: BlockScheduler[Any]) -> None:
+        def command(scheduler: BlockQueue[Any, Any]) -> None:
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(function(scheduler))
@@ -123,7 +123,7 @@ class EngineThread:
         self._inbox.put(command)
         return await asyncio.wrap_future(future)
 
-    def look(self, function: Callable[[BlockScheduler[Any]], T]) -> T:
+    def look(self, function: Callable[[BlockQueue[Any, Any]], T]) -> T:
         """Return the result of `function`, which any thread may call, also during a step.
 
         Raises:
@@ -156,14 +156,14 @@ class EngineThread:
             self._tell(self.ended.set)
             scheduler.close()
 
-    def _answer_all(self, scheduler: BlockScheduler[Any], error: EngineLostError) -> None:
+    def _answer_all(self, scheduler: BlockQueue[Any, Any], error: EngineLostError) -> None:
         try:
             scheduler.fail_all(error)
             self._hand_over(scheduler.step())
         except Exception:  # the caches are on the device that is lost
             _log.exception("the blocks that waited are not answered")
 
-    def _serve(self, scheduler: BlockScheduler[Any]) -> None:
+    def _serve(self, scheduler: BlockQueue[Any, Any]) -> None:
         while self._drain(scheduler):
             self._step_began = time.monotonic()
             try:
@@ -183,7 +183,7 @@ class EngineThread:
                 # Otherwise a step would take the GIL before the event loop has sent the replies.
                 self._is_delivered.wait(MAX_DELIVERY_S)
 
-    def _drain(self, scheduler: BlockScheduler[Any]) -> bool:
+    def _drain(self, scheduler: BlockQueue[Any, Any]) -> bool:
         """Run all queued commands, waiting for one when there is no work; return False at the end."""
         try:
             command = self._inbox.get(block=not scheduler.has_work)

@@ -12,8 +12,8 @@ from gammaray.errors import GammarayError
 from gammaray.v1 import types_pb2
 from gammaray.wire.convert import sampling_from_proto
 from gammaray.wire.enums import method_from_proto
+from services.scheduling.block_queue import BlockQueue
 from services.scheduling.tasks import NeedTokens, Reply, SessionSpec
-from services.streaming.block_scheduler import BlockScheduler
 from services.streaming.engine_thread import EngineThread
 from services.streaming.streams import Deliver
 from services.streaming.tracing import sampled_parent
@@ -110,7 +110,7 @@ async def describe(model: Model, engine: EngineThread) -> dict[str, Any]:
         UnavailableError: The engine's thread has ended.
     """
 
-    def measure(scheduler: BlockScheduler[Any]) -> dict[str, Any]:
+    def measure(scheduler: BlockQueue[Any, Any]) -> dict[str, Any]:
         stats = scheduler.stats()
         return {
             "num_sessions": stats.num_sessions,

@@ -52,7 +52,7 @@ class Submission:
             self._engine.submit(ready)
 
     def release(self, endings: Sequence[Release]) -> None:
-        """End sessions, and answer their waiting blocks, see `BlockScheduler.release`."""
+        """End sessions, and answer their waiting blocks, see `BlockQueue.release`."""
         for session_id, epoch, _ in endings:
             held = self._held.get(session_id, ())
             if held and (epoch == 0 or epoch >= max(task.epoch for task in held)):

@@ -23,9 +23,9 @@ from services.process.adapters import adapter_sha256
 from services.process.fingerprints import model_identity, vocab_sha256
 from services.process.server import guarded
 from services.process.worker import Worker
+from services.scheduling.block_queue import BlockQueue
 from services.scheduling.grammars import Grammars
 from services.scheduling.tasks import Reply, VerifyTask
-from services.streaming.block_scheduler import BlockScheduler
 from services.streaming.messages import Model, describe, fill_result, task_fields
 from services.streaming.streams import Deliver, Streams
 from services.target_worker.loading import load_local_drafter
@@ -141,7 +141,7 @@ class TargetWorker(Worker[TargetSettings]):
     role: ClassVar[str] = "target"
     service_name: ClassVar[str] = target_service_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name
 
-    def load_model(self, path: str) -> tuple[Model, BlockScheduler[Any]]:
+    def load_model(self, path: str) -> tuple[Model, BlockQueue[Any, Any]]:
         settings, uses_vllm = self.settings, target_uses_vllm(path, self.settings)
         engine, scheduler = self._load_on_vllm(path) if uses_vllm else self._load_own(path)
         identity = model_identity(
@@ -165,12 +165,12 @@ class TargetWorker(Worker[TargetSettings]):
         )
         return model, scheduler
 
-    def _load_on_vllm(self, path: str) -> tuple[Any, BlockScheduler[Any]]:
+    def _load_on_vllm(self, path: str) -> tuple[Any, BlockQueue[Any, Any]]:
         from services.vllm.loading import load_target  # vLLM is an extra
 
         return load_target(path, self.settings, self._limits)
 
-    def _load_own(self, path: str) -> tuple[Any, BlockScheduler[Any]]:
+    def _load_own(self, path: str) -> tuple[Any, BlockQueue[Any, Any]]:
         settings = self.settings
         engine = load_worker_engine(path, settings)
         head = load_local_drafter(settings, engine) if settings.head else None

@@ -1,7 +1,4 @@
-"""`python -m services.train`: reads a TrainTask as JSON from stdin and writes a JSON object per line.
-
-    {"doing": "..."}                 a line on progress
-    {"done": true}                   the last line; false: it was stopped, and the same task continues
+"""`python -m services.train`: `gammaray train`, with its options.
 
 SIGINT and SIGTERM save the state and stop.
 """
@@ -12,23 +9,23 @@ import signal
 import sys
 import threading
 
-from gammaray.qualify.training import TrainTask
-from services.process.json_lines import Report, serve_task
+import click
+
+from gammaray.cli.commands.train import task_of, train
+from services.process.program import run_program
 from services.train.run import run
 
 
-def main() -> int:
-    """Train and return the exit code."""
+def _train() -> int:
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
-
-    def train(task: str, report: Report) -> None:
-        parsed = TrainTask.model_validate_json(task)
-        report("done", run(parsed, lambda line: report("doing", line), stop.is_set))
-
-    return serve_task(train)
+    task = task_of(**train.make_context("gammaray train", sys.argv[1:]).params)
+    if run(task, click.echo, stop.is_set):
+        return 0
+    click.echo("stopped; the same command continues")
+    return 130
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(_train))

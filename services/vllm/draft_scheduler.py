@@ -103,7 +103,7 @@ class _Ahead:
 
 
 class VllmDraftScheduler(RequestQueue[ProposeTask, _Drafting]):
-    """Implements `BlockScheduler` for proposals, which are chains.
+    """Drafts proposals, which are chains, with vLLM.
 
     Args:
         engine: The draft model.

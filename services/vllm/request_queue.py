@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from gammaray.errors import GammarayError, InternalError, ResourceExhaustedError
 from services.engine.core.device import raise_if_lost
@@ -48,7 +48,7 @@ class RequestQueue(BlockQueue[TaskT, RequestWorkT]):
         grammars: Compiles the sessions' grammars; None: sessions with one are refused.
     """
 
-    step_timeout_s: ClassVar[float | None] = MAX_STEP_S
+    step_timeout_s = MAX_STEP_S
 
     def __init__(self, engine: VllmEngine, limits: Limits, grammars: Grammars | None) -> None:
         self.engine, self.limits = engine, limits

@@ -74,7 +74,7 @@ class _Verifying(RequestWork[VerifyTask]):
 
 
 class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
-    """Implements `BlockScheduler` for verifications.
+    """Verifies blocks with vLLM.
 
     Args:
         engine: The model.

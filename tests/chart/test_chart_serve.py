@@ -177,25 +177,21 @@ def test_head_can_build_every_application_without_torch():
 def test_telemetry_is_sent_to_the_configured_endpoint(telemetry, endpoint):
     shown = environment(groups({"telemetry": telemetry})["draft"]["template"])
     assert shown.get("OTEL_EXPORTER_OTLP_ENDPOINT") == endpoint
-    is_jaeger_alone = telemetry.keys() == {"jaeger"}
-    assert (shown.get("OTEL_METRICS_EXPORTER") == "none") is is_jaeger_alone
 
 
 @pytest.mark.parametrize(
-    ("telemetry", "traces", "metrics"),
+    ("telemetry", "exporters"),
     [
-        ({}, ["debug"], ["debug"]),
-        ({"otlpEndpoint": "https://o:4317"}, ["otlp/remote"], ["otlp/remote"]),
-        ({"jaeger": {"enabled": True}}, ["otlp/jaeger"], ["debug"]),
+        ({}, ["debug"]),
+        ({"otlpEndpoint": "https://o:4317"}, ["otlp/remote"]),
+        ({"jaeger": {"enabled": True}}, ["otlp/jaeger"]),
     ],
 )
-def test_collector_forwards_to_the_endpoint(telemetry, traces, metrics):
+def test_collector_forwards_to_the_endpoint(telemetry, exporters):
     values = {"telemetry": {**telemetry, "collector": {"enabled": True}}}
     config = yaml.safe_load(render(values)["configmap-collector.yaml"]["data"]["collector.yaml"])
-    pipelines = config["service"]["pipelines"]
-    assert pipelines["traces"]["exporters"] == traces
-    assert pipelines["metrics"]["exporters"] == metrics
-    assert set(traces) | set(metrics) <= config["exporters"].keys()
+    assert config["service"]["pipelines"]["traces"]["exporters"] == exporters
+    assert set(exporters) <= config["exporters"].keys()
 
 
 def test_dashboards_are_those_of_the_folder():

@@ -41,7 +41,6 @@ def collector():
         environment = {
             "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint,
             "OTEL_BSP_SCHEDULE_DELAY": "100",
-            "OTEL_METRICS_EXPORTER": "none",
         }
         yield environment, receiver
 

@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.progress import Progress
 
 from gammaray.bench.page import page
+from gammaray.bench.prompts import NUM_PROMPTS, own_prompts
 from gammaray.bench.provenance import provenance, write_result
 from gammaray.bench.run import BenchSettings, run_bench
 from gammaray.bench.systems import parse_gamma
 from gammaray.bench.tables import show_point
-from gammaray.bench.workloads import WORKLOADS, tasks
 from gammaray.cli.options import connection_options, read_prompts
 from gammaray.cli.output import output_console
 from gammaray.cli.values import IntRange, list_of, temperature
@@ -29,12 +29,18 @@ def _gamma(text: str) -> str:
 
 @click.command()
 @connection_options(timeout_s=600.0)
-@click.option("--workload", type=click.Choice(WORKLOADS), default="mixed", show_default=True)
-@click.option("--prompts", "num_prompts", type=IntRange(1), default=4, show_default=True)
+@click.option(
+    "--prompts",
+    "num_prompts",
+    type=IntRange(1, NUM_PROMPTS),
+    default=4,
+    show_default=True,
+    help="Number of own prompts: code, prose and repetitive text in turn.",
+)
 @click.option(
     "--prompt-file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Prompts to use instead of a workload: one per line, or a JSON list of strings.",
+    help="Prompts to use instead: one per line, or a JSON list of strings.",
 )
 @click.option("--tokens", type=IntRange(2), default=128, show_default=True, help="Per completion.")
 @click.option("--repeats", type=IntRange(1), default=5, show_default=True)
@@ -98,8 +104,5 @@ def _tasks(options: dict[str, Any]) -> tuple[list[tuple[str, str]], str]:
     """Return the prompts, each after its category, and the name of their source."""
     path: Path | None = options["prompt_file"]
     if path is None:
-        try:
-            return tasks(options["workload"], options["num_prompts"]), options["workload"]
-        except ValueError as error:
-            raise click.BadParameter(str(error), param_hint="--prompts") from None
+        return own_prompts(options["num_prompts"]), "own"
     return [("given", text) for text in read_prompts(path, "--prompt-file")], path.name

@@ -6,30 +6,27 @@ is FIT BUT SLOWER; 5 all are UNFIT.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 
-from gammaray.bench.provenance import write_result
-from gammaray.bench.workloads import prompts
+from gammaray.bench.prompts import NUM_PROMPTS, own_prompts
 from gammaray.cli.options import read_prompts
-from gammaray.cli.output import output_console
+from gammaray.cli.program import WORKER_PACKAGES, Program, become, check_packages
 from gammaray.cli.values import FloatRange, IntRange, list_of, temperature
 from gammaray.errors import InvalidArgumentError
-from gammaray.qualify.judgement import Fitness, judge
-from gammaray.qualify.measured import QualifyTask, check_gamma
-from gammaray.qualify.process import measure_pairs
-from gammaray.qualify.tables import print_pair, print_ranking
-
-EXIT_CODES = {Fitness.FIT: 0, Fitness.SLOWER: 4, Fitness.UNFIT: 5}
+from gammaray.qualify.measured import QualifyTask
+from gammaray.types import MAX_GAMMA
 
 
-@click.command()
+def _gamma(text: str) -> int:
+    if not 1 <= int(text) <= MAX_GAMMA:
+        raise ValueError
+    return int(text)
+
+
+@click.command(cls=Program)
 @click.option(
     "--target",
     required=True,
@@ -56,10 +53,10 @@ EXIT_CODES = {Fitness.FIT: 0, Fitness.SLOWER: 4, Fitness.UNFIT: 5}
 )
 @click.option(
     "--num-prompts",
-    type=IntRange(1, 100),
+    type=IntRange(1, NUM_PROMPTS),
     default=6,
     show_default=True,
-    help="Without --prompts: number of pieces of Python code and prose.",
+    help="Without --prompts: number of own ones, code, prose and repetitive text in turn.",
 )
 @click.option("--chat", is_flag=True, help="Each prompt is a user's message, in the target's chat template.")
 @click.option(
@@ -74,7 +71,7 @@ EXIT_CODES = {Fitness.FIT: 0, Fitness.SLOWER: 4, Fitness.UNFIT: 5}
     "--gammas",
     default="1,2,4,8",
     show_default=True,
-    callback=list_of(lambda text: check_gamma(int(text)), "1 to 64"),
+    callback=list_of(_gamma, f"1 to {MAX_GAMMA}"),
     help="Depths of chains; gamma 0 is always measured.",
 )
 @click.option(
@@ -97,53 +94,26 @@ EXIT_CODES = {Fitness.FIT: 0, Fitness.SLOWER: 4, Fitness.UNFIT: 5}
     show_default=True,
     help="Speedup that a draft must reach.",
 )
-@click.option(
-    "--error",
-    type=FloatRange(0, 0.5),
-    default=0.01,
-    show_default=True,
-    help="Measuring stops when the verdict is wrong with at most this probability; 0: never early.",
-)
 @click.option("--json", "out", type=click.Path(dir_okay=False, path_type=Path), help="File for the result.")
-@click.pass_context
-def qualify(context: click.Context, /, out: Path | None, **given: Any) -> None:
+def qualify(**given: Any) -> None:
     """Check whether drafts or heads suit a target: served exactly, lossless, and faster on this machine.
-
-    Measuring a draft stops as soon as it is certain at each temperature whether it pays.
 
     Both models run alternately in one process; no cluster is needed.
     """
-    task = _task(given)
-    with _progress() as report:
-        pairs = measure_pairs(task, report)
-    judgements = [judge(pair, task) for pair in pairs]
-    console = output_console()
-    for pair, judgement in zip(pairs, judgements, strict=True):
-        print_pair(console, pair, judgement)
-    if len(pairs) > 1:
-        print_ranking(console, pairs, judgements)
-    if out is not None:
-        candidates = [
-            {"draft": pair.draft.name, **asdict(judgement), "measured": pair.model_dump()}
-            for pair, judgement in zip(pairs, judgements, strict=True)
-        ]
-        result = {"settings": task.model_dump(), "candidates": candidates}
-        click.echo(f"written: {write_result('qualify', result, out)}")
-    context.exit(min(EXIT_CODES[judgement.fitness] for judgement in judgements))
+    check_packages("qualify", WORKER_PACKAGES, "worker")
+    task_of(**given)
+    become("services.qualify")
 
 
-@contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """Yield what shows the current step on stderr: in place on a terminal, else as lines."""
-    console = Console(stderr=True)
-    if console.is_terminal:
-        with console.status("starting") as status:
-            yield status.update
-    else:
-        yield lambda text: click.echo(text, err=True)
+def task_of(
+    prompt_file: Path | None, num_prompts: int, out: Path | None, **given: Any
+) -> tuple[QualifyTask, Path | None]:
+    """Return the task that the values of the options are, and the file for its result.
 
-
-def _task(given: dict[str, Any]) -> QualifyTask:
+    Raises:
+        click.UsageError: There is no candidate, or the file of prompts has none.
+        InvalidArgumentError: A name is empty.
+    """
     if not given["drafts"] and not given["heads"]:
         raise click.UsageError("Missing option '--draft' or '--head'.")
     for role in ("target", "drafts", "heads"):
@@ -151,9 +121,10 @@ def _task(given: dict[str, Any]) -> QualifyTask:
             raise InvalidArgumentError(
                 role.removesuffix("s"), "an empty name", "a directory, hub name or GGUF file"
             )
-    path: Path | None = given.pop("prompt_file")
-    count: int = given.pop("num_prompts")
-    texts = prompts("mixed", count) if path is None else read_prompts(path, "--prompts")
-    unique = {name: tuple(dict.fromkeys(given.pop(name))) for name in ("drafts", "heads")}
-    gammas = tuple(sorted(given.pop("gammas")))
-    return QualifyTask(**given, **unique, prompts=tuple(texts), gammas=gammas)
+    if prompt_file is None:
+        texts = [text for _, text in own_prompts(num_prompts)]
+    else:
+        texts = read_prompts(prompt_file, "--prompts")
+    for name in ("drafts", "heads"):
+        given[name] = tuple(dict.fromkeys(given[name]))
+    return QualifyTask(**given | {"prompts": tuple(texts), "gammas": tuple(sorted(given["gammas"]))}), out

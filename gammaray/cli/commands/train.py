@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import click
 
 from gammaray.cli.options import read_prompts
+from gammaray.cli.program import WORKER_PACKAGES, Program, become, check_packages
 from gammaray.cli.values import FloatRange, IntRange, list_of
 from gammaray.deploy.gpus import check_device
-from gammaray.qualify.process import answers
 from gammaray.qualify.training import TrainTask
-
-_COMMAND = (sys.executable, "-m", "services.train")
-_STOP_TIMEOUT_S = 300.0  # a step and the state of a large drafter
 
 
 def _layers(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...]:
     return () if value is None else list_of(int, "numbers of layers")(context, parameter, value)
 
 
-@click.command()
+@click.command(cls=Program)
 @click.option("--target", required=True, help="Directory or hub name; 'demo' is the demo pair's.")
 @click.option("--out", required=True, type=click.Path(file_okay=False), help="Directory of the drafter.")
 @click.option("--work", type=click.Path(file_okay=False), help="Answers and state.  [default: OUT.work]")
@@ -74,18 +70,21 @@ def _layers(context: click.Context, parameter: click.Parameter, value: str | Non
 @click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:N.")
 @click.option("--threads", type=IntRange(1, 256), default=2, show_default=True)
 @click.option("--seed", type=IntRange(0), default=0, show_default=True)
-@click.pass_context
-def train(context: click.Context, /, prompts: Path | None, out: str, work: str | None, **given: Any) -> None:
+def train(**given: Any) -> None:
     """Train a drafter for a target on text that the target writes.
 
     Interrupted, the same command continues.
     """
-    check_device(given["device"])
+    check_packages("training", WORKER_PACKAGES, "worker")
+    check_device(task_of(**given).device)
+    become("services.train")
+
+
+def task_of(prompts: Path | None, out: str, work: str | None, **given: Any) -> TrainTask:
+    """Return the task that the values of the options are.
+
+    Raises:
+        click.BadParameter: The file of prompts has none.
+    """
     texts = None if prompts is None else tuple(read_prompts(prompts, "--prompts"))
-    task = TrainTask(prompts=texts, out=out, work=work or f"{out.rstrip('/')}.work", **given)
-    for key, value in answers(task, _COMMAND, "training", _STOP_TIMEOUT_S):
-        if key == "doing":
-            click.echo(value)
-        elif key == "done" and not value:
-            click.echo("stopped; the same command continues")
-            context.exit(130)
+    return TrainTask(prompts=texts, out=out, work=work or f"{out.rstrip('/')}.work", **given)

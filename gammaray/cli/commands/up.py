@@ -1,19 +1,15 @@
 """`gammaray up`: start a whole cluster on this machine.
 
-The options are those of `ClusterSettings`. This process is replaced (exec) by
-`python -m orchestrator.launcher.cluster` with the same command line. The launcher therefore receives the
-signals and sets the exit code.
+The options are `START_OPTIONS` and those of `ClusterSettings`. `orchestrator.launcher.cluster` does the rest.
 """
 
 from __future__ import annotations
 
-import os
-import sys
-from importlib.util import find_spec
 from typing import Any
 
 import click
 
+from gammaray.cli.program import Program, become, check_packages
 from gammaray.cli.settings import checked_settings, settings_options
 from gammaray.cli.values import FloatRange
 from gammaray.config import ClusterSettings
@@ -22,8 +18,6 @@ from gammaray.deploy.gpus import check_device
 
 _NEEDED = ("fastapi", "grpc_health", "ray", "redis", "torch", "transformers")
 """One module of each dependency group that a cluster on one machine needs."""
-
-_ARGUMENTS = "gammaray.up.arguments"
 
 START_OPTIONS = (
     click.Option(
@@ -42,33 +36,15 @@ START_OPTIONS = (
 """Options of a start, which are no settings of the cluster."""
 
 
-class _Up(click.Command):
-    """Command that keeps its arguments as they were given."""
-
-    def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
-        context.meta[_ARGUMENTS] = list(args)
-        return super().parse_args(context, args)
-
-
-@click.command(cls=_Up, params=[*START_OPTIONS, *settings_options(ClusterSettings, has_types=True)])
-@click.pass_context
-def up(context: click.Context, /, **options: Any) -> None:
+@click.command(cls=Program, params=[*START_OPTIONS, *settings_options(ClusterSettings, has_types=True)])
+def up(**options: Any) -> None:
     """Start a whole cluster on this machine: Redis, workers, orchestrator, proxies; Ctrl-C stops all.
 
     Omitted options come from the environment variables GAMMARAY_<OPTION>, then from the defaults.
     """
-    if missing := [name for name in _NEEDED if find_spec(name) is None]:
-        click.echo(
-            f"gammaray: a cluster needs packages that are not installed ({', '.join(missing)}): "
-            "pip install 'gammaray[all]'",
-            err=True,
-        )
-        context.exit(1)
+    check_packages("a cluster", _NEEDED, "all")
     # What can be checked without models or ports is checked before the launcher replaces this process.
     settings = checked_settings(ClusterSettings, options)
     check_device(settings.device)
     check_engine(settings.engine, settings.device)
-    command = [sys.executable, "-m", "orchestrator.launcher.cluster", *context.meta[_ARGUMENTS]]
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.execv(sys.executable, command)
+    become("orchestrator.launcher.cluster")

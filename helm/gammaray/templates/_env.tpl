@@ -70,7 +70,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* Export of spans and metrics; empty without an endpoint. */}}
+{{/* Export of spans; empty without an endpoint. */}}
 {{- define "gammaray.telemetryEnv" -}}
 {{- with include "gammaray.otlpEndpoint" . -}}
 - name: OTEL_EXPORTER_OTLP_ENDPOINT
@@ -79,11 +79,6 @@
   value: parentbased_traceidratio
 - name: OTEL_TRACES_SAMPLER_ARG
   value: {{ $.Values.telemetry.traceShare | quote }}
-{{- if not (or $.Values.telemetry.collector.enabled $.Values.telemetry.otlpEndpoint) }}
-# Jaeger does not accept metrics.
-- name: OTEL_METRICS_EXPORTER
-  value: none
-{{- end }}
 - name: POD_NAME
   valueFrom: {fieldRef: {fieldPath: metadata.name}}
 - name: POD_NAMESPACE

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from benchmarks.otlp_receiver import ReceivedSpan
+from docs.make_telemetry import ATTRIBUTES, SPANS
 from gammaray.telemetry import names as telemetry
 from tests.support.workers.service_helpers import worker_process
 
@@ -76,12 +77,12 @@ def assert_nested(spans: Sequence[ReceivedSpan]) -> None:
 
 def assert_as_documented(span: ReceivedSpan) -> None:
     """The span is one of the catalogue, with all of its attributes that it must have and no other."""
-    spec = next(spec for spec in telemetry.SPANS if (spec.name, spec.kind) == (span.name, span.kind))
+    spec = next(spec for spec in SPANS if (spec.name, spec.kind) == (span.name, span.kind))
     assert span.resource["service.name"] == f"gammaray-{spec.process}"
     names = set(span.attributes)
     assert set(spec.always) <= names, set(spec.always) - names
     assert names <= {*spec.always, *spec.sometimes}, names - {*spec.always, *spec.sometimes}
     types = {"string": str, "boolean": bool, "int": int, "double": float, "string[]": list}
     for name in names:
-        attribute = next(known for known in telemetry.ATTRIBUTES if known == name)
+        attribute = next(known for known in ATTRIBUTES if known.name == name)
         assert type(span.attributes[name]) is types[attribute.type], name

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import gammaray
+from docs.make_telemetry import ATTRIBUTES, SPANS
 from gammaray.telemetry import names as telemetry
 from gammaray.v1 import generation_service_pb2 as pb
 
@@ -99,15 +100,16 @@ def test_import_loads_no_heavy_package(code, unwanted):
     assert result.stdout.strip() == "[]"
 
 
-def test_telemetry_names_are_distinct_and_each_has_a_meaning():
-    attributes = telemetry.ATTRIBUTES
-    assert len(attributes) > 40
-    assert len(attributes) == len(set(attributes))
-    assert all(re.fullmatch(r"(gammaray|gen_ai|error)(\.[a-z_]+)+", name) for name in attributes)
-    assert all(re.fullmatch(r"[A-Z`h].{10,}\.", name.meaning, re.S) for name in attributes)
-    used = {name for span in telemetry.SPANS for name in (*span.always, *span.sometimes)}
-    assert used == set(attributes)
-    sides = [(span.name, span.kind) for span in telemetry.SPANS]
+def test_telemetry_names_are_distinct_and_each_is_documented():
+    names = [attribute.name for attribute in ATTRIBUTES]
+    constants = {name: value for name, value in vars(telemetry).items() if name.isupper()}
+    assert len(names) > 40
+    assert sorted(names) == sorted(v for n, v in constants.items() if not n.startswith("SPAN_"))
+    assert len(names) == len(set(names))
+    assert all(re.fullmatch(r"(gammaray|gen_ai|error)(\.[a-z_]+)+", name) for name in names)
+    assert all(re.fullmatch(r"[A-Z`h].{10,}\.", one.meaning, re.S) for one in ATTRIBUTES)
+    assert {name for span in SPANS for name in (*span.always, *span.sometimes)} == set(names)
+    sides = [(span.name, span.kind) for span in SPANS]
     assert len(sides) == len(set(sides))
-    assert all(re.fullmatch(r"gammaray(\.[a-z_]+)+", span.name) for span in telemetry.SPANS)
-    assert {span.parent for span in telemetry.SPANS} - {""} <= {span.name for span in telemetry.SPANS}
+    assert {span.name for span in SPANS} == {v for n, v in constants.items() if n.startswith("SPAN_")}
+    assert {span.parent for span in SPANS} - {""} <= {span.name for span in SPANS}

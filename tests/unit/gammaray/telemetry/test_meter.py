@@ -1,4 +1,4 @@
-"""Metrics: counted, exposed to Prometheus, pushed over OTLP."""
+"""Metrics: counted, and exposed to Prometheus."""
 
 import asyncio
 import urllib.request
@@ -7,12 +7,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from gammaray.errors import InvalidArgumentError
-from gammaray.telemetry import otlp_metrics as metric_push
 from gammaray.telemetry.export import MetricsExport
 from gammaray.telemetry.meter import Histogram, Meter
 from gammaray.telemetry.prometheus import MetricsServer
 from orchestrator.launcher.preflight import free_ports
-from tests.support.metrics_helpers import receiving_metrics
 
 
 def scrape(address):
@@ -126,65 +124,3 @@ async def test_nothing_listens_without_an_address():
     export = MetricsExport(Meter(), role="draft", model="demo", listen="")
     assert export.address == ""
     await export.stop()
-
-
-@pytest.fixture
-async def collector(monkeypatch):
-    async with receiving_metrics() as receiver:
-        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.endpoint)
-        monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "100")
-        yield receiver
-
-
-async def test_push_sends_the_same_numbers_by_opentelemetry_names(collector):
-    export = MetricsExport(make_meter(), role="draft", model="demo", listen="")
-    await asyncio.wait_for(collector.came.wait(), 30)
-    await export.stop()
-    (resource,) = collector.requests[-1].resource_metrics
-    attributes = {entry.key: entry.value.string_value for entry in resource.resource.attributes}
-    assert attributes["service.name"] == "gammaray-draft"
-    metrics = {metric.name: metric for metric in resource.scope_metrics[0].metrics}
-    fallbacks = metrics["gammaray.cycle.fallbacks"]
-    assert fallbacks.sum.is_monotonic
-    assert fallbacks.unit == "{cycle}"
-    assert fallbacks.sum.data_points[0].as_double == 3 or fallbacks.sum.data_points[0].as_int == 3
-    assert metrics["gammaray.requests.active"].gauge.data_points[0].as_int == 7
-    (point,) = metrics["gammaray.inter_token_latency"].histogram.data_points
-    assert (point.count, point.sum) == (4, pytest.approx(99.004))
-    assert list(point.bucket_counts)[:2] == [2, 0]
-    assert len(point.bucket_counts) == len(point.explicit_bounds) + 1
-
-
-async def test_push_sends_at_shutdown(collector, monkeypatch):
-    monkeypatch.setattr(metric_push, "SHUTDOWN_TIMEOUT_S", 60.0)  # this machine may be busy
-    monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "3600000")
-    meter = make_meter()
-    export = MetricsExport(meter, role="draft", model="demo", listen="")
-    assert collector.requests == []
-    await export.stop()
-    assert len(collector.requests) == 1
-
-
-@pytest.mark.parametrize("variables", [{"OTEL_METRICS_EXPORTER": "none"}, {"OTEL_SDK_DISABLED": "true"}])
-async def test_push_can_be_disabled_in_the_environment(collector, monkeypatch, variables):
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    export = MetricsExport(make_meter(), role="draft", model="demo", listen="")
-    await export.stop()
-    assert collector.requests == []
-
-
-@pytest.mark.slow
-async def test_push_without_a_receiver_does_not_delay_shutdown(monkeypatch):
-    (port,) = free_ports("127.0.0.1", 1)
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{port}")
-    export = MetricsExport(make_meter(), role="draft", model="demo", listen="")
-    await asyncio.wait_for(export.stop(), 60)
-
-
-@pytest.mark.parametrize("interval", ["often", "0", "-5", "inf"])
-async def test_bad_interval_is_named(monkeypatch, interval):
-    monkeypatch.setenv("OTEL_METRICS_EXPORTER", "otlp")
-    monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", interval)
-    with pytest.raises(InvalidArgumentError, match="OTEL_METRIC_EXPORT_INTERVAL"):
-        MetricsExport(make_meter(), role="draft", model="demo", listen="")

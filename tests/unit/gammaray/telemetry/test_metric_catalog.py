@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from docs.make_metrics import QUERIES
 from gammaray.telemetry.catalog import CATALOG, Kind, by_name
 
 SAMPLES = {sample for metric in CATALOG for sample in metric.samples}
@@ -18,13 +19,15 @@ def test_metrics_are_well_formed():
         assert list(metric.buckets) == sorted(set(metric.buckets)), metric.name
         assert metric.roles, metric.name
         assert metric.meaning.endswith("."), metric.name
-        assert metric.answers.endswith("."), metric.name
         assert by_name(metric.name) is metric
 
 
 def test_queries_are_about_their_metrics_and_over_samples_that_exist():
+    assert QUERIES.keys() == {metric.name for metric in CATALOG}
     for metric in CATALOG:
-        used = set(SAMPLE_NAME.findall(metric.query))
+        example = QUERIES[metric.name]
+        assert example["answers"].endswith("."), metric.name
+        used = set(SAMPLE_NAME.findall(example["query"]))
         assert used <= SAMPLES, metric.name
         assert used & set(metric.samples), metric.name
 

@@ -10,7 +10,7 @@ import pytest
 import gammaray
 from benchmarks.otlp_receiver import receiving
 from gammaray.errors import InvalidArgumentError
-from gammaray.telemetry.otel import Telemetry, exports, process_resource
+from gammaray.telemetry.otel import Telemetry, exports_traces, process_resource
 
 ROOT = Path(gammaray.__file__).parents[1]
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
@@ -39,7 +39,7 @@ def _no_environment(monkeypatch):
 def test_exports_traces_when_the_standard_variables_say_so(monkeypatch, environment, is_on):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert exports("traces") is is_on
+    assert exports_traces() is is_on
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_exports_rejects_unsupported_values(monkeypatch, name, value):
     monkeypatch.setenv(ENDPOINT, "http://127.0.0.1:4318")
     monkeypatch.setenv(name, value)
     with pytest.raises(InvalidArgumentError, match=name):
-        exports("traces")
+        exports_traces()
 
 
 def test_telemetry_without_variables_loads_no_sdk():

@@ -8,6 +8,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
+from docs.make_telemetry import SPANS
 from gammaray.telemetry import names as t
 from gammaray.telemetry.span_ids import SpanIds
 from gammaray.types import VerificationMethod
@@ -65,7 +66,7 @@ def id_in(traceparent):
 def assert_as_documented(span):
     kind = span.kind.name.lower()
     spec = next(
-        one for one in t.SPANS if (one.name, one.kind, one.process) == (span.name, kind, "orchestrator")
+        one for one in SPANS if (one.name, one.kind, one.process) == (span.name, kind, "orchestrator")
     )
     names = set(span.attributes)
     assert set(spec.always) <= names <= {*spec.always, *spec.sometimes}

@@ -8,6 +8,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
+from docs.make_telemetry import SPANS
 from gammaray.blocks import Shape
 from gammaray.errors import DeadlineExceededError
 from gammaray.telemetry import names as t
@@ -63,7 +64,7 @@ def test_block_has_the_documented_span_below_its_caller(task, outcome, name, kin
     span = span_of(task, outcome)
     assert (span.name, span.kind.name) == (name, kind)
     process = "draft" if name == t.SPAN_PROPOSE else "target"
-    spec = next(one for one in t.SPANS if (one.name, one.kind, one.process) == (name, kind.lower(), process))
+    spec = next(one for one in SPANS if (one.name, one.kind, one.process) == (name, kind.lower(), process))
     assert set(spec.always) <= set(span.attributes) <= {*spec.always, *spec.sometimes}
     assert values.items() <= dict(span.attributes).items()
     assert f"{span.context.trace_id:032x}-{span.parent.span_id:016x}" in PARENT

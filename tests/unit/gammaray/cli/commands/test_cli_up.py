@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 import gammaray
-from gammaray.cli import main
+from gammaray.cli import main, program
 from gammaray.cli.commands import up
 from gammaray.config import ClusterSettings, PoolSize
 from orchestrator.launcher.options import parse_options
@@ -113,8 +113,10 @@ def test_up_options_are_those_that_the_launcher_knows(monkeypatch):
 
 
 def test_up_without_the_cluster_packages_says_what_to_install(monkeypatch):
-    present = up.find_spec
-    monkeypatch.setattr(up, "find_spec", lambda name: None if name in ("ray", "torch") else present(name))
+    present = program.find_spec
+    monkeypatch.setattr(
+        program, "find_spec", lambda name: None if name in ("ray", "torch") else present(name)
+    )
     result = CliRunner().invoke(main, ["up"])
     assert result.exit_code == 1
     assert "not installed (ray, torch)" in result.stderr

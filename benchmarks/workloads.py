@@ -74,11 +74,6 @@ def tasks(name: str, count: int) -> list[tuple[str, str]]:
     return list(found[:count])
 
 
-def fingerprint(texts: list[str]) -> str:
-    """Return a short hash over prompts."""
-    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
-
-
 @cache
 def _workload(name: str) -> tuple[tuple[str, str], ...]:
     if name == "mixed":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gammaray.bench.workloads import WORKLOADS, documents, fingerprint, prompts
+from benchmarks.workloads import WORKLOADS, documents, prompts
 
 
 @pytest.fixture(scope="module")
@@ -52,14 +52,3 @@ def test_prompts_mixed_takes_the_sets_in_turn() -> None:
 def test_prompts_bad_argument_raises_naming_what_is_allowed(name: str, count: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         prompts(name, count)
-
-
-def test_fingerprints_of_different_sets_differ() -> None:
-    assert fingerprint(["a", "b"]) == fingerprint(["a", "b"])
-    assert fingerprint(["a", "b"]) != fingerprint(["ab", ""])
-
-
-def test_documents_hold_out_about_a_twentieth() -> None:
-    found = documents()
-    share = sum(document.is_held_out for document in found) / len(found)
-    assert 0.02 < share < 0.10
