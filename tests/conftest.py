@@ -1,7 +1,7 @@
 """What every test shares: no hub look-ups, one arithmetic thread (the machines have two cores), and skips.
 
-A test that needs a program outside Python is marked `needs`. `tests/support/run_reports.py` prints at the end
-of a run what was skipped or left out; `tests/support/threads_left.py` finds threads that outlive their test.
+A test that needs a program outside Python is marked `needs`. `tests/support/threads_left.py` finds threads
+that outlive their test.
 """
 
 import gc
@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.programs import PROGRAMS
-from tests.support import run_reports, threads_left
+from tests.support import threads_left
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -27,8 +27,7 @@ settings.load_profile("gammaray")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    for plugin in (run_reports, threads_left):
-        config.pluginmanager.register(plugin)
+    config.pluginmanager.register(threads_left)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -87,20 +87,14 @@ def test_rayservice_fits_kuberays_schema(values):
 
 
 @variants
-def test_no_template_sets_a_namespace(values):
-    for file, manifest in render(values).items():
-        assert "namespace" not in manifest["metadata"], file
-    for template in pods(values).values():
-        assert "namespace" not in template["metadata"]
-
-
-@variants
-def test_names_are_of_the_release_and_not_too_long(values):
+def test_names_are_of_the_release_not_too_long_and_without_a_namespace(values):
     long = "a-release-with-a-very-long-name-that-goes-on-and-on"
     for file, manifest in render(values, name=long).items():
         assert len(manifest["metadata"]["name"]) <= 63, file
         assert manifest["metadata"]["labels"]["app.kubernetes.io/instance"] == long
+    assert all("namespace" not in template["metadata"] for template in pods(values).values())
     for manifest in render(values).values():
+        assert "namespace" not in manifest["metadata"]
         assert manifest["metadata"]["name"].startswith(NAME)
         assert manifest["metadata"]["labels"]["app.kubernetes.io/managed-by"] == "Helm"
 

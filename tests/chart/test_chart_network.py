@@ -6,6 +6,7 @@ from tests.support.chart.chart_helpers import (
     EVERYTHING,
     NOTHING,
     container,
+    groups,
     merged,
     passing_pods,
     pods,
@@ -126,9 +127,7 @@ def test_egress_is_limited_to_the_configured_destinations(component):
         if may_leave(rules, everybody[component], everybody[name], port)
     }
     assert left == LEAVES[component]
-
-
-def test_head_may_reach_kubernetes_only_if_a_pool_scales():
+    # No pool scales: nor does the head reach Kubernetes.
     everybody, rules = sources(CLOSED), policies(CLOSED)
     assert not may_leave(rules, everybody["head"], everybody["stranger"], 443)
 
@@ -179,8 +178,6 @@ def test_reachability_check_finds_planted_holes(spoil, port):
 
 
 def test_ports_of_policies_follow_the_start_parameters_of_ray():
-    from tests.support.chart.chart_helpers import groups
-
     for group in groups(merged(EVERYTHING)).values():
         params = group["rayStartParams"]
         fixed = [

@@ -57,16 +57,11 @@ def test_only_the_autoscaler_and_the_password_job_have_a_kubernetes_token(values
 
 
 @variants
-def test_ray_pods_do_not_set_kuberays_label(values):
+def test_every_ray_pod_has_the_environment_of_gammaray_up_and_no_label_of_kuberay(values):
     for role, group in groups(values).items():
         labels = group["template"]["metadata"]["labels"]
         assert "app.kubernetes.io/name" not in labels
         assert labels["app.kubernetes.io/component"] == role
-
-
-@variants
-def test_every_ray_container_has_the_environment_of_gammaray_up(values):
-    for group in groups(values).values():
         shown = environment(group["template"])
         assert shown.items() >= SERVE_ENVIRONMENT.items()
         assert "GAMMARAY_REDIS_URL" in shown

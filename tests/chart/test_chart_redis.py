@@ -19,6 +19,7 @@ from tests.support.chart.chart_helpers import (
     EVERYTHING,
     NAME,
     NAMESPACE,
+    chart,
     container,
     environment,
     groups,
@@ -184,8 +185,6 @@ def test_releases_on_one_external_redis_have_keys_of_their_own():
 
 def test_repeated_rendering_gives_the_same_manifests():
     """GitOps tools render charts repeatedly and without a cluster."""
-    from tests.support.chart.chart_helpers import chart
-
     for values in ({}, EVERYTHING):
         given = {"image": {"registry": "r"}, **values}
         assert chart().render(given, name="x") == chart().render(given, name="x")

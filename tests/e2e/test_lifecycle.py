@@ -4,9 +4,7 @@ import contextlib
 import json
 import shutil
 import signal
-import socket
 import subprocess
-import sys
 import time
 import uuid
 from pathlib import Path
@@ -27,15 +25,14 @@ from tests.support.cluster.cluster_helpers import (
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 FAIL_FAST_S = 60.0
-ROOT = Path(__file__).parents[2]
 
 
 def refuse(*options, timeout_s=FAIL_FAST_S, status=2):
     """Run a launcher that must refuse to start; return what it says."""
     ports = [str(port) for port in free_ports("127.0.0.1", 2)]
-    defaults = () if "--http-port" in options else ("--http-port", ports[0], "--grpc-port", ports[1])
     mark = uuid.uuid4().hex
-    with launch("--wait-ready", *defaults, *options, mark=mark, stderr=subprocess.PIPE) as launcher:
+    given = ("--wait-ready", "--http-port", ports[0], "--grpc-port", ports[1], *options)
+    with launch(*given, mark=mark, stderr=subprocess.PIPE) as launcher:
         output, complaint = launcher.communicate(timeout=timeout_s)
     assert launcher.returncode == status
     assert output == ""
@@ -56,12 +53,6 @@ def raylet_and_guardian(process):
     return None
 
 
-def test_port_that_is_taken_is_refused():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        assert str(port) in refuse("--http-port", str(port))
-
-
 def test_architecture_that_is_not_supported_is_refused_with_the_reason(tmp_path):
     folder = tmp_path / "target"
     shutil.copytree(TARGET_DIR, folder)
@@ -77,36 +68,10 @@ def test_setting_that_a_worker_refuses_ends_the_start_with_its_words():
     assert complaint.endswith(": bfloat16 is not covered\n")
 
 
-BENCHMARK = """
-import asyncio
-from benchmarks.cluster import run_or_exit, running_cluster
-
-async def work():
-    async with running_cluster("--draft-workers", "0"):
-        await asyncio.Event().wait()
-
-run_or_exit(work())
-"""
-
-
-def start_launcher():
+def test_sigterm_during_startup_leaves_no_process_and_prints_nothing():
     ports = [str(port) for port in free_ports("127.0.0.1", 2)]
     options = ("--wait-ready", "--http-port", ports[0], "--grpc-port", ports[1])
-    return launch(*options, stderr=subprocess.PIPE)
-
-
-def start_benchmark():
-    """Start a program that starts `gammaray up` as benchmarks do: in a session of its own."""
-    command = [sys.executable, "-c", BENCHMARK]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-@pytest.mark.parametrize(
-    ("start", "status"),
-    [pytest.param(start_launcher, 0, id="launcher"), pytest.param(start_benchmark, 143, id="benchmark")],
-)
-def test_sigterm_during_startup_leaves_no_process_and_prints_nothing(start, status):
-    with start() as starter:
+    with launch(*options, stderr=subprocess.PIPE) as starter:
         process, deadline = psutil.Process(starter.pid), time.monotonic() + START_TIMEOUT_S
         while (found := raylet_and_guardian(process)) is None:
             assert time.monotonic() < deadline
@@ -115,6 +80,6 @@ def test_sigterm_during_startup_leaves_no_process_and_prints_nothing(start, stat
         assert directory.exists()
         starter.send_signal(signal.SIGTERM)
         output = starter.communicate(timeout=STOP_TIMEOUT_S)
-        assert (starter.returncode, *output) == (status, "", "")
+        assert (starter.returncode, *output) == (0, "", "")
         assert wait_until_gone(below, 1) == []
     assert not directory.exists()

@@ -17,7 +17,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import BaseModel, Field
 
-from gammaray import AsyncClient, Client
+from gammaray import AsyncClient, Client, FinishReason, NotFoundError, SessionState
 from orchestrator.launcher.reaper import MARK, runs
 from tests.support.cluster.cluster_helpers import (
     STOP_TIMEOUT_S,
@@ -98,6 +98,9 @@ def test_json_schema_and_tool_call_are_valid(http: openai.OpenAI) -> None:
     (call,) = choice.message.tool_calls
     assert choice.finish_reason == "tool_calls"
     assert isinstance(call.function.parsed_arguments, Weather)
+    with http.chat.completions.stream(**options, tools=[tool], tool_choice=named) as stream:
+        deltas = [event for event in stream if event.type == "tool_calls.function.arguments.delta"]
+    assert "".join(delta.arguments_delta for delta in deltas) == call.function.arguments
 
 
 def emitted_tokens(cluster: Cluster) -> float:
@@ -127,6 +130,26 @@ def test_metrics_count_every_token_once(smoke: Cluster) -> None:
     assert eventually(lambda: emitted_tokens(smoke) == before + 64), emitted_tokens(smoke) - before
 
 
+async def test_session_calls_reach_any_orchestrator(smoke: Cluster) -> None:
+    await asyncio.to_thread(two_orchestrators, smoke)
+    async with AsyncClient(smoke.grpc, retry=PATIENT) as client:
+        # Slowly, so that it still runs when it is asked for and cancelled.
+        stream = client.generate(PROMPT, max_tokens=1500, ignore_eos=True, session_id="called", gamma=0)
+        first = await anext(stream)
+        info, tokens = await client.get_session("called")
+        assert info.state is SessionState.RUNNING
+        assert [token.token_id for token in tokens][: len(first.tokens)] == [t.token_id for t in first.tokens]
+        assert "called" in [info.session_id for info in await client.list_sessions()]
+        assert (await client.cancel("called")).finish_reason is FinishReason.CANCELLED
+        assert [chunk async for chunk in stream][-1].finish_reason is FinishReason.CANCELLED
+        again = await client.complete("more", session_id="called", turn=1, max_tokens=5, ignore_eos=True)
+        assert len(again.tokens) == 5
+        assert [chunk.turn async for chunk in client.resume("called", turn=1)] == [1]
+        assert await client.delete_session("called")
+        with pytest.raises(NotFoundError):
+            await client.get_session("called")
+
+
 def test_stream_survives_the_loss_of_the_draft_worker_which_is_replaced(smoke: Cluster) -> None:
     options = {"max_tokens": NUM_TOKENS, "seed": 3, "ignore_eos": True, "gamma": 4}
     with Client(smoke.grpc) as client:
@@ -147,9 +170,22 @@ def test_stream_survives_the_loss_of_the_draft_worker_which_is_replaced(smoke: C
         assert eventually(is_replaced, RECOVERY_S)
 
 
-async def test_streams_survive_the_loss_of_every_orchestrator(smoke: Cluster) -> None:
+@pytest.mark.parametrize(
+    ("number", "path", "prompt"),
+    [
+        pytest.param(signal.SIGKILL, "/v1/completions", {"prompt": PROMPT}, id="killed"),
+        pytest.param(
+            *(signal.SIGTERM, "/v1/chat/completions", {"messages": MESSAGES}),
+            id="stopped",
+            marks=pytest.mark.kills,
+        ),
+    ],
+)
+async def test_streams_survive_the_loss_of_every_orchestrator(
+    smoke: Cluster, number: int, path: str, prompt: dict
+) -> None:
     serving = await asyncio.to_thread(two_orchestrators, smoke)
-    body = {"prompt": PROMPT, "max_tokens": NUM_HTTP_TOKENS, "ignore_eos": True, "seed": 5}
+    body = {**prompt, "max_tokens": NUM_HTTP_TOKENS, "ignore_eos": True, "seed": 5}
     begun: dict[str, int] = {}
     all_begun = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -175,7 +211,7 @@ async def test_streams_survive_the_loss_of_every_orchestrator(smoke: Cluster) ->
             return tokens, text, session.epoch
 
         def http_stream() -> tuple[str, list[int], int]:
-            return stream_over_http(smoke, "/v1/completions", body, lambda: note("http"))
+            return stream_over_http(smoke, path, body, lambda: note("http"))
 
         async def all_streams() -> tuple[list[tuple[list[int], str, int]], tuple[str, list[int], int]]:
             *over_sdk, over_http = await asyncio.gather(
@@ -189,7 +225,7 @@ async def test_streams_survive_the_loss_of_every_orchestrator(smoke: Cluster) ->
         all_begun.clear()
         running = asyncio.create_task(all_streams())
         await asyncio.wait_for(all_begun.wait(), RECOVERY_S)
-        kill(serving, signal.SIGKILL)
+        kill(serving, number)
         assert not running.done(), "too late to disturb anything"
         again, (text_again, ids_again, connections) = await running
     assert [stream[:2] for stream in again] == [stream[:2] for stream in whole]

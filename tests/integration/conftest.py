@@ -27,6 +27,12 @@ async def redis(redis_server):
     await client.aclose()
 
 
+@pytest.fixture
+async def empty(redis):
+    """Nothing of earlier tests is in the server."""
+    await redis.flushall()
+
+
 @pytest.fixture(scope="module")
 def workers():
     """Addresses of a target and a draft worker with the demo pair."""

@@ -234,12 +234,6 @@ async def test_prediction_changes_the_speed_only(api):
         assert await api.text(**body) == text
 
 
-async def test_completion_that_is_not_stored_has_no_session(api):
-    found = await api.complete(store=False)
-    assert found["gammaray"]["session_id"] == ""
-    assert (await api.complete())["gammaray"]["session_id"]
-
-
 # Structured output
 
 
@@ -467,29 +461,6 @@ async def test_stream_resumed_after_any_event_has_the_same_calls(api):
         assert again[-1][1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
-async def test_unsupported_schema_of_a_tool_is_refused(api):
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "not": {}}}}
-    error = await api.refused(CHATS, {"tools": [tool], "tool_choice": "required"})
-    assert error["param"] == "tools.0.function.parameters.not"
-
-
-@pytest.mark.slow
-async def test_response_format_with_tools_allows_calls_or_the_format(api):
-    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
-    for seed in range(3):
-        body = {"tools": [WEATHER], "response_format": form, "max_tokens": 1500, "seed": seed}
-        (choice,) = (await api.chat(**body))["choices"]
-        if calls := choice["message"].get("tool_calls"):
-            for call in calls:
-                jsonschema.validate(
-                    json.loads(call["function"]["arguments"]), WEATHER["function"]["parameters"]
-                )
-        else:
-            jsonschema.validate(json.loads(choice["message"]["content"]), SCHEMA)
-    error = await api.refused(CHATS, {"tools": [WEATHER], "structured_outputs": {"regex": "a"}})
-    assert error["param"] == "structured_outputs"
-
-
 # Responses API
 
 
@@ -545,13 +516,6 @@ async def test_options_have_their_ranges_and_change_no_token(api):
     assert (await api.refused(CHATS, {"gammaray": {"turn": 1}}))["param"] == "gammaray.turn"
     named = {"gammaray": {"session_id": "one"}, "n": 2}
     assert (await api.refused(COMPLETIONS, named))["param"] == "gammaray.session_id"
-
-
-async def test_turn_continues_a_named_session(api):
-    name = "promise-turns"
-    await api.complete(gammaray={"session_id": name})
-    second = await api.complete(prompt=" and", gammaray={"session_id": name, "turn": 1})
-    assert second["usage"]["prompt_tokens"] > 12
 
 
 async def test_object_gammaray_agrees_with_the_usage(api):

@@ -74,69 +74,17 @@ def as_many_as_allowed_and_large(block, tokens, outcome):
     return [ahead(block, [2047, token], proposal) for token in range(MAX_SEEN)]
 
 
-def huge_outcome(block, tokens, outcome):
-    return [ahead(block, [1] * 500_000)]
-
-
-def huge_proposal(block, tokens, outcome):
-    return [ahead(block, outcome, pb.Proposal(token_ids=[1] * 500_000))]
-
-
-def no_outcome(block, tokens, outcome):
-    return [ahead(block, [])]
-
-
 def garbage_tokens(block, tokens, outcome):
     return [ahead(block, outcome, pb.Proposal(token_ids=[2048, 2**32 - 1]))]
-
-
-def garbage_parents(block, tokens, outcome):
-    return [ahead(block, outcome, pb.Proposal(token_ids=[1, 2], parents=[1, 0]))]
-
-
-def garbage_distributions(block, tokens, outcome):
-    distribution = pb.SparseDistribution(token_ids=[1, 1], weights=[0, 9], weight_bits=99)
-    return [ahead(block, outcome, pb.Proposal(token_ids=[1], draft_distributions=[distribution]))]
 
 
 def other_sessions(block, tokens, outcome):
     return [ahead(block, outcome, session_id=f"{block.session_id}{n}") for n in range(3000)]
 
 
-def other_positions(block, tokens, outcome):
-    places = [p for p in (*range(2000), 2**31, 2**32 - 1) if p != block.base_position]
-    return [ahead(block, outcome, base_position=place) for place in places]
-
-
-def other_epochs(block, tokens, outcome):
-    return [ahead(block, outcome, epoch=epoch) for epoch in (*range(2, 2000), 2**32 - 1)]
-
-
-def wrong_guesses(block, tokens, outcome):
-    return [ahead(block, outcome, pb.Proposal(token_ids=[2047, 2047, 2047]))]
-
-
-def too_deep(block, tokens, outcome):
-    return [ahead(block, outcome, pb.Proposal(token_ids=[1] * 256))]
-
-
-LEFT = [
-    thousands,
-    huge_outcome,
-    huge_proposal,
-    no_outcome,
-    garbage_tokens,
-    garbage_parents,
-    garbage_distributions,
-]
-BORNE = [
-    as_many_as_allowed_and_large,
-    other_sessions,
-    other_positions,
-    other_epochs,
-    wrong_guesses,
-    too_deep,
-]
+LEFT = [thousands, garbage_tokens]
+BORNE = [as_many_as_allowed_and_large, other_sessions]
+"""`test_prepared.py` has further invalid proposals, without an orchestrator."""
 
 
 class Watched(ProposalCache):
@@ -195,7 +143,7 @@ async def test_pushed_proposals_change_no_token_and_take_bounded_memory(redis_se
         assert summary.fallback_cycles == 0
 
 
-@pytest.mark.parametrize("push", [thousands, garbage_tokens], ids=lambda push: push.__name__)
+@pytest.mark.parametrize("push", LEFT, ids=lambda push: push.__name__)
 async def test_session_moves_from_a_hostile_to_a_good_drafter(redis_server, pusher, push):
     pusher.push = push
     async with scripted("target", "draft", **DEMO) as (target, good):
@@ -204,13 +152,3 @@ async def test_session_moves_from_a_hostile_to_a_good_drafter(redis_server, push
         assert tokens == plain
         assert good.blocks
         assert summary.draft_workers == 2
-
-
-async def test_drafter_with_malformed_results_is_paused(redis_server, pusher):
-    async with scripted("target", **DEMO) as target:
-        plain, _ = await tokens_and_summary(redis_server, target, [], 0)
-        pusher.guess = lambda tokens, gamma: [1] * 64
-        tokens, summary = await tokens_and_summary(redis_server, target, [pusher], GAMMA)
-        assert tokens == plain
-        assert summary.model_cycles == 0
-        assert len(pusher.blocks) < summary.fallback_cycles, "most cycles do not ask it at all"

@@ -1,34 +1,16 @@
 """Orchestrators find each other in the registry; entries end at shutdown or when not renewed."""
 
 import itertools
-from collections.abc import AsyncIterator
 
 import pytest
-from redis.asyncio import Redis
 
 from gammaray.types import ProcessStatus, SpeculationTotals
 from orchestrator import status as presence
 from orchestrator.status import Presence
-from orchestrator.storage.client import connect
 from orchestrator.storage.registry import RedisRegistry
-from tests.support.workers.redis_helpers import running_redis
 from tests.support.workers.scripted_workers import until_so
 
-pytestmark = pytest.mark.integration
-
-
-@pytest.fixture(scope="module")
-def server():
-    with running_redis() as running:
-        yield running
-
-
-@pytest.fixture
-async def redis(server) -> AsyncIterator[Redis]:
-    client = connect(server.url)
-    yield client
-    await client.flushall()
-    await client.aclose()
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("empty")]
 
 
 def state(pid, cycles=0):

@@ -207,14 +207,17 @@ async def test_loss_of_all_sentinels_is_reported():
         "redis+sentinel://:secret@a,/service",
         "sentinel://:secret@127.0.0.1/service?sentinel_password=secret",
         "redis://:secret@127.0.0.1:port/0",
+        "http://user:secret@127.0.0.1:1/0",
+        "foo",
     ],
 )
 def test_malformed_url_is_rejected_without_its_password(url):
-    with pytest.raises(
-        InvalidArgumentError, match=r"redis_url: got .*allowed: .*redis\+sentinel://"
-    ) as caught:
-        connect(url)
-    assert "secret" not in str(caught.value)
+    for use in (connect, check_redis):
+        with pytest.raises(
+            InvalidArgumentError, match=r"redis_url: got .*allowed: .*redis\+sentinel://"
+        ) as caught:
+            use(url)
+        assert "secret" not in str(caught.value)
 
 
 def test_sentinel_url_options_apply_to_sentinels_or_servers():

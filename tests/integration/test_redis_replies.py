@@ -22,7 +22,7 @@ from orchestrator.storage.client import (
 from orchestrator.storage.registry import RedisRegistry
 from orchestrator.workers.fleet import Fleet
 from services.process.registry import Announcer
-from tests.support.workers.redis_helpers import RedisName, configured_redis, redis_name, running_redis
+from tests.support.workers.redis_helpers import RedisName, configured_redis, redis_name
 from tests.support.workers.scripted_workers import scripted, until, until_so
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
@@ -45,12 +45,6 @@ REPLIES = (
 WRITE = "return redis.call('SET', KEYS[1], ARGV[1])"
 
 
-@pytest.fixture(scope="module")
-def server():
-    with running_redis() as running:
-        yield running
-
-
 def entry(address: str) -> str:
     return json.dumps({"role": "target", "address": address})
 
@@ -61,10 +55,10 @@ def refused(name: RedisName) -> set[str]:
 
 
 @pytest.mark.parametrize("reply", REPLIES, ids=lambda reply: reply.split()[0])
-async def test_error_replies_do_not_end_background_tasks(server, reply):
+async def test_error_replies_do_not_end_background_tasks(redis_server, reply):
     """Fleet, presence and a worker's announcer continue after any reply without a restart."""
-    async with scripted("target") as worker, redis_name(server) as (name, url):
-        redis, direct = connect(url), connect(server.url)
+    async with scripted("target") as worker, redis_name(redis_server) as (name, url):
+        redis, direct = connect(url), connect(redis_server.url)
         await direct.flushall()
         fleet = Fleet(RedisRegistry(redis).addresses, 50)
         state = ProcessStatus("orchestrator", 1, "", "demo", True, 0)
@@ -101,8 +95,8 @@ async def test_error_replies_do_not_end_background_tasks(server, reply):
         pytest.param("ERR wrong number of arguments", InternalError, "wrong number", id="ERR"),
     ],
 )
-async def test_permanent_error_reply_fails_immediately_with_a_type(server, reply, error, words):
-    async with redis_name(server) as (name, url):
+async def test_permanent_error_reply_fails_immediately_with_a_type(redis_server, reply, error, words):
+    async with redis_name(redis_server) as (name, url):
         redis = connect(url)
         script = BatchedScript(redis, WRITE)
         name.reply = reply
@@ -117,8 +111,8 @@ async def test_permanent_error_reply_fails_immediately_with_a_type(server, reply
 @pytest.mark.parametrize(
     "reply", [REPLIES[i] for i in (0, 1, 3, 5, 6, 7)], ids=lambda reply: reply.split()[0]
 )
-async def test_temporary_error_reply_is_retried(server, reply):
-    async with redis_name(server) as (name, url):
+async def test_temporary_error_reply_is_retried(redis_server, reply):
+    async with redis_name(redis_server) as (name, url):
         redis = connect(url)
         script = BatchedScript(redis, WRITE)
         name.reply = reply
@@ -131,8 +125,8 @@ async def test_temporary_error_reply_is_retried(server, reply):
         await redis.aclose()
 
 
-async def test_call_without_a_free_connection_fails_after_one_timeout(server):
-    redis = redis_connection.connect(server.url, timeout_s=0.5, num_retries=20, max_connections=1)
+async def test_call_without_a_free_connection_fails_after_one_timeout(redis_server):
+    redis = redis_connection.connect(redis_server.url, timeout_s=0.5, num_retries=20, max_connections=1)
     only = await redis.connection_pool.get_connection()
     began = time.monotonic()
     with pytest.raises(UnavailableError, match="No connection available"):
@@ -143,8 +137,8 @@ async def test_call_without_a_free_connection_fails_after_one_timeout(server):
     await redis.aclose()
 
 
-async def test_lasting_error_reply_names_its_code(server):
-    async with redis_name(server) as (name, url):
+async def test_lasting_error_reply_names_its_code(redis_server):
+    async with redis_name(redis_server) as (name, url):
         redis = connect(url)
         name.reply = REPLIES[0]
         with pytest.raises(UnavailableError, match="refuses commands: BUSY"):
@@ -152,45 +146,8 @@ async def test_lasting_error_reply_names_its_code(server):
         await redis.aclose()
 
 
-async def test_full_redis_refuses_a_script_as_exhausted():
-    """The reply of a real server, which wraps it where the command is in a script."""
-    with running_redis() as full:
-        redis = connect(full.url)
-        script = BatchedScript(redis, WRITE)
-        await answer(script.call(["k"], ["before"]))
-        await redis.config_set("maxmemory-policy", "noeviction")
-        await redis.config_set("maxmemory", 1)
-        with pytest.raises(ResourceExhaustedError, match="out of memory") as caught:
-            await answer(script.call(["k"], ["after"]))
-        assert caught.value.retry_after_s > 0
-        with pytest.raises(ResourceExhaustedError, match="out of memory"):
-            await answer(redis.set("k", "after"))
-        await redis.config_set("maxmemory", 0)
-        await answer(script.call(["k"], ["after"]))
-        await redis.aclose()
-
-
-async def test_commands_to_a_busy_redis_are_retried():
-    """A real server that runs another client's script for too long."""
-    with running_redis() as busy:
-        redis, other = connect(busy.url), connect(busy.url)
-        await redis.config_set("lua-time-limit", 1)
-        await redis.ping()
-        endless = asyncio.create_task(other.eval("while true do end", 0))
-        await asyncio.sleep(0.2)
-        writing = asyncio.create_task(answer(redis.set("k", 1)))
-        await asyncio.sleep(0.2)
-        assert not writing.done()
-        killer = connect(busy.url)
-        await killer.script_kill()
-        await writing
-        await asyncio.gather(endless, return_exceptions=True)
-        for client in (redis, other, killer):
-            await client.aclose()
-
-
-async def test_start_waits_for_redis_and_logs_it(server, caplog):
-    async with redis_name(server) as (name, url):
+async def test_start_waits_for_redis_and_logs_it(redis_server, caplog):
+    async with redis_name(redis_server) as (name, url):
         name.reply = REPLIES[5]
         waiting = asyncio.create_task(wait_for_redis(url, 60.0))
         await until(lambda: "waiting up to 60 s" in caplog.text)
@@ -209,8 +166,8 @@ async def test_start_gives_up_in_time_with_a_typed_error():
         await wait_for_redis("redis://127.0.0.1:1/0", 1.0)
 
 
-async def test_start_does_not_wait_for_a_password_to_become_right(server):
-    wrong = server.url.replace("redis://:", "redis://:not-")
+async def test_start_does_not_wait_for_a_password_to_become_right(redis_server):
+    wrong = redis_server.url.replace("redis://:", "redis://:not-")
     with pytest.raises(UnavailableError, match="password"):
         await wait_for_redis(wrong, 600.0)
 

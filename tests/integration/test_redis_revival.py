@@ -1,17 +1,22 @@
-"""The private Redis is restarted: acknowledged writes survive kill -9."""
+"""The private Redis: its password is kept, it is restarted, acknowledged writes survive kill -9."""
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
+from pathlib import Path
+from urllib.parse import urlsplit
 
+import psutil
 import pytest
 import redis
 
 from gammaray.errors import UnavailableError
 from orchestrator.launcher import redis_server
+from orchestrator.storage.client import CHECK_TIMEOUT_S, check_redis
 from tests.support.workers.redis_helpers import running_redis
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
@@ -73,3 +78,28 @@ def test_redis_that_ends_repeatedly_is_not_restarted(monkeypatch):
         kill(server)
         with pytest.raises(UnavailableError, match="2 times within"):
             server.revive()
+
+
+def test_missing_redis_is_reported_quickly_without_the_password():
+    with socket.socket() as taken:  # and not listening
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        began = time.monotonic()
+        with pytest.raises(UnavailableError, match=str(port)) as caught:
+            check_redis(f"redis://:secret@127.0.0.1:{port}/0")
+    assert time.monotonic() - began < CHECK_TIMEOUT_S, "it is refused, and not waited for"
+    assert "secret" not in str(caught.value)
+
+
+def test_private_redis_requires_its_password_and_keeps_it_out_of_arguments_and_files():
+    with running_redis() as server:
+        check_redis(server.url)
+        port, password = urlsplit(server.url).port, urlsplit(server.url).password
+        for stranger in (f"redis://127.0.0.1:{port}/0", f"redis://:guess@127.0.0.1:{port}/0"):
+            with pytest.raises(UnavailableError):
+                check_redis(stranger)
+        assert password
+        process = psutil.Process(server.pid)
+        assert password not in " ".join(process.cmdline())
+        files = [path for path in Path(process.cwd()).rglob("*") if path.is_file()]
+        assert not any(password.encode() in path.read_bytes() for path in files)

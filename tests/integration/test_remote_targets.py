@@ -6,7 +6,6 @@ import asyncio
 
 import pytest
 
-from gammaray.errors import DeadlineExceededError
 from gammaray.types import Proposal
 from tests.support.workers.fleet_helpers import clients, emitted, fleet_of
 from tests.support.workers.scripted_workers import PROMPT, continuation, finish, make_session, scripted, until
@@ -37,14 +36,6 @@ async def test_remote_session_waits_for_the_restart_of_the_only_target():
         await target.start()
         await task
         assert emitted(session) == continuation(PROMPT, 100)
-
-
-async def test_remote_silent_target_fails_at_its_deadline():
-    async with scripted("target") as target, fleet_of(target) as fleet:
-        target.on_block = lambda block: None
-        session = make_session()
-        with pytest.raises(DeadlineExceededError, match="target worker"):
-            await finish(session, *clients(fleet, session, verify_timeout_s=0.2), 0)
 
 
 async def test_remote_sessions_stay_and_new_ones_go_to_the_least_loaded():

@@ -13,28 +13,14 @@ from orchestrator.storage.keys import Keys, StoreBounds
 from orchestrator.storage.response_store import ResponseStore, StoredResponse
 from orchestrator.storage.session_scripts import REQUEST_OVERHEAD
 from orchestrator.storage.session_store import RedisStore
-from tests.support.workers.redis_helpers import redis_name, running_redis
+from tests.support.workers.redis_helpers import redis_name
 from tests.support.workers.scripted_workers import make_session
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("empty")]
 
 BEGUN = StoredResponse(b'["input"]', b'{"status": "in_progress"}')
 DONE, PIECES = b'{"status": "completed"}', b"[[3]]"
 SHORT = b'{"status": "failed"}'
-
-
-@pytest.fixture(scope="module")
-def server():
-    with running_redis() as server:
-        yield server
-
-
-@pytest.fixture
-async def redis(server):
-    client = connect(server.url)
-    await client.flushall()
-    yield client
-    await client.aclose()
 
 
 def store_of(redis, total: int = 0, share: float = 1.0, ttl_s: int = 60) -> ResponseStore:
@@ -194,9 +180,9 @@ async def test_end_in_the_background_is_stored_before_close_returns(redis):
     assert (await store.read("resp_1")).response == DONE
 
 
-async def test_redis_that_is_gone_ends_every_call_in_time(server, monkeypatch, caplog):
+async def test_redis_that_is_gone_ends_every_call_in_time(redis_server, monkeypatch, caplog):
     monkeypatch.setattr(storage_client, "NUM_RETRIES", 1)
-    async with redis_name(server) as (name, url):
+    async with redis_name(redis_server) as (name, url):
         redis = connect(url)
         store = store_of(redis)
         await store.create("resp_1", BEGUN, 0)

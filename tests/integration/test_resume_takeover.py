@@ -309,8 +309,12 @@ async def test_sessions_of_another_tenant_are_not_found(pair):
         with pytest.raises(NotFoundError):
             await one.sessions.get(request.session_id, stranger)
         with pytest.raises(NotFoundError):
+            await one.sessions.trace(request.session_id, stranger)
+        with pytest.raises(NotFoundError):
             await one.sessions.cancel(request.session_id, stranger)
         assert not await one.sessions.delete(request.session_id, stranger)
         with pytest.raises(NotFoundError):
             await anext(one.generate(dataclasses.replace(request, prompt="", resume_from=0), stranger))
+        with pytest.raises(NotFoundError):
+            await anext(one.generate(dataclasses.replace(request, turn=1), stranger))
     assert await one.sessions.delete(request.session_id, alice)

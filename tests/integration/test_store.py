@@ -33,26 +33,11 @@ from orchestrator.storage.trace_store import RedisTraceStore
 from services.scheduling.sessions import SessionTable
 from services.scheduling.tasks import SessionSpec, Task
 from tests.support.cycle_helpers import LetterTokenizer
-from tests.support.workers.redis_helpers import running_redis
 from tests.support.workers.scripted_workers import PROMPT, make_session
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("empty")]
 
 ACCEPTED, CORRECTION, BONUS = TokenOrigin.ACCEPTED, TokenOrigin.CORRECTION, TokenOrigin.BONUS
-
-
-@pytest.fixture(scope="module")
-def server():
-    with running_redis() as server:
-        yield server
-
-
-@pytest.fixture
-async def redis(server):
-    client = connect(server.url)
-    await client.flushall()
-    yield client
-    await client.aclose()
 
 
 @pytest.fixture
@@ -350,11 +335,11 @@ async def test_store_survives_a_flushed_script_cache(store, redis):
     assert (await store.read("s")).token_ids == (1,)
 
 
-async def test_store_retries_during_a_short_pause_of_redis(store, server):
+async def test_store_retries_during_a_short_pause_of_redis(store, redis_server):
     session = make_session()
     await store.create(session, b"")
-    os.kill(server.pid, signal.SIGSTOP)
-    asyncio.get_running_loop().call_later(0.5, os.kill, server.pid, signal.SIGCONT)
+    os.kill(redis_server.pid, signal.SIGSTOP)
+    asyncio.get_running_loop().call_later(0.5, os.kill, redis_server.pid, signal.SIGCONT)
     await commit(store, session, [1])
     assert (await store.read("s")).token_ids == (1,)
 

@@ -24,29 +24,14 @@ from orchestrator.storage.session_scripts import REQUEST_OVERHEAD, SESSION_OVERH
 from orchestrator.storage.session_store import RedisStore
 from orchestrator.storage.trace_store import RedisTraceStore
 from orchestrator.text.tokenizer import Tokenizer
-from tests.support.workers.redis_helpers import running_redis
 from tests.support.workers.scripted_workers import make_session
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("empty")]
 
 BONUS = TokenOrigin.BONUS
 ALICE = Caller(tenant="alice")
 PLAIN = 5
 """Bytes of one record without log-probabilities."""
-
-
-@pytest.fixture(scope="module")
-def server():
-    with running_redis() as server:
-        yield server
-
-
-@pytest.fixture
-async def redis(server):
-    client = connect(server.url)
-    await client.flushall()
-    yield client
-    await client.aclose()
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +105,7 @@ async def test_requests_are_not_shared_between_tenants_nor_when_they_differ(redi
     assert sorted(tenants) == ["", "alice", "alice", "alice", "bob"]
 
 
-async def test_another_orchestrator_can_take_over_a_choice(redis, server, tokenizer):
+async def test_another_orchestrator_can_take_over_a_choice(redis, redis_server, tokenizer):
     asked = GenerationRequest(
         prompt="def main():",
         max_tokens=9,
@@ -129,7 +114,7 @@ async def test_another_orchestrator_can_take_over_a_choice(redis, server, tokeni
         stop=("zz",),
     )
     opened = await opener_of(store_of(redis), tokenizer).open(asked, 2048, ALICE)
-    other_redis = connect(server.url)
+    other_redis = connect(redis_server.url)
     other = opener_of(store_of(other_redis), tokenizer)
     for prompt in ("def main():", ""):
         successor = await other.open(replace(asked, prompt=prompt, resume_from=0), 2048, ALICE)
@@ -244,7 +229,7 @@ async def test_request_that_can_never_fit_is_an_argument_error(redis):
         await store_of(redis, need - 1).create(session_of("a"), b"request")
 
 
-async def test_takeover_of_a_session_replaced_meanwhile_is_rejected(redis, server, tokenizer):
+async def test_takeover_of_a_session_replaced_meanwhile_is_rejected(redis, redis_server, tokenizer):
     class Slow(RedisStore):
         """Another client deletes the session, and begins one of its name, before it is taken over."""
 
@@ -365,7 +350,7 @@ async def test_cycle_records_are_charged_and_keep_bytes_free_for_sessions(redis)
     assert await used(redis) == 0
 
 
-async def test_redis_at_its_memory_limit_refuses_and_recovers(server, redis):
+async def test_redis_at_its_memory_limit_refuses_and_recovers(redis_server, redis):
     store = store_of(redis, 2**30)
     session = session_of("alice:a", 10**5)
     await store.create(session, b"request")

@@ -14,23 +14,13 @@ from gammaray.types import FinishReason, TokenOrigin
 from gammaray.wire.sessions import SessionState
 from orchestrator.access.caller import Caller
 from orchestrator.sessions.management import SessionCalls
-from orchestrator.storage.client import connect
 from orchestrator.storage.session_store import RedisStore
 from orchestrator.storage.trace_store import RedisTraceStore
-from tests.support.workers.redis_helpers import running_redis
 from tests.support.workers.scripted_workers import make_session
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("empty")]
 
 NUM_SESSIONS, NUM_TOKENS = 1000, 1000
-
-
-@pytest.fixture
-async def redis():
-    with running_redis() as server:
-        client = connect(server.url)
-        yield client
-        await client.aclose()
 
 
 def calls_of(redis, store: RedisStore) -> SessionCalls:

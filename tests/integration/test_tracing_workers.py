@@ -20,7 +20,6 @@ from tests.support.workers.tracing_helpers import (
     assert_as_documented,
     assert_nested,
     children,
-    covered_s,
     exporting_worker,
     is_whole,
     named,
@@ -90,6 +89,7 @@ async def test_trace_has_every_cycle_with_client_and_worker_spans(redis_server, 
     async with running(redis_server, *workers) as orchestrator:
         chunks = await generate(orchestrator, request(stop=("\x00 a secret",)))
         spans = await whole_trace(exporting)
+    assert_nested(spans)
     for span in spans:
         assert_as_documented(span)
         assert "a secret" not in repr(span)
@@ -117,54 +117,6 @@ async def test_trace_has_every_cycle_with_client_and_worker_spans(redis_server, 
             assert all((side.name, side.kind) == (client.name, kind) for side in served)
             assert {side.resource["process.pid"] for side in served} != {root.resource["process.pid"]}
     assert len({span.resource["process.pid"] for span in spans}) == 3
-
-
-async def test_trace_spans_nest_and_cover_the_wall_time(redis_server, workers, exporting):
-    explained = []
-    async with running(redis_server, *workers) as orchestrator:
-        # Where this machine stalls between two spans is chance; what no span tells of lacks in each of them.
-        for trace_id in (digit * 32 for digit in "12345"):
-            caller = Caller(traceparent=f"00-{trace_id}-{CALLER_SPAN}-01")
-            await generate(orchestrator, request(seed=2), caller)
-            spans = await whole_trace(exporting, trace_id)
-            assert_nested(spans)
-            explained.append(shares_explained(spans))
-            if explained[-1][0] >= 0.95 and explained[-1][1] >= 0.9:
-                return
-    raise AssertionError(f"parts of generations, calls of cycles: {explained}")
-
-
-def shares_explained(spans):
-    """Return how much of a generation its parts explain, and how much of its cycles their calls."""
-    (root,) = named(spans, t.SPAN_GENERATE)
-    assert len(named(spans, t.SPAN_OPEN)) == 1
-    # A commit overlaps the next cycle, and counts where no cycle runs: a cycle may have to wait for it.
-    parts = children(spans)[root.span_id]
-    assert {part.name for part in parts} == {t.SPAN_OPEN, t.SPAN_CYCLE, t.SPAN_COMMIT}
-    cycles_s = sum(cycle.duration_s for cycle in named(spans, t.SPAN_CYCLE))
-    calls_s = sum(span.duration_s for span in spans if span.kind in ASKING)
-    assert calls_s <= cycles_s
-    return covered_s(parts) / root.duration_s, calls_s / cycles_s
-
-
-@pytest.mark.parametrize("caller", [Caller(traceparent=SAMPLED.traceparent[:-1] + "0"), Caller()])
-async def test_trace_unsampled_session_leaves_no_span(redis_server, workers, exporting, monkeypatch, caller):
-    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_off")
-    async with running(redis_server, *workers) as orchestrator:
-        await generate(orchestrator, request(seed=4), caller)
-        await generate(orchestrator, request(seed=4))  # what came before it was sent before it
-        spans = await whole_trace(exporting)
-    assert len(named(spans, t.SPAN_GENERATE)) == 1
-    assert {span.trace_id for span in exporting.spans} <= {TRACE_ID, *(number * 32 for number in "1234")}
-
-
-async def test_disabled_tracing_loads_no_sdk_and_gives_the_same_tokens(redis_server, workers, monkeypatch):
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
-    monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
-    async with running(redis_server, *workers) as orchestrator:
-        assert not orchestrator.tracing.is_on
-        chunks = await complete(orchestrator, request(seed=5))
-    assert len(tokens_of(chunks)) == 96
 
 
 async def test_records_of_a_session_are_those_of_its_cycles(redis_server, workers):

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from gammaray.types import Proposal, SamplingParams, VerificationMethod
+from gammaray.types import SamplingParams
 from tests.support.engine_helpers import random_tokens
 from tests.support.workers.workers_helpers import Driver, running, verify_block
 
@@ -55,20 +55,6 @@ async def test_eight_sessions_at_once_decode_what_each_decodes_alone(pair):
     assert max(pair[0].frame_sizes) > 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "method", [VerificationMethod.REJECTION, VerificationMethod.NAIVE, VerificationMethod.BLOCK]
-)
-@pytest.mark.parametrize("name", ["greedy", "warm", "top_p"])
-async def test_other_methods_run_and_repeat(pair, method, name):
-    first, tokens = await decode(*pair, PARAMS[name], 4, "first", method=method)
-    _, again = await decode(*pair, PARAMS[name], 4, "again", method=method)
-    assert tokens == again
-    assert first.accepted > 0
-    if name == "greedy":
-        assert tokens == (await decode(*pair, PARAMS[name], 0, "plain"))[1]
-
-
 async def test_end_of_sequence_inside_a_block_ends_at_the_same_place(pair):
     _, expected = await decode(*pair, PARAMS["warm"], 0, "free", count=30)
     for index in (0, 1, 2, 5, 9):
@@ -77,32 +63,6 @@ async def test_end_of_sequence_inside_a_block_ends_at_the_same_place(pair):
         for gamma in (0, 3, 8):
             _, tokens = await decode(*pair, PARAMS["warm"], gamma, f"{index}-{gamma}", eos_token_ids=eos)
             assert tokens == expected[:stop]
-
-
-@pytest.mark.slow
-async def test_eviction_costs_feeds_and_changes_no_token(pair):
-    prompts = [random_tokens(30, seed=seed, vocab_size=2048) for seed in range(6)]
-
-    def drivers(target, name):
-        return [
-            Driver(target, pair[1], p, params=PARAMS["warm"], gamma=4, session_id=f"{name}{i}")
-            for i, p in enumerate(prompts)
-        ]
-
-    expected = [await driver.generate(8) for driver in drivers(pair[0], "roomy")]
-    # The budget holds some 160 tokens in all, so that some session has lost its cache at any time.
-    async with running("target", "demo", deterministic=True, cache_budget_mb=5) as (target, _):
-        tight = drivers(target, "tight")
-        for driver in tight:
-            driver.tokens = list(driver.prompt)
-        for _ in range(8):
-            for driver in tight:
-                await driver.verify(await driver.propose())
-        assert [driver.tokens[30:38] for driver in tight] == expected
-        assert [driver.num_needs for driver in tight] == [0] * 6
-        info = await target.info()
-        assert info.num_sessions < 6
-        assert info.cache_bytes <= info.cache_budget_bytes
 
 
 async def test_sessions_that_do_not_fit_together_are_served_one_after_another(pair):
@@ -114,12 +74,3 @@ async def test_sessions_that_do_not_fit_together_are_served_one_after_another(pa
         too_long = random_tokens(600, seed=1, vocab_size=2048)
         assert (await target.ask(verify_block(too_long, session_id="c"))).error.code == 8
         assert (await target.ask(verify_block(prompts[0], session_id="d"))).verdict == alone[0].verdict
-
-
-async def test_hostile_drafter_changes_no_token(pair):
-    _, expected = await decode(*pair, PARAMS["warm"], 0, "plain")
-    driver = Driver(pair[0], None, PROMPT, params=PARAMS["warm"], session_id="hostile")
-    driver.tokens = list(PROMPT)
-    for cycle in range(40):
-        await driver.verify(Proposal(tuple(random_tokens(1 + cycle % 9, seed=cycle, vocab_size=2048))))
-    assert driver.tokens[len(PROMPT) :][:40] == expected

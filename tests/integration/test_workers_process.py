@@ -7,24 +7,21 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from redis import Redis as SyncRedis
 from redis.asyncio import Redis
 
 from gammaray.config import DraftSettings, TargetSettings
 from orchestrator.launcher.preflight import free_ports
-from orchestrator.launcher.redis_server import redis_binary
 from services.process.main import run
 from tests.support.engine_helpers import random_tokens, tiny_model
 from tests.support.head_helpers import changed
 from tests.support.workers.held_engine import HeldEngine
 from tests.support.workers.process_helpers import START_TIMEOUT_S, spawned
-from tests.support.workers.redis_helpers import wait_until
+from tests.support.workers.redis_helpers import configured_redis
 from tests.support.workers.scripted_workers import until, until_so
 from tests.support.workers.workers_helpers import Link, propose_block, running, verify_block
 
@@ -45,27 +42,9 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture
-def redis_port(tmp_path):
-    with redis_server(free_port(), tmp_path) as port:
+def redis_port():
+    with configured_redis() as port:
         yield port
-
-
-def free_port():
-    (port,) = free_ports("127.0.0.1", 1)
-    return port
-
-
-@contextmanager
-def redis_server(port, directory):
-    options = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(directory)]
-    process = subprocess.Popen([redis_binary(), *options], stdout=subprocess.DEVNULL)
-    try:
-        with SyncRedis(port=port) as client:
-            wait_until(client.ping)
-        yield port
-    finally:
-        process.terminate()
-        process.wait(10)
 
 
 async def entries(port, role="*"):
@@ -173,11 +152,11 @@ async def test_registry_entry_appears_is_renewed_and_disappears(model, redis_por
     assert await entries(redis_port) == {}
 
 
-async def test_worker_serves_without_redis_and_announces_itself_after_recovery(model, tmp_path):
-    port = free_port()
+async def test_worker_serves_without_redis_and_announces_itself_after_recovery(model):
+    (port,) = free_ports("127.0.0.1", 1)
     async with running("target", model, redis_url=f"redis://127.0.0.1:{port}/0") as (link, _):
         assert (await link.ask(verify_block(PROMPT))).WhichOneof("outcome") == "verdict"
-        with redis_server(port, tmp_path):
+        with configured_redis(port=port):
             assert len(await until_so(lambda: entries(port, "target"))) == 1
         assert (await link.ask(verify_block(PROMPT))).WhichOneof("outcome") == "verdict"
 

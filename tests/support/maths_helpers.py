@@ -50,6 +50,17 @@ class TinyModel:
         return torch.tensor([self.distribution(context) for context in contexts], dtype=torch.float64).log()
 
 
+class Fixed(TinyModel):
+    """The same distribution in every context."""
+
+    def __init__(self, *distribution: float) -> None:
+        super().__init__(len(distribution), 0)
+        self._distribution = list(distribution)
+
+    def distribution(self, context: Sequence[int]) -> list[float]:
+        return self._distribution
+
+
 class Blend(TinyModel):
     """A draft: (1 - share) of the target's distribution and `share` of its own."""
 

@@ -9,7 +9,7 @@ from ray.serve.schema import DeploymentSchema
 
 def deployment_of(application: serve.Application) -> serve.Deployment:
     """Return the deployment that an application is bound to; Serve has no public name for it."""
-    return application._bound_deployment
+    return application._bound_deployment  # noqa: SLF001
 
 
 def schema_of(application: serve.Application) -> DeploymentSchema:

@@ -14,12 +14,12 @@ from tests.support.surface_helpers import ScriptedBackend
 
 
 @contextmanager
-def http_front(pki, files, *, mutual: bool = False) -> Iterator[str]:
+def http_front(pki=None, files=None, *, mutual: bool = False, backend=None) -> Iterator[str]:
     (port,) = free_ports("127.0.0.1", 1)
     tls = {} if files is None else {"ssl_keyfile": files.key_file, "ssl_certfile": files.cert_file}
     if mutual:
         tls |= {"ssl_ca_certs": str(pki.ca), "ssl_cert_reqs": ssl.CERT_REQUIRED}
-    app = create_app(ScriptedBackend())
+    app = create_app(backend or ScriptedBackend())
     server = uvicorn.Server(
         uvicorn.Config(app, host="127.0.0.1", port=port, log_level="critical", lifespan="off", **tls)
     )

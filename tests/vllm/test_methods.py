@@ -1,8 +1,8 @@
-"""All verification methods: verdicts as the CPU engine's, and the target's law.
+"""All verification methods: verdicts as the CPU engine's.
 
 The functions that judge are the CPU engine's, whose exactness `tests/unit/services/target_worker` shows by
 enumeration. Here the rows, noise and proposals that vLLM's runner hands them are tested: verdict for verdict
-on the same seeds, and by a chi-square test of the tokens of many seeds.
+on the same seeds. `test_law_of_workers.py` tests the tokens of many seeds.
 """
 
 import random
@@ -11,7 +11,6 @@ from collections import Counter
 import pytest
 
 from gammaray.types import Proposal, SamplingParams, SparseDistribution, VerificationMethod
-from tests.support.law_helpers import check_law, pair_law
 from tests.support.vllm_helpers import WEIGHT_BITS, Session, answers, drafted, end, generate, prompt
 
 METHODS = list(VerificationMethod)
@@ -74,62 +73,3 @@ def test_at_temperature_0_every_method_gives_the_greedy_tokens(scheduler, refere
 
     session = Session(prompt(30), SamplingParams(temperature=0, seed=0), method)
     assert generate(scheduler, [session], 20, propose) == [expected]
-
-
-VOCAB = 8
-ALLOWED = tuple(range(10, 10 + VOCAB))
-"""Tokens that the law below leaves."""
-TEMPERATURE = 2.0
-NUM_SEEDS = 2000
-ALPHA = 1e-4
-
-
-@pytest.fixture(scope="module")
-def law(llama):
-    """P(token 1, token 2) after a prompt, when only `VOCAB` tokens are allowed, from transformers."""
-    return pair_law(llama, prompt(6), ALLOWED, TEMPERATURE)
-
-
-def drafts(law):
-    """Return the distributions of two drafted tokens: half the target's, half an even one."""
-    shipped = []
-    for at in range(2):
-        probs = Counter[int]()
-        for outcome, prob in law.items():
-            probs[outcome[at]] += 0.5 * prob + 0.5 / len(law)
-        weights = {token: 1 + int(prob * ((1 << WEIGHT_BITS) - VOCAB)) for token, prob in probs.items()}
-        weights[10] += (1 << WEIGHT_BITS) - sum(weights.values())
-        shipped.append(SparseDistribution(tuple(weights), tuple(weights.values()), WEIGHT_BITS))
-    return tuple(shipped)
-
-
-def draw(shipped, rng):
-    """Draw a proposal from its distributions."""
-    tokens = tuple(rng.choices(one.token_ids, one.weights)[0] for one in shipped)
-    return Proposal(tokens, None, shipped)
-
-
-@pytest.mark.statistical
-@pytest.mark.parametrize("method", METHODS)
-def test_two_tokens_over_many_seeds_have_the_targets_law(scheduler, law, method):
-    """The first block of a session has a proposal of two tokens; what is short of two is decoded plainly."""
-    rng = random.Random(5)
-    counts, accepted, shipped = Counter(), 0, drafts(law)
-    for start in range(0, NUM_SEEDS, 200):
-        sessions = [
-            Session(
-                prompt(6),
-                SamplingParams(temperature=TEMPERATURE, seed=seed, allowed_token_ids=ALLOWED),
-                method,
-                salt="one",
-            )
-            for seed in range(start, start + 200)
-        ]
-        tasks = [session.block(draw(shipped, rng)) for session in sessions]
-        for session, task, reply in zip(sessions, tasks, answers(scheduler, tasks), strict=True):
-            accepted += len(session.take(task, reply).accepted_path)
-        generate(scheduler, sessions, 2)
-        counts.update(tuple(session.output[:2]) for session in sessions)
-        end(scheduler, *sessions)
-    assert 0.1 * NUM_SEEDS < accepted < 1.5 * NUM_SEEDS
-    check_law(counts, law, ALPHA)

@@ -1,155 +1,17 @@
-"""Sessions whose masks take long: the others go on, and the tokens are the same."""
+"""vLLM's scheduler and masks that take long."""
 
 from __future__ import annotations
 
-import random
-import threading
-import time
-
-import pytest
-
-from gammaray.blocks import Verdict
-from gammaray.errors import CancelledError, DeadlineExceededError, InvalidArgumentError
-from gammaray.types import SamplingParams
-from services.scheduling.masks import MAX_WAIT_S, NUM_THREADS
+from gammaray.errors import CancelledError
 from services.scheduling.tasks import Release
-from tests.support.gated_masks import Gated, steps_until
-from tests.support.processing_helpers import GRAMMAR
-from tests.support.vllm_helpers import Session, ask, end
-
-EOS = (0, 3)
-BLOCKED_STEPS = 8
+from tests.support.late_masks import LateMasks, blocked, masked, outcome_of, steps_until
 
 
-@pytest.fixture
-def gate():
-    """Opened at the end, so that no thread waits for it."""
-    found = threading.Event()
-    yield found
-    found.set()
-
-
-def prompt(length=40):
-    rng = random.Random(length)
-    return [rng.randrange(4, 97) for _ in range(length)]
-
-
-def masked(scheduler, gate, seed=1, **fields):
-    """Return a session with a grammar, and the grammar."""
-    session = Session(prompt(), SamplingParams(seed=seed, grammar=GRAMMAR, **fields), eos_token_ids=EOS)
-    return session, Gated(scheduler.grammars.begin(GRAMMAR, EOS), gate)
-
-
-def outcome_of(replies, session):
-    (reply,) = (reply for reply in replies if reply.session_id == session.name)
-    return reply.outcome
-
-
-def blocked(scheduler):
-    """Return the replies of some steps."""
-    return [reply for _ in range(BLOCKED_STEPS) for _, reply in scheduler.step()]
-
-
-def test_others_go_on_while_masks_take_long(scheduler, gate):
-    (slow, grammar), quick = masked(scheduler, gate), Session(prompt(30), SamplingParams(seed=2))
-    scheduler.submit([slow.block((1, 2), grammar=grammar)])
-    for _ in range(10):
-        assert isinstance(ask(scheduler, quick, (5, 6)), Verdict)  # the gate is shut all the time
-    assert grammar.num_asked == 1
-    gate.set()
-    assert isinstance(outcome_of(steps_until(scheduler, len), slow), Verdict)
-
-
-def test_no_step_waits_for_masks_of_slow_sessions(scheduler, gate):
-    is_open = threading.Event()
-    is_open.set()
-    slow = [masked(scheduler, gate, seed) for seed in range(NUM_THREADS)]
-    tasks = [session.block(grammar=grammar) for session, grammar in slow]
-    scheduler.submit(tasks)
-    steps_until(scheduler, lambda _: all(grammar.num_asked for _, grammar in slow))
-    time.sleep(2 * MAX_WAIT_S)
-    gate.set()
-    replies = steps_until(scheduler, lambda replies: len(replies) == len(slow))
-    for (session, _), task in zip(slow, tasks, strict=True):
-        session.take(task, *(reply for reply in replies if reply.session_id == session.name))
-    gate.clear()
-    scheduler.submit([session.block() for session, _ in slow])
-    num_steps = scheduler.meter.totals.steps
-    assert blocked(scheduler) == []
-    assert scheduler.meter.totals.steps == num_steps  # a block runs when its masks are there
-    quick, grammar = masked(scheduler, is_open)
-    scheduler.submit([quick.block(grammar=grammar)])
-    assert isinstance(outcome_of(steps_until(scheduler, len), quick), Verdict)
-    gate.set()
-    assert len(steps_until(scheduler, lambda replies: len(replies) == len(slow))) == len(slow)
-
-
-@pytest.mark.parametrize(
-    "fields", [{}, {"temperature": 0, "presence_penalty": 0.4}], ids=["sampled", "greedy"]
-)
-@pytest.mark.parametrize("asked", [{}, {"num_top_logprobs": 3}, {"num_prompt_logprobs": 2}], ids=str)
-def test_late_masks_change_no_verdict(scheduler, gate, fields, asked):
-    def verdicts(*, is_late):
-        session, grammar = masked(scheduler, gate, **fields)
-        found = []
-        for proposal in ((), (1, 2, 1), (), (2, 2)):
-            gate.clear() if is_late else gate.set()
-            first = {} if found else {"grammar": grammar, **asked}
-            task = session.block(proposal, **first)
-            scheduler.submit([task])
-            replies = blocked(scheduler) if is_late else []
-            assert not replies
-            gate.set()
-            (reply,) = steps_until(scheduler, len)
-            found.append(session.take(task, reply))
-        end(scheduler, session, forgets=True)
-        return found
-
-    assert verdicts(is_late=True) == verdicts(is_late=False)
-
-
-def test_error_of_late_masks_is_the_answer(scheduler, gate):
-    session, grammar = masked(scheduler, gate)
-    grammar.error = InvalidArgumentError("grammar", "too much", "less")
-    scheduler.submit([session.block(grammar=grammar)])
-    assert blocked(scheduler) == []
-    gate.set()
-    assert outcome_of(steps_until(scheduler, len), session) is grammar.error
-    assert grammar.num_asked == 1
-
-
-@pytest.mark.parametrize("is_slow", [False, True], ids=["late", "known to be slow"])
-def test_next_block_of_a_session_waits_until_nothing_reads_it(scheduler, gate, is_slow):
-    session, grammar = masked(scheduler, gate)
-    num_before = 0
-    if is_slow:
-        task = session.block(grammar=grammar)
-        scheduler.submit([task])
+class TestVllm(LateMasks):
+    def test_a_released_session_is_answered_while_its_masks_are_late(self, scheduler, gate):
+        session, grammar = masked(scheduler, gate)
+        scheduler.submit([session.block((1, 2), grammar=grammar)])
         assert blocked(scheduler) == []
-        gate.set()
-        session.take(task, *steps_until(scheduler, len))
-        gate.clear()
-        num_before = 1
-    first = session.block((1, 2), grammar=grammar, deadline=time.monotonic() + 1.0)
-    scheduler.submit([first])
-    assert isinstance(outcome_of(steps_until(scheduler, len), session), DeadlineExceededError)
-    session.held = len(session.tokens) if is_slow else 0
-    scheduler.submit([session.block((2, 2), grammar=grammar)])
-    assert blocked(scheduler) == []
-    assert grammar.num_asked == num_before + 1
-    gate.set()
-    late = outcome_of(steps_until(scheduler, len), session)
-    same, unhurried = masked(scheduler, gate)
-    if is_slow:
-        ask(scheduler, same, grammar=unhurried)
-        unhurried = None
-    assert ask(scheduler, same, (2, 2), grammar=unhurried) == late
-
-
-def test_a_released_session_is_answered_while_its_masks_are_late(scheduler, gate):
-    session, grammar = masked(scheduler, gate)
-    scheduler.submit([session.block((1, 2), grammar=grammar)])
-    assert blocked(scheduler) == []
-    scheduler.release([Release(session.name, 0, False)])
-    assert isinstance(outcome_of(steps_until(scheduler, len), session), CancelledError)
-    assert not scheduler.requests
+        scheduler.release([Release(session.name, 0, False)])
+        assert isinstance(outcome_of(steps_until(scheduler, len), session), CancelledError)
+        assert not scheduler.requests

@@ -176,7 +176,7 @@ def placement(names: dict[str, str]) -> dict[str, list[str]]:
     from ray.serve.context import _get_global_client
 
     client: Any = _get_global_client()
-    details = ray.get(client._controller.get_serve_instance_details.remote(), timeout=30)
+    details = ray.get(client._controller.get_serve_instance_details.remote(), timeout=30)  # noqa: SLF001
     return {
         name: sorted(
             names.get(replica["node_id"], "gone")

@@ -55,14 +55,6 @@ def children(spans: Sequence[ReceivedSpan]) -> dict[str, list[ReceivedSpan]]:
     return found
 
 
-def covered_s(spans: Sequence[ReceivedSpan]) -> float:
-    total_ns, reached_ns = 0, 0
-    for span in sorted(spans, key=lambda span: span.start_ns):
-        total_ns += max(0, span.end_ns - max(span.start_ns, reached_ns))
-        reached_ns = max(reached_ns, span.end_ns)
-    return total_ns * 1e-9
-
-
 def assert_nested(spans: Sequence[ReceivedSpan]) -> None:
     """Every span that is waited for lies within its parent, to the microsecond that records are kept in."""
     by_id = {span.span_id: span for span in spans}

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from benchmarks.peers.figures import decode_bounds, decode_speeds, equality, figures
-from benchmarks.peers.run import Settings, has_changed_tokens, parts_of, references
+from benchmarks.peers.run import Settings, has_changed_tokens, references
 from benchmarks.peers.stacks import with_server_times
-from benchmarks.prompts import load_tasks
-from gammaray.bench.measure import Samples, Turn
+from gammaray.bench.measure import Turn
 from gammaray.bench.systems import Sample
 from gammaray.types import DrafterKind
 from gammaray.wire.cycles import CycleRecord, WorkerCall
@@ -35,11 +33,8 @@ def tokens(*token_ids: int) -> list[list[Turn]]:
 def test_decode_speed_is_a_ratio_of_sums_over_a_repetition() -> None:
     one, other = sample([(1.0, 1), (2.0, 10)]), sample([(1.0, 1), (5.0, 10)])
     assert decode_speeds([[turn(one), turn(other)], [turn(one)]]) == [4.0, 10.0]
-
-
-@pytest.mark.parametrize("only", [Sample((1, 2), 1.0), sample([(1.0, 8)])], ids=["no stream", "one chunk"])
-def test_decode_speed_of_one_chunk_is_none(only: Sample) -> None:
-    assert decode_speeds([[turn(only)]]) is None
+    for only in (Sample((1, 2), 1.0), sample([(1.0, 8)])):  # no stream, one chunk
+        assert decode_speeds([[turn(only)]]) is None
 
 
 def test_figures_take_ratios_within_each_repetition_for_both_speeds() -> None:
@@ -70,20 +65,8 @@ def test_equality_ends_at_the_references_end_of_sequence_token() -> None:
     assert differs["equal"] == 0
 
 
-NAMES = (
-    "generate",
-    "lookup-8",
-    "engine",
-    "engine-lookup-8",
-    "gammaray-0",
-    "gammaray-suffix",
-    "llama.cpp",
-    "llama.cpp-draft-4",
-)
-
-
 def test_references_greedy_chain_every_system_to_generate() -> None:
-    assert references(NAMES, 0.0) == {
+    chain = {
         "lookup-8": "generate",
         "engine": "generate",
         "engine-lookup-8": "engine",
@@ -92,6 +75,7 @@ def test_references_greedy_chain_every_system_to_generate() -> None:
         "llama.cpp": "generate",
         "llama.cpp-draft-4": "llama.cpp",
     }
+    assert references(("generate", *chain), 0.0) == chain
 
 
 @pytest.mark.parametrize(("system", "reference", "changed"), [
@@ -106,17 +90,6 @@ def test_only_changes_within_gammaray_fail_the_run(system: str, reference: str, 
     count = {"system": system, "reference": reference, "compared": 3, "equal": 2}
     assert has_changed_tokens({"points": [{"equality": [count]}]}) is changed
     assert not has_changed_tokens({"points": [{"equality": [{**count, "equal": 3}]}]})
-
-
-def test_parts_split_single_streams_by_category_and_keep_the_whole() -> None:
-    tasks = load_tasks(["chat", "edit"], 2)
-    turns = [turn(Sample((number,), 1.0)) for number in range(4)]
-    samples: Samples = {"engine": [turns, turns]}
-    parts = parts_of(samples, tasks, 1)
-    assert list(parts) == ["chat", "edit", "all"]
-    assert parts["edit"] == {"engine": [turns[2:], turns[2:]]}
-    assert parts["all"] is samples
-    assert list(parts_of(samples, tasks, 4)) == ["all"]
 
 
 def record(start_s: float, base_position: int, emitted: int, compute_s: float | None) -> CycleRecord:
@@ -145,38 +118,12 @@ def test_server_times_begin_at_the_end_of_the_first_chunks_cycle() -> None:
     assert (speed, bound) == ([1.25], [5 / 0.75])
 
 
-def settings(**changes: Any) -> Settings:
-    given: dict[str, Any] = {
-        "target": "demo",
-        "draft": None,
-        "categories": ("chat",),
-        "num_prompts": 1,
-        "max_tokens": 8,
-        "repetitions": 1,
-        "temperatures": (0.0,),
-        "streams": (1,),
-    }
-    return Settings(**{**given, **changes})
-
-
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"categories": ("verse",)}, "category: got 'verse'"),
-    ({"num_prompts": 11}, "prompts of chat: got 11"),
-    ({"max_tokens": 1}, "tokens"),
-    ({"repetitions": 0}, "repetitions"),
-    ({"streams": (1, 0)}, "streams"),
-    ({"temperatures": (-1.0,)}, "temperature"),
-    ({"llama_server": "llama-server"}, "LLAMA_SERVER needs --gguf, or LLAMA_CONVERT"),
-])  # fmt: skip
-def test_settings_bad_value_raises_naming_it(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        settings(**changes)
-
-
 def test_settings_are_recorded_without_paths_of_the_machine(tmp_path: Path) -> None:
     inside, outside = Path.cwd() / "build" / "model.gguf", tmp_path / "llama-server"
-    recorded = settings(target="build/models/own", gguf=inside, llama_server=str(outside)).recorded()
+    given = {"categories": ("chat",), "num_prompts": 1, "max_tokens": 8, "repetitions": 1}
+    given |= {"temperatures": (0.0,), "streams": (1,), "gguf": inside, "llama_server": str(outside)}
+    recorded = Settings("build/models/own", None, **given).recorded()
     assert recorded["gguf"] == str(Path("build", "model.gguf"))
     assert recorded["llama_server"] == "llama-server"
     assert recorded["target"] == "build/models/own"
-    assert recorded["max_tokens"] == settings().max_tokens
+    assert recorded["max_tokens"] == 8

@@ -27,11 +27,6 @@ def test_overhead_is_the_median_of_a_turn():
     assert row["overhead_ratios"] == [0.75, 0.75]
 
 
-def test_turns_without_a_pair_are_refused():
-    with pytest.raises(ValueError, match="shorter"):
-        compare((0.0, 8), {"before": turns(1, 2), "after": turns(1)})
-
-
 def test_interval_of_two_ratios_is_students():
     mean, low, high = interval([1.0, math.e**2])
     assert mean == pytest.approx(math.e)

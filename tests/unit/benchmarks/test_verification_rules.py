@@ -232,26 +232,6 @@ def test_block_accepts_at_least_as_many_tokens_as_rejection():
     assert max(gains) > Fraction(1, 20)
 
 
-def test_block_gains_nothing_from_a_certain_draft():
-    for seed in range(20):
-        target = Model(3, seed)
-
-        def certain(context, seed=seed):
-            chosen = random.Random(f"{seed} {context}").randrange(3)
-            return [Fraction(token == chosen) for token in range(3)]
-
-        assert accepted_of_texts(block_survival, target, certain, 3) == accepted_of_texts(
-            rejection_survival, target, certain, 3
-        )
-
-
-def test_rejection_survival_is_that_of_a_chain_of_single_children():
-    target, draft = Model(3, 3), Model(3, 103)
-    emitted = outputs(target, draft, specinfer, with_replacement, SHAPES["chain"])
-    mean = sum(prob * len(tokens) for tokens, prob in emitted.items()) - 1
-    assert accepted_of_texts(rejection_survival, target, draft, 3) == mean
-
-
 @pytest.mark.parametrize(
     ("p", "q", "alpha"),
     [(P4, Q4, 0.770906877662812), (of_p(()), of_q(()), 2 / 3), (P4, P4, 1.0)],

@@ -336,12 +336,5 @@ def test_invalid_utf8_on_stdin_is_exit_code_2():
     assert "an invalid byte at offset 2" in result.stderr
 
 
-@pytest.mark.parametrize("command", [[], ["generate"], ["status"], ["top"], ["trace"], ["up"]], ids=" ".join)
-def test_help_names_the_command(command):
-    result = invoke(*command, "--help")
-    assert result.exit_code == 0
-    assert result.stdout.startswith(f"Usage: {' '.join(['gammaray', *command])}")
-
-
 def test_version_is_printed():
     assert invoke("--version").stdout == f"gammaray, version {gammaray.__version__}\n"

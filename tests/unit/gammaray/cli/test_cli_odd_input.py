@@ -7,8 +7,6 @@ from click.testing import CliRunner
 
 from gammaray.cli import main
 from gammaray.cli.settings import flag_names
-from gammaray.config import ClusterSettings, TargetSettings
-from gammaray.errors import InvalidArgumentError
 
 RAW = re.compile(r"Input should|String should|Value error|validation error|pydantic|got .*got |integer range")
 NOWHERE = "127.0.0.1:1"
@@ -121,14 +119,3 @@ def test_auth_flag_overrides_no_auth():
     shown = invoke("up", "--help").stdout
     assert "--no-auth / --auth" in shown
     assert "no-no" not in shown
-
-
-@pytest.mark.parametrize("settings", [ClusterSettings, TargetSettings])
-@pytest.mark.parametrize("others", [{"device": "cuda"}, {"dtype": "bfloat16"}, {"dtype": "float16"}])
-def test_deterministic_rejects_unsupported_settings(settings, others):
-    (field,) = others
-    with pytest.raises(InvalidArgumentError) as caught:
-        settings(deterministic=True, **others)
-    assert caught.value.field == field
-    settings(**others)
-    settings(deterministic=True, device="cpu", dtype="float32")

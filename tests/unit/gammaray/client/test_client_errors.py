@@ -197,27 +197,6 @@ async def test_retry_failure_before_the_first_chunk_is_tried_again(error):
     assert first == second
 
 
-@pytest.mark.parametrize(
-    "error",
-    [error for error in ERRORS if not isinstance(error, (UnavailableError, CancelledError))],
-    ids=lambda error: type(error).__name__,
-)
-async def test_retry_other_failures_are_raised_at_once(error):
-    service = ScriptedService(refuse(error))
-    async with serve(service) as address, AsyncClient(address, retry=FAST_RETRY) as client:
-        with pytest.raises(type(error)):
-            await client.complete("Hi")
-    assert len(service.requests) == 1
-
-
-async def test_retry_ends_after_max_attempts():
-    service = ScriptedService(refuse(UnavailableError("busy")))
-    async with serve(service) as address, AsyncClient(address, retry=FAST_RETRY) as client:
-        with pytest.raises(UnavailableError, match="busy"):
-            await client.complete("Hi")
-    assert len(service.requests) == FAST_RETRY.max_attempts
-
-
 async def test_retry_ends_before_the_deadline_would_pass():
     service = ScriptedService(refuse(UnavailableError("busy")))
     patient = RetryPolicy(max_attempts=100, initial_delay_s=100, max_delay_s=100)

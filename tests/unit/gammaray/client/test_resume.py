@@ -15,8 +15,10 @@ from gammaray.errors import (
     GammarayError,
     InternalError,
     InvalidArgumentError,
+    ModelChangedError,
     NotFoundError,
     ResourceExhaustedError,
+    UnauthenticatedError,
     UnavailableError,
 )
 from tests.support.sdk_helpers import (
@@ -75,14 +77,6 @@ async def test_completion_that_is_not_stored_is_repeated_until_its_first_token_a
         assert (request.store, request.session_id, request.HasField("resume_from")) == (False, "", False)
 
 
-async def test_completion_that_is_not_stored_ends_with_the_error_of_its_request():
-    service = ScriptedService(breaking((2, InvalidArgumentError("prompt", "x", "y"))))
-    async with serve(service) as address, AsyncClient(address, retry=FAST_RETRY) as client:
-        with pytest.raises(InvalidArgumentError):
-            await client.complete("Hi", store=False)
-    assert len(service.requests) == 1
-
-
 @pytest.mark.parametrize("after", [0, 2])
 async def test_resume_retries_a_stream_without_a_final_status(after):
     """As of a proxy that ends a stream as if all were well."""
@@ -99,14 +93,6 @@ async def test_resume_retries_a_stream_without_a_final_status(after):
     assert [request.resume_from for request in service.requests] == [0, after]
 
 
-async def test_resume_stops_retrying_a_stream_that_keeps_failing():
-    service = ScriptedService(answer())
-    async with serve(service) as address, AsyncClient(address, retry=HASTY) as client:
-        with pytest.raises(InternalError, match="finish reason"):
-            await client.complete("Hi")
-    assert len(service.requests) == HASTY.max_attempts
-
-
 async def test_resume_counts_tokens_and_not_pieces():
     async def behaviour(request, attempt):
         if attempt == 0:
@@ -121,23 +107,6 @@ async def test_resume_counts_tokens_and_not_pieces():
 
 
 @pytest.mark.parametrize(
-    "error",
-    [
-        FailedPreconditionError("another owner"),
-        NotFoundError("expired"),
-        InvalidArgumentError("prompt", "x", "y"),
-    ],
-    ids=lambda error: type(error).__name__,
-)
-async def test_resume_does_not_retry_final_errors(error):
-    service = ScriptedService(breaking((2, UnavailableError("gone")), (2, error)))
-    async with serve(service) as address, AsyncClient(address, retry=FAST_RETRY) as client:
-        with pytest.raises(type(error)):
-            await client.complete("Hi")
-    assert len(service.requests) == 2
-
-
-@pytest.mark.parametrize(
     "error", [ResourceExhaustedError("full", 0.01), DeadlineExceededError("late worker")], ids=str
 )
 async def test_resume_waits_for_a_server_that_is_full(error):
@@ -146,27 +115,53 @@ async def test_resume_waits_for_a_server_that_is_full(error):
         assert (await client.complete("Hi")).text == "".join(WORDS)
 
 
+GONE, BUG = UnavailableError("gone"), InternalError("bug")
+FULL, LATE = ResourceExhaustedError("full"), DeadlineExceededError("late")
+FINAL = [
+    InvalidArgumentError("prompt", "x", "y"),
+    NotFoundError("expired"),
+    UnauthenticatedError("no valid API key"),
+    FailedPreconditionError("another owner"),
+    ModelChangedError("s", "a", ["b"]),
+]
+MOST = FAST_RETRY.max_attempts
+ENDS = {
+    **{f"{type(error).__name__} at once": (refuse(error), error, 1) for error in (*FINAL, BUG, FULL, LATE)},
+    **{f"{type(error).__name__} later": (breaking((2, GONE), (2, error)), error, 2) for error in FINAL},
+    "gone from the start": (refuse(GONE), GONE, MOST),
+    "no final status": (answer(), InternalError("finish reason"), MOST),
+    "internal later": (breaking(*[(2, BUG)] * 1000), BUG, MOST),
+}
+
+
+@pytest.mark.parametrize(("behaviour", "error", "num_requests"), ENDS.values(), ids=ENDS)
+async def test_retries_end_with_the_error(behaviour, error, num_requests):
+    service = ScriptedService(behaviour)
+    async with serve(service) as address, AsyncClient(address, retry=FAST_RETRY) as client:
+        with pytest.raises(type(error), match=str(error)):
+            await client.complete("Hi")
+    assert len(service.requests) == num_requests
+
+
+@pytest.mark.parametrize(
+    ("error", "options", "retry"),
+    [(FINAL[0], {"store": False}, FAST_RETRY), (GONE, {}, NO_RETRY)],
+    ids=["not stored", "without retries"],
+)
+async def test_broken_completion_ends_with_the_error_of_its_request(error, options, retry):
+    service = ScriptedService(breaking((2, error)))
+    async with serve(service) as address, AsyncClient(address, retry=retry) as client:
+        with pytest.raises(type(error), match=str(error)):
+            await client.complete("Hi", **options)
+    assert len(service.requests) == 1
+
+
 async def test_resume_gives_up_without_progress():
     service = ScriptedService(breaking(*[(2, UnavailableError("gone"))] * 1000))
     async with serve(service) as address, AsyncClient(address, retry=HASTY) as client:
         with pytest.raises(UnavailableError, match="gone"):
             await client.complete("Hi")
     assert 4 < len(service.requests) < 100
-
-
-async def test_resume_retries_internal_errors_only_a_few_times():
-    service = ScriptedService(breaking(*[(2, InternalError("bug"))] * 1000))
-    async with serve(service) as address, AsyncClient(address, retry=HASTY) as client:
-        with pytest.raises(InternalError, match="bug"):
-            await client.complete("Hi")
-    assert len(service.requests) == HASTY.max_attempts
-
-
-async def test_resume_is_disabled_without_retries():
-    service = ScriptedService(breaking((2, UnavailableError("gone"))))
-    async with serve(service) as address, AsyncClient(address, retry=NO_RETRY) as client:
-        with pytest.raises(UnavailableError):
-            await client.complete("Hi")
 
 
 async def test_resume_client_of_a_known_cluster_waits_for_it():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import random
 import re
 import time
 from enum import Enum
@@ -31,7 +30,7 @@ from gammaray.grammar.texts import (
     regex_grammar,
     without_unicode_escapes,
 )
-from tests.support.schema_helpers import SCHEMAS, TEXTS, closed, variations, with_values
+from tests.support.schema_helpers import TEXTS, closed, variations, with_values
 
 
 @cache
@@ -98,29 +97,6 @@ def test_schema_grammar_has_no_other_values(drawn):
     validator = Draft202012Validator(closed(schema))
     others = [json.dumps(other) for other in variations(value) if not validator.is_valid(other)]
     assert not any(follows(json_schema_grammar(schema), *others[:50]))
-
-
-def written(grammar: str, rng: random.Random, limit: int = 200) -> str | None:
-    """Return a random text of a grammar, None if it is not complete after `limit` tokens."""
-    matcher, token_ids = compiled(grammar), []
-    while not (matcher.is_accepting() and (matcher.is_stopped() or rng.random() < 0.5)):
-        mask = int.from_bytes(matcher.compute_bitmask(), "little")
-        possible = [token_id for token_id in range(mask.bit_length()) if mask >> token_id & 1]
-        # Ends of strings and the like are likely, so that most texts end.
-        ends = [token_id for token_id in possible if demo()[0].id_to_token(token_id) in ('"', "]", "}", ",")]
-        chosen = rng.choice(ends if ends and rng.random() < 0.5 else possible)
-        if len(token_ids) == limit or not matcher.consume_token(chosen):
-            return None
-        token_ids.append(chosen)
-    return demo()[1].decode_str(token_ids)
-
-
-@THOROUGH
-@given(SCHEMAS, st.integers(0, 2**32))
-def test_every_text_of_a_schema_grammar_matches_the_schema(schema, seed):
-    text = written(json_schema_grammar(schema), random.Random(seed))
-    assume(text is not None)
-    Draft202012Validator(closed(schema)).validate(json.loads(text))
 
 
 RESTRICTIONS = {

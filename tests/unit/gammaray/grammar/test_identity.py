@@ -7,8 +7,6 @@ import re
 import subprocess
 import sys
 
-import pytest
-
 from gammaray.grammar.identity import (
     GRAMMARS,
     NUM_STEPS,
@@ -18,7 +16,6 @@ from gammaray.grammar.identity import (
     masks_sha256,
     walk,
 )
-from tests.support.grammar_masks import difference
 from tests.support.grammar_versions import since_1_9
 
 
@@ -84,21 +81,3 @@ class WithoutEscapes:
 @since_1_9
 def test_library_without_escapes_of_printable_characters_has_another_digest():
     assert masks_sha256(WithoutEscapes()) != masks_sha256(byte_compiler())
-
-
-MASKS = [[[-1, "0600"], [1, "0200"]]]
-
-
-@pytest.mark.parametrize(
-    ("one", "two", "how"),
-    [
-        (MASKS, MASKS, "equal"),
-        (MASKS, [[[-1, "0600"], [1, "0a00"]]], "masks differ"),
-        (MASKS, [MASKS[0][:1]], "masks differ"),
-        (MASKS, "too big", "refused by one"),
-        ("a", "b", "refused by both"),
-        (MASKS, None, "in one file only"),
-    ],
-)
-def test_comparison_of_masks_tells_how_they_differ(one, two, how):
-    assert difference(one, two)[0] == how

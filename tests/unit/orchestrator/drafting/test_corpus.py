@@ -11,17 +11,10 @@ from gammaray.types import DrafterKind, SamplingParams, VerificationMethod
 from orchestrator.cycle.session import Session
 from orchestrator.drafting.corpus import BLOCK, CHECK_PAGE, MAX_ENTRY, MIN_ENTRY, Corpus
 from orchestrator.drafting.suffix_decoding import SuffixDrafter
+from tests.support.workers.scripted_workers import NoText
 
 TTL_S = 100.0
 PROMPT = (1, 2, 3, 4)
-
-
-class NoText:
-    def push(self, token_id):
-        return False
-
-    def take(self, *, final):
-        return ""
 
 
 class Clock:

@@ -30,7 +30,6 @@ def test_defaults_pass_with_and_without_gpus():
     [
         (NONE, {"device": "cuda"}, "device: got cuda, .*no NVIDIA driver"),
         (CudaDevices(1), {"deterministic": True}, "device: "),  # `auto` takes the GPU
-        (NONE, {"engine": "native", "tensor_parallel": 2}, "tensor_parallel: got 2, allowed: 1 with the eng"),
         (NONE, {"lora": "a=/x"}, "lora: got a=/x, allowed: empty without GPUs and vLLM"),
         (
             NONE,

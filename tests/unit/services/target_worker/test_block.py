@@ -16,6 +16,7 @@ from services.verification import rules as verification
 from tests.support.maths_helpers import (
     GREEDY,
     Blend,
+    Fixed,
     TinyModel,
     block_distribution,
     chain_proposals,
@@ -31,17 +32,6 @@ from tests.support.maths_loop_helpers import Speculator, chain_of, g_test
 COUPLED, REJECTION, NAIVE, BLOCK = VerificationMethod
 START = (0,)
 EXACT = 1e-12
-
-
-class Fixed(TinyModel):
-    """The same distribution in every context."""
-
-    def __init__(self, *distribution):
-        super().__init__(len(distribution), 0)
-        self._distribution = list(distribution)
-
-    def distribution(self, context):
-        return self._distribution
 
 
 def cycle_of(target, proposals, of=block_distribution):

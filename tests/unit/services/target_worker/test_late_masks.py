@@ -1,34 +1,37 @@
-"""Sessions whose masks take long: the others go on, and the tokens are the same."""
+"""The CPU engine's scheduler and masks that take long: as with any engine, and for trees and heads."""
 
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
 
-from gammaray.blocks import Shape, Verdict
+from gammaray.blocks import Shape
 from gammaray.config import TargetSettings
-from gammaray.errors import DeadlineExceededError, InvalidArgumentError
 from gammaray.types import Proposal, SamplingParams
 from services.engine.loader import load_engine
-from services.scheduling.masks import MAX_WAIT_S, NUM_THREADS
+from services.scheduling.grammars import Grammars
+from services.scheduling.masks import MAX_WAIT_S
 from services.scheduling.planning import Limits
 from services.target_worker.loading import load_local_drafter
 from services.target_worker.scheduler import TargetScheduler
 from tests.support.engine_helpers import random_tokens, tiny_model
-from tests.support.gated_masks import PATIENCE_S, Gated, steps_until
 from tests.support.head_helpers import DATA
-from tests.support.processing_helpers import GRAMMAR, TOKENS, small_compiler
+from tests.support.late_masks import EOS, LateMasks, blocked, masked, steps_until
+from tests.support.processing_helpers import GRAMMAR, TOKENS, small_tokenizer
 from tests.support.target_helpers import Run
 
-EOS = (0,)
 PROMPT = random_tokens(40, seed=3)
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return str(tiny_model("llama", tmp_path_factory.mktemp("target"), seed=3))
+    directory = tiny_model("llama", tmp_path_factory.mktemp("target"), seed=3)
+    tokenizer = Tokenizer.from_str(small_tokenizer(TOKENS, EOS))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=TOKENS[0]).save_pretrained(directory)
+    return str(directory)
 
 
 @pytest.fixture
@@ -40,7 +43,8 @@ def scheduler_of(model):
         engine = load_engine(model)
         settings = TargetSettings(model=model, head=str(DATA / "llama"))
         head = load_local_drafter(settings, engine) if has_head else None
-        made.append(TargetScheduler(engine, Limits(1024, 16), head=head, draft_ahead=False))
+        grammars = Grammars(model, engine.vocab_size)
+        made.append(TargetScheduler(engine, Limits(1024, 16), grammars, head=head, draft_ahead=False))
         return made[-1]
 
     yield make
@@ -48,54 +52,25 @@ def scheduler_of(model):
         scheduler.close()
 
 
-def masked_run(scheduler, gate, seed=1):
+@pytest.fixture
+def scheduler(scheduler_of):
+    return scheduler_of()
+
+
+class TestCpuEngine(LateMasks):
+    pass
+
+
+def masked_run(scheduler, gate):
     """Return a session with a grammar, and the grammar."""
-    size = scheduler.engine.vocab_size
-    state = Gated(small_compiler(TOKENS, size, EOS).begin(GRAMMAR, EOS), gate)
-    return Run(scheduler, PROMPT, SamplingParams(seed=seed, grammar=GRAMMAR), eos_token_ids=EOS), state
+    params = SamplingParams(seed=1, grammar=GRAMMAR)
+    return Run(scheduler, PROMPT, params, eos_token_ids=EOS), masked(scheduler, gate)[1]
 
 
 def masked_block(run, state, shape=Shape(0), proposal=Proposal(), num_top=None):  # noqa: B008
     block = run.block(shape, proposal)
     block.grammar, block.num_prompt_logprobs = state, num_top
     return block
-
-
-def test_others_go_on_while_masks_take_long(scheduler_of):
-    scheduler, gate = scheduler_of(), threading.Event()
-    slow, state = masked_run(scheduler, gate)
-    quick = Run(scheduler, PROMPT[::-1], SamplingParams(seed=2))
-    scheduler.submit([masked_block(slow, state, proposal=Proposal((1, 2)))])
-    began = time.monotonic()
-    for _ in range(10):
-        quick.cycle(Shape(0), Proposal((5, 6)))
-    assert time.monotonic() - began < PATIENCE_S / 2  # the gate was shut all the time
-    assert state.num_asked == 1
-    gate.set()
-    (reply,) = steps_until(scheduler, len)
-    assert reply.session_id == slow.name
-    assert isinstance(reply.outcome, Verdict)
-
-
-def test_masks_of_slow_sessions_delay_no_quick_grammar(scheduler_of):
-    scheduler, gate, is_open = scheduler_of(), threading.Event(), threading.Event()
-    is_open.set()
-    slow = [masked_run(scheduler, gate, seed) for seed in range(NUM_THREADS)]
-    scheduler.submit([masked_block(*one) for one in slow])
-    steps_until(scheduler, lambda _: all(state.num_asked for _, state in slow))
-    time.sleep(2 * MAX_WAIT_S)
-    gate.set()
-    steps_until(scheduler, lambda replies: len(replies) == len(slow))
-    gate.clear()
-    for run, state in slow:
-        run.held, run.tokens = len(run.tokens), [*run.tokens, 2]
-        scheduler.submit([masked_block(run, state)])
-    quick, state = masked_run(scheduler, is_open)
-    scheduler.submit([masked_block(quick, state)])
-    replies = steps_until(scheduler, len)
-    assert [reply.session_id for reply in replies] == [quick.name]
-    gate.set()
-    assert len(steps_until(scheduler, lambda replies: len(replies) == len(slow))) == len(slow)
 
 
 @pytest.mark.parametrize("num_top", [None, 3])
@@ -110,7 +85,7 @@ def test_late_masks_change_no_verdict(scheduler_of, proposal, num_top):
         for shown in (proposal, Proposal(), proposal):
             gate.clear() if is_late else gate.set()
             scheduler.submit([masked_block(run, state, proposal=shown, num_top=None if found else num_top)])
-            replies = [reply for _ in range(8) for _, reply in scheduler.step()]
+            replies = blocked(scheduler)
             assert not (is_late and replies)
             gate.set()
             (reply,) = replies or steps_until(scheduler, len)
@@ -142,35 +117,3 @@ def test_late_masks_change_no_draft_of_a_head(scheduler_of):
         return run.proposals, run.tokens
 
     assert proposals(is_late=True) == proposals(is_late=False)
-
-
-def test_error_of_late_masks_is_the_answer(scheduler_of):
-    scheduler, gate = scheduler_of(), threading.Event()
-    run, state = masked_run(scheduler, gate)
-    state.error = InvalidArgumentError("grammar", "too much", "less")
-    scheduler.submit([masked_block(run, state)])
-    assert [scheduler.step() for _ in range(8)] == [[]] * 8
-    gate.set()
-    (reply,) = steps_until(scheduler, len)
-    assert reply.outcome is state.error
-    assert state.num_asked == 1
-
-
-def test_next_block_of_a_session_waits_until_nothing_reads_it(scheduler_of):
-    scheduler, gate = scheduler_of(), threading.Event()
-    run, state = masked_run(scheduler, gate)
-    block = masked_block(run, state, proposal=Proposal((1, 2)))
-    block.deadline = time.monotonic() + 0.2
-    scheduler.submit([block])
-    (dropped,) = steps_until(scheduler, len)
-    assert isinstance(dropped.outcome, DeadlineExceededError)
-    scheduler.submit([masked_block(run, state, proposal=Proposal((2, 2)))])
-    assert [scheduler.step() for _ in range(8)] == [[]] * 8
-    assert state.num_asked == 1
-    gate.set()
-    (reply,) = steps_until(scheduler, len)
-    other, open_gate = scheduler_of(), threading.Event()
-    open_gate.set()
-    same, unhurried = masked_run(other, open_gate)
-    other.submit([masked_block(same, unhurried, proposal=Proposal((2, 2)))])
-    assert reply.outcome == steps_until(other, len)[0].outcome

@@ -11,6 +11,7 @@ import torch
 from gammaray.types import Proposal, SparseDistribution, VerificationMethod
 from services.verification import rules as verification
 from tests.support.maths_helpers import (
+    Fixed,
     TinyModel,
     chain_proposals,
     completed,
@@ -26,17 +27,6 @@ from tests.support.maths_helpers import (
 START = (0,)
 CLEAR = 1e-3
 COUPLED = VerificationMethod.COUPLED
-
-
-class Fixed(TinyModel):
-    """The same distribution in every context."""
-
-    def __init__(self, *distribution):
-        super().__init__(len(distribution), 0)
-        self._distribution = list(distribution)
-
-    def distribution(self, context):
-        return self._distribution
 
 
 def check_rejection():

@@ -2,11 +2,9 @@
 
 import json
 import socket
-import threading
-import time
+from contextlib import ExitStack
 
 import pytest
-import uvicorn
 from click.testing import CliRunner
 from pydantic import BaseModel
 
@@ -14,8 +12,8 @@ from gammaray.cli import main
 from gammaray.client.chat import Chat
 from gammaray.errors import GammarayError, IncompleteOutputError, InvalidArgumentError, UnavailableError
 from gammaray.grammar.texts import choice_grammar, json_schema_grammar, regex_grammar
-from orchestrator.api.http.server.app import create_app
 from tests.support.surface_helpers import ScriptedBackend
+from tests.support.tls_front_helpers import http_front
 
 MAGENTA, RESET = "\x1b[35m", "\x1b[0m"
 
@@ -35,25 +33,8 @@ class Recording(ScriptedBackend):
 @pytest.fixture
 def serve():
     """Serve a backend over HTTP; return its URL."""
-    started = []
-
-    def start(backend):
-        listener = socket.create_server(("127.0.0.1", 0))
-        server = uvicorn.Server(uvicorn.Config(create_app(backend), log_level="error", lifespan="off"))
-        thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
-        thread.start()
-        started.append((server, thread, listener))
-        deadline = time.monotonic() + 30
-        while not server.started:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        return f"http://127.0.0.1:{listener.getsockname()[1]}"
-
-    yield start
-    for server, thread, listener in started:
-        server.should_exit = True
-        thread.join(30)
-        listener.close()
+    with ExitStack() as started:
+        yield lambda backend: f"http://{started.enter_context(http_front(backend=backend))}"
 
 
 def chat(url, said, *options):
