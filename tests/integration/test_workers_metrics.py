@@ -5,11 +5,11 @@ import signal
 import urllib.request
 
 import pytest
+from tests.support.metrics_helpers import receiving_metrics
 
 from orchestrator.launcher.preflight import free_ports
 from services.engine.native.library import load_kernel
 from tests.support.engine_helpers import random_tokens, tiny_model
-from tests.support.metrics_helpers import receiving_metrics
 from tests.support.workers.process_helpers import spawned
 from tests.support.workers.workers_helpers import Link, propose_block
 
