@@ -101,7 +101,11 @@ def _option(name: str, info: FieldInfo, has_types: bool) -> click.Option:
 
 
 def _shown(info: FieldInfo) -> str:
-    return "required" if info.is_required() else f"default: {'empty' if info.default == '' else info.default}"
+    return (
+        "required"
+        if info.is_required()
+        else f"default: {'empty' if info.default in ('', ()) else info.default}"
+    )
 
 
 def _type(info: FieldInfo) -> Any:
