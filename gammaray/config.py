@@ -309,7 +309,9 @@ class _AccessSettings(_Settings):
     )
 
 
-class _ServingSettings(_Settings):
+class ServingSettings(_Settings):
+    """What workers and orchestrators have in common."""
+
     metrics_listen: str = Field(
         "127.0.0.1:0",
         description="host:port of the Prometheus endpoint; port 0 uses a free port, a range like 9464-9479 "
@@ -345,7 +347,7 @@ class _ServingSettings(_Settings):
         return f"{scheme}://{user}:{quote(self.redis_password, safe='')}@{hosts}{rest[end:]}"
 
 
-class WorkerSettings(_ServingSettings, _ModelSettings):
+class WorkerSettings(ServingSettings, _ModelSettings):
     """Settings shared by draft and target workers."""
 
     model: str = Field(
@@ -410,7 +412,7 @@ class DraftSettings(WorkerSettings):
     )
 
 
-class OrchestratorSettings(_ServingSettings, _AccessSettings):
+class OrchestratorSettings(ServingSettings, _AccessSettings):
     """An orchestrator replica."""
 
     model: str = Field(

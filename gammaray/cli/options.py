@@ -195,9 +195,12 @@ def read_prompts(path: Path, option: str) -> list[str]:
         option: Name of the option, for messages.
 
     Raises:
-        click.BadParameter: The file contains no prompts.
+        click.BadParameter: The file cannot be read, or contains no prompts.
     """
-    text = path.read_text(encoding="utf-8", errors="replace")
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise click.BadParameter(f"{path.name}: {error.strerror}", param_hint=option) from None
     if path.suffix != ".json":
         found: Any = [line for line in text.splitlines() if line.strip()]
     else:

@@ -1,6 +1,6 @@
-"""Command-line options made from a settings class: of `gammaray up`, of its launcher and of worker processes.
+"""Command-line options made from a class: of workers, of `gammaray up` and its launcher, of `gammaray train`.
 
-Omitted options come from the environment variables GAMMARAY_<OPTION>, then from the defaults.
+Omitted options of settings come from the environment variables GAMMARAY_<OPTION>, then from the defaults.
 
 NOTE: pydantic-settings can make a command line, too, but only with argparse: `gammaray up` could not be a
 command of `gammaray` then, and a field `no_auth` would get the option `--no-no-auth`.
@@ -12,18 +12,17 @@ from collections.abc import Sequence
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import click
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings
 
 from gammaray.cli.values import IntRange
 from gammaray.config import REPEATABLE, settings_error
 from gammaray.errors import InvalidArgumentError
 
-SettingsT = TypeVar("SettingsT", bound=BaseSettings)
+SettingsT = TypeVar("SettingsT", bound=BaseModel)
 
 
-def settings_options(settings: type[BaseSettings], *, has_types: bool) -> list[click.Option]:
+def settings_options(settings: type[BaseModel], *, has_types: bool) -> list[click.Option]:
     """Return one option per field, those of the class itself before inherited ones; None if omitted.
 
     Args:
@@ -76,7 +75,7 @@ def checked_settings(settings: type[SettingsT], given: dict[str, Any]) -> Settin
         name: given[name] for name in settings.model_fields if given.get(name) not in (None, ())
     }
     for name, value in values.items():
-        if isinstance(value, tuple):
+        if isinstance(value, tuple) and settings.model_fields[name].annotation is str:
             values[name] = ",".join(value)
     try:
         return settings(**values)
@@ -97,7 +96,15 @@ def _option(name: str, info: FieldInfo, has_types: bool) -> click.Option:
         type=None if is_flag else _type(info) if has_types else click.STRING,
         default=None,
         multiple=info.json_schema_extra == REPEATABLE,
-        help=f"{info.description}  [default: {info.default if info.default != '' else 'empty'}]",
+        help=f"{info.description}  [{_shown(info)}]",
+    )
+
+
+def _shown(info: FieldInfo) -> str:
+    return (
+        "required"
+        if info.is_required()
+        else f"default: {'empty' if info.default in ('', ()) else info.default}"
     )
 
 

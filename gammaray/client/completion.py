@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,12 +79,9 @@ class Completion:
         )
 
 
-def speculation_object(
-    session_id: str, tokens: Sequence[EmittedToken], summary: SpeculationSummary
-) -> dict[str, Any]:
-    """Return the JSON object `gammaray` of responses: speculation summary, and each token's origin."""
+def speculation_object(summary: SpeculationSummary) -> dict[str, Any]:
+    """Return what the JSON object `gammaray` of responses says about the speculation in a completion."""
     return {
-        "session_id": session_id,
         "cycles": summary.cycles,
         "tokens_per_cycle": summary.tokens_per_cycle,
         "alpha": summary.alpha,
@@ -93,8 +90,6 @@ def speculation_object(
         "gamma_mean": summary.gamma_mean,
         "drafted_tokens": summary.drafted_tokens,
         "accepted_tokens": summary.accepted_tokens,
-        "origins": [token.origin.value for token in tokens],
-        "token_ids": [token.token_id for token in tokens],
         "time_ms": {
             "draft": summary.draft_ms,
             "verify": summary.verify_ms,
@@ -102,4 +97,14 @@ def speculation_object(
             "total": summary.total_ms,
         },
         "speedup_estimate": summary.speedup_estimate,
+        "cycles_by_drafter": {
+            "model": summary.model_cycles,
+            "head": summary.head_cycles,
+            "suffix": summary.suffix_cycles,
+            "prediction": summary.prediction_cycles,
+            "grammar": summary.grammar_cycles,
+            "none": summary.plain_cycles,
+        },
+        "fallback_cycles": summary.fallback_cycles,
+        "draft_workers": summary.draft_workers,
     }

@@ -37,6 +37,7 @@ from gammaray.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
+from gammaray.grammar.check_process import write_frame
 
 MAX_CPU_S = 1.0
 """CPU time of the check of a grammar; ordinary ones take a few to 100 ms."""
@@ -226,11 +227,9 @@ class _Process:
             self._child.__exit__(None, None, None)  # closes the pipes, and waits
 
     def _write(self, text: str) -> None:
-        body = text.encode("utf-8", "surrogatepass")
         assert self._child.stdin is not None
         try:
-            self._child.stdin.write(struct.pack(">I", len(body)) + body)
-            self._child.stdin.flush()
+            write_frame(self._child.stdin, text)
         except OSError:
             raise self._ended() from None
 

@@ -1,37 +1,88 @@
-"""What `services.qualify` measures, and what it found."""
+"""What `services.qualify` measures, which is also the options of `gammaray qualify`, and what it found."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic_core.core_schema import ValidationInfo
+
+from gammaray.bench.prompts import NUM_PROMPTS
+from gammaray.config import REPEATABLE
+from gammaray.types import MAX_GAMMA
 
 
-@dataclass(frozen=True)
-class QualifyTask:
-    """What to measure.
+def _parts(given: Any) -> Any:
+    return [part.strip() for part in given.split(",")] if isinstance(given, str) else given
 
-    Attributes:
-        target: Directory, hub name, GGUF file or "demo".
-        drafts: The same for each candidate that drafts on a draft worker.
-        heads: The same for each candidate that drafts in the target worker: EAGLE-3 heads, and draft models.
-        prompts: Texts to continue.
-        chat: Whether each prompt is a user's message, to be put into the target's chat template.
-        max_tokens: Upper bound of tokens per completion; end-of-sequence tokens end it earlier.
-        gammas: Depths of chains; gamma 0 is always measured.
-        temperatures: Temperatures to measure, with coupled verification.
-        rtt_ms: Network time that a proposal of a draft worker adds to a cycle.
-        min_speedup: Smallest speedup at which speculation pays.
+
+def _unique(given: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(dict.fromkeys(given))
+
+
+_Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], AfterValidator(_unique)]
+_Gammas = Annotated[
+    tuple[Annotated[int, Field(ge=1, le=MAX_GAMMA)], ...],
+    BeforeValidator(_parts),
+    AfterValidator(lambda given: tuple(sorted(set(given)))),
+]
+_Temperatures = Annotated[
+    tuple[Annotated[float, Field(ge=0, le=100)], ...], BeforeValidator(_parts), AfterValidator(_unique)
+]
+
+
+class QualifyTask(BaseModel):
+    """Check whether drafts or heads suit a target: served exactly, lossless, and faster on this machine.
+
+    Both models run alternately in one process; no cluster is needed.
     """
 
-    target: str
-    drafts: tuple[str, ...]
-    prompts: tuple[str, ...]
-    max_tokens: int
-    gammas: tuple[int, ...]
-    temperatures: tuple[float, ...]
-    heads: tuple[str, ...] = ()
-    chat: bool = False
-    rtt_ms: float = 0.0
-    min_speedup: float = 1.0
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    target: str = Field(
+        min_length=1, description="Directory, hub name or GGUF file of the target; 'demo' is the demo pair's."
+    )
+    draft: _Names = Field(
+        (),
+        description="Directory, hub name or GGUF file of a draft on a draft worker; repeatable.",
+        json_schema_extra=REPEATABLE,
+    )
+    head: _Names = Field(
+        (),
+        validate_default=True,
+        description="Directory or hub name of what drafts in the target worker: an EAGLE-3 head, or a draft "
+        "model of the same vocabulary; repeatable.",
+        json_schema_extra=REPEATABLE,
+    )
+    prompts: str = Field(
+        "", description="File of prompts of the expected traffic: one per line, or a JSON list of strings."
+    )
+    num_prompts: int = Field(
+        6,
+        ge=1,
+        le=NUM_PROMPTS,
+        description="Without --prompts: number of own ones, code, prose and repetitive text in turn.",
+    )
+    chat: bool = Field(False, description="Each prompt is a user's message, in the target's chat template.")
+    tokens: int = Field(96, ge=2, description="Maximum tokens per completion.")
+    gammas: _Gammas = Field(
+        "1,2,4,8", validate_default=True, description="Depths of chains; gamma 0 is always measured."
+    )
+    temperatures: _Temperatures = Field(
+        "0,1", validate_default=True, description="Temperatures, with coupled verification."
+    )
+    rtt_ms: float = Field(
+        0.5, ge=0, le=1e6, description="Network time that a proposal of a draft worker adds to a cycle."
+    )
+    min_speedup: float = Field(1.1, ge=0.01, le=100, description="Speedup that a draft must reach.")
+
+    @field_validator("head")
+    @classmethod
+    def _check_candidates(cls, head: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        if not head and not info.data.get("draft"):
+            raise ValueError("got no candidate, allowed: a draft or a head")
+        return head
 
 
 @dataclass(frozen=True)

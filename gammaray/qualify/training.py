@@ -1,57 +1,53 @@
-"""What `services.train` trains."""
+"""What `services.train` trains; also the options of `gammaray train`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 
-@dataclass(frozen=True)
-class TrainTask:
-    """What to train; see the options of `gammaray train`.
+class TrainTask(BaseModel):
+    """Train a drafter for a target on text that the target writes.
 
-    Attributes:
-        target: Directory or hub name, or "demo".
-        out: The drafter's directory.
-        work: Folder of answers and state, from which an interrupted run continues.
-        prompts: Texts; None: the target writes its own user turns.
-        chat: Whether prompts are user turns, instead of texts to continue.
-        kind: "eagle3", a head that reads the target's hidden states, or "plain", a draft model.
-        layers: Of a head the layers whose entering states it reads, counted from 0, the last one the number
-            of layers; of a draft model the target's layers to start from, in this order. Empty: 2, the
-            middle, the last but two, and the end; for a draft model the first two.
-        init: A directory of this command's drafter to start from; same shape.
-        draft_vocab: Rows of the output matrix; at most the target's.
-        tokens: Answer tokens to generate.
-        max_tokens: Longest answer.
-        batch: Answers generated at once.
-        train_tokens: Least answer tokens per training step.
-        learning_rate: Peak of AdamW's rate; None: 0.001, for a draft model 0.002.
-        loss: "kl", "tv" (total variation) or "coupled" (what coupled verification rejects).
-        minutes: Limit of generation and training together, over all runs; half of it at most is generation.
-        steps_per_report: Training steps between two measurements; the state is saved after each.
-        device: Where to train and generate: "cpu", "cuda" or "cuda:N".
-        threads: Arithmetic threads.
-        seed: Of all choices.
+    Interrupted, the same command continues.
     """
 
-    target: str
-    out: str
-    work: str
-    prompts: tuple[str, ...] | None = None
-    chat: bool = True
-    kind: Literal["eagle3", "plain"] = "eagle3"
-    layers: tuple[int, ...] = ()
-    init: str | None = None
-    draft_vocab: int = 8192
-    tokens: int = 300_000
-    max_tokens: int = 256
-    batch: int = 64
-    train_tokens: int = 512
-    learning_rate: float | None = None
-    loss: Literal["kl", "tv", "coupled"] = "kl"
-    minutes: float = 60.0
-    steps_per_report: int = 50
-    device: str = "cpu"
-    threads: int = 2
-    seed: int = 0
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    target: str = Field(min_length=1, description="Directory or hub name; 'demo' is the demo pair's.")
+    out: str = Field(min_length=1, description="Directory of the drafter.")
+    work: str = Field("", description="Folder of answers and state; empty: OUT.work.")
+    prompts: str = Field(
+        "", description="File, one per line, or a JSON list of strings; empty: the target writes its own."
+    )
+    chat: bool = Field(True, description="Prompts are user turns; else they are texts to continue.")
+    kind: Literal["eagle3", "plain"] = Field(
+        "eagle3",
+        description="A head, which reads the target's hidden states in its process, or a draft model.",
+    )
+    layers: Annotated[str, StringConstraints(pattern=r"^(\d{1,6}(,\d{1,6})*)?$")] = Field(
+        "",
+        description="Numbers of layers of the target, counted from 0: those of which a head reads the "
+        "states, the last one the number of layers, or those to start a draft model from; empty: low, "
+        "middle, high and last, or for plain 0,1.",
+    )
+    init: str = Field("", description="Directory of a drafter of the same shape to start from; empty: none.")
+    draft_vocab: int = Field(8192, ge=1, description="Tokens it can propose; at most the target's.")
+    tokens: int = Field(300_000, ge=1, description="Answer tokens to generate.")
+    max_tokens: int = Field(256, ge=8, description="Longest answer.")
+    batch: int = Field(64, ge=1, description="Answers generated at once.")
+    train_tokens: int = Field(512, ge=1, description="Least answer tokens per step.")
+    learning_rate: float = Field(0.0, ge=0, le=1, description="Peak; 0: 0.001, for plain 0.002.")
+    loss: Literal["kl", "tv", "coupled"] = Field(
+        "kl", description="Divergence, total variation, or what coupled verification rejects."
+    )
+    minutes: float = Field(
+        60.0, gt=0, description="Limit of all runs together; half of it at most is generation."
+    )
+    steps_per_report: int = Field(
+        50, ge=1, description="Steps between measurements; the state is saved after each."
+    )
+    device: str = Field("cpu", description="cpu, cuda or cuda:N.")
+    threads: int = Field(2, ge=1, le=256, description="Arithmetic threads.")
+    seed: int = Field(0, ge=0, description="Of all choices.")

@@ -13,10 +13,11 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 
+from gammaray.config import ServingSettings
 from gammaray.errors import InvalidArgumentError, UnauthenticatedError
 
 _log = logging.getLogger(__name__)
@@ -26,17 +27,6 @@ ORCHESTRATOR_NAME = "gammaray-orchestrator"
 
 WORKER_NAME = "gammaray-worker"
 """DNS name in the certificates of workers."""
-
-
-class TlsSettings(Protocol):
-    """The settings that name the files."""
-
-    @property
-    def tls_ca(self) -> str: ...
-    @property
-    def tls_cert(self) -> str: ...
-    @property
-    def tls_key(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -62,7 +52,7 @@ class TlsFiles:
         return _pem("tls_ca", self.ca), _pem("tls_cert", self.cert), _pem("tls_key", self.key)
 
 
-def tls_files(settings: TlsSettings) -> TlsFiles | None:
+def tls_files(settings: ServingSettings) -> TlsFiles | None:
     """Return the files that the settings name, all of which exist; None for plain text.
 
     Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -21,13 +21,6 @@ class TextStream(Protocol):
 
     def take(self, *, final: bool) -> str:
         """Return the complete text that was not yet taken; with `final` all remaining text."""
-
-
-class CallLog(Protocol):
-    """Records calls to workers; implemented by `orchestrator.telemetry.cycle_log.CycleLog`."""
-
-    def call(self, role: str, address: str) -> Call:
-        """Return the record of the calls to a worker in this cycle."""
 
 
 @dataclass
@@ -55,7 +48,7 @@ class Session:
         finish_reason: Set once the completion has ended.
         state: Handover to the next owner, stored with the next commit.
         deadline: `time.monotonic()` at which the caller's deadline expires.
-        calls: Records the calls to workers; None records nothing.
+        calls: Returns the record of this cycle's calls to a worker, by role and address; None: no records.
         num_cached: Tokens of the prompt that the target worker had cached.
         prompt_logprobs: Log-probabilities of the prompt, set between the first verdict and the first chunk.
         model_identity: Identity of the target that emitted the tokens (`orchestrator.workers.verifier`); ""
@@ -84,7 +77,7 @@ class Session:
     finish_reason: FinishReason | None = field(init=False, default=None)
     state: bytes = field(init=False, default=b"")
     deadline: float = field(init=False, default=math.inf)
-    calls: CallLog | None = field(init=False, default=None)
+    calls: Callable[[str, str], Call] | None = field(init=False, default=None)
     num_cached: int = field(init=False, default=0)
     prompt_logprobs: PromptLogprobs | None = field(init=False, default=None)
     model_identity: str = field(init=False, default="")

@@ -345,7 +345,7 @@ class SessionManager:
         )
         session.model_identity = stored.model_identity
         await self._store.next_turn(session, _serialised(request), stored)
-        left = SessionHandover.from_bytes(stored.state)  # counters of the previous turn do not carry over
+        left = SessionHandover.from_bytes(stored.handover)  # counters of the previous turn do not carry over
         handover = SessionHandover(target=left.target, draft=left.draft)
         return OpenSession(session, request, handover=handover)
 
@@ -378,7 +378,7 @@ class SessionManager:
                 f"resume_from of session {request.session_id}: got {request.resume_from}, allowed: up to "
                 f"{len(stored.tokens)}, the tokens of turn {stored.turn}"
             )
-        handover = SessionHandover.from_bytes(stored.state)
+        handover = SessionHandover.from_bytes(stored.handover)
         handover.counters.catch_up(stored.origins)
         session = make_session(stored.session_id, began, stored.prompt, stored.max_tokens, self._tokenizer)
         session.epoch, session.model_identity = stored.epoch, stored.model_identity

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import fields
 
 from gammaray.checks import check_int
 from gammaray.errors import InvalidArgumentError
 from gammaray.types import EmittedToken
 from gammaray.v1 import generation_service_pb2 as pb
-from gammaray.wire.sessions import SessionInfo, SessionState
+from gammaray.wire.sessions import SessionInfo
 from orchestrator.access.caller import Caller
 from orchestrator.sessions.lifecycle import REPLAY_TOKENS
 from orchestrator.sessions.progress import emitted_token
-from orchestrator.storage.session_store import RedisStore, SessionSummary
+from orchestrator.storage.session_store import RedisStore
 from orchestrator.storage.trace_store import RedisTraceStore
 from orchestrator.text.tokenizer import Tokenizer
 
@@ -27,7 +28,9 @@ DEFAULT_LISTED = 100
 class SessionCalls:
     """Gets, traces, lists, cancels and deletes sessions.
 
-    Every method raises UnavailableError if Redis cannot be reached.
+    Every method raises UnavailableError if Redis cannot be reached, those about one session also
+    InvalidArgumentError if its name is malformed, and, but for `delete`, NotFoundError if the caller has no
+    such session (any more).
 
     Args:
         store: The session store.
@@ -47,12 +50,7 @@ class SessionCalls:
         self._traces = traces
 
     async def get(self, session_id: str, caller: Caller) -> tuple[SessionInfo, tuple[EmittedToken, ...]]:
-        """Return a session and the tokens emitted in its current turn.
-
-        Raises:
-            InvalidArgumentError: The session name is malformed.
-            NotFoundError: The caller has no such session (any more).
-        """
+        """Return a session and the tokens emitted in its current turn."""
         stored = await self._store.read(_qualified(session_id, caller))
         tokens: list[EmittedToken] = []
         for start in range(0, len(stored.tokens), REPLAY_TOKENS):
@@ -62,12 +60,7 @@ class SessionCalls:
         return _info(stored, caller), tuple(tokens)
 
     async def trace(self, session_id: str, caller: Caller) -> pb.GetSessionTraceResponse:
-        """Return the records of a session's cycles, oldest first.
-
-        Raises:
-            InvalidArgumentError: The session name is malformed.
-            NotFoundError: The caller has no such session (any more).
-        """
+        """Return the records of a session's cycles, oldest first."""
         name = _qualified(session_id, caller)
         records = await self._traces.read(name)
         if not records.cycles:
@@ -85,22 +78,13 @@ class SessionCalls:
         return [_info(summary, caller) for summary in found]
 
     async def cancel(self, session_id: str, caller: Caller) -> SessionInfo:
-        """Cancel the session's current turn unless it has ended; return the session's new state.
-
-        Raises:
-            InvalidArgumentError: The session name is malformed.
-            NotFoundError: The caller has no such session (any more).
-        """
+        """Cancel the session's current turn unless it has ended; return the session's new state."""
         name = _qualified(session_id, caller)
         self._release(name, await self._store.cancel(name))
         return _info(await self._store.summary(name), caller)
 
     async def delete(self, session_id: str, caller: Caller) -> bool:
-        """Delete a session, on the workers too; return whether it existed.
-
-        Raises:
-            InvalidArgumentError: The session name is malformed.
-        """
+        """Delete a session, on the workers too; return whether it existed."""
         name = _qualified(session_id, caller)
         existed = await self._store.delete(name)
         self._release(name, 0, forget=True)
@@ -113,17 +97,7 @@ def _qualified(session_id: str, caller: Caller) -> str:
     return caller.qualify(session_id)
 
 
-def _info(summary: SessionSummary, caller: Caller) -> SessionInfo:
-    state = SessionState.RUNNING if summary.is_running else SessionState.DETACHED
-    return SessionInfo(
-        session_id=caller.public(summary.session_id),
-        turn=summary.turn,
-        state=state if summary.finish_reason is None else SessionState.FINISHED,
-        finish_reason=summary.finish_reason,
-        prompt_tokens=summary.prompt_tokens,
-        emitted_tokens=summary.emitted_tokens,
-        seed=summary.seed,
-        epoch=summary.epoch,
-        created_ms=summary.created_ms,
-        expires_in_ms=summary.expires_ms,
-    )
+def _info(stored: SessionInfo, caller: Caller) -> SessionInfo:
+    """Return a session under the caller's name, without what else the store has of it."""
+    known = {field.name: getattr(stored, field.name) for field in fields(SessionInfo)}
+    return SessionInfo(**known | {"session_id": caller.public(stored.session_id)})

@@ -23,6 +23,7 @@ from gammaray.errors import (
     NotFoundError,
 )
 from gammaray.types import FinishReason, TokenOrigin
+from gammaray.wire.sessions import SessionInfo, SessionState
 from orchestrator.cycle.session import Session
 from orchestrator.storage import session_scripts as scripts
 from orchestrator.storage.client import BatchedScript, answer
@@ -54,37 +55,8 @@ SUMMARY_FIELDS = (
 
 
 @dataclass(frozen=True)
-class SessionSummary:
-    """Summary of a session, as in a listing.
-
-    Args:
-        session_id: Its (qualified) name.
-        turn: The current turn, from 0.
-        epoch: Fencing number of the owner.
-        seed: The seed in use.
-        finish_reason: None while the turn is not finished.
-        is_running: Whether an owner holds an unexpired lease.
-        prompt_tokens: Tokens of the turn's prompt, which includes all earlier turns.
-        emitted_tokens: Number of tokens emitted in the turn.
-        created_ms: Unix time in ms at which the session was created.
-        expires_ms: Milliseconds until the session expires.
-    """
-
-    session_id: str
-    turn: int
-    epoch: int
-    seed: int
-    finish_reason: FinishReason | None
-    is_running: bool
-    prompt_tokens: int
-    emitted_tokens: int
-    created_ms: int
-    expires_ms: int
-
-
-@dataclass(frozen=True)
-class StoredSession(SessionSummary):
-    """A session with its tokens, as read from the store.
+class StoredSession(SessionInfo):
+    """A session with its tokens, as read from the store; its id is the qualified name.
 
     Args:
         request: The request that began the turn, as passed to the store.
@@ -93,7 +65,7 @@ class StoredSession(SessionSummary):
         sample_index: Index of the session among the request's choices.
         max_tokens: Upper bound of emitted tokens, clipped to the context.
         tokens: The emitted tokens.
-        state: Handover of the owner to the next one.
+        handover: What the owner left for the next one.
         model_identity: Identity of the target that emitted the tokens, also of earlier turns; "" if unknown.
         is_whole: Whether all committed tokens are present.
     """
@@ -104,7 +76,7 @@ class StoredSession(SessionSummary):
     sample_index: int
     max_tokens: int
     tokens: tuple[StoredToken, ...]
-    state: bytes
+    handover: bytes
     model_identity: str
     is_whole: bool
 
@@ -119,25 +91,26 @@ class StoredSession(SessionSummary):
         return tuple(origin for _, origin, _ in self.tokens)
 
 
-def parse_summary(session_id: str, head: Mapping[str, bytes], expires_ms: int, now_ms: int) -> SessionSummary:
-    """Parse a summary from a hash's fields, as of `now_ms`."""
+def parse_summary(session_id: str, head: Mapping[str, bytes], expires_ms: int, now_ms: int) -> SessionInfo:
+    """Parse a session without its tokens from a hash's fields, as of `now_ms`."""
     reason = head.get("finish_reason")
     records = _RECORDS[int(head["num_top"])]
-    return SessionSummary(
+    state = SessionState.RUNNING if int(head.get("lease", 0)) > now_ms else SessionState.DETACHED
+    return SessionInfo(
         session_id=session_id,
         turn=int(head["turn"]),
         epoch=int(head["epoch"]),
         seed=int(head["seed"]),
         finish_reason=FinishReason(reason.decode()) if reason is not None else None,
-        is_running=reason is None and int(head.get("lease", 0)) > now_ms,
+        state=state if reason is None else SessionState.FINISHED,
         prompt_tokens=int(head["prompt_tokens"]),
         emitted_tokens=int(head["size"]) // records.size,
         created_ms=int(head["created"]),
-        expires_ms=max(0, expires_ms),
+        expires_in_ms=max(0, expires_ms),
     )
 
 
-def split_summary(session_id: str, line: bytes, now_ms: int) -> SessionSummary:
+def split_summary(session_id: str, line: bytes, now_ms: int) -> SessionInfo:
     """Parse a summary from a line of `orchestrator.storage.session_scripts.LIST`."""
     *values, expires_ms = line.split(b" ")
     head = {name: value for name, value in zip(SUMMARY_FIELDS, values, strict=True) if value != b"-"}
@@ -158,7 +131,7 @@ def parse(
         sample_index=int(head["sample_index"]),
         max_tokens=int(head["max_tokens"]),
         tokens=_RECORDS[int(head["num_top"])].unpack(data),
-        state=head.get("state", b""),
+        handover=head.get("state", b""),
         model_identity=head.get("model_identity", b"").decode(),
         is_whole=int(head["size"]) == len(data),
     )
@@ -397,7 +370,7 @@ class RedisStore:
             break
         raise InternalError(f"session {session_id}: Redis lost tokens of it")
 
-    async def summary(self, session_id: str) -> SessionSummary:
+    async def summary(self, session_id: str) -> SessionInfo:
         """Return the summary of a session; its tokens are not read.
 
         Raises:
@@ -408,9 +381,9 @@ class RedisStore:
             raise NotFoundError(f"no session {session_id}", "session")
         return found[0]
 
-    async def recent(self, tenant: str, limit: int) -> list[SessionSummary]:
+    async def recent(self, tenant: str, limit: int) -> list[SessionInfo]:
         """Return a tenant's sessions, most recently active first; tokens are not read."""
-        found: list[SessionSummary] = []
+        found: list[SessionInfo] = []
         names = [
             _text(name)
             for name in await answer(self._redis.zrevrange(self._keys.index(tenant), 0, limit - 1))
@@ -474,7 +447,7 @@ class RedisStore:
             lambda: script(keys=keys, args=args), session_id, self._ttl_ms, "max_tokens"
         )
 
-    async def _summaries(self, names: Sequence[str]) -> list[SessionSummary]:
+    async def _summaries(self, names: Sequence[str]) -> list[SessionInfo]:
         heads = [self._keys.of(name)[0] for name in names]
         now_ms, lines = await answer(self._list(keys=heads, args=SUMMARY_FIELDS))
         rows = zip(names, lines, strict=True)

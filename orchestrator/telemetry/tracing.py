@@ -119,7 +119,8 @@ class Tracing:
             if is_stored:
                 in_background(self._link(trace, session))
         store = self._store if is_stored else None
-        session.calls = cycle_log = CycleLog(session, store, in_background, trace)
+        cycle_log = CycleLog(session, store, in_background, trace)
+        session.calls = cycle_log.call
         return cycle_log
 
     async def shutdown(self) -> None:

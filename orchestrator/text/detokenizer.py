@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
-from typing import Protocol
 
 from orchestrator.text.tokenizer import Tokenizer
 
@@ -13,14 +12,6 @@ PROMPT_WINDOW = 8
 
 MAX_TOKENS_PER_CHARACTER = 4
 """UTF-8 has at most four bytes per character; a longer sequence cannot become a character."""
-
-
-class _Decoder(Protocol):
-    def push(self, token_id: int) -> str:
-        """Add a token; return the characters that it completes."""
-
-    def finish(self) -> str:
-        """Return the remaining text, with incomplete characters as U+FFFD."""
 
 
 class Detokenizer:
@@ -37,7 +28,7 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
-        self._decoder: _Decoder = (
+        self._decoder: _ByteDecoder | _WindowDecoder = (
             _ByteDecoder(tokenizer) if tokenizer.has_exact_bytes else _WindowDecoder(tokenizer, prompt)
         )
         self._stop = tuple(stop)
@@ -94,9 +85,11 @@ class _ByteDecoder:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_id: int) -> str:
+        """Add a token; return the characters that it completes."""
         return self._utf8.decode(self._tokenizer.token_bytes(token_id))
 
     def finish(self) -> str:
+        """Return the remaining text, with incomplete characters as U+FFFD."""
         return self._utf8.decode(b"", final=True)
 
 

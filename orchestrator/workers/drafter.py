@@ -141,7 +141,7 @@ class RemoteDrafter(WorkerSession[draft_pb.ProposeBlock, draft_pb.ProposeResult]
         self._num_known = self._base_position
         self._prepared.expect(session.epoch, self._base_position)
         if session.calls is not None:
-            session.calls.call(link.role, link.address).notified(block)
+            session.calls(link.role, link.address).notified(block)
         link.tell(block)
         return replace(proposal, worker=link.address, is_prepared=True)
 

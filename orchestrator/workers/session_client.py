@@ -89,7 +89,7 @@ class WorkerSession(ABC, Generic[BlockT, ResultT]):
     ) -> ResultT:
         """Send the cycle's block, again with more context while the worker reports missing tokens."""
         deadline = time.monotonic() + session.left_s(timeout_s)
-        call = None if session.calls is None else session.calls.call(link.role, link.address)
+        call = None if session.calls is None else session.calls(link.role, link.address)
         try:
             for _ in range(MAX_FEEDS):
                 block = self._block(session)

@@ -11,9 +11,12 @@ from pathlib import Path
 import click
 import torch
 
+from gammaray.bench.prompts import own_prompts
 from gammaray.bench.provenance import write_result
-from gammaray.cli.commands.qualify import qualify, task_of
+from gammaray.cli.commands.qualify import RESULT_OPTION
+from gammaray.cli.options import read_prompts
 from gammaray.cli.output import output_console
+from gammaray.cli.settings import parse_settings
 from gammaray.qualify.judgement import Fitness, judge
 from gammaray.qualify.measured import PairFacts, QualifyTask
 from gammaray.qualify.tables import print_pair, print_ranking
@@ -38,19 +41,19 @@ def conclude(task: QualifyTask, pairs: Sequence[PairFacts], out: Path | None) ->
             {"draft": pair.draft.name, **asdict(judgement), "measured": asdict(pair)}
             for pair, judgement in zip(pairs, judgements, strict=True)
         ]
-        result = {"settings": asdict(task), "candidates": candidates}
+        result = {"settings": task.model_dump(mode="json"), "candidates": candidates}
         click.echo(f"written: {write_result('qualify', result, out)}")
     return min(EXIT_CODES[judgement.fitness] for judgement in judgements)
 
 
 def _qualify() -> int:
-    task, out = task_of(**qualify.make_context("gammaray qualify", sys.argv[1:]).params)
-    return conclude(task, list(_pairs(task)), out)
+    task, others = parse_settings(QualifyTask, "gammaray qualify", sys.argv[1:], [RESULT_OPTION])
+    return conclude(task, list(_pairs(task)), others["out"])
 
 
 def _pairs(task: QualifyTask) -> Iterator[PairFacts]:
     target = Target(task.target)
-    loaders = [(name, load_draft) for name in task.drafts] + [(name, load_head) for name in task.heads]
+    loaders = [(name, load_draft) for name in task.draft] + [(name, load_head) for name in task.head]
     _report(f"loading the target {task.target}")
     target.load()
     for name, load in loaders:
@@ -68,7 +71,11 @@ def _pairs(task: QualifyTask) -> Iterator[PairFacts]:
 
 
 def _measured(task: QualifyTask, target: Target, candidate: Candidate, pair: PairFacts) -> PairFacts:
-    prompts = target.encode(task.prompts, chat=task.chat)
+    if task.prompts:
+        texts = read_prompts(Path(task.prompts), "--prompts")
+    else:
+        texts = [text for _, text in own_prompts(task.num_prompts)]
+    prompts = target.encode(texts, chat=task.chat)
     asks = make_asks(task, prompts, target.eos_token_ids, target.facts.max_context)
     trials = measure(
         Pair(target.scheduler(candidate.head), candidate.scheduler),

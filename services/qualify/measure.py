@@ -71,13 +71,13 @@ def make_asks(
     Raises:
         InvalidArgumentError: The tokens leave no room for a prompt, or a prompt has no tokens.
     """
-    room = max_context - task.max_tokens
+    room = max_context - task.tokens
     if room < 1:
-        raise InvalidArgumentError("tokens", task.max_tokens, f"below the target's context of {max_context}")
+        raise InvalidArgumentError("tokens", task.tokens, f"below the target's context of {max_context}")
     if not all(prompts):
         raise InvalidArgumentError("prompts", "a prompt without tokens", "prompts with at least one token")
     return [
-        Ask(tuple(prompt[-room:]), task.max_tokens, temperature, seed, eos_token_ids)
+        Ask(tuple(prompt[-room:]), task.tokens, temperature, seed, eos_token_ids)
         for temperature in task.temperatures
         for seed, prompt in enumerate(prompts)
     ]

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from contextlib import aclosing
-from typing import Any, Protocol
+from typing import Any
 
 from gammaray.errors import GammarayError, InternalError, ResourceExhaustedError, UnavailableError
 from services.scheduling.tasks import Release, Reply, Task
@@ -33,15 +33,6 @@ NOTICE_S = 0.2
 
 _log = logging.getLogger(__name__)
 Deliver = Callable[[Task, Reply], None]
-
-
-class Frame(Protocol):
-    """What VerifyRequest and ProposeRequest have in common."""
-
-    @property
-    def blocks(self) -> Any: ...
-    @property
-    def releases(self) -> Any: ...
 
 
 class Streams:
@@ -66,12 +57,12 @@ class Streams:
         self._empty.set()
 
     async def serve(
-        self, requests: AsyncIterator[Frame], parse: Callable[[Any, Deliver], Task]
+        self, requests: AsyncIterator[Any], parse: Callable[[Any, Deliver], Task]
     ) -> AsyncGenerator[list[Reply], None]:
         """Serve one stream; yields all replies that are ready, in lists.
 
         Args:
-            requests: Frames of the client.
+            requests: Frames of the client: VerifyRequests or ProposeRequests.
             parse: Turns a block into a validated task; raises a GammarayError for an invalid one.
 
         Raises:
@@ -133,7 +124,7 @@ class BlockStream:
         for task in self._pending:
             task.cancelled = True
 
-    async def run(self, requests: AsyncIterator[Frame]) -> AsyncGenerator[list[Reply], None]:
+    async def run(self, requests: AsyncIterator[Any]) -> AsyncGenerator[list[Reply], None]:
         """Yield replies until the client ends the stream, or the worker drains, and all blocks are answered.
 
         A list without replies is the notice that the worker is shutting down.
@@ -160,7 +151,7 @@ class BlockStream:
         is_last = self._is_read or self._streams.is_draining
         return is_last and not self._pending and not self._outbox
 
-    async def _read(self, requests: AsyncIterator[Frame]) -> None:
+    async def _read(self, requests: AsyncIterator[Any]) -> None:
         try:
             async for frame in requests:
                 # Backpressure: stop reading from a client that does not read its replies.
@@ -176,7 +167,7 @@ class BlockStream:
             self._is_read = True
             self._ready.set()
 
-    def _take(self, frame: Frame) -> None:
+    def _take(self, frame: Any) -> None:
         if frame.releases:
             endings = [Release(r.session_id, r.epoch, r.forget) for r in frame.releases]
             self._streams.submission.release(endings)

@@ -11,7 +11,8 @@ import threading
 
 import click
 
-from gammaray.cli.commands.train import task_of, train
+from gammaray.cli.settings import parse_settings
+from gammaray.qualify.training import TrainTask
 from services.process.program import run_program
 from services.train.run import run
 
@@ -20,7 +21,7 @@ def _train() -> int:
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
-    task = task_of(**train.make_context("gammaray train", sys.argv[1:]).params)
+    task, _ = parse_settings(TrainTask, "gammaray train", sys.argv[1:])
     if run(task, click.echo, stop.is_set):
         return 0
     click.echo("stopped; the same command continues")

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
+from gammaray.cli.options import read_prompts
 from gammaray.demo_pair import resolve_model
 from gammaray.errors import FailedPreconditionError, InvalidArgumentError
 from gammaray.gguf import is_gguf
@@ -75,7 +76,7 @@ def run(task: TrainTask, report: Callable[[str], None], stopped: Callable[[], bo
     path = resolve_model(task.target, "target")
     if is_gguf(path):
         raise InvalidArgumentError("target", task.target, "a directory or hub name with safetensors")
-    work = Path(task.work)
+    work = Path(task.work or f"{task.out.rstrip('/')}.work")
     with disk(work):
         work.mkdir(parents=True, exist_ok=True)
         lock = (work / "lock").open("w")
@@ -136,13 +137,14 @@ class _Run:
             return
         tokenizer: Any = AutoTokenizer.from_pretrained(self.path)
         passages = Passages()
-        if task.prompts is None:
+        texts = read_prompts(Path(task.prompts), "--prompts") if task.prompts else None
+        if texts is None:
             jobs = own_jobs(Turns(tokenizer), passages, _TEMPERATURES, task.seed)
         elif task.chat:
-            chats = [[{"role": "user", "content": text}] for text in task.prompts]
+            chats = [[{"role": "user", "content": text}] for text in texts]
             jobs = chat_jobs(Turns(tokenizer), chats, _TEMPERATURES)
         else:
-            jobs = file_jobs(tokenizer, list(task.prompts), _TEMPERATURES)
+            jobs = file_jobs(tokenizer, texts, _TEMPERATURES)
         engine = load_engine(self.path, device=task.device, threads=task.threads)
         engine.limit_cache(_CACHE_BYTES)
         writer = Writer(
@@ -209,7 +211,7 @@ class _Run:
             rate = min(1.0, (step + 1) / _WARM_UP_STEPS) * min(1.0, max(0.05, 2 * (1 - progress)))
             optimizer.param_groups[0]["lr"] = peak * rate
             if self.is_head:
-                is_late = progress >= UNROLL_FROM or task.init is not None
+                is_late = progress >= UNROLL_FROM or task.init != ""
                 drafter.num_depths = _UNROLL if is_late else 1
             with self.mixed:
                 loss = drafter.loss(self._batch(drafter, taught, step), task.loss)
@@ -232,7 +234,7 @@ class _Run:
             drafter = TrainableHead(module, self.layers, rows, _DEPTH, self._state_store())
         else:
             drafter = TrainableDraft(module, self.layers, rows)
-        if task.init is not None and not state.exists():
+        if task.init and not state.exists():
             drafter.start_from(task.init, self.path)
         return drafter.to(task.device)
 
@@ -327,7 +329,10 @@ def _layers(task: TrainTask, count: int) -> tuple[int, ...]:
     is_head = task.kind == "eagle3"
     default = (2, count // 2, count - 3, count) if is_head else (0, 1)
     most = count if is_head else count - 1
-    layers = task.layers or tuple(dict.fromkeys(layer for layer in default if 0 <= layer <= most))
+    if task.layers:
+        layers = tuple(map(int, task.layers.split(",")))
+    else:
+        layers = tuple(dict.fromkeys(layer for layer in default if 0 <= layer <= most))
     if not set(layers) <= set(range(most + 1)):
         raise InvalidArgumentError("layers", layers, f"numbers from 0 to {most}")
     if is_head and layers[-1] != count:

@@ -298,9 +298,9 @@ def test_end_of_sequence_ends_a_completion_at_every_gamma(schedulers):
 
 
 def test_prompts_are_cut_at_their_beginning_and_bounds_are_checked():
-    (ask, _) = make_asks(task(max_tokens=8), [list(range(20))], (), 18)
+    (ask, _) = make_asks(task(tokens=8), [list(range(20))], (), 18)
     assert ask.prompt == tuple(range(10, 20))
     with pytest.raises(InvalidArgumentError, match="tokens"):
-        make_asks(task(max_tokens=18), [[1]], (), 18)
+        make_asks(task(tokens=18), [[1]], (), 18)
     with pytest.raises(InvalidArgumentError, match="prompts"):
         make_asks(task(), [[]], (), 128)

@@ -25,6 +25,7 @@ from gammaray.types import (
     TokenOrigin,
     VerificationMethod,
 )
+from gammaray.wire.sessions import SessionState
 from orchestrator.storage.session_store import RedisStore
 from orchestrator.text.cpu_threads import INLINE_NUMBERS
 from orchestrator.workers.protocol import DRAFT, TARGET
@@ -213,7 +214,7 @@ async def test_service_ended_request_frees_the_workers(orchestrator, redis, how)
     stored = await RedisStore(redis, 60).read(name)
     # A client that went away may come back, see test_resume.py.
     assert stored.finish_reason is (FinishReason.LENGTH if how == "finished" else None)
-    assert not stored.is_running
+    assert stored.state is not SessionState.RUNNING
     assert orchestrator.admission.num_running == 0
 
 

@@ -24,6 +24,7 @@ from gammaray.errors import (
 from gammaray.types import FinishReason, GenerationRequest, SamplingParams, TokenOrigin, VerificationMethod
 from gammaray.v1 import generation_service_pb2 as pb
 from gammaray.v1 import target_service_pb2 as target_pb
+from gammaray.wire.sessions import SessionState
 from orchestrator.launcher.redis_server import RedisServer
 from orchestrator.sessions.lifecycle import SessionManager
 from orchestrator.storage.client import MAX_CONNECTIONS, answer, connect
@@ -109,7 +110,7 @@ async def test_store_stale_owner_is_refused(store):
     await store.detach(session)
     stored = await store.read("s")
     assert (stored.token_ids, stored.finish_reason, stored.epoch) == ((1, 2), None, epoch)
-    assert stored.is_running
+    assert stored.state is SessionState.RUNNING
 
     successor = make_session(epoch=epoch)
     successor.digest = stored.digest
@@ -175,7 +176,7 @@ async def test_store_rejects_commits_to_a_cancelled_turn(store):
         await store.renew(session)
     stored = await store.read("s")
     assert (stored.token_ids, stored.finish_reason) == ((1,), FinishReason.CANCELLED)
-    assert not stored.is_running
+    assert stored.state is not SessionState.RUNNING
     assert await store.cancel("s") == epoch
     with pytest.raises(NotFoundError):
         await store.cancel("unknown")

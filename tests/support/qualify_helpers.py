@@ -32,5 +32,5 @@ def pair(*trials, target=None, draft=None, **changed):
 
 
 def task(**changed):
-    known = {"target": "t", "drafts": ("d",), "prompts": ("p",), "max_tokens": 16, "gammas": (2,)}
+    known = {"target": "t", "draft": ("d",), "tokens": 16, "gammas": (2,), "rtt_ms": 0.0, "min_speedup": 1.0}
     return QualifyTask(**known | {"temperatures": (0.0, 1.0)} | changed)

@@ -17,12 +17,15 @@ from services.train.run import run
 PROMPTS = ("def ", "import os", "for i in range(", "class Point:", "return self.", "The list is ")
 
 
-def make_task(folder: Path, **changes: Any) -> TrainTask:
+def make_task(folder: Path, prompts: tuple[str, ...] = PROMPTS * 6, **changes: Any) -> TrainTask:
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "prompts.json"
+    file.write_text(json.dumps(prompts))
     given = {
         "target": str(TARGET_DIR),
         "out": str(folder / "drafter"),
         "work": str(folder / "work"),
-        "prompts": PROMPTS * 6,
+        "prompts": str(file) if prompts else "",
         "chat": False,
         "draft_vocab": 512,
         "tokens": 2500,

@@ -148,7 +148,12 @@ def _json(completion: Completion, with_logprobs: bool) -> dict[str, Any]:
         "finish_reason": completion.finish_reason.value,
         "seed": completion.seed,
         "usage": asdict(completion.usage),
-        "gammaray": speculation_object(completion.session_id, tokens, completion.summary),
+        "gammaray": {
+            "session_id": completion.session_id,
+            "origins": [token.origin.value for token in tokens],
+            "token_ids": [token.token_id for token in tokens],
+            **speculation_object(completion.summary),
+        },
     }
     if with_logprobs:
         answer["logprobs"] = [

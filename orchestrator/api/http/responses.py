@@ -8,8 +8,9 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias, cast
 
+from gammaray.client.completion import speculation_object
 from gammaray.types import (
     Chunk,
     EmittedToken,
@@ -277,39 +278,15 @@ class ChoiceState:
 
     def gammaray(self) -> types.GammarayResult:
         """Return the response object `gammaray`; the choice must be finished."""
-        summary = self.summary
-        assert summary is not None, "the last chunk carries the summary"
-        return {
+        assert self.summary is not None, "the last chunk carries the summary"
+        own = {
             "session_id": self.session_id,
             "seed": self.seed,
-            "cycles": summary.cycles,
-            "tokens_per_cycle": summary.tokens_per_cycle,
-            "alpha": summary.alpha,
-            "acceptance_rate": summary.acceptance_rate,
-            "accepted_lengths": list(summary.accepted_lengths),
-            "gamma_mean": summary.gamma_mean,
-            "drafted_tokens": summary.drafted_tokens,
-            "accepted_tokens": summary.accepted_tokens,
             "origins": self.origins,
             "token_ids": self.token_ids.tolist(),
-            "time_ms": {
-                "draft": summary.draft_ms,
-                "verify": summary.verify_ms,
-                "other": summary.other_ms,
-                "total": summary.total_ms,
-            },
-            "speedup_estimate": summary.speedup_estimate,
-            "cycles_by_drafter": {
-                "model": summary.model_cycles,
-                "head": summary.head_cycles,
-                "suffix": summary.suffix_cycles,
-                "prediction": summary.prediction_cycles,
-                "grammar": summary.grammar_cycles,
-                "none": summary.plain_cycles,
-            },
-            "fallback_cycles": summary.fallback_cycles,
-            "draft_workers": summary.draft_workers,
+            **speculation_object(self.summary),
         }
+        return cast("types.GammarayResult", own)
 
 
 def speculative_decoding(summary: SpeculationSummary) -> types.SpeculativeDecoding:
