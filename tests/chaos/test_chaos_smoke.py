@@ -8,6 +8,7 @@ import math
 import threading
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,19 @@ VOCABULARY_SEED = 23
 """Whose first two strikes kill a draft worker and a target worker, if these are the only roles."""
 
 
+SMOKE = Options(
+    seconds=600,
+    seed=SEED,
+    streams=2 * len(PAIR),
+    max_tokens=80,
+    stop_s=(0.5, 2.0),
+    max_strikes=8,
+    move_timeout_s=60.0,
+    resume_s=240.0,
+)
+"""On a busy machine a replacement takes its time: eight strikes it must be, each on a cluster that serves."""
+
+
 def chaos(name: str, options: Options, tmp_path: Path) -> Outcome:
     """Run chaos on a cluster of a kind; its complaints are printed if that fails."""
     with open(tmp_path / "complaints", "w") as complaints:  # Ray tells of every death
@@ -54,18 +68,7 @@ def chaos(name: str, options: Options, tmp_path: Path) -> Outcome:
 @pytest.mark.kills
 @pytest.mark.timeout(1200)
 def test_chaos_loses_repeats_and_changes_no_token(tmp_path):
-    # On a busy machine a replacement takes its time: eight strikes it must be, each on a cluster that serves.
-    options = Options(
-        seconds=600,
-        seed=SEED,
-        streams=2 * len(PAIR),
-        max_tokens=80,
-        stop_s=(0.5, 2.0),
-        max_strikes=8,
-        move_timeout_s=60.0,
-        resume_s=240.0,
-    )
-    outcome = chaos("model", options, tmp_path)
+    outcome = chaos("model", SMOKE, tmp_path)
     assert {role for event in outcome.events for role in event.killed} == set(ROLES)
 
 
@@ -73,18 +76,8 @@ def test_chaos_loses_repeats_and_changes_no_token(tmp_path):
 @pytest.mark.kills
 @pytest.mark.timeout(600)
 def test_chaos_with_a_draft_of_another_vocabulary_changes_no_token(tmp_path):
-    roles = ("draft", "target")
-    options = Options(
-        seconds=300,
-        seed=VOCABULARY_SEED,
-        streams=2 * len(VOCABULARY),
-        max_tokens=80,
-        stop_s=(0.5, 1.0),
-        max_strikes=2,
-        roles=roles,
-        move_timeout_s=60.0,
-        resume_s=240.0,
-    )
+    changes = {"seconds": 300, "seed": VOCABULARY_SEED, "streams": 2 * len(VOCABULARY)}
+    options = replace(SMOKE, **changes, stop_s=(0.5, 1.0), max_strikes=2, roles=("draft", "target"))
     outcome = chaos("vocabulary", options, tmp_path)
     assert [event.killed for event in outcome.events] == [("draft",), ("target",)]
 

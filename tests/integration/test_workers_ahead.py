@@ -11,6 +11,7 @@ from tests.support.engine_helpers import plain_model, random_tokens, tiny_model
 from tests.support.workers.workers_helpers import (
     ANSWER_TIMEOUT_S,
     Driver,
+    accepted_in_plain_tokens,
     propose_block,
     running,
     spec_message,
@@ -62,24 +63,7 @@ async def quiet(worker):
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.2])
 async def test_trees_give_the_tokens_of_plain_decoding(pair, temperature):
     target, draft, _ = pair
-    penalties = {"frequency_penalty": 0.6, "repetition_penalty": 1.1, "min_tokens": 9}
-    accepted = 0
-    for number, extra in enumerate(({}, penalties)):
-        params = SamplingParams(temperature=temperature, seed=7, **extra)
-        common = {"prompt": PROMPT, "params": params, "eos_token_ids": (5,)}
-        plain = await Driver(target, None, **common, session_id=f"plain{number}").generate(LENGTH)
-        for gamma, max_nodes in (*SHAPES, (4, 0)):
-            driver = Driver(
-                target,
-                draft,
-                **common,
-                gamma=gamma,
-                max_nodes=max_nodes,
-                session_id=f"{gamma}-{max_nodes}-{number}",
-            )
-            assert await driver.generate(LENGTH) == plain
-            accepted += driver.accepted
-    assert accepted > 20
+    assert await accepted_in_plain_tokens(target, draft, PROMPT, temperature, (*SHAPES, (4, 0))) > 20
 
 
 async def test_other_methods_never_get_a_tree(pair):

@@ -10,13 +10,17 @@ from gammaray.types import SamplingParams
 from tests.support.drafter_helpers import make_drafter
 from tests.support.engine_helpers import plain_model, random_tokens, tiny_model
 from tests.support.vocabulary_helpers import CODE, byte_level
-from tests.support.workers.workers_helpers import Driver, propose_block, running, spec_message
+from tests.support.workers.workers_helpers import (
+    accepted_in_plain_tokens,
+    propose_block,
+    running,
+    spec_message,
+)
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "max_position_embeddings": 256}
 PROMPT = random_tokens(12, seed=3)
-LENGTH = 40
 DRAFTERS = {
     "parallel": {"pard_token": 4},
     "parallel-shared": {"pard_token": 10**6, "mask_embedding": True, "shares_embedding": True},
@@ -61,22 +65,13 @@ async def held_tokens(worker, session_id):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("drafter", DRAFTERS, indirect=True)
 async def test_tokens_are_those_of_plain_decoding(target, drafter, temperature):
-    penalties = {"frequency_penalty": 0.6, "repetition_penalty": 1.1, "min_tokens": 9}
-    accepted = 0
     async with (
         running("target", target) as (verifier, _),
         running("draft", drafter, target=str(target)) as (draft, _),
     ):
         assert (await draft.info()).vocab_size == (await verifier.info()).vocab_size
-        for number, extra in enumerate(({}, penalties)):
-            params = SamplingParams(temperature=temperature, seed=7, **extra)
-            common = {"prompt": PROMPT, "params": params, "eos_token_ids": (5,)}
-            plain = await Driver(verifier, None, **common, session_id=f"plain{number}").generate(LENGTH)
-            for gamma, max_nodes in ((1, 0), (4, 0), (7, 0), (3, 8), (6, 40)):
-                name = f"{gamma}-{max_nodes}-{number}"
-                driver = Driver(verifier, draft, **common, gamma=gamma, max_nodes=max_nodes, session_id=name)
-                assert await driver.generate(LENGTH) == plain
-                accepted += driver.accepted
+        shapes = ((1, 0), (4, 0), (7, 0), (3, 8), (6, 40))
+        accepted = await accepted_in_plain_tokens(verifier, draft, PROMPT, temperature, shapes)
     # Of ten texts: the first token of each block, and draws that the noise decides.
     assert accepted > (150 if temperature else 60)
 

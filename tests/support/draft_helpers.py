@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gammaray.blocks import Shape
 from gammaray.errors import GammarayError
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from services.draft_worker.scheduler import DraftScheduler
@@ -18,8 +16,9 @@ from services.engine.core.batch import SequenceInput
 from services.engine.core.session_cache import SessionCache
 from services.engine.sampling.noise import Noise
 from services.scheduling.planning import Limits
-from services.scheduling.tasks import ProposeTask, Reply, SessionSpec
+from services.scheduling.tasks import ProposeTask, Reply
 from services.speculation.predictions import draw_temperature
+from tests.support.vllm_helpers import Session, answer, draft_task
 
 VOCAB = 40
 CAPACITY = 512
@@ -202,31 +201,20 @@ class Drafter:
         eos: tuple[int, ...] = (),
         session_id: str = "s",
     ) -> ProposeTask:
-        spec = SessionSpec(params or SamplingParams(seed=5), method, prompt_length, eos)
-        return ProposeTask(
-            request_id=0,
-            session_id=session_id,
-            epoch=1,
-            base_position=len(tokens),
-            context_start=0,
-            context=list(tokens),
-            spec=spec,
-            deadline=time.monotonic() + 1e6,
-            deliver=lambda task, reply: None,
-            shape=Shape(gamma, max_nodes),
+        session = Session(
+            tokens[:prompt_length], params or SamplingParams(seed=5), method, eos, name=session_id
         )
+        session.tokens = list(tokens)
+        return draft_task(session, gamma, max_nodes)
 
     def ask(self, tokens: Sequence[int], gamma: int, **fields: Any) -> Reply:
         """Ask for one proposal and step until it is there."""
-        self.scheduler.submit([self.task(tokens, gamma, **fields)])
-        for _ in range(1000):
-            replies = self.scheduler.step()
-            if replies:
-                ((_, reply),) = replies
-                if isinstance(reply.outcome, GammarayError):
-                    raise reply.outcome
-                return reply
-        raise AssertionError("no answer")
+        task = self.task(tokens, gamma, **fields)
+        self.scheduler.submit([task])
+        reply = answer(self.scheduler, task)
+        if isinstance(reply.outcome, GammarayError):
+            raise reply.outcome
+        return reply
 
     def idle(self, num_steps: int = 10**6) -> int:
         """Draft ahead for this many forwards, or until it is done; return their number."""

@@ -188,6 +188,27 @@ class Driver:
         )
 
 
+async def accepted_in_plain_tokens(
+    target: Link, draft: Link, prompt: Sequence[int], temperature: float, shapes: Iterable[tuple[int, int]]
+) -> int:
+    """Check that 40 tokens are those of plain decoding, drafted in shapes of gamma and nodes.
+
+    Decodes with and without penalties; returns how many drafted tokens were accepted.
+    """
+    penalties = {"frequency_penalty": 0.6, "repetition_penalty": 1.1, "min_tokens": 9}
+    accepted = 0
+    for number, extra in enumerate(({}, penalties)):
+        params = SamplingParams(temperature=temperature, seed=7, **extra)
+        common: dict[str, Any] = {"prompt": prompt, "params": params, "eos_token_ids": (5,)}
+        plain = await Driver(target, None, **common, session_id=f"plain{number}").generate(40)
+        for gamma, max_nodes in shapes:
+            name = f"{gamma}-{max_nodes}-{number}"
+            driver = Driver(target, draft, **common, gamma=gamma, max_nodes=max_nodes, session_id=name)
+            assert await driver.generate(40) == plain
+            accepted += driver.accepted
+    return accepted
+
+
 def spec_message(
     params: SamplingParams = GREEDY,
     method: VerificationMethod = VerificationMethod.COUPLED,

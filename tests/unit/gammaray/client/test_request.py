@@ -20,8 +20,7 @@ def test_request_without_options_has_the_defaults_of_the_types():
 
 
 def test_request_every_option_sets_its_field():
-    options = {
-        "max_tokens": 5,
+    sampling = {
         "temperature": 0.5,
         "top_p": 0.9,
         "top_k": 40,
@@ -36,44 +35,25 @@ def test_request_every_option_sets_its_field():
         "seed": 17,
         "sample_index": 4,
         "grammar": "",  # tests/unit/gammaray/client/test_structured.py; it does not go with ignore_eos
-        "stop": "end",
-        "stop_token_ids": [9],
-        "ignore_eos": True,
-        "logprobs": 3,
-        "prompt_logprobs": 4,
-        "verification": "rejection",
-        "gamma": 6,
-        "drafter": "none",
-        "session_id": "mine",
-        "turn": 2,
-        "keep_cache_s": 1.5,
-        "cache_salt": "apart",
-        "prediction": [5, 6],
-        "store": True,
-        "model": "demo",
     }
+    same = {"max_tokens": 5, "ignore_eos": True, "store": True, "model": "demo"}
+    same |= {"session_id": "mine", "turn": 2, "keep_cache_s": 1.5, "cache_salt": "apart"}
+    others = {  # option: given, field, expected
+        "stop": ("end", "stop", ("end",)),
+        "stop_token_ids": ([9], "stop_token_ids", (9,)),
+        "logprobs": (3, "num_top_logprobs", 3),
+        "prompt_logprobs": (4, "num_prompt_logprobs", 4),
+        "verification": ("rejection", "verification", VerificationMethod.REJECTION),
+        "gamma": (6, "gamma", GammaPolicy(6)),
+        "drafter": ("none", "drafter", DrafterKind.NONE),
+        "prediction": ([5, 6], "prediction", (5, 6)),
+    }
+    options = {**sampling, **same, **{name: given for name, (given, _, _) in others.items()}}
     in_place_of_grammar = {"json_schema", "regex", "choice"}
     assert options.keys() == GenerateOptions.__annotations__.keys() - in_place_of_grammar
-    sampling = SamplingParams(0.5, 0.9, 40, 0.1, 1.1, 0.2, 0.3, {5: -1.0}, (1, 2), (3,), 2, 17, 4, "")
+    expected = {field: value for _, field, value in others.values()}
     assert build_request([1, 2], **options) == GenerationRequest(
-        prompt=(1, 2),
-        model="demo",
-        sampling=sampling,
-        max_tokens=5,
-        stop=("end",),
-        stop_token_ids=(9,),
-        ignore_eos=True,
-        num_top_logprobs=3,
-        verification=VerificationMethod.REJECTION,
-        gamma=GammaPolicy(6),
-        drafter=DrafterKind.NONE,
-        session_id="mine",
-        turn=2,
-        keep_cache_s=1.5,
-        cache_salt="apart",
-        num_prompt_logprobs=4,
-        prediction=(5, 6),
-        store=True,
+        (1, 2), sampling=SamplingParams.of(sampling), **same, **expected
     )
 
 
