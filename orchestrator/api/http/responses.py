@@ -226,6 +226,7 @@ class ChoiceState:
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
     summary: SpeculationSummary | None = None
+    receipt: str = ""
     prompt_logprobs: PromptLogprobs | None = None
     calls: CallReader | None = None
     new_events: list[CallEvent] = field(default_factory=list)
@@ -245,6 +246,7 @@ class ChoiceState:
         self.finish_reason = chunk.finish_reason
         self.usage = chunk.usage
         self.summary = chunk.summary
+        self.receipt = chunk.receipt
         return chunk
 
     def note(self, tokens: Sequence[EmittedToken]) -> None:
@@ -265,7 +267,8 @@ class ChoiceState:
 
     @property
     def _num_kept(self) -> int:
-        return len(self.text) + (self.whole_logprobs.num_bytes if self.whole_logprobs is not None else 0)
+        logprobs = self.whole_logprobs
+        return len(self.text) + len(self.receipt) + (0 if logprobs is None else logprobs.num_bytes)
 
     @property
     def finish(self) -> str | None:
@@ -279,7 +282,9 @@ class ChoiceState:
         """Return the response object `gammaray`; the choice must be finished."""
         summary = self.summary
         assert summary is not None, "the last chunk carries the summary"
+        receipt: types.HasReceipt = {"receipt": self.receipt} if self.receipt else {}
         return {
+            **receipt,
             "session_id": self.session_id,
             "seed": self.seed,
             "cycles": summary.cycles,
