@@ -497,8 +497,8 @@ class Chunk:
 
     `offset` counts the turn's tokens before this piece; resume from offset + len(tokens). `prompt_tokens`
     counts the tokens of the turn's prompt; 0 if the server does not report it. The first piece carries
-    `prompt_logprobs` if requested, except when a turn is resumed that has emitted tokens. The last one carries
-    `receipt`, which covers the whole turn, if requested.
+    `prompt_logprobs` if requested, except when a turn is resumed that has emitted tokens. The last one also
+    carries `receipt`, which covers the whole turn, if requested.
     """
 
     session_id: str

@@ -1,1 +1,1 @@
-"""Receipts of completions: their form and signature (`receipt`), the keys (`keys`) and what a check finds (`verdicts`)."""
+"""Receipts of completions: their form (`receipt`), the keys (`keys`), what a check finds (`verdicts`)."""

@@ -1,7 +1,7 @@
 """Keys that sign receipts: Ed25519 (RFC 8032), in a file that is a JSON Web Key Set (RFC 7517, RFC 8037).
 
-The newest key signs, and only it has its private part `d`. The public parts of former keys stay in the file, so
-that their receipts can be checked. An id is the key's thumbprint (RFC 7638).
+The newest key signs, and only it has its private part `d`. The public parts of former keys stay in the file,
+so that their receipts can be checked. An id is the key's thumbprint (RFC 7638).
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ class ReceiptVerdict(BaseModel):
     """What the check of a receipt found.
 
     Attributes:
-        result: valid: every token follows from checkpoint, prompt, parameters and seed; invalid: one does not;
-            refused: this cannot be checked here.
+        result: valid: every token follows from checkpoint, prompt, parameters and seed; invalid: one does
+            not; refused: this cannot be checked here.
         reason: Why it is invalid or refused; else empty.
         num_tokens: Emitted tokens that were checked.
         num_ties: Of these, how many are the argmax only after a change of logits within the margin.

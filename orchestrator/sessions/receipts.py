@@ -51,7 +51,7 @@ class ReceiptIssuer:
             raise InvalidArgumentError("receipt", "true", allowed)
 
     async def issue(self, opened: OpenSession, last: Chunk) -> str:
-        """Return the signed receipt of a turn whose last chunk is `last`: all its tokens, also of earlier owners.
+        """Return the signed receipt of a turn whose last chunk is `last`; it has the tokens of all owners.
 
         Raises:
             InvalidArgumentError: There is no key.

@@ -107,9 +107,8 @@ class ReceiptChecker:
             check_token_ids(field, getattr(receipt, field), self.engine.vocab_size)
         length = len(receipt.prompt_token_ids) + len(receipt.token_ids)
         if not receipt.prompt_token_ids or length > self.engine.max_context:
-            raise InvalidArgumentError(
-                "token_ids", f"{length} with the prompt", f"1 to {self.engine.max_context}"
-            )
+            allowed = f"up to {self.engine.max_context} with the prompt (context), and a prompt"
+            raise InvalidArgumentError("token_ids", f"{length} tokens with the prompt", allowed)
         return MARGINS[dtype] if self._margin is None else self._margin
 
 
@@ -128,7 +127,8 @@ def _wrong_end(receipt: Receipt) -> str:
         FinishReason.LENGTH: is_full,
         FinishReason.CANCELLED: True,
     }.get(receipt.finish_reason, False):
-        return f"{len(tokens)} tokens of at most {receipt.max_tokens} do not end by {receipt.finish_reason.value}"
+        size = f"{len(tokens)} tokens of at most {receipt.max_tokens}"
+        return f"{size} do not end by {receipt.finish_reason.value}"
     return ""
 
 
