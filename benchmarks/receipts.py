@@ -137,7 +137,7 @@ class _Ask(Ask):
 def completions(
     model: str, engine: Engine, asked: Sequence[Sequence[int]], num_tokens: int, **fields: Any
 ) -> list[Receipt]:
-    """Return receipts of completions by an engine, which calls itself float32; by default at temperature 1."""
+    """Return receipts of completions by an engine that calls itself float32, by default at temperature 1."""
     pair = Pair(TargetScheduler(engine, Limits(1024, _FEED)), None)
     weights, tokenizer, ends = weights_sha256(model), vocab_sha256(model), Target(model).eos_token_ids
     receipts = []

@@ -116,7 +116,7 @@ class SignedReceipt:
             field = ".".join(map(str, error.errors(include_input=False)[0]["loc"]))
             raise InvalidArgumentError("receipt", f"a payload invalid at {field}", _ALLOWED) from None
         if receipt.model_dump_json().encode() != payload:
-            raise InvalidArgumentError("receipt", "a payload with unknown fields", _ALLOWED)
+            raise InvalidArgumentError("receipt", "a payload that a server does not write", _ALLOWED)
         return cls(receipt, kid, f"{head}.{body}".encode(), signed)
 
     def check(self, keys: tuple[ReceiptKey, ...]) -> None:

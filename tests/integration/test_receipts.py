@@ -8,7 +8,9 @@ import json
 
 import httpx
 import pytest
+from click.testing import CliRunner
 
+from gammaray.cli import main
 from gammaray.client.completion import Completion
 from gammaray.errors import InvalidArgumentError
 from gammaray.grammar.texts import json_schema_grammar
@@ -271,3 +273,24 @@ async def test_sdk_completion_has_the_receipt(orchestrator, checker, keys_file):
     chunks = await complete(orchestrator, request_of(receipt=True))
     completion = Completion.from_chunks(chunk_from_proto(chunk_to_proto(chunk)) for chunk in chunks)
     assert completion.receipt == chunks[-1].receipt
+
+
+@pytest.mark.slow
+def test_check_command_judges_a_file(honest, keys_file, tmp_path):
+    key = read_receipt_keys(keys_file)[-1]
+    public, file = tmp_path / "public.json", tmp_path / "receipts.txt"
+    public.write_text(json.dumps(published([key])))
+    wrong = honest.model_copy(update={"token_ids": (*honest.token_ids[:9], 1, *honest.token_ids[10:])})
+    valid, invalid = honest.signed(key), wrong.signed(key)
+    file.write_text(f"{valid}\n{invalid}\n{valid[:-8]}\n")
+    command = ["check", str(file), "--target", "demo"]
+    result = CliRunner().invoke(main, [*command, "--key", str(public), "--json"])
+    found = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [one["result"] for one in found] == ["valid", "invalid", "refused"]
+    assert [one["position"] for one in found] == [None, 9, None]
+    assert found[1]["expected"] == honest.token_ids[9]
+    assert (found[0]["signature"], result.exit_code) == ("valid", 1)
+    file.write_text(f"{valid}\n")
+    result = CliRunner().invoke(main, command)
+    assert result.stdout == "receipt 1: valid: 48 tokens follow, signature not checked\n"
+    assert result.exit_code == 0
