@@ -209,6 +209,7 @@ def test_changed_receipt_is_found(honest, checker, name):
         assert verdict.gap is None or verdict.gap > verdict.margin
 
 
+@pytest.mark.slow
 def test_token_within_the_margin_is_a_tie(honest, checker):
     tokens = list(honest.token_ids)
     tokens[20] = (tokens[20] + 1) % 100
