@@ -212,17 +212,7 @@ class Orchestrator:
                 span.deliver(chunk)
                 return chunk
 
-            await check_request(
-                request,
-                model_name=self.model_name,
-                vocab_size=self.vocab_size,
-                max_context=self.tokenizer.max_context,
-                adapters=self.adapters,
-            )
-            if request.resume_from is None:
-                self._drafting.check(request)
-            if request.receipt:
-                self.receipts.check()
+            await self._check(request)
             await stack.enter_async_context(self.admission.place(caller))
             await self._check_grammar(request.sampling.grammar, caller, span)
             self._fit_context()
@@ -247,6 +237,25 @@ class Orchestrator:
                     yield await deliver(turn.chunk(cycle))
             except CancelledError as error:
                 yield await deliver(turn.cancelled(error))
+
+    async def _check(self, request: GenerationRequest) -> None:
+        """Check a request as far as is possible without tokenising.
+
+        Raises:
+            NotFoundError: The request names another model.
+            InvalidArgumentError: Names the field that is wrong.
+        """
+        await check_request(
+            request,
+            model_name=self.model_name,
+            vocab_size=self.vocab_size,
+            max_context=self.tokenizer.max_context,
+            adapters=self.adapters,
+        )
+        if request.resume_from is None:
+            self._drafting.check(request)
+        if request.receipt:
+            self.receipts.check()
 
     async def _check_grammar(self, grammar: str, caller: Caller, span: RequestSpan) -> None:
         """Check a grammar that is not empty, and that target workers compute the same masks.
