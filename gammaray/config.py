@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import quote
 
@@ -295,11 +296,20 @@ class _TargetModelSettings(_ModelSettings):
         return self
 
 
+NO_KEYS = "none"
+"""Value of the setting `api_keys_file` with which a cluster serves other machines without keys."""
+
+
 class _AccessSettings(_Settings):
     api_keys_file: str = Field(
         "",
         description="Key file of `gammaray keys`, of whose keys clients need one; reloaded when it changes. "
-        "Empty: no key is required.",
+        "Empty: no key is required, and `gammaray up` serves its own machine only; none: no key is required.",
+    )
+    receipt_keys_file: str = Field(
+        "",
+        description="File of `gammaray keys receipts`, whose newest key signs receipts; reloaded when it "
+        "changes. Empty: requests for a receipt are refused.",
     )
     allowed_hosts: str = Field(
         "",
@@ -307,6 +317,11 @@ class _AccessSettings(_Settings):
         description="Without API keys: comma-separated names that requests may have in `Host`, "
         "in addition to localhost and IP addresses; '.example.com' is all names below it, '*' any.",
     )
+
+    @property
+    def key_file(self) -> Path | None:
+        """The file with the API keys of which clients need one; None: they need none."""
+        return None if self.api_keys_file in ("", NO_KEYS) else Path(self.api_keys_file)
 
 
 class ServingSettings(_Settings):
@@ -516,9 +531,8 @@ class ClusterSettings(_TargetModelSettings, _AccessSettings):
     host: str = Field(
         "127.0.0.1",
         min_length=1,
-        description="Address of both APIs; if other machines can reach it, set api_keys_file or no_auth.",
+        description="Address of both APIs; if other machines can reach it, set api_keys_file.",
     )
-    no_auth: bool = Field(False, description="Serve other machines without requiring API keys.")
 
     @model_validator(mode="before")
     @classmethod

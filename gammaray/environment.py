@@ -46,6 +46,7 @@ _REMOVED: Final[Mapping[str, str]] = {
     f"{PREFIX}MAX_WAITING_REQUESTS": f"{PREFIX}MAX_CONCURRENT_REQUESTS, which is the same",
     f"{PREFIX}MIN_GAIN": "unset; pools scale by load",
     f"{PREFIX}ORCHESTRATOR_LOAD": "`scaling.orchestrator_load` of the chart; it is 64 elsewhere",
+    f"{PREFIX}NO_AUTH": f"{PREFIX}API_KEYS_FILE=none",
     f"{PREFIX}PIN_CORES": "unset; start `gammaray up` with `taskset` to choose its cores",
     f"{PREFIX}PREFILL_CHUNK": f"{PREFIX}MAX_BATCH_TOKENS, of which it is a quarter",
     f"{PREFIX}PROBE_KEY_SHA256": "unset; `gammaray up` passes its own key",

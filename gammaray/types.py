@@ -283,6 +283,8 @@ class GenerationRequest:
         store: Whether the session is stored. A completion that is not stored has no session: it cannot be
             resumed, continued, listed, cancelled or traced. Only without `session_id`, `turn`, `resume_from`
             and `keep_cache_s`.
+        receipt: Whether the last chunk has a signed receipt (`gammaray.receipts`). Only with coupled
+            verification, and if the server has a key for receipts.
     """
 
     prompt: str | tuple[int, ...]
@@ -304,6 +306,7 @@ class GenerationRequest:
     num_prompt_logprobs: int | None = None
     prediction: str | tuple[int, ...] = ""
     store: bool = True
+    receipt: bool = False
 
     def validate(self) -> None:
         """Check all fields as far as possible without the model.
@@ -321,6 +324,9 @@ class GenerationRequest:
         else:
             check_token_ids("prompt", self.prompt)
         self._check_prediction()
+        if self.receipt and self.verification is not VerificationMethod.COUPLED:
+            got = f"true with {self.verification.value} verification"
+            raise InvalidArgumentError("receipt", got, "true with coupled verification only")
         check_token_ids("stop_token_ids", self.stop_token_ids, max_ids=MAX_STOP_TOKEN_IDS)
         self.sampling.validate()
         if self.sampling.grammar and self.ignore_eos:
@@ -491,7 +497,8 @@ class Chunk:
 
     `offset` counts the turn's tokens before this piece; resume from offset + len(tokens). `prompt_tokens`
     counts the tokens of the turn's prompt; 0 if the server does not report it. The first piece carries
-    `prompt_logprobs` if requested, except when a turn is resumed that has emitted tokens.
+    `prompt_logprobs` if requested, except when a turn is resumed that has emitted tokens. The last one also
+    carries `receipt`, which covers the whole turn, if requested.
     """
 
     session_id: str
@@ -505,3 +512,4 @@ class Chunk:
     turn: int = 0
     prompt_tokens: int = 0
     prompt_logprobs: PromptLogprobs | None = None
+    receipt: str = ""

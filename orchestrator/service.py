@@ -42,6 +42,7 @@ from orchestrator.sessions.leases import LeaseManager, repeat
 from orchestrator.sessions.lifecycle import OpenSession, SessionManager, check_request
 from orchestrator.sessions.management import SessionCalls
 from orchestrator.sessions.progress import ChunkBuilder
+from orchestrator.sessions.receipts import ReceiptIssuer
 from orchestrator.status import StatusBoard
 from orchestrator.storage.client import connect, wait_for_redis
 from orchestrator.storage.keys import Keys, StoreBounds
@@ -100,6 +101,7 @@ class Orchestrator:
         fleet: The draft and target workers.
         leases: Renewal and reaping of session leases.
         sessions: Calls of clients about their sessions.
+        receipts: Signs receipts.
         corpus: Past outputs, which are proposed to later sessions of the same tenant.
     """
 
@@ -138,6 +140,7 @@ class Orchestrator:
         self._board = StatusBoard(self.meter, self.admission, self.fleet, redis, keys, self.model_name)
         self.leases = LeaseManager(self.store, self.fleet.release)
         self.sessions = SessionCalls(self.store, tokenizer, self._release, records)
+        self.receipts = ReceiptIssuer(settings.receipt_keys_file, tokenizer, self.model_name)
 
     @classmethod
     async def start(cls, settings: OrchestratorSettings) -> Orchestrator:
@@ -199,7 +202,9 @@ class Orchestrator:
             meter = stack.enter_context(self.meter.request(request))
             span = await stack.enter_async_context(self.tracing.request(request, caller))
 
-            def deliver(chunk: Chunk) -> Chunk:
+            async def deliver(chunk: Chunk) -> Chunk:
+                if chunk.finish_reason is not None and opened.request.receipt:
+                    chunk = replace(chunk, receipt=await self.receipts.issue(opened, chunk))
                 if caller.tenant or not request.store:
                     name = caller.public(chunk.session_id) if request.store else ""
                     chunk = replace(chunk, session_id=name)
@@ -207,15 +212,7 @@ class Orchestrator:
                 span.deliver(chunk)
                 return chunk
 
-            await check_request(
-                request,
-                model_name=self.model_name,
-                vocab_size=self.vocab_size,
-                max_context=self.tokenizer.max_context,
-                adapters=self.adapters,
-            )
-            if request.resume_from is None:
-                self._drafting.check(request)
+            await self._check(request)
             await stack.enter_async_context(self.admission.place(caller))
             await self._check_grammar(request.sampling.grammar, caller, span)
             self._fit_context()
@@ -226,7 +223,7 @@ class Orchestrator:
                 stack.enter_context(self._owning(opened, progress))
             async with contextlib.aclosing(opened.replay(progress)) as missed:
                 async for chunk in missed:
-                    yield deliver(chunk)
+                    yield await deliver(chunk)
             if session.finish_reason is not None:
                 return
             prediction = await prediction_ids(opened.request, self.tokenizer)
@@ -237,9 +234,28 @@ class Orchestrator:
             cycles = await stack.enter_async_context(contextlib.aclosing(turn.run_cycles()))
             try:
                 async for cycle in cycles:
-                    yield deliver(turn.chunk(cycle))
+                    yield await deliver(turn.chunk(cycle))
             except CancelledError as error:
-                yield deliver(turn.cancelled(error))
+                yield await deliver(turn.cancelled(error))
+
+    async def _check(self, request: GenerationRequest) -> None:
+        """Check a request as far as is possible without tokenising.
+
+        Raises:
+            NotFoundError: The request names another model.
+            InvalidArgumentError: Names the field that is wrong.
+        """
+        await check_request(
+            request,
+            model_name=self.model_name,
+            vocab_size=self.vocab_size,
+            max_context=self.tokenizer.max_context,
+            adapters=self.adapters,
+        )
+        if request.resume_from is None:
+            self._drafting.check(request)
+        if request.receipt:
+            self.receipts.check()
 
     async def _check_grammar(self, grammar: str, caller: Caller, span: RequestSpan) -> None:
         """Check a grammar that is not empty, and that target workers compute the same masks.

@@ -21,9 +21,10 @@ __all__ = ["main"]
 _COMMANDS = {
     "bench": "Measure a running cluster: speed, acceptance and latency by gamma.",
     "chat": "Chat with the model.",
+    "check": "Check receipts of completions against the target.",
     "config": "Print the effective settings of every process.",
     "generate": "Stream a completion of PROMPT.",
-    "keys": "Create, list and revoke API keys.",
+    "keys": "Create, list and revoke API keys; keys for receipts.",
     "qualify": "Check whether drafts or heads suit a target.",
     "sessions": "List, resume, cancel and delete sessions.",
     "status": "List the processes of a cluster.",

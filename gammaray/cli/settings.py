@@ -3,7 +3,7 @@
 Omitted options of settings come from the environment variables GAMMARAY_<OPTION>, then from the defaults.
 
 NOTE: pydantic-settings can make a command line, too, but only with argparse: `gammaray up` could not be a
-command of `gammaray` then, and a field `no_auth` would get the option `--no-no-auth`.
+command of `gammaray` then.
 """
 
 from __future__ import annotations
@@ -83,16 +83,10 @@ def checked_settings(settings: type[SettingsT], given: dict[str, Any]) -> Settin
         raise settings_error(error) from None
 
 
-def flag_names(field: str) -> tuple[str, str]:
-    """Return the options that switch a boolean field on and off; field `no_x` is switched off by `--x`."""
-    name = field.replace("_", "-")
-    return f"--{name}", f"--{name.removeprefix('no-')}" if name.startswith("no-") else f"--no-{name}"
-
-
 def _option(name: str, info: FieldInfo, has_types: bool) -> click.Option:
-    is_flag = info.annotation is bool
+    is_flag, option = info.annotation is bool, name.replace("_", "-")
     return click.Option(
-        ["/".join(flag_names(name)) if is_flag else f"--{name.replace('_', '-')}", name],
+        [f"--{option}/--no-{option}" if is_flag else f"--{option}", name],
         type=None if is_flag else _type(info) if has_types else click.STRING,
         default=None,
         multiple=info.json_schema_extra == REPEATABLE,

@@ -26,6 +26,7 @@ class Completion:
         seed: The seed used: the same request with it gives the same tokens.
         session_id: The session.
         prompt_logprobs: Log-probabilities of the prompt, if requested.
+        receipt: The signed receipt, for `gammaray check`; empty if none was requested.
         form: The form that was asked for.
     """
 
@@ -37,6 +38,7 @@ class Completion:
     seed: int
     session_id: str
     prompt_logprobs: PromptLogprobs | None = None
+    receipt: str = ""
     form: OutputForm = field(default=OutputForm(), repr=False, compare=False)
 
     @property
@@ -75,6 +77,7 @@ class Completion:
             seed=last.seed,
             session_id=last.session_id,
             prompt_logprobs=prompt_logprobs,
+            receipt=last.receipt,
             form=form or OutputForm(),
         )
 

@@ -44,6 +44,7 @@ class GenerateOptions(SamplingOptions, total=False):
         verification, drafter: The enum member or its value.
         prediction: What the completion is expected to resemble, text or token ids; it affects speed only.
         store: False stores no session; the completion then cannot be resumed when its call breaks.
+        receipt: True asks for a signed receipt, in `receipt` of the last chunk and of the completion.
         json_schema, regex, choice, grammar: The form of the completion, see
             `gammaray.client.structured.OutputOptions`; at most one.
     """
@@ -63,6 +64,7 @@ class GenerateOptions(SamplingOptions, total=False):
     cache_salt: str
     prediction: str | Sequence[int]
     store: bool
+    receipt: bool
     model: str
     json_schema: Mapping[str, Any] | bool | type[Any] | None
     regex: str | None
@@ -159,6 +161,7 @@ _CONVERTERS: dict[str, Any] = {
     "gamma": _gamma,
     "ignore_eos": _flag,
     "store": _flag,
+    "receipt": _flag,
     "session_id": _text,
     "model": _text,
     "cache_salt": _text,

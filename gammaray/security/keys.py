@@ -121,7 +121,7 @@ def create_key(path: Path, tenant: str, note: str = "") -> tuple[ApiKey, str]:
     check_encodable("note", note)
     if len(note) > 256:
         raise InvalidArgumentError("note", f"{len(note)} characters", "at most 256")
-    with _locked(path):
+    with locked(path, "api_keys_file"):
         keys = read_keys(path) if path.exists() else ()
         secret = make_secret()
         while any(key.id == key_id_of(secret) for key in keys):
@@ -145,7 +145,7 @@ def revoke_key(path: Path, key_id: str) -> ApiKey:
         NotFoundError: The file has no such key.
         InvalidArgumentError: The file cannot be used.
     """
-    with _locked(path):
+    with locked(path, "api_keys_file"):
         keys = read_keys(path)
         found = next((key for key in keys if key.id == key_id), None)
         if found is None:
@@ -155,15 +155,19 @@ def revoke_key(path: Path, key_id: str) -> ApiKey:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Lock the file against other writers, so that concurrent commands do not lose keys."""
+def locked(path: Path, field: str) -> Iterator[None]:
+    """Lock a key file against other writers, so that concurrent commands do not lose keys.
+
+    Raises:
+        InvalidArgumentError: Its directory does not exist; names the field.
+    """
     import fcntl  # not on Windows, where this module must be importable
 
     try:
         directory = os.open(path.parent, os.O_RDONLY)
     except OSError as error:
         raise InvalidArgumentError(
-            "api_keys_file", f"{path} ({error.strerror})", "a file in an existing directory"
+            field, f"{path} ({error.strerror})", "a file in an existing directory"
         ) from None
     try:
         fcntl.flock(directory, fcntl.LOCK_EX)
@@ -173,8 +177,15 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _write(path: Path, keys: Sequence[ApiKey]) -> None:
-    """Replace the file atomically, so that a server never reads a partial one; only its owner can read it."""
-    text = _KeyFile(keys=tuple(keys)).model_dump_json(indent=2) + "\n"
+    replace_file(path, _KeyFile(keys=tuple(keys)).model_dump_json(indent=2) + "\n", "api_keys_file")
+
+
+def replace_file(path: Path, text: str, field: str) -> None:
+    """Replace a key file atomically, so that a server never reads a partial one; only its owner can read it.
+
+    Raises:
+        InvalidArgumentError: It cannot be written; names the field.
+    """
     try:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
         with os.fdopen(handle, "w") as file:
@@ -183,4 +194,4 @@ def _write(path: Path, keys: Sequence[ApiKey]) -> None:
             os.fsync(handle)
         os.replace(name, path)
     except OSError as error:
-        raise InvalidArgumentError("api_keys_file", f"{path} ({error.strerror})", "a writable file") from None
+        raise InvalidArgumentError(field, f"{path} ({error.strerror})", "a writable file") from None

@@ -116,6 +116,7 @@ class GenerateRequest(_message.Message):
     NUM_PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     PREDICTION_FIELD_NUMBER: _builtins.int
     STORE_FIELD_NUMBER: _builtins.int
+    RECEIPT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of the model; empty means the served model."""
     text: _builtins.str
@@ -157,6 +158,10 @@ class GenerateRequest(_message.Message):
     """Whether the session is stored. A completion that is not stored has no session: it cannot be resumed, continued,
     listed, cancelled or traced, `session_id` of its pieces is empty, and `session_id`, `turn`, `resume_from` and
     `keep_cache_s` must be absent. Default true.
+    """
+    receipt: _builtins.bool
+    """Return a signed receipt. INVALID_ARGUMENT if the server has no key for receipts, or with another verification method
+    than coupled. Default false.
     """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
@@ -207,10 +212,11 @@ class GenerateRequest(_message.Message):
         num_prompt_logprobs: _builtins.int | None = ...,
         prediction: Global___Prediction | None = ...,
         store: _builtins.bool | None = ...,
+        receipt: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_num_top_logprobs", b"_num_top_logprobs", "_resume_from", b"_resume_from", "_store", b"_store", "gamma", b"gamma", "max_tokens", b"max_tokens", "num_prompt_logprobs", b"num_prompt_logprobs", "num_top_logprobs", b"num_top_logprobs", "prediction", b"prediction", "prompt", b"prompt", "resume_from", b"resume_from", "sampling", b"sampling", "store", b"store", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_num_top_logprobs", b"_num_top_logprobs", "_resume_from", b"_resume_from", "_store", b"_store", "cache_salt", b"cache_salt", "drafter", b"drafter", "gamma", b"gamma", "ignore_eos", b"ignore_eos", "keep_cache_s", b"keep_cache_s", "max_tokens", b"max_tokens", "model", b"model", "num_prompt_logprobs", b"num_prompt_logprobs", "num_top_logprobs", b"num_top_logprobs", "prediction", b"prediction", "prompt", b"prompt", "resume_from", b"resume_from", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "store", b"store", "text", b"text", "token_ids", b"token_ids", "turn", b"turn", "verification", b"verification"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_num_top_logprobs", b"_num_top_logprobs", "_resume_from", b"_resume_from", "_store", b"_store", "cache_salt", b"cache_salt", "drafter", b"drafter", "gamma", b"gamma", "ignore_eos", b"ignore_eos", "keep_cache_s", b"keep_cache_s", "max_tokens", b"max_tokens", "model", b"model", "num_prompt_logprobs", b"num_prompt_logprobs", "num_top_logprobs", b"num_top_logprobs", "prediction", b"prediction", "prompt", b"prompt", "receipt", b"receipt", "resume_from", b"resume_from", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "store", b"store", "text", b"text", "token_ids", b"token_ids", "turn", b"turn", "verification", b"verification"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
@@ -310,6 +316,7 @@ class GenerateResponse(_message.Message):
     TURN_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    RECEIPT_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """The session; empty if it is not stored."""
     text: _builtins.str
@@ -324,6 +331,10 @@ class GenerateResponse(_message.Message):
     """Turn of the session."""
     prompt_tokens: _builtins.int
     """Number of tokens of the turn's prompt."""
+    receipt: _builtins.str
+    """In the last piece, if requested: the receipt of the whole turn, a JSON Web Signature in the compact form. Its public
+    key is at GET /v1/receipts/key of the HTTP API.
+    """
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___EmittedToken]:
         """Tokens emitted since the last piece, with their origin."""
@@ -354,10 +365,11 @@ class GenerateResponse(_message.Message):
         turn: _builtins.int = ...,
         prompt_tokens: _builtins.int = ...,
         prompt_logprobs: _types_pb2.PromptLogprobs | None = ...,
+        receipt: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "_summary", b"_summary", "_usage", b"_usage", "prompt_logprobs", b"prompt_logprobs", "summary", b"summary", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "_summary", b"_summary", "_usage", b"_usage", "finish_reason", b"finish_reason", "offset", b"offset", "prompt_logprobs", b"prompt_logprobs", "prompt_tokens", b"prompt_tokens", "seed", b"seed", "session_id", b"session_id", "summary", b"summary", "text", b"text", "tokens", b"tokens", "turn", b"turn", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "_summary", b"_summary", "_usage", b"_usage", "finish_reason", b"finish_reason", "offset", b"offset", "prompt_logprobs", b"prompt_logprobs", "prompt_tokens", b"prompt_tokens", "receipt", b"receipt", "seed", b"seed", "session_id", b"session_id", "summary", b"summary", "text", b"text", "tokens", b"tokens", "turn", b"turn", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015

@@ -113,6 +113,7 @@ def request_to_proto(request: t.GenerationRequest) -> gen.GenerateRequest:
         cache_salt=request.cache_salt,
         num_prompt_logprobs=request.num_prompt_logprobs,
         store=None if request.store else False,
+        receipt=request.receipt,
     )
     if request.gamma.fixed is None:
         message.gamma.adaptive = True
@@ -165,6 +166,7 @@ def request_from_proto(message: gen.GenerateRequest) -> t.GenerationRequest:
         num_prompt_logprobs=message.num_prompt_logprobs if message.HasField("num_prompt_logprobs") else None,
         prediction=prediction,
         store=message.store if message.HasField("store") else True,
+        receipt=message.receipt,
     )
     request.validate()
     return request
@@ -180,6 +182,7 @@ def chunk_to_proto(chunk: t.Chunk) -> gen.GenerateResponse:
         offset=chunk.offset,
         turn=chunk.turn,
         prompt_tokens=chunk.prompt_tokens,
+        receipt=chunk.receipt,
     )
     if chunk.finish_reason is not None:
         message.finish_reason = FINISH_REASONS[chunk.finish_reason]
@@ -214,6 +217,7 @@ def chunk_from_proto(message: gen.GenerateResponse) -> t.Chunk:
             if message.HasField("prompt_logprobs")
             else None
         ),
+        receipt=message.receipt,
     )
 
 

@@ -7,7 +7,6 @@ caller cannot name another tenant's session: the lookup finds nothing.
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Mapping
@@ -19,14 +18,12 @@ from gammaray.config import OrchestratorSettings
 from gammaray.errors import InvalidArgumentError, UnauthenticatedError
 from gammaray.security.keys import ApiKey, hash_key, key_id_of, read_keys
 from gammaray.wire.metadata import MAX_TIMEOUT_MS, TIMEOUT_HEADER
-
-_log = logging.getLogger(__name__)
+from orchestrator.access.reloaded import ReloadedKeys
 
 PRIORITY_HEADER = "gammaray-priority"
 """Header or metadata key: priority among a tenant's waiting requests; -10 to 10, default 0."""
 
 MAX_PRIORITY = 10
-RELOAD_PERIOD_S = 0.5
 
 PROBE_TENANT = "gammaray-probe"
 """Tenant that owns the launcher's key."""
@@ -103,19 +100,15 @@ class Authenticator:
         extra: Mapping[str, str] | None = None,
         local_only: bool = False,
     ) -> None:
-        self._path, self._extra, self._local_only = path, dict(extra or {}), local_only
-        self._keys: dict[str, ApiKey] = {}
-        self._version: tuple[int, int, int] | None = None
-        self._look_at = -math.inf
-        if path is not None:
-            self._load()
-            if not self._keys:
-                raise InvalidArgumentError("api_keys_file", f"{path} without keys", "at least one key")
+        self._extra, self._local_only = dict(extra or {}), local_only
+        self._keys = None if path is None else ReloadedKeys(path, _read_by_id, "API keys")
+        if self._keys is not None and not self._keys.current():
+            raise InvalidArgumentError("api_keys_file", f"{path} without keys", "at least one key")
 
     @property
     def is_open(self) -> bool:
         """Whether callers need no key."""
-        return self._path is None
+        return self._keys is None
 
     def identify(self, headers: Mapping[str, str], peer: str = "") -> Caller:
         """Return the caller of a request.
@@ -142,14 +135,13 @@ class Authenticator:
         )
 
     def _tenant(self, authorization: str) -> tuple[str, str]:
-        if self._path is None:
+        if self._keys is None:
             return "", ""
         scheme, _, key = authorization.partition(" ")
         if scheme.lower() != "bearer" or not key:
             raise UnauthenticatedError("an API key is required: `authorization: Bearer <key>`")
-        self._refresh()
         key_id = key_id_of(key.strip())
-        known = self._keys.get(key_id) if key_id is not None else None
+        known = self._keys.current().get(key_id) if key_id is not None else None
         if key_id is not None and known is not None and known.matches(key.strip()):
             return known.tenant, key_id
         if key_id is not None and self._extra:
@@ -160,25 +152,9 @@ class Authenticator:
         # Only the id, which is not secret: it tells the owner which key was revoked.
         raise UnauthenticatedError(f"the API key{f' {key_id}' if key_id else ''} is unknown or was revoked")
 
-    def _refresh(self) -> None:
-        now = time.monotonic()
-        if now < self._look_at:
-            return
-        self._look_at = now + RELOAD_PERIOD_S
-        try:
-            self._load()
-        except InvalidArgumentError as error:
-            _log.error("failed to reload the API keys, keeping the current ones: %s", error)
 
-    def _load(self) -> None:
-        assert self._path is not None
-        version = _version(self._path)
-        if version is not None and version == self._version:
-            return
-        self._keys = {key.id: key for key in read_keys(self._path)}
-        if self._version is not None:
-            _log.warning("reloaded %d API keys from %s", len(self._keys), self._path)
-        self._version = version
+def _read_by_id(path: Path) -> dict[str, ApiKey]:
+    return {key.id: key for key in read_keys(path)}
 
 
 def make_authenticator(
@@ -194,18 +170,10 @@ def make_authenticator(
     Raises:
         InvalidArgumentError: The key file cannot be read, or holds no key.
     """
-    if not settings.api_keys_file:
+    if settings.key_file is None:
         return Authenticator(local_only=local_only)
     probe = {PROBE_TENANT: probe_key_sha256} if probe_key_sha256 else {}
-    return Authenticator(Path(settings.api_keys_file), probe, local_only)
-
-
-def _version(path: Path) -> tuple[int, int, int] | None:
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_ino, found.st_size
+    return Authenticator(settings.key_file, probe, local_only)
 
 
 def _number(headers: Mapping[str, str], name: str, low: int, high: int) -> int | None:

@@ -8,6 +8,7 @@ from typing import Protocol
 from gammaray.types import Chunk, DrafterKind, GenerationRequest, ProcessStatus
 from orchestrator.access.caller import ANONYMOUS, Caller
 from orchestrator.sessions.management import SessionCalls
+from orchestrator.sessions.receipts import ReceiptIssuer
 from orchestrator.storage.response_store import ResponseStore
 from orchestrator.text.tokenizer import Tokenizer
 
@@ -20,6 +21,7 @@ class Backend(Protocol):
     tokenizer: Tokenizer
     sessions: SessionCalls
     responses: ResponseStore
+    receipts: ReceiptIssuer
 
     def generate(self, request: GenerationRequest, caller: Caller = ANONYMOUS) -> AsyncGenerator[Chunk, None]:
         """Yield the completion piece by piece; closing the iterator cancels it.

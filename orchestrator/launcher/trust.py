@@ -12,6 +12,7 @@ from typing import Any
 from gammaray.checks import is_address, is_loopback
 from gammaray.config import ClusterSettings
 from gammaray.errors import InvalidArgumentError
+from gammaray.receipts.keys import read_receipt_keys
 from gammaray.security.keys import hash_key, make_secret, read_keys
 
 
@@ -39,21 +40,21 @@ def check_access(settings: ClusterSettings) -> None:
     """Check, before anything starts, that open access from other machines is intended.
 
     Raises:
-        InvalidArgumentError: Other machines can reach the APIs without a key and `no_auth` is not set, the
-            key file has no keys, or it is combined with `no_auth`.
+        InvalidArgumentError: Other machines can reach the APIs without a key, and `api_keys_file` does not
+            say so; a key file cannot be read, or has no keys.
     """
-    if settings.api_keys_file:
-        if settings.no_auth:
-            raise InvalidArgumentError("no_auth", "true with api_keys_file", "one of the two")
-        if not read_keys(Path(settings.api_keys_file)):
+    if settings.receipt_keys_file:
+        read_receipt_keys(Path(settings.receipt_keys_file))
+    if settings.key_file is not None:
+        if not read_keys(settings.key_file):
             raise InvalidArgumentError(
-                "api_keys_file", f"{settings.api_keys_file} without keys", "a file with a key"
+                "api_keys_file", f"{settings.key_file} without keys", "a file with a key"
             )
-    elif not is_loopback(settings.host) and not settings.no_auth:
+    elif not is_loopback(settings.host) and not settings.api_keys_file:
         raise InvalidArgumentError(
             "host",
             f"{settings.host}, which other machines can reach, without api_keys_file",
-            "a loopback address; or create keys with `gammaray keys create`; or use --no-auth",
+            "a loopback address; or create keys with `gammaray keys create`; or use --api-keys-file none",
         )
 
 
@@ -61,9 +62,11 @@ def arrange_trust(settings: ClusterSettings) -> Trust:
     """Return who may call a cluster, and the launcher's own key."""
     orchestrator: dict[str, Any] = {}
     api_key = None
-    if settings.api_keys_file:
+    if settings.receipt_keys_file:
+        orchestrator["receipt_keys_file"] = str(Path(settings.receipt_keys_file).absolute())
+    if settings.key_file is not None:
         api_key = make_secret()
-        orchestrator["api_keys_file"] = str(Path(settings.api_keys_file).absolute())
+        orchestrator["api_keys_file"] = str(settings.key_file.absolute())
     else:
         orchestrator["allowed_hosts"] = _own_names(settings)
     return Trust(orchestrator, api_key, api_key is None and is_loopback(settings.host))

@@ -131,9 +131,11 @@ def test_keys_and_certificates_are_where_they_are_mounted():
         mounted = [mount["mountPath"] for mount in container(group[role]["template"])["volumeMounts"]]
         shown = settings(role, EVERYTHING)
         paths = [shown[name] for name in ("tls_ca", "tls_cert", "tls_key")]
-        paths += [shown["api_keys_file"]] if role == "orchestrator" else []
-        assert all(path.rpartition("/")[0] in mounted for path in paths)
-        assert all(name not in settings(role) for name in ("tls_ca", "tls_cert", "tls_key", "api_keys_file"))
+        keys = [shown[name] for name in ("api_keys_file", "receipt_keys_file") if name in shown]
+        assert len(keys) == (2 if role == "orchestrator" else 0)
+        assert all(path.rpartition("/")[0] in mounted for path in (*paths, *keys))
+        names = ("tls_ca", "tls_cert", "tls_key", "api_keys_file", "receipt_keys_file")
+        assert all(name not in settings(role) for name in names)
 
 
 @pytest.mark.slow

@@ -65,6 +65,13 @@ _OPTIONS: tuple[tuple[str, Any, str], ...] = (
     help="Propose the text of this file where the completion follows it; the tokens stay the same.",
 )
 @form_options
+@click.option(
+    "--receipt",
+    "receipt_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Append the completion's signed receipt to this file, for `gammaray check`.",
+)
 @click.option("--ignore-eos", is_flag=True, help="Continue after end-of-sequence tokens.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end.")
 @click.option(
@@ -76,6 +83,7 @@ def generate(
     as_json: bool,
     color: bool | None,
     prediction: Path | None,
+    receipt_file: Path | None,
     form: dict[str, Any],
     **options: Any,
 ) -> None:
@@ -87,20 +95,24 @@ def generate(
     text = _decoded("prompt", sys.stdin.buffer.read()) if prompt == "-" else prompt
     if prediction is not None:
         given["prediction"] = _decoded("prediction", prediction.read_bytes())
+    if receipt_file is not None:
+        given["receipt"] = True
     timeout_s = connection.timeout_s
     notes = Console(
         stderr=True, no_color=None if color is None else not color, force_terminal=color, highlight=False
     )
-    client = connection.client()
-    if as_json:
-        completion = asyncio.run(_run(client, text, timeout_s, given))
-        click.echo(json.dumps(_json(completion, "logprobs" in given), ensure_ascii=False))
-        return
-    colored = is_colored(color)
-    if colored:
+    client, colored = connection.client(), is_colored(color)
+    if colored and not as_json:
         print_legend(notes)
-    completion = asyncio.run(_run(client, text, timeout_s, given, _Stream(colored).show))
-    print_summary(notes, completion)
+    show = None if as_json else _Stream(colored).show
+    completion = asyncio.run(_run(client, text, timeout_s, given, show))
+    if receipt_file is not None:
+        with receipt_file.open("a") as file:
+            file.write(f"{completion.receipt}\n")
+    if as_json:
+        click.echo(json.dumps(_json(completion, "logprobs" in given), ensure_ascii=False))
+    else:
+        print_summary(notes, completion)
 
 
 class _Stream:

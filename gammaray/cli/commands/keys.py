@@ -1,4 +1,4 @@
-"""`gammaray keys`: API keys of a cluster."""
+"""`gammaray keys`: API keys of a cluster, and its keys for receipts."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import click
 from rich.text import Text
 
 from gammaray.cli.output import columns, output_console
+from gammaray.receipts.keys import published, rotate
 from gammaray.security.keys import create_key, read_keys, revoke_key
 
 _file = click.option(
@@ -65,3 +66,25 @@ def revoke(path: Path, key_id: str) -> None:
     """Remove a key from the file: calls with it are rejected within a second."""
     key = revoke_key(path, key_id)
     click.echo(f"revoked key {key.id} of tenant {key.tenant}", err=True)
+
+
+@keys.command()
+@click.option(
+    "--file",
+    "-f",
+    "path",
+    type=click.Path(path_type=Path, dir_okay=False),
+    envvar="GAMMARAY_RECEIPT_KEYS_FILE",
+    default="gammaray-receipt-keys.json",
+    show_default=True,
+    show_envvar=True,
+    help="The key file; orchestrators reload it within a second of a change.",
+)
+def receipts(path: Path) -> None:
+    """Add a key that signs receipts from now on, and print the public keys for `gammaray check --key`.
+
+    A new file gets its first key. Former keys lose their private part, and stay listed for their receipts.
+    """
+    found = rotate(path)
+    click.echo(f"key {found[-1].kid} signs receipts, in {path}; keep the file secret", err=True)
+    click.echo(json.dumps(published(found), indent=2))

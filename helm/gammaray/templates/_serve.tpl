@@ -22,6 +22,9 @@
 {{- else -}}
 {{- $_ := set $settings "allowed_hosts" (include "gammaray.hosts" $) -}}
 {{- end -}}
+{{- with $.Values.receiptKeysSecret }}{{ if .name -}}
+{{- $_ := set $settings "receipt_keys_file" (printf "/etc/gammaray/receipts/%s" .key) -}}
+{{- end }}{{ end -}}
 {{- else -}}
 {{- $_ := set $args "workers" (toString $values.workers) -}}
 {{- if include "gammaray.workersScale" $ -}}

@@ -24,6 +24,11 @@
   secret:
     secretName: {{ $values.apiKeysSecret.name | quote }}
 {{- end }}
+{{- if and (eq .component "orchestrator") $values.receiptKeysSecret.name }}
+- name: receipt-keys
+  secret:
+    secretName: {{ $values.receiptKeysSecret.name | quote }}
+{{- end }}
 {{- if and $values.workerTls.enabled (ne .component "head") }}
 {{- $holder := ternary "orchestrator" "worker" (eq .component "orchestrator") }}
 - name: worker-tls
@@ -47,6 +52,9 @@
 {{- end }}
 {{- if and (eq .component "orchestrator") .root.Values.apiKeysSecret.name }}
 - {name: api-keys, mountPath: /etc/gammaray/keys, readOnly: true}
+{{- end }}
+{{- if and (eq .component "orchestrator") .root.Values.receiptKeysSecret.name }}
+- {name: receipt-keys, mountPath: /etc/gammaray/receipts, readOnly: true}
 {{- end }}
 {{- if and .root.Values.workerTls.enabled (ne .component "head") }}
 - {name: worker-tls, mountPath: /etc/gammaray/tls, readOnly: true}

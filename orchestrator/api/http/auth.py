@@ -11,10 +11,11 @@ from orchestrator.access.caller import Authenticator, Caller
 from orchestrator.api.http.errors import error_response
 
 DOCUMENT_PATH = "/openapi.json"
+RECEIPT_KEYS_PATH = "/v1/receipts/key"
 
-PUBLIC_PATHS = frozenset({"/", "/favicon.ico", "/health", DOCUMENT_PATH})
-"""They show that the server runs, its health, and the API of this version. The page at / prompts for a key
-itself."""
+PUBLIC_PATHS = frozenset({"/", "/favicon.ico", "/health", DOCUMENT_PATH, RECEIPT_KEYS_PATH})
+"""They show that the server runs, its health, the API of this version, and the public keys with which anyone
+checks receipts. The page at / prompts for a key itself."""
 
 
 class AccessControl:

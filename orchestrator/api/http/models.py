@@ -147,6 +147,7 @@ class GammarayOptions(StrictModel):
     stream_tokens: bool = Field(
         False, description="Whether each streamed piece contains its tokens, with their origins."
     )
+    receipt: bool = Field(False, description="Whether to return a signed receipt of each choice.")
 
     @field_validator(
         "gamma",

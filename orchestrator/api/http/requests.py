@@ -275,6 +275,7 @@ def common_request(body: RequestBody, prompt: str | tuple[int, ...], grammar: st
         turn=options.turn,
         keep_cache_s=options.keep_cache_s,
         cache_salt=options.cache_salt,
+        receipt=options.receipt,
     )
 
 

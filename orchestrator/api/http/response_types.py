@@ -40,7 +40,15 @@ class CyclesByDrafter(TypedDict):
     none: _Count
 
 
-class GammarayResult(TypedDict):
+class HasReceipt(TypedDict, total=False):
+    """The receipt of a finished choice."""
+
+    receipt: Annotated[
+        str, Field(description="Signed receipt, if requested: a JSON Web Signature in the compact form.")
+    ]
+
+
+class GammarayResult(HasReceipt):
     """Speculation in a finished choice."""
 
     session_id: str
@@ -350,6 +358,21 @@ class Root(TypedDict):
     name: Literal["gammaray"]
     model: str
     endpoints: list[str]
+
+
+class ReceiptKeyObject(TypedDict):
+    """A public key, as a JSON Web Key."""
+
+    kty: Literal["OKP"]
+    crv: Literal["Ed25519"]
+    kid: str
+    x: Annotated[str, Field(description="The key, 32 bytes in base64url.")]
+
+
+class ReceiptKeys(TypedDict):
+    """Public keys of receipts, former ones first: a JSON Web Key Set."""
+
+    keys: list[ReceiptKeyObject]
 
 
 class MetricsTarget(TypedDict):

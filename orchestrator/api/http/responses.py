@@ -227,6 +227,7 @@ class ChoiceState:
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
     summary: SpeculationSummary | None = None
+    receipt: str = ""
     prompt_logprobs: PromptLogprobs | None = None
     calls: CallReader | None = None
     new_events: list[CallEvent] = field(default_factory=list)
@@ -246,6 +247,7 @@ class ChoiceState:
         self.finish_reason = chunk.finish_reason
         self.usage = chunk.usage
         self.summary = chunk.summary
+        self.receipt = chunk.receipt
         return chunk
 
     def note(self, tokens: Sequence[EmittedToken]) -> None:
@@ -266,7 +268,8 @@ class ChoiceState:
 
     @property
     def _num_kept(self) -> int:
-        return len(self.text) + (self.whole_logprobs.num_bytes if self.whole_logprobs is not None else 0)
+        logprobs = self.whole_logprobs
+        return len(self.text) + len(self.receipt) + (0 if logprobs is None else logprobs.num_bytes)
 
     @property
     def finish(self) -> str | None:
@@ -284,6 +287,7 @@ class ChoiceState:
             "seed": self.seed,
             "origins": self.origins,
             "token_ids": self.token_ids.tolist(),
+            **({"receipt": self.receipt} if self.receipt else {}),
             **speculation_object(self.summary),
         }
         return cast("types.GammarayResult", own)

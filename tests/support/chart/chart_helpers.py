@@ -57,6 +57,7 @@ EVERYTHING: dict[str, Any] = {
     "ingress": {"enabled": True},
     "gateway": {"enabled": True, "className": "example", "requestTimeout": "3600s"},
     "apiKeysSecret": {"name": "keys"},
+    "receiptKeysSecret": {"name": "receipts"},
     "huggingFaceTokenSecret": {"name": "hugging-face"},
     "modelCache": {"enabled": True, "storageClassName": "shared"},
     "redis": {"storageClassName": "fast"},

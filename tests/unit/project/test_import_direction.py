@@ -26,6 +26,7 @@ FLOORS = {
     "gammaray/wire": 2,
     "gammaray/client": 3,
     "gammaray/deploy": 3,
+    "gammaray/receipts": 3,
     "gammaray/bench": 4,
     "gammaray/cli": 4,
     "gammaray/qualify": 5,
@@ -66,6 +67,7 @@ FLOORS = {
     "services/qualify": 12,
     "services/serve": 12,
     "services/train/answers": 12,
+    "services/receipts": 13,
     "services/train": 13,
 }
 """Room -> floor. `gammaray` is the ground floor of all three packages: everybody may import its rooms."""

@@ -140,8 +140,17 @@ class ResponseBuilder:
         return self._logprobs.num_bytes
 
     def stored(self) -> types.ResponseObject:
-        """Return the response as it is stored: without log-probabilities, which are most of its bytes."""
-        return {**self.response, "output": [*map(_without_logprobs, self.response["output"])]}
+        """Return the response as it is stored: without log-probabilities, which are most of its bytes, and
+        without a receipt, which has the prompt.
+        """
+        kept: types.ResponseObject = {
+            **self.response,
+            "output": [*map(_without_logprobs, self.response["output"])],
+        }
+        if "gammaray" in kept:
+            kept["gammaray"] = kept["gammaray"].copy()
+            kept["gammaray"].pop("receipt", None)
+        return kept
 
     def unstored(self, error: GammarayError) -> types.ResponseObject:
         """Return what is stored of a response whose output is not: why it is not."""

@@ -21,10 +21,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from gammaray import __version__
 from gammaray.errors import NotFoundError, UnavailableError, renaming
+from gammaray.receipts.keys import published
 from gammaray.types import ProcessStatus, SpeculationTotals
 from orchestrator.access.caller import Authenticator
 from orchestrator.api.backend import Backend
-from orchestrator.api.http.auth import DOCUMENT_PATH, AccessControl, caller_of
+from orchestrator.api.http.auth import DOCUMENT_PATH, RECEIPT_KEYS_PATH, AccessControl, caller_of
 from orchestrator.api.http.bodies import BodyReader
 from orchestrator.api.http.document import EVENTS, JSON, LOOKING_UP, TEXT, component, event_schema, route
 from orchestrator.api.http.errors import STATUSES, GuardedRoute, install_handlers
@@ -313,6 +314,12 @@ def _add_information(app: FastAPI, backend: Backend) -> None:
             raise UnavailableError("no target worker is connected")
         well: Health = {"status": "ok"}
         return JSONResponse(well)
+
+    meaning = "Public keys of receipts, former ones first: a JSON Web Key Set."
+
+    @app.get(RECEIPT_KEYS_PATH, **route("listReceiptKeys", meaning, {JSON: "ReceiptKeys"}, (403, 405)))
+    async def receipt_keys() -> JSONResponse:
+        return JSONResponse(published(backend.receipts.keys))
 
     @app.get(DOCUMENT_PATH, **route("describe", "This document.", {JSON: {"type": "object"}}, (403, 405)))
     async def openapi() -> JSONResponse:

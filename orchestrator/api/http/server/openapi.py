@@ -21,6 +21,7 @@ _COMPONENTS: tuple[Any, ...] = (
     *(response_types.Completion, response_types.CompletionPiece),
     *(response_types.ChatCompletion, response_types.ChatCompletionPiece),
     *(response_types.ModelList, response_types.MetricsTarget, response_types.Health, response_types.Root),
+    response_types.ReceiptKeys,
 )
 
 

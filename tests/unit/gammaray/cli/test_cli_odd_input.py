@@ -6,7 +6,6 @@ import pytest
 from click.testing import CliRunner
 
 from gammaray.cli import main
-from gammaray.cli.settings import flag_names
 
 RAW = re.compile(r"Input should|String should|Value error|validation error|pydantic|got .*got |integer range")
 NOWHERE = "127.0.0.1:1"
@@ -65,7 +64,7 @@ def test_settings_of_the_environment(subtests):
         (["up", "--http-port", "x"], "'x' is not a valid integer."),
         (["up", "--start-timeout-s", "nan"], "'nan' is not a finite number."),
         (["up", "--start-timeout-s", "0"], "0.0 is not in the range"),
-        (["up", "--no-no-auth"], "No such option"),
+        (["up", "--no-auth"], "No such option"),
         (["bench", "--temperatures", "nan", "-a", NOWHERE], "got 'nan'"),
         (["bench", "--temperatures", "-1", "-a", NOWHERE], "got '-1'"),
         (["keys", "create", "--file", "k", "--note", "\udcff"], "note: got an unpaired surrogate"),
@@ -111,11 +110,3 @@ def test_invalid_key_file_is_reported_in_one_line(tmp_path, content):
 def test_misspelt_setting_in_a_serve_configuration_names_the_nearest():
     text = invoke("config", "--serve").stdout.replace("deterministic:", "determinstic:")
     check(invoke("config", "-", input=text), "target.determinstic: got False, allowed: no such field")
-
-
-def test_auth_flag_overrides_no_auth():
-    assert flag_names("no_auth") == ("--no-auth", "--auth")
-    assert flag_names("deterministic") == ("--deterministic", "--no-deterministic")
-    shown = invoke("up", "--help").stdout
-    assert "--no-auth / --auth" in shown
-    assert "no-no" not in shown

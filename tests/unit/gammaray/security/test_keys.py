@@ -12,7 +12,7 @@ from gammaray.cli import main
 from gammaray.errors import InvalidArgumentError, NotFoundError, UnauthenticatedError
 from gammaray.security.keys import create_key, hash_key, make_secret, read_keys, revoke_key
 from gammaray.wire.metadata import TIMEOUT_HEADER
-from orchestrator.access import caller as access
+from orchestrator.access import reloaded
 from orchestrator.access.caller import ANONYMOUS, PRIORITY_HEADER, Authenticator, Caller
 
 
@@ -23,7 +23,7 @@ def path(tmp_path):
 
 @pytest.fixture(autouse=True)
 def look_at_once(monkeypatch):
-    monkeypatch.setattr(access, "RELOAD_PERIOD_S", 0.0)
+    monkeypatch.setattr(reloaded, "RELOAD_PERIOD_S", 0.0)
 
 
 def bearer(key):

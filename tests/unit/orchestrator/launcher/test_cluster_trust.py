@@ -24,18 +24,18 @@ def test_check_access_loopback_needs_no_keys(host):
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "[::]", "10.0.0.1", "example.org"])
-def test_check_access_public_address_needs_keys_or_no_auth(host, keys):
+def test_check_access_public_address_needs_keys_or_none_by_name(host, keys):
     with pytest.raises(InvalidArgumentError, match=r"host: got .*allowed: .*gammaray keys create"):
         check_access(ClusterSettings(host=host))
     check_access(ClusterSettings(host=host, api_keys_file=keys))
-    check_access(ClusterSettings(host=host, no_auth=True))
+    check_access(ClusterSettings(host=host, api_keys_file="none"))
 
 
 def test_check_access_key_file_without_keys_is_reported(keys, tmp_path):
-    with pytest.raises(InvalidArgumentError, match="no_auth"):
-        check_access(ClusterSettings(api_keys_file=keys, no_auth=True))
     with pytest.raises(InvalidArgumentError, match="api_keys_file"):
         check_access(ClusterSettings(api_keys_file=str(tmp_path / "none")))
+    with pytest.raises(InvalidArgumentError, match="receipt_keys_file"):
+        check_access(ClusterSettings(receipt_keys_file=keys))
     empty = tmp_path / "empty.json"
     empty.write_text('{"version": 1, "keys": []}')
     with pytest.raises(InvalidArgumentError, match="api_keys_file"):

@@ -61,7 +61,7 @@ def launch(tmp_path):
 
 
 GIVEN = (
-    *("--target", "a b", "--draft-workers", "2", "--http-port=8123", "--deterministic", "--auth"),
+    *("--target", "a b", "--draft-workers", "2", "--http-port=8123", "--deterministic"),
     *("--redis-url", "redis://127.0.0.1:1/0", "--wait-ready", "--start-timeout-s", "9.5"),
 )
 
@@ -101,7 +101,7 @@ def test_up_options_are_those_that_the_launcher_knows(monkeypatch):
     options = parse_options(GIVEN)
     cluster = options.cluster
     assert (cluster.target, cluster.draft_workers, cluster.http_port) == ("a b", PoolSize(2), 8123)
-    assert (cluster.deterministic, cluster.no_auth) == (True, False)
+    assert cluster.deterministic
     assert (options.wait_ready, options.die_with_parent, options.start_timeout_s) == (True, False, 9.5)
     monkeypatch.setattr("sys.argv", ["cluster"])
     assert parse_options().start_timeout_s == 300

@@ -177,7 +177,7 @@ def test_invalid_host_name_in_the_setting_is_rejected(allowed):
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "::", "myhost.example.com"])
 def test_cluster_is_served_under_its_own_names(host, tmp_path):
-    settings = ClusterSettings(host=host, no_auth=True, allowed_hosts="a.example, .b.example")
+    settings = ClusterSettings(host=host, api_keys_file="none", allowed_hosts="a.example, .b.example")
     names = OrchestratorSettings(**arrange_trust(settings).orchestrator).allowed_hosts
     assert names.startswith("a.example, .b.example")
     assert ("myhost.example.com" in names) is (host == "myhost.example.com")

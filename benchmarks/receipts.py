@@ -1,0 +1,376 @@
+"""Receipts: margins of honest targets, what the check finds, and what it costs.
+
+    python -m benchmarks.receipts                               # the demo pair
+    python -m benchmarks.receipts --target build/models/smollm2
+    python -m benchmarks.receipts --parts honest --receipts 1000
+    python -m benchmarks.receipts --target build/models/smollm2 --head benchmarks/heads/smollm2 \\
+        --parts honest --receipts 200
+
+- margins: by how much logits differ from those of the check (float32, feeds of 256 tokens): with feeds of
+  other sizes, with the layers of `transformers`, in bfloat16. For each row the spread, the largest minus the
+  smallest difference, over the tokens of a probability of at least 1e-6: no score overtakes another by more.
+- found: what the check says of completions at temperature 1 after a token was replaced, the temperature was
+  raised, another seed was used, and of those of an int8 target that calls itself float32 or bfloat16.
+- cost: time of a check over that of a forward that returns logits of every row, in turns.
+- honest: receipts of a cluster on this machine, with gamma 0, 8 and adaptive, of whose streams every fourth
+  is broken off and resumed; target workers are killed in between. Every receipt must be valid.
+
+Writes figures with their provenance; exits with 1 if an honest receipt is not valid.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from benchmarks.cluster import run_or_exit, running_cluster
+from benchmarks.provenance import write_result
+from gammaray import AsyncClient
+from gammaray.bench.tables import plain_table
+from gammaray.bench.workloads import prompts
+from gammaray.client.request import GenerateOptions
+from gammaray.demo_pair import DEMO_PAIR, resolve_model
+from gammaray.receipts.keys import read_receipt_keys, rotate
+from gammaray.receipts.receipt import Receipt, SignedReceipt
+from gammaray.types import Chunk, FinishReason, SamplingParams, VerificationMethod
+from services.engine.core.batch import SequenceInput
+from services.engine.engine import Engine
+from services.engine.loader import load_engine
+from services.process.fingerprints import vocab_sha256, weights_sha256
+from services.qualify.loop import Ask, Pair
+from services.qualify.models import Target
+from services.receipts.check import MARGINS, ReceiptChecker
+from services.scheduling.planning import Limits
+from services.target_worker.scheduler import TargetScheduler
+
+_PROMPT, _COST_TOKENS, _HONEST_TOKENS, _AT_ONCE = 64, 192, 48, 8
+PARTS = ("margins", "found", "cost", "honest")
+_LEAST = 1e-6
+_FEED = 256
+_THREADS = int(os.environ.get("GAMMARAY_THREADS", "1"))
+_ISSUERS: dict[str, tuple[dict[str, Any], int]] = {
+    "kernel, float32, 1 token": ({}, 1),
+    "kernel, float32, 9 tokens": ({}, 9),
+    "transformers, float32, 256 tokens": ({"engine": "transformers"}, 256),
+    "transformers, float32, 1 token": ({"engine": "transformers"}, 1),
+    "transformers, bfloat16, 256 tokens": ({"engine": "transformers", "dtype": "bfloat16"}, 256),
+    "transformers, bfloat16, 1 token": ({"engine": "transformers", "dtype": "bfloat16"}, 1),
+    "kernel, int8 weights, 256 tokens": ({"weights": "int8"}, 256),
+}
+"""Options of an engine, and tokens of a feed."""
+
+_WAYS: dict[str, GenerateOptions] = {
+    "gamma 0": {"gamma": 0},
+    "gamma 8": {"gamma": 8},
+    "adaptive": {},
+    "adaptive, filters and penalties": {"temperature": 0.8, "top_p": 0.9, "frequency_penalty": 0.3},
+}
+_names = map(str, count())
+
+
+def logits_of(engine: Engine, tokens: Sequence[int], feed: int) -> Iterator[Tensor]:
+    """Yield the logits of all tokens, fed in pieces."""
+    name = next(_names)
+    for start in range(0, len(tokens), feed):
+        piece = tokens[start : start + feed]
+        yield engine.step([SequenceInput(name, start, piece, len(piece))])[0]
+    engine.release(name)
+
+
+def margins(model: str, texts: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+    """Return by how much two logits of a row move, at most, for each issuer."""
+    own = load_engine(model, device="cpu", threads=_THREADS)
+    reference = [torch.cat(list(logits_of(own, text, _FEED))) for text in texts]
+    rows = []
+    for name, (options, feed) in _ISSUERS.items():
+        engine = load_engine(model, device="cpu", threads=_THREADS, **options)
+        spreads = list[float]()
+        for text, expected in zip(texts, reference, strict=True):
+            change = torch.cat(list(logits_of(engine, text, feed))) - expected
+            is_likely = expected.softmax(-1) >= _LEAST
+            high = change.masked_fill(~is_likely, -torch.inf).amax(-1)
+            low = change.masked_fill(~is_likely, torch.inf).amin(-1)
+            spreads += (high - low).tolist()
+        at = sorted(spreads)
+        rows.append(
+            {
+                "issuer": name,
+                "rows": len(at),
+                "median": statistics.median(at),
+                "p99_9": at[min(len(at) - 1, int(len(at) * 0.999))],
+                "largest": at[-1],
+            }
+        )
+    return rows
+
+
+@dataclass(frozen=True)
+class _Ask(Ask):
+    """A completion with further sampling parameters."""
+
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def params(self) -> SamplingParams:
+        return replace(super().params, **self.fields)
+
+
+def completions(
+    model: str, engine: Engine, asked: Sequence[Sequence[int]], num_tokens: int, **fields: Any
+) -> list[Receipt]:
+    """Return receipts of completions by an engine that calls itself float32, by default at temperature 1."""
+    pair = Pair(TargetScheduler(engine, Limits(1024, _FEED)), None)
+    weights, tokenizer, ends = weights_sha256(model), vocab_sha256(model), Target(model).eos_token_ids
+    receipts = []
+    for number, prompt in enumerate(asked):
+        ask = _Ask(tuple(prompt), num_tokens, 1.0, number, (), fields=fields)
+        receipts.append(
+            Receipt(
+                issued_at=0,
+                model="",
+                model_identity=f"{weights}/float32",
+                tokenizer=tokenizer,
+                eos_token_ids=tuple(sorted(ends)),
+                verification=VerificationMethod.COUPLED,
+                prompt_token_ids=ask.prompt,
+                sampling=ask.params,
+                max_tokens=num_tokens,
+                token_ids=pair.complete(ask, 0).token_ids,
+                ignore_eos=True,
+                finish_reason=FinishReason.LENGTH,
+            )
+        )
+    return receipts
+
+
+def with_changes(
+    receipts: Sequence[Receipt], int8: Sequence[Receipt], vocab: int
+) -> dict[str, list[Receipt]]:
+    """Return what dishonest servers would sign."""
+    draw = random.Random(1)
+
+    def token(receipt: Receipt) -> Receipt:
+        tokens, at = list(receipt.token_ids), draw.randrange(len(receipt.token_ids))
+        tokens[at] = (tokens[at] + draw.randrange(1, vocab)) % vocab
+        return receipt.model_copy(update={"token_ids": tuple(tokens)})
+
+    def sampling(**fields: Any) -> list[Receipt]:
+        return [one.model_copy(update={"sampling": replace(one.sampling, **fields)}) for one in receipts]
+
+    def bfloat16(given: Sequence[Receipt]) -> list[Receipt]:
+        identity = receipts[0].model_identity.replace("float32", "bfloat16")
+        return [one.model_copy(update={"model_identity": identity}) for one in given]
+
+    changed = {
+        "one token replaced": [token(one) for one in receipts],
+        "temperature 1.05": sampling(temperature=1.05),
+        "temperature 1.2": sampling(temperature=1.2),
+        "top_p 0.95": sampling(top_p=0.95),
+        "another seed": sampling(seed=10**6),
+        "int8 target": list(int8),
+    }
+    return {
+        "honest": list(receipts),
+        **changed,
+        **{f"{name}, called bfloat16": bfloat16(given) for name, given in changed.items()},
+    }
+
+
+def found(model: str, checker: ReceiptChecker, asked: Sequence[Sequence[int]], num_tokens: int) -> Any:
+    """Return how many changed receipts the check finds, and after how many tokens."""
+    receipts = completions(model, checker.engine, asked, num_tokens)
+    int8 = load_engine(model, device="cpu", threads=_THREADS, weights="int8")
+    rows = []
+    changed = with_changes(receipts, completions(model, int8, asked, num_tokens), checker.engine.vocab_size)
+    for name, given in changed.items():
+        verdicts = [checker.verdict(one) for one in given]
+        after = sorted(verdict.position + 1 for verdict in verdicts if verdict.position is not None)
+        rows.append(
+            {
+                "change": name,
+                "receipts": len(given),
+                "found": sum(verdict.result == "invalid" for verdict in verdicts),
+                "tokens_each": num_tokens,
+                "median_tokens": statistics.median(after) if after else None,
+                "most_tokens": after[-1] if after else None,
+                "ties": sum(verdict.num_ties for verdict in verdicts),
+            }
+        )
+    return rows
+
+
+def cost(model: str, checker: ReceiptChecker, prompt: Sequence[int], turns: int) -> list[dict[str, Any]]:
+    """Return the time of a check over that of a forward with the logits of every row, in turns."""
+    cases: dict[str, dict[str, Any]] = {
+        "temperature 1": {},
+        "temperature 0": {"temperature": 0.0},
+        "top_p and a penalty": {"top_p": 0.9, "frequency_penalty": 0.3},
+    }
+    rows = []
+    for name, fields in cases.items():
+        (receipt,) = completions(model, checker.engine, [prompt], _COST_TOKENS, **fields)
+        tokens = [*receipt.prompt_token_ids, *receipt.token_ids][:-1]
+        ratios, times = list[float](), list[float]()
+        for _ in range(turns + 1):  # the first one warms up
+            began = time.perf_counter()
+            for _logits in logits_of(checker.engine, tokens, _FEED):
+                pass
+            between = time.perf_counter()
+            assert checker.verdict(receipt).result == "valid"
+            times.append(time.perf_counter() - between)
+            ratios.append(times[-1] / (between - began))
+        rows.append(
+            {
+                "case": name,
+                "prompt_tokens": len(receipt.prompt_token_ids),
+                "tokens": len(receipt.token_ids),
+                "turns": turns,
+                "check_ms": statistics.median(times[1:]) * 1e3,
+                "ratio": statistics.median(ratios[1:]),
+                "ratios": sorted(ratios[1:]),
+            }
+        )
+    return rows
+
+
+async def honest(checker: ReceiptChecker, options: argparse.Namespace, keys_file: Path) -> dict[str, Any]:
+    """Return the verdicts on receipts of a cluster, and the receipts that are not valid."""
+    given = ["--target", options.target, "--receipt-keys-file", str(keys_file), "--target-workers", "2"]
+    given += ["--head", options.head] if options.head else []
+    texts, counts = prompts("mixed", 64), Counter[str]()
+    async with running_cluster(*given, "--orchestrators", "2") as cluster:
+        async with AsyncClient(cluster.grpc_address) as client:
+            slots = asyncio.Semaphore(_AT_ONCE)
+
+            async def one(number: int) -> str:
+                way = list(_WAYS)[number % len(_WAYS)]
+                async with slots:
+                    is_broken = number // len(_WAYS) % 4 == 3
+                    if number % options.kill_every == options.kill_every - 1:
+                        counts["killed"] += await _kill_target(client)
+                    text = texts[number % len(texts)]
+                    receipt, drafters = await _completed(
+                        client, text, number, _WAYS[way], is_broken=is_broken
+                    )
+                counts[f"{way}{', resumed' if is_broken else ''}"] += 1
+                counts["cycles of a head or draft model"] += drafters
+                return receipt
+
+            signed = await asyncio.gather(*map(one, range(options.receipts)))
+    keys, verdicts = read_receipt_keys(keys_file), Counter[str]()
+    bad, num_tokens, ties = [], 0, 0
+    for text in signed:
+        found = SignedReceipt.parse(text)
+        found.check(keys)
+        verdict = checker.verdict(found.receipt)
+        verdicts[verdict.result] += 1
+        num_tokens, ties = num_tokens + verdict.num_tokens, ties + verdict.num_ties
+        if verdict.result != "valid":
+            bad.append({"receipt": text, **verdict.model_dump()})
+    return {"ways": counts, "verdicts": verdicts, "tokens": num_tokens, "ties": ties, "bad": bad}
+
+
+async def _completed(
+    client: AsyncClient, text: str, seed: int, options: GenerateOptions, *, is_broken: bool
+) -> tuple[str, int]:
+    """Return the receipt of a completion, and how many cycles a model proposed for."""
+    name = f"receipt-{seed}"
+    stream = client.generate(
+        text, max_tokens=_HONEST_TOKENS, seed=seed, receipt=True, session_id=name, ignore_eos=True, **options
+    )
+    received = list[Chunk]()
+    async with aclosing(stream) as chunks:
+        async for chunk in chunks:
+            received.append(chunk)
+            if is_broken and sum(len(one.tokens) for one in received) >= _HONEST_TOKENS // 3:
+                break
+    if received[-1].finish_reason is None:
+        offset = received[-1].offset + len(received[-1].tokens)
+        received += [chunk async for chunk in client.resume(name, offset=offset)]
+    last = received[-1]
+    assert last.summary is not None
+    return last.receipt, last.summary.model_cycles + last.summary.head_cycles
+
+
+async def _kill_target(client: AsyncClient) -> int:
+    """Kill a target worker if another one is left; return how many were killed."""
+    found = [one for one in await client.status() if one.role == "target" and one.healthy]
+    if len(found) < 2:
+        return 0
+    os.kill(found[0].pid, signal.SIGKILL)
+    return 1
+
+
+def measured(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the figures of the parts that were asked for."""
+    model = resolve_model(options.target, "target")
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    asked = [tokenizer(text)["input_ids"][-_PROMPT:] for text in prompts("mixed", options.prompts)]
+    checker, result = ReceiptChecker(options.target), dict[str, Any]()
+    if "margins" in options.parts:
+        own = completions(model, checker.engine, asked, options.tokens)
+        texts = [[*one.prompt_token_ids, *one.token_ids] for one in own]
+        result["margins"] = margins(model, texts)
+    if "found" in options.parts:
+        result["found"] = found(model, checker, asked, options.tokens)
+    if "cost" in options.parts:
+        result["cost"] = cost(model, checker, asked[0], options.turns)
+    if "honest" in options.parts:
+        with tempfile.TemporaryDirectory() as folder:
+            keys_file = Path(folder) / "keys.json"
+            rotate(keys_file)
+            result["honest"] = run_or_exit(honest(checker, options, keys_file))
+    return result
+
+
+def main() -> None:
+    """Measure, print and write the result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--target", default=DEMO_PAIR)
+    parser.add_argument("--head", default="", help="drafts in the target workers of the part honest")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS[:3])
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=96, help="of each completion")
+    parser.add_argument("--turns", type=int, default=9, help="of the part cost")
+    parser.add_argument("--receipts", type=int, default=1000, help="of the part honest")
+    parser.add_argument("--kill-every", type=int, default=250, help="receipts between two killed workers")
+    options = parser.parse_args()
+    result = measured(options)
+    for name in ("margins", "found", "cost"):
+        if rows := result.get(name):
+            shown = [key for key in rows[0] if key != "ratios"]
+            table = plain_table(name, tuple(shown))
+            for row in rows:
+                table.add_row(
+                    *(f"{row[key]:.3g}" if isinstance(row[key], float) else str(row[key]) for key in shown)
+                )
+            Console(width=160).print(table)
+    bad = result.get("honest", {}).get("bad", [])
+    if "honest" in result:
+        print({name: value for name, value in result["honest"].items() if name != "bad"}, f"bad: {len(bad)}")
+    settings = {**vars(options), "threads": _THREADS, "margins": MARGINS}
+    print(f"written to {write_result('receipts', {'settings': settings, **result})}")
+    sys.exit(bool(bad))
+
+
+if __name__ == "__main__":
+    main()

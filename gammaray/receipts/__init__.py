@@ -1,0 +1,1 @@
+"""Receipts of completions: their form (`receipt`), the keys (`keys`), what a check finds (`verdicts`)."""

@@ -1,0 +1,1 @@
+"""Checks receipts of completions: the process of `gammaray check`."""

@@ -1,0 +1,240 @@
+"""Checks receipts by one forward pass each over prompt and emitted tokens (teacher forcing).
+
+The emitted tokens are verified as if they were a proposal, by what verifies proposals in a target worker:
+accepted are those that are the target's own draw. A batch of another shape, another kernel or a device
+rounds otherwise, so that another token may win where two scores are close: a token counts as well if it is
+the argmax after a change of each logit by at most half the margin.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from torch import Tensor
+
+from gammaray.checks import check_token_ids
+from gammaray.errors import GammarayError, InvalidArgumentError
+from gammaray.grammar.identity import digest_of, grammar_identity
+from gammaray.receipts.receipt import Receipt
+from gammaray.receipts.verdicts import ReceiptVerdict
+from gammaray.types import FinishReason, Proposal, VerificationMethod
+from services.engine.core.batch import SequenceInput
+from services.engine.engine import Engine
+from services.engine.sampling.edits import LogitEdits
+from services.engine.sampling.logits import edited_logits, processed_log_probs
+from services.engine.sampling.noise import Noise
+from services.process.fingerprints import vocab_sha256, weights_sha256
+from services.qualify.models import Target
+from services.scheduling.grammars import Grammars
+from services.scheduling.tasks import SessionSpec
+from services.verification.rules import best_tokens
+from services.verification.verdicts import judge
+
+MARGINS = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.05}
+"""Margin by the dtype of a target's arithmetic, in nats of a logit; `python -m benchmarks.receipts` measures
+what honest targets need."""
+
+_FEED = 256
+"""Tokens of one forward."""
+
+_JUDGED = 32
+"""Rows processed at once, which fit into a core's cache."""
+
+_SESSION = "receipt"
+
+
+class ReceiptChecker:
+    """Checks receipts against one checkpoint, loaded as a worker with the settings of the environment does.
+
+    Args:
+        target: Directory, hub name, GGUF file or "demo".
+        margin: How far two logits may move towards each other; None: by the receipt's dtype (`MARGINS`).
+
+    Raises:
+        InvalidArgumentError: There is no such model, or it cannot be served exactly.
+    """
+
+    def __init__(self, target: str, margin: float | None = None) -> None:
+        model, self._margin = Target(target), margin
+        model.load()
+        if model.facts.refusal:
+            allowed = f"a model that can be served: {model.facts.refusal}"
+            raise InvalidArgumentError("target", target, allowed)
+        self.engine = model.engine
+        self._weights, self._tokenizer = weights_sha256(model.path), vocab_sha256(model.path)
+        self._eos = model.eos_token_ids
+        self._grammars = Grammars(model.path, model.engine.vocab_size)
+
+    def verdict(self, receipt: Receipt) -> ReceiptVerdict:
+        """Return what the check of a receipt finds."""
+        try:
+            margin = self._checked_margin(receipt)
+            if reason := _wrong_end(receipt):
+                return ReceiptVerdict(result="invalid", reason=reason, margin=margin)
+            return _Pass(self.engine, receipt, margin, self._grammars).run()
+        except GammarayError as error:
+            return ReceiptVerdict(result="refused", reason=str(error))
+
+    def _checked_margin(self, receipt: Receipt) -> float:
+        """Check that the receipt is for this checkpoint; return the margin.
+
+        Raises:
+            InvalidArgumentError: Names the first field for which it cannot be checked here.
+        """
+        weights, _, rest = receipt.model_identity.partition("/")
+        dtype, *more = rest.split("/")
+        given = {
+            "verification": (receipt.verification, VerificationMethod.COUPLED),
+            "model_identity": (weights or "none", self._weights),
+            "tokenizer": (receipt.tokenizer, self._tokenizer),
+            "eos_token_ids": (set(receipt.eos_token_ids), set(self._eos) or set(receipt.eos_token_ids)),
+            "grammars": (
+                digest_of(receipt.grammars),
+                digest_of(grammar_identity()) if receipt.sampling.grammar else "",
+            ),
+        }
+        for field, (got, own) in given.items():
+            if got != own:
+                raise InvalidArgumentError(field, got, f"{own}, that of the target here")
+        if "lora" in more:
+            raise InvalidArgumentError("model_identity", "a LoRA adapter", "a model without one")
+        if self._margin is None and dtype not in MARGINS:
+            raise InvalidArgumentError(
+                "model_identity", dtype, f"a dtype of {', '.join(MARGINS)}, or a margin"
+            )
+        for field in ("prompt_token_ids", "token_ids"):
+            check_token_ids(field, getattr(receipt, field), self.engine.vocab_size)
+        length = len(receipt.prompt_token_ids) + len(receipt.token_ids)
+        if not receipt.prompt_token_ids or length > self.engine.max_context:
+            allowed = f"up to {self.engine.max_context} with the prompt (context), and a prompt"
+            raise InvalidArgumentError("token_ids", f"{length} tokens with the prompt", allowed)
+        return MARGINS[dtype] if self._margin is None else self._margin
+
+
+def _wrong_end(receipt: Receipt) -> str:
+    """Return why the completion cannot have ended as the receipt says; empty if it can."""
+    tokens, ends = receipt.token_ids, set(receipt.stop_token_ids)
+    if not receipt.ignore_eos:
+        ends.update(receipt.eos_token_ids)
+    went_on = next((at for at, token in enumerate(tokens[:-1]) if token in ends), None)
+    if went_on is not None:
+        return f"the completion went on after token {went_on}, which ends it"
+    has_end = bool(receipt.stop) or (len(tokens) > 0 and tokens[-1] in ends)
+    is_full = len(tokens) == receipt.max_tokens
+    if len(tokens) > receipt.max_tokens or not {
+        FinishReason.STOP: has_end,
+        FinishReason.LENGTH: is_full,
+        FinishReason.CANCELLED: True,
+    }.get(receipt.finish_reason, False):
+        size = f"{len(tokens)} tokens of at most {receipt.max_tokens}"
+        return f"{size} do not end by {receipt.finish_reason.value}"
+    return ""
+
+
+class _Pass:
+    """One forward pass over a receipt's tokens."""
+
+    def __init__(self, engine: Engine, receipt: Receipt, margin: float, grammars: Grammars) -> None:
+        self._engine, self._receipt, self._half = engine, receipt, margin / 2
+        prompt, params = receipt.prompt_token_ids, receipt.sampling
+        self._tokens, self._num_prompt = [*prompt, *receipt.token_ids], len(prompt)
+        ends = tuple(sorted({*receipt.eos_token_ids, *receipt.stop_token_ids}))
+        self._spec = SessionSpec(params, receipt.verification, len(prompt), ends)
+        self._spec.validate(len(prompt), engine.vocab_size)
+        size, device = engine.vocab_size, engine.device
+        assert params.seed is not None
+        self._noise = Noise(params.seed, params.sample_index, size, device) if params.temperature else None
+        self._edits = None
+        if LogitEdits.needed(params):
+            state = grammars.begin(params.grammar, ends) if params.grammar else None
+            self._edits = LogitEdits(params, ends, len(prompt), size, device, state)
+        self._verdict = ReceiptVerdict(result="valid", margin=margin)
+
+    def run(self) -> ReceiptVerdict:
+        """Return the verdict; it ends with the first wrong token."""
+        last = len(self._tokens) - 1
+        try:
+            for start in range(0, last, _FEED):
+                end = min(start + _FEED, last)
+                first = max(start, self._num_prompt - 1)
+                feed = SequenceInput(_SESSION, start, self._tokens[start:end], max(0, end - first))
+                (logits,) = self._engine.step([feed])
+                for at in range(first, end, _JUDGED):
+                    if not self._follow(logits[at - first :], at + 1, min(at + _JUDGED, end) + 1):
+                        return self._verdict
+        finally:
+            self._engine.release(_SESSION)
+        return self._verdict
+
+    def _follow(self, logits: Tensor, start: int, end: int) -> bool:
+        """Check the tokens at positions [start, end) by their rows; return whether all follow."""
+        at = start
+        while at < end:
+            row = logits[at - start : end - start]
+            if self._edits is not None:
+                self._edits.follow(self._tokens[:at])
+            proposal = Proposal(tuple(self._tokens[at : end - 1]))
+            found = judge(self._spec, proposal, row, at, self._noise, self._edits)
+            at += len(found.accepted_path)
+            if found.next_token_id != self._tokens[at] and not self._is_tie(logits[at - start], at):
+                return False
+            at += 1
+            self._note(num_tokens=at - self._num_prompt)
+        return True
+
+    def _is_tie(self, row: Tensor, at: int) -> bool:
+        """Note the wrong token at a position, and return whether it is within the margin."""
+        if self._edits is not None:
+            self._edits.follow(self._tokens[:at])
+        token, logits = self._tokens[at], edited_logits(row[None], self._edits, [()])
+        scores = self._scores(logits, at)
+        (expected,) = best_tokens(scores)
+        temperature = self._receipt.sampling.temperature or 1.0
+        gap = float(scores[0, expected] - scores[0, token]) * temperature
+        for spread in (0.0, self._half / 2, -self._half / 2):
+            if self._can_win(logits.clone(), at, spread / temperature):
+                ties = self._verdict.num_ties + 1
+                largest = max(self._verdict.largest_gap, gap if math.isfinite(gap) else 0.0)
+                self._note(num_ties=ties, largest_gap=largest)
+                return True
+        number = at - self._num_prompt
+        self._note(
+            result="invalid",
+            reason=f"token {number} is {token}, expected {expected}",
+            num_tokens=number,
+            position=number,
+            token=token,
+            expected=expected,
+            gap=gap if math.isfinite(gap) else None,
+        )
+        return False
+
+    def _can_win(self, logits: Tensor, at: int, spread: float) -> bool:
+        """Whether the token at a position is the argmax after small changes; `logits` [1, vocab] is changed.
+
+        Those that win in its place are lowered, one after another. `spread` is added to `top_p`: where all
+        logits change by at most half the margin, the mass of the likeliest tokens changes by at most a
+        quarter of it, so that a token at the border may be kept or not.
+        """
+        token, lowered = self._tokens[at], set[int | None]()
+        logits[0, token] += self._half
+        while True:
+            (best,) = best_tokens(self._scores(logits, at, spread))
+            if best in lowered or best is None or best == token:
+                return best == token
+            lowered.add(best)
+            logits[0, best] -= self._half
+
+    def _scores(self, logits: Tensor, at: int, spread: float = 0.0) -> Tensor:
+        """Return log p + noise of edited logits [1, vocab]; at temperature 0 the logits."""
+        params = self._receipt.sampling
+        if self._noise is None:
+            return logits
+        params = replace(
+            params, top_p=min(1.0, max(1e-9, params.top_p + spread)) if params.top_p < 1 else 1.0
+        )
+        return processed_log_probs(logits, params) + self._noise.gumbel(at, 1)
+
+    def _note(self, **values: object) -> None:
+        self._verdict = self._verdict.model_copy(update=values)

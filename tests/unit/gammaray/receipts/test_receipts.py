@@ -1,0 +1,241 @@
+"""Receipts without a model: form, signature, keys, and what the commands say."""
+
+import json
+import stat
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+from click.testing import CliRunner
+
+from gammaray.cli import main
+from gammaray.client.request import build_request
+from gammaray.errors import InvalidArgumentError
+from gammaray.receipts.keys import b64, parse_keys, published, read_receipt_keys, rotate, unb64
+from gammaray.receipts.receipt import Receipt, SignedReceipt
+from gammaray.types import FinishReason, SamplingParams, VerificationMethod
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "receipts.json"
+
+
+@pytest.fixture
+def receipt():
+    return Receipt(
+        issued_at=1_795_000_000,
+        model="demo",
+        model_identity="ab" * 32 + "/float32",
+        tokenizer="cd" * 32,
+        eos_token_ids=(0,),
+        verification=VerificationMethod.COUPLED,
+        prompt_token_ids=(5, 6, 7),
+        sampling=SamplingParams(temperature=0.7, seed=2**64 - 1, logit_bias={9: -1.5}, banned_token_ids=(3,)),
+        max_tokens=16,
+        stop=("\n\n", "é"),
+        token_ids=(8, 9, 10),
+        finish_reason=FinishReason.STOP,
+    )
+
+
+def invoke(*args):
+    return CliRunner().invoke(main, [str(arg) for arg in args])
+
+
+def test_receipt_survives_its_text(path, receipt):
+    rotate(path)
+    (key,) = read_receipt_keys(path)
+    text = receipt.signed(key)
+    found = SignedReceipt.parse(text)
+    assert found.receipt == receipt
+    assert found.kid == key.kid
+    found.check((key.public,))
+    header, payload, _ = text.split(".")
+    assert json.loads(unb64(header)) == {"alg": "EdDSA", "kid": key.kid, "typ": "gammaray-receipt"}
+    assert json.loads(unb64(payload))["sampling"]["seed"] == 2**64 - 1
+
+
+def test_integers_in_place_of_numbers_give_the_same_text(path, receipt):
+    rotate(path)
+    (key,) = read_receipt_keys(path)
+    values = receipt.model_dump() | {"sampling": {"temperature": 1, "top_p": 1, "seed": 0}}
+    SignedReceipt.parse(Receipt.model_validate(values).signed(key))
+
+
+def changed(text, part, change):
+    parts = text.split(".")
+    values = change(json.loads(unb64(parts[part])))
+    parts[part] = b64(json.dumps(values, separators=(",", ":"), ensure_ascii=False).encode())
+    return ".".join(parts)
+
+
+OTHER = {
+    "version": 2,
+    "issued_at": 1,
+    "model": "x",
+    "model_identity": "x",
+    "tokenizer": "x",
+    "eos_token_ids": [1],
+    "grammars": "x",
+    "verification": "naive",
+    "prompt_token_ids": [1],
+    "sampling": {"seed": 1},
+    "max_tokens": 1,
+    "stop": [],
+    "stop_token_ids": [1],
+    "ignore_eos": True,
+    "token_ids": [1],
+    "finish_reason": "length",
+}
+
+
+@pytest.mark.parametrize("field", Receipt.model_fields)
+def test_change_of_any_field_is_found(path, receipt, field):
+    assert OTHER.keys() == Receipt.model_fields.keys()
+    rotate(path)
+    keys = read_receipt_keys(path)
+    text = changed(receipt.signed(keys[-1]), 1, lambda values: {**values, field: OTHER[field]})
+    with pytest.raises(InvalidArgumentError) as caught:
+        SignedReceipt.parse(text).check(keys)
+    assert caught.value.field == {
+        "version": "receipt.version",
+        # The other sampling parameters are missing, which this server always writes.
+        "sampling": "receipt",
+    }.get(field, "receipt.signature")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda text: text[:-1], "cut"),
+        (lambda text: text[: len(text) // 2], "cut"),
+        (lambda text: text[:50], "cut"),
+        (lambda text: "", "cut"),
+        (lambda text: text + ".", "cut"),
+        (lambda text: text.replace(".", "!", 1), "cut"),
+        (lambda text: "é" + text, "cut"),
+        (lambda text: f"{text}\0", "cut"),
+        (lambda text: changed(text, 0, lambda h: {**h, "alg": "none"}), "another form"),
+        (lambda text: changed(text, 0, lambda h: {**h, "typ": "JWT"}), "another form"),
+        (lambda text: changed(text, 0, lambda h: []), "cut"),
+        (lambda text: changed(text, 1, lambda v: {**v, "extra": 1}), "invalid at extra"),
+        (lambda text: changed(text, 1, lambda v: {**v, "token_ids": [-1.5]}), "invalid at token_ids"),
+        (
+            lambda text: changed(text, 1, lambda v: {**v, "sampling": {**v["sampling"], "x": 1}}),
+            r"at sampling\.x",
+        ),
+        (lambda text: changed(text, 1, lambda v: {**v, "issued_at": 1.0}), "does not write"),
+        (lambda text: changed(text, 1, lambda v: {**v, "sampling": {**v["sampling"], "top_p": 7}}), "top_p"),
+        (lambda text: changed(text, 1, lambda v: {**v, "version": "2"}), "version: got 2"),
+    ],
+)
+def test_what_is_no_receipt_is_refused(path, receipt, change, words):
+    rotate(path)
+    text = receipt.signed(read_receipt_keys(path)[0])
+    with pytest.raises(InvalidArgumentError, match=words):
+        SignedReceipt.parse(change(text))
+
+
+def test_signature_of_another_key_is_refused(path, receipt, tmp_path):
+    rotate(path)
+    rotate(tmp_path / "other.json")
+    (key,), (other,) = read_receipt_keys(path), read_receipt_keys(tmp_path / "other.json")
+    found = SignedReceipt.parse(receipt.signed(key))
+    with pytest.raises(InvalidArgumentError, match=r"receipt\.kid"):
+        found.check((other,))
+    with pytest.raises(InvalidArgumentError, match="a bad signature"):
+        found.check((other.model_copy(update={"kid": key.kid}),))
+
+
+def test_rotation_keeps_public_keys_and_forgets_private_ones(path, receipt):
+    rotate(path)
+    (first,) = read_receipt_keys(path)
+    text = receipt.signed(first)
+    listed = rotate(path)
+    former, latest = read_receipt_keys(path)
+    assert former == first.public
+    assert latest.d is not None
+    assert listed == (former, latest.public)
+    assert published((former, latest)) == published(listed)
+    assert latest.d not in json.dumps(published((former, latest)))
+    assert latest.d not in repr(latest)
+    SignedReceipt.parse(text).check(listed)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"[]", b"{}", b'{"keys": []}', b'{"keys": [{"kty": "RSA", "kid": "a", "x": ""}]}', b"\xff"],
+)
+def test_invalid_key_file_is_reported_without_its_content(path, content):
+    path.write_bytes(content)
+    with pytest.raises(InvalidArgumentError, match="receipt_keys_file: got"):
+        read_receipt_keys(path)
+    result = invoke("keys", "receipts", "--file", path)
+    assert result.exit_code == 2
+    assert path.read_bytes() == content
+
+
+def test_public_keys_do_not_sign(path):
+    path.write_text(json.dumps(published(rotate(path))))
+    with pytest.raises(InvalidArgumentError, match="without a private key"):
+        read_receipt_keys(path)
+
+
+def test_keys_command_prints_public_keys(path):
+    for number in (1, 2):
+        result = invoke("keys", "receipts", "--file", path)
+        assert result.exit_code == 0
+        listed = parse_keys(result.stdout.encode(), "stdout")
+        assert [key.d for key in listed] == [None] * number
+        assert listed[-1].kid in result.stderr
+
+
+def test_check_refuses_without_loading_a_model(path, receipt, tmp_path):
+    rotate(path)
+    rotate(tmp_path / "other.json")
+    text = receipt.signed(read_receipt_keys(path)[0])
+    file = tmp_path / "receipts.txt"
+    file.write_text(f"{text[:-9]}\n\n{text}\n")
+    result = invoke("check", file, "--target", "/none", "--key", tmp_path / "other.json", "--json")
+    assert result.exit_code == 2
+    cut, foreign = map(json.loads, result.stdout.splitlines())
+    assert (cut["receipt"], cut["result"], foreign["result"]) == (1, "refused", "refused")
+    assert "cut" in cut["reason"]
+    assert "kid" in foreign["reason"]
+    file.write_text("\n")
+    result = invoke("check", file, "--target", "/none")
+    assert (result.exit_code, "without receipts" in result.stderr) == (2, True)
+
+
+def test_check_reads_keys_from_a_url(path, receipt, tmp_path):
+    body = json.dumps(published(rotate(path))).encode()
+
+    class Keys(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args):
+            pass
+
+    rotate(tmp_path / "other.json")
+    file = tmp_path / "receipts.txt"
+    file.write_text(receipt.signed(read_receipt_keys(tmp_path / "other.json")[0]))
+    with HTTPServer(("127.0.0.1", 0), Keys) as server:
+        url = f"http://127.0.0.1:{server.server_port}/v1/receipts/key"
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        result = invoke("check", file, "--target", "/none", "--key", url)
+    assert result.exit_code == 2
+    assert read_receipt_keys(path)[0].kid in result.stdout
+    result = invoke("check", file, "--target", "/none", "--key", url)
+    assert (result.exit_code, url in result.stderr) == (3, True)
+
+
+@pytest.mark.parametrize("method", ["rejection", "block", "naive"])
+def test_request_for_a_receipt_with_another_method_is_refused(method):
+    with pytest.raises(InvalidArgumentError, match=f"receipt: got true with {method} verification"):
+        build_request("a", receipt=True, verification=method)
+    assert build_request("a", receipt=True).receipt
