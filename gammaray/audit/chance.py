@@ -1,0 +1,212 @@
+"""Checks of randomness: the law of the tokens, and whether choices are independent."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+from collections import deque
+from collections.abc import AsyncIterator
+from itertools import combinations
+from typing import Any
+
+from gammaray.audit.answers import Choice, Token
+from gammaray.audit.law import IndependenceTest, LawTest
+from gammaray.audit.subject import Subject
+from gammaray.audit.verdicts import Status, Verdict, inconclusive, not_possible
+from gammaray.errors import InvalidArgumentError
+
+ALPHA = {"law": 1 / 2, "independence": 1 / 4, "choices": 1 / 8, "seed": 1 / 8}
+"""Shares of the audit's probability of a false alarm; the other checks draw no conclusion from chance."""
+
+DETECTABLE = {"temperature below 1": 0.95, "temperature above 1": 1.05, "top-1 share": 0.02}
+"""What the law must have been able to show before it passes."""
+
+MIN_PAIRS = 400
+"""Pairs of tokens after which the independence of choices passes."""
+
+_TOKENS = 128
+_SPECIAL = re.compile(r"(\d+:)?(<[^<>\s]{1,40}>)?")
+_MAX_UNREADABLE = 0.02
+
+
+async def check_law(subject: Subject) -> Verdict:
+    """At temperature 1 each token is a draw from the probabilities that the server reports for it."""
+    subject.need_logprobs(4)
+    server = subject.server
+    test = LawTest(subject.alpha * ALPHA["law"], server.num_top)
+    bins, path, missing, drawn = _Bins(), [], 0, 0
+    async for choice, prompt, asked in _completions(subject):
+        for token in choice.tokens:
+            drawn += 1
+            missing += len(token.listed) == 0
+            if (cells := without_special(token)) is not None:
+                try:
+                    test.observe(token.key, cells, token.logprob if len(cells) == len(token.listed) else None)
+                except InvalidArgumentError as error:
+                    curl = server.curl(prompt, **asked)
+                    return Verdict(Status.FAILED, f"token {token.text!r}: {error}", {}, curl)
+                bins.add(token)
+        path.append((test.num_tokens, round(test.log_e_value, 2)))
+        if drawn >= 500 and missing > _MAX_UNREADABLE * drawn:
+            raise not_possible(f"{missing} of {drawn} tokens have no alternatives")
+        if drawn >= 500 and test.num_unreadable > _MAX_UNREADABLE * drawn:
+            raise not_possible(
+                f"{test.num_unreadable} of {drawn} tokens have fewer than {server.num_top} alternatives, "
+                "as tokens of the same text are listed once"
+            )
+        e_value = f"e-value e^{test.largest_log_e_value:.1f}, alarm at e^{test.threshold:.1f}"
+        subject.tell(f"law: {test.num_tokens} tokens, {e_value}")
+        found = {name: test.smallest_detectable()[name] for name in DETECTABLE}
+        evidence = {
+            "tokens": test.num_tokens,
+            "log_e_value": test.log_e_value,
+            "largest_log_e_value": test.largest_log_e_value,
+            "threshold": test.threshold,
+            "smallest_detectable": {
+                k: v if math.isfinite(v) else None for k, v in test.smallest_detectable().items()
+            },
+            "path": path[:: max(1, len(path) // 100)],
+            "by_probability": bins.table(),
+        }
+        if test.rejected:
+            summary = f"after {test.num_tokens} tokens: {e_value}; strongest alternative: {test.strongest()}"
+            curl = server.curl(prompt, **asked)
+            return Verdict(Status.FAILED, summary, {**evidence, "strongest": test.strongest()}, curl)
+        missed = (
+            f"a temperature of {found['temperature below 1']:.2f} or {found['temperature above 1']:.2f} and "
+            f"{found['top-1 share']:.1%} of replaced tokens"
+        )
+        if all(abs(found[name] - ideal) <= abs(DETECTABLE[name] - ideal) for name, ideal in _HONEST.items()):
+            summary = f"{test.num_tokens} tokens, {e_value}; would have found {missed} (power 80 %)"
+            return Verdict(Status.PASSED, summary, evidence)
+    if not drawn:
+        raise inconclusive("the budget allows no completion (--max-tokens-total)")
+    summary = f"only {test.num_tokens} tokens, {e_value}; would have found {missed}: raise --max-tokens-total"
+    return Verdict(Status.INCONCLUSIVE, summary, evidence)
+
+
+_HONEST = {"temperature below 1": 1.0, "temperature above 1": 1.0, "top-1 share": 0.0}
+
+
+async def _completions(subject: Subject) -> AsyncIterator[tuple[Choice, str, dict[str, Any]]]:
+    """Yield completions in the order of their requests, so that no result decides which comes next."""
+    server, number = subject.server, 0
+    running: deque[tuple[asyncio.Task[Any], str, dict[str, Any]]] = deque()
+    try:
+        while True:
+            while len(running) < server.concurrency and server.spent.left >= _TOKENS:
+                prompt = subject.prompts[number % len(subject.prompts)]
+                asked = {"temperature": 1, "max_tokens": _TOKENS, "seed": subject.seed + 10_000 + number}
+                running.append((asyncio.ensure_future(server.ask(prompt, **asked)), prompt, asked))
+                number += 1
+            if not running:
+                return
+            task, prompt, asked = running[0]
+            answer = await task
+            running.popleft()
+            yield answer.choices[0], prompt, asked
+    finally:
+        for task, _, _ in running:
+            task.cancel()
+        await asyncio.gather(*(task for task, _, _ in running), return_exceptions=True)
+
+
+def is_special(token: Token) -> bool:
+    """Whether a token looks like the end of a sequence or another special one, as `</s>` and `<|im_end|>` do."""
+    return _SPECIAL.fullmatch(token.key) is not None
+
+
+def without_special(token: Token) -> list[tuple[str, float]] | None:
+    """Return a position's cells given that no special token was drawn; None if one was.
+
+    Servers leave the end of a sequence out of their tokens, and some list it. What is special is known from the
+    texts alone, so that the condition depends on no draw.
+    """
+    if is_special(token):
+        return None
+    special = math.fsum(math.exp(lp) for key, lp in token.listed if _SPECIAL.fullmatch(key))
+    if special < 1e-6 or special > 1 - 1e-6:
+        return list(token.listed)
+    left = math.log1p(-special)
+    return [(key, min(0.0, lp - left)) for key, lp in token.listed if not _SPECIAL.fullmatch(key)]
+
+
+class _Bins:
+    """Expected and observed tokens by the probability that the server reports for them."""
+
+    EDGES = (0.0, 0.01, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 0.95, 1.0)
+
+    def __init__(self) -> None:
+        self._expected = [0.0] * (len(self.EDGES) - 1)
+        self._observed = [0] * (len(self.EDGES) - 1)
+
+    def add(self, token: Token) -> None:
+        for logprob in token.cells.values():
+            self._expected[self._bin(logprob)] += math.exp(logprob)
+        if token.key in token.cells:
+            self._observed[self._bin(token.cells[token.key])] += 1
+
+    def table(self) -> list[dict[str, float]]:
+        bounds = zip(self.EDGES, self.EDGES[1:], self._expected, self._observed, strict=False)
+        return [{"above": a, "to": b, "expected": round(e, 1), "observed": o} for a, b, e, o in bounds]
+
+    def _bin(self, logprob: float) -> int:
+        p = math.exp(logprob)
+        return next((i for i, edge in enumerate(self.EDGES[1:]) if p <= edge), len(self.EDGES) - 2)
+
+
+async def check_choices(subject: Subject) -> Verdict:
+    """The choices of one request differ from each other."""
+    server, n, compared = subject.server, 4, 0
+    bound = math.log(36 / (subject.alpha * ALPHA["choices"]))  # six pairs in each of six requests
+    for i, prompt in enumerate(subject.prompts[:6]):
+        seed = None if i % 2 or subject.failed("seed") else subject.seed + i
+        asked = {"temperature": 1, "max_tokens": 48, "n": n, "seed": seed}
+        choices = (await server.ask(prompt, **asked)).choices
+        if len(choices) != n:
+            summary = f"{len(choices)} choices instead of {n}"
+            return Verdict(Status.FAILED, summary, {}, server.curl(prompt, **asked))
+        for left, right in combinations(choices, 2):
+            surprise = -sum(token.lp or 0.0 for token in left.tokens)
+            compared += left.text != right.text or surprise > bound
+            if left.text == right.text and surprise > bound:
+                summary = f"two choices are equal; by chance with probability e^-{surprise:.0f}"
+                return Verdict(Status.FAILED, summary, {"text": left.text}, server.curl(prompt, **asked))
+    if not compared:
+        raise inconclusive("all choices are equal, and their probabilities are unknown or high")
+    return Verdict(Status.PASSED, f"{compared} pairs of choices differ", {"pairs": compared})
+
+
+async def check_independence(subject: Subject) -> Verdict:
+    """The choices of one request, or completions with other seeds, do not share random numbers."""
+    subject.need_logprobs(4)
+    server = subject.server
+    test = IndependenceTest(subject.alpha * ALPHA["independence"], server.num_top)
+    of_choices = "choices" in subject.findings and (
+        subject.findings["choices"].verdict.status in (Status.PASSED, Status.INCONCLUSIVE)
+    )
+    for i in range(40):
+        prompt, seed = subject.prompts[i % len(subject.prompts)], subject.seed + 5000 + 4 * i
+        asked = {"temperature": 1, "max_tokens": 48}
+        if of_choices:
+            asked |= {"n": 4} if subject.failed("seed") else {"n": 4, "seed": seed}
+            choices = (await server.ask(prompt, **asked)).choices
+        else:
+            answers = (server.ask(prompt, **asked, seed=seed + k) for k in range(4))
+            choices = tuple(answer.choices[0] for answer in await asyncio.gather(*answers))
+        for left, right in zip(choices, choices[1:], strict=False):
+            for a, b in zip(left.tokens, right.tokens, strict=False):
+                here, there = without_special(a), without_special(b)
+                if here is not None and there is not None:
+                    test.observe(a.key, here, b.key, there)
+        evidence = {"pairs": test.num_tokens, "largest_log_e_value": test.largest_log_e_value}
+        if test.rejected:
+            summary = f"after {test.num_tokens} pairs of tokens: e-value e^{test.largest_log_e_value:.1f}"
+            curl = server.curl(prompt, **asked)
+            return Verdict(Status.FAILED, f"{summary}; {test.strongest()}", evidence, curl)
+    if test.num_tokens < MIN_PAIRS:
+        raise inconclusive(f"only {test.num_tokens} pairs of tokens")
+    of = "choices" if of_choices else "completions with other seeds"
+    summary = f"{test.num_tokens} pairs of tokens of {of}, e-value e^{test.largest_log_e_value:.1f}"
+    return Verdict(Status.PASSED, summary, evidence)
