@@ -202,7 +202,7 @@ def _listed(path: str, entry: Any) -> Token:
 
 def _key(path: str, entry: Any) -> str:
     fields = _an(path, entry, dict)
-    text = _an(f"{path}.token", fields.get("token"), str)
+    text: str = _an(f"{path}.token", fields.get("token"), str)
     if isinstance(token_id := fields.get("id"), int):
         return f"{token_id}:{text}"
     given: Any = fields.get("bytes")

@@ -7,7 +7,7 @@ import math
 import re
 from collections import deque
 from collections.abc import AsyncIterator
-from itertools import combinations
+from itertools import combinations, pairwise
 from typing import Any
 
 from gammaray.audit.answers import Choice, Token
@@ -34,19 +34,19 @@ async def check_law(subject: Subject) -> Verdict:
     """At temperature 1 each token is a draw from the probabilities that the server reports for it."""
     subject.need_logprobs(4)
     server = subject.server
-    test = LawTest(subject.alpha * ALPHA["law"], server.num_top)
+    test = LawTest(subject.alpha * ALPHA["law"], server.num_top, SPECIAL)
+    threshold = -math.log(test.alpha)
     bins, path, missing, drawn = _Bins(), [], 0, 0
     async for choice, prompt, asked in _completions(subject):
         for token in choice.tokens:
             drawn += 1
             missing += len(token.listed) == 0
-            if (cells := without_special(token)) is not None:
-                try:
-                    test.observe(token.key, cells, token.logprob if len(cells) == len(token.listed) else None)
-                except InvalidArgumentError as error:
-                    curl = server.curl(prompt, **asked)
-                    return Verdict(Status.FAILED, f"token {token.text!r}: {error}", {}, curl)
-                bins.add(token)
+            try:
+                test.observe(token.key, token.listed, token.lp)
+            except InvalidArgumentError as error:
+                curl = server.curl(prompt, **asked)
+                return Verdict(Status.FAILED, f"token {token.text!r}: {error}", {}, curl)
+            bins.add(token)
         path.append((test.num_tokens, round(test.log_e_value, 2)))
         if drawn >= 500 and missing > _MAX_UNREADABLE * drawn:
             raise not_possible(f"{missing} of {drawn} tokens have no alternatives")
@@ -55,14 +55,14 @@ async def check_law(subject: Subject) -> Verdict:
                 f"{test.num_unreadable} of {drawn} tokens have fewer than {server.num_top} alternatives, "
                 "as tokens of the same text are listed once"
             )
-        e_value = f"e-value e^{test.largest_log_e_value:.1f}, alarm at e^{test.threshold:.1f}"
+        e_value = f"e-value e^{test.largest_log_e_value:.1f}, alarm at e^{threshold:.1f}"
         subject.tell(f"law: {test.num_tokens} tokens, {e_value}")
         found = {name: test.smallest_detectable()[name] for name in DETECTABLE}
         evidence = {
             "tokens": test.num_tokens,
             "log_e_value": test.log_e_value,
             "largest_log_e_value": test.largest_log_e_value,
-            "threshold": test.threshold,
+            "threshold": threshold,
             "smallest_detectable": {
                 k: v if math.isfinite(v) else None for k, v in test.smallest_detectable().items()
             },
@@ -112,24 +112,17 @@ async def _completions(subject: Subject) -> AsyncIterator[tuple[Choice, str, dic
         await asyncio.gather(*(task for task, _, _ in running), return_exceptions=True)
 
 
-def is_special(token: Token) -> bool:
-    """Whether a token looks like the end of a sequence or another special one, as `</s>` and `<|im_end|>` do."""
-    return _SPECIAL.fullmatch(token.key) is not None
+class _Special:
+    """Tokens that look special, such as `</s>` and `<|im_end|>`: a text's end is not always reported.
 
-
-def without_special(token: Token) -> list[tuple[str, float]] | None:
-    """Return a position's cells given that no special token was drawn; None if one was.
-
-    Servers leave the end of a sequence out of their tokens, and some list it. What is special is known from the
-    texts alone, so that the condition depends on no draw.
+    They are known by their texts alone, so that leaving them out depends on no draw.
     """
-    if is_special(token):
-        return None
-    special = math.fsum(math.exp(lp) for key, lp in token.listed if _SPECIAL.fullmatch(key))
-    if special < 1e-6 or special > 1 - 1e-6:
-        return list(token.listed)
-    left = math.log1p(-special)
-    return [(key, min(0.0, lp - left)) for key, lp in token.listed if not _SPECIAL.fullmatch(key)]
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, str) and _SPECIAL.fullmatch(key) is not None
+
+
+SPECIAL = _Special()
 
 
 class _Bins:
@@ -182,7 +175,7 @@ async def check_independence(subject: Subject) -> Verdict:
     """The choices of one request, or completions with other seeds, do not share random numbers."""
     subject.need_logprobs(4)
     server = subject.server
-    test = IndependenceTest(subject.alpha * ALPHA["independence"], server.num_top)
+    test = IndependenceTest(subject.alpha * ALPHA["independence"], server.num_top, SPECIAL)
     of_choices = "choices" in subject.findings and (
         subject.findings["choices"].verdict.status in (Status.PASSED, Status.INCONCLUSIVE)
     )
@@ -195,11 +188,9 @@ async def check_independence(subject: Subject) -> Verdict:
         else:
             answers = (server.ask(prompt, **asked, seed=seed + k) for k in range(4))
             choices = tuple(answer.choices[0] for answer in await asyncio.gather(*answers))
-        for left, right in zip(choices, choices[1:], strict=False):
+        for left, right in pairwise(choices):
             for a, b in zip(left.tokens, right.tokens, strict=False):
-                here, there = without_special(a), without_special(b)
-                if here is not None and there is not None:
-                    test.observe(a.key, here, b.key, there)
+                test.observe(a.key, a.listed, b.key, b.listed, a.lp, b.lp)
         evidence = {"pairs": test.num_tokens, "largest_log_e_value": test.largest_log_e_value}
         if test.rejected:
             summary = f"after {test.num_tokens} pairs of tokens: e-value e^{test.largest_log_e_value:.1f}"

@@ -129,7 +129,7 @@ class Endpoint:
         return name if isinstance(name, str) else ""
 
     def body(self, prompt: str, **fields: Any) -> dict[str, Any]:
-        """Return the request for a completion: `logprobs` is a number of alternatives, None leaves a field out."""
+        """Return a request: `logprobs` is a number of alternatives, None leaves a field out."""
         fields = {**self.fields, **fields}
         named = {"model": self.model} if self.model else {}
         if not self.is_chat:

@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 from gammaray.audit.answers import Answer, Choice
-from gammaray.audit.endpoint import Endpoint
+from gammaray.audit.endpoint import RefusedError
 from gammaray.audit.subject import Subject
 from gammaray.audit.verdicts import Status, Verdict, inconclusive, not_possible
 
@@ -38,18 +38,25 @@ async def check_max_tokens(subject: Subject) -> Verdict:
 
 
 def num_tokens(answer: Answer) -> int | None:
-    """Return the tokens of the first choice: those that are listed, else what `usage` says; None if unknown."""
+    """Return the first choice's tokens: those listed, else what `usage` says; None if unknown."""
     tokens = answer.choices[0].tokens
     return len(tokens) if tokens else answer.usage[1] if answer.usage and len(answer.choices) == 1 else None
 
 
 async def check_min_tokens(subject: Subject) -> Verdict:
-    """A completion that would end earlier has at least `min_tokens` tokens."""
+    """A completion that would end earlier has at least `min_tokens` tokens.
+
+    The end is a text's own, or a stop token's with a bias, which `min_tokens` masks as well.
+    """
     server = subject.server
     await server.ask(subject.prompts[0], temperature=0, max_tokens=2, min_tokens=1)
-    for prompt in (*_SHORT, *subject.prompts[:8]):
-        asked: dict[str, Any] = {"temperature": 0, "max_tokens": 48}
-        answer = await server.ask(prompt, **asked)
+    biased = {"logit_bias": {"300": 100}, "stop_token_ids": [300]}
+    for prompt, fields in ((_SHORT[0], {}), (_SHORT[1], {}), (subject.prompts[0], biased)):
+        asked: dict[str, Any] = {"temperature": 0, "max_tokens": 48, **fields}
+        try:
+            answer = await server.ask(prompt, **asked)
+        except RefusedError:
+            continue
         count = num_tokens(answer)
         if count is None:
             raise not_possible("the server reports neither log-probabilities nor usage")
@@ -64,11 +71,7 @@ async def check_min_tokens(subject: Subject) -> Verdict:
     raise inconclusive("no completion ends by itself within 36 tokens")
 
 
-_SHORT = (
-    "Question: What is 2 + 2? Answer with a number only.\nAnswer:",
-    "Say yes.",
-    "import os\n",
-)
+_SHORT = ("Question: What is 2 + 2? Answer with a number only.\nAnswer:", "Say yes.")
 
 
 async def check_stop(subject: Subject) -> Verdict:
@@ -128,7 +131,7 @@ async def check_logprob_zero(subject: Subject) -> Verdict:
 
 
 async def check_usage(subject: Subject) -> Verdict:
-    """`usage` counts the tokens that are listed, and prompts the same whole, streamed and for several choices."""
+    """`usage` counts the tokens that are listed, and a prompt's the same whole and streamed."""
     server, asked = subject.server, {"temperature": 0, "max_tokens": 24}
     compared = 0
     for prompt in subject.prompts[:4]:

@@ -21,7 +21,7 @@ MIN_CHANGED = 5
 """Positions at which penalties must have changed the most likely token."""
 
 _TOKENS = 48
-_MAX_REQUESTS = 24
+_MIN_REQUESTS, _MAX_REQUESTS = 4, 24
 
 Kept = Callable[[list[float], float], bool]
 """Whether a token of a log-probability may be drawn, given those of the position, the most likely first."""
@@ -84,7 +84,7 @@ async def _truncated(subject: Subject, field: Mapping[str, float], kept: Kept) -
                 return Verdict(
                     Status.FAILED, f"{summary} and rank {order}", evidence, server.curl(prompt, **asked)
                 )
-        if log_ignored < math.log(IGNORED):
+        if log_ignored < math.log(IGNORED) and i + 1 >= _MIN_REQUESTS:
             summary = f"{name} {value}: {count} tokens kept it; without it by chance with e^{log_ignored:.0f}"
             return Verdict(Status.PASSED, summary, {"tokens": count, "log_chance": log_ignored})
     if count and not changed:

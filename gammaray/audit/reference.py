@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from gammaray.audit.answers import Choice, Token
-from gammaray.audit.chance import is_special
+from gammaray.audit.chance import SPECIAL
 from gammaray.audit.subject import Subject
 from gammaray.audit.verdicts import Status, Verdict, inconclusive, not_possible
 from gammaray.errors import FailedPreconditionError, UnavailableError
@@ -47,10 +47,12 @@ async def check_probabilities(subject: Subject) -> Verdict:
     differences: list[float] = []
     signed: list[float] = []
     unaligned, largest, evidence = 0, 0.0, {}
-    for i, prompt in enumerate(subject.prompts[:8]):
+    for i, prompt in enumerate(subject.prompts[:24]):
+        if len(differences) >= MIN_TOKENS:
+            break
         asked = {"temperature": 1, "max_tokens": 64, "seed": subject.seed + i}
         ours = (await server.ask(prompt, **asked)).choices[0]
-        tokens = [token for token in ours.tokens if not is_special(token)]
+        tokens = [token for token in ours.tokens if token.key not in SPECIAL]
         echo = {
             "temperature": 0,
             "max_tokens": 1,
@@ -119,7 +121,7 @@ async def served(directory: Path) -> AsyncIterator[str]:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=errors,
-            start_new_session=True,  # Ctrl-C of a terminal reaches this process alone, which then stops the cluster
+            start_new_session=True,  # Ctrl-C of a terminal reaches this process alone
         )
         try:
             yield await asyncio.wait_for(_ready(process), _START_TIMEOUT_S + _STOP_TIMEOUT_S)

@@ -72,7 +72,9 @@ def _body(found: dict[str, Any]) -> Iterator[str]:
         if curl := check["verdict"]["curl"]:
             yield f"<h2>{escape(check['check'])}</h2><p>{escape(check['verdict']['summary'])}</p>"
             yield f"<p><code>{escape(curl)}</code></p>"
-    law = next((check["verdict"]["evidence"] for check in checks if check["check"] == "law"), {})
+    law: dict[str, Any] = next(
+        (check["verdict"]["evidence"] for check in checks if check["check"] == "law"), {}
+    )
     if law:
         yield from _law(law)
     yield bar_chart(

@@ -81,7 +81,7 @@ async def _found(subject: Subject, name: str, check: Check) -> Finding:
 
 
 def overall(findings: Collection[Finding]) -> Status:
-    """Return the result of an audit: failed if a check is, passed if at least one passed and none is inconclusive."""
+    """Return an audit's result: failed if a check is, passed if one passed and none is inconclusive."""
     found = {finding.verdict.status for finding in findings}
     if Status.FAILED in found:
         return Status.FAILED

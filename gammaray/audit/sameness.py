@@ -14,7 +14,7 @@ from gammaray.audit.subject import Subject
 from gammaray.audit.verdicts import Status, Verdict, inconclusive, not_possible
 
 MAX_ROUNDING = 0.5
-"""Largest margin of two tokens that rounding may explain: two steps of bfloat16 between logits of 32 and 64."""
+"""Largest margin of two tokens that rounding may explain: two steps of bfloat16 at logits of 32 to 64."""
 
 MIN_ROUNDING = 1e-3
 """Margin that rounding always explains: float32 logits differ by about 1e-4 between shapes of batches."""
@@ -61,7 +61,7 @@ def first_difference(left: Choice, right: Choice) -> Difference | None:
     at = shared(left.tokens, right.tokens)
     if at >= min(len(left.tokens), len(right.tokens)):
         ends = [choice.tokens[at].text if at < len(choice.tokens) else "(end)" for choice in (left, right)]
-        return Difference(at, *ends, None)
+        return Difference(at, ends[0], ends[1], None)
     own, other = left.tokens[at], right.tokens[at]
     theirs = own.cells.get(other.key)
     return Difference(at, own.text, other.text, None if own.lp is None or theirs is None else own.lp - theirs)

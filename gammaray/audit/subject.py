@@ -22,7 +22,7 @@ NEUTRAL = {
     "repeat_penalty": 1,
     "return_tokens_as_token_ids": True,
 }
-"""Fields that turn a server's own defaults off, or name tokens uniquely; each is left out where it is refused."""
+"""Fields that turn a server's own defaults off, or name tokens uniquely; left out where they are refused."""
 
 _NUM_TOP = (20, 5, 1)
 _MAX_PROMPT = 4096

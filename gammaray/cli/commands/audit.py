@@ -53,7 +53,7 @@ def _check_name(text: str) -> str:
     "--reference",
     default="",
     metavar="URL|DIR",
-    help="What is right: a second server, or a model directory, which `gammaray up` then serves without drafts.",
+    help="What is right: a second server, or a model directory, which `gammaray up` serves without drafts.",
 )
 @click.option(
     "--prompts",
@@ -111,6 +111,7 @@ def audit(url: str, **options: Any) -> None:
         *(Spent(options["max_tokens_total"]), options["timeout_s"]),
     )
     subject = Subject(server, None, prompts, options["alpha"], options["seed"])
+    options["is_directory"] = os.path.isdir(options["reference"])
     interrupted = False
     try:
         asyncio.run(_run(subject, options))
@@ -147,7 +148,7 @@ async def _run(subject: Subject, options: dict[str, Any]) -> None:
         subject.tell = lambda text: bar.update(task, description=text)
         subject.server.model = subject.server.model or await subject.server.first_model()
         if reference := options["reference"]:
-            if os.path.isdir(reference):  # noqa: ASYNC240
+            if options["is_directory"]:
                 subject.tell("starting the reference")
                 reference = await stack.enter_async_context(served(Path(reference)))
             subject.reference = subject.server.beside(reference)
