@@ -7,6 +7,8 @@ import math
 import re
 from collections import deque
 from collections.abc import AsyncIterator
+from contextlib import aclosing
+from dataclasses import replace
 from itertools import combinations, pairwise
 from typing import Any
 
@@ -30,60 +32,83 @@ _SPECIAL = re.compile(r"(\d+:)?(<[^<>\s]{1,40}>)?")
 _MAX_UNREADABLE = 0.02
 
 
+class _Law:
+    """The test of the law, and what is reported of it."""
+
+    def __init__(self, subject: Subject) -> None:
+        self._num_top = subject.server.num_top
+        self.test = LawTest(subject.alpha * ALPHA["law"], self._num_top, SPECIAL)
+        self._threshold = -math.log(self.test.alpha)
+        self._bins, self._path = _Bins(), [(0, 0.0)]
+        self._drawn = self._missing = 0
+
+    def observe(self, choice: Choice) -> None:
+        """Count the tokens of a completion.
+
+        Raises:
+            InvalidArgumentError: The alternatives of a token are no distribution.
+            Undecided: Too many tokens have no alternatives, or incomplete ones.
+        """
+        for token in choice.tokens:
+            self.test.observe(token.key, token.listed, token.lp)
+            self._bins.add(token)
+            self._drawn += 1
+            self._missing += not token.listed
+        self._path.append((self.test.num_tokens, round(self.test.log_e_value, 2)))
+        allowed = _MAX_UNREADABLE * max(500, self._drawn)
+        if self._missing > allowed:
+            raise not_possible(f"{self._missing} of {self._drawn} tokens have no alternatives")
+        if (unreadable := self.test.num_unreadable) > allowed:
+            raise not_possible(
+                f"{unreadable} of {self._drawn} tokens list fewer than {self._num_top} alternatives, as those "
+                "of the same text are listed once"
+            )
+
+    def verdict(self) -> Verdict:
+        """Return the verdict on the tokens so far, without a command."""
+        test, found = self.test, self.test.smallest_detectable()
+        evidence = {
+            "tokens": test.num_tokens,
+            "largest_log_e_value": round(test.largest_log_e_value, 3),
+            "threshold": round(self._threshold, 3),
+            "strongest": test.strongest(),
+            "smallest_detectable": {k: round(v, 5) if math.isfinite(v) else None for k, v in found.items()},
+            "path": self._path[:: max(1, len(self._path) // 100)],
+            "by_probability": self._bins.table(),
+        }
+        summary = f"{test.num_tokens} tokens, e-value up to e^{test.largest_log_e_value:.1f}"
+        if test.rejected:
+            summary += f", alarm at e^{self._threshold:.1f}; strongest alternative: {test.strongest()}"
+            return Verdict(Status.FAILED, summary, evidence)
+        summary += (
+            f"; would have found a temperature of {found['temperature below 1']:.2f} or "
+            f"{found['temperature above 1']:.2f} and {found['top-1 share']:.1%} replaced tokens"
+        )
+        gaps = {name: abs(found[name] - honest) for name, honest in _HONEST.items()}
+        is_enough = all(gap <= abs(DETECTABLE[name] - _HONEST[name]) for name, gap in gaps.items())
+        return Verdict(Status.PASSED if is_enough else Status.INCONCLUSIVE, summary, evidence)
+
+
 async def check_law(subject: Subject) -> Verdict:
     """At temperature 1 each token is a draw from the probabilities that the server reports for it."""
     subject.need_logprobs(4)
-    server = subject.server
-    test = LawTest(subject.alpha * ALPHA["law"], server.num_top, SPECIAL)
-    threshold = -math.log(test.alpha)
-    bins, path, missing, drawn = _Bins(), [], 0, 0
-    async for choice, prompt, asked in _completions(subject):
-        for token in choice.tokens:
-            drawn += 1
-            missing += len(token.listed) == 0
+    law = _Law(subject)
+    async with aclosing(_completions(subject)) as completions:
+        async for choice, prompt, asked in completions:
+            curl = subject.server.curl(prompt, **asked)
             try:
-                test.observe(token.key, token.listed, token.lp)
+                law.observe(choice)
             except InvalidArgumentError as error:
-                curl = server.curl(prompt, **asked)
-                return Verdict(Status.FAILED, f"token {token.text!r}: {error}", {}, curl)
-            bins.add(token)
-        path.append((test.num_tokens, round(test.log_e_value, 2)))
-        if drawn >= 500 and missing > _MAX_UNREADABLE * drawn:
-            raise not_possible(f"{missing} of {drawn} tokens have no alternatives")
-        if drawn >= 500 and test.num_unreadable > _MAX_UNREADABLE * drawn:
-            raise not_possible(
-                f"{test.num_unreadable} of {drawn} tokens have fewer than {server.num_top} alternatives, "
-                "as tokens of the same text are listed once"
-            )
-        e_value = f"e-value e^{test.largest_log_e_value:.1f}, alarm at e^{threshold:.1f}"
-        subject.tell(f"law: {test.num_tokens} tokens, {e_value}")
-        found = {name: test.smallest_detectable()[name] for name in DETECTABLE}
-        evidence = {
-            "tokens": test.num_tokens,
-            "log_e_value": test.log_e_value,
-            "largest_log_e_value": test.largest_log_e_value,
-            "threshold": threshold,
-            "smallest_detectable": {
-                k: v if math.isfinite(v) else None for k, v in test.smallest_detectable().items()
-            },
-            "path": path[:: max(1, len(path) // 100)],
-            "by_probability": bins.table(),
-        }
-        if test.rejected:
-            summary = f"after {test.num_tokens} tokens: {e_value}; strongest alternative: {test.strongest()}"
-            curl = server.curl(prompt, **asked)
-            return Verdict(Status.FAILED, summary, {**evidence, "strongest": test.strongest()}, curl)
-        missed = (
-            f"a temperature of {found['temperature below 1']:.2f} or {found['temperature above 1']:.2f} and "
-            f"{found['top-1 share']:.1%} of replaced tokens"
-        )
-        if all(abs(found[name] - ideal) <= abs(DETECTABLE[name] - ideal) for name, ideal in _HONEST.items()):
-            summary = f"{test.num_tokens} tokens, {e_value}; would have found {missed} (power 80 %)"
-            return Verdict(Status.PASSED, summary, evidence)
-    if not drawn:
+                return Verdict(Status.FAILED, f"alternatives are no distribution: {error}", {}, curl)
+            subject.so_far = law.verdict()
+            subject.tell(f"law: {subject.so_far.summary}")
+            if subject.so_far.status is Status.FAILED:
+                return replace(subject.so_far, curl=curl)
+            if subject.so_far.status is Status.PASSED:
+                return subject.so_far
+    if subject.so_far is None:
         raise inconclusive("the budget allows no completion (--max-tokens-total)")
-    summary = f"only {test.num_tokens} tokens, {e_value}; would have found {missed}: raise --max-tokens-total"
-    return Verdict(Status.INCONCLUSIVE, summary, evidence)
+    return subject.so_far
 
 
 _HONEST = {"temperature below 1": 1.0, "temperature above 1": 1.0, "top-1 share": 0.0}

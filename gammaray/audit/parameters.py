@@ -125,6 +125,8 @@ PENALTIES = {"presence_penalty": 1.0, "frequency_penalty": 1.0}
 async def check_penalties(subject: Subject) -> Verdict:
     """At temperature 0 each token is the most likely one after the penalties of the tokens before it."""
     subject.need_logprobs(4)
+    if subject.failed("greedy"):
+        raise inconclusive("`greedy` failed: tokens are not the most likely ones without penalties either")
     server, changed, count = subject.server, 0, 0
     for i, prompt in enumerate(subject.prompts[:12]):
         asked = {"temperature": 0, "max_tokens": _TOKENS, **PENALTIES}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Collection
 
@@ -25,6 +26,7 @@ from gammaray.errors import DeadlineExceededError, UnauthenticatedError, Unavail
 
 CHECKS: dict[str, Check] = {
     "logprob-zero": check_logprob_zero,
+    "greedy": check_greedy,
     "seed": check_seed,
     "choices": check_choices,
     "batch": check_batch,
@@ -39,7 +41,6 @@ CHECKS: dict[str, Check] = {
     "bias": check_bias,
     "penalties": check_penalties,
     "json-schema": check_json_schema,
-    "greedy": check_greedy,
     "probabilities": check_probabilities,
     "independence": check_independence,
     "law": check_law,
@@ -64,8 +65,17 @@ async def _found(subject: Subject, name: str, check: Check) -> Finding:
     spent = subject.server.spent
     before, started = (spent.requests, spent.tokens), time.perf_counter()
     subject.tell(name)
+    subject.so_far = None
+
+    def finding(verdict: Verdict) -> Finding:
+        seconds = time.perf_counter() - started
+        return Finding(name, verdict, spent.requests - before[0], spent.tokens - before[1], seconds)
+
     try:
         verdict = await check(subject)
+    except asyncio.CancelledError:
+        subject.findings[name] = finding(subject.so_far or Verdict(Status.INCONCLUSIVE, "interrupted"))
+        raise
     except Undecided as reason:
         verdict = Verdict(reason.status, str(reason))
     except RefusedError as error:
@@ -76,8 +86,7 @@ async def _found(subject: Subject, name: str, check: Check) -> Finding:
         raise
     except (DeadlineExceededError, UnavailableError) as error:
         verdict = Verdict(Status.INCONCLUSIVE, f"a request failed: {error}")
-    seconds = time.perf_counter() - started
-    return Finding(name, verdict, spent.requests - before[0], spent.tokens - before[1], seconds)
+    return finding(verdict)
 
 
 def overall(findings: Collection[Finding]) -> Status:

@@ -11,7 +11,7 @@ from typing import Any
 
 from gammaray.audit.answers import Answer, AnswerError
 from gammaray.audit.endpoint import Endpoint, RefusedError
-from gammaray.audit.verdicts import Finding, Status, Undecided, not_possible
+from gammaray.audit.verdicts import Finding, Status, Undecided, Verdict, not_possible
 from gammaray.errors import GammarayError, InvalidArgumentError
 
 NEUTRAL = {
@@ -26,7 +26,6 @@ NEUTRAL = {
 
 _NUM_TOP = (20, 5, 1)
 _MAX_PROMPT = 4096
-_GAMMA_0 = {"gammaray": {"gamma": 0}}
 
 
 @dataclass
@@ -45,6 +44,7 @@ class Subject:
     Attributes:
         no_logprobs: Why there are no log-probabilities; empty if there are.
         findings: Findings so far, by check.
+        so_far: What a running check has found, in case it is interrupted.
     """
 
     server: Endpoint
@@ -56,6 +56,7 @@ class Subject:
     is_own_reference: bool = False
     no_logprobs: str = ""
     findings: dict[str, Finding] = field(default_factory=dict)
+    so_far: Verdict | None = None
 
     async def close(self) -> None:
         """Close the connections."""
@@ -77,7 +78,8 @@ class Subject:
                     "--reference", self.reference.url, f"a server with logprobs; {reason}"
                 )
         elif answer.is_gammaray:
-            self.reference = self.server.beside(self.server.url, **_GAMMA_0)
+            options = {**self.server.fields.get("gammaray", {}), "gamma": 0}
+            self.reference = self.server.beside(self.server.url, gammaray=options)
             self.is_own_reference = True
 
     def need_logprobs(self, minimum: int = 2) -> None:

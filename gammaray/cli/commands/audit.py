@@ -37,6 +37,16 @@ def _check_name(text: str) -> str:
     return text
 
 
+def _fields(context: click.Context, parameter: click.Parameter, value: str) -> dict[str, Any]:
+    try:
+        found = json.loads(value)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise click.BadParameter(f"got {value[:60]!r}, allowed: a JSON object", context, parameter)
+    return found
+
+
 @click.command()
 @click.argument("url")
 @click.option(
@@ -93,6 +103,13 @@ def _check_name(text: str) -> str:
     help="Of a request, in seconds.",
 )
 @click.option(
+    "--fields",
+    default="{}",
+    callback=_fields,
+    metavar="JSON",
+    help='Further fields of every request, such as {"gammaray": {"verification": "block"}}.',
+)
+@click.option(
     "--seed", type=IntRange(0, 2**31), default=1, show_default=True, help="First seed of the requests."
 )
 @click.option("--json", "json_file", type=_FILE, help="File for the result.")
@@ -108,7 +125,7 @@ def audit(url: str, **options: Any) -> None:
         raise click.BadParameter(f"got {variable!r}, allowed: a variable's name", param_hint="--api-key-env")
     server = Endpoint(
         *(url, options["model"], os.environ.get(variable, ""), variable, options["concurrency"]),
-        *(Spent(options["max_tokens_total"]), options["timeout_s"]),
+        *(Spent(options["max_tokens_total"]), options["timeout_s"], options["fields"]),
     )
     subject = Subject(server, None, prompts, options["alpha"], options["seed"])
     options["is_directory"] = os.path.isdir(options["reference"])
