@@ -219,6 +219,6 @@ def _bytes(path: str, given: Sequence[Any]) -> bytes:
 
 
 def _logprob(path: str, value: Any) -> float:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or math.isnan(value) or value > 0.01:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not value <= 0.01:
         raise AnswerError(path, value, "a log-probability, at most 0")
     return float(max(min(value, 0), -10_000))

@@ -6,7 +6,7 @@ import asyncio
 import math
 import re
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
 from itertools import combinations, pairwise
@@ -60,8 +60,8 @@ class _Law:
             raise not_possible(f"{self._missing} of {self._drawn} tokens have no alternatives")
         if (unreadable := self.test.num_unreadable) > allowed:
             raise not_possible(
-                f"{unreadable} of {self._drawn} tokens list fewer than {self._num_top} alternatives, as those "
-                "of the same text are listed once"
+                f"{unreadable} of {self._drawn} tokens list fewer than {self._num_top} alternatives, "
+                "as those of the same text are listed once"
             )
 
     def verdict(self) -> Verdict:
@@ -114,7 +114,7 @@ async def check_law(subject: Subject) -> Verdict:
 _HONEST = {"temperature below 1": 1.0, "temperature above 1": 1.0, "top-1 share": 0.0}
 
 
-async def _completions(subject: Subject) -> AsyncIterator[tuple[Choice, str, dict[str, Any]]]:
+async def _completions(subject: Subject) -> AsyncGenerator[tuple[Choice, str, dict[str, Any]], None]:
     """Yield completions in the order of their requests, so that no result decides which comes next."""
     server, number = subject.server, 0
     running: deque[tuple[asyncio.Task[Any], str, dict[str, Any]]] = deque()
@@ -179,7 +179,7 @@ async def check_choices(subject: Subject) -> Verdict:
     server, n, compared = subject.server, 4, 0
     bound = math.log(36 / (subject.alpha * ALPHA["choices"]))  # six pairs in each of six requests
     for i, prompt in enumerate(subject.prompts[:6]):
-        seed = None if i % 2 or subject.failed("seed") else subject.seed + i
+        seed = None if i % 2 or not subject.has_seeds else subject.seed + i
         asked = {"temperature": 1, "max_tokens": 48, "n": n, "seed": seed}
         choices = (await server.ask(prompt, **asked)).choices
         if len(choices) != n:
@@ -206,9 +206,9 @@ async def check_independence(subject: Subject) -> Verdict:
     )
     for i in range(40):
         prompt, seed = subject.prompts[i % len(subject.prompts)], subject.seed + 5000 + 4 * i
-        asked = {"temperature": 1, "max_tokens": 48}
+        asked: dict[str, Any] = {"temperature": 1, "max_tokens": 48}
         if of_choices:
-            asked |= {"n": 4} if subject.failed("seed") else {"n": 4, "seed": seed}
+            asked |= {"n": 4, "seed": seed}
             choices = (await server.ask(prompt, **asked)).choices
         else:
             answers = (server.ask(prompt, **asked, seed=seed + k) for k in range(4))

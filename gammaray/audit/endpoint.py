@@ -77,6 +77,7 @@ class Endpoint:
     Attributes:
         is_chat: Whether requests are chats.
         num_top: Alternatives that are listed per token; 0 without log-probabilities.
+        refused: Fields that the server refuses, with its reasons; they are left out.
     """
 
     url: str
@@ -89,6 +90,7 @@ class Endpoint:
     fields: dict[str, Any] = field(default_factory=dict)
     is_chat: bool = False
     num_top: int = 0
+    refused: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.url if "://" in self.url else f"http://{self.url}")
@@ -114,7 +116,13 @@ class Endpoint:
         else:
             same = ("", "")  # another server must not get this one's key
         own = (url, *same, self.key_variable, self.concurrency, self.spent, self.timeout_s)
-        return Endpoint(*own, fields={**self.fields, **fields}, is_chat=self.is_chat, num_top=self.num_top)
+        return Endpoint(
+            *own,
+            fields={**self.fields, **fields},
+            is_chat=self.is_chat,
+            num_top=self.num_top,
+            refused=self.refused,
+        )
 
     async def first_model(self) -> str:
         """Return the name of the first model that the server lists; empty if it lists none."""
@@ -130,7 +138,9 @@ class Endpoint:
 
     def body(self, prompt: str, **fields: Any) -> dict[str, Any]:
         """Return a request: `logprobs` is a number of alternatives, None leaves a field out."""
-        fields = {**self.fields, **fields}
+        fields = {
+            name: value for name, value in {**self.fields, **fields}.items() if name not in self.refused
+        }
         named = {"model": self.model} if self.model else {}
         if not self.is_chat:
             asked: dict[str, Any] = {"prompt": prompt}
@@ -259,8 +269,8 @@ class _opened:
         await self._response.aclose()
 
 
-async def _read(response: httpx.Response, limit: int = MAX_ANSWER) -> bytes:
-    data = bytearray()
+async def _read(response: httpx.Response, limit: int | None = None) -> bytes:
+    data, limit = bytearray(), limit or MAX_ANSWER
     async for piece in response.aiter_bytes():
         data += piece
         if len(data) > limit:

@@ -6,7 +6,7 @@ import json
 import math
 from typing import Any
 
-from gammaray.audit.answers import Answer, Choice
+from gammaray.audit.answers import Answer, AnswerError, Choice
 from gammaray.audit.endpoint import RefusedError
 from gammaray.audit.subject import Subject
 from gammaray.audit.verdicts import Status, Verdict, inconclusive, not_possible
@@ -143,14 +143,18 @@ async def check_usage(subject: Subject) -> Verdict:
             return Verdict(Status.FAILED, wrong, {"usage": answer.usage}, curl)
         compared += bool(answer.choices[0].tokens)
         options = {**asked, "stream_options": {"include_usage": True}}
-        streamed = await server.stream(prompt, **options)
-        if streamed.usage is not None and streamed.usage[0] != answer.usage[0]:
-            summary = f"prompt_tokens is {answer.usage[0]} whole and {streamed.usage[0]} streamed"
-            return Verdict(Status.FAILED, summary, {}, server.curl(prompt, **options, stream=True))
-        if streamed.usage is not None and (wrong := _miscounted(streamed)):
-            return Verdict(
-                Status.FAILED, f"streamed: {wrong}", {}, server.curl(prompt, **options, stream=True)
-            )
+        try:
+            streamed = await server.stream(prompt, **options)
+        except (AnswerError, RefusedError):
+            continue  # `stream` says what is wrong
+        if streamed.usage is None:
+            continue
+        wrong = _miscounted(streamed)
+        if streamed.usage[0] != answer.usage[0]:
+            wrong = f"prompt_tokens is {streamed.usage[0]}, and {answer.usage[0]} whole"
+        if wrong:
+            curl = server.curl(prompt, **options, stream=True)
+            return Verdict(Status.FAILED, f"streamed: {wrong}", {"usage": streamed.usage}, curl)
     if not compared:
         raise inconclusive("without log-probabilities the tokens cannot be counted")
     return Verdict(Status.PASSED, f"usage counts the tokens of {compared} completions", {})

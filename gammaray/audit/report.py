@@ -46,7 +46,10 @@ def show(console: Console, findings: Sequence[Finding]) -> None:
 
 def result(findings: Sequence[Finding], **about: Any) -> dict[str, Any]:
     """Return the findings, JSON-ready, with what was audited."""
-    return {**about, "result": overall(findings).value, "checks": [asdict(found) for found in findings]}
+    checks = [asdict(found) for found in findings]
+    for check in checks:
+        check["verdict"]["status"] = check["verdict"]["status"].value
+    return {**about, "result": overall(findings).value, "checks": checks}
 
 
 def audit_page(found: dict[str, Any]) -> str:

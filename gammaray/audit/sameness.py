@@ -143,6 +143,8 @@ class Comparison:
 async def check_seed(subject: Subject) -> Verdict:
     """The same seed gives the same text, another seed another text."""
     server, same = subject.server, Comparison(1.0)
+    if reason := server.refused.get("seed"):
+        raise not_possible(f"the server refuses it: {reason}")
     surprise, others = 0.0, 0
     for i, prompt in enumerate(subject.prompts[:4]):
         asked = {"temperature": 1, "max_tokens": _TOKENS, "seed": subject.seed + i}
@@ -171,7 +173,7 @@ async def check_batch(subject: Subject) -> Verdict:
         raise inconclusive("needs --concurrency of 2 or more")
     verdicts = []
     for temperature in (0.0, 1.0):
-        if temperature and subject.failed("seed"):
+        if temperature and not subject.has_seeds:
             continue
         pairs = Comparison(temperature)
         for i in range(3):
@@ -192,7 +194,7 @@ async def check_stream(subject: Subject) -> Verdict:
     server = subject.server
     verdicts = []
     for temperature in (0.0, 1.0):
-        if temperature and subject.failed("seed"):
+        if temperature and not subject.has_seeds:
             continue
         pairs, reasons = Comparison(temperature), []
         for i, prompt in enumerate(subject.prompts[:4]):

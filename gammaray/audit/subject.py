@@ -88,6 +88,11 @@ class Subject:
             reason = self.no_logprobs or f"lists {self.server.num_top} alternatives per token"
             raise not_possible(f"needs log-probabilities of {minimum} alternatives: {reason}")
 
+    @property
+    def has_seeds(self) -> bool:
+        """Whether a seed may be expected to give the same text again."""
+        return "seed" not in self.server.refused and not self.failed("seed")
+
     def failed(self, check: str) -> bool:
         """Whether a check has failed before."""
         found = self.findings.get(check)
@@ -112,6 +117,8 @@ async def probe(server: Endpoint) -> tuple[str, Answer]:
     for name, value in NEUTRAL.items():
         if await _refusal(server, {**plain, "temperature": 1, name: value}) is None:
             server.fields[name] = value
+    if refusal := await _refusal(server, {**plain, "seed": 1}):
+        server.refused["seed"] = refusal
     reason = ""
     for num_top in _NUM_TOP:
         refusal = await _refusal(server, {**plain, "logprobs": num_top})
