@@ -191,7 +191,7 @@ async def check_json_schema(subject: Subject) -> Verdict:
     form = {"type": "json_schema", "json_schema": {"name": "animal", "schema": SCHEMA, "strict": True}}
     for i in range(8):
         prompt = "Describe an animal as JSON.\n"
-        asked = {"temperature": 1, "max_tokens": 96, "seed": subject.seed + i, "response_format": form}
+        asked = {"temperature": 1, "max_tokens": 192, "seed": subject.seed + i, "response_format": form}
         choice = (await server.ask(prompt, **asked)).choices[0]
         if choice.finish_reason == "length":
             continue
@@ -199,7 +199,7 @@ async def check_json_schema(subject: Subject) -> Verdict:
         if wrong := _off_schema(choice.text):
             return Verdict(Status.FAILED, wrong, {"text": choice.text[:500]}, server.curl(prompt, **asked))
     if not complete:
-        raise inconclusive("no text was complete within 96 tokens")
+        raise inconclusive("no text was complete within 192 tokens")
     return Verdict(Status.PASSED, f"{complete} texts follow the schema", {"texts": complete})
 
 

@@ -133,6 +133,9 @@ class Comparison:
                 f"{len(unexplained)} of {len(self.pairs)} {what} differ; first at {first.index}: "
                 f"{first.left!r} and {first.right!r}, margin {margin}, rounding {self.rounding:.4f}"
             )
+            if len(found) < len(self.pairs) and not any(left.tokens for left, _, _ in self.pairs):
+                summary += ": without log-probabilities it may be rounding"
+                return Verdict(Status.INCONCLUSIVE, summary, evidence)
             return Verdict(Status.FAILED, summary, evidence, curl)
         if found:
             summary = f"{len(found)} of {len(self.pairs)} {what} differ within rounding ({self.rounding:.4f})"
