@@ -177,15 +177,15 @@ _MIN_P = (0.02, 0.05, 0.1)
 
 TEMPERATURES = Family("temperature", tuple(2 * sign * size for size in _STEPS for sign in (1, -1)))
 _SHARES = (
-    Family("share of top-1 tokens", (*_STEPS, *(-size for size in _STEPS))),
-    Family("share of likely tokens", _STEPS),
+    Family("top-1 share", (*_STEPS, *(-size for size in _STEPS))),
+    Family("likely-token share", _STEPS),
 )
 _CUTS = (
     *(Family(f"cut by top_p {top_p:g}", _MISSING) for top_p in _TOP_P),
     *(Family(f"cut by min_p {min_p:g}", _MISSING) for min_p in _MIN_P),
     Family("unlisted tokens missing", (0.1, 0.25, *_MISSING, -0.1, -0.25, -0.5)),
 )
-_DRAFTS = (Family("share of the draft", (*_STEPS, 0.32, 0.64)),)
+_DRAFTS = (Family("draft share", (*_STEPS, 0.32, 0.64)),)
 _MIXED = (*_SHARES, *_CUTS, *_DRAFTS)
 _GROUPS = ((TEMPERATURES,), _SHARES, _CUTS, _DRAFTS)
 
@@ -403,13 +403,13 @@ class LawTest(_Wealth):
         of all positions on the size. This has to exceed log(1 / alpha) and the logarithm of the stake.
         """
         needed = -math.log(self.alpha) - min(LOG_STAKES)
-        sizes = {}
+        sizes = {family.name: math.inf for family in FAMILIES}
         for family, information, loss in zip(FAMILIES, self._informations, self._losses, strict=True):
             deviation = math.sqrt(information)
             if deviation > 0:
                 slack = _POWER_80 + loss / deviation
                 sizes[family.name] = (slack + math.sqrt(slack**2 + 2 * needed)) / deviation
-        tempered = sizes.pop(TEMPERATURES.name, math.inf)
+        tempered = sizes.pop(TEMPERATURES.name)
         found = {
             "temperature below 1": 1 / (1 + tempered),
             "temperature above 1": 1 / (1 - tempered) if tempered < 1 else math.inf,
