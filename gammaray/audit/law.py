@@ -31,8 +31,8 @@ Cells: TypeAlias = Mapping[Hashable, float] | Iterable[tuple[Hashable, float]]
 _FLOAT32 = 1e-6
 """Error of a log-probability that was computed in float32."""
 
-_ROUNDED = ((2.0**8, 2.0**-9), (2.0**11, 2.0**-12))
-"""Of bfloat16 and float16: what makes a mantissa in [0.5, 1) whole, and the error relative to the value."""
+_ROUNDED = ((2.0**8, 2.0**-8), (2.0**11, 2.0**-11))
+"""Of bfloat16 and float16: what makes a mantissa in [0.5, 1) whole, and the largest relative error."""
 
 _EXCESS = 0.02
 """By how much listed probabilities may exceed 1 together: bfloat16 rounds them as coarsely as that."""
@@ -167,7 +167,7 @@ class Family:
         """Names of the alternatives."""
         if self is TEMPERATURES:
             return [f"temperature {1 / (1 + size):.3g}" for size in self.sizes]
-        return [f"{self.name} {size:g}" for size in self.sizes]
+        return [f"{self.name}: {size:g}" for size in self.sizes]
 
 
 _STEPS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16)
