@@ -34,8 +34,8 @@ _FLOAT32 = 1e-6
 _ROUNDED = ((2.0**8, 2.0**-8), (2.0**11, 2.0**-11))
 """Of bfloat16 and float16: what makes a mantissa in [0.5, 1) whole, and the largest relative error."""
 
-_EXCESS = 0.02
-"""By how much listed probabilities may exceed 1 together: bfloat16 rounds them as coarsely as that."""
+_EXCESS = 1e-4
+"""By how much probabilities may exceed 1, beside what their rounding explains."""
 
 _SMALLEST = math.log(1e-6)
 """Log-probability from which down a token is no cell of its own."""
@@ -97,15 +97,15 @@ class Position:
         rank = num_listed - 1 - num_listed // 8
         is_short = len(values) < rank
         cut = _SMALLEST if is_short else max(values[rank - 1], _SMALLEST)
-        relative = _relative_error([value for value in values if value > cut])
+        absolute, relative = _rounding([value for value in values if value > cut])
         found: dict[Hashable, float] = {}
         errors: dict[Hashable, float] = {}
         for token, value in pairs:
             if value > cut and not (isinstance(token, str) and "\ufffd" in token):
                 found[token] = found.get(token, 0.0) + math.exp(value)
-                errors[token] = max(errors.get(token, 0.0), _FLOAT32 + relative * abs(value))
+                errors[token] = max(errors.get(token, 0.0), absolute + relative * abs(value))
         total = math.fsum(found.values())
-        if total > 1 + _EXCESS:
+        if total > 1 + _EXCESS + 2 * absolute + 4 * relative:
             raise InvalidArgumentError("cells", f"probabilities of {total:.4f} together", "at most 1")
         seen = max(1.0, total) - math.fsum(found.pop(token) for token in [*found] if token in hidden)
         if (is_short and total < 1 - 1e-3) or seen < 0.1:
@@ -115,7 +115,8 @@ class Position:
         scores = [math.log(prob) for prob in probs[:-1]]
         scores.append(min(scores, default=0.0) - _BELOW_CELLS)
         index = {token: cell for cell, token in enumerate(found)}
-        return cls(index, probs, scores, [errors[token] / seen for token in found], cut)
+        excess = max(0.0, total - 1.0)
+        return cls(index, probs, scores, [excess + errors[token] / seen for token in found], cut)
 
     def cell_of(self, token: Hashable, logprob: float | None = None) -> int:
         """Return the cell of a token.
@@ -140,13 +141,16 @@ class Position:
         return math.fsum([error * prob * abs(ratio - rest) for error, prob, ratio in sides])
 
 
-def _relative_error(values: Sequence[float]) -> float:
-    """Return the relative error of log-probabilities that all look rounded to bfloat16 or float16, or 0."""
+def _rounding(values: Sequence[float]) -> tuple[float, float]:
+    """Return the absolute and the relative error of log-probabilities, by how all of them look rounded."""
     mantissas = [math.frexp(value)[0] for value in values]
-    for scale, error in _ROUNDED:
+    for scale, relative in _ROUNDED:
         if all((mantissa * scale).is_integer() for mantissa in mantissas):
-            return error
-    return 0.0
+            return _FLOAT32, relative
+    for digits in range(1, 5):
+        if all(round(value, digits) == value for value in values):
+            return _FLOAT32 + 0.5 * 10.0**-digits, 0.0
+    return _FLOAT32, 0.0
 
 
 @dataclass(frozen=True)

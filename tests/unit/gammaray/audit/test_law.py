@@ -204,6 +204,17 @@ def test_rounding_is_recognised_and_costs_something():
     assert means(coarse, coarse.probs).min() < means(exact, exact.probs).min()
 
 
+@pytest.mark.parametrize("digits", [1, 2, 3, 4])
+def test_rounding_to_decimals_makes_no_bet_profitable(digits):
+    for seed in range(20):
+        log_probs = law(seed)
+        position = Position.read(top({token: round(x, digits) for token, x in log_probs.items()}), LISTED)
+        masses = [0.0] * len(position.probs)
+        for token, value in log_probs.items():
+            masses[position.index.get(token, len(masses) - 1)] += math.exp(value)
+        assert means(position, masses).max() <= 1 + 1e-9
+
+
 def test_listed_tokens_of_equal_text_are_one_cell():
     pairs = [("a", 0.5), ("b", 0.2), ("a", 0.1), ("c", 0.05), ("d", 0.02), ("e", 0.01)]
     position = Position.read([(token, math.log(p)) for token, p in pairs], 6)
@@ -223,11 +234,11 @@ def test_texts_of_partial_characters_are_the_rest():
 
 
 def test_probabilities_that_sum_to_more_than_one_by_rounding():
-    position = Position.read({"a": math.log(0.7), "b": math.log(0.3005), "c": -9.0, "d": -10.0}, 4)
+    position = Position.read({"a": math.log(0.7), "b": math.log(0.30005), "c": -9.0, "d": -10.0}, 4)
     assert math.fsum(position.probs) == pytest.approx(1.0)
     assert position.probs[-1] == 0.0
     test = LawTest(0.005, 4)
-    test.observe("d", {"a": math.log(0.7), "b": math.log(0.3005), "c": -9.0, "d": -10.0})
+    test.observe("d", {"a": math.log(0.7), "b": math.log(0.30005), "c": -9.0, "d": -10.0})
     assert math.isfinite(test.log_e_value), "the rest was drawn though nothing is left for it"
 
 
