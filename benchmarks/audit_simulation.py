@@ -130,8 +130,18 @@ class Recorded:
     favourites: dict[str, np.ndarray]
 
 
-def record(target: str, draft: str, prompts: Sequence[str], num_tokens: int) -> Recorded:
-    """Let a target continue prompts at temperature 1, and record each position."""
+def record(
+    target: str, draft: str, prompts: Sequence[str], num_tokens: int, reported: torch.dtype
+) -> Recorded:
+    """Let a target continue prompts at temperature 1, and record each position.
+
+    Args:
+        target: Directory, or "demo".
+        draft: Directory, or "demo".
+        prompts: One per text.
+        num_tokens: Positions of each text.
+        reported: To what the reported log-probabilities are rounded; draws are from the exact ones.
+    """
     path = resolve_model(target, "target")
     tokenizer, generator = Tokenizer(path), torch.Generator().manual_seed(0)
     texts = [list(tokenizer.encode(prompt)) for prompt in prompts]
@@ -156,7 +166,8 @@ def record(target: str, draft: str, prompts: Sequence[str], num_tokens: int) -> 
         torch.stack([getattr(top, name) for top in tops], 1).flatten(0, 1) for name in ("indices", "values")
     )
     probs = {name: torch.stack(found, 1).flatten(0, 1).numpy() for name, found in laws.items()}
-    listed = [dict(zip(*pair, strict=True)) for pair in zip(ids.tolist(), values.tolist(), strict=True)]
+    rows = zip(ids.tolist(), values.to(reported).tolist(), strict=True)
+    listed = [dict(zip(*row, strict=True)) for row in rows]
     return in_cells(listed, probs, list(_favourites(resolve_model(draft, "draft"), path, texts, starts)))
 
 
@@ -340,6 +351,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--draft", default="demo")
     parser.add_argument("--prompts", type=int, default=40, help="texts that are recorded")
     parser.add_argument("--tokens", type=int, default=160, help="of each text")
+    parser.add_argument("--reported", choices=("float32", "bfloat16", "float16"), default="float32")
     parser.add_argument("--audits", type=int, default=1000, help="of an honest server")
     parser.add_argument("--tokens-of-audit", type=int, default=20_000, help="of each of them")
     parser.add_argument("--pairs", type=int, default=400, help="of tokens in each audit")
@@ -355,7 +367,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         tokenizer = Tokenizer(resolve_model(options.target, "target"))
         tasks = load_tasks(count=-(-options.prompts // 7))[: options.prompts]
         prompts = [tokenizer.render_chat(task.messages) for task in tasks]
-    recorded = record(options.target, options.draft, prompts, options.tokens)
+    reported = getattr(torch, options.reported)
+    recorded = record(options.target, options.draft, prompts, options.tokens, reported)
     console.print(f"{len(recorded.positions)} positions recorded")
     found = measure(Simulation(recorded, options.alpha, options.pairs), options, console)
     settings = {name: value for name, value in vars(options).items() if name != "out"}
