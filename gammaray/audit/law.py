@@ -31,11 +31,11 @@ Cells: TypeAlias = Mapping[Hashable, float] | Iterable[tuple[Hashable, float]]
 _FLOAT32 = 1e-6
 """Error of a log-probability that was computed in float32."""
 
-_ROUNDED = ((2.0**8, 2.0**-9), (2.0**11, 2.0**-12))
-"""Of bfloat16 and float16: what makes a mantissa in [0.5, 1) whole, and the error relative to the value."""
+_ROUNDED = ((2.0**8, 2.0**-8), (2.0**11, 2.0**-11))
+"""Of bfloat16 and float16: what makes a mantissa in [0.5, 1) whole, and the largest relative error."""
 
-_EXCESS = 0.02
-"""By how much listed probabilities may exceed 1 together: bfloat16 rounds them as coarsely as that."""
+_EXCESS = 1e-4
+"""By how much probabilities may exceed 1, beside what their rounding explains."""
 
 _SMALLEST = math.log(1e-6)
 """Log-probability from which down a token is no cell of its own."""
@@ -97,15 +97,15 @@ class Position:
         rank = num_listed - 1 - num_listed // 8
         is_short = len(values) < rank
         cut = _SMALLEST if is_short else max(values[rank - 1], _SMALLEST)
-        relative = _relative_error([value for value in values if value > cut])
+        absolute, relative = _rounding([value for value in values if value > cut])
         found: dict[Hashable, float] = {}
         errors: dict[Hashable, float] = {}
         for token, value in pairs:
             if value > cut and not (isinstance(token, str) and "\ufffd" in token):
                 found[token] = found.get(token, 0.0) + math.exp(value)
-                errors[token] = max(errors.get(token, 0.0), _FLOAT32 + relative * abs(value))
+                errors[token] = max(errors.get(token, 0.0), absolute + relative * abs(value))
         total = math.fsum(found.values())
-        if total > 1 + _EXCESS:
+        if total > 1 + _EXCESS + 2 * absolute + 4 * relative:
             raise InvalidArgumentError("cells", f"probabilities of {total:.4f} together", "at most 1")
         seen = max(1.0, total) - math.fsum(found.pop(token) for token in [*found] if token in hidden)
         if (is_short and total < 1 - 1e-3) or seen < 0.1:
@@ -115,7 +115,8 @@ class Position:
         scores = [math.log(prob) for prob in probs[:-1]]
         scores.append(min(scores, default=0.0) - _BELOW_CELLS)
         index = {token: cell for cell, token in enumerate(found)}
-        return cls(index, probs, scores, [errors[token] / seen for token in found], cut)
+        excess = max(0.0, total - 1.0)
+        return cls(index, probs, scores, [excess + errors[token] / seen for token in found], cut)
 
     def cell_of(self, token: Hashable, logprob: float | None = None) -> int:
         """Return the cell of a token.
@@ -140,13 +141,16 @@ class Position:
         return math.fsum([error * prob * abs(ratio - rest) for error, prob, ratio in sides])
 
 
-def _relative_error(values: Sequence[float]) -> float:
-    """Return the relative error of log-probabilities that all look rounded to bfloat16 or float16, or 0."""
+def _rounding(values: Sequence[float]) -> tuple[float, float]:
+    """Return the absolute and the relative error of log-probabilities, by how all of them look rounded."""
     mantissas = [math.frexp(value)[0] for value in values]
-    for scale, error in _ROUNDED:
+    for scale, relative in _ROUNDED:
         if all((mantissa * scale).is_integer() for mantissa in mantissas):
-            return error
-    return 0.0
+            return _FLOAT32, relative
+    for digits in range(1, 5):
+        if all(round(value, digits) == value for value in values):
+            return _FLOAT32 + 0.5 * 10.0**-digits, 0.0
+    return _FLOAT32, 0.0
 
 
 @dataclass(frozen=True)
@@ -167,7 +171,7 @@ class Family:
         """Names of the alternatives."""
         if self is TEMPERATURES:
             return [f"temperature {1 / (1 + size):.3g}" for size in self.sizes]
-        return [f"{self.name} {size:g}" for size in self.sizes]
+        return [f"{self.name}: {size:g}" for size in self.sizes]
 
 
 _STEPS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16)
@@ -177,15 +181,15 @@ _MIN_P = (0.02, 0.05, 0.1)
 
 TEMPERATURES = Family("temperature", tuple(2 * sign * size for size in _STEPS for sign in (1, -1)))
 _SHARES = (
-    Family("share of top-1 tokens", (*_STEPS, *(-size for size in _STEPS))),
-    Family("share of likely tokens", _STEPS),
+    Family("top-1 share", (*_STEPS, *(-size for size in _STEPS))),
+    Family("likely-token share", _STEPS),
 )
 _CUTS = (
     *(Family(f"cut by top_p {top_p:g}", _MISSING) for top_p in _TOP_P),
     *(Family(f"cut by min_p {min_p:g}", _MISSING) for min_p in _MIN_P),
     Family("unlisted tokens missing", (0.1, 0.25, *_MISSING, -0.1, -0.25, -0.5)),
 )
-_DRAFTS = (Family("share of the draft", (*_STEPS, 0.32, 0.64)),)
+_DRAFTS = (Family("draft share", (*_STEPS, 0.32, 0.64)),)
 _MIXED = (*_SHARES, *_CUTS, *_DRAFTS)
 _GROUPS = ((TEMPERATURES,), _SHARES, _CUTS, _DRAFTS)
 
@@ -403,13 +407,13 @@ class LawTest(_Wealth):
         of all positions on the size. This has to exceed log(1 / alpha) and the logarithm of the stake.
         """
         needed = -math.log(self.alpha) - min(LOG_STAKES)
-        sizes = {}
+        sizes = {family.name: math.inf for family in FAMILIES}
         for family, information, loss in zip(FAMILIES, self._informations, self._losses, strict=True):
             deviation = math.sqrt(information)
             if deviation > 0:
                 slack = _POWER_80 + loss / deviation
                 sizes[family.name] = (slack + math.sqrt(slack**2 + 2 * needed)) / deviation
-        tempered = sizes.pop(TEMPERATURES.name, math.inf)
+        tempered = sizes.pop(TEMPERATURES.name)
         found = {
             "temperature below 1": 1 / (1 + tempered),
             "temperature above 1": 1 / (1 - tempered) if tempered < 1 else math.inf,
