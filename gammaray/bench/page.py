@@ -43,9 +43,14 @@ def page(result: dict[str, Any]) -> str:
     ]
     for point in result["points"]:
         body += _point(point)
+    return document("gammaray bench", "".join(body))
+
+
+def document(title: str, body: str) -> str:
+    """Return a self-contained HTML page; `body` is markup."""
     return (
-        '<!doctype html><html lang="en"><meta charset="utf-8"><title>gammaray bench</title>'
-        f"<style>{_STYLE}</style><body>{''.join(body)}</body></html>\n"
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(title)}</title>'
+        f"<style>{_STYLE}</style><body>{body}</body></html>\n"
     )
 
 

@@ -19,6 +19,7 @@ __all__ = ["main"]
 
 # Each command and its short help, so that `gammaray --help` imports no command.
 _COMMANDS = {
+    "audit": "Check from outside whether a server's text follows its model.",
     "bench": "Measure a running cluster: speed, acceptance and latency by gamma.",
     "chat": "Chat with the model.",
     "check": "Check receipts of completions against the target.",

@@ -29,6 +29,7 @@ FLOORS = {
     "gammaray/receipts": 3,
     "gammaray/bench": 4,
     "gammaray/cli": 4,
+    "gammaray/audit": 5,
     "gammaray/qualify": 5,
     "gammaray/cli/commands": 6,
     "orchestrator/text": 3,

@@ -1,0 +1,1 @@
+"""Audits of OpenAI-compatible servers from outside."""

@@ -1,0 +1,179 @@
+"""Checks that sampling parameters hold while tokens are drafted: truncation, bias, penalties."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from gammaray.audit.answers import Choice, Token
+from gammaray.audit.subject import Subject
+from gammaray.audit.verdicts import Status, Verdict, inconclusive, not_possible
+
+ROUNDING = 0.02
+"""What rounding may move: the probability before a token for top_p, log-probabilities for the others."""
+
+IGNORED = 1e-4
+"""Probability, under a server that ignores the parameter, of evidence as good as what passes."""
+
+MIN_CHANGED = 5
+"""Positions at which penalties must have changed the most likely token."""
+
+_TOKENS = 48
+_MIN_REQUESTS, _MAX_REQUESTS = 4, 24
+
+Kept = Callable[[list[float], float], bool]
+"""Whether a token of a log-probability may be drawn, given those of the position, the most likely first."""
+
+
+async def check_top_p(subject: Subject) -> Verdict:
+    """With `top_p` only tokens of the nucleus are generated."""
+
+    def kept(cells: list[float], logprob: float) -> bool:
+        return math.fsum(math.exp(lp) for lp in cells if lp > logprob + ROUNDING) < 0.5 + ROUNDING
+
+    return await _truncated(subject, {"top_p": 0.5}, kept)
+
+
+async def check_top_k(subject: Subject) -> Verdict:
+    """With `top_k` only so many tokens are possible."""
+    return await _truncated(
+        subject, {"top_k": 2}, lambda cells, lp: lp >= cells[min(1, len(cells) - 1)] - ROUNDING
+    )
+
+
+async def check_min_p(subject: Subject) -> Verdict:
+    """With `min_p` no token is less likely than this share of the most likely one."""
+    return await _truncated(
+        subject, {"min_p": 0.3}, lambda cells, lp: lp >= cells[0] + math.log(0.3) - ROUNDING
+    )
+
+
+async def _truncated(subject: Subject, field: Mapping[str, float], kept: Kept) -> Verdict:
+    """Count tokens outside of what a parameter keeps.
+
+    Passes when a server that ignores the parameter would have generated none with probability `IGNORED`.
+    """
+    subject.need_logprobs(4)
+    server, ((name, value),) = subject.server, field.items()
+    log_ignored, count, changed = 0.0, 0, False
+    for i in range(_MAX_REQUESTS):
+        prompt = subject.prompts[i % len(subject.prompts)]
+        asked = {"temperature": 1, "max_tokens": _TOKENS, "seed": subject.seed + i, name: value}
+        choice = (await server.ask(prompt, **asked)).choices[0]
+        for at, token in enumerate(choice.tokens):
+            cells = sorted(token.cells.values(), reverse=True)
+            if token.lp is None or not cells:
+                continue
+            count += 1
+            inside = math.fsum(math.exp(lp) for lp in cells if kept(cells, lp))
+            changed = changed or math.fsum(map(math.exp, cells)) < 0.99 or inside < 0.97
+            log_ignored += math.log(min(1.0, max(inside, 1e-9)))
+            if not kept(cells, token.lp):
+                order = sum(lp > token.lp for lp in cells) + 1
+                summary = (
+                    f"{name} {value}: token {at} is {token.text!r}, of probability {math.exp(token.lp):.4f}"
+                )
+                evidence = {
+                    "index": at,
+                    "token": token.text,
+                    "rank": order,
+                    "tops": [round(x, 4) for x in cells[:5]],
+                }
+                return Verdict(
+                    Status.FAILED, f"{summary} and rank {order}", evidence, server.curl(prompt, **asked)
+                )
+        if log_ignored < math.log(IGNORED) and i + 1 >= _MIN_REQUESTS:
+            summary = f"{name} {value}: {count} tokens kept it; without it by chance with e^{log_ignored:.0f}"
+            return Verdict(Status.PASSED, summary, {"tokens": count, "log_chance": log_ignored})
+    if count and not changed:
+        raise not_possible("log-probabilities are reported after truncation, which hides what was cut")
+    raise inconclusive(f"{count} tokens, of which a server without {name} might have generated all")
+
+
+async def check_bias(subject: Subject) -> Verdict:
+    """A bias of +100 generates one token alone."""
+    server, prompt = subject.server, subject.prompts[0]
+    texts = []
+    for token_id in (300, 301, 302):
+        asked = {"temperature": 1, "max_tokens": 12, "seed": subject.seed, "logit_bias": {str(token_id): 100}}
+        choice = (await server.ask(prompt, **asked)).choices[0]
+        keys = [token.key for token in choice.tokens] or _units(choice.text)
+        evidence = {"token_id": token_id, "text": choice.text}
+        if len(set(keys)) > 1:
+            summary = f"logit_bias of +100 for token {token_id} gives {len(set(keys))} different tokens"
+            return Verdict(Status.FAILED, summary, evidence, server.curl(prompt, **asked))
+        texts.append(choice.text)
+    if len(set(texts)) < len(texts):
+        summary = "logit_bias of +100 for different tokens gives the same text"
+        return Verdict(Status.FAILED, summary, {"texts": texts}, server.curl(prompt, **asked))
+    return Verdict(Status.PASSED, f"{len(texts)} biased tokens are generated alone", {"texts": texts})
+
+
+def _units(text: str) -> list[str]:
+    """Return the shortest text whose repetition is `text`, once, or the text's characters."""
+    for size in range(1, len(text) // 4 + 1):
+        if (text[:size] * (len(text) // size + 1))[: len(text)] == text:
+            return [text[:size]]
+    return list(text)
+
+
+PENALTIES = {"presence_penalty": 1.0, "frequency_penalty": 1.0}
+
+
+async def check_penalties(subject: Subject) -> Verdict:
+    """At temperature 0 each token is the most likely one after the penalties of the tokens before it."""
+    subject.need_logprobs(4)
+    if subject.failed("greedy"):
+        raise inconclusive("`greedy` failed: tokens are not the most likely ones without penalties either")
+    server, changed, count = subject.server, 0, 0
+    for i, prompt in enumerate(subject.prompts[:12]):
+        asked = {"temperature": 0, "max_tokens": _TOKENS, **PENALTIES}
+        choice = (await server.ask(prompt, **asked)).choices[0]
+        verdict, differing, raw = _penalised(choice, prompt)
+        count += len(choice.tokens)
+        if verdict is not None:
+            plain = (await server.ask(prompt, temperature=0, max_tokens=_TOKENS)).choices[0]
+            if not raw and plain.text != choice.text:
+                raise not_possible("log-probabilities are reported after penalties")
+            return Verdict(Status.FAILED, verdict[0], verdict[1], server.curl(prompt, **asked))
+        changed += differing
+        if changed >= MIN_CHANGED and i >= 3:
+            summary = f"{count} tokens obey them, {changed} of them other than without penalties"
+            return Verdict(Status.PASSED, summary, {"tokens": count, "changed": changed})
+    raise inconclusive(f"penalties changed only {changed} of {count} tokens")
+
+
+def _penalised(choice: Choice, prompt: str) -> tuple[tuple[str, dict[str, Any]] | None, int, int]:
+    """Compare a choice's tokens with the penalised most likely ones.
+
+    Tokens whose text is in the prompt are compared with none, as some servers penalise the prompt's tokens.
+
+    Returns:
+        What is wrong first, if anything; positions where the penalties changed the most likely token; and
+        positions where the generated token is not the most likely one as reported.
+    """
+    counts: Counter[str] = Counter()
+    changed = raw = 0
+    wrong = None
+
+    def score(key: str, token: Token) -> float:
+        return token.cells[key] - PENALTIES["presence_penalty"] * (key in counts) - counts[key]
+
+    for at, token in enumerate(choice.tokens):
+        known = [key for key in token.cells if key == token.key or key.partition(":")[2] or key not in prompt]
+        if token.key in token.cells and token.text.strip() not in prompt:
+            best = max(known, key=lambda key: score(key, token))
+            top = max(token.cells, key=token.cells.__getitem__)
+            raw += top != token.key
+            changed += top != best and top != token.key
+            gap = score(best, token) - score(token.key, token)
+            if gap > ROUNDING and wrong is None:
+                evidence = {"index": at, "token": token.text, "expected": best, "gap": round(gap, 4)}
+                wrong = (
+                    f"token {at} is {token.text!r}, while {best!r} is better by {gap:.3f} with penalties",
+                    evidence,
+                )
+        counts[token.key] += 1
+    return wrong, changed, raw

@@ -1,0 +1,262 @@
+"""Checks that two requests have the same tokens: seeds, batches, streams, and greedy decoding."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gammaray.audit.answers import Choice, Token
+from gammaray.audit.endpoint import Endpoint
+from gammaray.audit.subject import Subject
+from gammaray.audit.verdicts import Status, Verdict, inconclusive, not_possible
+
+MAX_ROUNDING = 0.5
+"""Largest margin of two tokens that rounding may explain: two steps of bfloat16 at logits of 32 to 64."""
+
+MIN_ROUNDING = 1e-3
+"""Margin that rounding always explains: float32 logits differ by about 1e-4 between shapes of batches."""
+
+EXPECTED_FLIPS = 0.01
+"""Rounding does not explain a sampled difference if it changes fewer tokens than this on average."""
+
+_LIKELY = -4.6  # one per cent: log-probabilities of less likely tokens differ more
+_TOKENS = 48
+OTHERS = 8
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first difference of two completions of the same request.
+
+    Args:
+        index: Index of the first different token, of the first different character if tokens are unknown.
+        left: Text there in the first completion.
+        right: Text there in the second one.
+        margin: Log-probability of the first one's token minus the second's there; None if unknown.
+    """
+
+    index: int
+    left: str
+    right: str
+    margin: float | None
+
+    def evidence(self) -> dict[str, Any]:
+        """Return the fields, JSON-ready."""
+        margin = None if self.margin is None else round(self.margin, 6)
+        return {"index": self.index, "first": self.left, "second": self.right, "margin": margin}
+
+
+def first_difference(left: Choice, right: Choice) -> Difference | None:
+    """Return the first difference of two completions; None if their texts are equal."""
+    if left.text == right.text:
+        return None
+    if not left.tokens or not right.tokens:
+        pairs = zip(left.text, right.text, strict=False)
+        shortest = min(len(left.text), len(right.text))
+        at = next((i for i, (a, b) in enumerate(pairs) if a != b), shortest)
+        return Difference(at, left.text[at : at + 20], right.text[at : at + 20], None)
+    at = shared(left.tokens, right.tokens)
+    if at >= min(len(left.tokens), len(right.tokens)):
+        ends = [choice.tokens[at].text if at < len(choice.tokens) else "(end)" for choice in (left, right)]
+        return Difference(at, ends[0], ends[1], None)
+    own, other = left.tokens[at], right.tokens[at]
+    theirs = own.cells.get(other.key)
+    return Difference(at, own.text, other.text, None if own.lp is None or theirs is None else own.lp - theirs)
+
+
+def shared(left: Sequence[Token], right: Sequence[Token]) -> int:
+    """Return how many tokens at the beginning are the same."""
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((i for i, (a, b) in pairs if a.key != b.key), min(len(left), len(right)))
+
+
+def roundings(left: Choice, right: Choice) -> Iterator[float]:
+    """Yield by how much the log-probabilities of the same likely tokens differ in the same contexts."""
+    for a, b in zip(left.tokens[: shared(left.tokens, right.tokens)], right.tokens, strict=False):
+        for key, logprob in a.cells.items():
+            if logprob > _LIKELY and key in b.cells:
+                yield abs(logprob - b.cells[key])
+
+
+@dataclass
+class Comparison:
+    """Pairs of completions that should be equal.
+
+    Args:
+        temperature: Of the requests: at 0 margins tell whether rounding explains a difference, above 0 the
+            number of tokens that rounding changes on average.
+    """
+
+    temperature: float
+
+    def __post_init__(self) -> None:
+        self.pairs: list[tuple[Choice, Choice, str]] = []
+        self._roundings: list[float] = []
+
+    def add(self, left: Choice, right: Choice, curl: str) -> None:
+        """Add a pair, and the command that asks for the second one."""
+        self.pairs.append((left, right, curl))
+        self._roundings += roundings(left, right)
+
+    @property
+    def rounding(self) -> float:
+        """Largest difference of log-probabilities in the same contexts."""
+        return max(self._roundings, default=0.0)
+
+    def is_rounding(self, difference: Difference) -> bool:
+        """Whether rounding explains a difference."""
+        if self.temperature > 0:
+            tokens = sum(shared(left.tokens, right.tokens) for left, right, _ in self.pairs)
+            mean = sum(self._roundings) / max(1, len(self._roundings))
+            return 0 < self.rounding <= MAX_ROUNDING and tokens * mean >= EXPECTED_FLIPS
+        limit = min(max(2 * self.rounding, MIN_ROUNDING), MAX_ROUNDING)
+        return difference.margin is not None and abs(difference.margin) <= limit
+
+    def verdict(self, what: str) -> Verdict:
+        """Return the verdict over all pairs; `what` names the second completions."""
+        found = [(d, curl) for left, right, curl in self.pairs if (d := first_difference(left, right))]
+        unexplained = [(d, curl) for d, curl in found if not self.is_rounding(d)]
+        evidence = {
+            "compared": len(self.pairs),
+            "equal": len(self.pairs) - len(found),
+            "explained_by_rounding": len(found) - len(unexplained),
+            "largest_difference_of_logprobs": round(self.rounding, 6),
+            "differences": [d.evidence() for d, _ in (unexplained or found)[:5]],
+        }
+        if unexplained:
+            first, curl = unexplained[0]
+            margin = "unknown" if first.margin is None else f"{first.margin:.4f}"
+            summary = (
+                f"{len(unexplained)} of {len(self.pairs)} {what} differ; first at {first.index}: "
+                f"{first.left!r} and {first.right!r}, margin {margin}, rounding {self.rounding:.4f}"
+            )
+            if len(found) < len(self.pairs) and not any(left.tokens for left, _, _ in self.pairs):
+                summary += ": without log-probabilities it may be rounding"
+                return Verdict(Status.INCONCLUSIVE, summary, evidence)
+            return Verdict(Status.FAILED, summary, evidence, curl)
+        if found:
+            summary = f"{len(found)} of {len(self.pairs)} {what} differ within rounding ({self.rounding:.4f})"
+            return Verdict(Status.PASSED if self.temperature == 0 else Status.INCONCLUSIVE, summary, evidence)
+        return Verdict(Status.PASSED, f"{len(self.pairs)} of {len(self.pairs)} {what} are equal", evidence)
+
+
+async def check_seed(subject: Subject) -> Verdict:
+    """The same seed gives the same text, another seed another text."""
+    server, same = subject.server, Comparison(1.0)
+    if reason := server.refused.get("seed"):
+        raise not_possible(f"the server refuses it: {reason}")
+    surprise, others = 0.0, 0
+    for i, prompt in enumerate(subject.prompts[:4]):
+        asked = {"temperature": 1, "max_tokens": _TOKENS, "seed": subject.seed + i}
+        first, again = [(await server.ask(prompt, **asked)).choices[0] for _ in range(2)]
+        other = (await server.ask(prompt, **{**asked, "seed": subject.seed + 1000 + i})).choices[0]
+        same.add(first, again, server.curl(prompt, **asked))
+        if other.text == first.text:
+            surprise -= sum(token.lp or 0.0 for token in first.tokens)
+        else:
+            others += 1
+    verdict = same.verdict("repetitions with the same seed")
+    if verdict.status is not Status.PASSED or others:
+        return verdict
+    if surprise > math.log(8 / subject.alpha):
+        summary = f"all texts of other seeds are equal; by chance with probability e^-{surprise:.0f}"
+        return Verdict(Status.FAILED, summary, verdict.evidence, server.curl(prompt, **asked))
+    raise inconclusive(
+        "texts of other seeds are equal, which may be chance: prompts with more entropy are needed"
+    )
+
+
+async def check_batch(subject: Subject) -> Verdict:
+    """A request has the same text alone and among others, greedily and with a seed."""
+    server, prompts = subject.server, subject.prompts
+    if server.concurrency < 2:
+        raise inconclusive("needs --concurrency of 2 or more")
+    verdicts = []
+    for temperature in (0.0, 1.0):
+        if temperature and not subject.has_seeds:
+            continue
+        pairs = Comparison(temperature)
+        for i in range(3):
+            asked = {"temperature": temperature, "max_tokens": _TOKENS, "seed": subject.seed + i}
+            alone = (await server.ask(prompts[i % len(prompts)], **asked)).choices[0]
+            crowd = [
+                server.ask(prompts[(i + j) % len(prompts)], **{**asked, "seed": subject.seed + 100 * j + i})
+                for j in range(min(OTHERS, server.concurrency - 1) + 1)
+            ]
+            among = (await asyncio.gather(*crowd))[0].choices[0]
+            pairs.add(alone, among, server.curl(prompts[i % len(prompts)], **asked))
+        verdicts.append(pairs.verdict(f"requests among others at temperature {temperature:g}"))
+    return worst(verdicts)
+
+
+async def check_stream(subject: Subject) -> Verdict:
+    """A streamed completion is the same as a whole one."""
+    server = subject.server
+    verdicts = []
+    for temperature in (0.0, 1.0):
+        if temperature and not subject.has_seeds:
+            continue
+        pairs, reasons = Comparison(temperature), []
+        for i, prompt in enumerate(subject.prompts[:4]):
+            asked = {"temperature": temperature, "max_tokens": _TOKENS, "seed": subject.seed + i}
+            whole = (await server.ask(prompt, **asked)).choices[0]
+            answer = await server.stream(prompt, **asked)
+            if not answer.choices:
+                return Verdict(Status.FAILED, "a stream has no choice", {}, _streamed(server, prompt, asked))
+            streamed = answer.choices[0]
+            pairs.add(whole, streamed, _streamed(server, prompt, asked))
+            if whole.text == streamed.text and whole.finish_reason != streamed.finish_reason:
+                reasons.append((whole.finish_reason, streamed.finish_reason, prompt, asked))
+        if reasons:
+            left, right, prompt, asked = reasons[0]
+            summary = f"finish_reason is {left!r} whole and {right!r} streamed"
+            return Verdict(Status.FAILED, summary, {}, _streamed(server, prompt, asked))
+        verdicts.append(pairs.verdict(f"streams at temperature {temperature:g}"))
+    return worst(verdicts)
+
+
+def _streamed(server: Endpoint, prompt: str, asked: dict[str, Any]) -> str:
+    return server.curl(prompt, **asked, stream=True)
+
+
+async def check_greedy(subject: Subject) -> Verdict:
+    """At temperature 0 each token is the most likely one, and the text equals the reference's."""
+    server, reference = subject.server, subject.reference
+    if reference is None and not server.num_top:
+        raise not_possible(f"needs log-probabilities or --reference: {subject.no_logprobs}")
+    pairs = Comparison(0.0)
+    worst_token: tuple[float, Difference, str] | None = None
+    count = 0
+    for prompt in subject.prompts[:8]:
+        asked = {"temperature": 0, "max_tokens": 64}
+        ours = (await server.ask(prompt, **asked)).choices[0]
+        for i, token in enumerate(ours.tokens):
+            count += 1
+            best = max(token.cells, key=token.cells.__getitem__, default=token.key)
+            gap = token.cells.get(best, 0.0) - (token.lp if token.lp is not None else 0.0)
+            if best != token.key and gap > MIN_ROUNDING and gap > (worst_token[0] if worst_token else 0.0):
+                worst_token = gap, Difference(i, token.text, best, gap), server.curl(prompt, **asked)
+        if reference is not None:
+            pairs.add(ours, (await reference.ask(prompt, **asked)).choices[0], server.curl(prompt, **asked))
+    if worst_token is not None:
+        gap, found, curl = worst_token
+        summary = f"token {found.index} is {found.left!r}, while {found.right!r} is more likely by {gap:.4f}"
+        return Verdict(Status.FAILED, summary, found.evidence(), curl)
+    own = Verdict(Status.PASSED, f"{count} of {count} tokens are the most likely", {"tokens": count})
+    if reference is None:
+        return own
+    return pairs.verdict("texts (plain mode)" if subject.is_own_reference else "texts (reference)")
+
+
+def worst(verdicts: Sequence[Verdict]) -> Verdict:
+    """Return the worst of several verdicts, with the summaries of all that are as bad."""
+    order = [Status.FAILED, Status.INCONCLUSIVE, Status.NOT_POSSIBLE, Status.PASSED]
+    status = min((v.status for v in verdicts), key=order.index)
+    those = [v for v in verdicts if v.status is status]
+    return Verdict(status, "; ".join(v.summary for v in those), those[0].evidence, those[0].curl)
+
+
+Check = Callable[[Subject], Awaitable[Verdict]]

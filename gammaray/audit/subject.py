@@ -1,0 +1,175 @@
+"""The audited server: what it can do, and what all checks use."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from gammaray.audit.answers import Answer, AnswerError
+from gammaray.audit.endpoint import Endpoint, RefusedError
+from gammaray.audit.verdicts import Finding, Status, Undecided, Verdict, not_possible
+from gammaray.errors import GammarayError, InvalidArgumentError
+
+NEUTRAL = {
+    "top_p": 1,
+    "top_k": -1,
+    "min_p": 0,
+    "repetition_penalty": 1,
+    "repeat_penalty": 1,
+    "return_tokens_as_token_ids": True,
+}
+"""Fields that turn a server's own defaults off, or name tokens uniquely; left out where they are refused."""
+
+_NUM_TOP = (20, 5, 1)
+_MAX_PROMPT = 4096
+
+
+@dataclass
+class Subject:
+    """What is audited.
+
+    Args:
+        server: The audited server.
+        reference: Endpoint whose answers are right, if any; for a gammaray server itself with gamma 0.
+        is_own_reference: Whether the reference is the audited server's plain mode.
+        prompts: Prompts, in order.
+        alpha: Probability of a false alarm of the whole audit.
+        seed: First seed of requests.
+        tell: Called with what is being done, for a progress bar.
+
+    Attributes:
+        no_logprobs: Why there are no log-probabilities; empty if there are.
+        findings: Findings so far, by check.
+        so_far: What a running check has found, in case it is interrupted.
+    """
+
+    server: Endpoint
+    reference: Endpoint | None
+    prompts: Sequence[str]
+    alpha: float
+    seed: int
+    tell: Callable[[str], None] = lambda text: None
+    is_own_reference: bool = False
+    no_logprobs: str = ""
+    findings: dict[str, Finding] = field(default_factory=dict)
+    so_far: Verdict | None = None
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self.server.close()
+        if self.reference is not None:
+            await self.reference.close()
+
+    async def probe(self) -> None:
+        """Find out what the server and the reference support.
+
+        Raises:
+            GammarayError: A server does not answer, or supports neither completions nor chats.
+        """
+        self.no_logprobs, answer = await probe(self.server)
+        if self.reference is not None:
+            reason, _ = await probe(self.reference)
+            if reason:
+                raise InvalidArgumentError(
+                    "--reference", self.reference.url, f"a server with logprobs; {reason}"
+                )
+        elif answer.is_gammaray:
+            options = {**self.server.fields.get("gammaray", {}), "gamma": 0}
+            self.reference = self.server.beside(self.server.url, gammaray=options)
+            self.is_own_reference = True
+
+    def need_logprobs(self, minimum: int = 2) -> None:
+        """Raise `Undecided` if the server does not list `minimum` alternatives per token."""
+        if self.server.num_top < minimum:
+            reason = self.no_logprobs or f"lists {self.server.num_top} alternatives per token"
+            raise not_possible(f"needs log-probabilities of {minimum} alternatives: {reason}")
+
+    @property
+    def has_seeds(self) -> bool:
+        """Whether a seed may be expected to give the same text again."""
+        return "seed" not in self.server.refused and not self.failed("seed")
+
+    def failed(self, check: str) -> bool:
+        """Whether a check has failed before."""
+        found = self.findings.get(check)
+        return found is not None and found.verdict.status is Status.FAILED
+
+
+async def probe(server: Endpoint) -> tuple[str, Answer]:
+    """Set path, neutral fields and log-probabilities of a server by trying them.
+
+    Returns:
+        Why it has no log-probabilities, or an empty text; and its answer to the plainest request.
+
+    Raises:
+        GammarayError: It does not answer, or supports neither completions nor chats.
+    """
+    plain = {"max_tokens": 1, "temperature": 0, "logprobs": None}
+    try:
+        answer = await server.ask("1, 2, 3,", **plain)
+    except RefusedError:
+        server.is_chat = True
+        answer = await server.ask("1, 2, 3,", **plain)
+    for name, value in NEUTRAL.items():
+        if await _refusal(server, {**plain, "temperature": 1, name: value}) is None:
+            server.fields[name] = value
+    if refusal := await _refusal(server, {**plain, "seed": 1}):
+        server.refused["seed"] = refusal
+    reason = ""
+    for num_top in _NUM_TOP:
+        refusal = await _refusal(server, {**plain, "logprobs": num_top})
+        if refusal is None:
+            server.num_top = num_top
+            return "", answer
+        reason = reason or refusal
+    return reason, answer
+
+
+async def _refusal(server: Endpoint, fields: dict[str, Any]) -> str | None:
+    try:
+        answer = await server.ask("1, 2, 3,", **fields)
+    except Undecided:
+        raise
+    except (RefusedError, AnswerError) as error:
+        return str(error)
+    except GammarayError as error:  # such as status 500 for an unknown field
+        return str(error)
+    if fields["logprobs"] and not any(token.cells for token in answer.choices[0].tokens):
+        return "the server accepts `logprobs` and returns none"
+    return None
+
+
+def default_prompts() -> list[str]:
+    """Return the prompts that are shipped."""
+    text = resources.files("gammaray.audit").joinpath("prompts.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line)["prompt"] for line in text.splitlines()]
+
+
+def read_prompts(path: Path) -> list[str]:
+    """Return the prompts of a file: one per line, as text or as JSON (a text, or an object with `prompt`).
+
+    Raises:
+        InvalidArgumentError: It has no prompt, or a line is too long or no prompt.
+    """
+    found = []
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
+        if not line.strip():
+            continue
+        prompt: Any = line
+        if path.suffix in (".jsonl", ".json"):
+            try:
+                prompt = json.loads(line)
+            except (ValueError, RecursionError):
+                prompt = None
+            prompt = prompt.get("prompt") if isinstance(prompt, dict) else prompt
+        if not isinstance(prompt, str) or not 0 < len(prompt) <= _MAX_PROMPT:
+            allowed = f"a prompt of 1 to {_MAX_PROMPT} characters"
+            raise InvalidArgumentError(f"--prompts: line {number}", line[:60], allowed)
+        found.append(prompt)
+    if not found:
+        raise InvalidArgumentError("--prompts", path.name, "at least one prompt")
+    return found

@@ -1,0 +1,73 @@
+"""What a check found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+
+class Status(str, Enum):
+    """Result of a check, or of a whole audit."""
+
+    PASSED = "passed"
+    FAILED = "failed"
+    INCONCLUSIVE = "inconclusive"
+    """The evidence is too little, or something else prevented the check."""
+    NOT_POSSIBLE = "not possible"
+    """The server lacks a feature that the check needs."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one check found.
+
+    Args:
+        status: The result.
+        summary: One sentence for people.
+        evidence: Tokens, positions and numbers, JSON-ready.
+        curl: Command that shows a failure; empty without one.
+    """
+
+    status: Status
+    summary: str
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+    curl: str = ""
+
+
+class Undecided(Exception):
+    """A check ends early, with this status and reason."""
+
+    def __init__(self, status: Status, reason: str) -> None:
+        self.status = status
+        super().__init__(reason)
+
+
+def not_possible(reason: str) -> Undecided:
+    """Return the exception of a check whose feature the server lacks."""
+    return Undecided(Status.NOT_POSSIBLE, reason)
+
+
+def inconclusive(reason: str) -> Undecided:
+    """Return the exception of a check without enough evidence."""
+    return Undecided(Status.INCONCLUSIVE, reason)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A check's verdict, with what it took.
+
+    Args:
+        check: Name of the check.
+        verdict: What it found.
+        requests: Requests sent.
+        tokens: Tokens generated.
+        seconds: Wall-clock time.
+    """
+
+    check: str
+    verdict: Verdict
+    requests: int
+    tokens: int
+    seconds: float

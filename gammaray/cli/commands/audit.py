@@ -1,0 +1,172 @@
+"""`gammaray audit`: check from outside whether a server's text follows what it says of itself.
+
+Exit codes: 0 all checks that are possible passed, 1 one failed, 3 one is inconclusive or none was possible.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+from contextlib import AsyncExitStack
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from gammaray.audit.endpoint import Endpoint, Spent
+from gammaray.audit.reference import served
+from gammaray.audit.report import audit_page, result, show
+from gammaray.audit.run import CHECKS, overall, run_audit
+from gammaray.audit.subject import Subject, default_prompts, read_prompts
+from gammaray.audit.verdicts import Status
+from gammaray.cli.output import output_console
+from gammaray.cli.values import FloatRange, IntRange, list_of
+from gammaray.errors import GammarayError
+
+EXIT_CODES = {Status.PASSED: 0, Status.FAILED: 1, Status.INCONCLUSIVE: 3}
+_FILE = click.Path(dir_okay=False, path_type=Path)
+
+
+def _check_name(text: str) -> str:
+    if text not in CHECKS:
+        raise ValueError(text)
+    return text
+
+
+def _fields(context: click.Context, parameter: click.Parameter, value: str) -> dict[str, Any]:
+    try:
+        found = json.loads(value)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise click.BadParameter(f"got {value[:60]!r}, allowed: a JSON object", context, parameter)
+    return found
+
+
+@click.command()
+@click.argument("url")
+@click.option(
+    "--model", default="", metavar="NAME", help="Model of the requests; by default the server's first."
+)
+@click.option(
+    "--api-key-env",
+    default="OPENAI_API_KEY",
+    show_default=True,
+    metavar="NAME",
+    help="Environment variable that holds the API key, if the server requires one.",
+)
+@click.option(
+    "--reference",
+    default="",
+    metavar="URL|DIR",
+    help="What is right: a second server, or a model directory, which `gammaray up` serves without drafts.",
+)
+@click.option(
+    "--prompts",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="One per line, or JSON lines.",
+)
+@click.option(
+    "--checks",
+    default=",".join(CHECKS),
+    callback=list_of(_check_name, ", ".join(CHECKS)),
+    metavar="NAME,...",
+    help=f"Checks to run; by default all: {', '.join(CHECKS)}.",
+)
+@click.option(
+    "--concurrency", type=IntRange(1, 256), default=9, show_default=True, help="Requests in flight."
+)
+@click.option(
+    "--max-tokens-total",
+    type=IntRange(1),
+    default=200_000,
+    show_default=True,
+    help="Bound of generated tokens, over all checks.",
+)
+@click.option(
+    "--alpha",
+    type=FloatRange(0, 0.1, min_open=True),
+    default=0.005,
+    show_default=True,
+    help="Probability of a false alarm of the whole audit.",
+)
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=FloatRange(0, 3600, min_open=True),
+    default=120.0,
+    show_default=True,
+    help="Of a request, in seconds.",
+)
+@click.option(
+    "--fields",
+    default="{}",
+    callback=_fields,
+    metavar="JSON",
+    help='Further fields of every request, such as {"gammaray": {"verification": "block"}}.',
+)
+@click.option(
+    "--seed", type=IntRange(0, 2**31), default=1, show_default=True, help="First seed of the requests."
+)
+@click.option("--json", "json_file", type=_FILE, help="File for the result.")
+@click.option("--html", "html_file", type=_FILE, help="File for a page with charts.")
+def audit(url: str, **options: Any) -> None:
+    """Check an OpenAI-compatible server: are its tokens draws from its model, and do its parameters hold?
+
+    URL is its base URL, with or without /v1.
+    """
+    prompts = default_prompts() if options["prompts"] is None else read_prompts(options["prompts"])
+    variable = options["api_key_env"]
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", variable):
+        raise click.BadParameter(f"got {variable!r}, allowed: a variable's name", param_hint="--api-key-env")
+    server = Endpoint(
+        *(url, options["model"], os.environ.get(variable, ""), variable, options["concurrency"]),
+        *(Spent(options["max_tokens_total"]), options["timeout_s"], options["fields"]),
+    )
+    subject = Subject(server, None, prompts, options["alpha"], options["seed"])
+    options["is_directory"] = os.path.isdir(options["reference"])
+    interrupted: BaseException | None = None
+    try:
+        asyncio.run(_run(subject, options))
+    except (KeyboardInterrupt, GammarayError) as error:
+        interrupted = error
+    if interrupted is not None and not subject.findings:
+        raise interrupted
+    findings = list(subject.findings.values())
+    show(output_console(), findings)
+    about = {"url": server.url, "model": server.model, "alpha": options["alpha"]}
+    date = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M")
+    found = result(findings, **about, date_utc=date, is_complete=interrupted is None)
+    if options["json_file"] is not None:
+        options["json_file"].write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    if options["html_file"] is not None:
+        options["html_file"].write_text(audit_page(found), encoding="utf-8")
+    if interrupted is not None:
+        raise interrupted
+    click.get_current_context().exit(EXIT_CODES[overall(findings)])
+
+
+async def _run(subject: Subject, options: dict[str, Any]) -> None:
+    errors = Console(stderr=True)
+    bar = Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=errors)
+    bar.live.transient = True
+    async with AsyncExitStack() as stack:
+        stack.enter_context(bar)
+        stack.push_async_callback(subject.close)
+        task = bar.add_task("probing the server")
+        subject.tell = lambda text: bar.update(task, description=text)
+        subject.server.model = subject.server.model or await subject.server.first_model()
+        if reference := options["reference"]:
+            if options["is_directory"]:
+                subject.tell("starting the reference")
+                reference = await stack.enter_async_context(served(Path(reference)))
+            subject.reference = subject.server.beside(reference)
+            subject.reference.model = await subject.reference.first_model()
+        async for finding in run_audit(subject, options["checks"]):
+            if not errors.is_terminal:
+                click.echo(f"{finding.check}: {finding.verdict.status.value}", err=True)

@@ -1,0 +1,76 @@
+"""`gammaray audit` against a real gammaray: honest, and through a proxy that plants a fault."""
+
+from __future__ import annotations
+
+import pytest
+
+from gammaray.audit.endpoint import Endpoint, Spent
+from gammaray.audit.run import CHECKS, overall, run_audit
+from gammaray.audit.subject import Subject, default_prompts
+from gammaray.audit.verdicts import Status
+from orchestrator.api.http.server.app import create_app
+from tests.support.audit_helpers import FAULTS, Proxy, listening
+from tests.support.workers.service_helpers import running
+
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
+
+OTHERS = [name for name in CHECKS if name not in ("law", "independence")]
+MAX_TOKENS = {"temperature 5 % too low": 20_000, "2 % of tokens are the most likely ones": 100_000}
+
+
+async def audited(url, names, max_tokens=60_000):
+    server = Endpoint(url, "demo", "", "NO_KEY", 9, Spent(max_tokens), 120.0)
+    subject = Subject(server, None, default_prompts(), 0.005, 1)
+    try:
+        async for finding in run_audit(subject, names):
+            print(finding)
+    finally:
+        await subject.close()
+    return subject
+
+
+def statuses(subject):
+    return {name: finding.verdict.status for name, finding in subject.findings.items()}
+
+
+async def test_stop_and_length_faults_are_found_by_name(redis_server, workers):
+    names = ["stop", "max-tokens"]
+    async with running(redis_server, *workers) as orchestrator, listening(create_app(orchestrator)) as url:
+        for fault in (FAULTS["stop ignored"], FAULTS["one token too many"]):
+            async with Proxy(url, fault).running() as proxied:
+                found = statuses(await audited(proxied, names))
+            assert found.pop(fault.check) is Status.FAILED
+            assert set(found.values()) == {Status.PASSED}
+
+
+@pytest.mark.timeout(900)
+async def test_honest_server_passes_every_check(redis_server, workers):
+    async with running(redis_server, *workers) as orchestrator, listening(create_app(orchestrator)) as url:
+        subject = await audited(url, [*OTHERS, "independence"])
+        assert set(statuses(subject).values()) == {Status.PASSED}
+        assert overall(subject.findings.values()) is Status.PASSED
+        # Too few tokens to say anything of the law.
+        subject = await audited(url, ["law"], max_tokens=2000)
+        assert statuses(subject) == {"law": Status.INCONCLUSIVE}
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", [name for name, fault in FAULTS.items() if fault.check != "law"])
+async def test_fault_is_found_by_its_own_check_alone(redis_server, workers, name):
+    fault = FAULTS[name]
+    async with running(redis_server, *workers) as orchestrator, listening(create_app(orchestrator)) as url:
+        async with Proxy(url, fault).running() as proxied:
+            subject = await audited(proxied, OTHERS)
+    failed = [check for check, status in statuses(subject).items() if status is Status.FAILED]
+    assert failed == [fault.check]
+    assert subject.findings[fault.check].requests <= 200
+    assert "curl -sS " in subject.findings[fault.check].verdict.curl
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", MAX_TOKENS)
+async def test_wrong_law_is_found_within_its_budget(redis_server, workers, name):
+    async with running(redis_server, *workers) as orchestrator, listening(create_app(orchestrator)) as url:
+        async with Proxy(url, FAULTS[name]).running() as proxied:
+            subject = await audited(proxied, ["law"], MAX_TOKENS[name])
+    assert statuses(subject) == {"law": Status.FAILED}

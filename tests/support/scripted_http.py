@@ -1,0 +1,56 @@
+"""An HTTP server on loopback whose answers a function gives."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+Reply = tuple[int, Any] | tuple[int, Any, dict[str, str]]
+"""Status, JSON value or bytes, and headers."""
+
+
+@contextmanager
+def scripted(
+    reply: Callable[[str, dict[str, Any] | None], Reply],
+) -> Iterator[tuple[str, list[dict[str, str]]]]:
+    """Serve, and yield the URL and the list of the requests' headers.
+
+    Args:
+        reply: Called with the path and, for POST, the body; from several threads.
+    """
+    headers: list[dict[str, str]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            length = int(self.headers["content-length"])
+            self._answer(reply(self.path, json.loads(self.rfile.read(length))))
+
+        def do_GET(self) -> None:
+            self._answer(reply(self.path, None))
+
+        def _answer(self, found: Reply) -> None:
+            headers.append({name.lower(): value for name, value in self.headers.items()})
+            status, value, more = found if len(found) == 3 else (*found, {})
+            data = value if isinstance(value, bytes) else json.dumps(value).encode()
+            self.send_response(status)
+            for name, text in {**more, "content-length": str(len(data))}.items():
+                self.send_header(name, text)
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", headers
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()

@@ -1,0 +1,170 @@
+"""The audit's HTTP client: retries, refusals, bounds, streams, and keys that are not printed."""
+
+import asyncio
+import json
+import shlex
+
+import pytest
+
+from gammaray.audit import endpoint as module
+from gammaray.audit.answers import AnswerError
+from gammaray.audit.endpoint import Endpoint, RefusedError, Spent
+from gammaray.audit.verdicts import Status, Undecided
+from gammaray.errors import (
+    DeadlineExceededError,
+    InvalidArgumentError,
+    UnauthenticatedError,
+    UnavailableError,
+)
+from tests.support.scripted_http import scripted
+
+DONE = {
+    "choices": [{"index": 0, "text": "ok"}],
+    "usage": {"prompt_tokens": 1, "completion_tokens": 3, "total_tokens": 4},
+}
+
+
+def server(url, key="", max_tokens=1000, timeout_s=30.0, **options):
+    return Endpoint(url, "m", key, "MY_KEY", 4, Spent(max_tokens), timeout_s, **options)
+
+
+async def ask(url, **options):
+    one = server(url, **options)
+    try:
+        return await one.ask("hi", max_tokens=5), one
+    finally:
+        await one.close()
+
+
+async def test_answer_is_counted_and_the_key_is_sent_but_not_printed():
+    with scripted(lambda path, body: (200, DONE)) as (url, headers):
+        answer, one = await ask(url, key="secret")
+    assert answer.choices[0].text == "ok"
+    assert (one.spent.tokens, one.spent.requests, one.spent.reserved) == (3, 1, 0)
+    assert headers[0]["authorization"] == "Bearer secret"
+    curl = one.curl("it's $HOME", max_tokens=5)
+    assert "secret" not in curl
+    assert '"authorization: Bearer $MY_KEY"' in curl
+    assert json.loads(shlex.split(curl)[-1]) == {"model": "m", "prompt": "it's $HOME", "max_tokens": 5}
+
+
+async def test_overload_is_tried_again_a_few_times():
+    replies = [(429, {}, {"retry-after": "0"}), (503, {}, {"retry-after": "0"}), (200, DONE)]
+    with scripted(lambda path, body: replies.pop(0)) as (url, _):
+        answer, one = await ask(url)
+    assert answer.choices[0].text == "ok"
+    assert one.spent.requests == 1
+    with scripted(lambda path, body: (503, {"error": "busy"}, {"retry-after": "0"})) as (url, headers):
+        with pytest.raises(UnavailableError, match="busy"):
+            await ask(url)
+    assert len(headers) == 5
+
+
+@pytest.mark.parametrize(
+    ("status", "answer", "error", "text"),
+    [
+        (400, {"error": {"message": "no\nsuch field"}}, RefusedError, "400: no such field"),
+        (422, {"detail": "top_k"}, RefusedError, "top_k"),
+        (404, b"<html>", RefusedError, "<html>"),
+        (401, {"error": {"message": "key"}}, UnauthenticatedError, "key"),
+        (500, {"error": {"message": "boom"}}, UnavailableError, "boom"),
+        (200, b"{", AnswerError, "body"),
+    ],
+)
+async def test_failures_have_a_type_and_the_servers_reason(status, answer, error, text):
+    with scripted(lambda path, body: (status, answer)) as (url, _):
+        with pytest.raises(error, match=text):
+            await ask(url)
+
+
+async def test_answers_are_bounded_in_size_time_and_tokens(monkeypatch):
+    monkeypatch.setattr(module, "MAX_ANSWER", 1000)
+    with scripted(lambda path, body: (200, b" " * 2000)) as (url, _):
+        one = server(url)
+        for call in (one.ask, one.stream):
+            with pytest.raises(AnswerError, match="at most"):
+                await call("hi", max_tokens=5)
+        with pytest.raises(Undecided, match="budget") as caught:
+            await one.ask("hi", max_tokens=500, n=3)
+        assert caught.value.status is Status.INCONCLUSIVE
+        await one.close()
+
+    async def silent(reader, writer):
+        await reader.read()
+        writer.close()
+
+    listener = await asyncio.start_server(silent, "127.0.0.1", 0)
+    port = listener.sockets[0].getsockname()[1]
+    with pytest.raises(DeadlineExceededError):
+        await ask(f"http://127.0.0.1:{port}", timeout_s=0.2)
+    listener.close()
+    await listener.wait_closed()
+    with pytest.raises(UnavailableError):
+        await ask(f"http://127.0.0.1:{port}")
+
+
+def events(*found):
+    return b"".join(
+        b"data: " + (e if isinstance(e, bytes) else json.dumps(e).encode()) + b"\n\n" for e in found
+    )
+
+
+def piece(text, index=0, **more):
+    return {"choices": [{"index": index, "delta": {"content": text}, **more}]}
+
+
+async def test_stream_is_joined_by_choice():
+    data = events(
+        piece("a"),
+        piece("x", 1),
+        piece("b", finish_reason="stop"),
+        {"choices": [], "usage": DONE["usage"]},
+        b"[DONE]",
+    )
+    with scripted(lambda path, body: (200, data)) as (url, _):
+        one = server(url, is_chat=True)
+        answer = await one.stream("hi", max_tokens=5)
+        await one.close()
+    assert [choice.text for choice in answer.choices] == ["ab", "x"]
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage == (1, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("data", "error"),
+    [
+        (events(piece("a")), AnswerError),
+        (events(b"{"), AnswerError),
+        (events(5, b"[DONE]"), AnswerError),
+        (events({"choices": [{"index": "x"}]}, b"[DONE]"), AnswerError),
+        (events({"error": {"message": "died"}}, b"[DONE]"), UnavailableError),
+    ],
+)
+async def test_broken_stream_is_an_error(data, error):
+    with scripted(lambda path, body: (200, data)) as (url, _):
+        one = server(url)
+        with pytest.raises(error):
+            await one.stream("hi", max_tokens=5)
+        await one.close()
+
+
+@pytest.mark.parametrize(
+    ("url", "key"),
+    [
+        ("ftp://a", ""),
+        ("http://", ""),
+        ("http://u:p@a", ""),
+        ("http://a?b=c", ""),
+        ("http://a", "a\nb"),
+        ("http://a", "é"),
+    ],
+)
+def test_wrong_url_or_key_is_refused(url, key):
+    with pytest.raises(InvalidArgumentError):
+        server(url, key)
+
+
+def test_another_server_does_not_get_the_key():
+    one = server("http://a", "secret")
+    assert one.beside("http://b").api_key == ""
+    assert one.beside(one.url).api_key == "secret"

@@ -1,0 +1,68 @@
+"""Where completions differ, and whether rounding explains it."""
+
+import pytest
+
+from gammaray.audit.answers import Choice, Token
+from gammaray.audit.sameness import Comparison, first_difference, worst
+from gammaray.audit.verdicts import Status, Verdict
+
+
+def token(key, **cells):
+    return Token(key, key, cells.get(key), tuple(cells.items()))
+
+
+def choice(*tokens):
+    return Choice("".join(one.text for one in tokens), tokens, "length")
+
+
+LEFT = choice(token("a", a=-0.1, b=-3.0), token("c", c=-0.70, d=-0.71))
+
+
+def right(gap, noise):
+    return choice(token("a", a=-0.1 - noise, b=-3.0), token("d", d=-0.70, c=-0.70 - gap))
+
+
+def compared(temperature, *pairs):
+    found = Comparison(temperature)
+    for left, other in pairs:
+        found.add(left, other, "curl")
+    return found.verdict("texts")
+
+
+def test_difference_has_its_place_and_margin():
+    found = first_difference(LEFT, right(0.01, 0.0))
+    assert (found.index, found.left, found.right) == (1, "c", "d")
+    assert found.margin == pytest.approx(0.01)
+    assert first_difference(LEFT, LEFT) is None
+    shorter = first_difference(LEFT, choice(LEFT.tokens[0]))
+    assert (shorter.index, shorter.right) == (1, "(end)")
+    without = first_difference(Choice("abc", (), None), Choice("abd", (), None))
+    assert (without.index, without.margin) == (2, None)
+
+
+@pytest.mark.parametrize(
+    ("noise", "status"),
+    [(0.0, Status.FAILED), (0.004, Status.FAILED), (0.006, Status.PASSED)],
+    ids=["exact", "less than half the margin", "more than half the margin"],
+)
+def test_greedy_difference_is_explained_by_rounding_of_half_its_margin(noise, status):
+    verdict = compared(0.0, (LEFT, right(0.01, noise)))
+    assert verdict.status is status
+    assert verdict.curl == ("curl" if status is Status.FAILED else "")
+
+
+def test_large_margin_is_not_explained_by_any_rounding():
+    left = choice(LEFT.tokens[0], token("c", c=-0.1, d=-2.0))
+    assert compared(0.0, (left, right(1.0, 1.5))).status is Status.FAILED
+
+
+def test_sampled_difference_is_inconclusive_only_if_rounding_is_large_enough():
+    assert compared(1.0, (LEFT, right(0.01, 0.0))).status is Status.FAILED
+    assert compared(1.0, (LEFT, right(0.01, 1e-6))).status is Status.FAILED
+    assert compared(1.0, (LEFT, right(0.01, 0.1))).status is Status.INCONCLUSIVE
+
+
+def test_worst_verdict_counts():
+    verdicts = [Verdict(Status.PASSED, "a"), Verdict(Status.FAILED, "b"), Verdict(Status.INCONCLUSIVE, "c")]
+    assert worst(verdicts).summary == "b"
+    assert worst(verdicts[:1]).status is Status.PASSED
