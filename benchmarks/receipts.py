@@ -71,9 +71,9 @@ _ISSUERS: dict[str, tuple[dict[str, Any], int]] = {
     "kernel, float32, 1 token": ({}, 1),
     "kernel, float32, 9 tokens": ({}, 9),
     "transformers, float32, 256 tokens": ({"engine": "transformers"}, 256),
-    "transformers, float32, 1 token": ({"engine": "transformers"}, 1),
+    "transformers, float32, 9 tokens": ({"engine": "transformers"}, 9),
     "transformers, bfloat16, 256 tokens": ({"engine": "transformers", "dtype": "bfloat16"}, 256),
-    "transformers, bfloat16, 1 token": ({"engine": "transformers", "dtype": "bfloat16"}, 1),
+    "transformers, bfloat16, 9 tokens": ({"engine": "transformers", "dtype": "bfloat16"}, 9),
     "kernel, int8 weights, 256 tokens": ({"weights": "int8"}, 256),
 }
 """Options of an engine, and tokens of a feed."""
