@@ -38,6 +38,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gammaray.bench.workloads import prompts
 from rich.console import Console
 from torch import Tensor
 from transformers import AutoTokenizer
@@ -46,7 +47,6 @@ from benchmarks.cluster import run_or_exit, running_cluster
 from benchmarks.provenance import write_result
 from gammaray import AsyncClient
 from gammaray.bench.tables import plain_table
-from gammaray.bench.workloads import prompts
 from gammaray.client.request import GenerateOptions
 from gammaray.demo_pair import DEMO_PAIR, resolve_model
 from gammaray.receipts.keys import read_receipt_keys, rotate

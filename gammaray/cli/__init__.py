@@ -48,7 +48,8 @@ class _Gammaray(click.Group):
         if name != "up":
             # gRPC's log lines on failed handshakes say less than our errors; set before gRPC is imported.
             os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
-        command: click.Command = getattr(import_module(f"gammaray.cli.commands.{name}"), name)
+        module = "top" if name == "status" else name
+        command: click.Command = getattr(import_module(f"gammaray.cli.commands.{module}"), name)
         return command
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:

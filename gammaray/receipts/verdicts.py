@@ -1,28 +1,10 @@
-"""Input and output of `python -m services.receipts`, exchanged as JSON."""
+"""What the check of a receipt finds."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
-
-from gammaray.receipts.receipt import Receipt
-
-
-class CheckTask(BaseModel):
-    """What to check.
-
-    Attributes:
-        target: Directory, hub name, GGUF file or "demo".
-        receipts: The receipts; signatures are checked before.
-        margin: As in `ReceiptVerdict`; None: by the dtype that a receipt names.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    target: str
-    receipts: tuple[Receipt, ...]
-    margin: float | None = None
 
 
 class ReceiptVerdict(BaseModel):

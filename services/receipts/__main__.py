@@ -1,31 +1,118 @@
-"""`python -m services.receipts`: reads a CheckTask as JSON from stdin and writes a JSON object per line.
-
-{"doing": "..."}                 the current step
-{"verdict": {...}}               a ReceiptVerdict, one per receipt, in order
-"""
+"""`python -m services.receipts`: `gammaray check`, with its options."""
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+from urllib.request import urlopen
 
-from gammaray.receipts.verdicts import CheckTask
-from services.process.json_lines import Report, serve_task
+import click
+
+from gammaray.cli.commands.check import PARAMS
+from gammaray.errors import InvalidArgumentError
+from gammaray.receipts.keys import ReceiptKey, parse_keys
+from gammaray.receipts.receipt import SignedReceipt
+from gammaray.receipts.verdicts import ReceiptVerdict
+from services.process.program import run_program
 from services.receipts.check import ReceiptChecker
 
-
-def main() -> int:
-    """Check and return the exit code."""
-    return serve_task(_check)
+_URL_TIMEOUT_S = 10.0
+_MAX_KEY_BYTES = 2**20
 
 
-def _check(given: str, report: Report) -> None:
-    task = CheckTask.model_validate_json(given)
-    report("doing", f"loading the target {task.target}")
-    checker = ReceiptChecker(task.target, task.margin)
-    for number, receipt in enumerate(task.receipts, start=1):
-        report("doing", f"checking receipt {number} of {len(task.receipts)}")
-        report("verdict", checker.verdict(receipt).model_dump())
+def check_file(
+    path: Path, target: str, key: str | None = None, margin: float | None = None, *, as_json: bool = False
+) -> int:
+    """Check the receipts of a file, print what was found, and return the exit status.
+
+    Args:
+        path: One receipt per line.
+        target: Directory, hub name, GGUF file or "demo".
+        key: File or URL with public keys; None: signatures are not checked.
+        margin: As in `ReceiptChecker`.
+        as_json: Whether to print a JSON object per receipt.
+
+    Raises:
+        InvalidArgumentError: There are no receipts, no such keys or no such target.
+    """
+    keys = None if key is None else _keys(key)
+    read = [_read(line, keys) for line in path.read_text(errors="replace").splitlines() if line.strip()]
+    if not read:
+        raise InvalidArgumentError("receipts", f"{path} without receipts", "one receipt per line")
+    verdicts = _verdicts(read, target, margin)
+    signature = "not checked" if keys is None else "valid"
+    for number, verdict in enumerate(verdicts, start=1):
+        if as_json:
+            click.echo(json.dumps({"receipt": number, "signature": signature, **verdict.model_dump()}))
+        else:
+            click.echo(f"receipt {number}: {_sentence(verdict, signature)}")
+    results = {verdict.result for verdict in verdicts}
+    return 1 if "invalid" in results else 2 if "refused" in results else 0
+
+
+def _keys(place: str) -> tuple[ReceiptKey, ...]:
+    """Return the keys of a file or URL."""
+    try:
+        if place.startswith(("http://", "https://")):
+            with urlopen(place, timeout=_URL_TIMEOUT_S) as answer:
+                return parse_keys(answer.read(_MAX_KEY_BYTES), place)
+        return parse_keys(Path(place).read_bytes(), place)
+    except OSError as error:
+        reason = error.reason if isinstance(error, URLError) else error.strerror
+        raise InvalidArgumentError("key", f"{place} ({reason})", "a file or URL with keys") from None
+
+
+def _read(line: str, keys: tuple[ReceiptKey, ...] | None) -> SignedReceipt | ReceiptVerdict:
+    try:
+        found = SignedReceipt.parse(line.strip())
+        if keys is not None:
+            found.check(keys)
+    except InvalidArgumentError as error:
+        return ReceiptVerdict(result="refused", reason=str(error))
+    return found
+
+
+def _verdicts(
+    read: Sequence[SignedReceipt | ReceiptVerdict], target: str, margin: float | None
+) -> list[ReceiptVerdict]:
+    """Return the verdicts; the target is loaded for the first receipt that is not refused unseen."""
+    checker: ReceiptChecker | None = None
+    verdicts = []
+    for number, one in enumerate(read, start=1):
+        if isinstance(one, SignedReceipt):
+            if checker is None:
+                click.echo(f"loading the target {target}", err=True)
+                checker = ReceiptChecker(target, margin)
+            click.echo(f"checking receipt {number} of {len(read)}", err=True)
+            verdicts.append(checker.verdict(one.receipt))
+        else:
+            verdicts.append(one)
+    return verdicts
+
+
+def _sentence(verdict: ReceiptVerdict, signature: str) -> str:
+    if verdict.result == "refused":
+        return f"refused: {verdict.reason}"
+    parts: list[Any] = [f"{verdict.num_tokens} tokens follow", f"signature {signature}"]
+    if verdict.num_ties:
+        parts.append(
+            f"{verdict.num_ties} of them within the margin of {verdict.margin:g}, by at most "
+            f"{verdict.largest_gap:.2g} nats"
+        )
+    if verdict.gap is not None:
+        parts.append(f"{verdict.gap:.3g} nats below it, margin {verdict.margin:g}")
+    reason = f" ({verdict.reason})" if verdict.reason else ""
+    return f"{verdict.result}{reason}: {', '.join(parts)}"
+
+
+def _check() -> int:
+    command = click.Command("gammaray check", params=list(PARAMS))
+    return check_file(**command.make_context(command.name, sys.argv[1:]).params)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(_check))

@@ -1,4 +1,4 @@
-"""`gammaray top`: live view of a cluster's activity."""
+"""`gammaray top` and `gammaray status`: activity and processes of a cluster."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict
 
 import click
@@ -20,6 +20,7 @@ from gammaray.cli.options import Connection, connection_options
 from gammaray.cli.output import columns, output_console
 from gammaray.cli.values import FloatRange
 from gammaray.client.async_client import AsyncClient
+from gammaray.types import ProcessStatus
 
 _HISTORY = 60
 _BARS = " ▁▂▃▄▅▆▇█"
@@ -145,3 +146,32 @@ def _sparkline(values: deque[float]) -> str:
 
 def _number(value: float | None, unit: str = "") -> str:
     return "-" if value is None else f"{value:.2f}{unit}"
+
+
+@click.command()
+@connection_options(timeout_s=10.0)
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
+def status(connection: Connection, as_json: bool) -> None:
+    """List the processes of a cluster."""
+    processes = connection.call(lambda client: client.status(timeout_s=connection.timeout_s))
+    if as_json:
+        click.echo(json.dumps({"processes": [asdict(process) for process in processes]}, indent=2))
+    else:
+        output_console().print(_processes(processes))
+
+
+def _processes(processes: Sequence[ProcessStatus]) -> Table:
+    names = ("ROLE", "PID", "ADDRESS", "MODEL", "HEALTHY", "SESSIONS", "METRICS", "KERNEL")
+    table = columns(*names, right=("PID", "SESSIONS"))
+    for process in processes:
+        table.add_row(
+            process.role,
+            str(process.pid or "-"),
+            process.address or "-",
+            process.model or "-",
+            "[green]yes[/]" if process.healthy else "[red]no[/]",
+            str(process.sessions),
+            process.metrics_address or "-",
+            process.kernel or "-",
+        )
+    return table

@@ -2,8 +2,6 @@
 
 import json
 import stat
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 from click.testing import CliRunner
@@ -190,48 +188,6 @@ def test_keys_command_prints_public_keys(path):
         listed = parse_keys(result.stdout.encode(), "stdout")
         assert [key.d for key in listed] == [None] * number
         assert listed[-1].kid in result.stderr
-
-
-def test_check_refuses_without_loading_a_model(path, receipt, tmp_path):
-    rotate(path)
-    rotate(tmp_path / "other.json")
-    text = receipt.signed(read_receipt_keys(path)[0])
-    file = tmp_path / "receipts.txt"
-    file.write_text(f"{text[:-9]}\n\n{text}\n")
-    result = invoke("check", file, "--target", "/none", "--key", tmp_path / "other.json", "--json")
-    assert result.exit_code == 2
-    cut, foreign = map(json.loads, result.stdout.splitlines())
-    assert (cut["receipt"], cut["result"], foreign["result"]) == (1, "refused", "refused")
-    assert "cut" in cut["reason"]
-    assert "kid" in foreign["reason"]
-    file.write_text("\n")
-    result = invoke("check", file, "--target", "/none")
-    assert (result.exit_code, "without receipts" in result.stderr) == (2, True)
-
-
-def test_check_reads_keys_from_a_url(path, receipt, tmp_path):
-    body = json.dumps(published(rotate(path))).encode()
-
-    class Keys(BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *args):
-            pass
-
-    rotate(tmp_path / "other.json")
-    file = tmp_path / "receipts.txt"
-    file.write_text(receipt.signed(read_receipt_keys(tmp_path / "other.json")[0]))
-    with HTTPServer(("127.0.0.1", 0), Keys) as server:
-        url = f"http://127.0.0.1:{server.server_port}/v1/receipts/key"
-        threading.Thread(target=server.handle_request, daemon=True).start()
-        result = invoke("check", file, "--target", "/none", "--key", url)
-    assert result.exit_code == 2
-    assert read_receipt_keys(path)[0].kid in result.stdout
-    result = invoke("check", file, "--target", "/none", "--key", url)
-    assert (result.exit_code, url in result.stderr) == (3, True)
 
 
 @pytest.mark.parametrize("method", ["rejection", "block", "naive"])

@@ -1,0 +1,76 @@
+"""What `gammaray check` says of files without loading a model."""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+from gammaray.errors import InvalidArgumentError
+from gammaray.receipts.keys import published, read_receipt_keys, rotate
+from gammaray.receipts.receipt import Receipt
+from gammaray.types import FinishReason, SamplingParams, VerificationMethod
+from services.receipts.__main__ import check_file
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "receipts.json"
+
+
+@pytest.fixture
+def receipt():
+    return Receipt(
+        issued_at=1_795_000_000,
+        model="demo",
+        model_identity="ab" * 32 + "/float32",
+        tokenizer="cd" * 32,
+        eos_token_ids=(0,),
+        verification=VerificationMethod.COUPLED,
+        prompt_token_ids=(5, 6, 7),
+        sampling=SamplingParams(temperature=0.7, seed=2**64 - 1, logit_bias={9: -1.5}, banned_token_ids=(3,)),
+        max_tokens=16,
+        stop=("\n\n", "é"),
+        token_ids=(8, 9, 10),
+        finish_reason=FinishReason.STOP,
+    )
+
+
+def test_check_refuses_without_loading_a_model(path, receipt, tmp_path, capsys):
+    rotate(path)
+    rotate(tmp_path / "other.json")
+    text = receipt.signed(read_receipt_keys(path)[0])
+    file = tmp_path / "receipts.txt"
+    file.write_text(f"{text[:-9]}\n\n{text}\n")
+    assert check_file(file, "/none", str(tmp_path / "other.json"), as_json=True) == 2
+    cut, foreign = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (cut["receipt"], cut["result"], foreign["result"]) == (1, "refused", "refused")
+    assert "cut" in cut["reason"]
+    assert "kid" in foreign["reason"]
+    file.write_text("\n")
+    with pytest.raises(InvalidArgumentError, match="without receipts"):
+        check_file(file, "/none")
+
+
+def test_check_reads_keys_from_a_url(path, receipt, tmp_path, capsys):
+    body = json.dumps(published(rotate(path))).encode()
+
+    class Keys(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args):
+            pass
+
+    rotate(tmp_path / "other.json")
+    file = tmp_path / "receipts.txt"
+    file.write_text(receipt.signed(read_receipt_keys(tmp_path / "other.json")[0]))
+    with HTTPServer(("127.0.0.1", 0), Keys) as server:
+        url = f"http://127.0.0.1:{server.server_port}/v1/receipts/key"
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        assert check_file(file, "/none", url) == 2
+    assert read_receipt_keys(path)[0].kid in capsys.readouterr().out
+    with pytest.raises(InvalidArgumentError, match=f"key: got {url}"):
+        check_file(file, "/none", url)
