@@ -108,4 +108,4 @@ def _type(info: FieldInfo) -> Any:
     if info.annotation is int:
         bounds = {name: getattr(m, name) for m in info.metadata for name in ("ge", "le") if hasattr(m, name)}
         return IntRange(bounds.get("ge"), bounds.get("le"))
-    return click.STRING
+    return click.FLOAT if info.annotation is float else click.STRING

@@ -16,13 +16,13 @@ import struct
 import sys
 import time
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO
 
 from gammaray.errors import InvalidArgumentError
 from gammaray.grammar.matcher import GrammarCompiler
 
 
-def read_frame(stream: BinaryIO) -> str | None:
+def read_frame(stream: IO[bytes]) -> str | None:
     """Return the next text; None at the end of the stream."""
     header = stream.read(4)
     if len(header) < 4:
@@ -32,7 +32,7 @@ def read_frame(stream: BinaryIO) -> str | None:
     return body.decode("utf-8", "surrogatepass") if len(body) == length else None
 
 
-def write_frame(stream: BinaryIO, text: str) -> None:
+def write_frame(stream: IO[bytes], text: str) -> None:
     """Write a text, surrogates included."""
     body = text.encode("utf-8", "surrogatepass")
     stream.write(struct.pack(">I", len(body)) + body)
