@@ -26,6 +26,7 @@ from gammaray.audit.subject import Subject, default_prompts, read_prompts
 from gammaray.audit.verdicts import Status
 from gammaray.cli.output import output_console
 from gammaray.cli.values import FloatRange, IntRange, list_of
+from gammaray.errors import GammarayError
 
 EXIT_CODES = {Status.PASSED: 0, Status.FAILED: 1, Status.INCONCLUSIVE: 3}
 _FILE = click.Path(dir_okay=False, path_type=Path)
@@ -129,29 +130,25 @@ def audit(url: str, **options: Any) -> None:
     )
     subject = Subject(server, None, prompts, options["alpha"], options["seed"])
     options["is_directory"] = os.path.isdir(options["reference"])
-    interrupted = False
+    interrupted: BaseException | None = None
     try:
         asyncio.run(_run(subject, options))
-    except KeyboardInterrupt:
-        interrupted = True
+    except (KeyboardInterrupt, GammarayError) as error:
+        interrupted = error
+    if interrupted is not None and not subject.findings:
+        raise interrupted
     findings = list(subject.findings.values())
-    if interrupted and not findings:
-        raise KeyboardInterrupt
     show(output_console(), findings)
+    about = {"url": server.url, "model": server.model, "alpha": options["alpha"]}
     date = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M")
-    found = result(
-        findings,
-        url=server.url,
-        model=server.model,
-        date_utc=date,
-        alpha=options["alpha"],
-        interrupted=interrupted,
-    )
+    found = result(findings, **about, date_utc=date, is_complete=interrupted is None)
     if options["json_file"] is not None:
         options["json_file"].write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     if options["html_file"] is not None:
         options["html_file"].write_text(audit_page(found), encoding="utf-8")
-    click.get_current_context().exit(130 if interrupted else EXIT_CODES[overall(findings)])
+    if interrupted is not None:
+        raise interrupted
+    click.get_current_context().exit(EXIT_CODES[overall(findings)])
 
 
 async def _run(subject: Subject, options: dict[str, Any]) -> None:
