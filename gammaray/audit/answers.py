@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -133,6 +134,11 @@ def parse_choice(path: str, choice: Mapping[str, Any], message: str) -> Choice:
         tuple(_tokens(f"{path}.logprobs", choice.get("logprobs"))),
         None if reason is None else _an(f"{path}.finish_reason", reason, str),
     )
+
+
+def text_of(key: str) -> str:
+    """Return the text of a token's key, without the id that some servers report."""
+    return re.sub(r"^\d+:(?=.)", "", key, flags=re.DOTALL)
 
 
 def parse_usage(usage: Any) -> tuple[int, int, int] | None:

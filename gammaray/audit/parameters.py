@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from gammaray.audit.answers import Choice, Token
+from gammaray.audit.answers import Choice, Token, text_of
 from gammaray.audit.subject import Subject
 from gammaray.audit.verdicts import Status, Verdict, inconclusive, not_possible
 
@@ -128,7 +128,8 @@ async def check_penalties(subject: Subject) -> Verdict:
     if subject.failed("greedy"):
         raise inconclusive("`greedy` failed: tokens are not the most likely ones without penalties either")
     server, changed, count = subject.server, 0, 0
-    for i, prompt in enumerate(subject.prompts[:12]):
+    # Short prompts first: tokens of the prompt are not compared.
+    for i, prompt in enumerate(sorted(subject.prompts, key=len)[:16]):
         asked = {"temperature": 0, "max_tokens": _TOKENS, **PENALTIES}
         choice = (await server.ask(prompt, **asked)).choices[0]
         verdict, differing, raw = _penalised(choice, prompt)
@@ -162,7 +163,7 @@ def _penalised(choice: Choice, prompt: str) -> tuple[tuple[str, dict[str, Any]] 
         return token.cells[key] - PENALTIES["presence_penalty"] * (key in counts) - counts[key]
 
     for at, token in enumerate(choice.tokens):
-        known = [key for key in token.cells if key == token.key or key.partition(":")[2] or key not in prompt]
+        known = [key for key in token.cells if key == token.key or text_of(key).strip() not in prompt]
         if token.key in token.cells and token.text.strip() not in prompt:
             best = max(known, key=lambda key: score(key, token))
             top = max(token.cells, key=token.cells.__getitem__)

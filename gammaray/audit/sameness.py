@@ -148,7 +148,7 @@ async def check_seed(subject: Subject) -> Verdict:
     server, same = subject.server, Comparison(1.0)
     if reason := server.refused.get("seed"):
         raise not_possible(f"the server refuses it: {reason}")
-    surprise, others = 0.0, 0
+    surprise, others, greedy = 0.0, 0, 0
     for i, prompt in enumerate(subject.prompts[:4]):
         asked = {"temperature": 1, "max_tokens": _TOKENS, "seed": subject.seed + i}
         first, again = [(await server.ask(prompt, **asked)).choices[0] for _ in range(2)]
@@ -156,6 +156,9 @@ async def check_seed(subject: Subject) -> Verdict:
         same.add(first, again, server.curl(prompt, **asked))
         if other.text == first.text:
             surprise -= sum(token.lp or 0.0 for token in first.tokens)
+            greedy += (await server.ask(prompt, temperature=0, max_tokens=_TOKENS)).choices[
+                0
+            ].text == first.text
         else:
             others += 1
     verdict = same.verdict("repetitions with the same seed")
@@ -164,9 +167,8 @@ async def check_seed(subject: Subject) -> Verdict:
     if surprise > math.log(8 / subject.alpha):
         summary = f"all texts of other seeds are equal; by chance with probability e^-{surprise:.0f}"
         return Verdict(Status.FAILED, summary, verdict.evidence, server.curl(prompt, **asked))
-    raise inconclusive(
-        "texts of other seeds are equal, which may be chance: prompts with more entropy are needed"
-    )
+    also = f", and {greedy} of {len(same.pairs)} are those of temperature 0: does the server sample?"
+    raise inconclusive(f"all texts of other seeds are equal, which may be chance{also if greedy else ''}")
 
 
 async def check_batch(subject: Subject) -> Verdict:

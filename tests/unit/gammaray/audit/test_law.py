@@ -440,6 +440,21 @@ def test_bets_on_pairs_are_fair_given_either_token(seeds):
         assert found.min() > 1 - 1e-4
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_rounding_makes_no_bet_on_pairs_profitable(seed):
+    laws = law(seed), law(seed + 1)
+    here, there = (Position.read(top({t: bfloat16(x) for t, x in p.items()}), LISTED) for p in laws)
+    sizes = len(here.probs), len(there.probs)
+    factors = np.exp(
+        [[pair_log_factors(here, there, i, j) for j in range(sizes[1])] for i in range(sizes[0])]
+    )
+    for axis, (position, log_probs) in enumerate(zip((here, there), laws, strict=True)):
+        masses = np.zeros(sizes[axis])
+        for token, value in log_probs.items():
+            masses[position.index.get(token, -1)] += math.exp(value)
+        assert np.tensordot(masses, factors, (0, axis)).max() <= 1 + 1e-9
+
+
 def test_pair_by_hand():
     position = Position.read({"a": math.log(0.75), "b": math.log(0.25)}, 4)
     equal, different = (pair_log_factors(position, position, 0, second) for second in (0, 1))

@@ -35,15 +35,18 @@ def without_logprobs(path, body):
     return 200, {"choices": [message], "usage": usage}
 
 
+LACKING = ("law", "independence", "top-p", "top-k", "min-p", "penalties", "logprob-zero", "probabilities")
+
+
 def test_missing_features_are_not_possible_and_never_passed(tmp_path):
     files = tmp_path / "a.json", tmp_path / "a.html"
     with scripted(without_logprobs) as (url, _):
-        audit(url, "--json", files[0], "--html", files[1])
+        names = [*LACKING, "seed", "choices", "stop", "max-tokens"]
+        audit(url, "--checks", ",".join(names), "--json", files[0], "--html", files[1])
     found = json.loads(files[0].read_text())
     statuses = {check["check"]: check["verdict"]["status"] for check in found["checks"]}
-    lacking = ("law", "independence", "top-p", "top-k", "min-p", "penalties", "logprob-zero", "probabilities")
-    assert {name: statuses[name] for name in (*lacking, "seed", "choices")} == dict.fromkeys(
-        (*lacking, "seed", "choices"), "not possible"
+    assert {name: statuses[name] for name in (*LACKING, "seed", "choices")} == dict.fromkeys(
+        (*LACKING, "seed", "choices"), "not possible"
     )
     reasons = {check["check"]: check["verdict"]["summary"] for check in found["checks"]}
     assert "unknown: logprobs" in reasons["law"]
