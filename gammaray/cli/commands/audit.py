@@ -116,7 +116,7 @@ def _fields(context: click.Context, parameter: click.Parameter, value: str) -> d
 @click.option("--json", "json_file", type=_FILE, help="File for the result.")
 @click.option("--html", "html_file", type=_FILE, help="File for a page with charts.")
 def audit(url: str, **options: Any) -> None:
-    """Check an OpenAI-compatible server: are its tokens draws from its model, and do its parameters hold?
+    """Check from outside whether a server's text follows its model.
 
     URL is its base URL, with or without /v1.
     """

@@ -42,8 +42,9 @@ PARAMS: tuple[click.Parameter, ...] = (
 @click.command(
     cls=Program,
     params=list(PARAMS),
-    help="Check the receipts in the file RECEIPTS, one per line, by one forward pass of the target "
-    "for each.\n\nThe target is loaded as its worker would, with the settings of the environment.",
+    help="Check receipts of completions against the target.\n\nRECEIPTS is a file with one receipt per line; "
+    "each takes one forward pass. The target is loaded as its worker would, with the settings of the "
+    "environment.",
 )
 def check(**options: Any) -> None:
     check_packages("check", WORKER_PACKAGES, "worker")
