@@ -169,7 +169,7 @@ def with_changes(
     draw = random.Random(1)
 
     def token(receipt: Receipt) -> Receipt:
-        tokens, at = list(receipt.token_ids), draw.randrange(len(receipt.token_ids))
+        tokens, at = list(receipt.token_ids), len(receipt.token_ids) // 2
         tokens[at] = (tokens[at] + draw.randrange(1, vocab)) % vocab
         return receipt.model_copy(update={"token_ids": tuple(tokens)})
 
@@ -181,7 +181,7 @@ def with_changes(
         return [one.model_copy(update={"model_identity": identity}) for one in given]
 
     changed = {
-        "one token replaced": [token(one) for one in receipts],
+        "the token in the middle": [token(one) for one in receipts],
         "temperature 1.05": sampling(temperature=1.05),
         "temperature 1.2": sampling(temperature=1.2),
         "top_p 0.95": sampling(top_p=0.95),
