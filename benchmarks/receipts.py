@@ -12,8 +12,8 @@
 - found: what the check says of completions at temperature 1 after a token was replaced, the temperature was
   raised, another seed was used, and of those of an int8 target that calls itself float32 or bfloat16.
 - cost: time of a check over that of a forward that returns logits of every row, in turns.
-- honest: receipts of a cluster on this machine, with gamma 0, 8 and adaptive, of whose streams every fourth
-  is broken off and resumed; target workers are killed in between. Every receipt must be valid.
+- honest: receipts of two orchestrators and their workers, with gamma 0, 8 and adaptive, of whose sessions the
+  other orchestrator takes over every fourth; target workers are killed in between. Every one must be valid.
 
 Writes figures with their provenance; exits with 1 if an honest receipt is not valid.
 """
@@ -24,34 +24,36 @@ import argparse
 import asyncio
 import os
 import random
-import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
-from gammaray.bench.workloads import prompts
 from rich.console import Console
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from benchmarks.cluster import run_or_exit, running_cluster
+from benchmarks.cluster import run_or_exit
 from benchmarks.provenance import write_result
-from gammaray import AsyncClient
+from benchmarks.workloads import prompts
 from gammaray.bench.tables import plain_table
-from gammaray.client.request import GenerateOptions
+from gammaray.client.request import GenerateOptions, build_request
+from gammaray.config import OrchestratorSettings
 from gammaray.demo_pair import DEMO_PAIR, resolve_model
 from gammaray.receipts.keys import read_receipt_keys, rotate
 from gammaray.receipts.receipt import Receipt, SignedReceipt
-from gammaray.types import Chunk, FinishReason, SamplingParams, VerificationMethod
+from gammaray.types import Chunk, FinishReason, GenerationRequest, SamplingParams, VerificationMethod
+from orchestrator.launcher.redis_server import RedisServer
+from orchestrator.service import Orchestrator
 from services.engine.core.batch import SequenceInput
 from services.engine.engine import Engine
 from services.engine.loader import load_engine
@@ -62,7 +64,7 @@ from services.receipts.check import MARGINS, ReceiptChecker
 from services.scheduling.planning import Limits
 from services.target_worker.scheduler import TargetScheduler
 
-_PROMPT, _COST_TOKENS, _HONEST_TOKENS, _AT_ONCE = 64, 192, 48, 8
+_PROMPT, _COST_TOKENS, _AT_ONCE = 64, 192, 8
 PARTS = ("margins", "found", "cost", "honest")
 _LEAST = 1e-6
 _FEED = 256
@@ -169,7 +171,7 @@ def with_changes(
     draw = random.Random(1)
 
     def token(receipt: Receipt) -> Receipt:
-        tokens, at = list(receipt.token_ids), draw.randrange(len(receipt.token_ids))
+        tokens, at = list(receipt.token_ids), len(receipt.token_ids) // 2
         tokens[at] = (tokens[at] + draw.randrange(1, vocab)) % vocab
         return receipt.model_copy(update={"token_ids": tuple(tokens)})
 
@@ -181,7 +183,7 @@ def with_changes(
         return [one.model_copy(update={"model_identity": identity}) for one in given]
 
     changed = {
-        "one token replaced": [token(one) for one in receipts],
+        "the token in the middle": [token(one) for one in receipts],
         "temperature 1.05": sampling(temperature=1.05),
         "temperature 1.2": sampling(temperature=1.2),
         "top_p 0.95": sampling(top_p=0.95),
@@ -252,30 +254,66 @@ def cost(model: str, checker: ReceiptChecker, prompt: Sequence[int], turns: int)
     return rows
 
 
-async def honest(checker: ReceiptChecker, options: argparse.Namespace, keys_file: Path) -> dict[str, Any]:
-    """Return the verdicts on receipts of a cluster, and the receipts that are not valid."""
-    given = ["--target", options.target, "--receipt-keys-file", str(keys_file), "--target-workers", "2"]
-    given += ["--head", options.head] if options.head else []
-    texts, counts = prompts("mixed", 64), Counter[str]()
-    async with running_cluster(*given, "--orchestrators", "2") as cluster:
-        async with AsyncClient(cluster.grpc_address) as client:
-            slots = asyncio.Semaphore(_AT_ONCE)
+@contextmanager
+def running_workers(options: argparse.Namespace, redis_url: str) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Run two target workers, with the head, or without one a draft worker; yield the target workers."""
+    own = ["--model", options.target, "--redis-url", redis_url]
+    processes = [_worker("target", *own, "--head", options.head) for _ in range(2)]
+    draft = [] if options.head else [_worker("draft", *own)]
+    try:
+        for process in (*processes, *draft):
+            assert process.stdout is not None
+            process.stdout.readline()  # written when it serves
+        yield processes
+    finally:
+        for process in (*processes, *draft):
+            process.kill()
+            process.wait()
 
-            async def one(number: int) -> str:
-                way = list(_WAYS)[number % len(_WAYS)]
-                async with slots:
-                    is_broken = number // len(_WAYS) % 4 == 3
-                    if number % options.kill_every == options.kill_every - 1:
-                        counts["killed"] += await _kill_target(client)
-                    text = texts[number % len(texts)]
-                    receipt, drafters = await _completed(
-                        client, text, number, _WAYS[way], is_broken=is_broken
-                    )
-                counts[f"{way}{', resumed' if is_broken else ''}"] += 1
-                counts["cycles of a head or draft model"] += drafters
-                return receipt
 
+def _worker(role: str, *options: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", f"services.{role}_worker", "--listen", "127.0.0.1:0", *options]
+    return subprocess.Popen(command, stdout=subprocess.PIPE)
+
+
+async def honest(checker: ReceiptChecker, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Return the verdicts on receipts of two orchestrators and their workers."""
+    keys_file, counts = folder / "keys.json", Counter[str]()
+    rotate(keys_file)
+    texts = prompts("mixed", 64)
+    with RedisServer.start(folder) as server, running_workers(options, server.url) as workers:
+        settings = OrchestratorSettings(
+            model=options.target, redis_url=server.url, receipt_keys_file=str(keys_file), metrics_listen=""
+        )
+        pair = [await Orchestrator.start(settings) for _ in range(2)]
+        slots = asyncio.Semaphore(_AT_ONCE)
+
+        async def one(number: int) -> str:
+            way, is_broken = list(_WAYS)[number % len(_WAYS)], number // len(_WAYS) % 4 == 3
+            async with slots:
+                if number % options.kill_every == options.kill_every - 1:
+                    counts["target workers killed"] += 1
+                    workers[0].kill()  # the other one goes on with its sessions
+                    again = _worker("target", *workers[0].args[5:])  # type: ignore[index]
+                    workers[:] = [workers[1], again]
+                request = build_request(
+                    texts[number % len(texts)],
+                    **{"max_tokens": options.tokens, "seed": number, "ignore_eos": True, **_WAYS[way]},
+                    session_id=f"receipt-{number}",
+                    receipt=True,
+                )
+                last = await _completed(pair, request, is_broken=is_broken)
+            assert last.summary is not None
+            counts[f"{way}, taken over" if is_broken else way] += 1
+            counts["cycles"] += last.summary.cycles
+            counts["cycles of a draft model or head"] += last.summary.model_cycles + last.summary.head_cycles
+            return last.receipt
+
+        try:
             signed = await asyncio.gather(*map(one, range(options.receipts)))
+        finally:
+            for orchestrator in pair:
+                await orchestrator.close()
     keys, verdicts = read_receipt_keys(keys_file), Counter[str]()
     bad, num_tokens, ties = [], 0, 0
     for text in signed:
@@ -286,38 +324,22 @@ async def honest(checker: ReceiptChecker, options: argparse.Namespace, keys_file
         num_tokens, ties = num_tokens + verdict.num_tokens, ties + verdict.num_ties
         if verdict.result != "valid":
             bad.append({"receipt": text, **verdict.model_dump()})
-    return {"ways": counts, "verdicts": verdicts, "tokens": num_tokens, "ties": ties, "bad": bad}
+    return {"counts": counts, "verdicts": verdicts, "tokens": num_tokens, "ties": ties, "bad": bad}
 
 
-async def _completed(
-    client: AsyncClient, text: str, seed: int, options: GenerateOptions, *, is_broken: bool
-) -> tuple[str, int]:
-    """Return the receipt of a completion, and how many cycles a model proposed for."""
-    name = f"receipt-{seed}"
-    stream = client.generate(
-        text, max_tokens=_HONEST_TOKENS, seed=seed, receipt=True, session_id=name, ignore_eos=True, **options
-    )
-    received = list[Chunk]()
-    async with aclosing(stream) as chunks:
-        async for chunk in chunks:
-            received.append(chunk)
-            if is_broken and sum(len(one.tokens) for one in received) >= _HONEST_TOKENS // 3:
+async def _completed(pair: Sequence[Orchestrator], request: GenerationRequest, *, is_broken: bool) -> Chunk:
+    """Return the last piece of a completion; a broken one is resumed on the other orchestrator."""
+    chunks = list[Chunk]()
+    async with aclosing(pair[0].generate(request)) as stream:
+        async for chunk in stream:
+            chunks.append(chunk)
+            if is_broken and chunk.offset + len(chunk.tokens) >= request.max_tokens // 3:
                 break
-    if received[-1].finish_reason is None:
-        offset = received[-1].offset + len(received[-1].tokens)
-        received += [chunk async for chunk in client.resume(name, offset=offset)]
-    last = received[-1]
-    assert last.summary is not None
-    return last.receipt, last.summary.model_cycles + last.summary.head_cycles
-
-
-async def _kill_target(client: AsyncClient) -> int:
-    """Kill a target worker if another one is left; return how many were killed."""
-    found = [one for one in await client.status() if one.role == "target" and one.healthy]
-    if len(found) < 2:
-        return 0
-    os.kill(found[0].pid, signal.SIGKILL)
-    return 1
+    if chunks[-1].finish_reason is None:
+        await pair[0].leases.settled()
+        offset = chunks[-1].offset + len(chunks[-1].tokens)
+        chunks += [chunk async for chunk in pair[1].generate(replace(request, resume_from=offset))]
+    return chunks[-1]
 
 
 def measured(options: argparse.Namespace) -> dict[str, Any]:
@@ -336,9 +358,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
         result["cost"] = cost(model, checker, asked[0], options.turns)
     if "honest" in options.parts:
         with tempfile.TemporaryDirectory() as folder:
-            keys_file = Path(folder) / "keys.json"
-            rotate(keys_file)
-            result["honest"] = run_or_exit(honest(checker, options, keys_file))
+            result["honest"] = run_or_exit(honest(checker, options, Path(folder)))
     return result
 
 

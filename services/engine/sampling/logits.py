@@ -98,10 +98,11 @@ def _keep_top_p(logits: Tensor, top_p: float) -> Tensor:
     size = min(_USUAL_NUCLEUS, logits.shape[-1])
     ordered = logits.topk(size, dim=-1).values
     num_kept = _num_within(ordered, most, needed)
-    if size < logits.shape[-1] and int(num_kept.max()) == size:
-        ordered = _descending(logits)
-        num_kept = _num_within(ordered, most, needed)
     last = ordered.gather(-1, num_kept - 1)
+    if size < logits.shape[-1] and (wide := (num_kept[:, 0] == size).nonzero()[:, 0]).numel():
+        ordered = _descending(logits[wide])
+        num_kept[wide] = _num_within(ordered, most[wide], needed[wide])
+        last[wide] = ordered.gather(-1, num_kept[wide] - 1)
     num_ties = num_kept - (logits > last).sum(dim=-1, keepdim=True)
     return _keep_down_to(logits, last, num_ties)
 
