@@ -65,7 +65,7 @@ class _Gammaray(click.Group):
             click.echo(err=True)
             context.exit(130)
         except Exception as error:
-            if (failure := _failure(error)) is None:
+            if (failure := failure_of(error)) is None:
                 raise
             code, message = failure
             click.echo(f"gammaray: {message}", err=True)
@@ -78,7 +78,7 @@ def _known_variables() -> Collection[str]:
     return known_variables()
 
 
-def _failure(error: Exception) -> tuple[int, str] | None:
+def failure_of(error: Exception) -> tuple[int, str] | None:
     """Return exit status and message of an error; None for errors that are not gammaray's."""
     if isinstance(error, (click.ClickException, click.exceptions.Exit, click.Abort)):
         return None

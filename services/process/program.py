@@ -8,7 +8,7 @@ import click
 import torch
 from transformers.utils import logging as transformers_logging
 
-from gammaray.errors import GammarayError, InvalidArgumentError
+from gammaray.cli import failure_of
 
 
 def run_program(work: Callable[[], int]) -> int:
@@ -21,11 +21,13 @@ def run_program(work: Callable[[], int]) -> int:
     except click.ClickException as error:
         error.show()
         return error.exit_code
-    except GammarayError as error:
-        message, status = str(error), 2 if isinstance(error, InvalidArgumentError) else 1
     except torch.OutOfMemoryError as error:
-        message, status = str(error).splitlines()[0], 1
+        status, message = 1, str(error).splitlines()[0]
     except KeyboardInterrupt:
         return 130
+    except Exception as error:
+        if (failure := failure_of(error)) is None:
+            raise
+        status, message = failure
     click.echo(f"gammaray: {message}", err=True)
     return status

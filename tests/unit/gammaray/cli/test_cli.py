@@ -117,6 +117,11 @@ def test_generate_json_is_one_object(story):
             "token_ids": [1, 2, 3, 4],
             "time_ms": {"draft": 10.0, "verify": 30.0, "other": 10.0, "total": 50.0},
             "speedup_estimate": 1.5,
+            "cycles_by_drafter": dict.fromkeys(
+                ("model", "head", "suffix", "prediction", "grammar", "none"), 0
+            ),
+            "fallback_cycles": 0,
+            "draft_workers": 0,
         },
     }
 

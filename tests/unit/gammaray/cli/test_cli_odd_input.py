@@ -74,7 +74,7 @@ def test_settings_of_the_environment(subtests):
         (["chat", "--url", NOWHERE, "--timeout", "-1"], "timeout_s: got -1.0"),
         (["chat", "--url", NOWHERE, "--api-key", "a\nb"], "api_key: got a key (not shown)"),
         (["chat", "--url", "http://me:hunter2@h"], "url: got a URL with a user or password"),
-        (["qualify", "--target", "", "--draft", "demo"], "target: got an empty name"),
+        (["qualify", "--target", "", "--draft", "demo"], "target: got an empty text"),
     ],
     ids=str,
 )
