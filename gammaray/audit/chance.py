@@ -120,7 +120,8 @@ async def _completions(subject: Subject) -> AsyncGenerator[tuple[Choice, str, di
     running: deque[tuple[asyncio.Task[Any], str, dict[str, Any]]] = deque()
     try:
         while True:
-            while len(running) < server.concurrency and server.spent.left >= _TOKENS:
+            # What runs may not have been counted yet.
+            while len(running) < server.concurrency and server.spent.left >= _TOKENS * (1 + len(running)):
                 prompt = subject.prompts[number % len(subject.prompts)]
                 asked = {"temperature": 1, "max_tokens": _TOKENS, "seed": subject.seed + 10_000 + number}
                 running.append((asyncio.ensure_future(server.ask(prompt, **asked)), prompt, asked))
@@ -216,13 +217,14 @@ async def check_independence(subject: Subject) -> Verdict:
         for left, right in pairwise(choices):
             for a, b in zip(left.tokens, right.tokens, strict=False):
                 test.observe(a.key, a.listed, b.key, b.listed, a.lp, b.lp)
-        evidence = {"pairs": test.num_tokens, "largest_log_e_value": test.largest_log_e_value}
+        pairs = test.num_tokens - test.num_unreadable
+        evidence = {"pairs": pairs, "largest_log_e_value": test.largest_log_e_value}
         if test.rejected:
-            summary = f"after {test.num_tokens} pairs of tokens: e-value e^{test.largest_log_e_value:.1f}"
+            summary = f"after {pairs} pairs of tokens: e-value e^{test.largest_log_e_value:.1f}"
             curl = server.curl(prompt, **asked)
             return Verdict(Status.FAILED, f"{summary}; {test.strongest()}", evidence, curl)
-    if test.num_tokens < MIN_PAIRS:
-        raise inconclusive(f"only {test.num_tokens} pairs of tokens")
+    if pairs < MIN_PAIRS:
+        raise inconclusive(f"only {pairs} pairs of tokens have alternatives")
     of = "choices" if of_choices else "completions with other seeds"
-    summary = f"{test.num_tokens} pairs of tokens of {of}, e-value e^{test.largest_log_e_value:.1f}"
+    summary = f"{pairs} pairs of tokens of {of}, e-value e^{test.largest_log_e_value:.1f}"
     return Verdict(Status.PASSED, summary, evidence)

@@ -60,7 +60,10 @@ async def check_probabilities(subject: Subject) -> Verdict:
             "top_p": None,
             "return_tokens_as_token_ids": None,
         }
-        theirs = _given((await other.ask(prompt + ours.text, **echo)).choices[0], len(tokens))
+        echoed = (await other.ask(prompt + ours.text, **echo)).choices[0]
+        if not echoed.text.startswith(prompt):
+            raise not_possible("the server ignores `echo`")
+        theirs = _given(echoed, len(tokens))
         if not tokens or [token.text for token in theirs] != [token.text for token in tokens]:
             unaligned += 1  # the text has other tokens than those that were generated
             continue

@@ -22,7 +22,12 @@ from gammaray.audit.reference import check_probabilities
 from gammaray.audit.sameness import Check, check_batch, check_greedy, check_seed, check_stream
 from gammaray.audit.subject import Subject
 from gammaray.audit.verdicts import Finding, Status, Undecided, Verdict
-from gammaray.errors import DeadlineExceededError, UnauthenticatedError, UnavailableError
+from gammaray.errors import (
+    DeadlineExceededError,
+    InvalidArgumentError,
+    UnauthenticatedError,
+    UnavailableError,
+)
 
 CHECKS: dict[str, Check] = {
     "logprob-zero": check_logprob_zero,
@@ -82,6 +87,8 @@ async def _found(subject: Subject, name: str, check: Check) -> Finding:
         verdict = Verdict(Status.NOT_POSSIBLE, f"the server refuses it: {error}")
     except AnswerError as error:
         verdict = Verdict(Status.FAILED, str(error))
+    except InvalidArgumentError as error:
+        verdict = Verdict(Status.INCONCLUSIVE, f"alternatives are no distribution: {error}")
     except UnauthenticatedError:
         raise
     except (DeadlineExceededError, UnavailableError) as error:

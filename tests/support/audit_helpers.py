@@ -190,7 +190,8 @@ class Proxy:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[str]:
         """Serve on a free loopback port and yield the URL."""
-        async with httpx.AsyncClient(base_url=self.url, timeout=120) as self._http:
+        limits = httpx.Limits(max_keepalive_connections=0)  # a server may close an idle one at any time
+        async with httpx.AsyncClient(base_url=self.url, timeout=120, limits=limits) as self._http:
             async with listening(self.app()) as url:
                 yield url
 

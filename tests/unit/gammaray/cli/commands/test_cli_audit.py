@@ -2,6 +2,10 @@
 
 import json
 import re
+import signal
+import subprocess
+import sys
+import threading
 
 import pytest
 from click.testing import CliRunner
@@ -107,3 +111,28 @@ def test_file_without_prompts_is_refused(tmp_path, name, text):
     result = audit("http://127.0.0.1:9", "--prompts", tmp_path / name)
     assert result.exit_code == 2
     assert "--prompts" in result.output
+
+
+def test_interrupt_prints_what_was_found_so_far():
+    asked, released = threading.Event(), threading.Event()
+
+    def slow(path, body):
+        if body is not None and body.get("stop"):
+            asked.set()
+            released.wait(60)
+        return without_logprobs(path, body)
+
+    with scripted(slow) as (url, _):
+        command = [sys.executable, "-m", "gammaray", "audit", url, "--checks", "max-tokens,stop,json-schema"]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        try:
+            assert asked.wait(60)
+            process.send_signal(signal.SIGINT)
+            output, _ = process.communicate(timeout=60)
+        finally:
+            released.set()
+            process.kill()
+    assert process.returncode == 130
+    assert re.search(r"max-tokens +passed", output)
+    assert re.search(r"stop +inconclusive .*interrupted", output)
+    assert "json-schema" not in output
