@@ -37,6 +37,10 @@ MODEL_CHANGED = "MODEL_CHANGED"
 MAX_VIOLATIONS = 4
 """Upper bound of violations per status, which is sent in headers of limited size."""
 
+_PROXY_FAILED = re.compile(r"Received http2 header with status: 5\d\d")
+"""What gRPC says of an HTTP error instead of an answer. Ray Serve's HAProxy sends 500 in place of 502, 503 and 504,
+when no replica can be reached; gRPC takes those three for UNAVAILABLE, but 500 for UNKNOWN."""
+
 _Detail = TypeVar("_Detail", bound=Message)
 
 
@@ -96,6 +100,8 @@ def error_from_status(status: status_pb2.Status) -> GammarayError:
 def error_from_rpc(error: grpc.aio.AioRpcError) -> GammarayError:
     """Return the error of a failed call: from its rich status if there is one, else from its code."""
     code = error.code()
+    if code is grpc.StatusCode.UNKNOWN and _PROXY_FAILED.match(error.details() or ""):
+        code = grpc.StatusCode.UNAVAILABLE
     plain = status_pb2.Status(code=code.value[0], message=error.details() or "")
     for key, value in _trailers(error):
         if key == DETAILS_KEY and isinstance(value, bytes):
