@@ -48,40 +48,6 @@ def can_use_idle_priority() -> bool:
     return bool(succeeded)
 
 
-class IdlePriority:
-    """Context manager that runs its thread at idle priority: any other ready thread on the core runs first.
-
-    On shared cores draft-ahead would otherwise delay the event loops that deliver the verdicts. Use it only
-    where `can_use_idle_priority` is true and for short work: a thread that holds the GIL while it waits for a
-    core blocks all other Python threads.
-    """
-
-    def __init__(self) -> None:
-        self._usual = self._thread_id = 0
-        self._is_idle = False
-
-    def __enter__(self) -> None:
-        """Take idle priority.
-
-        Raises:
-            OSError: The system does not allow it.
-        """
-        self._usual, self._thread_id = os.sched_getscheduler(0), threading.get_native_id()
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-        self._is_idle = True
-
-    def __exit__(self, *_: object) -> None:
-        """Take the usual priority again."""
-        self._is_idle = False
-        os.sched_setscheduler(0, self._usual, os.sched_param(0))
-
-    def preempt(self) -> None:
-        """Restore the thread's usual priority from another thread, because a request waits for it."""
-        if self._is_idle:
-            with suppress(ProcessLookupError):  # it has ended meanwhile
-                os.sched_setscheduler(self._thread_id, self._usual, os.sched_param(0))
-
-
 MIN_SENT = 0.25
 """Least total probability of proposals to send together: a message costs as much as a forward."""
 
@@ -104,8 +70,9 @@ class Lookahead:
         self.stats = AheadStats()
         self._engine, self._max_rows, self._stop = engine, max_rows, stop
         self._pending: dict[str, tuple[Speculation, ProposeTask]] = {}
-        is_on_cpu = engine.device.type == "cpu"
-        self._idle_priority = IdlePriority() if is_on_cpu and can_use_idle_priority() else None
+        # On shared cores draft-ahead would otherwise delay the event loops that deliver the verdicts.
+        self._is_idle = engine.can_chain and can_use_idle_priority()
+        self._thread_id: int | None = None
 
     @property
     def has_work(self) -> bool:
@@ -130,9 +97,10 @@ class Lookahead:
         self._pending.pop(session_id, None)
 
     def preempt(self) -> None:
-        """Raise the priority of the current forward, because a request waits for the engine. Thread-safe."""
-        if self._idle_priority is not None:
-            self._idle_priority.preempt()
+        """Raise the priority of the current forward, as a request waits and has set `stop`. Thread-safe."""
+        if (thread_id := self._thread_id) is not None:
+            with suppress(ProcessLookupError):  # it has ended meanwhile
+                os.sched_setscheduler(thread_id, os.SCHED_OTHER, os.sched_param(0))
 
     def step(self) -> list[Prepared]:
         """Feed the open nodes that are likeliest to be needed; return the proposals that this completes."""
@@ -140,6 +108,7 @@ class Lookahead:
         chosen, run_length = self._choose()
         if not chosen:
             return self._whole(pending, 0.0)
+        self._thread_id = threading.get_native_id() if self._is_idle else None
         try:
             num_forwards, num_rows = self._run(chosen, run_length) if run_length > 1 else self._feed(chosen)
             self.stats.forwards += num_forwards
@@ -152,6 +121,8 @@ class Lookahead:
             for speculation in chosen:
                 self._engine.release(speculation.session.session_id)
             self._pending.clear()
+        finally:
+            self._thread_id = None
         return self._whole(pending, MIN_SENT)
 
     def _whole(self, pending: list[tuple[Speculation, ProposeTask]], least: float) -> list[Prepared]:
@@ -205,14 +176,14 @@ class Lookahead:
         """Feed up to `length` tokens from the node on; return the numbers of forwards and tokens."""
         ((speculation, (node,)),) = chosen.items()
         length = min(length, self._engine.max_context - node.position)
-        token_ids, logits = speculation.run(node, length, stop=self._stop, within=self._idle_priority)
+        token_ids, logits = speculation.run(node, length, stop=self._stop, is_idle=self._is_idle)
         speculation.open_run(node, token_ids, logits)
         return len(token_ids), len(token_ids)
 
     def _feed(self, chosen: dict[Speculation, list[Node]]) -> tuple[int, int]:
         """Feed the nodes in one forward; return the numbers of forwards and tokens."""
         feeds, num_rows = [speculation.feed(nodes) for speculation, nodes in chosen.items()], 0
-        results = self._engine.step(feeds, self._idle_priority)
+        results = self._engine.step(feeds, self._stop if self._is_idle else None)
         for (speculation, nodes), logits in zip(chosen.items(), results, strict=True):
             num_rows += sum(len(speculation.unfed(node)) for node in nodes)
             speculation.open(nodes, logits)

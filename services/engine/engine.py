@@ -8,7 +8,6 @@ one thread owns an engine.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from ctypes import c_int32
 from dataclasses import replace
 
@@ -87,13 +86,13 @@ class Engine:
     def step(
         self,
         feeds: Sequence[SequenceInput],
-        within: AbstractContextManager[object] | None = None,
+        idle_until: c_int32 | None = None,
     ) -> list[Tensor]:
         """Run one forward over all feeds.
 
         Args:
             feeds: The feed of each session.
-            within: Entered for the model's forward only.
+            idle_until: As in `Batch`.
 
         Returns:
             For each feed its logits [num_logits, vocab_size] in float32.
@@ -108,7 +107,8 @@ class Engine:
             return []
         batch = self._plan(feeds)
         batch.taps = self._new_taps(len(batch.token_ids))
-        logits = self._run(batch, within or nullcontext())
+        batch.idle_until = idle_until
+        logits = self._run(batch)
         self._commit(feeds, batch)
         if batch.taps is not None:
             self.taps = list(batch.taps.states.split_with_sizes([s.count for s in batch.segments]))
@@ -158,7 +158,7 @@ class Engine:
         *,
         scale: float = 1.0,
         stop: c_int32 | None = None,
-        within: AbstractContextManager[object] | None = None,
+        is_idle: bool = False,
     ) -> tuple[list[int], Tensor]:
         """Draft in one call: feed a token, then repeatedly the token with the largest score after the last.
 
@@ -169,7 +169,7 @@ class Engine:
             noise: [tokens, vocab_size] float64, added to the logits times `scale`; None for the logits alone.
             scale: One over the temperature.
             stop: If another thread sets it to a nonzero value, the chain ends after the current forward.
-            within: As for `step`.
+            is_idle: Whether to run at idle CPU priority until `stop` is set.
 
         Returns:
             The tokens that were fed, at least the first, and the logits after each, [tokens, vocab_size].
@@ -178,9 +178,9 @@ class Engine:
             ValueError, CacheGapError, CacheFullError: As `step`.
         """
         batch = self._plan([feed])
-        with within or nullcontext():
-            stop = c_int32() if stop is None else stop
-            token_ids, logits = self.runner.chain(batch, noise, scale, stop, self._chain_ids)
+        stop = c_int32() if stop is None else stop
+        batch.idle_until = stop if is_idle else None
+        token_ids, logits = self.runner.chain(batch, noise, scale, stop, self._chain_ids)
         self._commit([replace(feed, token_ids=token_ids)], batch)
         return token_ids, self._spread(logits)
 
@@ -298,8 +298,8 @@ class Engine:
         shape = (rows, len(self._tapped), self.runner.hidden_size)
         return Taps(self._tapped, torch.empty(shape, dtype=self.dtype, device=self.device))
 
-    def _run(self, batch: Batch, within: AbstractContextManager[object]) -> Tensor:
-        with torch.inference_mode(), on_device(self.device), within:
+    def _run(self, batch: Batch) -> Tensor:
+        with torch.inference_mode(), on_device(self.device):
             logits = self._spread(self.runner.forward(batch))
         # Tensors created in inference mode cannot be modified outside of it, which callers may need.
         return logits.clone() if logits.is_inference() else logits

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from ctypes import c_int32
 
 from torch import Tensor
@@ -230,13 +229,13 @@ class Speculation:
         count: int,
         *,
         stop: c_int32 | None = None,
-        within: AbstractContextManager[object] | None = None,
+        is_idle: bool = False,
     ) -> tuple[list[int], Tensor]:
         """Feed an open node, then each best-scoring next token, up to `count` in all: see `Engine.chain`."""
         session, scale = self.session, 1 / (self.session.spec.params.temperature or 1)
         noise = None if session.noise is None else session.noise.gumbel(node.position + 1, count)
         feed = SequenceInput(session.session_id, node.position, [node.token_id] * count, count)
-        return self._engine.chain(feed, noise, scale=scale, stop=stop, within=within)
+        return self._engine.chain(feed, noise, scale=scale, stop=stop, is_idle=is_idle)
 
     def open_run(self, node: Node, token_ids: Sequence[int], logits: Tensor) -> None:
         """Apply the result of `run` for a node, up to where a filter makes the draft choose another token."""

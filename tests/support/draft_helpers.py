@@ -47,7 +47,7 @@ class TableEngine:
     def keep_reduced(self):
         return None
 
-    def step(self, feeds: Sequence[SequenceInput], within: object = None) -> list[Tensor]:
+    def step(self, feeds: Sequence[SequenceInput], idle_until: object = None) -> list[Tensor]:
         self.num_steps += 1
         return [self.feed_one(feed) for feed in feeds]
 
@@ -58,7 +58,7 @@ class TableEngine:
         *,
         scale: float = 1.0,
         stop: Any = None,
-        within: Any = None,
+        is_idle: bool = False,
     ) -> tuple[list[int], Tensor]:
         token_id, token_ids, rows = feed.token_ids[0], [], []
         for index in range(len(feed.token_ids)):

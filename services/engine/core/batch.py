@@ -97,6 +97,8 @@ class Batch:
         logit_rows: Rows whose logits are returned; None for all of them.
         masks: Attention masks by (segment index, window), created on first use and shared by the layers.
         taps: The hidden states to record; None for none.
+        idle_until: The compiled kernel runs at idle CPU priority until another thread sets this to a nonzero
+            value, and then restores its priority; None: at the usual priority. Other runners ignore it.
     """
 
     segments: list[Segment]
@@ -105,6 +107,7 @@ class Batch:
     logit_rows: list[int] | None
     masks: dict[tuple[int, int | None], Tensor | None] = field(default_factory=dict)
     taps: Taps | None = None
+    idle_until: c_int32 | None = None
 
     def mask(self, index: int, window: int | None, device: torch.device) -> Tensor | None:
         """Return the segment's `allowed_slots`, None when every row sees every slot."""

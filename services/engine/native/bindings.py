@@ -94,6 +94,7 @@ class BatchArguments(Structure):
         ("tapped", c_void_p),
         ("feature", c_void_p),
         ("threads", c_int32),
+        ("idle_until", c_void_p),
     )
 
 

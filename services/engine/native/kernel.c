@@ -16,7 +16,9 @@
  * Plain GCC/Clang vector extensions, but for conversions of integers; the same file is compiled once per
  * instruction set, see build.py.
  */
+#define _GNU_SOURCE /* for SCHED_IDLE */
 #include <math.h>
+#include <sched.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -111,6 +113,7 @@ typedef struct {
     float *tapped;              /* [rows, taps, hidden] */
     const float *feature;       /* [rows, hidden] of a head, which has one tap: its last state */
     int32_t threads;            /* to compute on, at most */
+    const volatile int32_t *idle_until; /* the calling thread has idle priority while this is 0; NULL: never */
 } gr_batch;
 
 INLINE vf splat(float value) { return value - (vf){}; }
@@ -445,7 +448,24 @@ static void enter(const gr_model *m, const gr_batch *b, float *x, float *joined)
 }
 
 /* Fills the rows' slots of the caches, the logits of the wanted rows and the tapped states. */
-EXPORT void gr_forward(const gr_model *m, const gr_batch *b) {
+/* Gives the calling thread idle priority unless somebody waits for it, and returns whether it did. Here and not
+ * in Python: a thread of idle priority that holds the interpreter's lock keeps all other threads from running. */
+static int begin_idle(const gr_batch *b) {
+#ifdef SCHED_IDLE
+    struct sched_param none = {0};
+    if (!b->idle_until || *b->idle_until || sched_setscheduler(0, SCHED_IDLE, &none)) return 0;
+    if (!*b->idle_until) return 1; /* else who set it may have raised the priority before it was lowered */
+    sched_setscheduler(0, SCHED_OTHER, &none);
+#endif
+    return 0;
+}
+
+static void end_idle(int is_idle) {
+    struct sched_param none = {0};
+    if (is_idle) sched_setscheduler(0, SCHED_OTHER, &none);
+}
+
+static void forward(const gr_model *m, const gr_batch *b) {
     int hidden = m->hidden, inner = m->intermediate, rows = b->rows, threads = b->threads;
     int width = (m->heads + 2 * m->kv_heads) * m->head_dim, mixed_width = m->heads * m->head_dim;
     float *x = b->scratch, *h = x + (int64_t)rows * hidden, *qkv = h + (int64_t)rows * hidden;
@@ -481,13 +501,19 @@ EXPORT void gr_forward(const gr_model *m, const gr_batch *b) {
     product(threads, &m->head, b->wanted, h, hidden, b->logits, m->head.outputs, 0);
 }
 
+EXPORT void gr_forward(const gr_model *m, const gr_batch *b) {
+    int is_idle = begin_idle(b);
+    forward(m, b);
+    end_idle(is_idle);
+}
+
 /* Feeds the rows of `b` one after another. All are wanted, in one segment that is a chain; after each, the
  * token with the largest score is the next row's: its logit, or where there is noise [rows, vocab] the logit
  * times `scale` plus the noise. `id` [outputs of the head] are the tokens of the logits; NULL: all, in order.
  * Returns the number of rows that were fed: all, or up to the one during which `*stop` was set. */
 EXPORT int32_t gr_chain(const gr_model *m, const gr_batch *b, int32_t *token, const double *noise, int64_t vocab,
                         const int32_t *id, double scale, const volatile int32_t *stop) {
-    int32_t outputs = m->head.outputs, first = 0, row = 0;
+    int32_t outputs = m->head.outputs, first = 0, row = 0, is_idle = begin_idle(b);
     gr_segment segment = *b->segment;
     gr_batch one = *b;
     segment.count = 1;
@@ -496,7 +522,7 @@ EXPORT int32_t gr_chain(const gr_model *m, const gr_batch *b, int32_t *token, co
     while (row < b->rows) {
         one.token = token + row, one.position = b->position + row, one.num_chain = b->num_chain + row;
         one.path_offset = b->path_offset + row, one.logits = b->logits + (int64_t)row * outputs;
-        gr_forward(m, &one);
+        forward(m, &one);
         if (m->is_head) one.feature = one.tapped, one.tapped += m->hidden;
         const double *added = noise ? noise + row * vocab : 0;
         segment.slot++, row++;
@@ -509,6 +535,7 @@ EXPORT int32_t gr_chain(const gr_model *m, const gr_batch *b, int32_t *token, co
         }
         token[row] = id ? id[place] : place;
     }
+    end_idle(is_idle);
     return row;
 }
 

@@ -128,6 +128,7 @@ class NativeRunner(Runner):
             None if batch.taps is None else batch.taps.states.data_ptr(),
             None,
             threads,
+            None if batch.idle_until is None else addressof(batch.idle_until),
         )
         return logits, numbers, arguments, segments
 

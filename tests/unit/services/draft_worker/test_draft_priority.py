@@ -1,4 +1,4 @@
-"""Idle priority is used only if it can be reverted."""
+"""Idle priority is used only if it can be reverted, in forwards of the kernel that nobody waits for."""
 
 from __future__ import annotations
 
@@ -6,10 +6,16 @@ import os
 import subprocess
 import sys
 import threading
+import time
+from contextlib import suppress
+from ctypes import c_int32
 
 import pytest
 
-from services.draft_worker.lookahead import IdlePriority, can_use_idle_priority
+from services.draft_worker.lookahead import can_use_idle_priority
+from services.engine.core.batch import SequenceInput
+from services.engine.loader import load_engine
+from tests.support.engine_helpers import tiny_model
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="idle priority is Linux's")
 
@@ -32,38 +38,58 @@ def test_idle_priority_is_not_used_if_it_cannot_be_reverted():
     assert done.stdout.split() == ["False", "True"]
 
 
-needs_way_back = pytest.mark.skipif(
+@pytest.fixture
+def engine(tmp_path):
+    engine = load_engine(str(tiny_model("llama", tmp_path, max_position_embeddings=4096)))
+    assert engine.can_chain
+    return engine
+
+
+def policies_of(work) -> list[int]:
+    """Return the scheduling policies that a thread had while it worked, and the last one."""
+    seen: list[int] = []
+    thread_ids: list[int] = []
+    is_done = threading.Event()
+
+    def run() -> None:
+        thread_ids.append(threading.get_native_id())
+        work()
+        seen.append(os.sched_getscheduler(0))
+        is_done.set()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    during: set[int] = set()
+    while not is_done.is_set():
+        if thread_ids:
+            with suppress(ProcessLookupError):
+                during.add(os.sched_getscheduler(thread_ids[0]))
+        time.sleep(0.0005)
+    thread.join()
+    return [*sorted(during), *seen]
+
+
+@pytest.mark.skipif(
     hasattr(os, "SCHED_IDLE") and not can_use_idle_priority(),
     reason="this user may not come back from idle priority",
 )
+@pytest.mark.parametrize("is_set", [False, True])
+def test_forwards_run_at_idle_priority_unless_somebody_waits(engine, is_set):
+    stop = c_int32(int(is_set))
 
+    def chain() -> None:
+        for number in range(20):
+            name = f"chain {number}"
+            engine.chain(SequenceInput(name, 0, [1] * 200, 200), stop=stop, is_idle=True)
+            engine.release(name)
 
-@needs_way_back
-def test_idle_priority_applies_to_one_thread_within_the_block():
-    priority = IdlePriority()
-    seen: list[int] = []
-    usual = os.sched_getscheduler(0)
-    with priority:
-        assert os.sched_getscheduler(0) == os.SCHED_IDLE
-        other = threading.Thread(target=lambda: seen.append(os.sched_getscheduler(0)))
-    other.start()
-    other.join()
-    assert os.sched_getscheduler(0) == usual
-    assert seen == [usual]
-    with pytest.raises(ValueError, match="through"), priority:
-        raise ValueError("through")
-    assert os.sched_getscheduler(0) == usual
+    def step() -> None:
+        for number in range(20):
+            name = f"step {number}"
+            engine.step([SequenceInput(name, 0, [1] * 500, 1)], stop)
+            engine.release(name)
 
-
-@needs_way_back
-def test_preempt_ends_idle_priority_from_another_thread():
-    priority = IdlePriority()
-    usual = os.sched_getscheduler(0)
-    priority.preempt()  # before it ever began: nothing to end
-    with priority:
-        other = threading.Thread(target=priority.preempt)
-        other.start()
-        other.join()
-        assert os.sched_getscheduler(0) == usual
-    with priority:
-        assert os.sched_getscheduler(0) == os.SCHED_IDLE
+    for work in (chain, step):
+        policies = policies_of(work)
+        assert policies[-1] == os.SCHED_OTHER
+        assert (os.SCHED_IDLE in policies) is not is_set
