@@ -45,26 +45,30 @@ def engine(tmp_path):
     return engine
 
 
-def policies_of(work) -> list[int]:
-    """Return the scheduling policies that a thread had while it worked, and the last one."""
+def preempted(work, stop: c_int32) -> list[int]:
+    """Run `work` in a thread; once that has idle priority, end it as a waiting request does.
+
+    Returns:
+        The scheduling policies that the thread had meanwhile, and the last one.
+    """
     seen: list[int] = []
     thread_ids: list[int] = []
-    is_done = threading.Event()
 
     def run() -> None:
         thread_ids.append(threading.get_native_id())
         work()
         seen.append(os.sched_getscheduler(0))
-        is_done.set()
 
     thread = threading.Thread(target=run)
     thread.start()
     during: set[int] = set()
-    while not is_done.is_set():
-        if thread_ids:
-            with suppress(ProcessLookupError):
-                during.add(os.sched_getscheduler(thread_ids[0]))
-        time.sleep(0.0005)
+    while thread.is_alive():
+        with suppress(ProcessLookupError, IndexError):
+            during.add(os.sched_getscheduler(thread_ids[0]))
+            if os.SCHED_IDLE in during:
+                stop.value = 1
+                os.sched_setscheduler(thread_ids[0], os.SCHED_OTHER, os.sched_param(0))
+        time.sleep(0.0002)
     thread.join()
     return [*sorted(during), *seen]
 
@@ -73,23 +77,21 @@ def policies_of(work) -> list[int]:
     hasattr(os, "SCHED_IDLE") and not can_use_idle_priority(),
     reason="this user may not come back from idle priority",
 )
-@pytest.mark.parametrize("is_set", [False, True])
-def test_forwards_run_at_idle_priority_unless_somebody_waits(engine, is_set):
-    stop = c_int32(int(is_set))
+@pytest.mark.parametrize("call", ["chain", "step"])
+@pytest.mark.parametrize("is_waited_for", [False, True])
+def test_forwards_run_at_idle_priority_until_somebody_waits(engine, call, is_waited_for):
+    stop = c_int32(int(is_waited_for))
 
-    def chain() -> None:
-        for number in range(20):
-            name = f"chain {number}"
-            engine.chain(SequenceInput(name, 0, [1] * 200, 200), stop=stop, is_idle=True)
-            engine.release(name)
+    def work() -> None:
+        for number in range(200):
+            if call == "chain":
+                engine.chain(SequenceInput(f"{number}", 0, [1] * 400, 400), stop=stop, is_idle=True)
+            else:
+                engine.step([SequenceInput(f"{number}", 0, [1] * 500, 1)], stop)
+            engine.release(f"{number}")
+            if stop.value and (number > 20 or not is_waited_for):
+                return
 
-    def step() -> None:
-        for number in range(20):
-            name = f"step {number}"
-            engine.step([SequenceInput(name, 0, [1] * 500, 1)], stop)
-            engine.release(name)
-
-    for work in (chain, step):
-        policies = policies_of(work)
-        assert policies[-1] == os.SCHED_OTHER
-        assert (os.SCHED_IDLE in policies) is not is_set
+    policies = preempted(work, stop)
+    assert policies[-1] == os.SCHED_OTHER
+    assert (os.SCHED_IDLE in policies) is not is_waited_for
