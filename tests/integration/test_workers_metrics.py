@@ -1,7 +1,6 @@
-"""Metrics of standalone workers: scraped, and pushed."""
+"""Metrics of standalone workers."""
 
 import asyncio
-import signal
 import urllib.request
 
 import pytest
@@ -16,7 +15,6 @@ from tests.support.workers.workers_helpers import Link, propose_block
 pytestmark = pytest.mark.integration
 
 PROMPT = random_tokens(12, seed=3)
-EXIT_TIMEOUT_S = 100
 
 
 @pytest.fixture(scope="module")
@@ -43,19 +41,3 @@ async def test_standalone_worker_serves_its_metrics(model):
         text = await asyncio.to_thread(scrape, info.metrics_address)
         assert f'gammaray_worker_step_blocks_count{{role="draft"}} {info.totals.steps}.0' in text
         await link.close()
-
-
-@pytest.mark.slow
-async def test_worker_pushes_its_metrics_at_shutdown(model):
-    async with receiving_metrics() as receiver:
-        environment = {"OTEL_EXPORTER_OTLP_METRICS_ENDPOINT": receiver.endpoint}
-        async with spawned("draft", "--model", model, **environment) as (process, address):
-            link = Link(address, "draft")
-            await link.ask(propose_block(PROMPT, 2))
-            await link.close()
-            process.send_signal(signal.SIGTERM)
-            assert await asyncio.wait_for(process.wait(), EXIT_TIMEOUT_S) == 0
-    (resource,) = receiver.requests[-1].resource_metrics
-    assert "gammaray-draft" in {entry.value.string_value for entry in resource.resource.attributes}
-    (blocks,) = [m for m in resource.scope_metrics[0].metrics if m.name == "gammaray.worker.step.blocks"]
-    assert sum(point.sum for point in blocks.histogram.data_points) >= 1
