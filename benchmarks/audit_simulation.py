@@ -6,7 +6,7 @@ A target writes texts at temperature 1; of each position its 20 most likely toke
 most likely token, and what each planted fault makes of the probabilities, from the whole distribution. An
 audit draws a token at each of these positions in turn, from a random one on, and bets as `LawTest` and
 `IndependenceTest` do: the factors are theirs, computed once for each position and cell. Each of the two has
-half of the probability of a false alarm; a false alarm of an audit is one of either test.
+its share of the probability of a false alarm; a false alarm of an audit is one of either test.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from benchmarks.prompts import load_tasks
 from benchmarks.provenance import write_result
+from gammaray.audit.chance import ALPHA
 from gammaray.audit.law import (
     ALTERNATIVES,
     LOG_STAKES,
@@ -212,10 +213,13 @@ class Simulation:
     """
 
     def __init__(self, recorded: Recorded, alpha: float, num_pairs: int) -> None:
-        self._recorded, self._threshold = recorded, math.log(2 / alpha)
+        self._recorded = recorded
+        self._threshold, self._pair_threshold = (
+            -math.log(alpha * ALPHA[name]) for name in ("law", "independence")
+        )
         count = len(recorded.positions)
         self._factors = np.zeros((count, _WIDTH, len(ALTERNATIVES)), dtype=np.float32)
-        test = LawTest(alpha / 2, LISTED)
+        test = LawTest(alpha * ALPHA["law"], LISTED)
         for number, (listed, position) in enumerate(zip(recorded.listed, recorded.positions, strict=True)):
             test.observe(None, listed)
             if not position.is_certain:
@@ -263,7 +267,7 @@ class Simulation:
         seconds = np.where(rng.random(len(firsts)) < recycled, firsts, seconds)
         drawn = zip(self._pairs.tolist(), firsts.tolist(), seconds.tolist(), strict=True)
         wealths = np.cumsum([self._pair(*cells) for cells in drawn], axis=0)
-        return _first(_log_sums(wealths) - math.log(wealths.shape[1]) >= self._threshold)
+        return _first(_log_sums(wealths) - math.log(wealths.shape[1]) >= self._pair_threshold)
 
     def tokens_for_power(self, fault: Fault) -> float:
         """Return from how many tokens on `smallest_detectable` names the fault; infinity if it never does."""

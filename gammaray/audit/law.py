@@ -495,10 +495,14 @@ def pair_log_factors(here: Position, there: Position, first: int, second: int) -
         first: The cell that was drawn here.
         second: The cell that was drawn there.
     """
-    ratios = [_coupled_ratio(here, there, cell, second) for cell in (first, len(here.probs) - 1)]
-    error = max(here.errors)
-    doubt = error * (1.0 + ratios[1])
-    found = [math.log((1.0 + share * (ratios[0] - 1.0)) / (1.0 + share * doubt)) for share in _RECYCLED]
+    gain = _coupled_ratio(here, there, first, second) - 1.0
+    rests = (
+        _coupled_ratio(here, there, len(here.probs) - 1, second),
+        _coupled_ratio(here, there, first, len(there.probs) - 1),
+    )
+    error = max(*here.errors, *there.errors)
+    doubt = error * (1.0 + max(rests))
+    found = [math.log((1.0 + share * gain) / (1.0 + share * doubt)) for share in _RECYCLED]
     both = _surprise(here, first) * _surprise(there, second)
     return found + [math.log((1.0 - share * both) / (1.0 + share * error)) for share in _ALTERNATING]
 

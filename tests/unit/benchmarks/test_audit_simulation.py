@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.audit_simulation import FAULTS, HONEST, LISTED, Simulation, in_cells
+from gammaray.audit.chance import ALPHA
 from gammaray.audit.law import LOG_STAKES, LawTest
 
 COUNT = 30
@@ -32,7 +33,7 @@ def test_simulated_test_equals_the_test_token_by_token(recorded):
     places = np.arange(300) % COUNT
     cells = simulation.draw(FAULTS[0], places, rng)
     values, _ = simulation.law_test(places, cells, np.array(LOG_STAKES))
-    test = LawTest(0.0025, LISTED)
+    test = LawTest(0.005 * ALPHA["law"], LISTED)
     for place, cell, value in zip(places, cells, values, strict=True):
         tokens = [*recorded.positions[place].index, "another"]
         test.observe(tokens[cell], recorded.listed[place])

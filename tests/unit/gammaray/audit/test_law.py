@@ -150,6 +150,7 @@ def rounded_laws(draw_from):
     return {token: logit / 2 - total for token, logit in enumerate(logits)}
 
 
+@settings(max_examples=40, deadline=None)
 @given(rounded_laws(), st.permutations(range(10)))
 def test_cells_do_not_depend_on_the_token_that_was_drawn(log_probs, order):
     """Whether a server lists the drawn token apart, adds it or lets it take the last place, in any order."""
@@ -166,6 +167,7 @@ def test_cells_do_not_depend_on_the_token_that_was_drawn(log_probs, order):
             assert len(seen) == 1
 
 
+@settings(max_examples=60, deadline=None)
 @given(rounded_laws())
 def test_means_are_at_most_one_with_the_rest_drawn_from_all_other_tokens(log_probs):
     position = Position.read(top(log_probs, 6), 6)
@@ -305,7 +307,7 @@ def test_server_that_reports_no_end_is_honest_only_with_the_end_hidden():
         {"a": math.log(0.5), "b": math.log(0.3), "</s>": math.log(0.1), "c": -3.0, "d": -4.0},
     )
     blind, seeing = LawTest(0.005, 5), LawTest(0.005, 5, {"</s>"})
-    for _ in range(600):
+    for _ in range(700):
         token = rng.choices(["a", "b", "</s>", "c", "d", "x"], [0.5, 0.3, 0.1, 0.0498, 0.0183, 0.0319])[0]
         if token != "</s>":
             blind.observe(token, cells)
@@ -395,7 +397,7 @@ def test_faults_are_found(power, share, limit, names):
 def test_known_draft_is_bet_on():
     """A tenth of the tokens is what a drafter says, which is not the target's favourite."""
     rng, blind, knowing = random.Random(7), LawTest(0.005, LISTED), LawTest(0.005, LISTED)
-    for number in range(1000):
+    for number in range(600):
         log_probs = law(number)
         said = sorted(log_probs, key=log_probs.get)[-3]
         token = said if rng.random() < 0.1 else draw(rng, log_probs)
@@ -404,7 +406,7 @@ def test_known_draft_is_bet_on():
     assert knowing.strongest().startswith("draft share: 0.")
     assert knowing.num_tokens_until_rejected < 400
     assert knowing.log_e_value > blind.log_e_value + 10
-    assert 0.01 < knowing.smallest_detectable()["draft share"] < 0.1
+    assert 0.02 < knowing.smallest_detectable()["draft share"] < 0.1
     assert blind.smallest_detectable()["draft share"] == math.inf
 
 
@@ -438,6 +440,21 @@ def test_bets_on_pairs_are_fair_given_either_token(seeds):
     ):
         assert found.max() <= 1 + 1e-5
         assert found.min() > 1 - 1e-4
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_rounding_makes_no_bet_on_pairs_profitable(seed):
+    laws = law(seed), law(seed + 1)
+    here, there = (Position.read(top({t: bfloat16(x) for t, x in p.items()}), LISTED) for p in laws)
+    sizes = len(here.probs), len(there.probs)
+    factors = np.exp(
+        [[pair_log_factors(here, there, i, j) for j in range(sizes[1])] for i in range(sizes[0])]
+    )
+    for axis, (position, log_probs) in enumerate(zip((here, there), laws, strict=True)):
+        masses = np.zeros(sizes[axis])
+        for token, value in log_probs.items():
+            masses[position.index.get(token, -1)] += math.exp(value)
+        assert np.tensordot(masses, factors, (0, axis)).max() <= 1 + 1e-9
 
 
 def test_pair_by_hand():
