@@ -131,7 +131,7 @@ class Endpoint:
                 found = decoded(await _read(response)) if response.status_code == httpx.codes.OK else {}
             name = found["data"][0]["id"]
         except httpx.HTTPError as error:
-            raise UnavailableError(f"{self.url}: {error or type(error).__name__}") from None
+            raise UnavailableError(f"{self.url}: {str(error) or type(error).__name__}") from None
         except (AnswerError, LookupError, TypeError):
             return ""
         return name if isinstance(name, str) else ""
@@ -191,7 +191,7 @@ class Endpoint:
         except (asyncio.TimeoutError, httpx.TimeoutException):
             raise DeadlineExceededError(f"no answer within {self.timeout_s:g} s") from None
         except httpx.HTTPError as error:
-            raise UnavailableError(f"{self.path}: {error or type(error).__name__}") from None
+            raise UnavailableError(f"{self.path}: {str(error) or type(error).__name__}") from None
         finally:
             self.spent.reserved -= asked
         counted = sum(len(choice.tokens) for choice in answer.choices)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Collection
+from dataclasses import replace
 
 from gammaray.audit.answers import AnswerError
 from gammaray.audit.chance import check_choices, check_independence, check_law
@@ -93,6 +94,9 @@ async def _found(subject: Subject, name: str, check: Check) -> Finding:
         raise
     except (DeadlineExceededError, UnavailableError) as error:
         verdict = Verdict(Status.INCONCLUSIVE, f"a request failed: {error}")
+        if subject.so_far is not None:
+            so_far = subject.so_far
+            verdict = replace(so_far, summary=f"{so_far.summary}; then {verdict.summary}")
     return finding(verdict)
 
 
