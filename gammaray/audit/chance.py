@@ -25,7 +25,7 @@ DETECTABLE = {"temperature below 1": 0.95, "temperature above 1": 1.05, "top-1 s
 """What the law must have been able to show before it passes."""
 
 MIN_TOKENS = 20_000
-"""Tokens before which the law does not pass: few flat positions can dominate its estimate of what it would find."""
+"""Tokens before which the law does not pass: few flat positions can dominate what it says it would find."""
 
 MIN_PAIRS = 400
 """Pairs of tokens after which the independence of choices passes."""
@@ -168,7 +168,7 @@ class _Bins:
         self._observed = [0] * (len(self.EDGES) - 1)
 
     def add(self, token: Token, position: Position) -> None:
-        """Count a token by its cell; the last cell, of all that is not listed, has no probability of its own."""
+        """Count a token by its cell; the last cell stands for all tokens that are not listed."""
         for prob in position.probs[:-1]:
             self._expected[self._bin(prob)] += prob
         cell = position.cell_of(token.key, token.lp)
