@@ -165,9 +165,9 @@ def completions(
 
 
 def with_changes(
-    receipts: Sequence[Receipt], int8: Sequence[Receipt], vocab: int
+    receipts: Sequence[Receipt], int8: Sequence[Receipt], half: Sequence[Receipt], vocab: int
 ) -> dict[str, list[Receipt]]:
-    """Return what dishonest servers would sign."""
+    """Return what dishonest servers would sign, and honest ones that compute in float32 and in bfloat16."""
     draw = random.Random(1)
 
     def token(receipt: Receipt) -> Receipt:
@@ -192,6 +192,7 @@ def with_changes(
     }
     return {
         "honest": list(receipts),
+        "honest, bfloat16": bfloat16(half),
         **changed,
         **{f"{name}, called bfloat16": bfloat16(given) for name, given in changed.items()},
     }
@@ -200,9 +201,13 @@ def with_changes(
 def found(model: str, checker: ReceiptChecker, asked: Sequence[Sequence[int]], num_tokens: int) -> Any:
     """Return how many changed receipts the check finds, and after how many tokens."""
     receipts = completions(model, checker.engine, asked, num_tokens)
-    int8 = load_engine(model, device="cpu", threads=_THREADS, weights="int8")
+    others: Sequence[dict[str, Any]] = ({"weights": "int8"}, {"engine": "transformers", "dtype": "bfloat16"})
+    int8, half = (
+        completions(model, load_engine(model, device="cpu", threads=_THREADS, **options), asked, num_tokens)
+        for options in others
+    )
     rows = []
-    changed = with_changes(receipts, completions(model, int8, asked, num_tokens), checker.engine.vocab_size)
+    changed = with_changes(receipts, int8, half, checker.engine.vocab_size)
     for name, given in changed.items():
         verdicts = [checker.verdict(one) for one in given]
         after = sorted(verdict.position + 1 for verdict in verdicts if verdict.position is not None)
@@ -215,6 +220,7 @@ def found(model: str, checker: ReceiptChecker, asked: Sequence[Sequence[int]], n
                 "median_tokens": statistics.median(after) if after else None,
                 "most_tokens": after[-1] if after else None,
                 "ties": sum(verdict.num_ties for verdict in verdicts),
+                "largest_gap": max(verdict.largest_gap for verdict in verdicts),
             }
         )
     return rows

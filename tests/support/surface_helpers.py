@@ -23,6 +23,7 @@ from gammaray.types import (
 )
 from gammaray.wire.sessions import SessionState
 from orchestrator.access.caller import ANONYMOUS, Caller
+from orchestrator.sessions.receipts import ReceiptIssuer
 from orchestrator.storage.response_store import Ending, StoredResponse
 from orchestrator.text.chat import ChatFormat
 
@@ -112,6 +113,7 @@ class ScriptedBackend:
         self.chat_format = chat_format
         self.tokenizer: Any = self
         self.responses = MemoryResponses()
+        self.receipts = ReceiptIssuer("", self.tokenizer, self.model_name)
         self.deleted: list[str] = []
         self.state = SessionState.RUNNING
 
