@@ -15,7 +15,7 @@ from typing import Any
 from gammaray.audit.answers import Choice, Token
 from gammaray.audit.law import IndependenceTest, LawTest, Position
 from gammaray.audit.subject import Subject
-from gammaray.audit.verdicts import Status, Verdict, inconclusive, not_possible
+from gammaray.audit.verdicts import CheckResult, Status, inconclusive, not_possible
 from gammaray.errors import InvalidArgumentError
 
 ALPHA = {"law": 1 / 2, "independence": 1 / 4, "choices": 1 / 8, "seed": 1 / 8}
@@ -69,7 +69,7 @@ class _Law:
                 "as those of the same text are listed once"
             )
 
-    def verdict(self) -> Verdict:
+    def verdict(self) -> CheckResult:
         """Return the verdict on the tokens so far, without a command."""
         test, found = self.test, self.test.smallest_detectable()
         evidence = {
@@ -84,7 +84,7 @@ class _Law:
         summary = f"{test.num_tokens} tokens, e-value up to e^{test.largest_log_e_value:.1f}"
         if test.rejected:
             summary += f", alarm at e^{self._threshold:.1f}; strongest alternative: {test.strongest()}"
-            return Verdict(Status.FAILED, summary, evidence)
+            return CheckResult(Status.FAILED, summary, evidence)
         summary += (
             f"; would have found a temperature of {found['temperature below 1']:.2f} or "
             f"{found['temperature above 1']:.2f} and {found['top-1 share']:.1%} replaced tokens"
@@ -93,10 +93,10 @@ class _Law:
         is_enough = test.num_tokens >= MIN_TOKENS and all(
             gap <= abs(DETECTABLE[name] - _HONEST[name]) for name, gap in gaps.items()
         )
-        return Verdict(Status.PASSED if is_enough else Status.INCONCLUSIVE, summary, evidence)
+        return CheckResult(Status.PASSED if is_enough else Status.INCONCLUSIVE, summary, evidence)
 
 
-async def check_law(subject: Subject) -> Verdict:
+async def check_law(subject: Subject) -> CheckResult:
     """At temperature 1 each token is a draw from the probabilities that the server reports for it."""
     subject.need_logprobs(4)
     law = _Law(subject)
@@ -106,7 +106,7 @@ async def check_law(subject: Subject) -> Verdict:
             try:
                 law.observe(choice)
             except InvalidArgumentError as error:
-                return Verdict(Status.FAILED, f"alternatives are no distribution: {error}", {}, curl)
+                return CheckResult(Status.FAILED, f"alternatives are no distribution: {error}", {}, curl)
             subject.so_far = law.verdict()
             subject.tell(f"law: {subject.so_far.summary}")
             if subject.so_far.status is Status.FAILED:
@@ -183,7 +183,7 @@ class _Bins:
         return next((i for i, edge in enumerate(self.EDGES[1:]) if p <= edge), len(self.EDGES) - 2)
 
 
-async def check_choices(subject: Subject) -> Verdict:
+async def check_choices(subject: Subject) -> CheckResult:
     """The choices of one request differ from each other."""
     server, n, compared = subject.server, 4, 0
     bound = math.log(36 / (subject.alpha * ALPHA["choices"]))  # six pairs in each of six requests
@@ -193,19 +193,19 @@ async def check_choices(subject: Subject) -> Verdict:
         choices = (await server.ask(prompt, **asked)).choices
         if len(choices) != n:
             summary = f"{len(choices)} choices instead of {n}"
-            return Verdict(Status.FAILED, summary, {}, server.curl(prompt, **asked))
+            return CheckResult(Status.FAILED, summary, {}, server.curl(prompt, **asked))
         for left, right in combinations(choices, 2):
             surprise = -sum(token.lp or 0.0 for token in left.tokens)
             compared += left.text != right.text or surprise > bound
             if left.text == right.text and surprise > bound:
                 summary = f"two choices are equal; by chance with probability e^-{surprise:.0f}"
-                return Verdict(Status.FAILED, summary, {"text": left.text}, server.curl(prompt, **asked))
+                return CheckResult(Status.FAILED, summary, {"text": left.text}, server.curl(prompt, **asked))
     if not compared:
         raise inconclusive("all choices are equal, and their probabilities are unknown or high")
-    return Verdict(Status.PASSED, f"{compared} pairs of choices differ", {"pairs": compared})
+    return CheckResult(Status.PASSED, f"{compared} pairs of choices differ", {"pairs": compared})
 
 
-async def check_independence(subject: Subject) -> Verdict:
+async def check_independence(subject: Subject) -> CheckResult:
     """The choices of one request, or completions with other seeds, do not share random numbers."""
     subject.need_logprobs(4)
     server = subject.server
@@ -230,9 +230,9 @@ async def check_independence(subject: Subject) -> Verdict:
         if test.rejected:
             summary = f"after {pairs} pairs of tokens: e-value e^{test.largest_log_e_value:.1f}"
             curl = server.curl(prompt, **asked)
-            return Verdict(Status.FAILED, f"{summary}; {test.strongest()}", evidence, curl)
+            return CheckResult(Status.FAILED, f"{summary}; {test.strongest()}", evidence, curl)
     if pairs < MIN_PAIRS:
         raise inconclusive(f"only {pairs} pairs of tokens have alternatives")
     of = "choices" if of_choices else "completions with other seeds"
     summary = f"{pairs} pairs of tokens of {of}, e-value e^{test.largest_log_e_value:.1f}"
-    return Verdict(Status.PASSED, summary, evidence)
+    return CheckResult(Status.PASSED, summary, evidence)

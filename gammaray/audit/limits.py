@@ -9,7 +9,7 @@ from typing import Any
 from gammaray.audit.answers import Answer, AnswerError, Choice
 from gammaray.audit.endpoint import RefusedError
 from gammaray.audit.subject import Subject
-from gammaray.audit.verdicts import Status, Verdict, inconclusive, not_possible
+from gammaray.audit.verdicts import CheckResult, Status, inconclusive, not_possible
 
 _MAX_TOKENS = (1, 2, 3, 4, 5, 7, 9, 13, 17, 33)
 _MORE = 12
@@ -19,7 +19,7 @@ CONTRADICTION = 1e-3
 """By how much a token's log-probability may differ from the same token's among the alternatives."""
 
 
-async def check_max_tokens(subject: Subject) -> Verdict:
+async def check_max_tokens(subject: Subject) -> CheckResult:
     """No completion has more tokens than `max_tokens`."""
     server, counted = subject.server, 0
     for i, bound in enumerate(_MAX_TOKENS):
@@ -33,8 +33,8 @@ async def check_max_tokens(subject: Subject) -> Verdict:
             if count > bound:
                 evidence = {"max_tokens": bound, "tokens": count, "text": answer.choices[0].text}
                 summary = f"{count} tokens with max_tokens {bound}"
-                return Verdict(Status.FAILED, summary, evidence, server.curl(prompt, **asked))
-    return Verdict(Status.PASSED, f"{counted} completions of at most {_MAX_TOKENS[-1]} tokens", {})
+                return CheckResult(Status.FAILED, summary, evidence, server.curl(prompt, **asked))
+    return CheckResult(Status.PASSED, f"{counted} completions of at most {_MAX_TOKENS[-1]} tokens", {})
 
 
 def num_tokens(answer: Answer) -> int | None:
@@ -43,7 +43,7 @@ def num_tokens(answer: Answer) -> int | None:
     return len(tokens) if tokens else answer.usage[1] if answer.usage and len(answer.choices) == 1 else None
 
 
-async def check_min_tokens(subject: Subject) -> Verdict:
+async def check_min_tokens(subject: Subject) -> CheckResult:
     """A completion that would end earlier has at least `min_tokens` tokens.
 
     The end is a text's own, or a stop token's with a bias, which `min_tokens` masks as well.
@@ -66,15 +66,15 @@ async def check_min_tokens(subject: Subject) -> Verdict:
             evidence = {"without": count, "min_tokens": count + _MORE, "tokens": longer}
             if longer < count + _MORE:
                 summary = f"{longer} tokens with min_tokens {count + _MORE}"
-                return Verdict(Status.FAILED, summary, evidence, server.curl(prompt, **asked))
-            return Verdict(Status.PASSED, f"{longer} tokens instead of {count}", evidence)
+                return CheckResult(Status.FAILED, summary, evidence, server.curl(prompt, **asked))
+            return CheckResult(Status.PASSED, f"{longer} tokens instead of {count}", evidence)
     raise inconclusive("no completion ends by itself within 36 tokens")
 
 
 _SHORT = ("Question: What is 2 + 2? Answer with a number only.\nAnswer:", "Say yes.")
 
 
-async def check_stop(subject: Subject) -> Verdict:
+async def check_stop(subject: Subject) -> CheckResult:
     """A stop string ends the completion before it, wherever tokens and blocks end."""
     server, checked = subject.server, 0
     for prompt in subject.prompts[:6]:
@@ -91,21 +91,23 @@ async def check_stop(subject: Subject) -> Verdict:
             evidence = {"stop": stop, "text": choice.text, "expected": expected}
             curl = server.curl(prompt, **asked)
             if stop in choice.text:
-                return Verdict(Status.FAILED, f"the text contains the stop string {stop!r}", evidence, curl)
+                return CheckResult(
+                    Status.FAILED, f"the text contains the stop string {stop!r}", evidence, curl
+                )
             if choice.text == expected and choice.finish_reason != "stop":
                 summary = f"finish_reason is {choice.finish_reason!r} at the stop string {stop!r}"
-                return Verdict(Status.FAILED, summary, evidence, curl)
+                return CheckResult(Status.FAILED, summary, evidence, curl)
             if choice.text != expected and expected.startswith(choice.text):
-                return Verdict(
+                return CheckResult(
                     Status.FAILED, f"the text ends before the stop string {stop!r}", evidence, curl
                 )
             checked += choice.text == expected
     if not checked:
         raise inconclusive("greedy texts are not repeatable, or too short")
-    return Verdict(Status.PASSED, f"{checked} texts end before their stop strings", {"texts": checked})
+    return CheckResult(Status.PASSED, f"{checked} texts end before their stop strings", {"texts": checked})
 
 
-async def check_logprob_zero(subject: Subject) -> Verdict:
+async def check_logprob_zero(subject: Subject) -> CheckResult:
     """Log-probabilities are those of the tokens, and no placeholders."""
     subject.need_logprobs(2)
     server, count = subject.server, 0
@@ -126,11 +128,13 @@ async def check_logprob_zero(subject: Subject) -> Verdict:
             if reason:
                 summary = f"token {at}, {token.text!r}, {reason}"
                 evidence = {"index": at, "token": token.text, "logprob": token.logprob, "among": among}
-                return Verdict(Status.FAILED, summary, evidence, server.curl(prompt, **asked))
-    return Verdict(Status.PASSED, f"{count} log-probabilities agree with the alternatives", {"tokens": count})
+                return CheckResult(Status.FAILED, summary, evidence, server.curl(prompt, **asked))
+    return CheckResult(
+        Status.PASSED, f"{count} log-probabilities agree with the alternatives", {"tokens": count}
+    )
 
 
-async def check_usage(subject: Subject) -> Verdict:
+async def check_usage(subject: Subject) -> CheckResult:
     """`usage` counts the tokens that are listed, and a prompt's the same whole and streamed."""
     server, asked = subject.server, {"temperature": 0, "max_tokens": 24}
     compared = 0
@@ -140,7 +144,7 @@ async def check_usage(subject: Subject) -> Verdict:
         if answer.usage is None:
             raise not_possible("the server reports no usage")
         if wrong := _miscounted(answer):
-            return Verdict(Status.FAILED, wrong, {"usage": answer.usage}, curl)
+            return CheckResult(Status.FAILED, wrong, {"usage": answer.usage}, curl)
         compared += bool(answer.choices[0].tokens)
         options = {**asked, "stream_options": {"include_usage": True}}
         try:
@@ -155,10 +159,10 @@ async def check_usage(subject: Subject) -> Verdict:
             wrong = f"prompt_tokens is {streamed.usage[0]}, and {answer.usage[0]} whole"
         if wrong:
             curl = server.curl(prompt, **options, stream=True)
-            return Verdict(Status.FAILED, f"streamed: {wrong}", {"usage": streamed.usage}, curl)
+            return CheckResult(Status.FAILED, f"streamed: {wrong}", {"usage": streamed.usage}, curl)
     if not compared:
         raise inconclusive("without log-probabilities the tokens cannot be counted")
-    return Verdict(Status.PASSED, f"usage counts the tokens of {compared} completions", {})
+    return CheckResult(Status.PASSED, f"usage counts the tokens of {compared} completions", {})
 
 
 def _miscounted(answer: Answer) -> str:
@@ -186,7 +190,7 @@ SCHEMA = {
 }
 
 
-async def check_json_schema(subject: Subject) -> Verdict:
+async def check_json_schema(subject: Subject) -> CheckResult:
     """Texts of a JSON schema follow it at temperature 1."""
     server, complete = subject.server, 0
     form = {"type": "json_schema", "json_schema": {"name": "animal", "schema": SCHEMA, "strict": True}}
@@ -203,10 +207,12 @@ async def check_json_schema(subject: Subject) -> Verdict:
             else _off_schema(choice.text)
         )
         if wrong:
-            return Verdict(Status.FAILED, wrong, {"text": choice.text[:500]}, server.curl(prompt, **asked))
+            return CheckResult(
+                Status.FAILED, wrong, {"text": choice.text[:500]}, server.curl(prompt, **asked)
+            )
     if not complete:
         raise inconclusive("no text was complete within 192 tokens")
-    return Verdict(Status.PASSED, f"{complete} texts follow the schema", {"texts": complete})
+    return CheckResult(Status.PASSED, f"{complete} texts follow the schema", {"texts": complete})
 
 
 def _off_schema(text: str) -> str:

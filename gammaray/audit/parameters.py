@@ -9,7 +9,7 @@ from typing import Any
 
 from gammaray.audit.answers import Choice, Token, text_of
 from gammaray.audit.subject import Subject
-from gammaray.audit.verdicts import Status, Verdict, inconclusive, not_possible
+from gammaray.audit.verdicts import CheckResult, Status, inconclusive, not_possible
 
 ROUNDING = 0.02
 """What rounding may move: the probability before a token for top_p, log-probabilities for the others."""
@@ -27,7 +27,7 @@ Kept = Callable[[list[float], float], bool]
 """Whether a token of a log-probability may be drawn, given those of the position, the most likely first."""
 
 
-async def check_top_p(subject: Subject) -> Verdict:
+async def check_top_p(subject: Subject) -> CheckResult:
     """With `top_p` only tokens of the nucleus are generated."""
 
     def kept(cells: list[float], logprob: float) -> bool:
@@ -36,21 +36,21 @@ async def check_top_p(subject: Subject) -> Verdict:
     return await _truncated(subject, {"top_p": 0.5}, kept)
 
 
-async def check_top_k(subject: Subject) -> Verdict:
+async def check_top_k(subject: Subject) -> CheckResult:
     """With `top_k` only so many tokens are possible."""
     return await _truncated(
         subject, {"top_k": 2}, lambda cells, lp: lp >= cells[min(1, len(cells) - 1)] - ROUNDING
     )
 
 
-async def check_min_p(subject: Subject) -> Verdict:
+async def check_min_p(subject: Subject) -> CheckResult:
     """With `min_p` no token is less likely than this share of the most likely one."""
     return await _truncated(
         subject, {"min_p": 0.3}, lambda cells, lp: lp >= cells[0] + math.log(0.3) - ROUNDING
     )
 
 
-async def _truncated(subject: Subject, field: Mapping[str, float], kept: Kept) -> Verdict:
+async def _truncated(subject: Subject, field: Mapping[str, float], kept: Kept) -> CheckResult:
     """Count tokens outside of what a parameter keeps.
 
     Passes when a server that ignores the parameter would have generated none with probability `IGNORED`.
@@ -81,18 +81,18 @@ async def _truncated(subject: Subject, field: Mapping[str, float], kept: Kept) -
                     "rank": order,
                     "tops": [round(x, 4) for x in cells[:5]],
                 }
-                return Verdict(
+                return CheckResult(
                     Status.FAILED, f"{summary} and rank {order}", evidence, server.curl(prompt, **asked)
                 )
         if log_ignored < math.log(IGNORED) and i + 1 >= _MIN_REQUESTS:
             summary = f"{name} {value}: {count} tokens kept it; without it by chance with e^{log_ignored:.0f}"
-            return Verdict(Status.PASSED, summary, {"tokens": count, "log_chance": log_ignored})
+            return CheckResult(Status.PASSED, summary, {"tokens": count, "log_chance": log_ignored})
     if count and not changed:
         raise not_possible("log-probabilities are reported after truncation, which hides what was cut")
     raise inconclusive(f"{count} tokens, of which a server without {name} might have generated all")
 
 
-async def check_bias(subject: Subject) -> Verdict:
+async def check_bias(subject: Subject) -> CheckResult:
     """A bias of +100 generates one token alone."""
     server, prompt = subject.server, subject.prompts[0]
     texts = []
@@ -103,12 +103,12 @@ async def check_bias(subject: Subject) -> Verdict:
         evidence = {"token_id": token_id, "text": choice.text}
         if len(set(keys)) > 1:
             summary = f"logit_bias of +100 for token {token_id} gives {len(set(keys))} different tokens"
-            return Verdict(Status.FAILED, summary, evidence, server.curl(prompt, **asked))
+            return CheckResult(Status.FAILED, summary, evidence, server.curl(prompt, **asked))
         texts.append(choice.text)
     if len(set(texts)) < len(texts):
         summary = "logit_bias of +100 for different tokens gives the same text"
-        return Verdict(Status.FAILED, summary, {"texts": texts}, server.curl(prompt, **asked))
-    return Verdict(Status.PASSED, f"{len(texts)} biased tokens are generated alone", {"texts": texts})
+        return CheckResult(Status.FAILED, summary, {"texts": texts}, server.curl(prompt, **asked))
+    return CheckResult(Status.PASSED, f"{len(texts)} biased tokens are generated alone", {"texts": texts})
 
 
 def _units(text: str) -> list[str]:
@@ -122,7 +122,7 @@ def _units(text: str) -> list[str]:
 PENALTIES = {"presence_penalty": 1.0, "frequency_penalty": 1.0}
 
 
-async def check_penalties(subject: Subject) -> Verdict:
+async def check_penalties(subject: Subject) -> CheckResult:
     """At temperature 0 each token is the most likely one after the penalties of the tokens before it."""
     subject.need_logprobs(4)
     if subject.failed("greedy"):
@@ -138,11 +138,11 @@ async def check_penalties(subject: Subject) -> Verdict:
             plain = (await server.ask(prompt, temperature=0, max_tokens=_TOKENS)).choices[0]
             if not raw and plain.text != choice.text:
                 raise not_possible("log-probabilities are reported after penalties")
-            return Verdict(Status.FAILED, verdict[0], verdict[1], server.curl(prompt, **asked))
+            return CheckResult(Status.FAILED, verdict[0], verdict[1], server.curl(prompt, **asked))
         changed += differing
         if changed >= MIN_CHANGED and i >= 3:
             summary = f"{count} tokens obey them, {changed} of them other than without penalties"
-            return Verdict(Status.PASSED, summary, {"tokens": count, "changed": changed})
+            return CheckResult(Status.PASSED, summary, {"tokens": count, "changed": changed})
     raise inconclusive(f"penalties changed only {changed} of {count} tokens")
 
 

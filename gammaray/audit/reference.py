@@ -16,7 +16,7 @@ from pathlib import Path
 from gammaray.audit.answers import Choice, Token
 from gammaray.audit.chance import SPECIAL
 from gammaray.audit.subject import Subject
-from gammaray.audit.verdicts import Status, Verdict, inconclusive, not_possible
+from gammaray.audit.verdicts import CheckResult, Status, inconclusive, not_possible
 from gammaray.errors import FailedPreconditionError, UnavailableError
 
 MAX_MEAN = 0.02
@@ -33,7 +33,7 @@ _READY = re.compile(rb"ready http=(\S+)")
 _NEEDED = ("services", "orchestrator", "torch", "transformers", "ray", "redis")
 
 
-async def check_probabilities(subject: Subject) -> Verdict:
+async def check_probabilities(subject: Subject) -> CheckResult:
     """Reported log-probabilities equal those of one forward pass over the whole text.
 
     The pass is the reference's, else the server's own: completions with `echo`.
@@ -94,7 +94,9 @@ async def check_probabilities(subject: Subject) -> Verdict:
         f"{largest:.2g} at most"
     )
     status = Status.PASSED if mean <= MAX_MEAN else Status.FAILED
-    return Verdict(status, summary, evidence, server.curl(prompt, **asked) if status is Status.FAILED else "")
+    return CheckResult(
+        status, summary, evidence, server.curl(prompt, **asked) if status is Status.FAILED else ""
+    )
 
 
 def _given(choice: Choice, count: int) -> list[Token]:

@@ -22,7 +22,7 @@ from gammaray.audit.parameters import check_bias, check_min_p, check_penalties, 
 from gammaray.audit.reference import check_probabilities
 from gammaray.audit.sameness import Check, check_batch, check_greedy, check_seed, check_stream
 from gammaray.audit.subject import Subject
-from gammaray.audit.verdicts import Finding, Status, Undecided, Verdict
+from gammaray.audit.verdicts import CheckResult, Finding, Status, Undecided
 from gammaray.errors import (
     DeadlineExceededError,
     InvalidArgumentError,
@@ -73,27 +73,27 @@ async def _found(subject: Subject, name: str, check: Check) -> Finding:
     subject.tell(name)
     subject.so_far = None
 
-    def finding(verdict: Verdict) -> Finding:
+    def finding(verdict: CheckResult) -> Finding:
         seconds = time.perf_counter() - started
         return Finding(name, verdict, spent.requests - before[0], spent.tokens - before[1], seconds)
 
     try:
         verdict = await check(subject)
     except asyncio.CancelledError:
-        subject.findings[name] = finding(subject.so_far or Verdict(Status.INCONCLUSIVE, "interrupted"))
+        subject.findings[name] = finding(subject.so_far or CheckResult(Status.INCONCLUSIVE, "interrupted"))
         raise
     except Undecided as reason:
-        verdict = Verdict(reason.status, str(reason))
+        verdict = CheckResult(reason.status, str(reason))
     except RefusedError as error:
-        verdict = Verdict(Status.NOT_POSSIBLE, f"the server refuses it: {error}")
+        verdict = CheckResult(Status.NOT_POSSIBLE, f"the server refuses it: {error}")
     except AnswerError as error:
-        verdict = Verdict(Status.FAILED, str(error))
+        verdict = CheckResult(Status.FAILED, str(error))
     except InvalidArgumentError as error:
-        verdict = Verdict(Status.INCONCLUSIVE, f"alternatives are no distribution: {error}")
+        verdict = CheckResult(Status.INCONCLUSIVE, f"alternatives are no distribution: {error}")
     except UnauthenticatedError:
         raise
     except (DeadlineExceededError, UnavailableError) as error:
-        verdict = Verdict(Status.INCONCLUSIVE, f"a request failed: {error}")
+        verdict = CheckResult(Status.INCONCLUSIVE, f"a request failed: {error}")
         if subject.so_far is not None:
             so_far = subject.so_far
             verdict = replace(so_far, summary=f"{so_far.summary}; then {verdict.summary}")

@@ -11,7 +11,7 @@ from typing import Any
 from gammaray.audit.answers import Choice, Token
 from gammaray.audit.endpoint import Endpoint
 from gammaray.audit.subject import Subject
-from gammaray.audit.verdicts import Status, Verdict, inconclusive, not_possible
+from gammaray.audit.verdicts import CheckResult, Status, inconclusive, not_possible
 
 MAX_ROUNDING = 0.5
 """Largest margin of two tokens that rounding may explain: two steps of bfloat16 at logits of 32 to 64."""
@@ -116,7 +116,7 @@ class Comparison:
         limit = min(max(2 * self.rounding, MIN_ROUNDING), MAX_ROUNDING)
         return difference.margin is not None and abs(difference.margin) <= limit
 
-    def verdict(self, what: str) -> Verdict:
+    def verdict(self, what: str) -> CheckResult:
         """Return the verdict over all pairs; `what` names the second completions."""
         found = [(d, curl) for left, right, curl in self.pairs if (d := first_difference(left, right))]
         unexplained = [(d, curl) for d, curl in found if not self.is_rounding(d)]
@@ -136,15 +136,19 @@ class Comparison:
             )
             if len(found) < len(self.pairs) and not any(left.tokens for left, _, _ in self.pairs):
                 summary += ": without log-probabilities it may be rounding"
-                return Verdict(Status.INCONCLUSIVE, summary, evidence)
-            return Verdict(Status.FAILED, summary, evidence, curl)
+                return CheckResult(Status.INCONCLUSIVE, summary, evidence)
+            return CheckResult(Status.FAILED, summary, evidence, curl)
         if found:
             summary = f"{len(found)} of {len(self.pairs)} {what} differ within rounding ({self.rounding:.4f})"
-            return Verdict(Status.PASSED if self.temperature == 0 else Status.INCONCLUSIVE, summary, evidence)
-        return Verdict(Status.PASSED, f"{len(self.pairs)} of {len(self.pairs)} {what} are equal", evidence)
+            return CheckResult(
+                Status.PASSED if self.temperature == 0 else Status.INCONCLUSIVE, summary, evidence
+            )
+        return CheckResult(
+            Status.PASSED, f"{len(self.pairs)} of {len(self.pairs)} {what} are equal", evidence
+        )
 
 
-async def check_seed(subject: Subject) -> Verdict:
+async def check_seed(subject: Subject) -> CheckResult:
     """The same seed gives the same text, another seed another text."""
     server, same = subject.server, Comparison(1.0)
     if reason := server.refused.get("seed"):
@@ -167,12 +171,12 @@ async def check_seed(subject: Subject) -> Verdict:
         return verdict
     if surprise > math.log(8 / subject.alpha):
         summary = f"all texts of other seeds are equal; by chance with probability e^-{surprise:.0f}"
-        return Verdict(Status.FAILED, summary, verdict.evidence, server.curl(prompt, **asked))
+        return CheckResult(Status.FAILED, summary, verdict.evidence, server.curl(prompt, **asked))
     also = f", and {greedy} of {len(same.pairs)} are those of temperature 0: does the server sample?"
     raise inconclusive(f"all texts of other seeds are equal, which may be chance{also if greedy else ''}")
 
 
-async def check_batch(subject: Subject) -> Verdict:
+async def check_batch(subject: Subject) -> CheckResult:
     """A request has the same text alone and among others, greedily and with a seed."""
     server, prompts = subject.server, subject.prompts
     if server.concurrency < 2:
@@ -195,7 +199,7 @@ async def check_batch(subject: Subject) -> Verdict:
     return worst(verdicts)
 
 
-async def check_stream(subject: Subject) -> Verdict:
+async def check_stream(subject: Subject) -> CheckResult:
     """A streamed completion is the same as a whole one."""
     server = subject.server
     verdicts = []
@@ -208,7 +212,9 @@ async def check_stream(subject: Subject) -> Verdict:
             whole = (await server.ask(prompt, **asked)).choices[0]
             answer = await server.stream(prompt, **asked)
             if not answer.choices:
-                return Verdict(Status.FAILED, "a stream has no choice", {}, _streamed(server, prompt, asked))
+                return CheckResult(
+                    Status.FAILED, "a stream has no choice", {}, _streamed(server, prompt, asked)
+                )
             streamed = answer.choices[0]
             pairs.add(whole, streamed, _streamed(server, prompt, asked))
             if whole.text == streamed.text and whole.finish_reason != streamed.finish_reason:
@@ -216,7 +222,7 @@ async def check_stream(subject: Subject) -> Verdict:
         if reasons:
             left, right, prompt, asked = reasons[0]
             summary = f"finish_reason is {left!r} whole and {right!r} streamed"
-            return Verdict(Status.FAILED, summary, {}, _streamed(server, prompt, asked))
+            return CheckResult(Status.FAILED, summary, {}, _streamed(server, prompt, asked))
         verdicts.append(pairs.verdict(f"streams at temperature {temperature:g}"))
     return worst(verdicts)
 
@@ -225,7 +231,7 @@ def _streamed(server: Endpoint, prompt: str, asked: dict[str, Any]) -> str:
     return server.curl(prompt, **asked, stream=True)
 
 
-async def check_greedy(subject: Subject) -> Verdict:
+async def check_greedy(subject: Subject) -> CheckResult:
     """At temperature 0 each token is the most likely one, and the text equals the reference's."""
     server, reference = subject.server, subject.reference
     if reference is None and not server.num_top:
@@ -250,20 +256,20 @@ async def check_greedy(subject: Subject) -> Verdict:
     if worst_token is not None:
         gap, found, curl = worst_token
         summary = f"token {found.index} is {found.left!r}, while {found.right!r} is more likely by {gap:.4f}"
-        return Verdict(Status.FAILED, summary, found.evidence(), curl)
+        return CheckResult(Status.FAILED, summary, found.evidence(), curl)
     if reference is None:
         if count < _MIN_KNOWN * total:
             raise inconclusive(f"only {count} of {total} tokens have alternatives")
-        return Verdict(Status.PASSED, f"{count} of {total} tokens are the most likely", {"tokens": count})
+        return CheckResult(Status.PASSED, f"{count} of {total} tokens are the most likely", {"tokens": count})
     return pairs.verdict("texts (plain mode)" if subject.is_own_reference else "texts (reference)")
 
 
-def worst(verdicts: Sequence[Verdict]) -> Verdict:
+def worst(verdicts: Sequence[CheckResult]) -> CheckResult:
     """Return the worst of several verdicts, with the summaries of all that are as bad."""
     order = [Status.FAILED, Status.INCONCLUSIVE, Status.NOT_POSSIBLE, Status.PASSED]
     status = min((v.status for v in verdicts), key=order.index)
     those = [v for v in verdicts if v.status is status]
-    return Verdict(status, "; ".join(v.summary for v in those), those[0].evidence, those[0].curl)
+    return CheckResult(status, "; ".join(v.summary for v in those), those[0].evidence, those[0].curl)
 
 
-Check = Callable[[Subject], Awaitable[Verdict]]
+Check = Callable[[Subject], Awaitable[CheckResult]]

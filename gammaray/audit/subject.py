@@ -11,7 +11,7 @@ from typing import Any
 
 from gammaray.audit.answers import Answer, AnswerError
 from gammaray.audit.endpoint import Endpoint, RefusedError
-from gammaray.audit.verdicts import Finding, Status, Undecided, Verdict, not_possible
+from gammaray.audit.verdicts import CheckResult, Finding, Status, Undecided, not_possible
 from gammaray.errors import GammarayError, InvalidArgumentError
 
 NEUTRAL = {
@@ -56,7 +56,7 @@ class Subject:
     is_own_reference: bool = False
     no_logprobs: str = ""
     findings: dict[str, Finding] = field(default_factory=dict)
-    so_far: Verdict | None = None
+    so_far: CheckResult | None = None
 
     async def close(self) -> None:
         """Close the connections."""

@@ -20,7 +20,7 @@ class Status(str, Enum):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class CheckResult:
     """What one check found.
 
     Args:
@@ -67,7 +67,7 @@ class Finding:
     """
 
     check: str
-    verdict: Verdict
+    verdict: CheckResult
     requests: int
     tokens: int
     seconds: float

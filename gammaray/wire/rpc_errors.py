@@ -38,8 +38,8 @@ MAX_VIOLATIONS = 4
 """Upper bound of violations per status, which is sent in headers of limited size."""
 
 _PROXY_FAILED = re.compile(r"Received http2 header with status: 5\d\d")
-"""What gRPC says of an HTTP error instead of an answer. Ray Serve's HAProxy sends 500 in place of 502, 503 and 504,
-when no replica can be reached; gRPC takes those three for UNAVAILABLE, but 500 for UNKNOWN."""
+"""What gRPC says of an HTTP error instead of an answer. Ray Serve's HAProxy sends 500 in place of 502, 503
+and 504, when no replica can be reached; gRPC takes those three for UNAVAILABLE, but 500 for UNKNOWN."""
 
 _Detail = TypeVar("_Detail", bound=Message)
 

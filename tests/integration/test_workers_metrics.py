@@ -4,7 +4,6 @@ import asyncio
 import urllib.request
 
 import pytest
-from tests.support.metrics_helpers import receiving_metrics
 
 from orchestrator.launcher.preflight import free_ports
 from services.engine.native.library import load_kernel

@@ -4,7 +4,7 @@ import pytest
 
 from gammaray.audit.answers import Choice, Token
 from gammaray.audit.sameness import Comparison, first_difference, worst
-from gammaray.audit.verdicts import Status, Verdict
+from gammaray.audit.verdicts import CheckResult, Status
 
 
 def token(key, **cells):
@@ -63,6 +63,10 @@ def test_sampled_difference_is_inconclusive_only_if_rounding_is_large_enough():
 
 
 def test_worst_verdict_counts():
-    verdicts = [Verdict(Status.PASSED, "a"), Verdict(Status.FAILED, "b"), Verdict(Status.INCONCLUSIVE, "c")]
+    verdicts = [
+        CheckResult(Status.PASSED, "a"),
+        CheckResult(Status.FAILED, "b"),
+        CheckResult(Status.INCONCLUSIVE, "c"),
+    ]
     assert worst(verdicts).summary == "b"
     assert worst(verdicts[:1]).status is Status.PASSED
