@@ -13,7 +13,7 @@ from itertools import combinations, pairwise
 from typing import Any
 
 from gammaray.audit.answers import Choice, Token
-from gammaray.audit.law import IndependenceTest, LawTest
+from gammaray.audit.law import IndependenceTest, LawTest, Position
 from gammaray.audit.subject import Subject
 from gammaray.audit.verdicts import Status, Verdict, inconclusive, not_possible
 from gammaray.errors import InvalidArgumentError
@@ -23,6 +23,9 @@ ALPHA = {"law": 1 / 2, "independence": 1 / 4, "choices": 1 / 8, "seed": 1 / 8}
 
 DETECTABLE = {"temperature below 1": 0.95, "temperature above 1": 1.05, "top-1 share": 0.02}
 """What the law must have been able to show before it passes."""
+
+MIN_TOKENS = 20_000
+"""Tokens before which the law does not pass: few flat positions can dominate what it says it would find."""
 
 MIN_PAIRS = 400
 """Pairs of tokens after which the independence of choices passes."""
@@ -51,7 +54,9 @@ class _Law:
         """
         for token in choice.tokens:
             self.test.observe(token.key, token.listed, token.lp)
-            self._bins.add(token)
+            position = Position.read(token.listed, self._num_top, SPECIAL)
+            if position is not None and token.key not in SPECIAL:
+                self._bins.add(token, position)
             self._drawn += 1
             self._missing += not token.listed
         self._path.append((self.test.num_tokens, round(self.test.log_e_value, 2)))
@@ -85,7 +90,9 @@ class _Law:
             f"{found['temperature above 1']:.2f} and {found['top-1 share']:.1%} replaced tokens"
         )
         gaps = {name: abs(found[name] - honest) for name, honest in _HONEST.items()}
-        is_enough = all(gap <= abs(DETECTABLE[name] - _HONEST[name]) for name, gap in gaps.items())
+        is_enough = test.num_tokens >= MIN_TOKENS and all(
+            gap <= abs(DETECTABLE[name] - _HONEST[name]) for name, gap in gaps.items()
+        )
         return Verdict(Status.PASSED if is_enough else Status.INCONCLUSIVE, summary, evidence)
 
 
@@ -160,18 +167,19 @@ class _Bins:
         self._expected = [0.0] * (len(self.EDGES) - 1)
         self._observed = [0] * (len(self.EDGES) - 1)
 
-    def add(self, token: Token) -> None:
-        for logprob in token.cells.values():
-            self._expected[self._bin(logprob)] += math.exp(logprob)
-        if token.key in token.cells:
-            self._observed[self._bin(token.cells[token.key])] += 1
+    def add(self, token: Token, position: Position) -> None:
+        """Count a token by its cell; the last cell stands for all tokens that are not listed."""
+        for prob in position.probs[:-1]:
+            self._expected[self._bin(prob)] += prob
+        cell = position.cell_of(token.key, token.lp)
+        if cell < len(position.probs) - 1:
+            self._observed[self._bin(position.probs[cell])] += 1
 
     def table(self) -> list[dict[str, float]]:
         bounds = zip(self.EDGES, self.EDGES[1:], self._expected, self._observed, strict=False)
         return [{"above": a, "to": b, "expected": round(e, 1), "observed": o} for a, b, e, o in bounds]
 
-    def _bin(self, logprob: float) -> int:
-        p = math.exp(logprob)
+    def _bin(self, p: float) -> int:
         return next((i for i, edge in enumerate(self.EDGES[1:]) if p <= edge), len(self.EDGES) - 2)
 
 

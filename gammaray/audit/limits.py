@@ -194,10 +194,15 @@ async def check_json_schema(subject: Subject) -> Verdict:
         prompt = "Describe an animal as JSON.\n"
         asked = {"temperature": 1, "max_tokens": 192, "seed": subject.seed + i, "response_format": form}
         choice = (await server.ask(prompt, **asked)).choices[0]
-        if choice.finish_reason == "length":
-            continue
-        complete += 1
-        if wrong := _off_schema(choice.text):
+        is_cut = choice.finish_reason == "length"
+        complete += not is_cut
+        begins = choice.text.lstrip()[:1] in ("", "{")
+        wrong = (
+            ("" if begins else f"no JSON object: {choice.text[:80]!r}")
+            if is_cut
+            else _off_schema(choice.text)
+        )
+        if wrong:
             return Verdict(Status.FAILED, wrong, {"text": choice.text[:500]}, server.curl(prompt, **asked))
     if not complete:
         raise inconclusive("no text was complete within 192 tokens")

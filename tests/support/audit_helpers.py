@@ -128,6 +128,9 @@ class Proxy:
         self.fault.request(asked)
         is_sampled = asked.get("temperature", 1) > 0 and not {"response_format", "logit_bias"} & asked.keys()
         if self.fault.share and is_sampled:
+            probe = await self._http.post("/v1/completions", json={**asked, "max_tokens": 1})
+            if probe.status_code != 200:
+                return Response(probe.content, probe.status_code, media_type="application/json")
             answer = await self._replaced(asked)
         else:
             answered = await self._http.post("/v1/completions", json=asked)
