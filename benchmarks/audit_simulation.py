@@ -24,6 +24,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from benchmarks import workloads
 from benchmarks.prompts import load_tasks
 from benchmarks.provenance import write_result
 from gammaray.audit.chance import ALPHA
@@ -35,7 +36,6 @@ from gammaray.audit.law import (
     Position,
     pair_log_factors,
 )
-from gammaray.bench import workloads
 from gammaray.bench.tables import plain_table
 from gammaray.demo_pair import resolve_model
 from orchestrator.text.tokenizer import Tokenizer

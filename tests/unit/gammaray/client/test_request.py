@@ -49,8 +49,8 @@ def test_request_every_option_sets_its_field():
         "prediction": ([5, 6], "prediction", (5, 6)),
     }
     options = {**sampling, **same, **{name: given for name, (given, _, _) in others.items()}}
-    in_place_of_grammar = {"json_schema", "regex", "choice"}
-    assert options.keys() == GenerateOptions.__annotations__.keys() - in_place_of_grammar
+    others_tested = {"json_schema", "regex", "choice", "receipt"}  # a receipt goes with one method only
+    assert options.keys() == GenerateOptions.__annotations__.keys() - others_tested
     expected = {field: value for _, field, value in others.values()}
     assert build_request([1, 2], **options) == GenerationRequest(
         (1, 2), sampling=SamplingParams.of(sampling), **same, **expected
