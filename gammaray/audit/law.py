@@ -47,6 +47,10 @@ _BELOW_CELLS = 2.0
 """How far the rest's mean log-probability of a token is assumed to lie below that of the least likely cell. A
 guess for the bets on temperatures, which are fair whether or not it is right."""
 
+_LEAST_REST = 1e-4
+"""Probability of the rest above which it is bet to be drawn more often: below, it is nearly unknown, as it is
+what float32 leaves of 1."""
+
 _SHARPNESS = 5
 """Power of p that stands for what a drafter likes best, where it is not known."""
 
@@ -175,6 +179,7 @@ class Family:
 
 
 _STEPS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16)
+_SMALL_STEPS = (0.00125, 0.0025, *_STEPS[:4])
 _MISSING = (0.5, 0.95)
 _TOP_P = (0.8, 0.9, 0.95, 0.98)
 _MIN_P = (0.02, 0.05, 0.1)
@@ -184,14 +189,15 @@ _SHARES = (
     Family("top-1 share", (*_STEPS, *(-size for size in _STEPS))),
     Family("likely-token share", _STEPS),
 )
+_STRAYS = (Family("unlisted-token share", _SMALL_STEPS), Family("any-token share", _SMALL_STEPS))
 _CUTS = (
     *(Family(f"cut by top_p {top_p:g}", _MISSING) for top_p in _TOP_P),
     *(Family(f"cut by min_p {min_p:g}", _MISSING) for min_p in _MIN_P),
     Family("unlisted tokens missing", (0.1, 0.25, *_MISSING, -0.1, -0.25, -0.5)),
 )
 _DRAFTS = (Family("draft share", (*_STEPS, 0.32, 0.64)),)
-_MIXED = (*_SHARES, *_CUTS, *_DRAFTS)
-_GROUPS = ((TEMPERATURES,), _SHARES, _CUTS, _DRAFTS)
+_MIXED = (*_SHARES, *_STRAYS, *_CUTS, *_DRAFTS)
+_GROUPS = ((TEMPERATURES,), _SHARES, _STRAYS, _CUTS, _DRAFTS)
 
 FAMILIES = (TEMPERATURES, *_MIXED)
 """All alternatives, in the order of `Bets.log_factors`."""
@@ -218,10 +224,12 @@ class Bets:
     def __init__(self, position: Position, draft: Mapping[Hashable, float] | None = None) -> None:
         self._position, p = position, position.probs
         self._tempered = [self._temper(size) for size in TEMPERATURES.sizes]
-        top = max(p[:-1])
+        top, stray = max(p[:-1]), float(p[-1] > _LEAST_REST)
         self._mixed = [
             _likely(p, [float(cell == p.index(top)) for cell in range(len(p))]),
             _likely(p, [prob**_SHARPNESS for prob in p[:-1]] + [0.0]),
+            _likely(p, [0.0] * (len(p) - 1) + [stray]),
+            _likely(p, [1.0] * (len(p) - 1) + [stray]),
             *(_cut(p, _kept_by_top_p(p, top_p)) for top_p in _TOP_P),
             *(_cut(p, [float(prob >= min_p * top) for prob in p[:-1]] + [1.0]) for min_p in _MIN_P),
             _cut(p, [1.0] * (len(p) - 1) + [0.0]),

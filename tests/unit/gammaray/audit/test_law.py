@@ -394,6 +394,23 @@ def test_faults_are_found(power, share, limit, names):
 
 
 @pytest.mark.statistical
+@pytest.mark.parametrize(
+    ("share", "among", "found"), [(0.02, 24, "unlisted-token share"), (0.05, 5, "any-token share")]
+)
+def test_tokens_that_fit_nowhere_are_found(share, among, found):
+    """Some tokens are any of the vocabulary, or any of its five most likely ones."""
+    rng, test = random.Random(3), LawTest(0.005, LISTED)
+    while not test.rejected and test.num_tokens < 2000:
+        log_probs = law(rng.random(), exponent=3.0)
+        stray = rng.choice(sorted(log_probs, key=log_probs.get)[-among:])
+        token = stray if rng.random() < share else draw(rng, log_probs)
+        test.observe(token, top(log_probs), log_probs[token])
+    assert test.rejected
+    assert test.strongest().startswith(found)
+    assert test.smallest_detectable()[found] < 0.1
+
+
+@pytest.mark.statistical
 def test_known_draft_is_bet_on():
     """A tenth of the tokens is what a drafter says, which is not the target's favourite."""
     rng, blind, knowing = random.Random(7), LawTest(0.005, LISTED), LawTest(0.005, LISTED)
