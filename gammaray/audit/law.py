@@ -54,6 +54,9 @@ what float32 leaves of 1."""
 _SHARPNESS = 5
 """Power of p that stands for what a drafter likes best, where it is not known."""
 
+_SHARE = 0.02
+"""Share of replaced tokens at which a law's power is evaluated."""
+
 _POWER_80 = 0.8416
 """Quantile of the normal distribution at 0.8."""
 
@@ -253,12 +256,17 @@ class Bets:
         return found
 
     def informations(self) -> list[float]:
-        """Return per family the Fisher information of one draw on the size, at size 0."""
+        """Return per family the Fisher information of one draw on the size: at 0.02, on temperatures at 0.
+
+        At a share of 0 a few flat positions, which seldom show one, could outweigh all others.
+        """
         p, scores = self._position.probs, self._position.scores
         mean = math.fsum(map(mul, p, scores))
-        slopes = [[score - mean for score in scores]]
-        slopes += [[ratio - 1.0 for ratio in ratios] for ratios in self._mixed]
-        return [math.fsum(map(mul, p, map(mul, slope, slope))) for slope in slopes]
+        found = [math.fsum([prob * (score - mean) ** 2 for prob, score in zip(p, scores, strict=True)])]
+        for ratios in self._mixed:
+            gains = [(prob, ratio - 1.0) for prob, ratio in zip(p, ratios, strict=True)]
+            found.append(math.fsum([prob * gain**2 / (1.0 + _SHARE * gain) for prob, gain in gains]))
+        return found
 
     def losses(self) -> list[float]:
         """Return per family what the errors of the probabilities cost a bet, over its size."""
