@@ -21,7 +21,7 @@ RENDERED = r"helm (install|upgrade|diff upgrade) "
 """Rendered with the chart and the values that they name, by Helm's own code."""
 WITH_KUBECTL = r"kubectl -n gammaray create secret "
 """Run with `--dry-run=client`, where kubectl is installed."""
-ON_A_CLUSTER = r"(gammaray (status|generate|chat|trace)|curl -s localhost:8000)\b(?!.*--ca-file)"
+ON_A_CLUSTER = r"(gammaray (status|generate|chat|trace)|curl -s localhost:8000)\b(?!.*--(ca-file|receipt))"
 """Run by tests/e2e/test_documented_commands.py against a running cluster."""
 
 WITHOUT_A_CLUSTER: Mapping[str, str] = {
@@ -34,7 +34,7 @@ WITHOUT_A_CLUSTER: Mapping[str, str] = {
     r"((OTEL|GAMMARAY)_\w+=\S+ )*gammaray up\b": "tests/e2e start clusters by it; each takes a minute",
     r"gammaray qualify --target build/models/smollm2": "needs make smollm2, see test_qualify_pairs.py",
     r"gammaray audit ": "takes minutes, see tests/integration/test_audit_faults.py",
-    r"gammaray check ": "needs a receipt, see tests/integration/test_receipts_served.py",
+    r"gammaray (check|generate .*--receipt) ": "needs keys, see tests/integration/test_receipts_served.py",
     r"gammaray train ": "takes an hour, see tests/unit/services/train/test_train_run.py",
     r"export OTEL_EXPORTER_OTLP_ENDPOINT=": "only sets a variable for the next line",
     r"\. \.venv/bin/activate": "only changes the shell",
