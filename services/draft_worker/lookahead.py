@@ -72,6 +72,7 @@ class Lookahead:
         self._pending: dict[str, tuple[Speculation, ProposeTask]] = {}
         # On shared cores draft-ahead would otherwise delay the event loops that deliver the verdicts.
         self._is_idle = engine.can_chain and can_use_idle_priority()
+        self._usual = os.sched_getscheduler(0) if self._is_idle else 0
         self._thread_id: int | None = None
 
     @property
@@ -100,7 +101,7 @@ class Lookahead:
         """Raise the priority of the current forward, as a request waits and has set `stop`. Thread-safe."""
         if (thread_id := self._thread_id) is not None:
             with suppress(ProcessLookupError):  # it has ended meanwhile
-                os.sched_setscheduler(thread_id, os.SCHED_OTHER, os.sched_param(0))
+                os.sched_setscheduler(thread_id, self._usual, os.sched_param(0))
 
     def step(self) -> list[Prepared]:
         """Feed the open nodes that are likeliest to be needed; return the proposals that this completes."""

@@ -448,21 +448,25 @@ static void enter(const gr_model *m, const gr_batch *b, float *x, float *joined)
 }
 
 /* Fills the rows' slots of the caches, the logits of the wanted rows and the tapped states. */
-/* Gives the calling thread idle priority unless somebody waits for it, and returns whether it did. Here and not
- * in Python: a thread of idle priority that holds the interpreter's lock keeps all other threads from running. */
+/* Gives the calling thread idle priority unless somebody waits for it; returns the policy to restore, -1 for none.
+ * Here and not in Python: a thread of idle priority that holds the interpreter's lock blocks all other threads. */
 static int begin_idle(const gr_batch *b) {
 #ifdef SCHED_IDLE
+    if (!b->idle_until || *b->idle_until) return -1;
     struct sched_param none = {0};
-    if (!b->idle_until || *b->idle_until || sched_setscheduler(0, SCHED_IDLE, &none)) return 0;
-    if (!*b->idle_until) return 1; /* else who set it may have raised the priority before it was lowered */
-    sched_setscheduler(0, SCHED_OTHER, &none);
+    int usual = sched_getscheduler(0);
+    if (usual < 0 || sched_setscheduler(0, SCHED_IDLE, &none)) return -1;
+    if (!*b->idle_until) return usual; /* else who set it may have raised the priority before it was lowered */
+    sched_setscheduler(0, usual, &none);
 #endif
-    return 0;
+    return -1;
 }
 
-static void end_idle(int is_idle) {
+static void end_idle(int usual) {
+#ifdef SCHED_IDLE
     struct sched_param none = {0};
-    if (is_idle) sched_setscheduler(0, SCHED_OTHER, &none);
+    if (usual >= 0) sched_setscheduler(0, usual, &none);
+#endif
 }
 
 static void forward(const gr_model *m, const gr_batch *b) {
@@ -502,9 +506,9 @@ static void forward(const gr_model *m, const gr_batch *b) {
 }
 
 EXPORT void gr_forward(const gr_model *m, const gr_batch *b) {
-    int is_idle = begin_idle(b);
+    int usual = begin_idle(b);
     forward(m, b);
-    end_idle(is_idle);
+    end_idle(usual);
 }
 
 /* Feeds the rows of `b` one after another. All are wanted, in one segment that is a chain; after each, the
@@ -513,7 +517,7 @@ EXPORT void gr_forward(const gr_model *m, const gr_batch *b) {
  * Returns the number of rows that were fed: all, or up to the one during which `*stop` was set. */
 EXPORT int32_t gr_chain(const gr_model *m, const gr_batch *b, int32_t *token, const double *noise, int64_t vocab,
                         const int32_t *id, double scale, const volatile int32_t *stop) {
-    int32_t outputs = m->head.outputs, first = 0, row = 0, is_idle = begin_idle(b);
+    int32_t outputs = m->head.outputs, first = 0, row = 0, usual = begin_idle(b);
     gr_segment segment = *b->segment;
     gr_batch one = *b;
     segment.count = 1;
@@ -535,7 +539,7 @@ EXPORT int32_t gr_chain(const gr_model *m, const gr_batch *b, int32_t *token, co
         }
         token[row] = id ? id[place] : place;
     }
-    end_idle(is_idle);
+    end_idle(usual);
     return row;
 }
 
