@@ -13,13 +13,10 @@ from itertools import combinations, pairwise
 from typing import Any
 
 from gammaray.audit.answers import Choice, Token
+from gammaray.audit.findings import ALPHA, CheckResult, Status, inconclusive, not_possible
 from gammaray.audit.law import IndependenceTest, LawTest, Position
 from gammaray.audit.subject import Subject
-from gammaray.audit.verdicts import CheckResult, Status, inconclusive, not_possible
 from gammaray.errors import InvalidArgumentError
-
-ALPHA = {"law": 1 / 2, "independence": 1 / 4, "choices": 1 / 8, "seed": 1 / 8}
-"""Shares of the audit's probability of a false alarm; the other checks draw no conclusion from chance."""
 
 DETECTABLE = {"temperature below 1": 0.95, "temperature above 1": 1.05, "top-1 share": 0.02}
 """What the law must have been able to show before it passes."""
@@ -69,8 +66,8 @@ class _Law:
                 "as those of the same text are listed once"
             )
 
-    def verdict(self) -> CheckResult:
-        """Return the verdict on the tokens so far, without a command."""
+    def result(self) -> CheckResult:
+        """Return the result on the tokens so far, without a command."""
         test, found = self.test, self.test.smallest_detectable()
         evidence = {
             "tokens": test.num_tokens,
@@ -107,7 +104,7 @@ async def check_law(subject: Subject) -> CheckResult:
                 law.observe(choice)
             except InvalidArgumentError as error:
                 return CheckResult(Status.FAILED, f"alternatives are no distribution: {error}", {}, curl)
-            subject.so_far = law.verdict()
+            subject.so_far = law.result()
             subject.tell(f"law: {subject.so_far.summary}")
             if subject.so_far.status is Status.FAILED:
                 return replace(subject.so_far, curl=curl)
@@ -211,7 +208,7 @@ async def check_independence(subject: Subject) -> CheckResult:
     server = subject.server
     test = IndependenceTest(subject.alpha * ALPHA["independence"], server.num_top, SPECIAL)
     of_choices = "choices" in subject.findings and (
-        subject.findings["choices"].verdict.status in (Status.PASSED, Status.INCONCLUSIVE)
+        subject.findings["choices"].result.status in (Status.PASSED, Status.INCONCLUSIVE)
     )
     for i in range(40):
         prompt, seed = subject.prompts[i % len(subject.prompts)], subject.seed + 5000 + 4 * i

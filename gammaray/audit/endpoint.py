@@ -23,7 +23,7 @@ from gammaray.audit.answers import (
     parse_choice,
     parse_usage,
 )
-from gammaray.audit.verdicts import inconclusive
+from gammaray.audit.findings import inconclusive
 from gammaray.errors import (
     DeadlineExceededError,
     GammarayError,

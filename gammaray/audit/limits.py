@@ -8,8 +8,8 @@ from typing import Any
 
 from gammaray.audit.answers import Answer, AnswerError, Choice
 from gammaray.audit.endpoint import RefusedError
+from gammaray.audit.findings import CheckResult, Status, inconclusive, not_possible
 from gammaray.audit.subject import Subject
-from gammaray.audit.verdicts import CheckResult, Status, inconclusive, not_possible
 
 _MAX_TOKENS = (1, 2, 3, 4, 5, 7, 9, 13, 17, 33)
 _MORE = 12

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from gammaray.audit.answers import Choice, Token, text_of
+from gammaray.audit.findings import CheckResult, Status, inconclusive, not_possible
 from gammaray.audit.subject import Subject
-from gammaray.audit.verdicts import CheckResult, Status, inconclusive, not_possible
 
 ROUNDING = 0.02
 """What rounding may move: the probability before a token for top_p, log-probabilities for the others."""
@@ -132,13 +132,13 @@ async def check_penalties(subject: Subject) -> CheckResult:
     for i, prompt in enumerate(sorted(subject.prompts, key=len)[:16]):
         asked = {"temperature": 0, "max_tokens": _TOKENS, **PENALTIES}
         choice = (await server.ask(prompt, **asked)).choices[0]
-        verdict, differing, raw = _penalised(choice, prompt)
+        result, differing, raw = _penalised(choice, prompt)
         count += len(choice.tokens)
-        if verdict is not None:
+        if result is not None:
             plain = (await server.ask(prompt, temperature=0, max_tokens=_TOKENS)).choices[0]
             if not raw and plain.text != choice.text:
                 raise not_possible("log-probabilities are reported after penalties")
-            return CheckResult(Status.FAILED, verdict[0], verdict[1], server.curl(prompt, **asked))
+            return CheckResult(Status.FAILED, result[0], result[1], server.curl(prompt, **asked))
         changed += differing
         if changed >= MIN_CHANGED and i >= 3:
             summary = f"{count} tokens obey them, {changed} of them other than without penalties"

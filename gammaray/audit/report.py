@@ -10,8 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape as plain
 
+from gammaray.audit.findings import Finding, Status
 from gammaray.audit.run import overall
-from gammaray.audit.verdicts import Finding, Status
 from gammaray.bench.page import document
 from gammaray.bench.svg import bar_chart
 from gammaray.cli.output import columns
@@ -30,25 +30,23 @@ def show(console: Console, findings: Sequence[Finding]) -> None:
         "check", "result", "requests", "tokens", "found", right=("requests", "tokens"), overflow="fold"
     )
     for found in findings:
-        status = found.verdict.status
-        result = f"[{_STYLES[status]}]{status.value}[/]"
-        table.add_row(
-            found.check, result, str(found.requests), str(found.tokens), plain(found.verdict.summary)
-        )
+        status = found.result.status
+        shown = f"[{_STYLES[status]}]{status.value}[/]"
+        table.add_row(found.check, shown, str(found.requests), str(found.tokens), plain(found.result.summary))
     console.print(table)
     for found in findings:
-        if found.verdict.curl:
-            console.print(f"\n{found.check}: {found.verdict.summary}", markup=False, soft_wrap=True)
-            console.print(f"  {found.verdict.curl}", markup=False, soft_wrap=True)
-    counts = [f"{sum(f.verdict.status is s for f in findings)} {s.value}" for s in Status]
+        if found.result.curl:
+            console.print(f"\n{found.check}: {found.result.summary}", markup=False, soft_wrap=True)
+            console.print(f"  {found.result.curl}", markup=False, soft_wrap=True)
+    counts = [f"{sum(f.result.status is s for f in findings)} {s.value}" for s in Status]
     console.print(f"\n{overall(findings).value}: {', '.join(counts)}", markup=False)
 
 
-def result(findings: Sequence[Finding], **about: Any) -> dict[str, Any]:
+def audit_result(findings: Sequence[Finding], **about: Any) -> dict[str, Any]:
     """Return the findings, JSON-ready, with what was audited."""
     checks = [asdict(found) for found in findings]
     for check in checks:
-        check["verdict"]["status"] = check["verdict"]["status"].value
+        check["result"]["status"] = check["result"]["status"].value
     return {**about, "result": overall(findings).value, "checks": checks}
 
 
@@ -56,7 +54,7 @@ def audit_page(found: dict[str, Any]) -> str:
     """Return the page of a result: the table, evidence and commands, and charts of the law.
 
     Args:
-        found: What `result` returned.
+        found: What `audit_result` returned.
     """
     return document("gammaray audit", "".join(_body(found)))
 
@@ -67,16 +65,16 @@ def _body(found: dict[str, Any]) -> Iterator[str]:
     yield f"{escape(found['model'] or 'of the server')}<br>{escape(found['date_utc'])}</p>"
     yield "<table><tr><th>check</th><th>result</th><th>requests</th><th>tokens</th><th>found</th></tr>"
     for check in checks:
-        verdict = check["verdict"]
-        cells = (check["check"], verdict["status"], check["requests"], check["tokens"], verdict["summary"])
+        result = check["result"]
+        cells = (check["check"], result["status"], check["requests"], check["tokens"], result["summary"])
         yield f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in cells)}</tr>"
     yield "</table>"
     for check in checks:
-        if curl := check["verdict"]["curl"]:
-            yield f"<h2>{escape(check['check'])}</h2><p>{escape(check['verdict']['summary'])}</p>"
+        if curl := check["result"]["curl"]:
+            yield f"<h2>{escape(check['check'])}</h2><p>{escape(check['result']['summary'])}</p>"
             yield f"<p><code>{escape(curl)}</code></p>"
     law: dict[str, Any] = next(
-        (check["verdict"]["evidence"] for check in checks if check["check"] == "law"), {}
+        (check["result"]["evidence"] for check in checks if check["check"] == "law"), {}
     )
     if law:
         yield from _law(law)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from gammaray.audit.answers import AnswerError
 from gammaray.audit.chance import check_choices, check_independence, check_law
 from gammaray.audit.endpoint import RefusedError
+from gammaray.audit.findings import CheckResult, Finding, Status, Undecided
 from gammaray.audit.limits import (
     check_json_schema,
     check_logprob_zero,
@@ -22,7 +23,6 @@ from gammaray.audit.parameters import check_bias, check_min_p, check_penalties, 
 from gammaray.audit.reference import check_probabilities
 from gammaray.audit.sameness import Check, check_batch, check_greedy, check_seed, check_stream
 from gammaray.audit.subject import Subject
-from gammaray.audit.verdicts import CheckResult, Finding, Status, Undecided
 from gammaray.errors import (
     DeadlineExceededError,
     InvalidArgumentError,
@@ -73,36 +73,36 @@ async def _found(subject: Subject, name: str, check: Check) -> Finding:
     subject.tell(name)
     subject.so_far = None
 
-    def finding(verdict: CheckResult) -> Finding:
+    def finding(result: CheckResult) -> Finding:
         seconds = time.perf_counter() - started
-        return Finding(name, verdict, spent.requests - before[0], spent.tokens - before[1], seconds)
+        return Finding(name, result, spent.requests - before[0], spent.tokens - before[1], seconds)
 
     try:
-        verdict = await check(subject)
+        result = await check(subject)
     except asyncio.CancelledError:
         subject.findings[name] = finding(subject.so_far or CheckResult(Status.INCONCLUSIVE, "interrupted"))
         raise
     except Undecided as reason:
-        verdict = CheckResult(reason.status, str(reason))
+        result = CheckResult(reason.status, str(reason))
     except RefusedError as error:
-        verdict = CheckResult(Status.NOT_POSSIBLE, f"the server refuses it: {error}")
+        result = CheckResult(Status.NOT_POSSIBLE, f"the server refuses it: {error}")
     except AnswerError as error:
-        verdict = CheckResult(Status.FAILED, str(error))
+        result = CheckResult(Status.FAILED, str(error))
     except InvalidArgumentError as error:
-        verdict = CheckResult(Status.INCONCLUSIVE, f"alternatives are no distribution: {error}")
+        result = CheckResult(Status.INCONCLUSIVE, f"alternatives are no distribution: {error}")
     except UnauthenticatedError:
         raise
     except (DeadlineExceededError, UnavailableError) as error:
-        verdict = CheckResult(Status.INCONCLUSIVE, f"a request failed: {error}")
+        result = CheckResult(Status.INCONCLUSIVE, f"a request failed: {error}")
         if subject.so_far is not None:
             so_far = subject.so_far
-            verdict = replace(so_far, summary=f"{so_far.summary}; then {verdict.summary}")
-    return finding(verdict)
+            result = replace(so_far, summary=f"{so_far.summary}; then {result.summary}")
+    return finding(result)
 
 
 def overall(findings: Collection[Finding]) -> Status:
     """Return an audit's result: failed if a check is, passed if one passed and none is inconclusive."""
-    found = {finding.verdict.status for finding in findings}
+    found = {finding.result.status for finding in findings}
     if Status.FAILED in found:
         return Status.FAILED
     return (

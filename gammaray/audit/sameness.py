@@ -10,14 +10,18 @@ from typing import Any
 
 from gammaray.audit.answers import Choice, Token
 from gammaray.audit.endpoint import Endpoint
+from gammaray.audit.findings import ALPHA, CheckResult, Status, inconclusive, not_possible
 from gammaray.audit.subject import Subject
-from gammaray.audit.verdicts import CheckResult, Status, inconclusive, not_possible
 
 MAX_ROUNDING = 0.5
 """Largest margin of two tokens that rounding may explain: two steps of bfloat16 at logits of 32 to 64."""
 
 MIN_ROUNDING = 1e-3
 """Margin that rounding always explains: float32 logits differ by about 1e-4 between shapes of batches."""
+
+MAX_EQUAL = 0.01
+"""Difference of log-probabilities of the same model in the same arithmetic, well above float32's. Where both
+sides differ by more, greedy texts prove nothing: a quantised model differs as much."""
 
 EXPECTED_FLIPS = 0.01
 """Rounding does not explain a sampled difference if it changes fewer tokens than this on average."""
@@ -116,8 +120,8 @@ class Comparison:
         limit = min(max(2 * self.rounding, MIN_ROUNDING), MAX_ROUNDING)
         return difference.margin is not None and abs(difference.margin) <= limit
 
-    def verdict(self, what: str) -> CheckResult:
-        """Return the verdict over all pairs; `what` names the second completions."""
+    def result(self, what: str) -> CheckResult:
+        """Return the result over all pairs; `what` names the second completions."""
         found = [(d, curl) for left, right, curl in self.pairs if (d := first_difference(left, right))]
         unexplained = [(d, curl) for d, curl in found if not self.is_rounding(d)]
         evidence = {
@@ -140,9 +144,8 @@ class Comparison:
             return CheckResult(Status.FAILED, summary, evidence, curl)
         if found:
             summary = f"{len(found)} of {len(self.pairs)} {what} differ within rounding ({self.rounding:.4f})"
-            return CheckResult(
-                Status.PASSED if self.temperature == 0 else Status.INCONCLUSIVE, summary, evidence
-            )
+            is_equal = self.temperature == 0 and self.rounding <= MAX_EQUAL
+            return CheckResult(Status.PASSED if is_equal else Status.INCONCLUSIVE, summary, evidence)
         return CheckResult(
             Status.PASSED, f"{len(self.pairs)} of {len(self.pairs)} {what} are equal", evidence
         )
@@ -166,12 +169,12 @@ async def check_seed(subject: Subject) -> CheckResult:
             ].text == first.text
         else:
             others += 1
-    verdict = same.verdict("repetitions with the same seed")
-    if verdict.status is not Status.PASSED or others:
-        return verdict
-    if surprise > math.log(8 / subject.alpha):
+    result = same.result("repetitions with the same seed")
+    if result.status is not Status.PASSED or others:
+        return result
+    if surprise > -math.log(subject.alpha * ALPHA["seed"]):
         summary = f"all texts of other seeds are equal; by chance with probability e^-{surprise:.0f}"
-        return CheckResult(Status.FAILED, summary, verdict.evidence, server.curl(prompt, **asked))
+        return CheckResult(Status.FAILED, summary, result.evidence, server.curl(prompt, **asked))
     also = f", and {greedy} of {len(same.pairs)} are those of temperature 0: does the server sample?"
     raise inconclusive(f"all texts of other seeds are equal, which may be chance{also if greedy else ''}")
 
@@ -181,7 +184,7 @@ async def check_batch(subject: Subject) -> CheckResult:
     server, prompts = subject.server, subject.prompts
     if server.concurrency < 2:
         raise inconclusive("needs --concurrency of 2 or more")
-    verdicts = []
+    results = []
     for temperature in (0.0, 1.0):
         if temperature and not subject.has_seeds:
             continue
@@ -195,14 +198,14 @@ async def check_batch(subject: Subject) -> CheckResult:
             ]
             among = (await asyncio.gather(*crowd))[0].choices[0]
             pairs.add(alone, among, server.curl(prompts[i % len(prompts)], **asked))
-        verdicts.append(pairs.verdict(f"requests among others at temperature {temperature:g}"))
-    return worst(verdicts)
+        results.append(pairs.result(f"requests among others at temperature {temperature:g}"))
+    return worst(results)
 
 
 async def check_stream(subject: Subject) -> CheckResult:
     """A streamed completion is the same as a whole one."""
     server = subject.server
-    verdicts = []
+    results = []
     for temperature in (0.0, 1.0):
         if temperature and not subject.has_seeds:
             continue
@@ -223,8 +226,8 @@ async def check_stream(subject: Subject) -> CheckResult:
             left, right, prompt, asked = reasons[0]
             summary = f"finish_reason is {left!r} whole and {right!r} streamed"
             return CheckResult(Status.FAILED, summary, {}, _streamed(server, prompt, asked))
-        verdicts.append(pairs.verdict(f"streams at temperature {temperature:g}"))
-    return worst(verdicts)
+        results.append(pairs.result(f"streams at temperature {temperature:g}"))
+    return worst(results)
 
 
 def _streamed(server: Endpoint, prompt: str, asked: dict[str, Any]) -> str:
@@ -261,14 +264,14 @@ async def check_greedy(subject: Subject) -> CheckResult:
         if count < _MIN_KNOWN * total:
             raise inconclusive(f"only {count} of {total} tokens have alternatives")
         return CheckResult(Status.PASSED, f"{count} of {total} tokens are the most likely", {"tokens": count})
-    return pairs.verdict("texts (plain mode)" if subject.is_own_reference else "texts (reference)")
+    return pairs.result("texts (plain mode)" if subject.is_own_reference else "texts (reference)")
 
 
-def worst(verdicts: Sequence[CheckResult]) -> CheckResult:
-    """Return the worst of several verdicts, with the summaries of all that are as bad."""
+def worst(results: Sequence[CheckResult]) -> CheckResult:
+    """Return the worst of several results, with the summaries of all that are as bad."""
     order = [Status.FAILED, Status.INCONCLUSIVE, Status.NOT_POSSIBLE, Status.PASSED]
-    status = min((v.status for v in verdicts), key=order.index)
-    those = [v for v in verdicts if v.status is status]
+    status = min((v.status for v in results), key=order.index)
+    those = [v for v in results if v.status is status]
     return CheckResult(status, "; ".join(v.summary for v in those), those[0].evidence, those[0].curl)
 
 

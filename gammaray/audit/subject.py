@@ -9,9 +9,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from gammaray.audit.answers import Answer, AnswerError
+from gammaray.audit.answers import Answer
 from gammaray.audit.endpoint import Endpoint, RefusedError
-from gammaray.audit.verdicts import CheckResult, Finding, Status, Undecided, not_possible
+from gammaray.audit.findings import CheckResult, Finding, Status, Undecided, not_possible
 from gammaray.errors import GammarayError, InvalidArgumentError
 
 NEUTRAL = {
@@ -96,7 +96,7 @@ class Subject:
     def failed(self, check: str) -> bool:
         """Whether a check has failed before."""
         found = self.findings.get(check)
-        return found is not None and found.verdict.status is Status.FAILED
+        return found is not None and found.result.status is Status.FAILED
 
 
 async def probe(server: Endpoint) -> tuple[str, Answer]:
@@ -134,9 +134,7 @@ async def _refusal(server: Endpoint, fields: dict[str, Any]) -> str | None:
         answer = await server.ask("1, 2, 3,", **fields)
     except Undecided:
         raise
-    except (RefusedError, AnswerError) as error:
-        return str(error)
-    except GammarayError as error:  # such as status 500 for an unknown field
+    except GammarayError as error:  # some servers answer 500 to an unknown field
         return str(error)
     if fields["logprobs"] and not any(token.cells for token in answer.choices[0].tokens):
         return "the server accepts `logprobs` and returns none"

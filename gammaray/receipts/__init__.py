@@ -1,1 +1,1 @@
-"""Receipts of completions: their form (`receipt`), the keys (`keys`), what a check finds (`verdicts`)."""
+"""Receipts of completions: their form (`receipt`), and the keys that sign them (`keys`)."""

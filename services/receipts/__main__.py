@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
@@ -16,9 +17,8 @@ from gammaray.cli.commands.check import PARAMS
 from gammaray.errors import InvalidArgumentError
 from gammaray.receipts.keys import ReceiptKey, parse_keys
 from gammaray.receipts.receipt import SignedReceipt
-from gammaray.receipts.verdicts import ReceiptVerdict
 from services.process.program import run_program
-from services.receipts.check import ReceiptChecker
+from services.receipts.check import ReceiptChecker, ReceiptVerdict
 
 _URL_TIMEOUT_S = 10.0
 _MAX_KEY_BYTES = 2**20
@@ -47,7 +47,7 @@ def check_file(
     signature = "not checked" if keys is None else "valid"
     for number, verdict in enumerate(verdicts, start=1):
         if as_json:
-            click.echo(json.dumps({"receipt": number, "signature": signature, **verdict.model_dump()}))
+            click.echo(json.dumps({"receipt": number, "signature": signature, **asdict(verdict)}))
         else:
             click.echo(f"receipt {number}: {_sentence(verdict, signature)}")
     results = {verdict.result for verdict in verdicts}

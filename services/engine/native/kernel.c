@@ -447,16 +447,15 @@ static void enter(const gr_model *m, const gr_batch *b, float *x, float *joined)
     }
 }
 
-/* Fills the rows' slots of the caches, the logits of the wanted rows and the tapped states. */
-/* Gives the calling thread idle priority unless somebody waits for it; returns the policy to restore, -1 for none.
- * Here and not in Python: a thread of idle priority that holds the interpreter's lock blocks all other threads. */
+/* Gives the calling thread idle priority while `idle_until` is 0; returns the policy to restore, -1 for none. This is
+ * done here and not in Python: a thread of idle priority that holds the interpreter's lock blocks all others. */
 static int begin_idle(const gr_batch *b) {
 #ifdef SCHED_IDLE
     if (!b->idle_until || *b->idle_until) return -1;
     struct sched_param none = {0};
     int usual = sched_getscheduler(0);
     if (usual < 0 || sched_setscheduler(0, SCHED_IDLE, &none)) return -1;
-    if (!*b->idle_until) return usual; /* else who set it may have raised the priority before it was lowered */
+    if (!*b->idle_until) return usual; /* else preempt() may have restored the priority already */
     sched_setscheduler(0, usual, &none);
 #endif
     return -1;
@@ -469,6 +468,7 @@ static void end_idle(int usual) {
 #endif
 }
 
+/* Fills the rows' slots of the caches, the logits of the wanted rows and the tapped states. */
 static void forward(const gr_model *m, const gr_batch *b) {
     int hidden = m->hidden, inner = m->intermediate, rows = b->rows, threads = b->threads;
     int width = (m->heads + 2 * m->kv_heads) * m->head_dim, mixed_width = m->heads * m->head_dim;

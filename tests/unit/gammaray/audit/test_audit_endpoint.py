@@ -9,7 +9,7 @@ import pytest
 from gammaray.audit import endpoint as module
 from gammaray.audit.answers import AnswerError
 from gammaray.audit.endpoint import Endpoint, RefusedError, Spent
-from gammaray.audit.verdicts import Status, Undecided
+from gammaray.audit.findings import Status, Undecided
 from gammaray.errors import (
     DeadlineExceededError,
     InvalidArgumentError,

@@ -3,8 +3,9 @@
 import pytest
 
 from gammaray.audit.answers import Choice, Token
+from gammaray.audit.findings import CheckResult, Status
+from gammaray.audit.reference import judged
 from gammaray.audit.sameness import Comparison, first_difference, worst
-from gammaray.audit.verdicts import CheckResult, Status
 
 
 def token(key, **cells):
@@ -26,7 +27,7 @@ def compared(temperature, *pairs):
     found = Comparison(temperature)
     for left, other in pairs:
         found.add(left, other, "curl")
-    return found.verdict("texts")
+    return found.result("texts")
 
 
 def test_difference_has_its_place_and_margin():
@@ -42,13 +43,17 @@ def test_difference_has_its_place_and_margin():
 
 @pytest.mark.parametrize(
     ("noise", "status"),
-    [(0.0, Status.FAILED), (0.004, Status.FAILED), (0.006, Status.PASSED)],
-    ids=["exact", "less than half the margin", "more than half the margin"],
+    [
+        pytest.param(0.0, Status.FAILED, id="exact"),
+        pytest.param(0.004, Status.FAILED, id="less than half the margin"),
+        pytest.param(0.006, Status.PASSED, id="more than half the margin"),
+        pytest.param(0.02, Status.INCONCLUSIVE, id="another precision, or a quantised model"),
+    ],
 )
 def test_greedy_difference_is_explained_by_rounding_of_half_its_margin(noise, status):
-    verdict = compared(0.0, (LEFT, right(0.01, noise)))
-    assert verdict.status is status
-    assert verdict.curl == ("curl" if status is Status.FAILED else "")
+    result = compared(0.0, (LEFT, right(0.01, noise)))
+    assert result.status is status
+    assert result.curl == ("curl" if status is Status.FAILED else "")
 
 
 def test_large_margin_is_not_explained_by_any_rounding():
@@ -62,11 +67,27 @@ def test_sampled_difference_is_inconclusive_only_if_rounding_is_large_enough():
     assert compared(1.0, (LEFT, right(0.01, 0.1))).status is Status.INCONCLUSIVE
 
 
-def test_worst_verdict_counts():
-    verdicts = [
+def test_worst_result_counts():
+    results = [
         CheckResult(Status.PASSED, "a"),
         CheckResult(Status.FAILED, "b"),
         CheckResult(Status.INCONCLUSIVE, "c"),
     ]
-    assert worst(verdicts).summary == "b"
-    assert worst(verdicts[:1]).status is Status.PASSED
+    assert worst(results).summary == "b"
+    assert worst(results[:1]).status is Status.PASSED
+
+
+@pytest.mark.parametrize(
+    ("differences", "status"),
+    [
+        ([0.0] * 9 + [0.09], Status.PASSED),
+        ([0.05, -0.05], Status.INCONCLUSIVE),
+        ([0.0, -0.3], Status.FAILED),
+    ],
+)
+def test_mean_difference_of_logprobs_decides(differences, status):
+    tokens = [(one, token("a", a=-1.0 + one), -1.0) for one in differences]
+    result = judged(tokens, "the reference's", "curl")
+    assert result.status is status
+    assert result.evidence["largest"] == max(map(abs, differences))
+    assert result.curl == ("curl" if status is Status.FAILED else "")

@@ -11,7 +11,7 @@ from gammaray.client.request import build_request
 from gammaray.errors import InvalidArgumentError
 from gammaray.receipts.keys import b64, parse_keys, published, read_receipt_keys, rotate, unb64
 from gammaray.receipts.receipt import Receipt, SignedReceipt
-from gammaray.types import FinishReason, SamplingParams, VerificationMethod
+from tests.support.receipt_helpers import made_up_receipt
 
 
 @pytest.fixture
@@ -21,20 +21,7 @@ def path(tmp_path):
 
 @pytest.fixture
 def receipt():
-    return Receipt(
-        issued_at=1_795_000_000,
-        model="demo",
-        model_identity="ab" * 32 + "/float32",
-        tokenizer="cd" * 32,
-        eos_token_ids=(0,),
-        verification=VerificationMethod.COUPLED,
-        prompt_token_ids=(5, 6, 7),
-        sampling=SamplingParams(temperature=0.7, seed=2**64 - 1, logit_bias={9: -1.5}, banned_token_ids=(3,)),
-        max_tokens=16,
-        stop=("\n\n", "é"),
-        token_ids=(8, 9, 10),
-        finish_reason=FinishReason.STOP,
-    )
+    return made_up_receipt()
 
 
 def invoke(*args):

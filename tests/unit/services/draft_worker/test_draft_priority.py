@@ -1,4 +1,4 @@
-"""Idle priority is used only if it can be reverted, in forwards of the kernel that nobody waits for."""
+"""Idle priority is used only if it can be reverted, and ends when a request arrives."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def preempted(work, stop: c_int32) -> list[int]:
 )
 @pytest.mark.parametrize("call", ["chain", "step"])
 @pytest.mark.parametrize("is_waited_for", [False, True])
-def test_forwards_run_at_idle_priority_until_somebody_waits(engine, call, is_waited_for):
+def test_forwards_run_at_idle_priority_until_a_request_waits(engine, call, is_waited_for):
     stop = c_int32(int(is_waited_for))
 
     def work() -> None:

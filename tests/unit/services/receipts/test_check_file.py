@@ -8,9 +8,8 @@ import pytest
 
 from gammaray.errors import InvalidArgumentError
 from gammaray.receipts.keys import published, read_receipt_keys, rotate
-from gammaray.receipts.receipt import Receipt
-from gammaray.types import FinishReason, SamplingParams, VerificationMethod
 from services.receipts.__main__ import check_file
+from tests.support.receipt_helpers import made_up_receipt
 
 
 @pytest.fixture
@@ -20,20 +19,7 @@ def path(tmp_path):
 
 @pytest.fixture
 def receipt():
-    return Receipt(
-        issued_at=1_795_000_000,
-        model="demo",
-        model_identity="ab" * 32 + "/float32",
-        tokenizer="cd" * 32,
-        eos_token_ids=(0,),
-        verification=VerificationMethod.COUPLED,
-        prompt_token_ids=(5, 6, 7),
-        sampling=SamplingParams(temperature=0.7, seed=2**64 - 1, logit_bias={9: -1.5}, banned_token_ids=(3,)),
-        max_tokens=16,
-        stop=("\n\n", "é"),
-        token_ids=(8, 9, 10),
-        finish_reason=FinishReason.STOP,
-    )
+    return made_up_receipt()
 
 
 def test_check_refuses_without_loading_a_model(path, receipt, tmp_path, capsys):

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+ALPHA = {"law": 1 / 2, "independence": 1 / 4, "choices": 1 / 8, "seed": 1 / 8}
+"""Shares of the audit's probability of a false alarm; the other checks draw no conclusion from chance."""
+
 
 class Status(str, Enum):
     """Result of a check, or of a whole audit."""
@@ -56,18 +59,18 @@ def inconclusive(reason: str) -> Undecided:
 
 @dataclass(frozen=True)
 class Finding:
-    """A check's verdict, with what it took.
+    """A check's result, with what it took.
 
     Args:
         check: Name of the check.
-        verdict: What it found.
+        result: What it found.
         requests: Requests sent.
         tokens: Tokens generated.
         seconds: Wall-clock time.
     """
 
     check: str
-    verdict: CheckResult
+    result: CheckResult
     requests: int
     tokens: int
     seconds: float
