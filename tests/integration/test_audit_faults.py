@@ -23,7 +23,7 @@ TOGETHER = (
     ("logprob 0.0", "one token too many", "stop ignored"),
     ("greedy at temperature 0.3", "min_p ignored"),
 )
-"""Every fault but those of the law, in audits of several: one audit takes 15 s, most of it for honest answers."""
+"""Every fault but those of the law, several to an audit: one takes 15 s, most of it for honest answers."""
 
 
 async def audited(url, names, max_tokens=60_000):
