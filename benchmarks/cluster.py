@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
 import re
 import signal
-import socket
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -19,11 +17,13 @@ from typing import IO, Any, TypeVar
 import psutil
 
 from gammaray import AsyncClient
+from gammaray.demo_pair import DEMO_PAIR
 from gammaray.errors import GammarayError
+from orchestrator.launcher.preflight import free_ports
+from orchestrator.launcher.reaper import runs
 
-_HOST = "127.0.0.1"
 START_TIMEOUT_S = 180.0
-_WORKERS_TIMEOUT_S = 60.0
+_WORKERS_TIMEOUT_S = 120.0
 _STOP_TIMEOUT_S = 45.0
 GONE_TIMEOUT_S = 10.0  # for the processes below `gammaray up`, once it has ended
 _POLL_S = 0.05
@@ -68,18 +68,37 @@ def run_or_exit(work: Coroutine[Any, Any, Result]) -> Result:
 
 
 @asynccontextmanager
-async def connected(*options: str, source: Path | None = None) -> AsyncIterator[AsyncClient]:
-    """Run a cluster as `running_cluster` does, and yield a client once draft and target workers are there.
+async def connected(
+    target: str = DEMO_PAIR,
+    draft: str | None = DEMO_PAIR,
+    head: str | None = None,
+    weights: str = "auto",
+    timeout_s: float = START_TIMEOUT_S,
+    source: Path | None = None,
+) -> AsyncIterator[AsyncClient]:
+    """Run `gammaray up` until the block ends, without draft workers if `draft` is None; yield its client.
+
+    Args:
+        target: Directory or hub name, or "demo".
+        draft: Likewise.
+        head: A head in the target worker.
+        weights: Of the draft or head: auto, int8 or int4.
+        timeout_s: Longest wait for the workers' models.
+        source: As of `running_cluster`.
 
     Raises:
-        ClusterError: As `running_cluster`.
-        DeadlineExceededError: A worker did not come up within a minute.
+        ClusterError: It did not start, or did not end all of its processes.
+        DeadlineExceededError: A worker did not come up within two minutes.
     """
+    pair = ("--draft-weights", weights, *(("--draft", draft) if draft else ("--draft-workers", "0")))
+    if head:
+        pair = (*pair, "--head", head)
+    roles = ("target", "draft") if draft else ("target",)
     async with (
-        running_cluster(*options, source=source) as cluster,
+        running_cluster("--target", target, *pair, source=source, timeout_s=timeout_s) as cluster,
         AsyncClient(cluster.grpc_address) as client,
     ):
-        await client.wait_ready(_WORKERS_TIMEOUT_S, roles=("target", "draft"))
+        await client.wait_ready(_WORKERS_TIMEOUT_S, roles=roles)
         yield client
 
 
@@ -98,7 +117,7 @@ async def running_cluster(
         ClusterError: It did not become ready in time, or processes outlived it (they are
             killed then).
     """
-    http_port, grpc_port = free_ports(2)
+    http_port, grpc_port = free_ports("127.0.0.1", 2)
     own = ["--http-port", str(http_port), "--grpc-port", str(grpc_port), "--start-timeout-s", str(timeout_s)]
     with tempfile.TemporaryFile("w+") as errors:
         process = await asyncio.create_subprocess_exec(
@@ -164,12 +183,13 @@ async def stop(process: asyncio.subprocess.Process) -> None:
     if not await _has_ended(process, _STOP_TIMEOUT_S):
         process.kill()
         await _has_ended(process, _STOP_TIMEOUT_S)
-    left = await _outliving(family)
+    left = [p for p in await asyncio.to_thread(_outliving, family) if runs(p)]
+    for process_left in left:
+        with suppress(psutil.NoSuchProcess):
+            process_left.kill()
     if left:
-        names = [f"{p.pid} {p.name()}" for p in left if p.is_running()]
-        for p in left:
-            _kill(p)
-        raise ClusterError(f"not ended by `gammaray up`, now killed: {', '.join(names)}")
+        names = ", ".join(f"{p.pid}" for p in left)
+        raise ClusterError(f"not ended by `gammaray up`, now killed: {names}")
 
 
 async def _has_ended(process: asyncio.subprocess.Process, timeout_s: float) -> bool:
@@ -181,37 +201,8 @@ async def _has_ended(process: asyncio.subprocess.Process, timeout_s: float) -> b
     return False
 
 
-async def _outliving(family: Sequence[psutil.Process]) -> list[psutil.Process]:
-    def wait() -> list[psutil.Process]:
-        return [p for p in psutil.wait_procs(family, timeout=GONE_TIMEOUT_S)[1] if is_alive(p)]
-
-    return await asyncio.to_thread(wait)
-
-
-def is_alive(process: psutil.Process) -> bool:
-    """Return whether a process runs; a zombie does not."""
-    try:
-        return bool(process.is_running()) and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def _kill(process: psutil.Process) -> None:
-    try:
-        process.kill()
-    except psutil.NoSuchProcess:
-        pass
-
-
-def free_ports(count: int) -> list[int]:
-    """Return unused loopback ports, below those that the system and Ray assign."""
-    found: list[int] = []
-    while len(found) < count:
-        port = random.randint(10_000, 29_000)
-        with socket.socket() as s:
-            if port not in found and s.connect_ex((_HOST, port)) != 0:
-                found.append(port)
-    return found
+def _outliving(family: Sequence[psutil.Process]) -> list[psutil.Process]:
+    return list(psutil.wait_procs(family, timeout=GONE_TIMEOUT_S)[1])
 
 
 def _tail(errors: IO[str], num_lines: int = 30) -> str:

@@ -37,8 +37,7 @@ from rich.table import Table
 from transformers import AutoTokenizer
 
 from benchmarks.baselines import Baselines, Gaps, Generated, running_baselines
-from benchmarks.cluster import run_or_exit
-from benchmarks.peers.stacks import running_stack
+from benchmarks.cluster import connected, run_or_exit
 from benchmarks.prompts import CATEGORIES, load_tasks
 from benchmarks.provenance import write_result
 from benchmarks.workloads import WORKLOADS, prompts
@@ -259,7 +258,7 @@ async def _run(target: str, draft: str | None, asks: Asks, console: Console) -> 
         seconds = time.monotonic() - began
         console.print(f"{seconds:5.0f} s  {one['comparison']}: {one['equal']} of {one['completions']}")
 
-    async with running_baselines(target, draft) as baselines, running_stack(target, draft) as client:
+    async with running_baselines(target, draft) as baselines, connected(target, draft) as client:
         generating = asyncio.create_task(generated(baselines, asks))  # meanwhile the cluster works
         try:
             plain = await completed(client, asks, 1.0, gamma=0, cache_salt="plain")
@@ -287,7 +286,7 @@ async def _run(target: str, draft: str | None, asks: Asks, console: Console) -> 
             add("temperature 1, the greedy text as prediction, gamma 8 = gamma 0", made, plain)
     if draft:
         # The target as its own draft: another drafter, one whose proposals are nearly always wholly accepted.
-        async with running_stack(target, resolve_model(target, "target")) as client:
+        async with connected(target, resolve_model(target, "target")) as client:
             made = await completed(client, asks, 1.0, gamma=3)
             add("temperature 1, gamma 3, another drafter = gamma 0", made, plain)
     gaps = [gap for made in greedy_ones if made.gaps is not None for gap in made.gaps.gaps]

@@ -29,7 +29,7 @@ from typing import Any
 import httpx
 from transformers import AutoTokenizer
 
-from benchmarks.cluster import ClusterError, free_ports, run_or_exit, running_cluster, stop
+from benchmarks.cluster import ClusterError, run_or_exit, running_cluster, stop
 from benchmarks.provenance import write_result
 from benchmarks.workloads import WORKLOADS, prompts
 from gammaray import AsyncClient
@@ -37,6 +37,7 @@ from gammaray.bench.measure import first_difference, measure, speeds
 from gammaray.bench.systems import Arrival, Ask, Sample, Stack, System
 from gammaray.demo_pair import resolve_model
 from gammaray.errors import GammarayError
+from orchestrator.launcher.preflight import free_ports
 from services.vllm.heads import drafter_config
 
 VLLM = "vllm"
@@ -101,7 +102,7 @@ async def running_vllm(given: argparse.Namespace, drafter: Mapping[str, Any] | N
     Raises:
         ClusterError: It ended, or was not ready in time.
     """
-    (port,) = free_ports(1)
+    (port,) = free_ports("127.0.0.1", 1)
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", given.target_path]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", given.dtype]
     command += ["--gpu-memory-utilization", str(given.memory_share)]

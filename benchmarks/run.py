@@ -36,7 +36,7 @@ async def run(target: str, draft: str, settings: BenchSettings, num_prompts: int
     """
     console, found = Console(), tasks(settings.workload, num_prompts)
     console.print("starting the cluster ...")
-    async with connected("--target", target, "--draft", draft) as client:
+    async with connected(target, draft) as client:
         return await run_bench(
             client, settings, found, lambda: None, lambda point: show_point(console, point)
         )

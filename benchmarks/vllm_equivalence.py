@@ -35,7 +35,7 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.baselines import Gaps, Generated, running_vllm
-from benchmarks.cluster import run_or_exit
+from benchmarks.cluster import connected, run_or_exit
 from benchmarks.equivalence import (
     Asks,
     Made,
@@ -47,7 +47,6 @@ from benchmarks.equivalence import (
     noise_of,
 )
 from benchmarks.noised_gaps import NoisedGaps
-from benchmarks.peers.stacks import running_stack
 from benchmarks.provenance import write_result
 from gammaray import AsyncClient
 from gammaray.bench.measure import first_difference
@@ -129,7 +128,7 @@ async def _cluster(
     engine: str, target: str, draft: str | None, head: str | None = None
 ) -> AsyncIterator[AsyncClient]:
     os.environ["GAMMARAY_ENGINE"] = engine
-    async with running_stack(target, draft, head, timeout_s=START_TIMEOUT_S) as client:
+    async with connected(target, draft, head, timeout_s=START_TIMEOUT_S) as client:
         yield client
 
 

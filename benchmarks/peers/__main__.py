@@ -4,8 +4,8 @@
     python -m benchmarks.peers --target MODEL_DIR --draft DRAFT_DIR --streams 1,4,16
     LLAMA_SERVER=build/bin/llama-server python -m benchmarks.peers --target MODEL_DIR --gguf MODEL.gguf
 
-Measured are gammaray's engine in one process and its whole cluster, `generate` of transformers, and, if the
-environment variable LLAMA_SERVER names a llama-server, llama.cpp: each plain and with its own speculation.
+Measured are gammaray's cluster, `generate` of transformers, and, if the environment variable LLAMA_SERVER
+names a llama-server, llama.cpp: each plain and with its own speculation.
 The prompts are the chat tasks of `benchmarks/prompts`, rendered by the model's chat template and sent as
 token ids to every system. Each prompt is completed by every system, in a random order, before the next.
 
@@ -50,13 +50,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, default=1, help="arithmetic threads per model; default 1")
     parser.add_argument("--seed", type=int, default=0, help="of the order of the systems; default 0")
     parser.add_argument("--without", default="", help="systems to leave out, comma-separated")
-    parser.add_argument("--gguf", type=Path, help="the target for llama.cpp; else made, see LLAMA_CONVERT")
-    parser.add_argument("--draft-gguf", type=Path, help="the draft for llama.cpp; else made likewise")
+    parser.add_argument("--gguf", type=Path, help="the target for llama.cpp")
+    parser.add_argument("--draft-gguf", type=Path, help="the draft for llama.cpp")
     parser.add_argument("--out", type=Path, help="new result file; default: in benchmarks/results")
-    parser.epilog = (
-        "LLAMA_SERVER: path of llama-server. "
-        "LLAMA_CONVERT: path of llama.cpp's convert_hf_to_gguf.py, for GGUF files that are not given."
-    )
+    parser.epilog = "LLAMA_SERVER: path of llama-server."
     return parser
 
 
@@ -80,7 +77,6 @@ def main() -> None:
             seed=options.seed,
             without=tuple(filter(None, options.without.split(","))),
             llama_server=os.environ.get("LLAMA_SERVER"),
-            llama_convert=os.environ.get("LLAMA_CONVERT"),
             gguf=options.gguf,
             draft_gguf=options.draft_gguf,
             head=options.head,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -15,18 +14,17 @@ from typing import IO, Any
 
 import httpx
 
-from benchmarks.cluster import ClusterError, free_ports
+from benchmarks.cluster import ClusterError, stop
 from gammaray.bench.systems import Arrival, Ask, Sample
+from orchestrator.launcher.preflight import free_ports
 
 LLAMA = "llama.cpp"
 """Name of its plain decoding."""
 
 _DRAFT_TOKENS = (4, 8)
 _START_TIMEOUT_S = 180.0
-_STOP_TIMEOUT_S = 10.0
 _ATTEMPTS = 3
 _ANSWER_TIMEOUT_S = 300.0
-_CONVERT_TIMEOUT_S = 600.0
 _VERSION_TIMEOUT_S = 60.0
 _POLL_S = 0.1
 _HOST = "127.0.0.1"
@@ -86,7 +84,7 @@ async def running_llama(
         try:
             yield url
         finally:
-            await _stop(process)
+            await stop(process)
 
 
 class Llama:
@@ -144,23 +142,6 @@ async def connected_llama(name: str, url: str) -> AsyncIterator[Llama]:
         yield Llama(name, client)
 
 
-def converted(script: str, model: str, folder: Path) -> Path:
-    """Return a GGUF file of a model directory, made with llama.cpp's convert_hf_to_gguf.py.
-
-    Raises:
-        ClusterError: The script failed or took longer than ten minutes.
-    """
-    out = folder / f"{Path(model).name}.gguf"
-    command = [sys.executable, script, model, "--outfile", str(out), "--outtype", "auto"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_CONVERT_TIMEOUT_S)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise ClusterError(f"{script}: {error}") from None
-    if done.returncode != 0 or not out.exists():
-        raise ClusterError(f"{script} ended with code {done.returncode}\n{done.stderr[-2000:]}")
-    return out
-
-
 def _body(ask: Ask, *, stream: bool) -> dict[str, Any]:
     """Return a request that samples from the model's distribution alone, or is greedy."""
     greedy = ask.temperature == 0
@@ -204,7 +185,7 @@ async def _start(
     """Start the server; try another port when it ends early, since its port may have been taken meanwhile."""
     deadline = time.monotonic() + _START_TIMEOUT_S
     for _ in range(_ATTEMPTS):
-        (port,) = free_ports(1)
+        (port,) = free_ports(_HOST, 1)
         url = f"http://{_HOST}:{port}"
         try:
             process = await asyncio.create_subprocess_exec(
@@ -220,7 +201,7 @@ async def _start(
             if await _is_ready(process, url, deadline):
                 return process, url
         except BaseException:
-            await _stop(process)
+            await stop(process)
             raise
         if "bind" not in _tail(output):
             break
@@ -244,17 +225,6 @@ async def _is_ready(process: asyncio.subprocess.Process, url: str, deadline: flo
                 raise ClusterError(f"llama-server was not ready within {_START_TIMEOUT_S:.0f} s")
             await asyncio.sleep(_POLL_S)
     return False
-
-
-async def _stop(process: asyncio.subprocess.Process) -> None:
-    if process.returncode is not None:
-        return
-    process.terminate()
-    try:
-        await asyncio.wait_for(process.wait(), _STOP_TIMEOUT_S)
-    except asyncio.TimeoutError:
-        process.kill()
-        await process.wait()
 
 
 def _tail(output: IO[str], num_lines: int = 30) -> str:
