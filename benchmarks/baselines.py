@@ -146,32 +146,18 @@ class Peer:
 
 
 @asynccontextmanager
-async def running_baselines(target: str, draft: str | None, threads: int = 1) -> AsyncIterator[Baselines]:
-    """Start `transformers` with `threads` arithmetic threads; the process ends with the block.
-
-    `target` and `draft` are directories or hub names, or "demo" for the demo pair. Without a draft there is
-    no assisted generation.
-    """
-    models = (resolve_model(target, "target"), resolve_model(draft, "draft") if draft else "")
-    async with _running("benchmarks.transformers_worker", models, threads) as baselines:
-        yield baselines
-
-
-@asynccontextmanager
-async def running_vllm(target: str, threads: int = 1) -> AsyncIterator[Baselines]:
-    """Start vLLM alone, which generates greedily; the process ends with the block.
+async def running_baselines(
+    target: str, draft: str | None = None, threads: int = 1, program: str = "transformers"
+) -> AsyncIterator[Baselines]:
+    """Start a program with `threads` arithmetic threads; the process ends with the block.
 
     Args:
         target: Directory or hub name, or "demo".
+        draft: Likewise; without one there is no assisted generation.
         threads: Arithmetic threads.
+        program: transformers, or vllm, which generates greedily.
     """
-    given = (resolve_model(target, "target"), "")
-    async with _running("benchmarks.vllm_worker", given, threads) as baselines:
-        yield baselines
-
-
-@asynccontextmanager
-async def _running(module: str, arguments: Sequence[str], threads: int) -> AsyncIterator[Baselines]:
+    models = (resolve_model(target, "target"), resolve_model(draft, "draft") if draft else "")
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": str(threads),
@@ -179,7 +165,7 @@ async def _running(module: str, arguments: Sequence[str], threads: int) -> Async
         "TOKENIZERS_PARALLELISM": "false",
     }
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", module, *arguments, str(threads)),
+        *(sys.executable, "-m", f"benchmarks.{program}_worker", *models, str(threads)),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         limit=_LINE_LIMIT,

@@ -1,4 +1,4 @@
-"""A cluster on loopback for the length of a block: `gammaray up` as a user would start it."""
+"""Servers on loopback for the length of a block: `gammaray up` as a user would start it, and others."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import re
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
+import httpx
 import psutil
 
 from gammaray import AsyncClient
@@ -28,7 +30,7 @@ _STOP_TIMEOUT_S = 45.0
 GONE_TIMEOUT_S = 10.0  # for the processes below `gammaray up`, once it has ended
 _POLL_S = 0.05
 _GAMMARAY = "from gammaray.cli import main; main()"  # the console script, wherever it is installed
-_READY = re.compile(r"ready http=(\S+) grpc=(\S+)")
+_READY = re.compile(r"ready http=(\S+) grpc=(\S+)\n")
 
 Result = TypeVar("Result")
 
@@ -119,57 +121,87 @@ async def running_cluster(
     """
     http_port, grpc_port = free_ports("127.0.0.1", 2)
     own = ["--http-port", str(http_port), "--grpc-port", str(grpc_port), "--start-timeout-s", str(timeout_s)]
-    with tempfile.TemporaryFile("w+") as errors:
+    with tempfile.TemporaryFile("a+") as output:  # "a": each process writes at the end, whoever reads
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-c", _GAMMARAY, "up", "--wait-ready", *own, *options),
             stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=errors,
+            stdout=output,
+            stderr=output,
             cwd=source,
             env=None if source is None else {**os.environ, "PYTHONPATH": str(source)},
             # Ctrl-C of a terminal reaches this process alone, which then stops the cluster in order.
             start_new_session=True,
         )
         try:
-            cluster = await _wait_ready(process, errors, timeout_s + _STOP_TIMEOUT_S)
-            drain = asyncio.create_task(_drain(process))
-            try:
-                yield cluster
-            finally:
-                drain.cancel()
+            yield await _wait_ready(process, output, timeout_s + _STOP_TIMEOUT_S)
         finally:
             await stop(process)
 
 
-async def _wait_ready(process: asyncio.subprocess.Process, errors: IO[str], timeout_s: float) -> Cluster:
+@asynccontextmanager
+async def running_server(command: Sequence[str], timeout_s: float) -> AsyncIterator[str]:
+    """Run another program's HTTP server on a free loopback port until the block ends; yield its URL.
+
+    Args:
+        command: Takes `--host` and `--port`; `GET /health` answers with 200 once it is ready.
+        timeout_s: Longest wait for that.
+
+    Raises:
+        ClusterError: It does not run, ended, or was not ready in time.
+    """
+    (port,) = free_ports("127.0.0.1", 1)
+    deadline = time.monotonic() + timeout_s
+    with tempfile.TemporaryFile("w+") as output:
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(*command, "--host", "127.0.0.1", "--port", str(port)),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,  # Ctrl-C reaches this process alone, which then stops the server.
+            )
+        except OSError as error:
+            raise ClusterError(f"{command[0]}: {error}") from None
+        url = f"http://127.0.0.1:{port}"
+        try:
+            async with httpx.AsyncClient(timeout=2.0) as client:
+                while not await _is_healthy(client, url):
+                    if process.returncode is not None:
+                        ended = f"{command[0]} ended with code {process.returncode}"
+                        raise ClusterError(f"{ended}\n{_tail(output)}")
+                    if time.monotonic() > deadline:
+                        raise ClusterError(
+                            f"{command[0]}: not ready within {timeout_s:.0f} s\n{_tail(output)}"
+                        )
+                    await asyncio.sleep(_POLL_S)
+            yield url
+        finally:
+            await stop(process)
+
+
+async def _is_healthy(client: httpx.AsyncClient, url: str) -> bool:
     try:
-        found = await asyncio.wait_for(_ready_line(process), timeout_s)
-    except asyncio.TimeoutError:
-        raise ClusterError(f"not ready within {timeout_s:.0f} s\n{_tail(errors)}") from None
-    if found is None:
-        await _has_ended(process, _STOP_TIMEOUT_S)
-        raise ClusterError(f"`gammaray up` ended with code {process.returncode}\n{_tail(errors)}")
-    http, grpc = (address.removeprefix("http://").rstrip("/") for address in found.groups())
-    return Cluster(http, grpc, process.pid)
+        return (await client.get(f"{url}/health")).status_code == httpx.codes.OK
+    except httpx.HTTPError:
+        return False
 
 
-async def _ready_line(process: asyncio.subprocess.Process) -> re.Match[str] | None:
-    assert process.stdout is not None
-    while line := await process.stdout.readline():
-        if found := _READY.search(line.decode()):
-            return found
-    return None
-
-
-async def _drain(process: asyncio.subprocess.Process) -> None:
-    """Read the output, since the cluster would block at a full pipe."""
-    assert process.stdout is not None
-    while await process.stdout.read(2**16):
-        pass
+async def _wait_ready(process: asyncio.subprocess.Process, output: IO[str], timeout_s: float) -> Cluster:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        output.seek(0)
+        if found := _READY.search(output.read()):
+            http, grpc = (address.removeprefix("http://").rstrip("/") for address in found.groups())
+            return Cluster(http, grpc, process.pid)
+        if process.returncode is not None:
+            raise ClusterError(f"`gammaray up` ended with code {process.returncode}\n{_tail(output)}")
+        if time.monotonic() > deadline:
+            raise ClusterError(f"not ready within {timeout_s:.0f} s\n{_tail(output)}")
+        await asyncio.sleep(_POLL_S)
 
 
 async def stop(process: asyncio.subprocess.Process) -> None:
-    """Stop `gammaray up` and wait until all of its processes have ended.
+    """Stop a server and wait until all of its processes have ended.
 
     Raises:
         ClusterError: Some outlived it; they were killed.
@@ -189,7 +221,7 @@ async def stop(process: asyncio.subprocess.Process) -> None:
             process_left.kill()
     if left:
         names = ", ".join(f"{p.pid}" for p in left)
-        raise ClusterError(f"not ended by `gammaray up`, now killed: {names}")
+        raise ClusterError(f"not ended with it, now killed: {names}")
 
 
 async def _has_ended(process: asyncio.subprocess.Process, timeout_s: float) -> bool:
@@ -205,6 +237,6 @@ def _outliving(family: Sequence[psutil.Process]) -> list[psutil.Process]:
     return list(psutil.wait_procs(family, timeout=GONE_TIMEOUT_S)[1])
 
 
-def _tail(errors: IO[str], num_lines: int = 30) -> str:
-    errors.seek(0)
-    return "".join(errors.readlines()[-num_lines:])
+def _tail(output: IO[str], num_lines: int = 30) -> str:
+    output.seek(0)
+    return "".join(output.readlines()[-num_lines:])

@@ -54,8 +54,8 @@ from orchestrator.text.tokenizer import Tokenizer
 TASKS = "tasks"
 """Workload of chat tasks."""
 
-_AT_ONCE = 8
-_WITH_DRAFT: dict[str, GenerateOptions] = {
+AT_ONCE = 8
+WITH_DRAFT: dict[str, GenerateOptions] = {
     "gamma 3": {"gamma": 3},
     "gamma 8": {"gamma": 8},
     "adaptive": {},
@@ -172,6 +172,13 @@ def noise_of(completions: Sequence[Generated]) -> float:
     return max((made.gaps.noise for made in completions if made.gaps is not None), default=0.0)
 
 
+def ties(completions: Sequence[Generated]) -> dict[str, Any]:
+    """Return how near the two largest logits came to each other, and how often within the noise."""
+    noise = noise_of(completions)
+    gaps = [gap for made in completions if made.gaps is not None for gap in made.gaps.gaps]
+    return {"noise": noise, "narrowest_gap": min(gaps), "within_noise": sum(gap <= noise for gap in gaps)}
+
+
 def count(
     name: str,
     got: Sequence[Made],
@@ -262,13 +269,13 @@ async def _run(target: str, draft: str | None, asks: Asks, console: Console) -> 
         generating = asyncio.create_task(generated(baselines, asks))  # meanwhile the cluster works
         try:
             plain = await completed(client, asks, 1.0, gamma=0, cache_salt="plain")
-            for name, options in (_WITH_DRAFT if draft else _WITHOUT_DRAFT).items():
+            for name, options in (WITH_DRAFT if draft else _WITHOUT_DRAFT).items():
                 given = {"cache_salt": name, **options}
                 add(f"temperature 1, {name} = gamma 0", await completed(client, asks, 1.0, **given), plain)
             if draft:
-                loaded = Asks(asks.prompts, asks.max_tokens, asks.ignore_eos, _AT_ONCE)
+                loaded = Asks(asks.prompts, asks.max_tokens, asks.ignore_eos, AT_ONCE)
                 made = await completed(client, loaded, 1.0, cache_salt="at once")
-                add(f"temperature 1, adaptive, {_AT_ONCE} at once = gamma 0", made, plain)
+                add(f"temperature 1, adaptive, {AT_ONCE} at once = gamma 0", made, plain)
             greedy = {
                 name: await completed(client, asks, 0.0, cache_salt=f"greedy, {name}", **options)
                 for name, options in _greedy(draft).items()
@@ -289,15 +296,7 @@ async def _run(target: str, draft: str | None, asks: Asks, console: Console) -> 
         async with connected(target, resolve_model(target, "target")) as client:
             made = await completed(client, asks, 1.0, gamma=3)
             add("temperature 1, gamma 3, another drafter = gamma 0", made, plain)
-    gaps = [gap for made in greedy_ones if made.gaps is not None for gap in made.gaps.gaps]
-    return {
-        "comparisons": counts,
-        "ties": {
-            "noise": noise,
-            "narrowest_gap": min(gaps),
-            "within_noise": sum(gap <= noise for gap in gaps),
-        },
-    }
+    return {"comparisons": counts, "ties": ties(greedy_ones)}
 
 
 def _greedy(draft: str | None) -> dict[str, GenerateOptions]:

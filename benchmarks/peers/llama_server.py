@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import subprocess
-import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import httpx
 
-from benchmarks.cluster import ClusterError, stop
+from benchmarks.cluster import ClusterError, running_server
 from gammaray.bench.systems import Arrival, Ask, Sample
-from orchestrator.launcher.preflight import free_ports
 
 LLAMA = "llama.cpp"
 """Name of its plain decoding."""
 
 _DRAFT_TOKENS = (4, 8)
 _START_TIMEOUT_S = 180.0
-_ATTEMPTS = 3
 _ANSWER_TIMEOUT_S = 300.0
 _VERSION_TIMEOUT_S = 60.0
-_POLL_S = 0.1
-_HOST = "127.0.0.1"
 
 
 def modes(draft: Path | None, threads: int) -> dict[str, list[str]]:
@@ -60,11 +54,10 @@ def llama_version(binary: str) -> str:
     return (done.stdout + done.stderr).strip()
 
 
-@asynccontextmanager
-async def running_llama(
+def running_llama(
     binary: str, model: Path, options: Sequence[str], *, threads: int, slots: int, context: int
-) -> AsyncIterator[str]:
-    """Run a server on a free loopback port until the block ends, and yield its base URL.
+) -> AbstractAsyncContextManager[str]:
+    """Run a server until the block ends, and yield its base URL.
 
     Args:
         binary: Path of llama-server.
@@ -73,18 +66,10 @@ async def running_llama(
         threads: Arithmetic threads.
         slots: Completions that it runs at once.
         context: Tokens of prompt and completion that each slot can hold.
-
-    Raises:
-        ClusterError: It ended, or was not ready within three minutes.
     """
     common = ["-m", str(model), "-t", str(threads), "-tb", str(threads), "--no-webui"]
     common += ["-np", str(slots), "-c", str(slots * context)]
-    with tempfile.TemporaryFile("w+") as output:
-        process, url = await _start(binary, [*common, *options], output)
-        try:
-            yield url
-        finally:
-            await stop(process)
+    return running_server([binary, *common, *options], _START_TIMEOUT_S)
 
 
 class Llama:
@@ -177,56 +162,3 @@ def _within(arrivals: Sequence[Arrival], count: int) -> list[Arrival]:
         kept.append((at, min(tokens, count)))
         count -= tokens
     return kept
-
-
-async def _start(
-    binary: str, options: Sequence[str], output: IO[str]
-) -> tuple[asyncio.subprocess.Process, str]:
-    """Start the server; try another port when it ends early, since its port may have been taken meanwhile."""
-    deadline = time.monotonic() + _START_TIMEOUT_S
-    for _ in range(_ATTEMPTS):
-        (port,) = free_ports(_HOST, 1)
-        url = f"http://{_HOST}:{port}"
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *(binary, "--host", _HOST, "--port", str(port), *options),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,  # Ctrl-C reaches this process alone, which then stops the server.
-            )
-        except OSError as error:
-            raise ClusterError(f"{binary}: {error}") from None
-        try:
-            if await _is_ready(process, url, deadline):
-                return process, url
-        except BaseException:
-            await stop(process)
-            raise
-        if "bind" not in _tail(output):
-            break
-    raise ClusterError(f"{binary} ended with code {process.returncode}\n{_tail(output)}")
-
-
-async def _is_ready(process: asyncio.subprocess.Process, url: str, deadline: float) -> bool:
-    """Wait until the model is loaded; return False if the process ends before.
-
-    Raises:
-        ClusterError: The deadline has passed.
-    """
-    async with httpx.AsyncClient(timeout=2.0) as client:
-        while process.returncode is None:
-            try:
-                if (await client.get(f"{url}/health")).status_code == httpx.codes.OK:
-                    return True
-            except httpx.HTTPError:
-                pass
-            if time.monotonic() > deadline:
-                raise ClusterError(f"llama-server was not ready within {_START_TIMEOUT_S:.0f} s")
-            await asyncio.sleep(_POLL_S)
-    return False
-
-
-def _tail(output: IO[str], num_lines: int = 30) -> str:
-    output.seek(0)
-    return "".join(output.readlines()[-num_lines:])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -189,7 +189,7 @@ async def compare(settings: Settings, console: Console) -> dict[str, Any]:
         context = max(map(len, prompts.values())) + settings.max_tokens + _SPARE
         started = await _start(settings, context, stack)
         for temperature, streams in itertools.product(settings.temperatures, settings.streams):
-            systems = started.at(streams)
+            systems = started.at(streams, settings.without)
             try:
                 samples = await _measure(settings, prompts, systems, temperature, streams, console)
             except (ClusterError, GammarayError, httpx.HTTPError) as error:
@@ -221,38 +221,32 @@ async def compare(settings: Settings, console: Console) -> dict[str, Any]:
     }
 
 
+@dataclass
 class _Started:
     """The running systems.
 
-    Attributes:
-        peers: Those that complete one prompt at a time.
-        batching: Those that can complete several at once: llama.cpp.
-        client: Of gammaray's cluster; None if it is left out.
+    Args:
+        client: Of gammaray's cluster.
+        peers: Systems of transformers, which completes one prompt per call: measured with one in flight only.
+        llama: Those of llama.cpp.
     """
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-        self.peers: list[System] = []
-        self.batching: list[System] = []
-        self.client: AsyncClient | None = None
+    client: AsyncClient
+    peers: list[System]
+    llama: list[System]
 
-    def at(self, streams: int) -> list[System]:
+    def at(self, streams: int, without: Collection[str]) -> list[System]:
         """Return the systems to measure with that many completions in flight.
 
-        `generate` of transformers completes one prompt per call, so it is measured with one only. The traces
-        of the cluster's sessions are read with one only, too: the calls would delay the other completions.
+        The traces of the cluster's sessions are read with one only: the calls would delay other completions.
         """
-        systems = [*(self.peers if streams == 1 else []), *self.batching]
         kind = TracedStack if streams == 1 else Stack
-        if self.client is not None:
-            systems.append(kind(0, self.client))
-            for variant in VARIANTS:
-                systems.append(kind("adaptive", self.client, options=variant.options, name=variant.name))
-        return [system for system in systems if system.name not in self._settings.without]
+        systems = [*(self.peers if streams == 1 else ()), *self.llama, kind(0, self.client)]
+        systems += [kind("adaptive", self.client, options=how, name=name) for name, how in VARIANTS.items()]
+        return [system for system in systems if system.name not in without]
 
 
 async def _start(settings: Settings, context: int, stack: AsyncExitStack) -> _Started:
-    started = _Started(settings)
     threads = settings.threads
     # A drafter of `gammaray train` shares weights with its target; other programs cannot load it.
     ordinary = settings.draft
@@ -260,26 +254,18 @@ async def _start(settings: Settings, context: int, stack: AsyncExitStack) -> _St
         ordinary = None
     baselines = await stack.enter_async_context(running_baselines(settings.target, ordinary, threads))
     names = [REFERENCE, f"lookup-{_LOOKUP}", *(f"assisted-{n}" for n in _ASSISTED if ordinary)]
-    started.peers = [Peer(name, baselines) for name in names]
-    started.client = await stack.enter_async_context(
-        connected(settings.target, settings.draft, settings.head, settings.weights)
-    )
+    cluster = connected(settings.target, settings.draft, settings.head, settings.weights)
+    client = await stack.enter_async_context(cluster)
+    llama: list[System] = []
     if settings.llama_server:
         assert settings.gguf is not None
+        sizes = {"threads": threads, "slots": max(settings.streams), "context": context}
         for name, options in modes(settings.draft_gguf, threads).items():
             if name not in settings.without:
-                slots = max(settings.streams)
-                server = running_llama(
-                    settings.llama_server,
-                    settings.gguf,
-                    options,
-                    threads=threads,
-                    slots=slots,
-                    context=context,
-                )
+                server = running_llama(settings.llama_server, settings.gguf, options, **sizes)
                 url = await stack.enter_async_context(server)
-                started.batching.append(await stack.enter_async_context(connected_llama(name, url)))
-    return started
+                llama.append(await stack.enter_async_context(connected_llama(name, url)))
+    return _Started(client, [Peer(name, baselines) for name in names], llama)
 
 
 async def _measure(

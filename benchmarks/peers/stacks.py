@@ -5,34 +5,20 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from gammaray import AsyncClient
 from gammaray.bench.systems import Ask, Sample, Stack
 from gammaray.client.request import GenerateOptions
 from gammaray.wire.cycles import CycleRecord
 
-_TRACE_TIMEOUT_S = 2.0
+_TRACE_TIMEOUT_S = 5.0
 _POLL_S = 0.02
 
 
-@dataclass(frozen=True)
-class Variant:
-    """One way to ask the cluster.
-
-    Args:
-        name: Name in results; begins with "gammaray-".
-        options: Options of each request, with an adaptive gamma unless they name one.
-    """
-
-    name: str
-    options: GenerateOptions
-
-
-VARIANTS = (
-    Variant("gammaray-adaptive", {}),
-    Variant("gammaray-suffix", {"drafter": "suffix"}),
-)
-"""What is measured besides gamma 0: all drafters together, with the task's prediction, and single ones."""
+VARIANTS: dict[str, GenerateOptions] = {"gammaray-adaptive": {}, "gammaray-suffix": {"drafter": "suffix"}}
+"""What is measured besides gamma 0, with the options of each request: all drafters together, with the task's
+prediction, and single ones. Gamma is adaptive unless the options name one."""
 
 
 class TracedStack(Stack):
@@ -46,14 +32,20 @@ class TracedStack(Stack):
         """
         called = time.time()
         sample = await super().sample(ask)
-        deadline = time.monotonic() + _TRACE_TIMEOUT_S
-        # Records are written in the background; the last ones may come after the completion.
-        while time.monotonic() < deadline:
-            cycles = await self._client.session_trace(sample.session_id)
-            if sum(cycle.emitted for cycle in cycles) >= len(sample.token_ids):
-                return with_server_times(sample, cycles, called)
-            await asyncio.sleep(_POLL_S)
-        return sample
+        cycles = await cycles_of(self._client, sample)
+        return with_server_times(sample, cycles, called) if cycles else sample
+
+
+async def cycles_of(client: AsyncClient, sample: Sample) -> Sequence[CycleRecord]:
+    """Return the cycles of a completion, in order; none if they are not all there within some seconds."""
+    deadline = time.monotonic() + _TRACE_TIMEOUT_S
+    # Records are written in the background; the last ones may come after the completion.
+    while time.monotonic() < deadline:
+        cycles = await client.session_trace(sample.session_id)
+        if sum(cycle.emitted for cycle in cycles) >= len(sample.token_ids):
+            return cycles
+        await asyncio.sleep(_POLL_S)
+    return ()
 
 
 def with_server_times(sample: Sample, cycles: Sequence[CycleRecord], called: float) -> Sample:

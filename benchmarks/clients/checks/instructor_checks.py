@@ -21,14 +21,9 @@ Maker = Callable[..., Any]
 
 @check
 def tools(make: Maker, model: str) -> None:
-    answer = make(Mode.TOOLS).create(model=model, response_model=Weather, seed=1, **OPTIONS)
-    demand(isinstance(answer, Weather), answer)
-
-
-@check
-def tools_strict(make: Maker, model: str) -> None:
-    answer = make(Mode.TOOLS_STRICT).create(model=model, response_model=Weather, seed=2, **OPTIONS)
-    demand(isinstance(answer, Weather), answer)
+    for mode in (Mode.TOOLS, Mode.TOOLS_STRICT):
+        answer = make(mode).create(model=model, response_model=Weather, seed=1, **OPTIONS)
+        demand(isinstance(answer, Weather), (mode, answer))
 
 
 @check

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.equivalence import Asks, Made
-from benchmarks.noised_gaps import NoisedGaps
-from benchmarks.vllm_equivalence import Comparisons
+from benchmarks.vllm_equivalence import Comparisons, NoisedGaps
 from services.engine.loader import load_engine
 from services.qualify.loop import Ask, Pair
 from services.scheduling.planning import Limits
