@@ -11,7 +11,7 @@
   smallest difference, over the tokens of a probability of at least 1e-6: no score overtakes another by more.
 - found: what the check says of completions at temperature 1 after a token was replaced, the temperature was
   raised, another seed was used, and of those of an int8 target that calls itself float32 or bfloat16.
-- cost: time of a check over that of a forward that returns logits of every row, in turns.
+- cost: CPU time of a check over that of a forward that returns logits of every row, in turns.
 - honest: receipts of two orchestrators and their workers, with gamma 0, 8 and adaptive, of whose sessions the
   other orchestrator takes over every fourth; target workers are killed in between. Every one must be valid.
 
@@ -227,7 +227,7 @@ def found(model: str, checker: ReceiptChecker, asked: Sequence[Sequence[int]], n
 
 
 def cost(model: str, checker: ReceiptChecker, prompt: Sequence[int], turns: int) -> list[dict[str, Any]]:
-    """Return the time of a check over that of a forward with the logits of every row, in turns."""
+    """Return the CPU time of a check over that of a forward with the logits of every row, in turns."""
     cases: dict[str, dict[str, Any]] = {
         "temperature 1": {},
         "temperature 0": {"temperature": 0.0},
@@ -239,12 +239,12 @@ def cost(model: str, checker: ReceiptChecker, prompt: Sequence[int], turns: int)
         tokens = [*receipt.prompt_token_ids, *receipt.token_ids][:-1]
         ratios, times = list[float](), list[float]()
         for _ in range(turns + 1):  # the first one warms up
-            began = time.perf_counter()
+            began = time.process_time()
             for _logits in logits_of(checker.engine, tokens, _FEED):
                 pass
-            between = time.perf_counter()
+            between = time.process_time()
             assert checker.verdict(receipt).result == "valid"
-            times.append(time.perf_counter() - between)
+            times.append(time.process_time() - between)
             ratios.append(times[-1] / (between - began))
         rows.append(
             {

@@ -38,8 +38,8 @@ what honest targets need."""
 _FEED = 256
 """Tokens of one forward."""
 
-_JUDGED = 32
-"""Rows processed at once, which fit into a core's cache."""
+_JUDGED = 2**18
+"""Logits processed at once, which fit into a core's cache, in at most 32 rows."""
 
 _SESSION = "receipt"
 
@@ -174,6 +174,7 @@ class _Pass:
         self._spec = SessionSpec(params, receipt.verification, len(prompt), ends)
         self._spec.validate(len(prompt), engine.vocab_size)
         size, device = engine.vocab_size, engine.device
+        self._num_judged = min(32, max(1, _JUDGED // size))
         assert params.seed is not None
         self._noise = Noise(params.seed, params.sample_index, size, device) if params.temperature else None
         self._edits = None
@@ -191,8 +192,8 @@ class _Pass:
                 first = max(start, self._num_prompt - 1)
                 feed = SequenceInput(_SESSION, start, self._tokens[start:end], max(0, end - first))
                 (logits,) = self._engine.step([feed])
-                for at in range(first, end, _JUDGED):
-                    if not self._follow(logits[at - first :], at + 1, min(at + _JUDGED, end) + 1):
+                for at in range(first, end, self._num_judged):
+                    if not self._follow(logits[at - first :], at + 1, min(at + self._num_judged, end) + 1):
                         return self._verdict
         finally:
             self._engine.release(_SESSION)
