@@ -32,7 +32,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -264,7 +264,8 @@ def cost(model: str, checker: ReceiptChecker, prompt: Sequence[int], turns: int)
 def running_workers(options: argparse.Namespace, redis_url: str) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Run two target workers, with the head, or without one a draft worker; yield the target workers."""
     own = ["--model", options.target, "--redis-url", redis_url]
-    processes = [_worker("target", *own, "--head", options.head) for _ in range(2)]
+    more = ["--engine", options.engine, "--dtype", options.dtype, "--cache-budget-mb", "512"]
+    processes = [_worker("target", *own, "--head", options.head, *more) for _ in range(2)]
     draft = [] if options.head else [_worker("draft", *own)]
     try:
         for process in (*processes, *draft):
@@ -321,16 +322,18 @@ async def honest(checker: ReceiptChecker, options: argparse.Namespace, folder: P
             for orchestrator in pair:
                 await orchestrator.close()
     keys, verdicts = read_receipt_keys(keys_file), Counter[str]()
-    bad, num_tokens, ties = [], 0, 0
+    bad, num_tokens, ties, largest = [], 0, 0, 0.0
     for text in signed:
         found = SignedReceipt.parse(text)
         found.check(keys)
         verdict = checker.verdict(found.receipt)
         verdicts[verdict.result] += 1
         num_tokens, ties = num_tokens + verdict.num_tokens, ties + verdict.num_ties
+        largest = max(largest, verdict.largest_gap)
         if verdict.result != "valid":
-            bad.append({"receipt": text, **verdict.model_dump()})
-    return {"counts": counts, "verdicts": verdicts, "tokens": num_tokens, "ties": ties, "bad": bad}
+            bad.append({"receipt": text, **asdict(verdict)})
+    figures = {"tokens": num_tokens, "ties": ties, "largest_gap": largest}
+    return {"counts": counts, "verdicts": verdicts, **figures, "bad": bad}
 
 
 async def _completed(pair: Sequence[Orchestrator], request: GenerationRequest, *, is_broken: bool) -> Chunk:
@@ -373,6 +376,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--target", default=DEMO_PAIR)
     parser.add_argument("--head", default="", help="drafts in the target workers of the part honest")
+    parser.add_argument("--engine", default="auto", help="of the target workers of the part honest")
+    parser.add_argument("--dtype", default="auto", help="of the target workers of the part honest")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS[:3])
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=96, help="of each completion")
