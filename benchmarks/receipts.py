@@ -9,6 +9,8 @@
 - margins: by how much logits differ from those of the check (float32, feeds of 256 tokens): with feeds of
   other sizes, with the layers of `transformers`, in bfloat16. For each row the spread, the largest minus the
   smallest difference, over the tokens of a probability of at least 1e-6: no score overtakes another by more.
+  And tokens drawn from these logits at temperature 1 with the noise of 16 seeds: the share of which the check
+  takes within a margin only, and by how much.
 - found: what the check says of completions at temperature 1 after a token was replaced, the temperature was
   raised, another seed was used, and of those of an int8 target that calls itself float32 or bfloat16.
 - cost: CPU time of a check over that of a forward that returns logits of every row, in turns.
@@ -57,6 +59,7 @@ from orchestrator.service import Orchestrator
 from services.engine.core.batch import SequenceInput
 from services.engine.engine import Engine
 from services.engine.loader import load_engine
+from services.engine.sampling.noise import Noise
 from services.process.fingerprints import vocab_sha256, weights_sha256
 from services.qualify.loop import Ask, Pair
 from services.qualify.models import Target
@@ -67,18 +70,19 @@ from services.target_worker.scheduler import TargetScheduler
 _PROMPT, _COST_TOKENS, _AT_ONCE = 64, 192, 8
 PARTS = ("margins", "found", "cost", "honest")
 _LEAST = 1e-6
-_FEED = 256
+_FEED, _SEEDS = 256, 16
 _THREADS = int(os.environ.get("GAMMARAY_THREADS", "1"))
-_ISSUERS: dict[str, tuple[dict[str, Any], int]] = {
-    "kernel, float32, 1 token": ({}, 1),
-    "kernel, float32, 9 tokens": ({}, 9),
-    "transformers, float32, 256 tokens": ({"engine": "transformers"}, 256),
-    "transformers, float32, 9 tokens": ({"engine": "transformers"}, 9),
-    "transformers, bfloat16, 256 tokens": ({"engine": "transformers", "dtype": "bfloat16"}, 256),
-    "transformers, bfloat16, 9 tokens": ({"engine": "transformers", "dtype": "bfloat16"}, 9),
-    "kernel, int8 weights, 256 tokens": ({"weights": "int8"}, 256),
+_ISSUERS: dict[str, tuple[dict[str, Any], int, float]] = {
+    "kernel, float32, 1 token": ({}, 1, 1.0),
+    "kernel, float32, 9 tokens": ({}, 9, 1.0),
+    "transformers, float32, 256 tokens": ({"engine": "transformers"}, 256, 1.0),
+    "transformers, float32, 9 tokens": ({"engine": "transformers"}, 9, 1.0),
+    "transformers, bfloat16, 256 tokens": ({"engine": "transformers", "dtype": "bfloat16"}, 256, 1.0),
+    "transformers, bfloat16, 9 tokens": ({"engine": "transformers", "dtype": "bfloat16"}, 9, 1.0),
+    "the same at temperature 1 / 1.05": ({"engine": "transformers", "dtype": "bfloat16"}, 9, 1.05),
+    "kernel, int8 weights, 256 tokens": ({"weights": "int8"}, 256, 1.0),
 }
-"""Options of an engine, and tokens of a feed."""
+"""Options of an engine, tokens of a feed, and a factor of its logits."""
 
 _WAYS: dict[str, GenerateOptions] = {
     "gamma 0": {"gamma": 0},
@@ -99,30 +103,51 @@ def logits_of(engine: Engine, tokens: Sequence[int], feed: int) -> Iterator[Tens
 
 
 def margins(model: str, texts: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
-    """Return by how much two logits of a row move, at most, for each issuer."""
+    """Return by how much two logits of a row move, at most, and the gaps of drawn tokens, for each issuer."""
     own = load_engine(model, device="cpu", threads=_THREADS)
     reference = [torch.cat(list(logits_of(own, text, _FEED))) for text in texts]
     rows = []
-    for name, (options, feed) in _ISSUERS.items():
+    for name, (options, feed, factor) in _ISSUERS.items():
         engine = load_engine(model, device="cpu", threads=_THREADS, **options)
-        spreads = list[float]()
-        for text, expected in zip(texts, reference, strict=True):
-            change = torch.cat(list(logits_of(engine, text, feed))) - expected
-            is_likely = expected.softmax(-1) >= _LEAST
+        spreads, gaps = list[float](), list[float]()
+        for number, (text, expected) in enumerate(zip(texts, reference, strict=True)):
+            issued = torch.cat(list(logits_of(engine, text, feed))) * factor
+            change, is_likely = issued - expected, expected.softmax(-1) >= _LEAST
             high = change.masked_fill(~is_likely, -torch.inf).amax(-1)
             low = change.masked_fill(~is_likely, torch.inf).amin(-1)
             spreads += (high - low).tolist()
-        at = sorted(spreads)
+            gaps += _gaps(issued, expected, number)
+        at, tied = sorted(spreads), sorted(gap for gap in gaps if gap > 0)
         rows.append(
             {
                 "issuer": name,
                 "rows": len(at),
                 "median": statistics.median(at),
-                "p99_9": at[min(len(at) - 1, int(len(at) * 0.999))],
+                "p99_9": _quantile(at, 0.999),
                 "largest": at[-1],
+                "draws": len(gaps),
+                "tied": len(tied) / len(gaps),
+                "tied_mean": sum(tied) / max(1, len(tied)),
+                "tied_p99": _quantile(tied, 0.99),
+                "tied_largest": _quantile(tied, 1),
             }
         )
     return rows
+
+
+def _gaps(issued: Tensor, expected: Tensor, first_seed: int) -> list[float]:
+    """Return by how much the check's best score exceeds that of the tokens drawn from `issued`."""
+    gaps = list[float]()
+    for seed in range(first_seed * _SEEDS, (first_seed + 1) * _SEEDS):
+        noise = Noise(seed, 0, issued.shape[-1]).gumbel(0, len(issued))
+        drawn = (issued + noise).argmax(-1, keepdim=True)
+        scores = expected + noise
+        gaps += (scores.amax(-1) - scores.gather(-1, drawn)[:, 0]).tolist()
+    return gaps
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float:
+    return ordered[min(len(ordered) - 1, int(len(ordered) * share))] if ordered else 0.0
 
 
 @dataclass(frozen=True)
