@@ -71,14 +71,14 @@ async def test_a_stream_survives_the_kill_of_its_worker_and_the_other_one_drains
             assert await processes[killed].wait() == -signal.SIGKILL
             resumed = await complete(orchestrator, greedy)
             assert tokens_of(resumed) == undisturbed[1]
-        checker = ReceiptChecker("demo")
-        for text in (chunks[-1].receipt, resumed[-1].receipt):
-            signed = SignedReceipt.parse(text)
-            signed.check(read_receipt_keys(keys))
-            verdict = checker.verdict(signed.receipt)
-            assert (verdict.result, verdict.reason, verdict.num_tokens) == ("valid", "", 60)
         (address,) = [address for address in processes if address != killed]
         await assert_drains(processes[address], address)
+    checker = ReceiptChecker("demo")
+    for text in (chunks[-1].receipt, resumed[-1].receipt):
+        signed = SignedReceipt.parse(text)
+        signed.check(read_receipt_keys(keys))
+        verdict = checker.verdict(signed.receipt)
+        assert (verdict.result, verdict.reason, verdict.num_tokens) == ("valid", "", 60)
 
 
 async def assert_drains(process, address):
