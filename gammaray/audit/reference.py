@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from gammaray.audit.answers import Choice, Token
 from gammaray.audit.chance import SPECIAL
@@ -29,7 +30,8 @@ MIN_TOKENS = 200
 
 _LIKELY = -4.6  # one per cent: log-probabilities of less likely tokens differ more
 _MAX_PROMPTS = 24
-_ECHO = {"temperature": 0, "max_tokens": 1, "echo": True, "top_p": None, "return_tokens_as_token_ids": None}
+_BY_TEXT: dict[str, Any] = {"return_tokens_as_token_ids": None}  # ids of two servers may differ
+_ECHO = {"temperature": 0, "max_tokens": 1, "echo": True, "top_p": None, **_BY_TEXT}
 _HOST = "127.0.0.1"
 _START_TIMEOUT_S = 300.0
 _STOP_TIMEOUT_S = 45.0
@@ -52,7 +54,7 @@ async def check_probabilities(subject: Subject) -> CheckResult:
     for i, prompt in enumerate(subject.prompts[:_MAX_PROMPTS]):
         if len(pairs) >= MIN_TOKENS:
             break
-        asked = {"temperature": 1, "max_tokens": 64, "seed": subject.seed + i}
+        asked = {"temperature": 1, "max_tokens": 64, "seed": subject.seed + i, **_BY_TEXT}
         ours = (await server.ask(prompt, **asked)).choices[0]
         tokens = [token for token in ours.tokens if token.key not in SPECIAL]
         echoed = (await other.ask(prompt + ours.text, **_ECHO)).choices[0]
