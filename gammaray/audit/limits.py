@@ -98,9 +98,10 @@ async def check_stop(subject: Subject) -> CheckResult:
                 summary = f"finish_reason is {choice.finish_reason!r} at the stop string {stop!r}"
                 return CheckResult(Status.FAILED, summary, evidence, curl)
             if choice.text != expected and expected.startswith(choice.text):
-                return CheckResult(
-                    Status.FAILED, f"the text ends before the stop string {stop!r}", evidence, curl
-                )
+                again = [(await server.ask(prompt, **fields)).choices[0].text for fields in (plain, asked)]
+                if again == [whole, choice.text]:  # else the texts differ for another reason
+                    summary = f"the text ends before the stop string {stop!r}"
+                    return CheckResult(Status.FAILED, summary, evidence, curl)
             checked += choice.text == expected
     if not checked:
         raise inconclusive("greedy texts are not repeatable, or too short")
