@@ -21,10 +21,11 @@ class AnswerError(InternalError):
 
     Attributes:
         field: Path of the field, such as `choices[0].text`.
+        curl: Command that asks for the answer; empty if unknown.
     """
 
     def __init__(self, field: str, got: object, allowed: str) -> None:
-        self.field = field
+        self.field, self.curl = field, ""
         super().__init__(f"answer: {field}: got {rendering(got)[:80]}, allowed: {allowed}")
 
 
@@ -73,11 +74,24 @@ class Choice:
 
 @dataclass(frozen=True)
 class Answer:
-    """A whole response: `usage` has the three counts, or is None."""
+    """A whole response, of at least one choice.
+
+    Args:
+        choices: By index.
+        usage: Tokens of the prompt, of the completions, and of both; None if they are not reported.
+        is_gammaray: Whether the server is a gammaray.
+        curl: Command that asks for it.
+    """
 
     choices: tuple[Choice, ...]
     usage: tuple[int, int, int] | None
-    is_gammaray: bool
+    is_gammaray: bool = False
+    curl: str = ""
+
+    @property
+    def choice(self) -> Choice:
+        """The first choice."""
+        return self.choices[0]
 
 
 def decoded(data: bytes) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 
 from gammaray.audit.answers import Choice, Token
 from gammaray.audit.chance import SPECIAL
-from gammaray.audit.findings import CheckResult, Status, inconclusive, not_possible
+from gammaray.audit.findings import CheckResult, Status, failed, inconclusive, not_possible, passed
 from gammaray.audit.sameness import MAX_EQUAL
 from gammaray.audit.subject import Subject
 from gammaray.errors import FailedPreconditionError, UnavailableError
@@ -55,9 +55,9 @@ async def check_probabilities(subject: Subject) -> CheckResult:
         if len(pairs) >= MIN_TOKENS:
             break
         asked = {"temperature": 1, "max_tokens": 64, "seed": subject.seed + i, **_BY_TEXT}
-        ours = (await server.ask(prompt, **asked)).choices[0]
-        tokens = [token for token in ours.tokens if token.key not in SPECIAL]
-        echoed = (await other.ask(prompt + ours.text, **_ECHO)).choices[0]
+        ours = await server.ask(prompt, **asked)
+        tokens = [token for token in ours.choice.tokens if token.key not in SPECIAL]
+        echoed = (await other.ask(prompt + ours.choice.text, **_ECHO)).choice
         if not echoed.text.startswith(prompt):
             raise not_possible("the server ignores `echo`")
         theirs = _given(echoed, len(tokens))
@@ -65,7 +65,7 @@ async def check_probabilities(subject: Subject) -> CheckResult:
             unaligned += 1  # the text has other tokens than those that were generated
             continue
         pairs += zip(tokens, theirs, strict=True)
-        curl = server.curl(prompt, **asked)
+        curl = ours.curl
     compared = [
         (ours.lp - theirs.lp, ours, theirs.lp)
         for ours, theirs in pairs
@@ -86,27 +86,20 @@ def judged(compared: Sequence[tuple[float, Token, float]], whose: str, curl: str
         whose: Of whom the pass is, such as "the reference's".
         curl: Command that asks for a text.
     """
-    mean = sum(abs(difference) for difference, _, _ in compared) / len(compared)
+    count = len(compared)
+    mean = sum(abs(difference) for difference, _, _ in compared) / count
     difference, token, theirs = max(compared, key=lambda one: abs(one[0]))
-    evidence = {
-        "tokens": len(compared),
-        "mean": mean,
-        "largest": abs(difference),
-        "signed": sum(one for one, _, _ in compared) / len(compared),
-        "token": token.text,
-        "server": token.lp,
-        "reference": theirs,
-    }
-    summary = (
-        f"{len(compared)} tokens: log-probabilities differ from {whose} by {mean:.2g} on average, "
-        f"{abs(difference):.2g} at most"
-    )
+    evidence: dict[str, Any] = {"tokens": count, "mean": mean, "largest": abs(difference)}
+    evidence |= {"token": token.text, "server": token.lp, "reference": theirs}
+    evidence["signed"] = sum(one for one, _, _ in compared) / count
+    summary = f"{count} tokens: log-probabilities differ from {whose} by {mean:.2g} on average, "
+    summary += f"{abs(difference):.2g} at most"
     if mean <= MAX_EQUAL:
-        return CheckResult(Status.PASSED, summary, evidence)
+        return passed(summary, **evidence)
     if mean < MIN_FAILED:
         summary += ": so do another precision, or weights of eight bits"
         return CheckResult(Status.INCONCLUSIVE, summary, evidence)
-    return CheckResult(Status.FAILED, summary, evidence, curl)
+    return failed(summary, curl, **evidence)
 
 
 def _given(choice: Choice, count: int) -> list[Token]:

@@ -88,6 +88,10 @@ class Subject:
             reason = self.no_logprobs or f"lists {self.server.num_top} alternatives per token"
             raise not_possible(f"needs log-probabilities of {minimum} alternatives: {reason}")
 
+    def prompt(self, number: int) -> str:
+        """Return a prompt; after the last comes the first again."""
+        return self.prompts[number % len(self.prompts)]
+
     @property
     def has_seeds(self) -> bool:
         """Whether a seed may be expected to give the same text again."""
