@@ -7,7 +7,7 @@ import math
 import re
 from bisect import bisect_left
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from itertools import combinations, pairwise
 from typing import Any
@@ -45,17 +45,20 @@ class _Law:
         self._path = [(0, 0.0)]
         self._drawn = self._missing = 0
 
-    def observe(self, choice: Choice) -> None:
+    def observe(self, choice: Choice, drafted: Sequence[str | None]) -> None:
         """Count the tokens of a completion.
+
+        Args:
+            choice: The completion.
+            drafted: What the reference drafter proposes in place of each token; None where it is not known.
 
         Raises:
             InvalidArgumentError: The alternatives of a token are no distribution.
             Undecided: Too many tokens have no alternatives, or incomplete ones.
         """
-        for token in choice.tokens:
-            self.test.observe(token.key, token.listed, token.lp)
-            position = Position.read(token.listed, self._num_top, SPECIAL)
-            if position is not None and token.key not in SPECIAL:
+        for token, proposed in zip(choice.tokens, drafted, strict=True):
+            position = self.test.observe(token.key, token.listed, token.lp, proposed)
+            if position is not None:
                 self._compare(token, position)
             self._drawn += 1
             self._missing += not token.listed
@@ -112,8 +115,9 @@ async def check_law(subject: Subject) -> CheckResult:
     law = _Law(subject)
     async with aclosing(_completions(subject)) as answers:
         async for answer in answers:
+            drafted = await _drafted(subject, answer.choice)
             try:
-                law.observe(answer.choice)
+                law.observe(answer.choice, drafted)
             except InvalidArgumentError as error:
                 return failed(f"alternatives are no distribution: {error}", answer.curl)
             subject.so_far = law.result(answer.curl)
@@ -125,6 +129,26 @@ async def check_law(subject: Subject) -> CheckResult:
     return subject.so_far
 
 
+async def _drafted(subject: Subject, choice: Choice) -> list[str | None]:
+    """Return what the reference drafter proposes in place of each token, after the tokens before it.
+
+    It is asked by token ids: a text may have other tokens than those that were generated, and whether it has
+    follows from the tokens after a position, too, which would make the bets unfair.
+    """
+    if subject.drafter is None:
+        return [None] * len(choice.tokens)
+    if [f"token_id:{i}" for i in choice.token_ids] != [token.key for token in choice.tokens]:
+        raise not_possible(
+            "--reference-draft needs a server with return_token_ids and return_tokens_as_token_ids"
+        )
+    fields = {"temperature": 0, "max_tokens": 1, "prompt_logprobs": 1, "logprobs": None}
+    answer = await subject.drafter.ask([*choice.prompt_ids, *choice.token_ids], **fields)
+    favourites = answer.choice.favourites[len(choice.prompt_ids) :]
+    if len(favourites) != len(choice.tokens):
+        raise not_possible("--reference-draft needs a drafter's server with prompt_logprobs")
+    return [f"token_id:{i}" for i in favourites]
+
+
 async def _completions(subject: Subject) -> AsyncGenerator[Answer, None]:
     """Yield completions in the order of their requests, so that no result decides which comes next."""
     server, number = subject.server, 0
@@ -133,7 +157,10 @@ async def _completions(subject: Subject) -> AsyncGenerator[Answer, None]:
         while True:
             # What runs may not have been counted yet.
             while len(running) < server.concurrency and server.spent.left >= _TOKENS * (1 + len(running)):
-                asked = {"temperature": 1, "max_tokens": _TOKENS, "seed": subject.seed + 10_000 + number}
+                asked: dict[str, Any] = {"temperature": 1, "max_tokens": _TOKENS}
+                asked["seed"] = subject.seed + 10_000 + number
+                if subject.drafter is not None:
+                    asked["return_token_ids"] = True
                 running.append(asyncio.ensure_future(server.ask(subject.prompt(number), **asked)))
                 number += 1
             if not running:

@@ -129,8 +129,8 @@ class Endpoint:
             return ""
         return name if isinstance(name, str) else ""
 
-    def body(self, prompt: str, **fields: Any) -> dict[str, Any]:
-        """Return a request: `logprobs` is a number of alternatives, None leaves a field out."""
+    def body(self, prompt: str | Sequence[int], **fields: Any) -> dict[str, Any]:
+        """Return a request; `logprobs` is a number of alternatives, None leaves a field out."""
         fields = {
             name: value for name, value in {**self.fields, **fields}.items() if name not in self.refused
         }
@@ -148,7 +148,7 @@ class Endpoint:
         """Where completions are asked for."""
         return f"{self.url}{_CHATS if self.is_chat else _COMPLETIONS}"
 
-    async def ask(self, prompt: str, **fields: Any) -> Answer:
+    async def ask(self, prompt: str | Sequence[int], **fields: Any) -> Answer:
         """Return a completion that is not streamed, with log-probabilities where the server has them.
 
         Raises:
@@ -170,7 +170,10 @@ class Endpoint:
         return f"curl -sS {shlex.quote(self.path)} -H 'content-type: application/json'{key} -d {data}"
 
     async def _within_budget(
-        self, prompt: str, fields: dict[str, Any], send: Callable[[dict[str, Any]], Awaitable[Answer]]
+        self,
+        prompt: str | Sequence[int],
+        fields: dict[str, Any],
+        send: Callable[[dict[str, Any]], Awaitable[Answer]],
     ) -> Answer:
         body = self.body(prompt, **{"logprobs": self.num_top or None, **fields})
         asked = max(1, int(body.get("max_tokens") or 0)) * int(body.get("n") or 1)

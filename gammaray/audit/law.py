@@ -198,8 +198,9 @@ _CUTS = (
     *(Family(f"cut by min_p {min_p:g}", _MISSING) for min_p in _MIN_P),
     Family("unlisted tokens missing", (0.1, 0.25, *_MISSING, -0.1, -0.25, -0.5)),
 )
-_MIXED = (*_SHARES, *_STRAYS, *_CUTS)
-_GROUPS = ((TEMPERATURES,), _SHARES, _STRAYS, _CUTS)
+_DRAFTS = (Family("draft share", (*_STEPS, 0.32, 0.64)),)
+_MIXED = (*_SHARES, *_STRAYS, *_CUTS, *_DRAFTS)
+_GROUPS = ((TEMPERATURES,), _SHARES, _STRAYS, _CUTS, _DRAFTS)
 
 FAMILIES = (TEMPERATURES, *_MIXED)
 """All alternatives, in the order of `Bets.log_factors`."""
@@ -216,9 +217,14 @@ LOG_STAKES = tuple(
 
 
 class Bets:
-    """The bets of all alternatives on the cells of one position."""
+    """The bets of all alternatives on one position.
 
-    def __init__(self, position: Position) -> None:
+    Args:
+        position: Its cells.
+        drafted: The cell that a reference drafter proposes; None if not known.
+    """
+
+    def __init__(self, position: Position, drafted: int | None = None) -> None:
         self._position, p = position, position.probs
         self._tempered = [self._temper(size) for size in TEMPERATURES.sizes]
         top, stray = max(p[:-1]), float(p[-1] > _LEAST_REST)
@@ -230,6 +236,7 @@ class Bets:
             *(_cut(p, _kept_by_top_p(p, top_p)) for top_p in _TOP_P),
             *(_cut(p, [float(prob >= min_p * top) for prob in p[:-1]] + [1.0]) for min_p in _MIN_P),
             _cut(p, [1.0] * (len(p) - 1) + [0.0]),
+            [1.0] * len(p) if drafted is None else _likely(p, [float(c == drafted) for c in range(len(p))]),
         ]
         self._doubts = [position.doubt(ratios) for ratios in chain(self._tempered, self._mixed)]
 
@@ -359,28 +366,37 @@ class LawTest(Wealth):
         self._informations = [0.0] * len(FAMILIES)
         self._losses = [0.0] * len(FAMILIES)
 
-    def observe(self, token: Hashable, cells: Cells, logprob: float | None = None) -> None:
-        """Count a token.
+    def observe(
+        self,
+        token: Hashable,
+        cells: Cells,
+        logprob: float | None = None,
+        drafted: Hashable | None = None,
+    ) -> Position | None:
+        """Count a token, and return the cells of its position; None if it is hidden or they are not known.
 
         Args:
             token: What was generated, named as in the cells.
             cells: The `top_logprobs` of its position.
             logprob: Its own log-probability, if the server reports it.
+            drafted: What a reference drafter proposes there, to bet on a share of its tokens. It must follow
+                from the tokens before alone.
 
         Raises:
             InvalidArgumentError: `cells` are no log-probabilities of a distribution.
         """
         if token in self._hidden:
-            return
+            return None
         position = self._read(cells)
         self.num_tokens += 1
         self.num_unreadable += position is None
         if position is None or position.is_certain:
-            return
-        bets = Bets(position)
+            return position
+        bets = Bets(position, None if drafted is None else position.cell_of(drafted))
         self._informations = [*map(sum, zip(self._informations, bets.informations(), strict=True))]
         self._losses = [*map(sum, zip(self._losses, bets.losses(), strict=True))]
         self._multiply(bets.log_factors(position.cell_of(token, logprob)))
+        return position
 
     def smallest_detectable(self) -> dict[str, float]:
         """Return by family of faults the smallest one that so many tokens show with a probability of 80 %.

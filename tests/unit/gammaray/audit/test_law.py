@@ -48,9 +48,9 @@ def bfloat16(value):
     return struct.unpack("<f", struct.pack("<I", (bits + 0x8000) & 0xFFFF0000))[0]
 
 
-def means(position, probs):
+def means(position, probs, drafted=None):
     """Return the mean factor of every alternative over cells of the probabilities `probs`."""
-    factors = np.exp([Bets(position).log_factors(cell) for cell in range(len(position.probs))])
+    factors = np.exp([Bets(position, drafted).log_factors(cell) for cell in range(len(position.probs))])
     return np.asarray(probs) @ factors
 
 
@@ -59,9 +59,11 @@ def test_every_bet_is_fair(exponent):
     for seed in range(10):
         log_probs = law(seed, exponent=exponent)
         position = Position.read(top(log_probs), LISTED)
-        found = means(position, position.probs)
-        assert found.max() <= 1 + 1e-12
-        assert found.min() > 1 - 1e-4, "the errors of float32 cost next to nothing"
+        for drafted in (None, 0, 3, len(position.probs) - 1):
+            found = means(position, position.probs, drafted)
+            assert found.max() <= 1 + 1e-12
+            if drafted is None:
+                assert found.min() > 1 - 1e-4, "the errors of float32 cost next to nothing"
 
 
 def test_bets_of_two_cells_by_hand():
@@ -405,6 +407,23 @@ def test_tokens_that_fit_nowhere_are_found(share, among, found):
     assert test.rejected
     assert test.strongest().startswith(found)
     assert test.smallest_detectable()[found] < 0.1
+
+
+@pytest.mark.statistical
+def test_known_draft_is_bet_on():
+    """A tenth of the tokens is what a drafter says, which is not the target's favourite."""
+    rng, blind, knowing = random.Random(7), LawTest(0.005, LISTED), LawTest(0.005, LISTED)
+    for number in range(600):
+        log_probs = law(number)
+        said = sorted(log_probs, key=log_probs.get)[-3]
+        token = said if rng.random() < 0.1 else draw(rng, log_probs)
+        blind.observe(token, top(log_probs), log_probs[token])
+        knowing.observe(token, top(log_probs), log_probs[token], said)
+    assert knowing.strongest().startswith("draft share: 0.")
+    assert knowing.num_tokens_until_rejected < 400
+    assert knowing.log_e_value > blind.log_e_value + 10
+    assert 0.02 < knowing.smallest_detectable()["draft share"] < 0.1
+    assert blind.smallest_detectable()["draft share"] == math.inf
 
 
 def test_more_tokens_show_smaller_faults():
