@@ -49,10 +49,10 @@ async def check_probabilities(subject: Subject) -> CheckResult:
     other = server if subject.is_own_reference else subject.reference or server
     if other.is_chat or server.is_chat:
         raise not_possible("log-probabilities of a given text need /v1/completions with `echo`")
-    pairs: list[tuple[Token, Token]] = []
+    compared: list[tuple[float, Token, float]] = []
     curl, unaligned = "", 0
     for i, prompt in enumerate(subject.prompts[:_MAX_PROMPTS]):
-        if len(pairs) >= MIN_TOKENS:
+        if len(compared) >= MIN_TOKENS:
             break
         asked = {"temperature": 1, "max_tokens": 64, "seed": subject.seed + i, **_BY_TEXT}
         ours = await server.ask(prompt, **asked)
@@ -60,17 +60,14 @@ async def check_probabilities(subject: Subject) -> CheckResult:
         echoed = (await other.ask(prompt + ours.choice.text, **_ECHO)).choice
         if not echoed.text.startswith(prompt):
             raise not_possible("the server ignores `echo`")
-        theirs = _given(echoed, len(tokens))
-        if not tokens or [token.text for token in theirs] != [token.text for token in tokens]:
+        given = _given(echoed, len(tokens))
+        if not tokens or [token.text for token in given] != [token.text for token in tokens]:
             unaligned += 1  # the text has other tokens than those that were generated
             continue
-        pairs += zip(tokens, theirs, strict=True)
         curl = ours.curl
-    compared = [
-        (ours.lp - theirs.lp, ours, theirs.lp)
-        for ours, theirs in pairs
-        if ours.lp is not None and theirs.lp is not None and theirs.lp >= _LIKELY
-    ]
+        for token, theirs in zip(tokens, given, strict=True):
+            if token.lp is not None and theirs.lp is not None and theirs.lp >= _LIKELY:
+                compared.append((token.lp - theirs.lp, token, theirs.lp))
     if unaligned and not compared:
         raise not_possible("`echo` lists no tokens of the text, or other ones than were generated")
     if len(compared) < MIN_TOKENS:
