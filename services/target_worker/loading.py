@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from gammaray.config import TargetSettings
-from gammaray.demo_pair import resolve_model
+from gammaray.demo_pair import DRAFTER_FILE, resolve_model
 from gammaray.errors import InvalidArgumentError
+from gammaray.learning.folder import LearningFolder
 from services.engine.engine import Engine
 from services.engine.loader import load_engine
 from services.heads.loading import load_head, names_head
 from services.heads.runner import HEAD_CACHE_BYTES, head_engine
+from services.learning.drafter import LearningDrafter
+from services.learning.process import trainer_command
 from services.process.fingerprints import check_drafter, vocab_sha256
 from services.speculation.head_drafter import MAX_FEATURES, HeadDrafter
 from services.speculation.local_drafter import LocalDrafter
@@ -33,11 +37,43 @@ def load_local_drafter(settings: TargetSettings, engine: Engine) -> LocalDrafter
         InvalidArgumentError: It is for another target, or no drafter of a kind that can draft here.
         UnsupportedModelError: Its format, a flag, a size or a tensor is not supported.
     """
-    target = resolve_model(settings.model, "target", "model")
-    name = resolve_model(settings.head, "draft", "head")
-    check_drafter(name, target)
+    target, name = _names(settings)
     if not names_head(name):
+        check_drafter(name, target)
         return _load_draft_model(settings, name, target, engine)
+    return _load_head(settings, engine, target, name)
+
+
+def load_learning_drafter(settings: TargetSettings, engine: Engine) -> LearningDrafter:
+    """Load the head that the settings of a target worker name, and start to learn.
+
+    Args:
+        settings: Of the worker; `head` and `learn` are not empty.
+        engine: The target.
+
+    Raises:
+        InvalidArgumentError: The head is for another target, or was not made by `gammaray train`.
+        UnsupportedModelError: Its format, a flag, a size or a tensor is not supported.
+    """
+    target, name = _names(settings)
+    if not (names_head(name) and _is_own(name)):
+        raise InvalidArgumentError("learn", settings.learn, f"empty, as {name} is no head of gammaray train")
+    folder = LearningFolder(Path(settings.learn))
+    base = _load_head(settings, engine, target, name)
+    load = partial(_load_head, settings, engine, target)
+    return LearningDrafter(base, load, folder, trainer_command(folder.path, target, name))
+
+
+def _names(settings: TargetSettings) -> tuple[str, str]:
+    return resolve_model(settings.model, "target", "model"), resolve_model(settings.head, "draft", "head")
+
+
+def _is_own(name: str) -> bool:
+    return (Path(name) / DRAFTER_FILE).is_file()
+
+
+def _load_head(settings: TargetSettings, engine: Engine, target: str, name: str) -> HeadDrafter:
+    check_drafter(name, target)
     head, target_ids = load_head(name, target)
     head.to(engine.device, torch.float32 if engine.device.type == "cpu" else engine.dtype)
     drafting = head_engine(
@@ -48,8 +84,7 @@ def load_local_drafter(settings: TargetSettings, engine: Engine) -> LocalDrafter
         weights=settings.draft_weights,
         uses_kernel=settings.engine != "transformers",
     )
-    is_own = (Path(name) / "gammaray.json").is_file()
-    return HeadDrafter(drafting, TRAINED_WINDOW if is_own else MAX_FEATURES)
+    return HeadDrafter(drafting, TRAINED_WINDOW if _is_own(name) else MAX_FEATURES)
 
 
 def _load_draft_model(settings: TargetSettings, name: str, target: str, engine: Engine) -> LocalDrafter:

@@ -28,7 +28,7 @@ from services.scheduling.grammars import Grammars
 from services.scheduling.tasks import Reply, VerifyTask
 from services.streaming.messages import Model, describe, fill_result, task_fields
 from services.streaming.streams import Deliver, Streams
-from services.target_worker.loading import load_local_drafter
+from services.target_worker.loading import load_learning_drafter, load_local_drafter
 from services.target_worker.scheduler import TargetScheduler
 
 DEFAULT_TIMEOUT_MS = 60_000
@@ -173,7 +173,8 @@ class TargetWorker(Worker[TargetSettings]):
     def _load_own(self, path: str) -> tuple[Any, BlockQueue[Any, Any]]:
         settings = self.settings
         engine = load_worker_engine(path, settings)
-        head = load_local_drafter(settings, engine) if settings.head else None
+        load = load_learning_drafter if settings.learn else load_local_drafter
+        head = load(settings, engine) if settings.head else None
         grammars, ahead = Grammars(path, engine.vocab_size), settings.draft_ahead
         return engine, TargetScheduler(engine, self._limits, grammars, head, draft_ahead=ahead)
 

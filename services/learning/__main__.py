@@ -1,0 +1,58 @@
+"""`python -m services.learning`: the process that a target worker starts to train its head's versions.
+
+It runs at idle priority, so that serving has the processors first, and ends with the worker.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import logging
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import click
+import torch
+
+from gammaray.learning.folder import LearningFolder
+from services.learning.trainer import Trainer
+from services.process.program import run_program
+
+_PR_SET_PDEATHSIG = 1
+_PERIOD_S = 2.0
+
+
+@click.command()
+@click.option("--folder", type=click.Path(path_type=Path), required=True)
+@click.option("--target", required=True)
+@click.option("--head", required=True)
+@click.option("--threads", type=int, required=True)
+@click.option("--parent", type=int, required=True, help="Process id of the worker.")
+def _learn(folder: Path, target: str, head: str, threads: int, parent: int) -> int:
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s learning: %(message)s")
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    os.nice(19)
+    torch.set_num_threads(threads)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "trainer.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return 0  # another worker's process trains for all of this machine
+        trainer = Trainer(LearningFolder(folder), target, head, stop.is_set)
+        while not stop.is_set() and os.getppid() == parent:
+            if trainer.run_round() is None:
+                stop.wait(_PERIOD_S)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_program(lambda: _learn.main(standalone_mode=False) or 0))
