@@ -188,8 +188,8 @@ _HEAD = (
     "head, or mtp: the target's own layers for this; empty: nothing."
 )
 _LEARN = (
-    "Folder in which target workers train new versions of their head while they serve; with API keys only from "
-    "streams of tenants that `gammaray drafters allow` names; empty: nothing is kept or learnt."
+    "Folder in which target workers train new versions of their head while they serve; with API keys only "
+    "from streams of tenants that `gammaray drafters allow` names; empty: nothing is kept or learnt."
 )
 _LORA = (
     "NAME=DIR of a LoRA adapter of the target, in PEFT's format; several are separated by commas, or the "

@@ -1,8 +1,8 @@
 """Trains new versions of a head from the streams of one machine, one drafter after another.
 
-A round begins with the stable version's weights, or goes on from the last round if that published nothing. It
-takes some steps on all but the newest streams, and publishes the result if it expects more tokens per proposal
-than the stable version on the newest ones, which it was not trained on.
+A round begins with the stable version's weights, or goes on from the last round if that published nothing.
+It takes some steps on all but the newest streams, and publishes the result if it expects more tokens per
+proposal than the stable version on the newest ones, which it was not trained on.
 """
 
 from __future__ import annotations
