@@ -15,11 +15,8 @@ import threading
 from pathlib import Path
 
 import click
-import torch
 
-from gammaray.learning.folder import LearningFolder
-from services.learning.trainer import Trainer
-from services.process.program import run_program
+from gammaray.cli import failure_of
 
 _PR_SET_PDEATHSIG = 1
 _PERIOD_S = 2.0
@@ -31,28 +28,41 @@ _PERIOD_S = 2.0
 @click.option("--head", required=True)
 @click.option("--threads", type=int, required=True)
 @click.option("--parent", type=int, required=True, help="Process id of the worker.")
-def _learn(folder: Path, target: str, head: str, threads: int, parent: int) -> int:
+def _learn(folder: Path, target: str, head: str, threads: int, parent: int) -> None:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s learning: %(message)s")
     stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     os.nice(19)
+    if os.getppid() != parent:
+        return
+    # Imported late: at idle priority it may take minutes, in which the worker may end.
+    import torch
+
+    from gammaray.learning.folder import LearningFolder
+    from services.learning.trainer import Trainer
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
     torch.set_num_threads(threads)
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "trainer.lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            return 0  # another worker's process trains for all of this machine
+            return  # another worker's process trains for all of this machine
         trainer = Trainer(LearningFolder(folder), target, head, stop.is_set)
         while not stop.is_set() and os.getppid() == parent:
             if trainer.run_round() is None:
                 stop.wait(_PERIOD_S)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(run_program(lambda: _learn.main(standalone_mode=False) or 0))
+    try:
+        _learn.main(standalone_mode=False)
+    except Exception as error:
+        if (failure := failure_of(error)) is None:
+            raise
+        click.echo(f"gammaray: {failure[1]}", err=True)
+        sys.exit(failure[0])

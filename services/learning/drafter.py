@@ -15,6 +15,7 @@ from ctypes import c_int32
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from gammaray.blocks import Shape
@@ -30,7 +31,7 @@ from services.speculation.head_drafter import HeadDrafter
 CANARY_SHARE = 1 / 3
 """Share of a tenant's sessions that draft with a candidate."""
 
-_PERIOD_S = 1.0
+PERIOD_S = 1.0
 """Between two looks at the folder."""
 
 _log = logging.getLogger(__name__)
@@ -100,6 +101,7 @@ class LearningDrafter:
         self._base, self._load, self._folder = base, load, folder
         self._sessions: dict[str, _Session] = {}
         self._recorder = Recorder()
+        self._dtype = torch.float32  # of the target's states; buffers keep fewer bits
         # Replaced as a whole by the watching thread.
         self._arms: dict[str, _Arms] = {}
         self._consents = folder.consents()
@@ -118,7 +120,7 @@ class LearningDrafter:
 
     def take(self, session_id: str, start: int, states: Tensor) -> None:
         """Keep the hidden states of committed positions, see `LocalDrafter.take`."""
-        session = self._session(session_id)
+        session, self._dtype = self._session(session_id), states.dtype
         if session.name is not None:
             session.buffer.take(start, states)
         session.drafter.take(session_id, start, states)
@@ -191,7 +193,8 @@ class LearningDrafter:
         session.drafter.drop(session_id)
         session.drafter = drafter
         if session.buffer.parts:
-            drafter.take(session_id, *session.buffer.states())
+            start, states = session.buffer.states()
+            drafter.take(session_id, start, states.to(self._dtype))
 
     def _note_outcome(self, session: _Session) -> None:
         """Count whether the first token of the session's last proposal was accepted."""
@@ -209,7 +212,7 @@ class LearningDrafter:
 
     def _watch(self) -> None:
         """Follow the folder: load versions, and decide on candidates."""
-        while not self._stop.wait(_PERIOD_S):
+        while not self._stop.wait(PERIOD_S):
             try:
                 self._consents = self._folder.consents()
                 for store in self._folder.stores():

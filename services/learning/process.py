@@ -10,7 +10,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 5.0, 60.0
+FIRST_WAIT_S, LONGEST_WAIT_S = 5.0, 60.0
 """Before a process that ended is started again; twice as long each time. One that finds another worker's
 process at work ends at once, and is there when that one dies."""
 
@@ -46,7 +46,7 @@ class TrainingProcess:
         self._thread.join(timeout=10)
 
     def _run(self) -> None:
-        wait_s = _FIRST_WAIT_S
+        wait_s = FIRST_WAIT_S
         while not self._stop.is_set():
             # PDEATHSIG is about the thread that starts the process, which lives as long as this one.
             self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL)
@@ -54,4 +54,4 @@ class TrainingProcess:
             if status and not self._stop.is_set():
                 _log.warning("training ended with status %d; it starts again in %g s", status, wait_s)
             self._stop.wait(wait_s)
-            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+            wait_s = min(2 * wait_s, LONGEST_WAIT_S)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from functools import partial
+import json
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from gammaray.config import TargetSettings
 from gammaray.demo_pair import DRAFTER_FILE, resolve_model
 from gammaray.errors import InvalidArgumentError
 from gammaray.learning.folder import LearningFolder
+from services.engine.core.errors import UnsupportedModelError
 from services.engine.engine import Engine
 from services.engine.loader import load_engine
+from services.heads.eagle import EagleHead
 from services.heads.loading import load_head, names_head
 from services.heads.runner import HEAD_CACHE_BYTES, head_engine
 from services.learning.drafter import LearningDrafter
@@ -38,10 +42,10 @@ def load_local_drafter(settings: TargetSettings, engine: Engine) -> LocalDrafter
         UnsupportedModelError: Its format, a flag, a size or a tensor is not supported.
     """
     target, name = _names(settings)
+    check_drafter(name, target)
     if not names_head(name):
-        check_drafter(name, target)
         return _load_draft_model(settings, name, target, engine)
-    return _load_head(settings, engine, target, name)
+    return _drafter(settings, engine, name, *load_head(name, target))
 
 
 def load_learning_drafter(settings: TargetSettings, engine: Engine) -> LearningDrafter:
@@ -58,9 +62,16 @@ def load_learning_drafter(settings: TargetSettings, engine: Engine) -> LearningD
     target, name = _names(settings)
     if not (names_head(name) and _is_own(name)):
         raise InvalidArgumentError("learn", settings.learn, f"empty, as {name} is no head of gammaray train")
+    check_drafter(name, target)
     folder = LearningFolder(Path(settings.learn))
-    base = _load_head(settings, engine, target, name)
-    load = partial(_load_head, settings, engine, target)
+    head, target_ids = load_head(name, target)
+    base = _drafter(settings, engine, name, head, target_ids)
+
+    def load(directory: str) -> HeadDrafter:
+        if _described(directory) != _described(name):
+            raise UnsupportedModelError(directory, f"its {DRAFTER_FILE} names another target")
+        return _drafter(settings, engine, directory, *load_head(directory, target, head))
+
     return LearningDrafter(base, load, folder, trainer_command(folder.path, target, name))
 
 
@@ -72,9 +83,15 @@ def _is_own(name: str) -> bool:
     return (Path(name) / DRAFTER_FILE).is_file()
 
 
-def _load_head(settings: TargetSettings, engine: Engine, target: str, name: str) -> HeadDrafter:
-    check_drafter(name, target)
-    head, target_ids = load_head(name, target)
+def _described(directory: str) -> tuple[Any, Any]:
+    """Return the fingerprints of target and tokenizer that a drafter of `gammaray train` names."""
+    stored = json.loads((Path(directory) / DRAFTER_FILE).read_text())
+    return stored["target"]["fingerprint"], stored["tokenizer"]["fingerprint"]
+
+
+def _drafter(
+    settings: TargetSettings, engine: Engine, name: str, head: EagleHead, target_ids: Tensor | None
+) -> HeadDrafter:
     head.to(engine.device, torch.float32 if engine.device.type == "cpu" else engine.dtype)
     drafting = head_engine(
         head,
