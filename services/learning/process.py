@@ -21,7 +21,7 @@ def trainer_command(folder: Path, target: str, head: str) -> list[str]:
     """Return the command of the process that trains for a folder."""
     options = {"folder": folder, "target": target, "head": head, "threads": 1, "parent": os.getpid()}
     given = [text for name, value in options.items() for text in (f"--{name}", str(value))]
-    return [sys.executable, "-m", "services.learning", *given]
+    return [sys.executable, "-m", "services.train.live", *given]
 
 
 class TrainingProcess:

@@ -10,7 +10,7 @@ from gammaray.config import TargetSettings
 from gammaray.errors import InvalidArgumentError
 from gammaray.learning.folder import LearningFolder, RecordName
 from services.engine.loader import load_engine
-from services.learning.trainer import Trainer
+from services.train.live.trainer import Trainer
 from services.target_worker.loading import load_learning_drafter
 from tests.support.head_helpers import bigram_head
 from tests.support.learning_helpers import (
@@ -138,8 +138,8 @@ def test_streams_of_consenting_tenants_are_kept_until_they_are_deleted(tmp_path,
 
 def test_training_publishes_what_is_better_on_newer_streams(tmp_path, target, monkeypatch):
     head = new_head(tmp_path / "new", target)
-    monkeypatch.setattr("services.learning.trainer.MIN_TOKENS", 1000)
-    monkeypatch.setattr("services.learning.trainer.RATE", 3e-3)
+    monkeypatch.setattr("services.train.live.trainer.MIN_TOKENS", 1000)
+    monkeypatch.setattr("services.train.live.trainer.RATE", 3e-3)
     with learning(tmp_path, target, head, monkeypatch) as scheduler:
         for seed in range(24):
             run = begin(scheduler, seed)

@@ -1,4 +1,4 @@
-"""`python -m services.learning`: the process that a target worker starts to train its head's versions.
+"""`python -m services.train.live`: the process that a target worker starts to train its head's versions.
 
 It runs at idle priority, so that serving has the processors first, and ends with the worker.
 """
@@ -41,7 +41,7 @@ def _learn(folder: Path, target: str, head: str, threads: int, parent: int) -> N
     import torch
 
     from gammaray.learning.folder import LearningFolder
-    from services.learning.trainer import Trainer
+    from services.train.live.trainer import Trainer
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
