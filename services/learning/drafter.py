@@ -7,6 +7,7 @@ version gives it the newest hidden states, and its tokens stay what they are, wh
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import zlib
@@ -33,6 +34,8 @@ CANARY_SHARE = 1 / 3
 
 PERIOD_S = 1.0
 """Between two looks at the folder."""
+
+_ARMS, _OUTCOMES = ("stable", "candidate"), ("accepted", "rejected")
 
 _log = logging.getLogger(__name__)
 
@@ -88,6 +91,8 @@ class LearningDrafter:
 
     Attributes:
         taps: As of `LocalDrafter`.
+        first_tokens: Number of proposals by arm (stable, candidate) and outcome of their first token
+            (accepted, rejected).
     """
 
     def __init__(
@@ -99,6 +104,7 @@ class LearningDrafter:
     ) -> None:
         self.taps = base.taps
         self._base, self._load, self._folder = base, load, folder
+        self.first_tokens = dict.fromkeys(itertools.product(_ARMS, _OUTCOMES), 0)
         self._sessions: dict[str, _Session] = {}
         self._recorder = Recorder()
         self._dtype = torch.float32  # of the target's states; buffers keep fewer bits
@@ -201,11 +207,17 @@ class LearningDrafter:
         tested, session.tested = session.tested, None
         arms = None if session.name is None else self._arms.get(session.name)
         assert session.copy is not None
-        if tested is None or arms is None or arms.candidate is None or len(session.copy.tokens) <= tested[0]:
+        if tested is None or len(session.copy.tokens) <= tested[0]:
             return
-        if session.drafter in (arms.stable, arms.candidate):
-            is_accepted = session.copy.tokens[tested[0]] == tested[1]
-            arms.canary.add(is_accepted, is_candidate=session.drafter is arms.candidate)
+        is_accepted = session.copy.tokens[tested[0]] == tested[1]
+        is_candidate = arms is not None and session.drafter is arms.candidate
+        self.first_tokens[_ARMS[is_candidate], _OUTCOMES[not is_accepted]] += 1
+        if (
+            arms is not None
+            and arms.candidate is not None
+            and (is_candidate or session.drafter is arms.stable)
+        ):
+            arms.canary.add(is_accepted, is_candidate=is_candidate)
 
     def _records(self, name: str) -> Path:
         return self._folder.store(name).path / "records"

@@ -10,8 +10,8 @@ from gammaray.config import TargetSettings
 from gammaray.errors import InvalidArgumentError
 from gammaray.learning.folder import LearningFolder, RecordName
 from services.engine.loader import load_engine
-from services.train.live.trainer import Trainer
 from services.target_worker.loading import load_learning_drafter
+from services.train.live.trainer import Trainer
 from tests.support.head_helpers import bigram_head
 from tests.support.learning_helpers import (
     begin,
