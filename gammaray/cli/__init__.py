@@ -24,7 +24,7 @@ _COMMANDS = {
     "chat": "Chat with the model.",
     "check": "Check receipts of completions against the target.",
     "config": "Print the effective settings of every process.",
-    "drafters": "Manage the drafters that a machine learns from its traffic.",
+    "drafters": "List, pin and roll back the drafters that a machine learns.",
     "generate": "Stream a completion of PROMPT.",
     "keys": "Create, list and revoke API keys; keys for receipts.",
     "qualify": "Check whether drafts or heads suit a target.",
