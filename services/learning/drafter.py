@@ -32,6 +32,9 @@ from services.speculation.head_drafter import HeadDrafter
 CANARY_SHARE = 1 / 3
 """Share of a tenant's sessions that draft with a candidate."""
 
+MAX_KEPT = 32
+"""Sessions at a time whose states are buffered: for SmolLM2 3 MB each, for a target of 8B 20 MB."""
+
 PERIOD_S = 1.0
 """Between two looks at the folder."""
 
@@ -70,11 +73,13 @@ class _Session:
     Attributes:
         name: Its tenant's drafter; None: the head of the start, and nothing is kept.
         drafter: The version that has its states.
+        is_kept: Whether its newest states are buffered.
         tested: Length of the tokens before the last proposal, and its first token; None without one.
     """
 
     name: str | None
     drafter: HeadDrafter
+    is_kept: bool
     buffer: Buffer = field(default_factory=Buffer)
     copy: SessionCopy | None = None
     tested: tuple[int, int] | None = None
@@ -106,6 +111,7 @@ class LearningDrafter:
         self._base, self._load, self._folder = base, load, folder
         self.first_tokens = dict.fromkeys(itertools.product(_ARMS, _OUTCOMES), 0)
         self._sessions: dict[str, _Session] = {}
+        self._num_kept = 0
         self._recorder = Recorder()
         self._dtype = torch.float32  # of the target's states; buffers keep fewer bits
         # Replaced as a whole by the watching thread.
@@ -127,7 +133,7 @@ class LearningDrafter:
     def take(self, session_id: str, start: int, states: Tensor) -> None:
         """Keep the hidden states of committed positions, see `LocalDrafter.take`."""
         session, self._dtype = self._session(session_id), states.dtype
-        if session.name is not None:
+        if session.is_kept:
             session.buffer.take(start, states)
         session.drafter.take(session_id, start, states)
 
@@ -137,6 +143,7 @@ class LearningDrafter:
         if session is None:
             return
         session.drafter.drop(session_id)
+        self._num_kept -= session.is_kept
         if session.copy is not None and session.name is not None and session.buffer.parts:
             records, tenant = self._records(session.name), _tenant_of(session_id)
             self._recorder.record(records, tenant, session.copy, session.buffer)
@@ -179,7 +186,10 @@ class LearningDrafter:
         session = self._sessions.get(session_id)
         if session is None:
             name = self._name(session_id)
-            session = self._sessions[session_id] = _Session(name, self._drafter(name, session_id))
+            is_kept = name is not None and self._num_kept < MAX_KEPT
+            self._num_kept += is_kept
+            session = _Session(name, self._drafter(name, session_id), is_kept)
+            self._sessions[session_id] = session
         return session
 
     def _name(self, session_id: str) -> str | None:

@@ -61,7 +61,7 @@ class Buffer:
         if start != self.end:
             first, kept = self.start, torch.cat(self.parts) if self.parts else states[:0]
             self.parts = [kept[: start - first]] if first < start <= self.end else []
-        self.parts.append(states[-MAX_POSITIONS:].to(torch.bfloat16, copy=True))
+        self.parts.append(states[-MAX_POSITIONS:].to("cpu", torch.bfloat16, copy=True))
         self.end = start + len(states)
         while self.end - self.start - len(self.parts[0]) >= MAX_POSITIONS:
             del self.parts[0]

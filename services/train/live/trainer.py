@@ -86,8 +86,8 @@ class Trainer:
 
     def __init__(self, folder: LearningFolder, target: str, head: str, stopped: Callable[[], bool]) -> None:
         self._folder, self._target, self._head, self._stopped = folder, target, head, stopped
-        loaded = load_model(target, device="cpu", dtype="float32")
-        self._module: Any = loaded.module
+        # Embedding, last norm and output are read, and a layer, as a new head begins with its shape.
+        self._module: Any = load_model(target, device="cpu", dtype="float32", num_layers=1).module
         identity = model_identity(target, dtype="-", device="cpu", deterministic=False)
         self._identity = {"target": identity.partition("/")[0], "tokenizer": vocab_sha256(target)}
         if not all(self._identity.values()):
