@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -37,14 +38,35 @@ def _learn(folder: Path, target: str, head: str, threads: int, parent: int) -> N
     os.nice(19)
     if os.getppid() != parent:
         return
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    train_until(lambda: stop.is_set() or os.getppid() != parent, stop.wait, folder, target, head, threads)
+
+
+def train_until(
+    stopped: Callable[[], bool],
+    wait: Callable[[float], object],
+    folder: Path,
+    target: str,
+    head: str,
+    threads: int = 1,
+) -> None:
+    """Train the drafters of a folder, unless another process does.
+
+    Args:
+        stopped: Whether to end as soon as possible.
+        wait: Waits for so many seconds, or less.
+        folder: What this machine learns.
+        target: Directory or hub name of the target.
+        head: The head of the start.
+        threads: Arithmetic threads.
+    """
     # Imported late: at idle priority it may take minutes, in which the worker may end.
     import torch
 
     from gammaray.learning.folder import LearningFolder
     from services.train.live.trainer import Trainer
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
     torch.set_num_threads(threads)
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "trainer.lock").open("w") as lock:
@@ -52,10 +74,10 @@ def _learn(folder: Path, target: str, head: str, threads: int, parent: int) -> N
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return  # another worker's process trains for all of this machine
-        trainer = Trainer(LearningFolder(folder), target, head, stop.is_set)
-        while not stop.is_set() and os.getppid() == parent:
+        trainer = Trainer(LearningFolder(folder), target, head, stopped)
+        while not stopped():
             if trainer.run_round() is None:
-                stop.wait(_PERIOD_S)
+                wait(_PERIOD_S)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from gammaray.errors import InvalidArgumentError
 from gammaray.learning.folder import LearningFolder, RecordName
 from services.engine.loader import load_engine
 from services.target_worker.loading import load_learning_drafter
+from services.train.live.__main__ import train_until
 from services.train.live.trainer import Trainer
 from tests.support.head_helpers import bigram_head
 from tests.support.learning_helpers import (
@@ -159,6 +160,20 @@ def test_training_publishes_what_is_better_on_newer_streams(tmp_path, target, mo
         assert trainer.run_round() is not None or store.read().stable == 1
         stopped = Trainer(folder, str(target), str(head), lambda: True)
         assert stopped.run_round() is None
+
+
+def test_one_process_trains_for_all_workers_of_a_machine(tmp_path, target, monkeypatch):
+    """Both follow the same folder; the second one ends at once."""
+    head = new_head(tmp_path / "new", target)
+    rounds = []
+    monkeypatch.setattr(Trainer, "run_round", lambda self: rounds.append(self))
+
+    def second_ends(_seconds):
+        train_until(lambda: False, pytest.fail, tmp_path, str(target), str(head))
+
+    train_until(lambda: len(rounds) > 1, second_ends, tmp_path, str(target), str(head))
+    assert len(rounds) == 2
+    assert rounds[0] is rounds[1]
 
 
 def test_heads_of_others_do_not_learn(tmp_path, target):
