@@ -38,6 +38,8 @@ MAX_KEPT = 32
 PERIOD_S = 1.0
 """Between two looks at the folder."""
 
+_LOOKS_PER_TRIM = 60
+
 _ARMS, _OUTCOMES = ("stable", "candidate"), ("accepted", "rejected")
 
 _log = logging.getLogger(__name__)
@@ -144,9 +146,15 @@ class LearningDrafter:
             return
         session.drafter.drop(session_id)
         self._num_kept -= session.is_kept
-        if session.copy is not None and session.name is not None and session.buffer.parts:
+        copy = session.copy
+        if (
+            copy is not None
+            and not copy.spec.no_learning
+            and session.name is not None
+            and session.buffer.parts
+        ):
             records, tenant = self._records(session.name), _tenant_of(session_id)
-            self._recorder.record(records, tenant, session.copy, session.buffer)
+            self._recorder.record(records, tenant, copy, session.buffer)
 
     def forget(self, session_id: str) -> None:
         """Delete what was recorded of a session, and record nothing when it ends."""
@@ -234,11 +242,15 @@ class LearningDrafter:
 
     def _watch(self) -> None:
         """Follow the folder: load versions, and decide on candidates."""
-        while not self._stop.wait(PERIOD_S):
+        for look in itertools.count():
+            if self._stop.wait(PERIOD_S):
+                return
             try:
                 self._consents = self._folder.consents()
                 for store in self._folder.stores():
                     self._follow(store)
+                    if look % _LOOKS_PER_TRIM == 0:
+                        self._recorder.trim(store.path / "records")
             except Exception:  # serving goes on with the versions that are loaded
                 _log.exception("the versions in %s cannot be followed", self._folder.path)
 

@@ -33,6 +33,9 @@ MIN_ANSWER = 16
 MAX_BYTES = 256 << 20
 """Of all files of one drafter."""
 
+MAX_AGE_S = 24 * 3600
+"""Age at which a stream is deleted."""
+
 _WAITING = 64
 """Streams that wait for the disk at most; others are lost."""
 
@@ -95,6 +98,10 @@ class Recorder:
         """Delete the streams of a session, those that wait for the disk, too."""
         self._waiting.put(partial(_forget, folder, session_id))
 
+    def trim(self, folder: Path) -> None:
+        """Delete the streams that are too old."""
+        self._waiting.put(partial(self._trim, folder))
+
     def close(self) -> None:
         """Write what waits, and end the thread."""
         self._waiting.put(None)
@@ -133,6 +140,9 @@ class Recorder:
 
     def _trim(self, folder: Path) -> None:
         files = sorted(folder.glob("*.npz"), key=RecordName.parse)
+        oldest = time.time_ns() - MAX_AGE_S * 10**9
+        while files and RecordName.parse(files[0]).written_at < oldest:
+            files.pop(0).unlink(missing_ok=True)
         sizes = [path.stat().st_size for path in files]
         total = sum(sizes)
         for path, size in zip(files, sizes, strict=True):

@@ -2,6 +2,7 @@
 
 import shutil
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -130,6 +131,11 @@ def test_streams_of_consenting_tenants_are_kept_until_they_are_deleted(tmp_path,
             end(run, forgets=seed == 4)
         wait_until(lambda: len(records(tmp_path, "tenant-acme")) == 2)
         wait_until(lambda: len(records(tmp_path)) == 1)
+        run = begin(scheduler, 6, "acme")
+        spec = replace(run.spec(), no_learning=True)
+        monkeypatch.setattr(run, "spec", lambda: spec)
+        run_for(run, 30)
+        end(run)
         run = begin(scheduler, 5, "acme")
         run_for(run, 30)
         end(run, forgets=True)

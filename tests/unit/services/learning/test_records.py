@@ -8,7 +8,7 @@ import torch
 
 from gammaray.learning.folder import RecordName
 from gammaray.types import SamplingParams, VerificationMethod
-from services.learning.records import MAX_POSITIONS, Buffer, Recorder
+from services.learning.records import MAX_AGE_S, MAX_POSITIONS, Buffer, Recorder
 from services.scheduling.sessions import SessionCopy
 from services.scheduling.tasks import SessionSpec
 
@@ -98,6 +98,14 @@ def test_short_streams_are_not_kept_and_old_ones_go(tmp_path, recorder):
     assert 2 <= len(kept) < 20
     assert sum(path.stat().st_size for path in kept) <= 20_000
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(path.name for path in kept)
+
+
+def test_streams_are_deleted_after_a_day(tmp_path, recorder):
+    for age_s in (MAX_AGE_S + 60, MAX_AGE_S - 60):
+        name = RecordName(time.time_ns() - age_s * 10**9, "", "0" * 16, 20)
+        (tmp_path / str(name)).write_bytes(b"")
+    recorder.trim(tmp_path)
+    assert len(files(tmp_path, recorder)) == 1
 
 
 def test_deleted_session_leaves_also_if_it_waits_for_the_disk(tmp_path, recorder):
