@@ -35,8 +35,9 @@ from benchmarks.cluster import run_or_exit, running_cluster
 from benchmarks.prompts import load_tasks
 from benchmarks.provenance import write_result
 from gammaray import AsyncClient
+from gammaray.bench.svg import bar_chart
 from gammaray.bench.tables import plain_table
-from gammaray.learning.folder import LearningFolder
+from gammaray.learning.folder import OPEN, DrafterStore, LearningFolder
 from orchestrator.text.tokenizer import Tokenizer
 
 _TABLES = {
@@ -66,6 +67,7 @@ class Stream:
     """One completion of the learning cluster or of the other one."""
 
     at: float
+    stable: int
     is_learning: bool
     domain: str
     prompt: list[int]
@@ -123,7 +125,7 @@ async def stream(
 
 
 async def serve(
-    clients: Sequence[AsyncClient], tokenizer: Tokenizer, options: argparse.Namespace
+    clients: Sequence[AsyncClient], tokenizer: Tokenizer, options: argparse.Namespace, learned: DrafterStore
 ) -> list[Stream]:
     """Send the requests, to each cluster in turn, and return the streams."""
     made: list[Stream] = []
@@ -140,6 +142,7 @@ async def serve(
                 prompt,
                 options,
                 at=at,
+                stable=learned.read().stable,
                 is_learning=is_learning,
                 domain=domain,
                 seed=count,
@@ -169,68 +172,92 @@ def p99(streams: Sequence[Stream]) -> float:
     return 1000 * statistics.quantiles(gaps, n=100)[98] if len(gaps) > 1 else 0.0
 
 
+async def differing(client: AsyncClient, made: Sequence[Stream], options: argparse.Namespace) -> int:
+    """Return how many streams are not those of gamma 0, four of which are completed at once."""
+    places = asyncio.Semaphore(4)
+
+    async def differs(one: Stream) -> bool:
+        async with places:
+            again = await client.complete(
+                one.prompt, temperature=one.temperature, seed=one.seed, max_tokens=options.tokens, gamma=0
+            )
+        return [token.token_id for token in again.tokens] != one.tokens
+
+    return sum(await asyncio.gather(*map(differs, made)))
+
+
+def by_minute(sql: Sequence[Stream]) -> list[dict[str, Any]]:
+    """Return the accepted tokens per cycle of each minute, and the stable version at its end."""
+    minutes = []
+    for minute in range(int(sql[-1].at // 60) + 1):
+        found = [one for one in sql if minute == one.at // 60]
+        ours = [one for one in found if one.is_learning]
+        if ours:
+            others = [one for one in found if not one.is_learning]
+            row = {"minute": minute, "streams": len(ours), "learning": round(rate(ours), 3)}
+            minutes.append(row | {"other": round(rate(others), 3), "stable": ours[-1].stable})
+    return minutes
+
+
+def chart(minutes: Sequence[dict[str, Any]], chat: float) -> str:
+    """Return the accepted tokens per cycle by minute as SVG; the line is what chats had before."""
+    versions = [0, *(row["stable"] for row in minutes)]
+    groups = [
+        f"{row['minute']}" + (f" v{new}" if new != old else "")
+        for row, old, new in zip(minutes, versions, versions[1:], strict=False)
+    ]
+    series = {"not learning": [row["other"] or None for row in minutes]}
+    series["learning (vN: version N serves)"] = [row["learning"] for row in minutes]
+    title = "Accepted tokens per cycle by minute of SQL questions; dashed: chats before"
+    return bar_chart(title, groups, series, base=chat)
+
+
 async def run(options: argparse.Namespace) -> int:
     """Measure, print and write the result; return the exit status."""
     tokenizer = Tokenizer(str(options.target))
+    target, head = str(options.target), str(options.head)
+    common = ("--target", target, "--head", head, "--draft-weights", options.weights)
     with tempfile.TemporaryDirectory() as folder:
-        common = (
-            "--target",
-            str(options.target),
-            "--head",
-            str(options.head),
-            "--draft-weights",
-            options.weights,
-        )
+        learned = LearningFolder(Path(folder)).store(OPEN)
         async with AsyncExitStack() as stack:
             clients = []
             for learn in (("--learn", folder), ())[: 1 + options.beside]:
                 cluster = await stack.enter_async_context(running_cluster(*common, *learn))
                 clients.append(await stack.enter_async_context(AsyncClient(cluster.grpc_address)))
                 await clients[-1].wait_ready(60)
-            made = await serve(clients, tokenizer, options)
-            drafters = {store.path.name: store.read() for store in LearningFolder(Path(folder)).stores()}
-            differ = 0
-            for one in made:
-                again = await clients[-1].complete(
-                    one.prompt, temperature=one.temperature, seed=one.seed, max_tokens=options.tokens, gamma=0
-                )
-                differ += [token.token_id for token in again.tokens] != one.tokens
+            made = await serve(clients, tokenizer, options, learned)
+            drafters = learned.read()
+            differ = await differing(clients[-1], made, options)
     sql = [one for one in made if one.domain == "sql"]
-    table = plain_table("Accepted tokens per cycle", ("minute", "learning", "not learning", "streams"))
-    minutes = []
-    for minute in range(int(options.minutes) + 1):
-        sides = [
-            [one for one in sql if one.is_learning is side and minute <= one.at / 60 < minute + 1]
-            for side in (True, False)
-        ]
-        if sides[0]:
-            minutes.append({"minute": minute, "learning": rate(sides[0]), "other": rate(sides[1])})
-            table.add_row(str(minute), f"{rate(sides[0]):.3f}", f"{rate(sides[1]):.3f}", str(len(sides[0])))
+    minutes = by_minute(sql)
+    table = plain_table(
+        "Accepted tokens per cycle", ("minute", "streams", "learning", "not", "stable version")
+    )
+    for row in minutes:
+        table.add_row(*(str(value) for value in row.values()))
     Console().print(table)
     chat = rate([one for one in made if one.domain == "chat" and one.is_learning])
     tails = [p99([one for one in sql if one.is_learning is side]) for side in (True, False)]
     print(f"chat {chat:.3f}; p99 of gaps {tails[0]:.1f} ms, not learning {tails[1]:.1f} ms")
-    for name, one in drafters.items():
-        for version in one.versions:
-            print(
-                f"{name} version {version.number}: {version.status} {version.reason}, "
-                f"expected {version.expected} after {version.parent_expected}"
-            )
+    for version in drafters.versions:
+        expected = f"expects {version.expected}, its parent {version.parent_expected}"
+        print(f"version {version.number}: {version.status} {version.reason}, {expected}")
     print(f"{len(made)} streams, {differ} of them differ from gamma 0")
     result = {
-        "target": str(options.target),
-        "head": str(options.head),
+        "target": target,
+        "head": head,
         "chat": chat,
         "minutes": minutes,
         "p99_ms": tails,
         "streams": len(made),
         "different": differ,
-        "drafters": {name: one.model_dump(mode="json") for name, one in drafters.items()},
-        "completions": [
-            {**asdict(one), "prompt": len(one.prompt), "tokens": len(one.tokens), "gaps": None}
-            for one in made
-        ],
+        "drafters": drafters.model_dump(mode="json"),
+        "completions": [asdict(one) | {"prompt": len(one.prompt), "tokens": len(one.tokens)} for one in made],
     }
+    for one in result["completions"]:
+        one["gaps"] = [round(1000 * gap, 1) for gap in one["gaps"]]
+    if options.chart:
+        options.chart.write_text(chart(minutes, chat))
     print(f"written to {write_result('learning', result, options.out)}")
     return 1 if differ else 0
 
@@ -247,6 +274,7 @@ def main() -> None:
     parser.add_argument("--gamma", type=int, default=3)
     parser.add_argument("--idle", type=float, default=2.0)
     parser.add_argument("--beside", action="store_true", help="a second cluster that does not learn")
+    parser.add_argument("--chart", type=Path, help="SVG to write")
     parser.add_argument("--out", type=Path)
     sys.exit(run_or_exit(run(parser.parse_args())))
 

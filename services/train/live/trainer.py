@@ -33,7 +33,7 @@ from services.train.answers.store import Sequence
 from services.train.evaluate import evaluate
 from services.train.head import TrainableHead
 
-MIN_TOKENS = 4000
+MIN_TOKENS = 2000
 """New tokens of completions before a round."""
 
 HELD_SHARE, MIN_HELD, MAX_HELD = 0.15, 4, 24
