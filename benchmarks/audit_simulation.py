@@ -210,9 +210,12 @@ class Simulation:
         recorded: The positions.
         alpha: Probability of a false alarm of an audit.
         num_pairs: Pairs of tokens by which an audit compares choices, each at another position.
+        knows_draft: Whether an audit knows the draft's most likely token of each position.
     """
 
-    def __init__(self, recorded: Recorded, alpha: float, num_pairs: int) -> None:
+    def __init__(
+        self, recorded: Recorded, alpha: float, num_pairs: int, *, knows_draft: bool = False
+    ) -> None:
         self._recorded = recorded
         self._threshold, self._pair_threshold = (
             -math.log(alpha * ALPHA[name]) for name in ("law", "independence")
@@ -223,7 +226,7 @@ class Simulation:
         for number, (listed, position) in enumerate(zip(recorded.listed, recorded.positions, strict=True)):
             test.observe(None, listed)
             if not position.is_certain:
-                bets = Bets(position)
+                bets = Bets(position, int(recorded.favourites["draft"][number]) if knows_draft else None)
                 for cell in range(len(position.probs)):
                     self._factors[number, cell] = bets.log_factors(cell)
         self._smallest = test.smallest_detectable()
@@ -361,6 +364,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--pairs", type=int, default=400, help="of tokens in each audit")
     parser.add_argument("--runs", type=int, default=200, help="audits of each faulty server")
     parser.add_argument("--alpha", type=float, default=0.005)
+    parser.add_argument("--known-draft", action="store_true", help="as with gammaray audit --reference-draft")
     parser.add_argument("--out", type=Path, help="result file (default: in benchmarks/results)")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
@@ -374,7 +378,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     reported = getattr(torch, options.reported)
     recorded = record(options.target, options.draft, prompts, options.tokens, reported)
     console.print(f"{len(recorded.positions)} positions recorded")
-    found = measure(Simulation(recorded, options.alpha, options.pairs), options, console)
+    simulation = Simulation(recorded, options.alpha, options.pairs, knows_draft=options.known_draft)
+    found = measure(simulation, options, console)
     settings = {name: value for name, value in vars(options).items() if name != "out"}
     console.print(
         f"written: {write_result('audit-simulation', {'settings': settings, **found}, options.out)}"

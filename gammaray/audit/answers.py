@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -21,10 +21,11 @@ class AnswerError(InternalError):
 
     Attributes:
         field: Path of the field, such as `choices[0].text`.
+        curl: Command that asks for the answer; empty if unknown.
     """
 
     def __init__(self, field: str, got: object, allowed: str) -> None:
-        self.field = field
+        self.field, self.curl = field, ""
         super().__init__(f"answer: {field}: got {rendering(got)[:80]}, allowed: {allowed}")
 
 
@@ -64,20 +65,46 @@ class Token:
 
 @dataclass(frozen=True)
 class Choice:
-    """One completion; `tokens` is empty without log-probabilities."""
+    """One completion.
+
+    Args:
+        text: Its text.
+        tokens: Empty without log-probabilities.
+        finish_reason: Why it ended.
+        prompt_ids: Ids of the prompt's tokens; empty without `return_token_ids`.
+        token_ids: Ids of its own tokens, likewise.
+        favourites: Ids of the most likely token at each position of the prompt by `prompt_logprobs`; "" if
+            unknown, as at the first one.
+    """
 
     text: str
     tokens: tuple[Token, ...]
     finish_reason: str | None
+    prompt_ids: tuple[int, ...] = ()
+    token_ids: tuple[int, ...] = ()
+    favourites: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A whole response: `usage` has the three counts, or is None."""
+    """A whole response, of at least one choice.
+
+    Args:
+        choices: By index.
+        usage: Tokens of the prompt, of the completions, and of both; None if they are not reported.
+        is_gammaray: Whether the server is a gammaray.
+        curl: Command that asks for it.
+    """
 
     choices: tuple[Choice, ...]
     usage: tuple[int, int, int] | None
-    is_gammaray: bool
+    is_gammaray: bool = False
+    curl: str = ""
+
+    @property
+    def choice(self) -> Choice:
+        """The first choice."""
+        return self.choices[0]
 
 
 def decoded(data: bytes) -> Any:
@@ -133,7 +160,21 @@ def parse_choice(path: str, choice: Mapping[str, Any], message: str) -> Choice:
         "" if text is None else _an(f"{path}.text", text, str),
         tuple(_tokens(f"{path}.logprobs", choice.get("logprobs"))),
         None if reason is None else _an(f"{path}.finish_reason", reason, str),
+        _ids(f"{path}.prompt_token_ids", choice.get("prompt_token_ids")),
+        _ids(f"{path}.token_ids", choice.get("token_ids")),
+        tuple(_favourites(f"{path}.prompt_logprobs", choice.get("prompt_logprobs"))),
     )
+
+
+def _ids(path: str, ids: Any) -> tuple[int, ...]:
+    return tuple(_an(path, one, int) for one in _an(path, ids or [], list))
+
+
+def _favourites(path: str, listed: Any) -> Iterator[str]:
+    for i, entry in enumerate(_an(path, listed or [], list)):
+        found = _an(f"{path}[{i}]", entry or {}, dict)
+        firsts = (key for key, one in found.items() if _an(f"{path}[{i}].{key}", one, dict).get("rank") == 1)
+        yield next(firsts, "")
 
 
 def text_of(key: str) -> str:

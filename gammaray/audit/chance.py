@@ -5,21 +5,21 @@ from __future__ import annotations
 import asyncio
 import math
 import re
+from bisect import bisect_left
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from itertools import combinations, pairwise
 from typing import Any
 
-from gammaray.audit.answers import Choice, Token
-from gammaray.audit.findings import ALPHA, CheckResult, Status, inconclusive, not_possible
+from gammaray.audit.answers import Answer, Choice, Token
+from gammaray.audit.findings import ALPHA, CheckResult, Status, failed, inconclusive, not_possible, passed
 from gammaray.audit.law import IndependenceTest, LawTest, Position
 from gammaray.audit.subject import Subject
 from gammaray.errors import InvalidArgumentError
 
-DETECTABLE = {"temperature below 1": 0.95, "temperature above 1": 1.05, "top-1 share": 0.02}
-"""What the law must have been able to show before it passes."""
+DETECTABLE = {"temperature below 1": (1, 0.95), "temperature above 1": (1, 1.05), "top-1 share": (0, 0.02)}
+"""By family of faults: an honest server's size, and one that the law has to be able to show to pass."""
 
 MIN_TOKENS = 20_000
 """Tokens before which the law does not pass: few flat positions can dominate what it says it would find."""
@@ -30,6 +30,7 @@ MIN_PAIRS = 400
 _TOKENS = 128
 _SPECIAL = re.compile(r"(\d+:)?(<[^<>\s]{1,40}>)?")
 _MAX_UNREADABLE = 0.02
+_EDGES = (0.01, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 0.95, 1.0)
 
 
 class _Law:
@@ -39,21 +40,26 @@ class _Law:
         self._num_top = subject.server.num_top
         self.test = LawTest(subject.alpha * ALPHA["law"], self._num_top, SPECIAL)
         self._threshold = -math.log(self.test.alpha)
-        self._bins, self._path = _Bins(), [(0, 0.0)]
+        # Expected and observed tokens by the probability that the server reports for them.
+        self._expected, self._observed = [0.0] * len(_EDGES), [0] * len(_EDGES)
+        self._path = [(0, 0.0)]
         self._drawn = self._missing = 0
 
-    def observe(self, choice: Choice) -> None:
+    def observe(self, choice: Choice, drafted: Sequence[str | None]) -> None:
         """Count the tokens of a completion.
+
+        Args:
+            choice: The completion.
+            drafted: What the reference drafter proposes in place of each token; None where it is not known.
 
         Raises:
             InvalidArgumentError: The alternatives of a token are no distribution.
             Undecided: Too many tokens have no alternatives, or incomplete ones.
         """
-        for token in choice.tokens:
-            self.test.observe(token.key, token.listed, token.lp)
-            position = Position.read(token.listed, self._num_top, SPECIAL)
-            if position is not None and token.key not in SPECIAL:
-                self._bins.add(token, position)
+        for token, proposed in zip(choice.tokens, drafted, strict=True):
+            position = self.test.observe(token.key, token.listed, token.lp, proposed)
+            if position is not None:
+                self._compare(token, position)
             self._drawn += 1
             self._missing += not token.listed
         self._path.append((self.test.num_tokens, round(self.test.log_e_value, 2)))
@@ -66,8 +72,16 @@ class _Law:
                 "as those of the same text are listed once"
             )
 
-    def result(self) -> CheckResult:
-        """Return the result on the tokens so far, without a command."""
+    def _compare(self, token: Token, position: Position) -> None:
+        """Count a token by its cell; the last cell stands for all tokens that are not listed."""
+        for prob in position.probs[:-1]:
+            self._expected[bisect_left(_EDGES, min(prob, 1.0))] += prob
+        cell = position.cell_of(token.key, token.lp)
+        if cell < len(position.probs) - 1:
+            self._observed[bisect_left(_EDGES, min(position.probs[cell], 1.0))] += 1
+
+    def result(self, curl: str) -> CheckResult:
+        """Return the result on the tokens so far; a command shows the last ones."""
         test, found = self.test, self.test.smallest_detectable()
         evidence = {
             "tokens": test.num_tokens,
@@ -76,19 +90,21 @@ class _Law:
             "strongest": test.strongest(),
             "smallest_detectable": {k: round(v, 5) if math.isfinite(v) else None for k, v in found.items()},
             "path": self._path[:: max(1, len(self._path) // 100)],
-            "by_probability": self._bins.table(),
+            "by_probability": [
+                {"to": edge, "expected": round(expected, 1), "observed": observed}
+                for edge, expected, observed in zip(_EDGES, self._expected, self._observed, strict=True)
+            ],
         }
         summary = f"{test.num_tokens} tokens, e-value up to e^{test.largest_log_e_value:.1f}"
         if test.rejected:
             summary += f", alarm at e^{self._threshold:.1f}; strongest alternative: {test.strongest()}"
-            return CheckResult(Status.FAILED, summary, evidence)
+            return failed(summary, curl, **evidence)
+        cold, hot, share = (found[name] for name in DETECTABLE)
         summary += (
-            f"; would have found a temperature of {found['temperature below 1']:.2f} or "
-            f"{found['temperature above 1']:.2f} and {found['top-1 share']:.1%} replaced tokens"
+            f"; would have found a temperature of {cold:.2f} or {hot:.2f} and {share:.1%} replaced tokens"
         )
-        gaps = {name: abs(found[name] - honest) for name, honest in _HONEST.items()}
         is_enough = test.num_tokens >= MIN_TOKENS and all(
-            gap <= abs(DETECTABLE[name] - _HONEST[name]) for name, gap in gaps.items()
+            abs(found[name] - honest) <= abs(least - honest) for name, (honest, least) in DETECTABLE.items()
         )
         return CheckResult(Status.PASSED if is_enough else Status.INCONCLUSIVE, summary, evidence)
 
@@ -97,49 +113,65 @@ async def check_law(subject: Subject) -> CheckResult:
     """At temperature 1 each token is a draw from the probabilities that the server reports for it."""
     subject.need_logprobs(4)
     law = _Law(subject)
-    async with aclosing(_completions(subject)) as completions:
-        async for choice, prompt, asked in completions:
-            curl = subject.server.curl(prompt, **asked)
+    async with aclosing(_completions(subject)) as answers:
+        async for answer in answers:
+            drafted = await _drafted(subject, answer.choice)
             try:
-                law.observe(choice)
+                law.observe(answer.choice, drafted)
             except InvalidArgumentError as error:
-                return CheckResult(Status.FAILED, f"alternatives are no distribution: {error}", {}, curl)
-            subject.so_far = law.result()
+                return failed(f"alternatives are no distribution: {error}", answer.curl)
+            subject.so_far = law.result(answer.curl)
             subject.tell(f"law: {subject.so_far.summary}")
-            if subject.so_far.status is Status.FAILED:
-                return replace(subject.so_far, curl=curl)
-            if subject.so_far.status is Status.PASSED:
+            if subject.so_far.status is not Status.INCONCLUSIVE:
                 return subject.so_far
     if subject.so_far is None:
         raise inconclusive("the budget allows no completion (--max-tokens-total)")
     return subject.so_far
 
 
-_HONEST = {"temperature below 1": 1.0, "temperature above 1": 1.0, "top-1 share": 0.0}
+async def _drafted(subject: Subject, choice: Choice) -> list[str | None]:
+    """Return what the reference drafter proposes in place of each token, after the tokens before it.
+
+    It is asked by token ids: a text may have other tokens than those that were generated, and whether it has
+    follows from the tokens after a position, too, which would make the bets unfair.
+    """
+    if subject.drafter is None:
+        return [None] * len(choice.tokens)
+    if [f"token_id:{i}" for i in choice.token_ids] != [token.key for token in choice.tokens]:
+        raise not_possible(
+            "--reference-draft needs a server with return_token_ids and return_tokens_as_token_ids"
+        )
+    fields = {"temperature": 0, "max_tokens": 1, "prompt_logprobs": 1, "logprobs": None}
+    answer = await subject.drafter.ask([*choice.prompt_ids, *choice.token_ids], **fields)
+    favourites = answer.choice.favourites[len(choice.prompt_ids) :]
+    if len(favourites) != len(choice.tokens):
+        raise not_possible("--reference-draft needs a drafter's server with prompt_logprobs")
+    return [f"token_id:{i}" for i in favourites]
 
 
-async def _completions(subject: Subject) -> AsyncGenerator[tuple[Choice, str, dict[str, Any]], None]:
+async def _completions(subject: Subject) -> AsyncGenerator[Answer, None]:
     """Yield completions in the order of their requests, so that no result decides which comes next."""
     server, number = subject.server, 0
-    running: deque[tuple[asyncio.Task[Any], str, dict[str, Any]]] = deque()
+    running: deque[asyncio.Task[Answer]] = deque()
     try:
         while True:
             # What runs may not have been counted yet.
             while len(running) < server.concurrency and server.spent.left >= _TOKENS * (1 + len(running)):
-                prompt = subject.prompts[number % len(subject.prompts)]
-                asked = {"temperature": 1, "max_tokens": _TOKENS, "seed": subject.seed + 10_000 + number}
-                running.append((asyncio.ensure_future(server.ask(prompt, **asked)), prompt, asked))
+                asked: dict[str, Any] = {"temperature": 1, "max_tokens": _TOKENS}
+                asked["seed"] = subject.seed + 10_000 + number
+                if subject.drafter is not None:
+                    asked["return_token_ids"] = True
+                running.append(asyncio.ensure_future(server.ask(subject.prompt(number), **asked)))
                 number += 1
             if not running:
                 return
-            task, prompt, asked = running[0]
-            answer = await task
+            answer = await running[0]
             running.popleft()
-            yield answer.choices[0], prompt, asked
+            yield answer
     finally:
-        for task, _, _ in running:
+        for task in running:
             task.cancel()
-        await asyncio.gather(*(task for task, _, _ in running), return_exceptions=True)
+        await asyncio.gather(*running, return_exceptions=True)
 
 
 class _Special:
@@ -155,51 +187,24 @@ class _Special:
 SPECIAL = _Special()
 
 
-class _Bins:
-    """Expected and observed tokens by the probability that the server reports for them."""
-
-    EDGES = (0.0, 0.01, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 0.95, 1.0)
-
-    def __init__(self) -> None:
-        self._expected = [0.0] * (len(self.EDGES) - 1)
-        self._observed = [0] * (len(self.EDGES) - 1)
-
-    def add(self, token: Token, position: Position) -> None:
-        """Count a token by its cell; the last cell stands for all tokens that are not listed."""
-        for prob in position.probs[:-1]:
-            self._expected[self._bin(prob)] += prob
-        cell = position.cell_of(token.key, token.lp)
-        if cell < len(position.probs) - 1:
-            self._observed[self._bin(position.probs[cell])] += 1
-
-    def table(self) -> list[dict[str, float]]:
-        bounds = zip(self.EDGES, self.EDGES[1:], self._expected, self._observed, strict=False)
-        return [{"above": a, "to": b, "expected": round(e, 1), "observed": o} for a, b, e, o in bounds]
-
-    def _bin(self, p: float) -> int:
-        return next((i for i, edge in enumerate(self.EDGES[1:]) if p <= edge), len(self.EDGES) - 2)
-
-
 async def check_choices(subject: Subject) -> CheckResult:
     """The choices of one request differ from each other."""
-    server, n, compared = subject.server, 4, 0
+    n, compared = 4, 0
     bound = math.log(36 / (subject.alpha * ALPHA["choices"]))  # six pairs in each of six requests
     for i, prompt in enumerate(subject.prompts[:6]):
         seed = None if i % 2 or not subject.has_seeds else subject.seed + i
-        asked = {"temperature": 1, "max_tokens": 48, "n": n, "seed": seed}
-        choices = (await server.ask(prompt, **asked)).choices
-        if len(choices) != n:
-            summary = f"{len(choices)} choices instead of {n}"
-            return CheckResult(Status.FAILED, summary, {}, server.curl(prompt, **asked))
-        for left, right in combinations(choices, 2):
+        answer = await subject.server.ask(prompt, temperature=1, max_tokens=48, n=n, seed=seed)
+        if (count := len(answer.choices)) != n:
+            return failed(f"{count} choices instead of {n}", answer.curl)
+        for left, right in combinations(answer.choices, 2):
             surprise = -sum(token.lp or 0.0 for token in left.tokens)
             compared += left.text != right.text or surprise > bound
             if left.text == right.text and surprise > bound:
                 summary = f"two choices are equal; by chance with probability e^-{surprise:.0f}"
-                return CheckResult(Status.FAILED, summary, {"text": left.text}, server.curl(prompt, **asked))
+                return failed(summary, answer.curl, text=left.text)
     if not compared:
         raise inconclusive("all choices are equal, and their probabilities are unknown or high")
-    return CheckResult(Status.PASSED, f"{compared} pairs of choices differ", {"pairs": compared})
+    return passed(f"{compared} pairs of choices differ", pairs=compared)
 
 
 async def check_independence(subject: Subject) -> CheckResult:
@@ -211,25 +216,21 @@ async def check_independence(subject: Subject) -> CheckResult:
         subject.findings["choices"].result.status in (Status.PASSED, Status.INCONCLUSIVE)
     )
     for i in range(40):
-        prompt, seed = subject.prompts[i % len(subject.prompts)], subject.seed + 5000 + 4 * i
-        asked: dict[str, Any] = {"temperature": 1, "max_tokens": 48}
+        asked: dict[str, Any] = {"temperature": 1, "max_tokens": 48, "seed": subject.seed + 5000 + 4 * i}
         if of_choices:
-            asked |= {"n": 4, "seed": seed}
-            choices = (await server.ask(prompt, **asked)).choices
+            answers = [await server.ask(subject.prompt(i), **asked, n=4)]
         else:
-            answers = (server.ask(prompt, **asked, seed=seed + k) for k in range(4))
-            choices = tuple(answer.choices[0] for answer in await asyncio.gather(*answers))
-        for left, right in pairwise(choices):
+            each = (server.ask(subject.prompt(i), **{**asked, "seed": asked["seed"] + k}) for k in range(4))
+            answers = await asyncio.gather(*each)
+        for left, right in pairwise(choice for answer in answers for choice in answer.choices):
             for a, b in zip(left.tokens, right.tokens, strict=False):
                 test.observe(a.key, a.listed, b.key, b.listed, a.lp, b.lp)
-        pairs = test.num_tokens - test.num_unreadable
-        evidence = {"pairs": pairs, "largest_log_e_value": test.largest_log_e_value}
+        pairs, found = test.num_tokens - test.num_unreadable, test.largest_log_e_value
+        evidence = {"pairs": pairs, "largest_log_e_value": found}
         if test.rejected:
-            summary = f"after {pairs} pairs of tokens: e-value e^{test.largest_log_e_value:.1f}"
-            curl = server.curl(prompt, **asked)
-            return CheckResult(Status.FAILED, f"{summary}; {test.strongest()}", evidence, curl)
+            summary = f"after {pairs} pairs of tokens: e-value e^{found:.1f}; {test.strongest()}"
+            return failed(summary, answers[0].curl, **evidence)
     if pairs < MIN_PAIRS:
         raise inconclusive(f"only {pairs} pairs of tokens have alternatives")
     of = "choices" if of_choices else "completions with other seeds"
-    summary = f"{pairs} pairs of tokens of {of}, e-value e^{test.largest_log_e_value:.1f}"
-    return CheckResult(Status.PASSED, summary, evidence)
+    return passed(f"{pairs} pairs of tokens of {of}, e-value e^{found:.1f}", **evidence)

@@ -6,8 +6,9 @@ import asyncio
 import json
 import re
 import shlex
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -17,7 +18,6 @@ from gammaray.audit.answers import (
     Answer,
     AnswerError,
     Choice,
-    Token,
     decoded,
     parse_answer,
     parse_choice,
@@ -111,18 +111,11 @@ class Endpoint:
 
     def beside(self, url: str, **fields: Any) -> Endpoint:
         """Return an endpoint at another URL, or the same one with further fields, that shares the budget."""
+        fields = {**self.fields, **fields}
         if url == self.url:
-            same = (self.model, self.api_key)
-        else:
-            same = ("", "")  # another server must not get this one's key
-        own = (url, *same, self.key_variable, self.concurrency, self.spent, self.timeout_s)
-        return Endpoint(
-            *own,
-            fields={**self.fields, **fields},
-            is_chat=self.is_chat,
-            num_top=self.num_top,
-            refused=self.refused,
-        )
+            return replace(self, fields=fields, refused={**self.refused})
+        # Another server must not get this one's key.
+        return replace(self, url=url, model="", api_key="", fields=fields, refused={})
 
     async def first_model(self) -> str:
         """Return the name of the first model that the server lists; empty if it lists none."""
@@ -136,8 +129,8 @@ class Endpoint:
             return ""
         return name if isinstance(name, str) else ""
 
-    def body(self, prompt: str, **fields: Any) -> dict[str, Any]:
-        """Return a request: `logprobs` is a number of alternatives, None leaves a field out."""
+    def body(self, prompt: str | Sequence[int], **fields: Any) -> dict[str, Any]:
+        """Return a request; `logprobs` is a number of alternatives, None leaves a field out."""
         fields = {
             name: value for name, value in {**self.fields, **fields}.items() if name not in self.refused
         }
@@ -155,7 +148,7 @@ class Endpoint:
         """Where completions are asked for."""
         return f"{self.url}{_CHATS if self.is_chat else _COMPLETIONS}"
 
-    async def ask(self, prompt: str, **fields: Any) -> Answer:
+    async def ask(self, prompt: str | Sequence[int], **fields: Any) -> Answer:
         """Return a completion that is not streamed, with log-probabilities where the server has them.
 
         Raises:
@@ -164,22 +157,25 @@ class Endpoint:
             Undecided: The token budget is spent.
             GammarayError: It fails or does not answer in time.
         """
-        fields = {"logprobs": self.num_top or None, **fields}
-        return await self._within_budget(self.body(prompt, **fields), self._whole)
+        return await self._within_budget(prompt, fields, self._whole)
 
     async def stream(self, prompt: str, **fields: Any) -> Answer:
         """Return a streamed completion, joined; raises what `ask` does."""
-        fields = {"logprobs": self.num_top or None, **fields}
-        return await self._within_budget({**self.body(prompt, **fields), "stream": True}, self._joined)
+        return await self._within_budget(prompt, {**fields, "stream": True}, self._joined)
 
-    def curl(self, prompt: str, **fields: Any) -> str:
-        """Return the command that sends this request; the key stays in its variable."""
-        fields = {"logprobs": self.num_top or None, **fields}
+    def curl(self, body: Mapping[str, Any]) -> str:
+        """Return the command that sends a request; the key stays in its variable."""
         key = f' -H "authorization: Bearer ${self.key_variable}"' if self.api_key else ""
-        body = shlex.quote(json.dumps(self.body(prompt, **fields), ensure_ascii=False))
-        return f"curl -sS {shlex.quote(self.path)} -H 'content-type: application/json'{key} -d {body}"
+        data = shlex.quote(json.dumps(body, ensure_ascii=False))
+        return f"curl -sS {shlex.quote(self.path)} -H 'content-type: application/json'{key} -d {data}"
 
-    async def _within_budget(self, body: dict[str, Any], send: Any) -> Answer:
+    async def _within_budget(
+        self,
+        prompt: str | Sequence[int],
+        fields: dict[str, Any],
+        send: Callable[[dict[str, Any]], Awaitable[Answer]],
+    ) -> Answer:
+        body = self.body(prompt, **{"logprobs": self.num_top or None, **fields})
         asked = max(1, int(body.get("max_tokens") or 0)) * int(body.get("n") or 1)
         if asked > self.spent.left:
             raise inconclusive(f"the budget of {self.spent.max_tokens} tokens is spent (--max-tokens-total)")
@@ -187,26 +183,29 @@ class Endpoint:
         try:
             async with self._places:
                 self.spent.requests += 1
-                answer: Answer = await asyncio.wait_for(send(body), self.timeout_s)
+                answer = await asyncio.wait_for(send(body), self.timeout_s)
         except (asyncio.TimeoutError, httpx.TimeoutException):
             raise DeadlineExceededError(f"no answer within {self.timeout_s:g} s") from None
         except httpx.HTTPError as error:
             raise UnavailableError(f"{self.path}: {str(error) or type(error).__name__}") from None
+        except AnswerError as error:
+            error.curl = self.curl(body)
+            raise
         finally:
             self.spent.reserved -= asked
         counted = sum(len(choice.tokens) for choice in answer.choices)
         self.spent.tokens += max(counted, min(answer.usage[1], asked) if answer.usage else counted or asked)
-        return answer
+        return replace(answer, curl=self.curl(body))
 
     async def _whole(self, body: dict[str, Any]) -> Answer:
         async with _opened(self._http, self.path, body) as response:
             return parse_answer(decoded(await _read(response)))
 
     async def _joined(self, body: dict[str, Any]) -> Answer:
-        choices: dict[int, _Pieces] = {}
+        choices: dict[int, list[Choice]] = {}
         usage, is_done = None, False
         async with _opened(self._http, self.path, body) as response:
-            async for event in _events(response):
+            async for event in events(response.aiter_bytes()):
                 if event == b"[DONE]":
                     is_done = True
                     break
@@ -219,54 +218,39 @@ class Endpoint:
                 for i, choice in enumerate(fields.get("choices", [])):
                     if not isinstance(choice, dict) or not isinstance(index := choice.get("index", i), int):
                         raise AnswerError(f"choices[{i}]", choice, "an object with an index")
-                    choices.setdefault(index, _Pieces()).add(parse_choice(f"choices[{i}]", choice, "delta"))
+                    choices.setdefault(index, []).append(parse_choice(f"choices[{i}]", choice, "delta"))
         if not is_done:
             raise AnswerError("stream", "its end", "`data: [DONE]` at the end")
-        return Answer(tuple(choices[index].joined() for index in sorted(choices)), usage, False)
+        if not choices:
+            raise AnswerError("stream", "no choice", "at least one")
+        return Answer(tuple(_join(choices[index]) for index in sorted(choices)), usage)
 
 
-class _Pieces:
-    """The pieces of one streamed choice."""
-
-    def __init__(self) -> None:
-        self._texts: list[str] = []
-        self._tokens: list[Token] = []
-        self._reason: str | None = None
-
-    def add(self, piece: Choice) -> None:
-        self._texts.append(piece.text)
-        self._tokens += piece.tokens
-        self._reason = piece.finish_reason or self._reason
-
-    def joined(self) -> Choice:
-        return Choice("".join(self._texts), tuple(self._tokens), self._reason)
+def _join(pieces: Sequence[Choice]) -> Choice:
+    reasons = [piece.finish_reason for piece in pieces if piece.finish_reason]
+    tokens = tuple(token for piece in pieces for token in piece.tokens)
+    return Choice("".join(piece.text for piece in pieces), tokens, reasons[-1] if reasons else None)
 
 
-class _opened:
-    """An open response with status 200; what is refused for load is tried again."""
-
-    def __init__(self, http: httpx.AsyncClient, url: str, body: Mapping[str, Any]) -> None:
-        self._http, self._url, self._body = http, url, body
-
-    async def __aenter__(self) -> httpx.Response:
-        for attempt in range(1, _ATTEMPTS + 1):
-            request = self._http.build_request("POST", self._url, json=self._body)
-            self._response = await self._http.send(request, stream=True)
-            if (status := self._response.status_code) == httpx.codes.OK:
-                return self._response
-            text = (await _read(self._response, 2**16)).decode(errors="replace")
-            after = self._response.headers.get("retry-after", "")
-            await self._response.aclose()
-            if status not in (429, 503) or attempt == _ATTEMPTS:
-                break
-            await asyncio.sleep(min(float(after) if after.isdecimal() else 2.0**attempt / 2, _MAX_WAIT_S))
-        message = f"{status}: {_message(text)}"
-        if status in (401, 403):
-            raise UnauthenticatedError(f"{self._url}: {message}")
-        raise RefusedError(message) if status in _REFUSALS else UnavailableError(f"{self._url}: {message}")
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._response.aclose()
+@asynccontextmanager
+async def _opened(
+    http: httpx.AsyncClient, url: str, body: Mapping[str, Any]
+) -> AsyncIterator[httpx.Response]:
+    """Yield an open response with status 200; what is refused for load is tried again."""
+    for attempt in range(1, _ATTEMPTS + 1):
+        async with http.stream("POST", url, json=body) as response:
+            if (status := response.status_code) == httpx.codes.OK:
+                yield response
+                return
+            text = (await _read(response, 2**16)).decode(errors="replace")
+        if status not in (429, 503) or attempt == _ATTEMPTS:
+            break
+        after = response.headers.get("retry-after", "")
+        await asyncio.sleep(min(float(after) if after.isdecimal() else 2.0**attempt / 2, _MAX_WAIT_S))
+    message = f"{status}: {_message(text)}"
+    if status in (401, 403):
+        raise UnauthenticatedError(f"{url}: {message}")
+    raise RefusedError(message) if status in _REFUSALS else UnavailableError(f"{url}: {message}")
 
 
 async def _read(response: httpx.Response, limit: int | None = None) -> bytes:
@@ -278,17 +262,23 @@ async def _read(response: httpx.Response, limit: int | None = None) -> bytes:
     return bytes(data)
 
 
-async def _events(response: httpx.Response) -> AsyncIterator[bytes]:
-    """Yield the data of server-sent events, one line each."""
-    pending, total = b"", 0
-    async for piece in response.aiter_bytes():
+async def events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Yield the data of server-sent events, one line each, in time that is linear in the stream's length.
+
+    Raises:
+        AnswerError: The stream is longer than `MAX_ANSWER`.
+    """
+    line, total = bytearray(), 0
+    async for piece in pieces:
         total += len(piece)
         if total > MAX_ANSWER:
             raise AnswerError("stream", f"over {MAX_ANSWER} bytes", f"at most {MAX_ANSWER} bytes")
-        *lines, pending = (pending + piece).split(b"\n")
-        for line in lines:
+        first, *others = piece.split(b"\n")
+        line += first
+        for other in others:
             if line.startswith(b"data:"):
-                yield line[5:].strip()
+                yield bytes(line[5:]).strip()
+            line = bytearray(other)
 
 
 def _message(text: str) -> str:

@@ -39,6 +39,16 @@ class CheckResult:
     curl: str = ""
 
 
+def passed(summary: str, **evidence: Any) -> CheckResult:
+    """Return the result of a check that found nothing wrong."""
+    return CheckResult(Status.PASSED, summary, evidence)
+
+
+def failed(summary: str, curl: str, **evidence: Any) -> CheckResult:
+    """Return the result of a check that found a fault, which a command shows."""
+    return CheckResult(Status.FAILED, summary, evidence, curl)
+
+
 class Undecided(Exception):
     """A check ends early, with this status and reason."""
 

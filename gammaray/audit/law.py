@@ -52,7 +52,7 @@ _LEAST_REST = 1e-4
 what float32 leaves of 1."""
 
 _SHARPNESS = 5
-"""Power of p that stands for what a drafter likes best, where it is not known."""
+"""Power of p that stands for what a drafter likes best."""
 
 _SHARE = 0.02
 """Share of replaced tokens at which a law's power is evaluated."""
@@ -221,10 +221,10 @@ class Bets:
 
     Args:
         position: Its cells.
-        draft: Probabilities of a drafter by token; None if not known.
+        drafted: The cell that a reference drafter proposes; None if not known.
     """
 
-    def __init__(self, position: Position, draft: Mapping[Hashable, float] | None = None) -> None:
+    def __init__(self, position: Position, drafted: int | None = None) -> None:
         self._position, p = position, position.probs
         self._tempered = [self._temper(size) for size in TEMPERATURES.sizes]
         top, stray = max(p[:-1]), float(p[-1] > _LEAST_REST)
@@ -236,7 +236,7 @@ class Bets:
             *(_cut(p, _kept_by_top_p(p, top_p)) for top_p in _TOP_P),
             *(_cut(p, [float(prob >= min_p * top) for prob in p[:-1]] + [1.0]) for min_p in _MIN_P),
             _cut(p, [1.0] * (len(p) - 1) + [0.0]),
-            [1.0] * len(p) if draft is None else self._drafted(draft),
+            [1.0] * len(p) if drafted is None else _likely(p, [float(c == drafted) for c in range(len(p))]),
         ]
         self._doubts = [position.doubt(ratios) for ratios in chain(self._tempered, self._mixed)]
 
@@ -277,10 +277,6 @@ class Bets:
         total = math.fsum(map(mul, weights, self._position.probs))
         return [weight / total for weight in weights]
 
-    def _drafted(self, draft: Mapping[Hashable, float]) -> list[float]:
-        q = [max(0.0, draft.get(token, 0.0)) for token in self._position.index]
-        return _likely(self._position.probs, [*q, max(0.0, 1.0 - math.fsum(q))])
-
 
 def _likely(p: Sequence[float], weights: Sequence[float]) -> list[float]:
     """Return q / p for q proportional to `weights` where p is positive."""
@@ -307,24 +303,27 @@ def _kept_by_top_p(p: Sequence[float], top_p: float) -> list[float]:
     return kept
 
 
-class _Wealth:
+class Wealth:
     """The wealth of gamblers, one per alternative.
 
     Args:
         alpha: Probability with which an honest server may be rejected.
-        num_listed: Tokens that the server lists for each position.
-        hidden: Tokens that it does not report when they are drawn.
-        alternatives: Names of the alternatives.
-        log_stakes: Logarithms of the gamblers' shares of the first wealth.
+        num_listed: How many `top_logprobs` the server lists for each token, not counting the drawn one where
+            it is added to them; at least 4.
+        hidden: Tokens that the server does not report when they are drawn, such as an end-of-sequence token.
+        alternatives: Names of the alternatives, and logarithms of the gamblers' shares of the first wealth.
+
+    Attributes:
+        alpha: As given.
+        num_tokens: Tokens, or pairs of tokens, observed, without hidden ones.
+        num_unreadable: Those of them that were left out, as too few tokens are listed beside them.
+        log_e_value: Logarithm of the evidence against the server now.
+        largest_log_e_value: The largest so far.
+        num_tokens_until_rejected: `num_tokens` when the evidence first reached 1 / alpha, or None.
     """
 
     def __init__(
-        self,
-        alpha: float,
-        num_listed: int,
-        hidden: Container[Hashable],
-        alternatives: Sequence[str],
-        log_stakes: Sequence[float],
+        self, alpha: float, num_listed: int, hidden: Container[Hashable], alternatives: Mapping[str, float]
     ) -> None:
         check_number("alpha", alpha, 0.0, 0.5, open_low=True)
         check_int("num_listed", num_listed, 4, 2**20)
@@ -333,7 +332,7 @@ class _Wealth:
         self.log_e_value = self.largest_log_e_value = 0.0
         self.num_tokens_until_rejected: int | None = None
         self._num_listed, self._hidden = num_listed, hidden
-        self._alternatives, self._wealth = alternatives, list(log_stakes)
+        self._alternatives, self._wealth = [*alternatives], [*alternatives.values()]
 
     @property
     def rejected(self) -> bool:
@@ -356,28 +355,14 @@ class _Wealth:
             self.num_tokens_until_rejected = self.num_tokens
 
 
-class LawTest(_Wealth):
+class LawTest(Wealth):
     """Tests whether tokens are draws from the probabilities that the server reports for them.
 
     A pair of prompt and seed may be observed once only: its repetition is no new draw.
-
-    Args:
-        alpha: Probability with which an honest server may be rejected.
-        num_listed: How many `top_logprobs` the server lists for each token, not counting the drawn one where
-            it is added to them; at least 4.
-        hidden: Tokens that the server does not report when they are drawn, such as an end-of-sequence token.
-
-    Attributes:
-        alpha: As given.
-        num_tokens: Tokens observed, without hidden ones.
-        num_unreadable: Those of them that were left out, as too few tokens are listed beside them.
-        log_e_value: Logarithm of the evidence against the server now.
-        largest_log_e_value: The largest so far.
-        num_tokens_until_rejected: Tokens after which the evidence first reached 1 / alpha, or None.
     """
 
     def __init__(self, alpha: float, num_listed: int = 20, hidden: Container[Hashable] = ()) -> None:
-        super().__init__(alpha, num_listed, hidden, ALTERNATIVES, LOG_STAKES)
+        super().__init__(alpha, num_listed, hidden, dict(zip(ALTERNATIVES, LOG_STAKES, strict=True)))
         self._informations = [0.0] * len(FAMILIES)
         self._losses = [0.0] * len(FAMILIES)
 
@@ -386,31 +371,32 @@ class LawTest(_Wealth):
         token: Hashable,
         cells: Cells,
         logprob: float | None = None,
-        draft: Mapping[Hashable, float] | None = None,
-    ) -> None:
-        """Count a token.
+        drafted: Hashable | None = None,
+    ) -> Position | None:
+        """Count a token, and return the cells of its position; None if it is hidden or they are not known.
 
         Args:
             token: What was generated, named as in the cells.
             cells: The `top_logprobs` of its position.
             logprob: Its own log-probability, if the server reports it.
-            draft: Probabilities of a reference drafter by token, to bet on a share of its tokens; 1 for the
-                only one that a greedy drafter proposes.
+            drafted: What a reference drafter proposes there, to bet on a share of its tokens. It must follow
+                from the tokens before alone.
 
         Raises:
             InvalidArgumentError: `cells` are no log-probabilities of a distribution.
         """
         if token in self._hidden:
-            return
+            return None
         position = self._read(cells)
         self.num_tokens += 1
         self.num_unreadable += position is None
         if position is None or position.is_certain:
-            return
-        bets = Bets(position, draft)
+            return position
+        bets = Bets(position, None if drafted is None else position.cell_of(drafted))
         self._informations = [*map(sum, zip(self._informations, bets.informations(), strict=True))]
         self._losses = [*map(sum, zip(self._losses, bets.losses(), strict=True))]
         self._multiply(bets.log_factors(position.cell_of(token, logprob)))
+        return position
 
     def smallest_detectable(self) -> dict[str, float]:
         """Return by family of faults the smallest one that so many tokens show with a probability of 80 %.
@@ -441,32 +427,19 @@ _RECYCLED = (0.02, 0.05, 0.1, 0.25, 0.5, 0.9)
 _ALTERNATING = (0.1, 0.25, 0.5)
 
 
-class IndependenceTest(_Wealth):
+class IndependenceTest(Wealth):
     """Tests whether the tokens of two choices, or of two seeds, are drawn independently of each other.
 
     Under an alternative one random number decides both tokens at a share of the places: they agree as often
     as their probabilities allow (a maximal coupling), always if their contexts are equal. Other gamblers bet
     that too few pairs are two most likely tokens. Each bet is fair given either of its tokens, so that one
     test may compare choice 1 with 0, 2 with 1, and so on.
-
-    Args:
-        alpha: Probability with which an honest server may be rejected.
-        num_listed: As for `LawTest`.
-        hidden: As for `LawTest`.
-
-    Attributes:
-        alpha: As given.
-        num_tokens: Pairs of tokens observed, without hidden ones.
-        num_unreadable: Those of them that were left out, as too few tokens are listed beside them.
-        log_e_value: Logarithm of the evidence against the server now.
-        largest_log_e_value: The largest so far.
-        num_tokens_until_rejected: Pairs after which the evidence first reached 1 / alpha, or None.
     """
 
     def __init__(self, alpha: float, num_listed: int = 20, hidden: Container[Hashable] = ()) -> None:
         names = [f"recycled randomness {share:g}" for share in _RECYCLED]
         names += [f"alternating randomness {share:g}" for share in _ALTERNATING]
-        super().__init__(alpha, num_listed, hidden, names, [-math.log(len(names))] * len(names))
+        super().__init__(alpha, num_listed, hidden, dict.fromkeys(names, -math.log(len(names))))
 
     def observe(
         self,

@@ -6,41 +6,56 @@ import json
 import math
 from typing import Any
 
-from gammaray.audit.answers import Answer, AnswerError, Choice
+from gammaray.audit.answers import Answer, AnswerError, Token
 from gammaray.audit.endpoint import RefusedError
-from gammaray.audit.findings import CheckResult, Status, inconclusive, not_possible
+from gammaray.audit.findings import CheckResult, failed, inconclusive, not_possible, passed
 from gammaray.audit.subject import Subject
 
 _MAX_TOKENS = (1, 2, 3, 4, 5, 7, 9, 13, 17, 33)
 _MORE = 12
 """Tokens that `min_tokens` asks for beyond the text's own end."""
 
+_SHORT = ("Question: What is 2 + 2? Answer with a number only.\nAnswer:", "Say yes.")
+
 CONTRADICTION = 1e-3
 """By how much a token's log-probability may differ from the same token's among the alternatives."""
+
+_KINDS = ("cat", "dog", "bird")
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "kind": {"type": "string", "enum": list(_KINDS)},
+        "age": {"type": "integer", "minimum": 0, "maximum": 30},
+        "tame": {"type": "boolean"},
+    },
+    "required": ["kind", "age", "tame"],
+    "additionalProperties": False,
+}
 
 
 async def check_max_tokens(subject: Subject) -> CheckResult:
     """No completion has more tokens than `max_tokens`."""
-    server, counted = subject.server, 0
     for i, bound in enumerate(_MAX_TOKENS):
         for temperature in (0, 1):
-            prompt = subject.prompts[i % len(subject.prompts)]
             asked = {"temperature": temperature, "max_tokens": bound, "seed": subject.seed + i}
-            answer = await server.ask(prompt, **asked)
-            if (count := num_tokens(answer)) is None:
-                raise not_possible("the server reports neither log-probabilities nor usage")
-            counted += 1
-            if count > bound:
-                evidence = {"max_tokens": bound, "tokens": count, "text": answer.choices[0].text}
-                summary = f"{count} tokens with max_tokens {bound}"
-                return CheckResult(Status.FAILED, summary, evidence, server.curl(prompt, **asked))
-    return CheckResult(Status.PASSED, f"{counted} completions of at most {_MAX_TOKENS[-1]} tokens", {})
+            answer = await subject.server.ask(subject.prompt(i), **asked)
+            if (count := num_tokens(answer)) > bound:
+                summary, text = f"{count} tokens with max_tokens {bound}", answer.choice.text
+                return failed(summary, answer.curl, max_tokens=bound, tokens=count, text=text)
+    return passed(f"{2 * len(_MAX_TOKENS)} completions of at most {_MAX_TOKENS[-1]} tokens")
 
 
-def num_tokens(answer: Answer) -> int | None:
-    """Return the first choice's tokens: those listed, else what `usage` says; None if unknown."""
-    tokens = answer.choices[0].tokens
-    return len(tokens) if tokens else answer.usage[1] if answer.usage and len(answer.choices) == 1 else None
+def num_tokens(answer: Answer) -> int:
+    """Return the first choice's tokens: those listed, else what `usage` says.
+
+    Raises:
+        Undecided: The server reports neither.
+    """
+    if tokens := answer.choice.tokens:
+        return len(tokens)
+    if answer.usage is None or len(answer.choices) > 1:
+        raise not_possible("the server reports neither log-probabilities nor usage")
+    return answer.usage[1]
 
 
 async def check_min_tokens(subject: Subject) -> CheckResult:
@@ -58,20 +73,14 @@ async def check_min_tokens(subject: Subject) -> CheckResult:
         except RefusedError:
             continue
         count = num_tokens(answer)
-        if count is None:
-            raise not_possible("the server reports neither log-probabilities nor usage")
-        if answer.choices[0].finish_reason == "stop" and count <= 48 - _MORE:
-            asked |= {"min_tokens": count + _MORE, "max_tokens": count + 2 * _MORE}
-            longer = num_tokens(await server.ask(prompt, **asked)) or 0
-            evidence = {"without": count, "min_tokens": count + _MORE, "tokens": longer}
-            if longer < count + _MORE:
-                summary = f"{longer} tokens with min_tokens {count + _MORE}"
-                return CheckResult(Status.FAILED, summary, evidence, server.curl(prompt, **asked))
-            return CheckResult(Status.PASSED, f"{longer} tokens instead of {count}", evidence)
+        if answer.choice.finish_reason == "stop" and count <= 48 - _MORE:
+            least = count + _MORE
+            answer = await server.ask(prompt, **{**asked, "min_tokens": least, "max_tokens": least + _MORE})
+            evidence = {"without": count, "min_tokens": least, "tokens": (longer := num_tokens(answer))}
+            if longer < least:
+                return failed(f"{longer} tokens with min_tokens {least}", answer.curl, **evidence)
+            return passed(f"{longer} tokens instead of {count}", **evidence)
     raise inconclusive("no completion ends by itself within 36 tokens")
-
-
-_SHORT = ("Question: What is 2 + 2? Answer with a number only.\nAnswer:", "Say yes.")
 
 
 async def check_stop(subject: Subject) -> CheckResult:
@@ -79,76 +88,72 @@ async def check_stop(subject: Subject) -> CheckResult:
     server, checked = subject.server, 0
     for prompt in subject.prompts[:6]:
         plain: dict[str, Any] = {"temperature": 0, "max_tokens": 40}
-        whole = (await server.ask(prompt, **plain)).choices[0].text
+        whole = (await server.ask(prompt, **plain)).choice.text
         for at in (len(whole) // 3, len(whole) // 2):
             # Three characters, which often begin within a token.
             stop = whole[at : at + 3]
             if len(stop) < 3 or not stop.strip():
                 continue
             asked = {**plain, "stop": [stop]}
-            choice = (await server.ask(prompt, **asked)).choices[0]
-            expected = whole[: whole.index(stop)]
-            evidence = {"stop": stop, "text": choice.text, "expected": expected}
-            curl = server.curl(prompt, **asked)
-            if stop in choice.text:
-                return CheckResult(
-                    Status.FAILED, f"the text contains the stop string {stop!r}", evidence, curl
-                )
-            if choice.text == expected and choice.finish_reason != "stop":
-                summary = f"finish_reason is {choice.finish_reason!r} at the stop string {stop!r}"
-                return CheckResult(Status.FAILED, summary, evidence, curl)
-            if choice.text != expected and expected.startswith(choice.text):
-                return CheckResult(
-                    Status.FAILED, f"the text ends before the stop string {stop!r}", evidence, curl
-                )
-            checked += choice.text == expected
+            answer = await server.ask(prompt, **asked)
+            text, expected, wrong = answer.choice.text, whole[: whole.index(stop)], ""
+            if stop in text:
+                wrong = f"the text contains the stop string {stop!r}"
+            elif text == expected and answer.choice.finish_reason != "stop":
+                wrong = f"finish_reason is {answer.choice.finish_reason!r} at the stop string {stop!r}"
+            elif text != expected and expected.startswith(text):
+                again = [(await server.ask(prompt, **fields)).choice.text for fields in (plain, asked)]
+                if again == [whole, text]:  # else the texts differ for another reason
+                    wrong = f"the text ends before the stop string {stop!r}"
+            if wrong:
+                return failed(wrong, answer.curl, stop=stop, text=text, expected=expected)
+            checked += text == expected
     if not checked:
         raise inconclusive("greedy texts are not repeatable, or too short")
-    return CheckResult(Status.PASSED, f"{checked} texts end before their stop strings", {"texts": checked})
+    return passed(f"{checked} texts end before their stop strings", texts=checked)
 
 
 async def check_logprob_zero(subject: Subject) -> CheckResult:
     """Log-probabilities are those of the tokens, and no placeholders."""
     subject.need_logprobs(2)
-    server, count = subject.server, 0
+    count = 0
     for i, prompt in enumerate(subject.prompts[:12]):
         asked = {"temperature": i % 2, "max_tokens": 48, "seed": subject.seed + i}
-        choice = (await server.ask(prompt, **asked)).choices[0]
-        for at, token in enumerate(choice.tokens):
+        answer = await subject.server.ask(prompt, **asked)
+        for at, token in enumerate(answer.choice.tokens):
             count += 1
-            among = token.cells.get(token.key)
-            others = math.fsum(math.exp(lp) for key, lp in token.cells.items() if key != token.key)
-            reason = ""
-            if token.logprob is None or not token.listed:
-                reason = f"has no alternatives, and {token.logprob} as its log-probability"
-            elif among is not None and abs(among - token.logprob) > CONTRADICTION:
-                reason = f"has log-probability {token.logprob:.4f}, and {among:.4f} among the alternatives"
-            elif math.exp(token.logprob) + others > 1 + 0.02:
-                reason = f"has log-probability {token.logprob:.4f}, while others have {others:.3f} together"
-            if reason:
-                summary = f"token {at}, {token.text!r}, {reason}"
+            if wrong := _placeholder(token):
+                summary, among = f"token {at}, {token.text!r}, {wrong}", token.cells.get(token.key)
                 evidence = {"index": at, "token": token.text, "logprob": token.logprob, "among": among}
-                return CheckResult(Status.FAILED, summary, evidence, server.curl(prompt, **asked))
-    return CheckResult(
-        Status.PASSED, f"{count} log-probabilities agree with the alternatives", {"tokens": count}
-    )
+                return failed(summary, answer.curl, **evidence)
+    return passed(f"{count} log-probabilities agree with the alternatives", tokens=count)
+
+
+def _placeholder(token: Token) -> str:
+    """Return what is wrong with a token's log-probability; empty if nothing is."""
+    among = token.cells.get(token.key)
+    others = math.fsum(math.exp(lp) for key, lp in token.cells.items() if key != token.key)
+    if token.logprob is None or not token.listed:
+        return f"has no alternatives, and {token.logprob} as its log-probability"
+    if among is not None and abs(among - token.logprob) > CONTRADICTION:
+        return f"has log-probability {token.logprob:.4f}, and {among:.4f} among the alternatives"
+    if math.exp(token.logprob) + others > 1 + 0.02:
+        return f"has log-probability {token.logprob:.4f}, while others have {others:.3f} together"
+    return ""
 
 
 async def check_usage(subject: Subject) -> CheckResult:
     """`usage` counts the tokens that are listed, and a prompt's the same whole and streamed."""
-    server, asked = subject.server, {"temperature": 0, "max_tokens": 24}
-    compared = 0
+    server, asked, compared = subject.server, {"temperature": 0, "max_tokens": 24}, 0
     for prompt in subject.prompts[:4]:
         answer = await server.ask(prompt, **asked)
-        curl = server.curl(prompt, **asked)
         if answer.usage is None:
             raise not_possible("the server reports no usage")
         if wrong := _miscounted(answer):
-            return CheckResult(Status.FAILED, wrong, {"usage": answer.usage}, curl)
-        compared += bool(answer.choices[0].tokens)
-        options = {**asked, "stream_options": {"include_usage": True}}
+            return failed(wrong, answer.curl, usage=answer.usage)
+        compared += bool(answer.choice.tokens)
         try:
-            streamed = await server.stream(prompt, **options)
+            streamed = await server.stream(prompt, **asked, stream_options={"include_usage": True})
         except (AnswerError, RefusedError):
             continue  # `stream` says what is wrong
         if streamed.usage is None:
@@ -158,19 +163,17 @@ async def check_usage(subject: Subject) -> CheckResult:
         if streamed.usage[0] != answer.usage[0]:
             wrong = f"prompt_tokens is {streamed.usage[0]}, and {answer.usage[0]} whole"
         if wrong:
-            curl = server.curl(prompt, **options, stream=True)
-            return CheckResult(Status.FAILED, f"streamed: {wrong}", {"usage": streamed.usage}, curl)
+            return failed(f"streamed: {wrong}", streamed.curl, usage=streamed.usage)
     if not compared:
         raise inconclusive("without log-probabilities the tokens cannot be counted")
-    return CheckResult(Status.PASSED, f"usage counts the tokens of {compared} completions", {})
+    return passed(f"usage counts the tokens of {compared} completions")
 
 
 def _miscounted(answer: Answer) -> str:
     assert answer.usage is not None
-    prompt, completion, total = answer.usage
+    (prompt, completion, total), choice = answer.usage, answer.choice
     if prompt + completion != total:
         return f"{prompt} + {completion} tokens are {total} in all"
-    choice = answer.choices[0] if answer.choices else Choice("", (), None)
     # The end of a sequence is a token that not every server lists.
     unlisted = 1 if choice.finish_reason == "stop" else 0
     if choice.tokens and not 0 <= completion - len(choice.tokens) <= unlisted:
@@ -178,41 +181,23 @@ def _miscounted(answer: Answer) -> str:
     return ""
 
 
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "kind": {"type": "string", "enum": ["cat", "dog", "bird"]},
-        "age": {"type": "integer", "minimum": 0, "maximum": 30},
-        "tame": {"type": "boolean"},
-    },
-    "required": ["kind", "age", "tame"],
-    "additionalProperties": False,
-}
-
-
 async def check_json_schema(subject: Subject) -> CheckResult:
     """Texts of a JSON schema follow it at temperature 1."""
-    server, complete = subject.server, 0
+    complete = 0
     form = {"type": "json_schema", "json_schema": {"name": "animal", "schema": SCHEMA, "strict": True}}
     for i in range(8):
-        prompt = "Describe an animal as JSON.\n"
         asked = {"temperature": 1, "max_tokens": 192, "seed": subject.seed + i, "response_format": form}
-        choice = (await server.ask(prompt, **asked)).choices[0]
-        is_cut = choice.finish_reason == "length"
-        complete += not is_cut
-        begins = choice.text.lstrip()[:1] in ("", "{")
-        wrong = (
-            ("" if begins else f"no JSON object: {choice.text[:80]!r}")
-            if is_cut
-            else _off_schema(choice.text)
-        )
+        answer = await subject.server.ask("Describe an animal as JSON.\n", **asked)
+        text = answer.choice.text
+        if answer.choice.finish_reason != "length":
+            complete, wrong = complete + 1, _off_schema(text)
+        else:
+            wrong = "" if text.lstrip()[:1] in ("", "{") else f"no JSON object: {text[:80]!r}"
         if wrong:
-            return CheckResult(
-                Status.FAILED, wrong, {"text": choice.text[:500]}, server.curl(prompt, **asked)
-            )
+            return failed(wrong, answer.curl, text=text[:500])
     if not complete:
         raise inconclusive("no text was complete within 192 tokens")
-    return CheckResult(Status.PASSED, f"{complete} texts follow the schema", {"texts": complete})
+    return passed(f"{complete} texts follow the schema", texts=complete)
 
 
 def _off_schema(text: str) -> str:
@@ -220,13 +205,8 @@ def _off_schema(text: str) -> str:
         value = json.loads(text)
     except (ValueError, RecursionError):
         return f"no JSON: {text[:80]!r}"
-    age = value.get("age") if isinstance(value, dict) else None
-    if (
-        not isinstance(value, dict)
-        or value.keys() != {"kind", "age", "tame"}
-        or value["kind"] not in ("cat", "dog", "bird")
-        or not isinstance(value["tame"], bool)
-        or not (isinstance(age, int) and not isinstance(age, bool) and 0 <= age <= 30)
-    ):
-        return f"JSON of another form: {text[:80]!r}"
-    return ""
+    if isinstance(value, dict) and value.keys() == {"kind", "age", "tame"}:
+        kind, age, tame = value["kind"], value["age"], value["tame"]
+        if kind in _KINDS and type(tame) is bool and type(age) is int and 0 <= age <= 30:
+            return ""
+    return f"JSON of another form: {text[:80]!r}"

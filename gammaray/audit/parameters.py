@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from gammaray.audit.answers import Choice, Token, text_of
-from gammaray.audit.findings import CheckResult, Status, inconclusive, not_possible
+from gammaray.audit.findings import CheckResult, failed, inconclusive, not_possible, passed
 from gammaray.audit.subject import Subject
 
 ROUNDING = 0.02
@@ -56,13 +56,12 @@ async def _truncated(subject: Subject, field: Mapping[str, float], kept: Kept) -
     Passes when a server that ignores the parameter would have generated none with probability `IGNORED`.
     """
     subject.need_logprobs(4)
-    server, ((name, value),) = subject.server, field.items()
+    ((name, value),) = field.items()
     log_ignored, count, changed = 0.0, 0, False
     for i in range(_MAX_REQUESTS):
-        prompt = subject.prompts[i % len(subject.prompts)]
         asked = {"temperature": 1, "max_tokens": _TOKENS, "seed": subject.seed + i, name: value}
-        choice = (await server.ask(prompt, **asked)).choices[0]
-        for at, token in enumerate(choice.tokens):
+        answer = await subject.server.ask(subject.prompt(i), **asked)
+        for at, token in enumerate(answer.choice.tokens):
             cells = sorted(token.cells.values(), reverse=True)
             if token.lp is None or not cells:
                 continue
@@ -71,22 +70,13 @@ async def _truncated(subject: Subject, field: Mapping[str, float], kept: Kept) -
             changed = changed or math.fsum(map(math.exp, cells)) < 0.99 or inside < 0.97
             log_ignored += math.log(min(1.0, max(inside, 1e-9)))
             if not kept(cells, token.lp):
-                order = sum(lp > token.lp for lp in cells) + 1
-                summary = (
-                    f"{name} {value}: token {at} is {token.text!r}, of probability {math.exp(token.lp):.4f}"
-                )
-                evidence = {
-                    "index": at,
-                    "token": token.text,
-                    "rank": order,
-                    "tops": [round(x, 4) for x in cells[:5]],
-                }
-                return CheckResult(
-                    Status.FAILED, f"{summary} and rank {order}", evidence, server.curl(prompt, **asked)
-                )
+                rank, tops = sum(lp > token.lp for lp in cells) + 1, [round(x, 4) for x in cells[:5]]
+                summary = f"{name} {value}: token {at} is {token.text!r}, of probability "
+                summary += f"{math.exp(token.lp):.4f} and rank {rank}"
+                return failed(summary, answer.curl, index=at, token=token.text, rank=rank, tops=tops)
         if log_ignored < math.log(IGNORED) and i + 1 >= _MIN_REQUESTS:
             summary = f"{name} {value}: {count} tokens kept it; without it by chance with e^{log_ignored:.0f}"
-            return CheckResult(Status.PASSED, summary, {"tokens": count, "log_chance": log_ignored})
+            return passed(summary, tokens=count, log_chance=log_ignored)
     if count and not changed:
         raise not_possible("log-probabilities are reported after truncation, which hides what was cut")
     raise inconclusive(f"{count} tokens, of which a server without {name} might have generated all")
@@ -94,29 +84,27 @@ async def _truncated(subject: Subject, field: Mapping[str, float], kept: Kept) -
 
 async def check_bias(subject: Subject) -> CheckResult:
     """A bias of +100 generates one token alone."""
-    server, prompt = subject.server, subject.prompts[0]
     texts = []
     for token_id in (300, 301, 302):
         asked = {"temperature": 1, "max_tokens": 12, "seed": subject.seed, "logit_bias": {str(token_id): 100}}
-        choice = (await server.ask(prompt, **asked)).choices[0]
-        keys = [token.key for token in choice.tokens] or _units(choice.text)
-        evidence = {"token_id": token_id, "text": choice.text}
-        if len(set(keys)) > 1:
-            summary = f"logit_bias of +100 for token {token_id} gives {len(set(keys))} different tokens"
-            return CheckResult(Status.FAILED, summary, evidence, server.curl(prompt, **asked))
-        texts.append(choice.text)
+        answer = await subject.server.ask(subject.prompts[0], **asked)
+        text = answer.choice.text
+        if (kinds := len({token.key for token in answer.choice.tokens} or _units(text))) > 1:
+            summary = f"logit_bias of +100 for token {token_id} gives {kinds} different tokens"
+            return failed(summary, answer.curl, token_id=token_id, text=text)
+        texts.append(text)
     if len(set(texts)) < len(texts):
         summary = "logit_bias of +100 for different tokens gives the same text"
-        return CheckResult(Status.FAILED, summary, {"texts": texts}, server.curl(prompt, **asked))
-    return CheckResult(Status.PASSED, f"{len(texts)} biased tokens are generated alone", {"texts": texts})
+        return failed(summary, answer.curl, texts=texts)
+    return passed(f"{len(texts)} biased tokens are generated alone", texts=texts)
 
 
-def _units(text: str) -> list[str]:
+def _units(text: str) -> set[str]:
     """Return the shortest text whose repetition is `text`, once, or the text's characters."""
     for size in range(1, len(text) // 4 + 1):
         if (text[:size] * (len(text) // size + 1))[: len(text)] == text:
-            return [text[:size]]
-    return list(text)
+            return {text[:size]}
+    return set(text)
 
 
 PENALTIES = {"presence_penalty": 1.0, "frequency_penalty": 1.0}
@@ -128,25 +116,26 @@ async def check_penalties(subject: Subject) -> CheckResult:
     if subject.failed("greedy"):
         raise inconclusive("`greedy` failed: tokens are not the most likely ones without penalties either")
     server, changed, count = subject.server, 0, 0
+    asked = {"temperature": 0, "max_tokens": _TOKENS}
     # Short prompts first: tokens of the prompt are not compared.
     for i, prompt in enumerate(sorted(subject.prompts, key=len)[:16]):
-        asked = {"temperature": 0, "max_tokens": _TOKENS, **PENALTIES}
-        choice = (await server.ask(prompt, **asked)).choices[0]
-        result, differing, raw = _penalised(choice, prompt)
-        count += len(choice.tokens)
-        if result is not None:
-            plain = (await server.ask(prompt, temperature=0, max_tokens=_TOKENS)).choices[0]
-            if not raw and plain.text != choice.text:
+        answer = await server.ask(prompt, **asked, **PENALTIES)
+        wrong, differing, raw = _penalised(answer.choice, prompt)
+        count += len(answer.choice.tokens)
+        if wrong is not None:
+            plain = await server.ask(prompt, **asked)
+            if not raw and plain.choice.text != answer.choice.text:
                 raise not_possible("log-probabilities are reported after penalties")
-            return CheckResult(Status.FAILED, result[0], result[1], server.curl(prompt, **asked))
+            summary = "token {index} is {token!r}, while {expected!r} is better by {gap} with penalties"
+            return failed(summary.format_map(wrong), answer.curl, **wrong)
         changed += differing
         if changed >= MIN_CHANGED and i >= 3:
             summary = f"{count} tokens obey them, {changed} of them other than without penalties"
-            return CheckResult(Status.PASSED, summary, {"tokens": count, "changed": changed})
+            return passed(summary, tokens=count, changed=changed)
     raise inconclusive(f"penalties changed only {changed} of {count} tokens")
 
 
-def _penalised(choice: Choice, prompt: str) -> tuple[tuple[str, dict[str, Any]] | None, int, int]:
+def _penalised(choice: Choice, prompt: str) -> tuple[dict[str, Any] | None, int, int]:
     """Compare a choice's tokens with the penalised most likely ones.
 
     Tokens whose text is in the prompt are compared with none, as some servers penalise the prompt's tokens.
@@ -171,10 +160,6 @@ def _penalised(choice: Choice, prompt: str) -> tuple[tuple[str, dict[str, Any]] 
             changed += top != best and top != token.key
             gap = score(best, token) - score(token.key, token)
             if gap > ROUNDING and wrong is None:
-                evidence = {"index": at, "token": token.text, "expected": best, "gap": round(gap, 4)}
-                wrong = (
-                    f"token {at} is {token.text!r}, while {best!r} is better by {gap:.3f} with penalties",
-                    evidence,
-                )
+                wrong = {"index": at, "token": token.text, "expected": best, "gap": round(gap, 4)}
         counts[token.key] += 1
     return wrong, changed, raw

@@ -12,10 +12,11 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from gammaray.audit.answers import Choice, Token
 from gammaray.audit.chance import SPECIAL
-from gammaray.audit.findings import CheckResult, Status, inconclusive, not_possible
+from gammaray.audit.findings import CheckResult, Status, failed, inconclusive, not_possible, passed
 from gammaray.audit.sameness import MAX_EQUAL
 from gammaray.audit.subject import Subject
 from gammaray.errors import FailedPreconditionError, UnavailableError
@@ -29,7 +30,8 @@ MIN_TOKENS = 200
 
 _LIKELY = -4.6  # one per cent: log-probabilities of less likely tokens differ more
 _MAX_PROMPTS = 24
-_ECHO = {"temperature": 0, "max_tokens": 1, "echo": True, "top_p": None, "return_tokens_as_token_ids": None}
+_BY_TEXT: dict[str, Any] = {"return_tokens_as_token_ids": None}  # ids of two servers may differ
+_ECHO = {"temperature": 0, "max_tokens": 1, "echo": True, "top_p": None, **_BY_TEXT}
 _HOST = "127.0.0.1"
 _START_TIMEOUT_S = 300.0
 _STOP_TIMEOUT_S = 45.0
@@ -47,28 +49,25 @@ async def check_probabilities(subject: Subject) -> CheckResult:
     other = server if subject.is_own_reference else subject.reference or server
     if other.is_chat or server.is_chat:
         raise not_possible("log-probabilities of a given text need /v1/completions with `echo`")
-    pairs: list[tuple[Token, Token]] = []
+    compared: list[tuple[float, Token, float]] = []
     curl, unaligned = "", 0
     for i, prompt in enumerate(subject.prompts[:_MAX_PROMPTS]):
-        if len(pairs) >= MIN_TOKENS:
+        if len(compared) >= MIN_TOKENS:
             break
-        asked = {"temperature": 1, "max_tokens": 64, "seed": subject.seed + i}
-        ours = (await server.ask(prompt, **asked)).choices[0]
-        tokens = [token for token in ours.tokens if token.key not in SPECIAL]
-        echoed = (await other.ask(prompt + ours.text, **_ECHO)).choices[0]
+        asked = {"temperature": 1, "max_tokens": 64, "seed": subject.seed + i, **_BY_TEXT}
+        ours = await server.ask(prompt, **asked)
+        tokens = [token for token in ours.choice.tokens if token.key not in SPECIAL]
+        echoed = (await other.ask(prompt + ours.choice.text, **_ECHO)).choice
         if not echoed.text.startswith(prompt):
             raise not_possible("the server ignores `echo`")
-        theirs = _given(echoed, len(tokens))
-        if not tokens or [token.text for token in theirs] != [token.text for token in tokens]:
+        given = _given(echoed, len(tokens))
+        if not tokens or [token.text for token in given] != [token.text for token in tokens]:
             unaligned += 1  # the text has other tokens than those that were generated
             continue
-        pairs += zip(tokens, theirs, strict=True)
-        curl = server.curl(prompt, **asked)
-    compared = [
-        (ours.lp - theirs.lp, ours, theirs.lp)
-        for ours, theirs in pairs
-        if ours.lp is not None and theirs.lp is not None and theirs.lp >= _LIKELY
-    ]
+        curl = ours.curl
+        for token, theirs in zip(tokens, given, strict=True):
+            if token.lp is not None and theirs.lp is not None and theirs.lp >= _LIKELY:
+                compared.append((token.lp - theirs.lp, token, theirs.lp))
     if unaligned and not compared:
         raise not_possible("`echo` lists no tokens of the text, or other ones than were generated")
     if len(compared) < MIN_TOKENS:
@@ -84,27 +83,20 @@ def judged(compared: Sequence[tuple[float, Token, float]], whose: str, curl: str
         whose: Of whom the pass is, such as "the reference's".
         curl: Command that asks for a text.
     """
-    mean = sum(abs(difference) for difference, _, _ in compared) / len(compared)
+    count = len(compared)
+    mean = sum(abs(difference) for difference, _, _ in compared) / count
     difference, token, theirs = max(compared, key=lambda one: abs(one[0]))
-    evidence = {
-        "tokens": len(compared),
-        "mean": mean,
-        "largest": abs(difference),
-        "signed": sum(one for one, _, _ in compared) / len(compared),
-        "token": token.text,
-        "server": token.lp,
-        "reference": theirs,
-    }
-    summary = (
-        f"{len(compared)} tokens: log-probabilities differ from {whose} by {mean:.2g} on average, "
-        f"{abs(difference):.2g} at most"
-    )
+    evidence: dict[str, Any] = {"tokens": count, "mean": mean, "largest": abs(difference)}
+    evidence |= {"token": token.text, "server": token.lp, "reference": theirs}
+    evidence["signed"] = sum(one for one, _, _ in compared) / count
+    summary = f"{count} tokens: log-probabilities differ from {whose} by {mean:.2g} on average, "
+    summary += f"{abs(difference):.2g} at most"
     if mean <= MAX_EQUAL:
-        return CheckResult(Status.PASSED, summary, evidence)
+        return passed(summary, **evidence)
     if mean < MIN_FAILED:
         summary += ": so do another precision, or weights of eight bits"
         return CheckResult(Status.INCONCLUSIVE, summary, evidence)
-    return CheckResult(Status.FAILED, summary, evidence, curl)
+    return failed(summary, curl, **evidence)
 
 
 def _given(choice: Choice, count: int) -> list[Token]:

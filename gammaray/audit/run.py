@@ -7,49 +7,34 @@ import time
 from collections.abc import AsyncIterator, Collection
 from dataclasses import replace
 
+from gammaray.audit import chance, limits, parameters, reference, sameness
 from gammaray.audit.answers import AnswerError
-from gammaray.audit.chance import check_choices, check_independence, check_law
 from gammaray.audit.endpoint import RefusedError
 from gammaray.audit.findings import CheckResult, Finding, Status, Undecided
-from gammaray.audit.limits import (
-    check_json_schema,
-    check_logprob_zero,
-    check_max_tokens,
-    check_min_tokens,
-    check_stop,
-    check_usage,
-)
-from gammaray.audit.parameters import check_bias, check_min_p, check_penalties, check_top_k, check_top_p
-from gammaray.audit.reference import check_probabilities
-from gammaray.audit.sameness import Check, check_batch, check_greedy, check_seed, check_stream
+from gammaray.audit.sameness import Check
 from gammaray.audit.subject import Subject
-from gammaray.errors import (
-    DeadlineExceededError,
-    InvalidArgumentError,
-    UnauthenticatedError,
-    UnavailableError,
-)
+from gammaray.errors import DeadlineExceededError, InvalidArgumentError, UnavailableError
 
 CHECKS: dict[str, Check] = {
-    "logprob-zero": check_logprob_zero,
-    "greedy": check_greedy,
-    "seed": check_seed,
-    "choices": check_choices,
-    "batch": check_batch,
-    "stream": check_stream,
-    "usage": check_usage,
-    "max-tokens": check_max_tokens,
-    "min-tokens": check_min_tokens,
-    "stop": check_stop,
-    "top-p": check_top_p,
-    "top-k": check_top_k,
-    "min-p": check_min_p,
-    "bias": check_bias,
-    "penalties": check_penalties,
-    "json-schema": check_json_schema,
-    "probabilities": check_probabilities,
-    "independence": check_independence,
-    "law": check_law,
+    "logprob-zero": limits.check_logprob_zero,
+    "greedy": sameness.check_greedy,
+    "seed": sameness.check_seed,
+    "choices": chance.check_choices,
+    "batch": sameness.check_batch,
+    "stream": sameness.check_stream,
+    "usage": limits.check_usage,
+    "max-tokens": limits.check_max_tokens,
+    "min-tokens": limits.check_min_tokens,
+    "stop": limits.check_stop,
+    "top-p": parameters.check_top_p,
+    "top-k": parameters.check_top_k,
+    "min-p": parameters.check_min_p,
+    "bias": parameters.check_bias,
+    "penalties": parameters.check_penalties,
+    "json-schema": limits.check_json_schema,
+    "probabilities": reference.check_probabilities,
+    "independence": chance.check_independence,
+    "law": chance.check_law,
 }
 """Checks by name, in their order: `law` takes what is left of the budget."""
 
@@ -87,11 +72,9 @@ async def _found(subject: Subject, name: str, check: Check) -> Finding:
     except RefusedError as error:
         result = CheckResult(Status.NOT_POSSIBLE, f"the server refuses it: {error}")
     except AnswerError as error:
-        result = CheckResult(Status.FAILED, str(error))
+        result = CheckResult(Status.FAILED, str(error), curl=error.curl)
     except InvalidArgumentError as error:
         result = CheckResult(Status.INCONCLUSIVE, f"alternatives are no distribution: {error}")
-    except UnauthenticatedError:
-        raise
     except (DeadlineExceededError, UnavailableError) as error:
         result = CheckResult(Status.INCONCLUSIVE, f"a request failed: {error}")
         if subject.so_far is not None:
@@ -105,6 +88,5 @@ def overall(findings: Collection[Finding]) -> Status:
     found = {finding.result.status for finding in findings}
     if Status.FAILED in found:
         return Status.FAILED
-    return (
-        Status.PASSED if Status.PASSED in found and Status.INCONCLUSIVE not in found else Status.INCONCLUSIVE
-    )
+    is_passed = Status.PASSED in found and Status.INCONCLUSIVE not in found
+    return Status.PASSED if is_passed else Status.INCONCLUSIVE

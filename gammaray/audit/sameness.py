@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any
 
-from gammaray.audit.answers import Choice, Token
-from gammaray.audit.endpoint import Endpoint
-from gammaray.audit.findings import ALPHA, CheckResult, Status, inconclusive, not_possible
+from gammaray.audit.answers import Answer, Choice, Token
+from gammaray.audit.findings import ALPHA, CheckResult, Status, failed, inconclusive, not_possible, passed
 from gammaray.audit.subject import Subject
 
 MAX_ROUNDING = 0.5
@@ -101,10 +101,10 @@ class Comparison:
         self.pairs: list[tuple[Choice, Choice, str]] = []
         self._roundings: list[float] = []
 
-    def add(self, left: Choice, right: Choice, curl: str) -> None:
-        """Add a pair, and the command that asks for the second one."""
-        self.pairs.append((left, right, curl))
-        self._roundings += roundings(left, right)
+    def add(self, left: Choice, right: Answer) -> None:
+        """Add a completion and the answer whose first choice should be equal."""
+        self.pairs.append((left, right.choice, right.curl))
+        self._roundings += roundings(left, right.choice)
 
     @property
     def rounding(self) -> float:
@@ -131,24 +131,21 @@ class Comparison:
             "largest_difference_of_logprobs": round(self.rounding, 6),
             "differences": [d.evidence() for d, _ in (unexplained or found)[:5]],
         }
+        of = f"of {len(self.pairs)} {what}"
         if unexplained:
             first, curl = unexplained[0]
             margin = "unknown" if first.margin is None else f"{first.margin:.4f}"
-            summary = (
-                f"{len(unexplained)} of {len(self.pairs)} {what} differ; first at {first.index}: "
-                f"{first.left!r} and {first.right!r}, margin {margin}, rounding {self.rounding:.4f}"
-            )
+            summary = f"{len(unexplained)} {of} differ; first at {first.index}: {first.left!r} and "
+            summary += f"{first.right!r}, margin {margin}, rounding {self.rounding:.4f}"
             if len(found) < len(self.pairs) and not any(left.tokens for left, _, _ in self.pairs):
                 summary += ": without log-probabilities it may be rounding"
                 return CheckResult(Status.INCONCLUSIVE, summary, evidence)
-            return CheckResult(Status.FAILED, summary, evidence, curl)
+            return failed(summary, curl, **evidence)
         if found:
-            summary = f"{len(found)} of {len(self.pairs)} {what} differ within rounding ({self.rounding:.4f})"
+            summary = f"{len(found)} {of} differ within rounding ({self.rounding:.4f})"
             is_equal = self.temperature == 0 and self.rounding <= MAX_EQUAL
             return CheckResult(Status.PASSED if is_equal else Status.INCONCLUSIVE, summary, evidence)
-        return CheckResult(
-            Status.PASSED, f"{len(self.pairs)} of {len(self.pairs)} {what} are equal", evidence
-        )
+        return passed(f"{len(self.pairs)} {of} are equal", **evidence)
 
 
 async def check_seed(subject: Subject) -> CheckResult:
@@ -159,79 +156,60 @@ async def check_seed(subject: Subject) -> CheckResult:
     surprise, others, greedy = 0.0, 0, 0
     for i, prompt in enumerate(subject.prompts[:4]):
         asked = {"temperature": 1, "max_tokens": _TOKENS, "seed": subject.seed + i}
-        first, again = [(await server.ask(prompt, **asked)).choices[0] for _ in range(2)]
-        other = (await server.ask(prompt, **{**asked, "seed": subject.seed + 1000 + i})).choices[0]
-        same.add(first, again, server.curl(prompt, **asked))
-        if other.text == first.text:
-            surprise -= sum(token.lp or 0.0 for token in first.tokens)
-            greedy += (await server.ask(prompt, temperature=0, max_tokens=_TOKENS)).choices[
-                0
-            ].text == first.text
-        else:
+        first = (await server.ask(prompt, **asked)).choice
+        same.add(first, await server.ask(prompt, **asked))
+        other = await server.ask(prompt, **{**asked, "seed": subject.seed + 1000 + i})
+        if other.choice.text != first.text:
             others += 1
+            continue
+        surprise -= sum(token.lp or 0.0 for token in first.tokens)
+        plain = await server.ask(prompt, temperature=0, max_tokens=_TOKENS)
+        greedy += plain.choice.text == first.text
     result = same.result("repetitions with the same seed")
     if result.status is not Status.PASSED or others:
         return result
     if surprise > -math.log(subject.alpha * ALPHA["seed"]):
         summary = f"all texts of other seeds are equal; by chance with probability e^-{surprise:.0f}"
-        return CheckResult(Status.FAILED, summary, result.evidence, server.curl(prompt, **asked))
+        return failed(summary, other.curl, **result.evidence)
     also = f", and {greedy} of {len(same.pairs)} are those of temperature 0: does the server sample?"
     raise inconclusive(f"all texts of other seeds are equal, which may be chance{also if greedy else ''}")
 
 
 async def check_batch(subject: Subject) -> CheckResult:
     """A request has the same text alone and among others, greedily and with a seed."""
-    server, prompts = subject.server, subject.prompts
+    server, results = subject.server, []
     if server.concurrency < 2:
         raise inconclusive("needs --concurrency of 2 or more")
-    results = []
-    for temperature in (0.0, 1.0):
-        if temperature and not subject.has_seeds:
-            continue
+    for temperature in (0.0, 1.0) if subject.has_seeds else (0.0,):
         pairs = Comparison(temperature)
         for i in range(3):
             asked = {"temperature": temperature, "max_tokens": _TOKENS, "seed": subject.seed + i}
-            alone = (await server.ask(prompts[i % len(prompts)], **asked)).choices[0]
+            alone = await server.ask(subject.prompt(i), **asked)
             crowd = [
-                server.ask(prompts[(i + j) % len(prompts)], **{**asked, "seed": subject.seed + 100 * j + i})
+                server.ask(subject.prompt(i + j), **{**asked, "seed": subject.seed + 100 * j + i})
                 for j in range(min(OTHERS, server.concurrency - 1) + 1)
             ]
-            among = (await asyncio.gather(*crowd))[0].choices[0]
-            pairs.add(alone, among, server.curl(prompts[i % len(prompts)], **asked))
+            pairs.add(alone.choice, (await asyncio.gather(*crowd))[0])
         results.append(pairs.result(f"requests among others at temperature {temperature:g}"))
     return worst(results)
 
 
 async def check_stream(subject: Subject) -> CheckResult:
     """A streamed completion is the same as a whole one."""
-    server = subject.server
-    results = []
-    for temperature in (0.0, 1.0):
-        if temperature and not subject.has_seeds:
-            continue
-        pairs, reasons = Comparison(temperature), []
+    server, results = subject.server, []
+    for temperature in (0.0, 1.0) if subject.has_seeds else (0.0,):
+        pairs = Comparison(temperature)
         for i, prompt in enumerate(subject.prompts[:4]):
             asked = {"temperature": temperature, "max_tokens": _TOKENS, "seed": subject.seed + i}
-            whole = (await server.ask(prompt, **asked)).choices[0]
-            answer = await server.stream(prompt, **asked)
-            if not answer.choices:
-                return CheckResult(
-                    Status.FAILED, "a stream has no choice", {}, _streamed(server, prompt, asked)
-                )
-            streamed = answer.choices[0]
-            pairs.add(whole, streamed, _streamed(server, prompt, asked))
-            if whole.text == streamed.text and whole.finish_reason != streamed.finish_reason:
-                reasons.append((whole.finish_reason, streamed.finish_reason, prompt, asked))
-        if reasons:
-            left, right, prompt, asked = reasons[0]
-            summary = f"finish_reason is {left!r} whole and {right!r} streamed"
-            return CheckResult(Status.FAILED, summary, {}, _streamed(server, prompt, asked))
+            whole = (await server.ask(prompt, **asked)).choice
+            streamed = await server.stream(prompt, **asked)
+            pairs.add(whole, streamed)
+            reasons = whole.finish_reason, streamed.choice.finish_reason
+            if whole.text == streamed.choice.text and reasons[0] != reasons[1]:
+                summary = f"finish_reason is {reasons[0]!r} whole and {reasons[1]!r} streamed"
+                return failed(summary, streamed.curl)
         results.append(pairs.result(f"streams at temperature {temperature:g}"))
     return worst(results)
-
-
-def _streamed(server: Endpoint, prompt: str, asked: dict[str, Any]) -> str:
-    return server.curl(prompt, **asked, stream=True)
 
 
 async def check_greedy(subject: Subject) -> CheckResult:
@@ -239,31 +217,30 @@ async def check_greedy(subject: Subject) -> CheckResult:
     server, reference = subject.server, subject.reference
     if reference is None and not server.num_top:
         raise not_possible(f"needs log-probabilities or --reference: {subject.no_logprobs}")
-    pairs, total = Comparison(0.0), 0
-    worst_token: tuple[float, Difference, str] | None = None
-    count = 0
+    pairs, total, count, asked = Comparison(0.0), 0, 0, {"temperature": 0, "max_tokens": 64}
+    less_likely: list[tuple[float, Difference, str]] = []
     for prompt in subject.prompts[:8]:
-        asked = {"temperature": 0, "max_tokens": 64}
-        ours = (await server.ask(prompt, **asked)).choices[0]
-        for i, token in enumerate(ours.tokens):
-            total += 1
+        ours = await server.ask(prompt, **asked)
+        total += len(ours.choice.tokens)
+        for i, token in enumerate(ours.choice.tokens):
             if token.lp is None or not token.cells:
                 continue
             count += 1
             best = max(token.cells, key=token.cells.__getitem__)
             gap = token.cells[best] - token.lp
-            if best != token.key and gap > MIN_ROUNDING and gap > (worst_token[0] if worst_token else 0.0):
-                worst_token = gap, Difference(i, token.text, best, gap), server.curl(prompt, **asked)
+            if best != token.key and gap > MIN_ROUNDING:
+                less_likely.append((gap, Difference(i, token.text, best, gap), ours.curl))
         if reference is not None:
-            pairs.add(ours, (await reference.ask(prompt, **asked)).choices[0], server.curl(prompt, **asked))
-    if worst_token is not None:
-        gap, found, curl = worst_token
+            theirs = await reference.ask(prompt, **asked)
+            pairs.add(ours.choice, replace(theirs, curl=ours.curl))
+    if less_likely:
+        gap, found, curl = max(less_likely, key=itemgetter(0))
         summary = f"token {found.index} is {found.left!r}, while {found.right!r} is more likely by {gap:.4f}"
-        return CheckResult(Status.FAILED, summary, found.evidence(), curl)
+        return failed(summary, curl, **found.evidence())
     if reference is None:
         if count < _MIN_KNOWN * total:
             raise inconclusive(f"only {count} of {total} tokens have alternatives")
-        return CheckResult(Status.PASSED, f"{count} of {total} tokens are the most likely", {"tokens": count})
+        return passed(f"{count} of {total} tokens are the most likely", tokens=count)
     return pairs.result("texts (plain mode)" if subject.is_own_reference else "texts (reference)")
 
 

@@ -35,6 +35,7 @@ class Subject:
     Args:
         server: The audited server.
         reference: Endpoint whose answers are right, if any; for a gammaray server itself with gamma 0.
+        drafter: Endpoint of the draft model that the server may follow too often, if it is known.
         is_own_reference: Whether the reference is the audited server's plain mode.
         prompts: Prompts, in order.
         alpha: Probability of a false alarm of the whole audit.
@@ -53,6 +54,7 @@ class Subject:
     alpha: float
     seed: int
     tell: Callable[[str], None] = lambda text: None
+    drafter: Endpoint | None = None
     is_own_reference: bool = False
     no_logprobs: str = ""
     findings: dict[str, Finding] = field(default_factory=dict)
@@ -60,9 +62,9 @@ class Subject:
 
     async def close(self) -> None:
         """Close the connections."""
-        await self.server.close()
-        if self.reference is not None:
-            await self.reference.close()
+        for endpoint in (self.server, self.reference, self.drafter):
+            if endpoint is not None:
+                await endpoint.close()
 
     async def probe(self) -> None:
         """Find out what the server and the reference support.
@@ -87,6 +89,10 @@ class Subject:
         if self.server.num_top < minimum:
             reason = self.no_logprobs or f"lists {self.server.num_top} alternatives per token"
             raise not_possible(f"needs log-probabilities of {minimum} alternatives: {reason}")
+
+    def prompt(self, number: int) -> str:
+        """Return a prompt; after the last comes the first again."""
+        return self.prompts[number % len(self.prompts)]
 
     @property
     def has_seeds(self) -> bool:

@@ -1,4 +1,4 @@
-"""An HTTP proxy that plants a fault between `gammaray audit` and a real server."""
+"""An HTTP proxy that plants faults between `gammaray audit` and a real server."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import math
 import random
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -101,10 +101,10 @@ FAULTS = {
 
 @dataclass
 class Proxy:
-    """Forwards requests to a server, with a fault."""
+    """Forwards requests to a server, with faults."""
 
     url: str
-    fault: Fault
+    faults: Sequence[Fault]
     requests: int = 0
     _random: random.Random = field(default_factory=lambda: random.Random(7))
 
@@ -125,9 +125,10 @@ class Proxy:
         asked = dict(body)
         if streamed:
             asked.pop("stream_options", None)
-        self.fault.request(asked)
+        for fault in self.faults:
+            fault.request(asked)
         is_sampled = asked.get("temperature", 1) > 0 and not {"response_format", "logit_bias"} & asked.keys()
-        if self.fault.share and is_sampled:
+        if any(fault.share for fault in self.faults) and is_sampled:
             probe = await self._http.post("/v1/completions", json={**asked, "max_tokens": 1})
             if probe.status_code != 200:
                 return Response(probe.content, probe.status_code, media_type="application/json")
@@ -138,13 +139,15 @@ class Proxy:
                 return Response(answered.content, answered.status_code, media_type="application/json")
             answer = answered.json()
         # Not this project's extension, so that the audit has no other way to ask.
-        self.fault.answer(body, answer)
+        for fault in self.faults:
+            fault.answer(body, answer)
         if not streamed:
             return Response(json.dumps(answer), media_type="application/json")
         return Response(self._events(answer), media_type="text/event-stream")
 
     async def _replaced(self, body: Body) -> Body:
         """Complete choice by choice; a replaced token is the context of what follows."""
+        share = sum(fault.share for fault in self.faults)
         choices, usage = [], {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
         for index in range(body.get("n") or 1):
             seed = body.get("seed")
@@ -152,7 +155,7 @@ class Proxy:
             columns: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": []}
             text, reason, left = "", "length", body["max_tokens"]
             while left:
-                gap = math.floor(math.log(1 - rng.random()) / math.log(1 - self.fault.share))
+                gap = math.floor(math.log(1 - rng.random()) / math.log(1 - share))
                 piece = {**body, "prompt": body["prompt"] + text, "max_tokens": min(gap + 1, left), "n": 1}
                 piece |= {"logprobs": 20} | ({} if seed is None else {"seed": seed + 7919 * index})
                 answer = (await self._http.post("/v1/completions", json=piece)).json()
@@ -183,7 +186,8 @@ class Proxy:
         for choice in answer["choices"]:
             text, index = choice["text"], choice["index"]
             pieces = [text[i : i + 5] for i in range(0, len(text), 5)] or [""]
-            self.fault.stream(pieces)
+            for fault in self.faults:
+                fault.stream(pieces)
             events += [{"choices": [{"index": index, "text": piece}]} for piece in pieces]
             last = {"index": index, "text": "", "logprobs": choice["logprobs"]}
             events.append({"choices": [{**last, "finish_reason": choice["finish_reason"]}]})

@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 import re
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from datetime import datetime, timezone
 from pathlib import Path
@@ -65,6 +66,12 @@ def _fields(context: click.Context, parameter: click.Parameter, value: str) -> d
     default="",
     metavar="URL|DIR",
     help="What is right: a second server, or a model directory, which `gammaray up` serves without drafts.",
+)
+@click.option(
+    "--reference-draft",
+    default="",
+    metavar="URL|DIR",
+    help="The server's draft model, or a server of it: `law` bets on its choices (the server: such as vLLM).",
 )
 @click.option(
     "--prompts",
@@ -129,10 +136,11 @@ def audit(url: str, **options: Any) -> None:
         *(Spent(options["max_tokens_total"]), options["timeout_s"], options["fields"]),
     )
     subject = Subject(server, None, prompts, options["alpha"], options["seed"])
-    options["is_directory"] = os.path.isdir(options["reference"])
+    names = ("reference", "reference_draft")
+    others = [(options[name], os.path.isdir(options[name])) for name in names]
     interrupted: BaseException | None = None
     try:
-        asyncio.run(_run(subject, options))
+        asyncio.run(_run(subject, options["checks"], others))
     except (KeyboardInterrupt, GammarayError) as error:
         interrupted = error
     if interrupted is not None and not subject.findings:
@@ -151,7 +159,14 @@ def audit(url: str, **options: Any) -> None:
     click.get_current_context().exit(EXIT_CODES[overall(findings)])
 
 
-async def _run(subject: Subject, options: dict[str, Any]) -> None:
+async def _run(subject: Subject, checks: Sequence[str], others: Sequence[tuple[str, bool]]) -> None:
+    """Run an audit.
+
+    Args:
+        subject: The server.
+        checks: Names of the checks.
+        others: The reference and the drafter: URL, directory or empty, and whether it is a directory.
+    """
     errors = Console(stderr=True)
     bar = Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=errors)
     bar.live.transient = True
@@ -161,12 +176,15 @@ async def _run(subject: Subject, options: dict[str, Any]) -> None:
         task = bar.add_task("probing the server")
         subject.tell = lambda text: bar.update(task, description=text)
         subject.server.model = subject.server.model or await subject.server.first_model()
-        if reference := options["reference"]:
-            if options["is_directory"]:
-                subject.tell("starting the reference")
-                reference = await stack.enter_async_context(served(Path(reference)))
-            subject.reference = subject.server.beside(reference)
-            subject.reference.model = await subject.reference.first_model()
-        async for finding in run_audit(subject, options["checks"]):
+        found: list[Endpoint | None] = []
+        for place, is_directory in others:
+            if is_directory:
+                subject.tell(f"starting {place}")
+                place = await stack.enter_async_context(served(Path(place)))
+            found.append(subject.server.beside(place) if place else None)
+            if (other := found[-1]) is not None:
+                other.model = await other.first_model()
+        subject.reference, subject.drafter = found
+        async for finding in run_audit(subject, checks):
             if not errors.is_terminal:
                 click.echo(f"{finding.check}: {finding.result.status.value}", err=True)

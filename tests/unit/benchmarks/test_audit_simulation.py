@@ -28,15 +28,17 @@ def recorded():
     return in_cells(listed, laws, [1] * COUNT)
 
 
-def test_simulated_test_equals_the_test_token_by_token(recorded):
-    simulation, rng = Simulation(recorded, 0.005, 10), np.random.default_rng(4)
+@pytest.mark.parametrize("knows_draft", [False, True])
+def test_simulated_test_equals_the_test_token_by_token(recorded, knows_draft):
+    simulation = Simulation(recorded, 0.005, 10, knows_draft=knows_draft)
+    rng, drafted = np.random.default_rng(4), 1 if knows_draft else None
     places = np.arange(300) % COUNT
     cells = simulation.draw(FAULTS[0], places, rng)
     values, _ = simulation.law_test(places, cells, np.array(LOG_STAKES))
     test = LawTest(0.005 * ALPHA["law"], LISTED)
     for place, cell, value in zip(places, cells, values, strict=True):
         tokens = [*recorded.positions[place].index, "another"]
-        test.observe(tokens[cell], recorded.listed[place])
+        test.observe(tokens[cell], recorded.listed[place], drafted=drafted)
         assert test.log_e_value == pytest.approx(value, abs=1e-3)
     assert test.num_unreadable == 0
 

@@ -42,10 +42,11 @@ async def test_answer_is_counted_and_the_key_is_sent_but_not_printed():
     assert answer.choices[0].text == "ok"
     assert (one.spent.tokens, one.spent.requests, one.spent.reserved) == (3, 1, 0)
     assert headers[0]["authorization"] == "Bearer secret"
-    curl = one.curl("it's $HOME", max_tokens=5)
+    curl = one.curl({"prompt": "it's $HOME", "max_tokens": 5})
     assert "secret" not in curl
     assert '"authorization: Bearer $MY_KEY"' in curl
-    assert json.loads(shlex.split(curl)[-1]) == {"model": "m", "prompt": "it's $HOME", "max_tokens": 5}
+    assert json.loads(shlex.split(curl)[-1]) == {"prompt": "it's $HOME", "max_tokens": 5}
+    assert answer.curl == one.curl({"model": "m", "prompt": "hi", "max_tokens": 5})
 
 
 async def test_overload_is_tried_again_a_few_times():
@@ -130,10 +131,25 @@ async def test_stream_is_joined_by_choice():
     assert answer.usage == (1, 3, 4)
 
 
+async def test_endless_line_of_a_stream_takes_linear_time():
+    """8 MiB in pieces of 64 bytes; copied again with each piece they would be 512 GiB."""
+
+    async def pieces():
+        yield b"data: "
+        for _ in range(2**17):
+            await asyncio.sleep(0)
+            yield b"x" * 64
+        yield b"\ndata: [DONE]\n"
+
+    async with asyncio.timeout(60):
+        assert [len(event) async for event in module.events(pieces())] == [2**23, 6]
+
+
 @pytest.mark.parametrize(
     ("data", "error"),
     [
         (events(piece("a")), AnswerError),
+        (events({"choices": []}, b"[DONE]"), AnswerError),
         (events(b"{"), AnswerError),
         (events(5, b"[DONE]"), AnswerError),
         (events({"choices": [{"index": "x"}]}, b"[DONE]"), AnswerError),
@@ -143,9 +159,11 @@ async def test_stream_is_joined_by_choice():
 async def test_broken_stream_is_an_error(data, error):
     with scripted(lambda path, body: (200, data)) as (url, _):
         one = server(url)
-        with pytest.raises(error):
+        with pytest.raises(error) as caught:
             await one.stream("hi", max_tokens=5)
         await one.close()
+    if error is AnswerError:
+        assert '"stream": true' in caught.value.curl
 
 
 @pytest.mark.parametrize(

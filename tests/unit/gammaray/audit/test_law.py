@@ -48,9 +48,9 @@ def bfloat16(value):
     return struct.unpack("<f", struct.pack("<I", (bits + 0x8000) & 0xFFFF0000))[0]
 
 
-def means(position, probs, draft=None):
+def means(position, probs, drafted=None):
     """Return the mean factor of every alternative over cells of the probabilities `probs`."""
-    factors = np.exp([Bets(position, draft).log_factors(cell) for cell in range(len(position.probs))])
+    factors = np.exp([Bets(position, drafted).log_factors(cell) for cell in range(len(position.probs))])
     return np.asarray(probs) @ factors
 
 
@@ -59,11 +59,10 @@ def test_every_bet_is_fair(exponent):
     for seed in range(10):
         log_probs = law(seed, exponent=exponent)
         position = Position.read(top(log_probs), LISTED)
-        draft = {token: math.exp(value) for token, value in top(law(seed + 100)).items()}
-        for known in (None, draft, {3: 1.0}):
-            found = means(position, position.probs, known)
+        for drafted in (None, 0, 3, len(position.probs) - 1):
+            found = means(position, position.probs, drafted)
             assert found.max() <= 1 + 1e-12
-            if known is None:
+            if drafted is None:
                 assert found.min() > 1 - 1e-4, "the errors of float32 cost next to nothing"
 
 
@@ -400,7 +399,7 @@ def test_faults_are_found(power, share, limit, names):
 def test_tokens_that_fit_nowhere_are_found(share, among, found):
     """Some tokens are any of the vocabulary, or any of its five most likely ones."""
     rng, test = random.Random(3), LawTest(0.005, LISTED)
-    while not test.rejected and test.num_tokens < 2000:
+    for _ in range(2000):
         log_probs = law(rng.random(), exponent=3.0)
         stray = rng.choice(sorted(log_probs, key=log_probs.get)[-among:])
         token = stray if rng.random() < share else draw(rng, log_probs)
@@ -419,7 +418,7 @@ def test_known_draft_is_bet_on():
         said = sorted(log_probs, key=log_probs.get)[-3]
         token = said if rng.random() < 0.1 else draw(rng, log_probs)
         blind.observe(token, top(log_probs), log_probs[token])
-        knowing.observe(token, top(log_probs), log_probs[token], {said: 1.0})
+        knowing.observe(token, top(log_probs), log_probs[token], said)
     assert knowing.strongest().startswith("draft share: 0.")
     assert knowing.num_tokens_until_rejected < 400
     assert knowing.log_e_value > blind.log_e_value + 10

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gammaray.audit.answers import Choice, Token
+from gammaray.audit.answers import Answer, Choice, Token
 from gammaray.audit.findings import CheckResult, Status
 from gammaray.audit.reference import judged
 from gammaray.audit.sameness import Comparison, first_difference, worst
@@ -26,7 +26,7 @@ def right(gap, noise):
 def compared(temperature, *pairs):
     found = Comparison(temperature)
     for left, other in pairs:
-        found.add(left, other, "curl")
+        found.add(left, Answer((other,), None, curl="curl"))
     return found.result("texts")
 
 

@@ -48,11 +48,11 @@ def test_missing_features_are_not_possible_and_never_passed(tmp_path):
         names = [*LACKING, "seed", "choices", "stop", "max-tokens"]
         audit(url, "--checks", ",".join(names), "--json", files[0], "--html", files[1])
     found = json.loads(files[0].read_text())
-    statuses = {check["check"]: check["verdict"]["status"] for check in found["checks"]}
+    statuses = {check["check"]: check["result"]["status"] for check in found["checks"]}
     assert {name: statuses[name] for name in (*LACKING, "seed", "choices")} == dict.fromkeys(
         (*LACKING, "seed", "choices"), "not possible"
     )
-    reasons = {check["check"]: check["verdict"]["summary"] for check in found["checks"]}
+    reasons = {check["check"]: check["result"]["summary"] for check in found["checks"]}
     assert "unknown: logprobs" in reasons["law"]
     assert "unknown: seed" in reasons["seed"]
     assert found["model"] == "tiny"
