@@ -42,7 +42,7 @@ _FEED = 256
 """Tokens of one forward."""
 
 _JUDGED = 2**18
-"""Logits processed at once, which fit into a core's cache, in at most 32 rows."""
+"""Logits processed at once, which fit into a core's cache, in at most 64 rows."""
 
 _SESSION = "receipt"
 
@@ -204,7 +204,7 @@ class _Pass:
         self._spec = SessionSpec(params, receipt.verification, len(prompt), ends)
         self._spec.validate(len(prompt), engine.vocab_size)
         size, device = engine.vocab_size, engine.device
-        self._num_judged = min(32, max(1, _JUDGED // size))
+        self._num_judged = min(64, max(1, _JUDGED // size))
         assert params.seed is not None
         self._noise = Noise(params.seed, params.sample_index, size, device) if params.temperature else None
         self._edits = None

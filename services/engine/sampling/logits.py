@@ -26,7 +26,7 @@ _MIN_TEMPERATURE = 1e-30
 # Probabilities are summed as integers, which is exact and therefore independent of the order of summation.
 _MASS_UNIT = 2.0**40
 _USUAL_NUCLEUS = 256
-_USUAL_DEPTH = 6.0
+_USUAL_DEPTH = 5.0
 """Nats below the best token, less the logarithm of the mass outside, down to which most nuclei reach."""
 
 
@@ -134,9 +134,8 @@ def _descending(logits: Tensor) -> Tensor:
 
 def _num_within(ordered: Tensor, most: Tensor, needed: Tensor) -> Tensor:
     """Return [rows, 1]: of tokens in descending order, how many have less than `needed` before them."""
-    mass = _mass(ordered, most)
-    # At least one, even if the logits are not finite.
-    return ((mass.cumsum(dim=-1) - mass).double() < needed).sum(dim=-1, keepdim=True).clamp(min=1)
+    mass = _mass(ordered, most).cumsum(dim=-1).double()
+    return (mass < needed).sum(dim=-1, keepdim=True).add_(1).clamp_(max=ordered.shape[-1])
 
 
 def _mass(logits: Tensor, most: Tensor) -> Tensor:
