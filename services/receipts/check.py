@@ -254,22 +254,15 @@ class _Pass:
         (expected,) = best_tokens(scores)
         temperature = self._receipt.sampling.temperature or 1.0
         gap = float(scores[0, expected] - scores[0, token]) * temperature
-        for spread in (0.0, self._half / 2, -self._half / 2):
-            if self._can_win(logits.clone(), at, spread / temperature):
-                ties = self._verdict.num_ties + 1
-                largest = max(self._verdict.largest_gap, gap if math.isfinite(gap) else 0.0)
-                self._note(num_ties=ties, largest_gap=largest)
-                return True
+        known, spreads = gap if math.isfinite(gap) else None, (0.0, self._half / 2, -self._half / 2)
+        if any(self._can_win(logits.clone(), at, spread / temperature) for spread in spreads):
+            largest = max(self._verdict.largest_gap, known or 0.0)
+            self._note(num_ties=self._verdict.num_ties + 1, largest_gap=largest)
+            return True
         number = at - self._num_prompt
-        self._note(
-            result="invalid",
-            reason=f"token {number} is {token}, expected {expected}",
-            num_tokens=number,
-            position=number,
-            token=token,
-            expected=expected,
-            gap=gap if math.isfinite(gap) else None,
-        )
+        reason = f"token {number} is {token}, expected {expected}"
+        wrong = {"position": number, "token": token, "expected": expected, "gap": known}
+        self._note(result="invalid", reason=reason, num_tokens=number, **wrong)
         return False
 
     def _can_win(self, logits: Tensor, at: int, spread: float) -> bool:
