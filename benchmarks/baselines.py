@@ -1,23 +1,24 @@
-"""Processes that generate without a cluster: `transformers` with its speculation, and gammaray's engine."""
+"""Processes that generate without a cluster: `transformers` with its speculation, and vLLM."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import os
 import sys
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gammaray.bench.systems import Arrival
+from gammaray.bench.systems import Arrival, Ask, Sample
 from gammaray.demo_pair import resolve_model
 
-_START_TIMEOUT_S = 300.0
-_GENERATE_TIMEOUT_S = 300.0
+REFERENCE = "generate"
+"""transformers' plain decoding."""
+
+_TIMEOUT_S = 300.0
 _LINE_LIMIT = 2**24
 
 
@@ -44,25 +45,21 @@ class Generated:
         token_ids: The tokens.
         seconds: Time of the completion in the process that made it, without the pipe.
         arrivals: When tokens were known, by the same clock.
-        target_s: Seconds that the target computed after the first of them; None if that is not reported.
         gaps: Of its tokens, if requested.
     """
 
     token_ids: tuple[int, ...]
     seconds: float
     arrivals: tuple[Arrival, ...]
-    target_s: float | None = None
     gaps: Gaps | None = None
 
 
 class Baselines:
-    """A process that holds models; made by `running_baselines` and `running_engine`."""
+    """A process that holds models and completes one request at a time; made by `running_baselines`."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
-        self._numbers = itertools.count()
-        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        self._has_ended = False
+        self._turn = asyncio.Lock()
 
     async def generate(
         self,
@@ -75,25 +72,23 @@ class Baselines:
         ignore_eos: bool = True,
         with_gaps: bool = False,
     ) -> Generated:
-        """Return one completion. `transformers` completes one request at a time, the engine all in a batch.
+        """Return one completion.
 
         Args:
-            system: Of transformers `generate`, `assisted-N` (N draft tokens per cycle) or `lookup-N` (prompt
-                lookup); of the engine `engine` or `engine-lookup-N`.
+            system: `generate`; of transformers also `assisted-N` (N draft tokens per cycle) or `lookup-N`
+                (prompt lookup).
             prompt: Text or token ids to continue.
             max_tokens: Upper bound of new tokens.
             temperature: 0 is greedy.
             seed: Seed of the sampling; only used above temperature 0.
             ignore_eos: Continue after end-of-sequence tokens.
-            with_gaps: Return the gaps between logits, too. Only `transformers` does.
+            with_gaps: Return the gaps between logits, too.
 
         Raises:
             RuntimeError: The process ended.
             TimeoutError: No answer within five minutes.
         """
-        number = next(self._numbers)
         request = {
-            "number": number,
             "system": system,
             "prompt": prompt if isinstance(prompt, str) else list(prompt),
             "max_tokens": max_tokens,
@@ -102,103 +97,67 @@ class Baselines:
             "ignore_eos": ignore_eos,
             "with_gaps": with_gaps,
         }
-        if self._has_ended:
-            raise RuntimeError(_ENDED)
-        answered = asyncio.get_running_loop().create_future()
-        self._waiting[number] = answered
-        try:
-            assert self._process.stdin is not None
+        assert self._process.stdin is not None
+        async with self._turn:
             self._process.stdin.write((json.dumps(request) + "\n").encode())
             await self._process.stdin.drain()
-            answer = await asyncio.wait_for(answered, _GENERATE_TIMEOUT_S)
-        finally:
-            del self._waiting[number]
-        arrivals = tuple((at, count) for at, count in answer["arrivals"])
-        gaps = answer.get("gaps")
+            answer = await self.read()
+        gaps = answer["gaps"]
         return Generated(
             tuple(answer["token_ids"]),
             answer["seconds"],
-            arrivals,
-            answer.get("target_s"),
+            tuple((at, count) for at, count in answer["arrivals"]),
             gaps and Gaps(tuple(gaps["gaps"]), tuple(gaps["runners_up"]), gaps["noise"]),
         )
 
-    async def wait_ready(self) -> None:
-        """Wait for the process's first line, which says that the models are loaded.
+    async def read(self) -> dict[str, Any]:
+        """Return the process's next line; the first one says that the models are loaded.
 
         Raises:
             RuntimeError: The process ended.
             TimeoutError: It took longer than five minutes.
         """
-        if await asyncio.wait_for(self._read(), _START_TIMEOUT_S) is None:
-            raise RuntimeError(_ENDED)
-
-    async def dispatch(self) -> None:
-        """Pass answers on to the calls of `generate` that wait for them, until the process ends."""
-        while (answer := await self._read()) is not None:
-            answered = self._waiting.get(answer["number"])
-            if answered is not None and not answered.done():
-                answered.set_result(answer)
-        self._has_ended = True
-        for answered in self._waiting.values():
-            if not answered.done():
-                answered.set_exception(RuntimeError(_ENDED))
-
-    async def _read(self) -> dict[str, Any] | None:
         assert self._process.stdout is not None
-        line = await self._process.stdout.readline()
+        line = await asyncio.wait_for(self._process.stdout.readline(), _TIMEOUT_S)
         if not line:
-            return None
+            raise RuntimeError("the process that generates has ended; its error is printed above")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
 
-_ENDED = "the process that generates has ended; its error is printed above"
+class Peer:
+    """A system of `Baselines`, by the name it has there; implements `System`."""
+
+    def __init__(self, name: str, baselines: Baselines) -> None:
+        self.name = name
+        self._baselines = baselines
+
+    async def sample(self, ask: Ask) -> Sample:
+        """Return one completion; its times are taken in the process that generates."""
+        made = await self._baselines.generate(
+            self.name,
+            ask.prompt,
+            max_tokens=ask.max_tokens,
+            temperature=ask.temperature,
+            seed=ask.seed,
+            ignore_eos=ask.ignore_eos,
+        )
+        return Sample(made.token_ids, made.seconds, made.arrivals)
 
 
 @asynccontextmanager
-async def running_baselines(target: str, draft: str | None, threads: int = 1) -> AsyncIterator[Baselines]:
-    """Start `transformers` with `threads` arithmetic threads; the process ends with the block.
+async def running_baselines(
+    target: str, draft: str | None = None, threads: int = 1, program: str = "transformers"
+) -> AsyncIterator[Baselines]:
+    """Start a program with `threads` arithmetic threads; the process ends with the block.
 
-    `target` and `draft` are directories or hub names, or "demo" for the demo pair. Without a draft there is
-    no assisted generation.
+    Args:
+        target: Directory or hub name, or "demo".
+        draft: Likewise; without one there is no assisted generation.
+        threads: Arithmetic threads.
+        program: transformers, or vllm, which generates greedily.
     """
     models = (resolve_model(target, "target"), resolve_model(draft, "draft") if draft else "")
-    async with _running("benchmarks.transformers_worker", models, threads) as baselines:
-        yield baselines
-
-
-@asynccontextmanager
-async def running_engine(
-    target: str, threads: int = 1, eos_token_ids: Collection[int] = ()
-) -> AsyncIterator[Baselines]:
-    """Start gammaray's engine alone; the process ends with the block.
-
-    Args:
-        target: Directory or hub name, or "demo".
-        threads: Arithmetic threads.
-        eos_token_ids: Tokens that end completions which do not ignore them.
-    """
-    given = (resolve_model(target, "target"), ",".join(map(str, eos_token_ids)))
-    async with _running("benchmarks.engine_worker", given, threads) as baselines:
-        yield baselines
-
-
-@asynccontextmanager
-async def running_vllm(target: str, threads: int = 1) -> AsyncIterator[Baselines]:
-    """Start vLLM alone, which generates greedily; the process ends with the block.
-
-    Args:
-        target: Directory or hub name, or "demo".
-        threads: Arithmetic threads.
-    """
-    given = (resolve_model(target, "target"), "")
-    async with _running("benchmarks.vllm_worker", given, threads) as baselines:
-        yield baselines
-
-
-@asynccontextmanager
-async def _running(module: str, arguments: Sequence[str], threads: int) -> AsyncIterator[Baselines]:
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": str(threads),
@@ -206,7 +165,7 @@ async def _running(module: str, arguments: Sequence[str], threads: int) -> Async
         "TOKENIZERS_PARALLELISM": "false",
     }
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", module, *arguments, str(threads)),
+        *(sys.executable, "-m", f"benchmarks.{program}_worker", *models, str(threads)),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         limit=_LINE_LIMIT,
@@ -217,12 +176,8 @@ async def _running(module: str, arguments: Sequence[str], threads: int) -> Async
     )
     try:
         baselines = Baselines(process)
-        await baselines.wait_ready()
-        reader = asyncio.create_task(baselines.dispatch())
-        try:
-            yield baselines
-        finally:
-            reader.cancel()
+        await baselines.read()
+        yield baselines
     finally:
         if process.returncode is None:
             process.kill()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from gammaray.bench.svg import COLOURS, bar_chart
@@ -23,20 +22,3 @@ def by_category(result: dict[str, Any], title: str) -> str:
             if row["system"] == ADAPTIVE and row["decode_over_plain"]:
                 series[name][categories.index(point["category"])] = row["decode_over_plain"]["median"]
     return bar_chart(title, categories, series, unit="x", base=1.0, colours=COLOURS[1:])
-
-
-def by_gamma(result: dict[str, Any], title: str) -> str:
-    """Return a group of bars per gamma, a bar per temperature, of `benchmarks.run`."""
-    gammas = [row["system"].removeprefix(stack_name("")) for row in result["points"][0]["rows"]]
-    series = {
-        f"temperature {point['temperature']:g}": [row["over_plain"]["median"] for row in point["rows"]]
-        for point in result["points"]
-    }
-    return bar_chart(title, gammas, series, unit="x", base=1.0, colours=COLOURS[1:])
-
-
-def write_chart(path: Path, svg: str) -> Path:
-    """Write a chart beside its result file; return the file."""
-    chart = path.with_suffix(".svg")
-    chart.write_text(svg)
-    return chart

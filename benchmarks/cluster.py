@@ -1,34 +1,36 @@
-"""A cluster on loopback for the length of a block: `gammaray up` as a user would start it."""
+"""Servers on loopback for the length of a block: `gammaray up` as a user would start it, and others."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import random
 import re
 import signal
-import socket
 import sys
 import tempfile
+import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
+import httpx
 import psutil
 
 from gammaray import AsyncClient
+from gammaray.demo_pair import DEMO_PAIR
 from gammaray.errors import GammarayError
+from orchestrator.launcher.preflight import free_ports
+from orchestrator.launcher.reaper import runs
 
-_HOST = "127.0.0.1"
 START_TIMEOUT_S = 180.0
-_WORKERS_TIMEOUT_S = 60.0
+_WORKERS_TIMEOUT_S = 120.0
 _STOP_TIMEOUT_S = 45.0
 GONE_TIMEOUT_S = 10.0  # for the processes below `gammaray up`, once it has ended
 _POLL_S = 0.05
 _GAMMARAY = "from gammaray.cli import main; main()"  # the console script, wherever it is installed
-_READY = re.compile(r"ready http=(\S+) grpc=(\S+)")
+_READY = re.compile(r"ready http=(\S+) grpc=(\S+)\n")
 
 Result = TypeVar("Result")
 
@@ -68,18 +70,37 @@ def run_or_exit(work: Coroutine[Any, Any, Result]) -> Result:
 
 
 @asynccontextmanager
-async def connected(*options: str, source: Path | None = None) -> AsyncIterator[AsyncClient]:
-    """Run a cluster as `running_cluster` does, and yield a client once draft and target workers are there.
+async def connected(
+    target: str = DEMO_PAIR,
+    draft: str | None = DEMO_PAIR,
+    head: str | None = None,
+    weights: str = "auto",
+    timeout_s: float = START_TIMEOUT_S,
+    source: Path | None = None,
+) -> AsyncIterator[AsyncClient]:
+    """Run `gammaray up` until the block ends, without draft workers if `draft` is None; yield its client.
+
+    Args:
+        target: Directory or hub name, or "demo".
+        draft: Likewise.
+        head: A head in the target worker.
+        weights: Of the draft or head: auto, int8 or int4.
+        timeout_s: Longest wait for the workers' models.
+        source: As of `running_cluster`.
 
     Raises:
-        ClusterError: As `running_cluster`.
-        DeadlineExceededError: A worker did not come up within a minute.
+        ClusterError: It did not start, or did not end all of its processes.
+        DeadlineExceededError: A worker did not come up within two minutes.
     """
+    pair = ("--draft-weights", weights, *(("--draft", draft) if draft else ("--draft-workers", "0")))
+    if head:
+        pair = (*pair, "--head", head)
+    roles = ("target", "draft") if draft else ("target",)
     async with (
-        running_cluster(*options, source=source) as cluster,
+        running_cluster("--target", target, *pair, source=source, timeout_s=timeout_s) as cluster,
         AsyncClient(cluster.grpc_address) as client,
     ):
-        await client.wait_ready(_WORKERS_TIMEOUT_S, roles=("target", "draft"))
+        await client.wait_ready(_WORKERS_TIMEOUT_S, roles=roles)
         yield client
 
 
@@ -98,59 +119,89 @@ async def running_cluster(
         ClusterError: It did not become ready in time, or processes outlived it (they are
             killed then).
     """
-    http_port, grpc_port = free_ports(2)
+    http_port, grpc_port = free_ports("127.0.0.1", 2)
     own = ["--http-port", str(http_port), "--grpc-port", str(grpc_port), "--start-timeout-s", str(timeout_s)]
-    with tempfile.TemporaryFile("w+") as errors:
+    with tempfile.TemporaryFile("a+") as output:  # "a": each process writes at the end, whoever reads
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-c", _GAMMARAY, "up", "--wait-ready", *own, *options),
             stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=errors,
+            stdout=output,
+            stderr=output,
             cwd=source,
             env=None if source is None else {**os.environ, "PYTHONPATH": str(source)},
             # Ctrl-C of a terminal reaches this process alone, which then stops the cluster in order.
             start_new_session=True,
         )
         try:
-            cluster = await _wait_ready(process, errors, timeout_s + _STOP_TIMEOUT_S)
-            drain = asyncio.create_task(_drain(process))
-            try:
-                yield cluster
-            finally:
-                drain.cancel()
+            yield await _wait_ready(process, output, timeout_s + _STOP_TIMEOUT_S)
         finally:
             await stop(process)
 
 
-async def _wait_ready(process: asyncio.subprocess.Process, errors: IO[str], timeout_s: float) -> Cluster:
+@asynccontextmanager
+async def running_server(command: Sequence[str], timeout_s: float) -> AsyncIterator[str]:
+    """Run another program's HTTP server on a free loopback port until the block ends; yield its URL.
+
+    Args:
+        command: Takes `--host` and `--port`; `GET /health` answers with 200 once it is ready.
+        timeout_s: Longest wait for that.
+
+    Raises:
+        ClusterError: It does not run, ended, or was not ready in time.
+    """
+    (port,) = free_ports("127.0.0.1", 1)
+    deadline = time.monotonic() + timeout_s
+    with tempfile.TemporaryFile("w+") as output:
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(*command, "--host", "127.0.0.1", "--port", str(port)),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,  # Ctrl-C reaches this process alone, which then stops the server.
+            )
+        except OSError as error:
+            raise ClusterError(f"{command[0]}: {error}") from None
+        url = f"http://127.0.0.1:{port}"
+        try:
+            async with httpx.AsyncClient(timeout=2.0) as client:
+                while not await _is_healthy(client, url):
+                    if process.returncode is not None:
+                        ended = f"{command[0]} ended with code {process.returncode}"
+                        raise ClusterError(f"{ended}\n{_tail(output)}")
+                    if time.monotonic() > deadline:
+                        raise ClusterError(
+                            f"{command[0]}: not ready within {timeout_s:.0f} s\n{_tail(output)}"
+                        )
+                    await asyncio.sleep(_POLL_S)
+            yield url
+        finally:
+            await stop(process)
+
+
+async def _is_healthy(client: httpx.AsyncClient, url: str) -> bool:
     try:
-        found = await asyncio.wait_for(_ready_line(process), timeout_s)
-    except asyncio.TimeoutError:
-        raise ClusterError(f"not ready within {timeout_s:.0f} s\n{_tail(errors)}") from None
-    if found is None:
-        await _has_ended(process, _STOP_TIMEOUT_S)
-        raise ClusterError(f"`gammaray up` ended with code {process.returncode}\n{_tail(errors)}")
-    http, grpc = (address.removeprefix("http://").rstrip("/") for address in found.groups())
-    return Cluster(http, grpc, process.pid)
+        return (await client.get(f"{url}/health")).status_code == httpx.codes.OK
+    except httpx.HTTPError:
+        return False
 
 
-async def _ready_line(process: asyncio.subprocess.Process) -> re.Match[str] | None:
-    assert process.stdout is not None
-    while line := await process.stdout.readline():
-        if found := _READY.search(line.decode()):
-            return found
-    return None
-
-
-async def _drain(process: asyncio.subprocess.Process) -> None:
-    """Read the output, since the cluster would block at a full pipe."""
-    assert process.stdout is not None
-    while await process.stdout.read(2**16):
-        pass
+async def _wait_ready(process: asyncio.subprocess.Process, output: IO[str], timeout_s: float) -> Cluster:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        output.seek(0)
+        if found := _READY.search(output.read()):
+            http, grpc = (address.removeprefix("http://").rstrip("/") for address in found.groups())
+            return Cluster(http, grpc, process.pid)
+        if process.returncode is not None:
+            raise ClusterError(f"`gammaray up` ended with code {process.returncode}\n{_tail(output)}")
+        if time.monotonic() > deadline:
+            raise ClusterError(f"not ready within {timeout_s:.0f} s\n{_tail(output)}")
+        await asyncio.sleep(_POLL_S)
 
 
 async def stop(process: asyncio.subprocess.Process) -> None:
-    """Stop `gammaray up` and wait until all of its processes have ended.
+    """Stop a server and wait until all of its processes have ended.
 
     Raises:
         ClusterError: Some outlived it; they were killed.
@@ -164,12 +215,13 @@ async def stop(process: asyncio.subprocess.Process) -> None:
     if not await _has_ended(process, _STOP_TIMEOUT_S):
         process.kill()
         await _has_ended(process, _STOP_TIMEOUT_S)
-    left = await _outliving(family)
+    left = [p for p in await asyncio.to_thread(_outliving, family) if runs(p)]
+    for process_left in left:
+        with suppress(psutil.NoSuchProcess):
+            process_left.kill()
     if left:
-        names = [f"{p.pid} {p.name()}" for p in left if p.is_running()]
-        for p in left:
-            _kill(p)
-        raise ClusterError(f"not ended by `gammaray up`, now killed: {', '.join(names)}")
+        names = ", ".join(f"{p.pid}" for p in left)
+        raise ClusterError(f"not ended with it, now killed: {names}")
 
 
 async def _has_ended(process: asyncio.subprocess.Process, timeout_s: float) -> bool:
@@ -181,39 +233,10 @@ async def _has_ended(process: asyncio.subprocess.Process, timeout_s: float) -> b
     return False
 
 
-async def _outliving(family: Sequence[psutil.Process]) -> list[psutil.Process]:
-    def wait() -> list[psutil.Process]:
-        return [p for p in psutil.wait_procs(family, timeout=GONE_TIMEOUT_S)[1] if is_alive(p)]
-
-    return await asyncio.to_thread(wait)
+def _outliving(family: Sequence[psutil.Process]) -> list[psutil.Process]:
+    return list(psutil.wait_procs(family, timeout=GONE_TIMEOUT_S)[1])
 
 
-def is_alive(process: psutil.Process) -> bool:
-    """Return whether a process runs; a zombie does not."""
-    try:
-        return bool(process.is_running()) and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def _kill(process: psutil.Process) -> None:
-    try:
-        process.kill()
-    except psutil.NoSuchProcess:
-        pass
-
-
-def free_ports(count: int) -> list[int]:
-    """Return unused loopback ports, below those that the system and Ray assign."""
-    found: list[int] = []
-    while len(found) < count:
-        port = random.randint(10_000, 29_000)
-        with socket.socket() as s:
-            if port not in found and s.connect_ex((_HOST, port)) != 0:
-                found.append(port)
-    return found
-
-
-def _tail(errors: IO[str], num_lines: int = 30) -> str:
-    errors.seek(0)
-    return "".join(errors.readlines()[-num_lines:])
+def _tail(output: IO[str], num_lines: int = 30) -> str:
+    output.seek(0)
+    return "".join(output.readlines()[-num_lines:])

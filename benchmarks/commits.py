@@ -23,8 +23,8 @@ import statistics
 import subprocess
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -32,7 +32,7 @@ from typing import Any, Literal
 from rich.console import Console
 from scipy.stats import t
 
-from benchmarks.cluster import connected, run_or_exit, running_cluster
+from benchmarks.cluster import connected, run_or_exit
 from benchmarks.peers.run import encode
 from benchmarks.prompts import CATEGORIES, load_tasks
 from benchmarks.provenance import write_result
@@ -43,7 +43,6 @@ from orchestrator.text.tokenizer import Tokenizer
 
 _HERE = Path(__file__).parents[1]
 _NAMES = ("before", "after")
-_READY_TIMEOUT_S = 120.0
 _TRACE_DELAY_S = 0.3
 """Records of cycles reach the store after the completion."""
 _SKIPPED_CYCLES = 2
@@ -119,26 +118,12 @@ def _prompts(options: argparse.Namespace) -> list[Prompt]:
     return list(encode(Tokenizer(options.target), load_tasks(CATEGORIES, options.prompts)))
 
 
-def _up(options: argparse.Namespace) -> list[str]:
-    """Return the options of `gammaray up`, which runs in another folder."""
-    target, head = os.path.abspath(options.target), os.path.abspath(options.head)
-    up = ["--target", target, "--draft-workers", "0", "--head", head]
-    return [*up, "--draft-weights", options.weights]
-
-
-@asynccontextmanager
-async def _serving(options: argparse.Namespace, tree: Path) -> AsyncIterator[AsyncClient]:
-    """Run a tree's cluster until the block ends; yield a client once its workers are there."""
+def _serving(options: argparse.Namespace, tree: Path) -> AbstractAsyncContextManager[AsyncClient]:
+    """Run a tree's cluster, which starts in the tree's folder; the client has its workers."""
     if options.target is None:
-        async with connected(source=tree) as client:
-            yield client
-        return
-    async with (
-        running_cluster(*_up(options), source=tree) as cluster,
-        AsyncClient(cluster.grpc_address) as client,
-    ):
-        await client.wait_ready(_READY_TIMEOUT_S, roles=("target",))
-        yield client
+        return connected(source=tree)
+    target, head = os.path.abspath(options.target), os.path.abspath(options.head)
+    return connected(target, None, head, options.weights, source=tree)
 
 
 def _gammas(text: str) -> tuple[int | Literal["adaptive"], ...]:

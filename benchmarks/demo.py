@@ -26,8 +26,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.cluster import run_or_exit
-from benchmarks.peers.stacks import running_stack
+from benchmarks.cluster import connected, run_or_exit
 from benchmarks.prompts import load_tasks
 from benchmarks.smollm2 import DIRECTORY, HEAD, HEAD_WEIGHTS
 from benchmarks.workloads import prompts
@@ -165,7 +164,7 @@ async def demo(console: Console, scene: Scene) -> int:
     console.print("Starting Redis, Ray Serve, an orchestrator and its workers ...")
     asks = [ask for task in scene.tasks.values() for ask in task]
     comparisons = []
-    async with running_stack(scene.target, scene.draft, scene.head, scene.weights) as client:
+    async with connected(scene.target, scene.draft, scene.head, scene.weights) as client:
         await _stream(client, console, scene)
         with Progress(console=console, transient=True) as progress:
             for temperature in _TEMPERATURES:

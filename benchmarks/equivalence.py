@@ -37,8 +37,7 @@ from rich.table import Table
 from transformers import AutoTokenizer
 
 from benchmarks.baselines import Baselines, Gaps, Generated, running_baselines
-from benchmarks.cluster import run_or_exit
-from benchmarks.peers.stacks import running_stack
+from benchmarks.cluster import connected, run_or_exit
 from benchmarks.prompts import CATEGORIES, load_tasks
 from benchmarks.provenance import write_result
 from benchmarks.workloads import WORKLOADS, prompts
@@ -55,8 +54,8 @@ from orchestrator.text.tokenizer import Tokenizer
 TASKS = "tasks"
 """Workload of chat tasks."""
 
-_AT_ONCE = 8
-_WITH_DRAFT: dict[str, GenerateOptions] = {
+AT_ONCE = 8
+WITH_DRAFT: dict[str, GenerateOptions] = {
     "gamma 3": {"gamma": 3},
     "gamma 8": {"gamma": 8},
     "adaptive": {},
@@ -173,6 +172,13 @@ def noise_of(completions: Sequence[Generated]) -> float:
     return max((made.gaps.noise for made in completions if made.gaps is not None), default=0.0)
 
 
+def ties(completions: Sequence[Generated]) -> dict[str, Any]:
+    """Return how near the two largest logits came to each other, and how often within the noise."""
+    noise = noise_of(completions)
+    gaps = [gap for made in completions if made.gaps is not None for gap in made.gaps.gaps]
+    return {"noise": noise, "narrowest_gap": min(gaps), "within_noise": sum(gap <= noise for gap in gaps)}
+
+
 def count(
     name: str,
     got: Sequence[Made],
@@ -259,17 +265,17 @@ async def _run(target: str, draft: str | None, asks: Asks, console: Console) -> 
         seconds = time.monotonic() - began
         console.print(f"{seconds:5.0f} s  {one['comparison']}: {one['equal']} of {one['completions']}")
 
-    async with running_baselines(target, draft) as baselines, running_stack(target, draft) as client:
+    async with running_baselines(target, draft) as baselines, connected(target, draft) as client:
         generating = asyncio.create_task(generated(baselines, asks))  # meanwhile the cluster works
         try:
             plain = await completed(client, asks, 1.0, gamma=0, cache_salt="plain")
-            for name, options in (_WITH_DRAFT if draft else _WITHOUT_DRAFT).items():
+            for name, options in (WITH_DRAFT if draft else _WITHOUT_DRAFT).items():
                 given = {"cache_salt": name, **options}
                 add(f"temperature 1, {name} = gamma 0", await completed(client, asks, 1.0, **given), plain)
             if draft:
-                loaded = Asks(asks.prompts, asks.max_tokens, asks.ignore_eos, _AT_ONCE)
+                loaded = Asks(asks.prompts, asks.max_tokens, asks.ignore_eos, AT_ONCE)
                 made = await completed(client, loaded, 1.0, cache_salt="at once")
-                add(f"temperature 1, adaptive, {_AT_ONCE} at once = gamma 0", made, plain)
+                add(f"temperature 1, adaptive, {AT_ONCE} at once = gamma 0", made, plain)
             greedy = {
                 name: await completed(client, asks, 0.0, cache_salt=f"greedy, {name}", **options)
                 for name, options in _greedy(draft).items()
@@ -287,18 +293,10 @@ async def _run(target: str, draft: str | None, asks: Asks, console: Console) -> 
             add("temperature 1, the greedy text as prediction, gamma 8 = gamma 0", made, plain)
     if draft:
         # The target as its own draft: another drafter, one whose proposals are nearly always wholly accepted.
-        async with running_stack(target, resolve_model(target, "target")) as client:
+        async with connected(target, resolve_model(target, "target")) as client:
             made = await completed(client, asks, 1.0, gamma=3)
             add("temperature 1, gamma 3, another drafter = gamma 0", made, plain)
-    gaps = [gap for made in greedy_ones if made.gaps is not None for gap in made.gaps.gaps]
-    return {
-        "comparisons": counts,
-        "ties": {
-            "noise": noise,
-            "narrowest_gap": min(gaps),
-            "within_noise": sum(gap <= noise for gap in gaps),
-        },
-    }
+    return {"comparisons": counts, "ties": ties(greedy_ones)}
 
 
 def _greedy(draft: str | None) -> dict[str, GenerateOptions]:

@@ -13,23 +13,22 @@ come tokens per second by number of completions in flight, and the time of a cyc
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import secrets
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
 import httpx
 from transformers import AutoTokenizer
 
-from benchmarks.cluster import ClusterError, free_ports, run_or_exit, running_cluster, stop
+from benchmarks.cluster import ClusterError, run_or_exit, running_cluster, running_server
+from benchmarks.peers.stacks import cycles_of
 from benchmarks.provenance import write_result
 from benchmarks.workloads import WORKLOADS, prompts
 from gammaray import AsyncClient
@@ -43,10 +42,6 @@ VLLM = "vllm"
 """Name of its plain decoding."""
 _START_TIMEOUT_S = 900.0
 _ANSWER_TIMEOUT_S = 900.0
-_SHOWN = 3000
-"""Characters of a failed server's output."""
-_POLL_S = 0.5
-_TRACE_TIMEOUT_S = 5.0
 _NEAR_TOKENS = 20
 """Alternatives among which the margin of a difference is looked for."""
 
@@ -94,44 +89,17 @@ class VllmServer:
         return Sample(tuple(token_ids), time.perf_counter() - started, tuple(arrivals))
 
 
-@asynccontextmanager
-async def running_vllm(given: argparse.Namespace, drafter: Mapping[str, Any] | None) -> AsyncIterator[str]:
-    """Run vLLM's server on a free port until the block ends; yield its URL.
-
-    Raises:
-        ClusterError: It ended, or was not ready in time.
-    """
-    (port,) = free_ports(1)
+def running_vllm(
+    given: argparse.Namespace, drafter: Mapping[str, Any] | None
+) -> AbstractAsyncContextManager[str]:
+    """Run vLLM's server until the block ends; yield its URL."""
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", given.target_path]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", given.dtype]
-    command += ["--gpu-memory-utilization", str(given.memory_share)]
+    command += ["--dtype", given.dtype, "--gpu-memory-utilization", str(given.memory_share)]
     if given.tiny:
         command.append("--enforce-eager")  # a CPU compiles for minutes
     if drafter is not None:
         command += ["--speculative-config", json.dumps(drafter)]
-    with tempfile.TemporaryFile("w+") as output:
-        process = await asyncio.create_subprocess_exec(
-            *command, stdout=output, stderr=output, start_new_session=True
-        )
-        url = f"http://127.0.0.1:{port}"
-        try:
-            deadline = time.monotonic() + _START_TIMEOUT_S
-            async with httpx.AsyncClient() as client:
-                while not await _answers(client, f"{url}/health"):
-                    if process.returncode is not None or time.monotonic() > deadline:
-                        output.seek(0)
-                        raise ClusterError(f"{' '.join(command)}\n{output.read()[-_SHOWN:]}")
-                    await asyncio.sleep(_POLL_S)
-            yield url
-        finally:
-            await stop(process)
-
-
-async def _answers(client: httpx.AsyncClient, url: str) -> bool:
-    try:
-        return (await client.get(url)).status_code == httpx.codes.OK
-    except httpx.HTTPError:
-        return False
+    return running_server(command, _START_TIMEOUT_S)
 
 
 async def greedy_tokens(system: System, asks: Sequence[Ask]) -> Tokens:
@@ -151,13 +119,7 @@ async def rates(system: System, asks: Sequence[Ask], given: argparse.Namespace) 
 
 async def cycle_times(client: AsyncClient, stack: Stack, ask: Ask) -> dict[str, float]:
     """Return the medians of one completion's cycles, in ms, without the one that reads the prompt."""
-    sample = await stack.sample(ask)
-    deadline = time.monotonic() + _TRACE_TIMEOUT_S
-    while True:  # records are written in the background
-        cycles = await client.session_trace(sample.session_id)
-        if sum(cycle.emitted for cycle in cycles) >= len(sample.token_ids) or time.monotonic() > deadline:
-            break
-        await asyncio.sleep(_POLL_S)
+    cycles = await cycles_of(client, await stack.sample(ask))
     later = [cycle for cycle in cycles[1:] if cycle.target is not None]
     if not later:
         return {}

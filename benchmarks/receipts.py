@@ -9,9 +9,11 @@
 - margins: by how much logits differ from those of the check (float32, feeds of 256 tokens): with feeds of
   other sizes, with the layers of `transformers`, in bfloat16. For each row the spread, the largest minus the
   smallest difference, over the tokens of a probability of at least 1e-6: no score overtakes another by more.
+  And tokens drawn from these logits at temperature 1 with the noise of 16 seeds: the share of which the check
+  takes within a margin only, and by how much.
 - found: what the check says of completions at temperature 1 after a token was replaced, the temperature was
   raised, another seed was used, and of those of an int8 target that calls itself float32 or bfloat16.
-- cost: time of a check over that of a forward that returns logits of every row, in turns.
+- cost: CPU time of a check over that of a forward that returns logits of every row, in turns.
 - honest: receipts of two orchestrators and their workers, with gamma 0, 8 and adaptive, of whose sessions the
   other orchestrator takes over every fourth; target workers are killed in between. Every one must be valid.
 
@@ -32,7 +34,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -57,6 +59,7 @@ from orchestrator.service import Orchestrator
 from services.engine.core.batch import SequenceInput
 from services.engine.engine import Engine
 from services.engine.loader import load_engine
+from services.engine.sampling.noise import Noise
 from services.process.fingerprints import vocab_sha256, weights_sha256
 from services.qualify.loop import Ask, Pair
 from services.qualify.models import Target
@@ -67,18 +70,19 @@ from services.target_worker.scheduler import TargetScheduler
 _PROMPT, _COST_TOKENS, _AT_ONCE = 64, 192, 8
 PARTS = ("margins", "found", "cost", "honest")
 _LEAST = 1e-6
-_FEED = 256
+_FEED, _SEEDS = 256, 16
 _THREADS = int(os.environ.get("GAMMARAY_THREADS", "1"))
-_ISSUERS: dict[str, tuple[dict[str, Any], int]] = {
-    "kernel, float32, 1 token": ({}, 1),
-    "kernel, float32, 9 tokens": ({}, 9),
-    "transformers, float32, 256 tokens": ({"engine": "transformers"}, 256),
-    "transformers, float32, 9 tokens": ({"engine": "transformers"}, 9),
-    "transformers, bfloat16, 256 tokens": ({"engine": "transformers", "dtype": "bfloat16"}, 256),
-    "transformers, bfloat16, 9 tokens": ({"engine": "transformers", "dtype": "bfloat16"}, 9),
-    "kernel, int8 weights, 256 tokens": ({"weights": "int8"}, 256),
+_ISSUERS: dict[str, tuple[dict[str, Any], int, float]] = {
+    "kernel, float32, 1 token": ({}, 1, 1.0),
+    "kernel, float32, 9 tokens": ({}, 9, 1.0),
+    "transformers, float32, 256 tokens": ({"engine": "transformers"}, 256, 1.0),
+    "transformers, float32, 9 tokens": ({"engine": "transformers"}, 9, 1.0),
+    "transformers, bfloat16, 256 tokens": ({"engine": "transformers", "dtype": "bfloat16"}, 256, 1.0),
+    "transformers, bfloat16, 9 tokens": ({"engine": "transformers", "dtype": "bfloat16"}, 9, 1.0),
+    "the same at temperature 1 / 1.05": ({"engine": "transformers", "dtype": "bfloat16"}, 9, 1.05),
+    "kernel, int8 weights, 256 tokens": ({"weights": "int8"}, 256, 1.0),
 }
-"""Options of an engine, and tokens of a feed."""
+"""Options of an engine, tokens of a feed, and a factor of its logits."""
 
 _WAYS: dict[str, GenerateOptions] = {
     "gamma 0": {"gamma": 0},
@@ -99,30 +103,51 @@ def logits_of(engine: Engine, tokens: Sequence[int], feed: int) -> Iterator[Tens
 
 
 def margins(model: str, texts: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
-    """Return by how much two logits of a row move, at most, for each issuer."""
+    """Return by how much two logits of a row move, at most, and the gaps of drawn tokens, for each issuer."""
     own = load_engine(model, device="cpu", threads=_THREADS)
     reference = [torch.cat(list(logits_of(own, text, _FEED))) for text in texts]
     rows = []
-    for name, (options, feed) in _ISSUERS.items():
+    for name, (options, feed, factor) in _ISSUERS.items():
         engine = load_engine(model, device="cpu", threads=_THREADS, **options)
-        spreads = list[float]()
-        for text, expected in zip(texts, reference, strict=True):
-            change = torch.cat(list(logits_of(engine, text, feed))) - expected
-            is_likely = expected.softmax(-1) >= _LEAST
+        spreads, gaps = list[float](), list[float]()
+        for number, (text, expected) in enumerate(zip(texts, reference, strict=True)):
+            issued = torch.cat(list(logits_of(engine, text, feed))) * factor
+            change, is_likely = issued - expected, expected.softmax(-1) >= _LEAST
             high = change.masked_fill(~is_likely, -torch.inf).amax(-1)
             low = change.masked_fill(~is_likely, torch.inf).amin(-1)
             spreads += (high - low).tolist()
-        at = sorted(spreads)
+            gaps += _gaps(issued, expected, number)
+        at, tied = sorted(spreads), sorted(gap for gap in gaps if gap > 0)
         rows.append(
             {
                 "issuer": name,
                 "rows": len(at),
                 "median": statistics.median(at),
-                "p99_9": at[min(len(at) - 1, int(len(at) * 0.999))],
+                "p99_9": _quantile(at, 0.999),
                 "largest": at[-1],
+                "draws": len(gaps),
+                "tied": len(tied) / len(gaps),
+                "tied_mean": sum(tied) / max(1, len(tied)),
+                "tied_p99": _quantile(tied, 0.99),
+                "tied_largest": _quantile(tied, 1),
             }
         )
     return rows
+
+
+def _gaps(issued: Tensor, expected: Tensor, first_seed: int) -> list[float]:
+    """Return by how much the check's best score exceeds that of the tokens drawn from `issued`."""
+    gaps = list[float]()
+    for seed in range(first_seed * _SEEDS, (first_seed + 1) * _SEEDS):
+        noise = Noise(seed, 0, issued.shape[-1]).gumbel(0, len(issued))
+        drawn = (issued + noise).argmax(-1, keepdim=True)
+        scores = expected + noise
+        gaps += (scores.amax(-1) - scores.gather(-1, drawn)[:, 0]).tolist()
+    return gaps
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float:
+    return ordered[min(len(ordered) - 1, int(len(ordered) * share))] if ordered else 0.0
 
 
 @dataclass(frozen=True)
@@ -227,7 +252,7 @@ def found(model: str, checker: ReceiptChecker, asked: Sequence[Sequence[int]], n
 
 
 def cost(model: str, checker: ReceiptChecker, prompt: Sequence[int], turns: int) -> list[dict[str, Any]]:
-    """Return the time of a check over that of a forward with the logits of every row, in turns."""
+    """Return the CPU time of a check over that of a forward with the logits of every row, in turns."""
     cases: dict[str, dict[str, Any]] = {
         "temperature 1": {},
         "temperature 0": {"temperature": 0.0},
@@ -239,12 +264,12 @@ def cost(model: str, checker: ReceiptChecker, prompt: Sequence[int], turns: int)
         tokens = [*receipt.prompt_token_ids, *receipt.token_ids][:-1]
         ratios, times = list[float](), list[float]()
         for _ in range(turns + 1):  # the first one warms up
-            began = time.perf_counter()
+            began = time.process_time()
             for _logits in logits_of(checker.engine, tokens, _FEED):
                 pass
-            between = time.perf_counter()
+            between = time.process_time()
             assert checker.verdict(receipt).result == "valid"
-            times.append(time.perf_counter() - between)
+            times.append(time.process_time() - between)
             ratios.append(times[-1] / (between - began))
         rows.append(
             {
@@ -264,7 +289,8 @@ def cost(model: str, checker: ReceiptChecker, prompt: Sequence[int], turns: int)
 def running_workers(options: argparse.Namespace, redis_url: str) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Run two target workers, with the head, or without one a draft worker; yield the target workers."""
     own = ["--model", options.target, "--redis-url", redis_url]
-    processes = [_worker("target", *own, "--head", options.head) for _ in range(2)]
+    more = ["--engine", options.engine, "--dtype", options.dtype, "--cache-budget-mb", "512"]
+    processes = [_worker("target", *own, "--head", options.head, *more) for _ in range(2)]
     draft = [] if options.head else [_worker("draft", *own)]
     try:
         for process in (*processes, *draft):
@@ -321,16 +347,18 @@ async def honest(checker: ReceiptChecker, options: argparse.Namespace, folder: P
             for orchestrator in pair:
                 await orchestrator.close()
     keys, verdicts = read_receipt_keys(keys_file), Counter[str]()
-    bad, num_tokens, ties = [], 0, 0
+    bad, num_tokens, ties, largest = [], 0, 0, 0.0
     for text in signed:
         found = SignedReceipt.parse(text)
         found.check(keys)
         verdict = checker.verdict(found.receipt)
         verdicts[verdict.result] += 1
         num_tokens, ties = num_tokens + verdict.num_tokens, ties + verdict.num_ties
+        largest = max(largest, verdict.largest_gap)
         if verdict.result != "valid":
-            bad.append({"receipt": text, **verdict.model_dump()})
-    return {"counts": counts, "verdicts": verdicts, "tokens": num_tokens, "ties": ties, "bad": bad}
+            bad.append({"receipt": text, **asdict(verdict)})
+    figures = {"tokens": num_tokens, "ties": ties, "largest_gap": largest}
+    return {"counts": counts, "verdicts": verdicts, **figures, "bad": bad}
 
 
 async def _completed(pair: Sequence[Orchestrator], request: GenerationRequest, *, is_broken: bool) -> Chunk:
@@ -373,6 +401,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--target", default=DEMO_PAIR)
     parser.add_argument("--head", default="", help="drafts in the target workers of the part honest")
+    parser.add_argument("--engine", default="auto", help="of the target workers of the part honest")
+    parser.add_argument("--dtype", default="auto", help="of the target workers of the part honest")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS[:3])
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=96, help="of each completion")

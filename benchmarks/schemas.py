@@ -40,120 +40,54 @@ WAYS: Mapping[str, dict[str, Any]] = {
 
 MAX_TOKENS = 400
 MAX_DEPTH = 3
-_WORDS = (
-    "name",
-    "id",
-    "size",
-    "items",
-    "value",
-    "kind",
-    "note",
-    "owner",
-    "is_open",
-    "Überschrift",
-    "a b",
-    "x",
-)
-_PATTERNS = (
-    "^[a-z]{2,8}$",
-    "^[A-Z]{3}-[0-9]{4}$",
-    "^(yes|no|maybe)$",
-    "^#[0-9a-f]{6}$",
-    "^v[0-9]+\\.[0-9]{1,3}$",
-)
+_WORDS = ("name", "id", "size", "items", "value", "kind", "note", "owner", "Überschrift", "a b", "x")
+_PATTERNS = ("^[a-z]{2,8}$", "^[A-Z]{3}-[0-9]{4}$", "^(yes|no|maybe)$", "^v[0-9]+\\.[0-9]{1,3}$")
 _FORMATS = ("date", "time", "date-time", "uuid", "ipv4", "email")
+_CONSTANTS = ('a "quoted" text', "line\nbreak", 3, False, ["a", 1], {"k": None})
 
 
-class SchemaMaker:
-    """Makes random JSON schemas of what llguidance supports.
+def random_schema(draw: random.Random) -> dict[str, Any]:
+    """Return a schema of an object, sometimes with a definition that it refers to; llguidance supports it."""
+    made = _object(draw, 0)
+    if draw.random() < 0.3:
+        made["$defs"] = {"part": _any(draw, 1)}
+        made["properties"]["part"] = {"$ref": "#/$defs/part"}
+        if draw.random() < 0.5:
+            made["required"].append("part")
+    return made
 
-    Args:
-        seed: The same seed gives the same schemas.
-    """
 
-    def __init__(self, seed: int) -> None:
-        self._random = random.Random(seed)
+def _object(draw: random.Random, depth: int) -> dict[str, Any]:
+    names = draw.sample(_WORDS, draw.randint(1, 5))
+    return {
+        "type": "object",
+        "properties": {name: _any(draw, depth + 1) for name in names},
+        "additionalProperties": False,
+        "required": [name for name in names if draw.random() < 0.7],
+    }
 
-    def schema(self) -> dict[str, Any]:
-        """Return a schema of an object, sometimes with definitions that it refers to."""
-        defined = self._any(1)
-        made = self._object(0)
-        if self._random.random() < 0.3:
-            made["$defs"] = {"part": defined}
-            made["properties"]["part"] = {"$ref": "#/$defs/part"}
-            if self._random.random() < 0.5:
-                made["required"] = [*made.get("required", []), "part"]
-        return made
 
-    def _any(self, depth: int) -> dict[str, Any]:
-        kinds = [
-            self._text,
-            self._text,
-            self._integer,
-            self._number,
-            self._choice,
-            self._constant,
-            self._simple,
-        ]
-        if depth < MAX_DEPTH:
-            kinds += [self._object_at, self._array_at, self._either_at]
-        kind = self._random.choice(kinds)
-        return kind(depth)
-
-    def _object_at(self, depth: int) -> dict[str, Any]:
-        return self._object(depth)
-
-    def _object(self, depth: int) -> dict[str, Any]:
-        names = self._random.sample(_WORDS, self._random.randint(1, 5))
-        made: dict[str, Any] = {
-            "type": "object",
-            "properties": {name: self._any(depth + 1) for name in names},
-            "additionalProperties": False,
-        }
-        required = [name for name in names if self._random.random() < 0.7]
-        if required:
-            made["required"] = required
-        return made
-
-    def _array_at(self, depth: int) -> dict[str, Any]:
-        least = self._random.randint(0, 2)
-        return {
-            "type": "array",
-            "items": self._any(depth + 1),
-            "minItems": least,
-            "maxItems": least + self._random.randint(0, 2),
-        }
-
-    def _either_at(self, depth: int) -> dict[str, Any]:
-        return {"anyOf": [self._any(depth + 1) for _ in range(self._random.randint(2, 3))]}
-
-    def _text(self, _: int) -> dict[str, Any]:
-        made = self._random.randrange(4)
-        if made == 0:
-            return {"type": "string", "pattern": self._random.choice(_PATTERNS)}
-        if made == 1:
-            return {"type": "string", "format": self._random.choice(_FORMATS)}
-        least = self._random.randint(0, 3)
-        return {"type": "string", "minLength": least, "maxLength": least + self._random.randint(0, 16)}
-
-    def _integer(self, _: int) -> dict[str, Any]:
-        low = self._random.randint(-1000, 1000)
-        return {"type": "integer", "minimum": low, "maximum": low + self._random.randint(0, 10_000)}
-
-    def _number(self, _: int) -> dict[str, Any]:
-        return {"type": "number", "minimum": 0, "maximum": self._random.randint(1, 99)}
-
-    def _choice(self, _: int) -> dict[str, Any]:
-        values = [*self._random.sample(_WORDS, 3), 17, None, True]
-        return {"enum": self._random.sample(values, self._random.randint(1, 5))}
-
-    def _constant(self, _: int) -> dict[str, Any]:
-        return {
-            "const": self._random.choice(['a "quoted" text', "line\nbreak", 3, False, ["a", 1], {"k": None}])
-        }
-
-    def _simple(self, _: int) -> dict[str, Any]:
-        return {"type": self._random.choice(["boolean", "null"])}
+def _any(draw: random.Random, depth: int) -> dict[str, Any]:
+    low, least = draw.randint(-1000, 1000), draw.randint(0, 2)
+    leaves: list[dict[str, Any]] = [
+        {"type": "string", "pattern": draw.choice(_PATTERNS)},
+        {"type": "string", "format": draw.choice(_FORMATS)},
+        {"type": "string", "minLength": least, "maxLength": least + draw.randint(0, 16)},
+        {"type": "integer", "minimum": low, "maximum": low + draw.randint(0, 10_000)},
+        {"type": "number", "minimum": 0, "maximum": draw.randint(1, 99)},
+        {"enum": draw.sample([*draw.sample(_WORDS, 3), 17, None, True], draw.randint(1, 5))},
+        {"const": draw.choice(_CONSTANTS)},
+        {"type": draw.choice(("boolean", "null"))},
+    ]
+    kind = draw.randrange(len(leaves) + (3 if depth < MAX_DEPTH else 0)) - len(leaves)
+    if kind == 0:
+        return _object(draw, depth)
+    if kind == 1:
+        most = least + draw.randint(0, 2)
+        return {"type": "array", "items": _any(draw, depth + 1), "minItems": least, "maxItems": most}
+    if kind == 2:
+        return {"anyOf": [_any(draw, depth + 1) for _ in range(draw.randint(2, 3))]}
+    return leaves[kind]
 
 
 def is_valid(text: str, schema: Mapping[str, Any]) -> bool:
@@ -204,8 +138,8 @@ async def check(
 
 async def run(given: argparse.Namespace, console: Console) -> tuple[dict[float, Counter[str]], list[Any]]:
     """Start a cluster and check all schemas, several at a time."""
-    maker, temperatures = SchemaMaker(given.seed), [float(part) for part in given.temperature.split(",")]
-    schemas = [maker.schema() for _ in range(given.schemas)]
+    draw, temperatures = random.Random(given.seed), [float(part) for part in given.temperature.split(",")]
+    schemas = [random_schema(draw) for _ in range(given.schemas)]
     found = {temperature: Counter[str]() for temperature in temperatures}
     failures: list[Any] = []
     places = asyncio.Semaphore(given.streams)

@@ -50,7 +50,6 @@ class Worker:
         seconds = time.perf_counter() - stream.started
         tokens = out.sequences
         return {
-            "number": request["number"],
             "token_ids": tokens[0, ids.size(1) :].tolist(),
             "seconds": seconds,
             "arrivals": stream.arrivals,

@@ -1,25 +1,16 @@
-"""Verification rules of the literature, as functions of the distributions alone.
+"""SpecInfer and SpecTr, which verify several children of a node, as functions of the distributions alone.
 
-With a target distribution p and a draft distribution q at each position of a chain:
-
-* coupled (arXiv 2408.07978), the default; rejection (arXiv 2211.17192); block (arXiv 2403.10444).
-
-With several children of one node of a tree, drawn independently from q:
+With a target distribution p and children drawn independently from a draft distribution q:
 
 * SpecInfer (arXiv 2305.09781): the children are tested in turn by rejection, each against what the earlier
   ones left of p. They are drawn with replacement, as in the article, or without (as in arXiv 2402.12374).
 * SpecTr (arXiv 2310.15141), k-sequential selection: the children, drawn with replacement, are tested in turn
   by min(1, p / (rho q)), with one rho for all of them.
 
-SpecInfer and SpecTr are not served, only compared: docs/how-it-works.md says what they would need and gain.
+They are not served: docs/how-it-works.md says what they would need and gain.
 
 Numbers are floats, or `fractions.Fraction` for exact results. A distribution is a sequence with one number
-per token. Except in `coupled_acceptance`, all tokens that q cannot draw may be put together into one, as no
-rule tells them apart.
-
-Verification emits tokens of law p, whatever the method. So means over cycles can be taken over texts of the
-*target*: a token of such a text is accepted, given the text, with the probability that it is accepted divided
-by p of it. Recorded texts of the target then suffice to compare methods, without drawing proposals.
+per token; all tokens that q cannot draw may be put together into one.
 """
 
 from __future__ import annotations
@@ -48,57 +39,6 @@ class NodeOutcome:
     correction: tuple[Number, ...]
 
 
-def rejection_survival(probs: Sequence[tuple[Number, Number]]) -> list[Number]:
-    """Return the probability that the first 1, 2, ... tokens of a text of the target are accepted.
-
-    Args:
-        probs: Of each token of the text p, above 0, and q, given the tokens before it.
-    """
-    survival = list[Number]()
-    left: Number = 1
-    for p, q in probs:
-        left *= min(1, q / p)
-        survival.append(left)
-    return survival
-
-
-def block_survival(probs: Sequence[tuple[Number, Number]]) -> list[Number]:
-    """Return the probability that the first 1, 2, ... tokens of a text of the target are accepted.
-
-    Block verification keeps a drafted text with its carried probability c = min(1, c p / q), token by token.
-    The text is drafted with the product Q of the q, so given that the target writes it, it is accepted with
-    probability Q c / P: the smallest Q / P of its beginnings, at most 1. What is drafted after it does not
-    matter.
-
-    Args:
-        probs: Of each token of the text p, above 0, and q, given the tokens before it.
-    """
-    survival = list[Number]()
-    ratio: Number = 1
-    least: Number = 1
-    for p, q in probs:
-        ratio = ratio * q / p
-        least = min(least, ratio)
-        survival.append(least)
-    return survival
-
-
-def coupled_acceptance(p: Distribution, q: Distribution, token: int) -> Number:
-    """Return the probability that coupled verification accepts `token`, given that the target draws it.
-
-    Target and draft take the argmax of log-probability + the same Gumbel noise, and agree on j with
-    probability 1 / sum_i max(p_i / p_j, q_i / q_j).
-
-    Args:
-        p: The target's distribution.
-        q: The draft's. Its tokens must not be put together.
-        token: A token with p above 0.
-    """
-    if q[token] == 0:
-        return 0
-    return q[token] / sum(max(a * q[token], b * p[token]) for a, b in zip(p, q, strict=True))
-
-
 def specinfer(
     p: Distribution, q: Distribution, children: Sequence[int], *, with_replacement: bool = True
 ) -> NodeOutcome:
@@ -120,34 +60,6 @@ def specinfer(
     return NodeOutcome(tuple(accepted), tuple(rounds[-1][0]))
 
 
-def specinfer_ranks(
-    p: Distribution, q: Distribution, token: int, count: int, drawn: Sequence[int] | None = None
-) -> list[Number]:
-    """Return the probability that SpecInfer accepts `token` as the first, second, ... of `count` children.
-
-    Args:
-        p: The target's distribution.
-        q: The draft's.
-        token: A token.
-        count: Number of children.
-        drawn: None: children are drawn with replacement. Else `count` - 1 earlier children that were drawn
-            without replacement: the result is for them, and its mean over such draws is the probability.
-    """
-    ranks, left = list[Number](), _one(p)
-    earlier = [token] * (count - 1) if drawn is None else drawn
-    rounds = _rounds(p, q, earlier, with_replacement=drawn is None)
-    for rank, (rest, draft) in enumerate(rounds):
-        ranks.append(left * min(rest[token], draft[token]))
-        if rank == count - 1 or left == 0:
-            break
-        if drawn is None:
-            left *= 1 - _overlap(rest, draft)
-        else:
-            child = drawn[rank]
-            left *= 1 - min(1, rest[child] / draft[child])
-    return ranks + [0] * (count - len(ranks))
-
-
 def spectr(p: Distribution, q: Distribution, children: Sequence[int]) -> NodeOutcome:
     """Return what SpecTr's k-sequential selection does at a node.
 
@@ -166,14 +78,6 @@ def spectr(p: Distribution, q: Distribution, children: Sequence[int]) -> NodeOut
     share = _draws(beta, len(children))
     rest = _normalised([max(0, a - min(a / rho, b) * share) for a, b in zip(p, q, strict=True)], p)
     return NodeOutcome(tuple(accepted), tuple(rest))
-
-
-def spectr_ranks(p: Distribution, q: Distribution, token: int, count: int) -> list[Number]:
-    """Return the probability that SpecTr accepts `token` as the first, second, ... of `count` children."""
-    rho = spectr_rho(p, q, count)
-    beta = _overlap([a / rho for a in p], q)
-    accepted = min(p[token] / rho, q[token])
-    return [accepted * (1 - beta) ** rank for rank in range(count)]
 
 
 def spectr_rho(p: Distribution, q: Distribution, count: int) -> Number:

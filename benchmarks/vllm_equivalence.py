@@ -32,11 +32,15 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
+from transformers import AutoModelForCausalLM
 
-from benchmarks.baselines import Gaps, Generated, running_vllm
-from benchmarks.cluster import run_or_exit
+from benchmarks.baselines import Gaps, Generated, running_baselines
+from benchmarks.cluster import connected, run_or_exit
 from benchmarks.equivalence import (
+    AT_ONCE,
+    WITH_DRAFT,
     Asks,
     Made,
     chat_prompts,
@@ -45,29 +49,42 @@ from benchmarks.equivalence import (
     count,
     generated,
     noise_of,
+    ties,
 )
-from benchmarks.noised_gaps import NoisedGaps
-from benchmarks.peers.stacks import running_stack
 from benchmarks.provenance import write_result
 from gammaray import AsyncClient
 from gammaray.bench.measure import first_difference
 from gammaray.bench.prompts import fingerprint
 from gammaray.client.request import GenerateOptions
 from gammaray.demo_pair import resolve_model
+from services.engine.sampling.noise import Noise
 
 START_TIMEOUT_S = 600.0
-AT_ONCE = 8
-WITH_DRAFT: dict[str, GenerateOptions] = {
-    "gamma 3": {"gamma": 3},
-    "gamma 8": {"gamma": 8},
-    "adaptive": {},
-    "no drafter": {"drafter": "none"},
-}
 GREEDY: dict[str, GenerateOptions] = {"gamma 0": {"gamma": 0}, "adaptive": {}}
 WITH_HEAD: dict[str, GenerateOptions] = {
     "head, gamma 3": {"drafter": "head", "gamma": 3},
     "head, adaptive": {"drafter": "head"},
 }
+
+
+class NoisedGaps:
+    """The logits of `transformers` in float32, with gammaray's noise.
+
+    Args:
+        model: Directory or hub name.
+    """
+
+    def __init__(self, model: str) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+
+    @torch.inference_mode()
+    def first_two(self, context: Sequence[int], seed: int) -> tuple[int, int, float]:
+        """Return the two tokens with the largest noised logits after some tokens, and their difference."""
+        logits = self._model(torch.tensor([list(context)])).logits[0, -1].double()
+        noised = logits + Noise(seed, 0, len(logits)).gumbel(len(context), 1)[0]
+        values, tokens = noised.topk(2)
+        first, second = tokens.tolist()
+        return first, second, float(values[0] - values[1])
 
 
 @dataclass
@@ -129,7 +146,7 @@ async def _cluster(
     engine: str, target: str, draft: str | None, head: str | None = None
 ) -> AsyncIterator[AsyncClient]:
     os.environ["GAMMARAY_ENGINE"] = engine
-    async with running_stack(target, draft, head, timeout_s=START_TIMEOUT_S) as client:
+    async with connected(target, draft, head, timeout_s=START_TIMEOUT_S) as client:
         yield client
 
 
@@ -142,7 +159,10 @@ async def _compare(given: argparse.Namespace, asks: Asks) -> Comparisons:
 
     made: dict[str, list[Made]] = {}
     greedy: dict[str, list[Made]] = {}
-    async with running_vllm(given.target) as alone, _cluster("vllm", given.target, given.draft) as client:
+    async with (
+        running_baselines(given.target, program="vllm") as alone,
+        _cluster("vllm", given.target, given.draft) as client,
+    ):
         generating = asyncio.create_task(generated(alone, asks))  # meanwhile the cluster works
         try:
             zero = await completed(client, sampled, 1.0, gamma=0, cache_salt="plain")
@@ -202,16 +222,11 @@ def main() -> None:
     asked, _ = chat_prompts(model, given.categories.split(","), given.prompts)
     found = run_or_exit(_compare(given, Asks(tuple(asked), given.tokens, True, given.at_once)))
     Console(width=120).print(comparison_table(found.counts))
-    gaps = [gap for one in found.plain if one.gaps is not None for gap in one.gaps.gaps]
     result = {
         "settings": {key: value for key, value in vars(given).items() if key != "out"},
         "workload_fingerprint": fingerprint([" ".join(map(str, one)) for one in asked]),
         "comparisons": found.counts,
-        "ties": {
-            "noise": found.noise,
-            "narrowest_gap": min(gaps),
-            "within_noise": sum(gap <= found.noise for gap in gaps),
-        },
+        "ties": ties(found.plain),
     }
     print(f"written: {write_result('vllm-equivalence', result, given.out)}")
     sys.exit(any(one["different"] for one in found.counts))

@@ -60,7 +60,6 @@ class VllmWorker:
         (out,) = done.outputs
         gaps = self._gaps(token_ids, out) if request["with_gaps"] else None
         return {
-            "number": request["number"],
             "token_ids": list(out.token_ids),
             "seconds": seconds,
             "arrivals": [(seconds, len(out.token_ids))],

@@ -316,7 +316,8 @@ def page() -> str:
         "has what "
         "was tried. **Gamma 0** is plain decoding through the same cluster in the same run. Machines are "
         "virtual "
-        "and shared: compare ratios, not tokens per second.",
+        "and shared: compare ratios, not tokens per second. Commands that are gone are in git's history, at "
+        "the commit of their result or at a2b8fe9.",
         "",
         "A *loop* is a completion of which more than half of the 6-grams repeat earlier ones. Small "
         "models write "

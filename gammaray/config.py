@@ -187,6 +187,10 @@ _HEAD = (
     "which reads the target's hidden states, or of a draft model; with vLLM also an EAGLE, Medusa or DFlash "
     "head, or mtp: the target's own layers for this; empty: nothing."
 )
+_LEARN = (
+    "Folder in which target workers train new versions of their head while they serve; with API keys only "
+    "from streams of tenants that `gammaray drafters allow` names; empty: nothing is kept or learnt."
+)
 _LORA = (
     "NAME=DIR of a LoRA adapter of the target, in PEFT's format; several are separated by commas, or the "
     "option is repeated. A request whose `model` is NAME is served with it; only with vLLM as the engine."
@@ -284,6 +288,14 @@ class _TargetModelSettings(_ModelSettings):
     head: str = Field("", description=_HEAD)
     draft_weights: Weights = Field("auto", description=_DRAFT_WEIGHTS)
     lora: Lora = Field("", description=_LORA, json_schema_extra=REPEATABLE)
+    learn: str = Field("", description=_LEARN)
+
+    @model_validator(mode="after")
+    def _check_what_learns(self) -> Self:
+        if self.learn and (not self.head or self.engine == "vllm"):
+            allowed = "empty without a head" if not self.head else "empty with the engine vllm"
+            raise InvalidArgumentError("learn", self.learn, allowed)
+        return self
 
     @model_validator(mode="after")
     def _check_needs_of_vllm(self) -> Self:

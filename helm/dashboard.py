@@ -140,6 +140,7 @@ _WORKERS = (
     Panel("KV cache use, highest", "percentunit", (_of("worker.cache.used", _ROLE),)),
     Panel("Cached share of prompts", "percentunit", (_of("worker.prefix_cache.queries", _ROLE),)),
     Panel("Evictions per second", "short", (_of("worker.cache.evictions", _ROLE),)),
+    Panel("Acceptance while learning", "percentunit", (_of("worker.drafter.first_tokens", "{{arm}}"),)),
     Panel(
         "Memory",
         "bytes",

@@ -37,7 +37,6 @@ from transformers.utils import logging
 
 from benchmarks.demo_pair import models
 from benchmarks.demo_pair.corpus import read_split
-from benchmarks.demo_pair.muon import Muon
 
 
 @dataclass(frozen=True)
@@ -149,13 +148,15 @@ def _start(stage: Stage, options: TrainingOptions, vocab_size: int) -> LlamaForC
     return model
 
 
-def optimizers_of(model: LlamaForCausalLM, muon_lr: float, adam_lr: float) -> tuple[Muon, torch.optim.AdamW]:
+def optimizers_of(
+    model: LlamaForCausalLM, muon_lr: float, adam_lr: float
+) -> tuple[torch.optim.Optimizer, ...]:
     """Return the optimisers of the blocks' matrices, and of embeddings and norms."""
     matrices, rest = [], []
     for name, parameter in model.named_parameters():
         (matrices if parameter.ndim == 2 and "embed" not in name else rest).append(parameter)
     adam = torch.optim.AdamW(rest, lr=adam_lr, betas=(0.9, 0.98), weight_decay=0.0)
-    return Muon(matrices, muon_lr), adam
+    return [torch.optim.Muon(matrices, lr=muon_lr, weight_decay=0.05), adam]
 
 
 def _loss(model: LlamaForCausalLM, batch: Tensor) -> Tensor:

@@ -4,8 +4,8 @@
     python -m benchmarks.peers --target MODEL_DIR --draft DRAFT_DIR --streams 1,4,16
     LLAMA_SERVER=build/bin/llama-server python -m benchmarks.peers --target MODEL_DIR --gguf MODEL.gguf
 
-Measured are gammaray's engine in one process and its whole cluster, `generate` of transformers, and, if the
-environment variable LLAMA_SERVER names a llama-server, llama.cpp: each plain and with its own speculation.
+Measured are gammaray's cluster, `generate` of transformers, and, if the environment variable LLAMA_SERVER
+names a llama-server, llama.cpp: each plain and with its own speculation.
 The prompts are the chat tasks of `benchmarks/prompts`, rendered by the model's chat template and sent as
 token ids to every system. Each prompt is completed by every system, in a random order, before the next.
 
@@ -22,7 +22,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.chart import by_category, write_chart
+from benchmarks.chart import by_category
 from benchmarks.cluster import run_or_exit
 from benchmarks.peers.run import Settings, compare, has_changed_tokens
 from benchmarks.prompts import CATEGORIES
@@ -50,13 +50,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, default=1, help="arithmetic threads per model; default 1")
     parser.add_argument("--seed", type=int, default=0, help="of the order of the systems; default 0")
     parser.add_argument("--without", default="", help="systems to leave out, comma-separated")
-    parser.add_argument("--gguf", type=Path, help="the target for llama.cpp; else made, see LLAMA_CONVERT")
-    parser.add_argument("--draft-gguf", type=Path, help="the draft for llama.cpp; else made likewise")
+    parser.add_argument("--gguf", type=Path, help="the target for llama.cpp")
+    parser.add_argument("--draft-gguf", type=Path, help="the draft for llama.cpp")
     parser.add_argument("--out", type=Path, help="new result file; default: in benchmarks/results")
-    parser.epilog = (
-        "LLAMA_SERVER: path of llama-server. "
-        "LLAMA_CONVERT: path of llama.cpp's convert_hf_to_gguf.py, for GGUF files that are not given."
-    )
+    parser.epilog = "LLAMA_SERVER: path of llama-server."
     return parser
 
 
@@ -80,7 +77,6 @@ def main() -> None:
             seed=options.seed,
             without=tuple(filter(None, options.without.split(","))),
             llama_server=os.environ.get("LLAMA_SERVER"),
-            llama_convert=os.environ.get("LLAMA_CONVERT"),
             gguf=options.gguf,
             draft_gguf=options.draft_gguf,
             head=options.head,
@@ -93,9 +89,8 @@ def main() -> None:
     path = write_result("peers", result, options.out)
     print(f"written: {path}")
     if 1 in settings.streams:
-        chart = write_chart(
-            path, by_category(result, f"{Path(options.target).name}: speed over plain decoding")
-        )
+        chart = path.with_suffix(".svg")
+        chart.write_text(by_category(result, f"{Path(options.target).name}: speed over plain decoding"))
         print(f"written: {chart}")
     sys.exit(has_changed_tokens(result) or bool(result["failures"]))
 

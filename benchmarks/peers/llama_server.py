@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import httpx
 
-from benchmarks.cluster import ClusterError, free_ports
+from benchmarks.cluster import ClusterError, running_server
 from gammaray.bench.systems import Arrival, Ask, Sample
 
 LLAMA = "llama.cpp"
@@ -23,13 +20,8 @@ LLAMA = "llama.cpp"
 
 _DRAFT_TOKENS = (4, 8)
 _START_TIMEOUT_S = 180.0
-_STOP_TIMEOUT_S = 10.0
-_ATTEMPTS = 3
 _ANSWER_TIMEOUT_S = 300.0
-_CONVERT_TIMEOUT_S = 600.0
 _VERSION_TIMEOUT_S = 60.0
-_POLL_S = 0.1
-_HOST = "127.0.0.1"
 
 
 def modes(draft: Path | None, threads: int) -> dict[str, list[str]]:
@@ -62,11 +54,10 @@ def llama_version(binary: str) -> str:
     return (done.stdout + done.stderr).strip()
 
 
-@asynccontextmanager
-async def running_llama(
+def running_llama(
     binary: str, model: Path, options: Sequence[str], *, threads: int, slots: int, context: int
-) -> AsyncIterator[str]:
-    """Run a server on a free loopback port until the block ends, and yield its base URL.
+) -> AbstractAsyncContextManager[str]:
+    """Run a server until the block ends, and yield its base URL.
 
     Args:
         binary: Path of llama-server.
@@ -75,18 +66,10 @@ async def running_llama(
         threads: Arithmetic threads.
         slots: Completions that it runs at once.
         context: Tokens of prompt and completion that each slot can hold.
-
-    Raises:
-        ClusterError: It ended, or was not ready within three minutes.
     """
     common = ["-m", str(model), "-t", str(threads), "-tb", str(threads), "--no-webui"]
     common += ["-np", str(slots), "-c", str(slots * context)]
-    with tempfile.TemporaryFile("w+") as output:
-        process, url = await _start(binary, [*common, *options], output)
-        try:
-            yield url
-        finally:
-            await _stop(process)
+    return running_server([binary, *common, *options], _START_TIMEOUT_S)
 
 
 class Llama:
@@ -144,23 +127,6 @@ async def connected_llama(name: str, url: str) -> AsyncIterator[Llama]:
         yield Llama(name, client)
 
 
-def converted(script: str, model: str, folder: Path) -> Path:
-    """Return a GGUF file of a model directory, made with llama.cpp's convert_hf_to_gguf.py.
-
-    Raises:
-        ClusterError: The script failed or took longer than ten minutes.
-    """
-    out = folder / f"{Path(model).name}.gguf"
-    command = [sys.executable, script, model, "--outfile", str(out), "--outtype", "auto"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_CONVERT_TIMEOUT_S)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise ClusterError(f"{script}: {error}") from None
-    if done.returncode != 0 or not out.exists():
-        raise ClusterError(f"{script} ended with code {done.returncode}\n{done.stderr[-2000:]}")
-    return out
-
-
 def _body(ask: Ask, *, stream: bool) -> dict[str, Any]:
     """Return a request that samples from the model's distribution alone, or is greedy."""
     greedy = ask.temperature == 0
@@ -196,67 +162,3 @@ def _within(arrivals: Sequence[Arrival], count: int) -> list[Arrival]:
         kept.append((at, min(tokens, count)))
         count -= tokens
     return kept
-
-
-async def _start(
-    binary: str, options: Sequence[str], output: IO[str]
-) -> tuple[asyncio.subprocess.Process, str]:
-    """Start the server; try another port when it ends early, since its port may have been taken meanwhile."""
-    deadline = time.monotonic() + _START_TIMEOUT_S
-    for _ in range(_ATTEMPTS):
-        (port,) = free_ports(1)
-        url = f"http://{_HOST}:{port}"
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *(binary, "--host", _HOST, "--port", str(port), *options),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,  # Ctrl-C reaches this process alone, which then stops the server.
-            )
-        except OSError as error:
-            raise ClusterError(f"{binary}: {error}") from None
-        try:
-            if await _is_ready(process, url, deadline):
-                return process, url
-        except BaseException:
-            await _stop(process)
-            raise
-        if "bind" not in _tail(output):
-            break
-    raise ClusterError(f"{binary} ended with code {process.returncode}\n{_tail(output)}")
-
-
-async def _is_ready(process: asyncio.subprocess.Process, url: str, deadline: float) -> bool:
-    """Wait until the model is loaded; return False if the process ends before.
-
-    Raises:
-        ClusterError: The deadline has passed.
-    """
-    async with httpx.AsyncClient(timeout=2.0) as client:
-        while process.returncode is None:
-            try:
-                if (await client.get(f"{url}/health")).status_code == httpx.codes.OK:
-                    return True
-            except httpx.HTTPError:
-                pass
-            if time.monotonic() > deadline:
-                raise ClusterError(f"llama-server was not ready within {_START_TIMEOUT_S:.0f} s")
-            await asyncio.sleep(_POLL_S)
-    return False
-
-
-async def _stop(process: asyncio.subprocess.Process) -> None:
-    if process.returncode is not None:
-        return
-    process.terminate()
-    try:
-        await asyncio.wait_for(process.wait(), _STOP_TIMEOUT_S)
-    except asyncio.TimeoutError:
-        process.kill()
-        await process.wait()
-
-
-def _tail(output: IO[str], num_lines: int = 30) -> str:
-    output.seek(0)
-    return "".join(output.readlines()[-num_lines:])

@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
-import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,20 +15,18 @@ import httpx
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks.baselines import running_baselines, running_engine
-from benchmarks.cluster import ClusterError
+from benchmarks.baselines import REFERENCE, Peer, running_baselines
+from benchmarks.cluster import ClusterError, connected
 from benchmarks.peers.figures import equality, figures, table
 from benchmarks.peers.llama_server import (
     LLAMA,
     connected_llama,
-    converted,
     llama_version,
     modes,
     running_llama,
 )
-from benchmarks.peers.stacks import VARIANTS, TracedStack, running_stack
+from benchmarks.peers.stacks import VARIANTS, TracedStack
 from benchmarks.prompts import Task, load_tasks
-from benchmarks.systems import REFERENCE, Peer
 from gammaray import AsyncClient
 from gammaray.bench.loops import loops_line, without_loops
 from gammaray.bench.measure import PLAIN, Samples, measure
@@ -39,11 +36,8 @@ from gammaray.demo_pair import resolve_model
 from gammaray.errors import GammarayError, InvalidArgumentError
 from orchestrator.text.tokenizer import Tokenizer
 
-ENGINE = "engine"
-"""gammaray's engine in one process, plain."""
-
 _LOOKUP = 8
-"""Tokens per prompt lookup, of transformers and of the engine; both take fewer at the end."""
+"""Tokens per prompt lookup of transformers, which takes fewer at the end."""
 
 _ASSISTED = (4, 8)
 _SPARE = 64
@@ -73,8 +67,7 @@ class Settings:
         seed: Draws the order of the systems.
         without: Systems to leave out.
         llama_server: Path of llama-server; None: llama.cpp is not measured.
-        llama_convert: Path of convert_hf_to_gguf.py, needed for GGUF files that are not given.
-        gguf: The target for llama.cpp.
+        gguf: The target for llama.cpp, which it needs.
         draft_gguf: The draft for llama.cpp.
 
     Raises:
@@ -93,7 +86,6 @@ class Settings:
     seed: int = 0
     without: tuple[str, ...] = ()
     llama_server: str | None = None
-    llama_convert: str | None = None
     gguf: Path | None = None
     draft_gguf: Path | None = None
     head: str | None = None
@@ -110,8 +102,8 @@ class Settings:
             raise ValueError("weights: none of auto, int8, int4")
         if any(temperature < 0 for temperature in self.temperatures):
             raise ValueError("temperature: a negative one")
-        if self.llama_server and self.gguf is None and self.llama_convert is None:
-            raise ValueError("LLAMA_SERVER needs --gguf, or LLAMA_CONVERT to make the file")
+        if self.llama_server and self.gguf is None:
+            raise ValueError("LLAMA_SERVER needs --gguf")
 
     def recorded(self) -> dict[str, Any]:
         """Return the settings for a result file, without the paths of this machine.
@@ -142,7 +134,7 @@ def encode(tokenizer: Tokenizer, tasks: Iterable[Task]) -> list[tuple[int, ...]]
 
 def plain_of(system: str) -> str:
     """Return the plain decoding of the software that a system belongs to."""
-    for prefix, plain in (("gammaray-", PLAIN), (ENGINE, ENGINE), (LLAMA, LLAMA)):
+    for prefix, plain in (("gammaray-", PLAIN), (LLAMA, LLAMA)):
         if system.startswith(prefix):
             return plain
     return REFERENCE
@@ -151,31 +143,26 @@ def plain_of(system: str) -> str:
 def references(names: Sequence[str], temperature: float) -> dict[str, str]:
     """Return whose tokens each system must or should reproduce, among systems that are measured.
 
-    Speculation must reproduce plain decoding of the same software, and gammaray's cluster its engine; above
-    temperature 0 this holds for gammaray alone, whose noise depends on the seed only. At temperature 0 the
-    plain decoding of each program is compared with that of transformers.
+    Speculation must reproduce plain decoding of the same software; above temperature 0 this holds for
+    gammaray alone, whose noise depends on the seed only. At temperature 0 the plain decoding of each program
+    is compared with that of transformers.
     """
     found = {}
     for name in names:
-        reference = plain_of(name)
-        is_ours = reference in (ENGINE, PLAIN)
-        if name == PLAIN and ENGINE in names:
-            reference = ENGINE
-        elif name == reference:
-            reference = REFERENCE
-            is_ours = False
-        if reference in names and reference != name and (temperature == 0 or is_ours):
+        plain = plain_of(name)
+        reference = REFERENCE if name == plain else plain
+        if reference in names and reference != name and (temperature == 0 or reference == PLAIN):
             found[name] = reference
     return found
 
 
 def has_changed_tokens(result: dict[str, Any]) -> bool:
-    """Return whether speculation in gammaray, or its cluster, changed a token."""
+    """Return whether speculation in gammaray changed a token."""
     return any(
         count["equal"] != count["compared"]
         for point in result["points"]
         for count in point["equality"]
-        if plain_of(count["system"]) in (ENGINE, PLAIN) and count["reference"] != REFERENCE
+        if count["reference"] == PLAIN
     )
 
 
@@ -200,9 +187,9 @@ async def compare(settings: Settings, console: Console) -> dict[str, Any]:
     async with AsyncExitStack() as stack:
         console.print("starting the systems ...")
         context = max(map(len, prompts.values())) + settings.max_tokens + _SPARE
-        started = await _start(settings, context, tokenizer.eos_token_ids, stack)
+        started = await _start(settings, context, stack)
         for temperature, streams in itertools.product(settings.temperatures, settings.streams):
-            systems = started.at(streams)
+            systems = started.at(streams, settings.without)
             try:
                 samples = await _measure(settings, prompts, systems, temperature, streams, console)
             except (ClusterError, GammarayError, httpx.HTTPError) as error:
@@ -234,40 +221,32 @@ async def compare(settings: Settings, console: Console) -> dict[str, Any]:
     }
 
 
+@dataclass
 class _Started:
     """The running systems.
 
-    Attributes:
-        peers: Those that complete one prompt at a time.
-        batching: Those that can complete several at once, by gammaray's engine or llama.cpp.
-        client: Of gammaray's cluster; None if it is left out.
+    Args:
+        client: Of gammaray's cluster.
+        peers: Systems of transformers, which completes one prompt per call: measured with one in flight only.
+        llama: Those of llama.cpp.
     """
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-        self.peers: list[System] = []
-        self.batching: list[System] = []
-        self.client: AsyncClient | None = None
+    client: AsyncClient
+    peers: list[System]
+    llama: list[System]
 
-    def at(self, streams: int) -> list[System]:
+    def at(self, streams: int, without: Collection[str]) -> list[System]:
         """Return the systems to measure with that many completions in flight.
 
-        `generate` of transformers completes one prompt per call, so it is measured with one only. The traces
-        of the cluster's sessions are read with one only, too: the calls would delay the other completions.
+        The traces of the cluster's sessions are read with one only: the calls would delay other completions.
         """
-        systems = [*(self.peers if streams == 1 else []), *self.batching]
         kind = TracedStack if streams == 1 else Stack
-        if self.client is not None:
-            systems.append(kind(0, self.client))
-            for variant in VARIANTS:
-                systems.append(kind("adaptive", self.client, options=variant.options, name=variant.name))
-        return [system for system in systems if system.name not in self._settings.without]
+        systems = [*(self.peers if streams == 1 else ()), *self.llama, kind(0, self.client)]
+        systems += [kind("adaptive", self.client, options=how, name=name) for name, how in VARIANTS.items()]
+        return [system for system in systems if system.name not in without]
 
 
-async def _start(
-    settings: Settings, context: int, eos_token_ids: frozenset[int], stack: AsyncExitStack
-) -> _Started:
-    started = _Started(settings)
+async def _start(settings: Settings, context: int, stack: AsyncExitStack) -> _Started:
     threads = settings.threads
     # A drafter of `gammaray train` shares weights with its target; other programs cannot load it.
     ordinary = settings.draft
@@ -275,33 +254,18 @@ async def _start(
         ordinary = None
     baselines = await stack.enter_async_context(running_baselines(settings.target, ordinary, threads))
     names = [REFERENCE, f"lookup-{_LOOKUP}", *(f"assisted-{n}" for n in _ASSISTED if ordinary)]
-    started.peers = [Peer(name, baselines) for name in names]
-    engine = await stack.enter_async_context(running_engine(settings.target, threads, eos_token_ids))
-    started.batching = [Peer(name, engine) for name in (ENGINE, f"{ENGINE}-lookup-{_LOOKUP}")]
-    started.client = await stack.enter_async_context(
-        running_stack(settings.target, settings.draft, settings.head, settings.weights)
-    )
+    cluster = connected(settings.target, settings.draft, settings.head, settings.weights)
+    client = await stack.enter_async_context(cluster)
+    llama: list[System] = []
     if settings.llama_server:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gammaray-peers-")))
-        model = settings.gguf or _converted(settings, settings.target, "target", folder)
-        draft = settings.draft_gguf
-        if draft is None and ordinary and settings.llama_convert:
-            draft = _converted(settings, ordinary, "draft", folder)
-        for name, options in modes(draft, threads).items():
+        assert settings.gguf is not None
+        sizes = {"threads": threads, "slots": max(settings.streams), "context": context}
+        for name, options in modes(settings.draft_gguf, threads).items():
             if name not in settings.without:
-                slots = max(settings.streams)
-                server = running_llama(
-                    settings.llama_server, model, options, threads=threads, slots=slots, context=context
-                )
+                server = running_llama(settings.llama_server, settings.gguf, options, **sizes)
                 url = await stack.enter_async_context(server)
-                started.batching.append(await stack.enter_async_context(connected_llama(name, url)))
-    return started
-
-
-def _converted(settings: Settings, model: str, role: str, folder: Path) -> Path:
-    assert settings.llama_convert is not None
-    (folder / role).mkdir()
-    return converted(settings.llama_convert, resolve_model(model, role), folder / role)
+                llama.append(await stack.enter_async_context(connected_llama(name, url)))
+    return _Started(client, [Peer(name, baselines) for name in names], llama)
 
 
 async def _measure(

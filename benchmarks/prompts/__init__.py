@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["AGENT", "CATEGORIES", "Message", "Task", "load_tasks"]
-
 CATEGORIES = ("chat", "code", "summary", "translation", "maths", "question", "edit")
 """Tasks that are asked once, in the order of reports."""
 

@@ -24,6 +24,7 @@ _COMMANDS = {
     "chat": "Chat with the model.",
     "check": "Check receipts of completions against the target.",
     "config": "Print the effective settings of every process.",
+    "drafters": "List, pin and roll back the drafters that a machine learns.",
     "generate": "Stream a completion of PROMPT.",
     "keys": "Create, list and revoke API keys; keys for receipts.",
     "qualify": "Check whether drafts or heads suit a target.",
@@ -48,7 +49,7 @@ class _Gammaray(click.Group):
         if name != "up":
             # gRPC's log lines on failed handshakes say less than our errors; set before gRPC is imported.
             os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
-        module = "top" if name == "status" else name
+        module = {"status": "top", "drafters": "train"}.get(name, name)
         command: click.Command = getattr(import_module(f"gammaray.cli.commands.{module}"), name)
         return command
 

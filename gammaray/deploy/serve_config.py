@@ -162,6 +162,7 @@ def role_settings(cluster: ClusterSettings) -> dict[str, dict[str, Any]]:
             "deterministic": cluster.deterministic,
             "tensor_parallel": cluster.tensor_parallel,
             **({"lora": _absolute_adapters(cluster.lora)} if cluster.lora else {}),
+            **({"learn": str(Path(cluster.learn).absolute())} if cluster.learn else {}),
             "head": cluster.head,
             **({"draft_weights": cluster.draft_weights} if cluster.head else {}),
             **worker,

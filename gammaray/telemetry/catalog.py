@@ -205,6 +205,12 @@ ENGINE = (
         labels=("role",),
     ),
     Metric(
+        *("gammaray.worker.drafter.first_tokens", Kind.COUNTER, "{token}", (Role.TARGET,)),
+        "First tokens of the proposals of a head that learns, by the version that drafted (arm: stable or "
+        "candidate), and whether they were accepted or rejected (outcome).",
+        labels=("arm", "outcome"),
+    ),
+    Metric(
         *("gammaray.worker.cache.evictions", Kind.COUNTER, "{session}", BOTH_WORKERS),
         "Sessions whose cache was evicted; their tokens are sent again.",
         labels=("role",),

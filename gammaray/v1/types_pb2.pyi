@@ -377,6 +377,7 @@ class SessionSpec(_message.Message):
     MODEL_IDENTITY_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
+    NO_LEARNING_FIELD_NUMBER: _builtins.int
     verification: Global___VerificationMethod.ValueType
     """Verification method for the whole session. Never UNSPECIFIED here."""
     prompt_length: _builtins.int
@@ -391,6 +392,8 @@ class SessionSpec(_message.Message):
     """
     adapter: _builtins.str
     """LoRA adapter that the target applies, one of GetTargetInfoResponse.adapters; draft workers ignore it. Empty: none."""
+    no_learning: _builtins.bool
+    """Whether target workers that learn from finished streams keep nothing of this session."""
     @_builtins.property
     def sampling(self) -> Global___SamplingParams:
         """Logits processing and noise key. The seed is always set here."""
@@ -409,10 +412,11 @@ class SessionSpec(_message.Message):
         model_identity: _builtins.str = ...,
         cache_salt: _builtins.str | None = ...,
         adapter: _builtins.str = ...,
+        no_learning: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "cache_salt", b"cache_salt", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "adapter", b"adapter", "cache_salt", b"cache_salt", "eos_token_ids", b"eos_token_ids", "model_identity", b"model_identity", "prompt_length", b"prompt_length", "sampling", b"sampling", "verification", b"verification"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "adapter", b"adapter", "cache_salt", b"cache_salt", "eos_token_ids", b"eos_token_ids", "model_identity", b"model_identity", "no_learning", b"no_learning", "prompt_length", b"prompt_length", "sampling", b"sampling", "verification", b"verification"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cache_salt: _TypeAlias = _typing.Literal["cache_salt"]  # noqa: Y015
     _WhichOneofArgType__cache_salt: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt"]  # noqa: Y015

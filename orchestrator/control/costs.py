@@ -52,7 +52,7 @@ PRIOR_SD = Costs(0.5, 0.3, 0.3, 0.05, 0.05, 0.05, 0.05, 0.05)
 measured cycle sets the unit. Proposals are assumed to cost by the forward rather than by the proposal: the
 opposite prevents short chains from being tried, whereas a short chain refutes this. A deviation of 0.02 for
 the rows of others takes hundreds of steps to learn that rows are dear, 0.1 makes 32 sessions on shared cores
-2 % slower (`benchmarks.ablation --sets load`, 2026-11-23)."""
+2 % slower (simulation, 2026-11-23)."""
 
 KNEE = 4
 """Rows of a proposal beyond which a row may cost more, as it is no longer computed while a forward reads its

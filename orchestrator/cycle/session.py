@@ -42,6 +42,7 @@ class Session:
         cache_salt: Workers share caches only between requests of one tenant with the same salt.
         num_prompt_logprobs: None for no log-probabilities of the prompt, else how many alternatives.
         adapter: LoRA adapter that the target applies; empty: none.
+        is_stored: Whether the session store has it; of others workers keep nothing either.
 
     Attributes:
         token_ids: The committed tokens: prompt, then emitted. Positions are absolute.
@@ -73,6 +74,7 @@ class Session:
     cache_salt: str = ""
     num_prompt_logprobs: int | None = None
     adapter: str = ""
+    is_stored: bool = True
     token_ids: list[int] = field(init=False)
     finish_reason: FinishReason | None = field(init=False, default=None)
     state: bytes = field(init=False, default=b"")

@@ -173,6 +173,7 @@ def make_session(
         turn=request.turn,
         cache_salt=request.cache_salt,
         num_prompt_logprobs=request.num_prompt_logprobs,
+        is_stored=request.store,
     )
 
 

@@ -152,4 +152,5 @@ def session_spec(session: Session, eos_token_ids: frozenset[int], *, shares_cach
         eos_token_ids=sorted(eos_token_ids | session.stop_token_ids),
         cache_salt=salt if shares_caches else None,
         adapter=session.adapter,
+        no_learning=not session.is_stored,
     )

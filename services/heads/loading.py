@@ -24,12 +24,14 @@ def names_head(name: str) -> bool:
     return folder is not None and is_head(folder, tensor_names(folder))
 
 
-def load_head(name: str, target: str) -> tuple[EagleHead, Tensor | None]:
+def load_head(name: str, target: str, like: EagleHead | None = None) -> tuple[EagleHead, Tensor | None]:
     """Load a head for a target.
 
     Args:
         name: Directory or hub name.
         target: The target's directory or hub name.
+        like: Another head of this target, which shares the embedding with this one if that has none. Nothing
+            of the target is loaded then, which transformers cannot do beside a thread that computes.
 
     Returns:
         The head in float32, and the target's token of each row of its output, int64; None: row i is token i.
@@ -52,7 +54,8 @@ def load_head(name: str, target: str) -> tuple[EagleHead, Tensor | None]:
     with torch.device("meta"):
         head = EagleHead(config)
     if _EMBEDDING not in weights:
-        weights[_EMBEDDING] = target_tensor(name, target, "embedding")
+        shared = None if like is None else like.embed_tokens.weight
+        weights[_EMBEDDING] = target_tensor(name, target, "embedding") if shared is None else shared
     if _HEAD not in weights:
         if target_ids is not None:
             raise UnsupportedModelError(name, f"it lacks {_HEAD}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 from torch import Tensor
@@ -19,6 +20,7 @@ from gammaray.errors import GammarayError, InvalidArgumentError
 from gammaray.grammar.identity import digest_of, grammar_identity
 from gammaray.receipts.receipt import Receipt
 from gammaray.types import FinishReason, Proposal, VerificationMethod
+from gammaray.vocabulary import Vocabulary
 from services.engine.core.batch import SequenceInput
 from services.engine.engine import Engine
 from services.engine.sampling.edits import LogitEdits
@@ -30,6 +32,7 @@ from services.scheduling.grammars import Grammars
 from services.scheduling.tasks import SessionSpec
 from services.verification.rules import best_tokens
 from services.verification.verdicts import judge
+from services.vocabulary.translation import load_vocabulary
 
 MARGINS = {"float32": 1e-3, "bfloat16": 1.0, "float16": 0.125}
 """Margin by the dtype of a target's arithmetic, in nats of a logit; `python -m benchmarks.receipts` measures
@@ -38,8 +41,8 @@ what honest targets need."""
 _FEED = 256
 """Tokens of one forward."""
 
-_JUDGED = 32
-"""Rows processed at once, which fit into a core's cache."""
+_JUDGED = 2**18
+"""Logits processed at once, which fit into a core's cache, in at most 32 rows."""
 
 _SESSION = "receipt"
 
@@ -92,7 +95,7 @@ class ReceiptChecker:
         if model.facts.refusal:
             allowed = f"a model that can be served: {model.facts.refusal}"
             raise InvalidArgumentError("target", target, allowed)
-        self.engine = model.engine
+        self.engine, self._path = model.engine, model.path
         self._weights, self._tokenizer = weights_sha256(model.path), vocab_sha256(model.path)
         self._eos = model.eos_token_ids
         self._grammars = Grammars(model.path, model.engine.vocab_size)
@@ -101,7 +104,7 @@ class ReceiptChecker:
         """Return what the check of a receipt finds."""
         try:
             margin = self._checked_margin(receipt)
-            if reason := _wrong_end(receipt):
+            if reason := self._wrong_end(receipt):
                 return ReceiptVerdict(result="invalid", reason=reason, margin=margin)
             return _Pass(self.engine, receipt, margin, self._grammars).run()
         except GammarayError as error:
@@ -142,25 +145,52 @@ class ReceiptChecker:
             raise InvalidArgumentError("token_ids", f"{length} tokens with the prompt", allowed)
         return MARGINS[dtype] if self._margin is None else self._margin
 
+    def _wrong_end(self, receipt: Receipt) -> str:
+        """Return why the completion cannot have ended as the receipt says; empty if it can."""
+        tokens, ends = receipt.token_ids, set(receipt.stop_token_ids)
+        if not receipt.ignore_eos:
+            ends.update(receipt.eos_token_ids)
+        stopped, size = self._stop_at(receipt), len(tokens)
+        ended = next((at for at, token in enumerate(tokens) if token in ends or at == stopped), size)
+        if ended < size - 1:
+            return f"the completion went on after token {ended}, which ends it"
+        can_end = {
+            FinishReason.STOP: ended < size,
+            FinishReason.LENGTH: size == receipt.max_tokens,
+            FinishReason.CANCELLED: True,
+        }
+        if size > receipt.max_tokens or not can_end.get(receipt.finish_reason):
+            end = receipt.finish_reason.value
+            return f"{size} tokens of at most {receipt.max_tokens} do not end by {end}"
+        return ""
 
-def _wrong_end(receipt: Receipt) -> str:
-    """Return why the completion cannot have ended as the receipt says; empty if it can."""
-    tokens, ends = receipt.token_ids, set(receipt.stop_token_ids)
-    if not receipt.ignore_eos:
-        ends.update(receipt.eos_token_ids)
-    went_on = next((at for at, token in enumerate(tokens[:-1]) if token in ends), None)
-    if went_on is not None:
-        return f"the completion went on after token {went_on}, which ends it"
-    has_end = bool(receipt.stop) or (len(tokens) > 0 and tokens[-1] in ends)
-    is_full = len(tokens) == receipt.max_tokens
-    if len(tokens) > receipt.max_tokens or not {
-        FinishReason.STOP: has_end,
-        FinishReason.LENGTH: is_full,
-        FinishReason.CANCELLED: True,
-    }.get(receipt.finish_reason, False):
-        size = f"{len(tokens)} tokens of at most {receipt.max_tokens}"
-        return f"{size} do not end by {receipt.finish_reason.value}"
-    return ""
+    def _stop_at(self, receipt: Receipt) -> int | None:
+        """Return the first token with which the text contains a stop string; None if there is none.
+
+        Where the bytes of a token are not known, or a stop string has the character that stands for bytes
+        that are no text, it may be the last token.
+        """
+        stops, tail = [stop.encode() for stop in receipt.stop], b""
+        last = len(receipt.token_ids) - 1
+        if not stops:
+            return None
+        if self._vocabulary is None or any("\ufffd" in stop for stop in receipt.stop):
+            return last
+        special, longest = set(self._vocabulary.specials.values()), max(map(len, stops))
+        for at, token in enumerate(receipt.token_ids):
+            if not (added := self._vocabulary.bytes_of([token])) and token not in special:
+                return last
+            tail = tail[-longest:] + added
+            if any(stop in tail for stop in stops):
+                return at
+        return None
+
+    @cached_property
+    def _vocabulary(self) -> Vocabulary | None:
+        try:
+            return load_vocabulary(self._path, "target")
+        except InvalidArgumentError:  # of another kind than byte-level and SentencePiece
+            return None
 
 
 class _Pass:
@@ -174,6 +204,7 @@ class _Pass:
         self._spec = SessionSpec(params, receipt.verification, len(prompt), ends)
         self._spec.validate(len(prompt), engine.vocab_size)
         size, device = engine.vocab_size, engine.device
+        self._num_judged = min(32, max(1, _JUDGED // size))
         assert params.seed is not None
         self._noise = Noise(params.seed, params.sample_index, size, device) if params.temperature else None
         self._edits = None
@@ -191,8 +222,8 @@ class _Pass:
                 first = max(start, self._num_prompt - 1)
                 feed = SequenceInput(_SESSION, start, self._tokens[start:end], max(0, end - first))
                 (logits,) = self._engine.step([feed])
-                for at in range(first, end, _JUDGED):
-                    if not self._follow(logits[at - first :], at + 1, min(at + _JUDGED, end) + 1):
+                for at in range(first, end, self._num_judged):
+                    if not self._follow(logits[at - first :], at + 1, min(at + self._num_judged, end) + 1):
                         return self._verdict
         finally:
             self._engine.release(_SESSION)

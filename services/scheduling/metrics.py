@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from gammaray.telemetry.meter import Meter
 from gammaray.types import WorkerTotals
@@ -59,6 +60,12 @@ class WorkerMeter:
     def watch_ahead(self, stats: AheadStats) -> None:
         """Include the counters of draft-ahead in the totals."""
         self._ahead = stats
+
+    def watch_first_tokens(self, counts: Mapping[tuple[str, str], int]) -> None:
+        """Include the counts of first tokens by arm and outcome, see `LearningDrafter`."""
+        for arm, outcome in counts:
+            read = partial(counts.__getitem__, (arm, outcome))
+            self.meter.observed("gammaray.worker.drafter.first_tokens", read, arm=arm, outcome=outcome)
 
     def looked_up(self, num_tokens: int, num_cached: int) -> None:
         """Count the tokens with which a session starts on this worker, and how many of them were cached."""

@@ -28,6 +28,7 @@ class SessionSpec:
         eos_token_ids: Tokens masked until `params.min_tokens` were produced; they end a proposal.
         cache_salt: Sessions with the same salt share caches; None: the session shares none.
         adapter: LoRA adapter that the target applies; empty: none.
+        no_learning: Whether nothing of the session may be kept to learn from.
     """
 
     params: SamplingParams
@@ -36,6 +37,7 @@ class SessionSpec:
     eos_token_ids: tuple[int, ...]
     cache_salt: str | None = None
     adapter: str = ""
+    no_learning: bool = False
 
     @property
     def num_ids(self) -> int:

@@ -52,6 +52,12 @@ class LocalDrafter:
         self._model = DraftModel(engine, top_k=_TOP_K, bits=_WEIGHT_BITS)
         self._speculations: dict[str, Speculation] = {}
 
+    def close(self) -> None:
+        """End what runs beside the sessions: nothing."""
+
+    def forget(self, session_id: str) -> None:
+        """Delete what is kept of an ended session: nothing."""
+
     def take(self, session_id: str, start: int, states: Tensor) -> None:
         """Keep the hidden states of committed positions; where that fails, the session is forgotten.
 

@@ -76,6 +76,7 @@ def _spec(message: types_pb2.SessionSpec) -> SessionSpec:
         eos_token_ids=tuple(message.eos_token_ids),
         cache_salt=message.cache_salt if message.HasField("cache_salt") else None,
         adapter=message.adapter,
+        no_learning=message.no_learning,
     )
 
 

@@ -21,6 +21,7 @@ from gammaray.types import Proposal
 from services.engine.core.batch import SequenceInput
 from services.engine.engine import Engine
 from services.engine.sampling.edits import LogitEdits, row_paths
+from services.learning.drafter import LearningDrafter
 from services.scheduling.grammars import Grammars
 from services.scheduling.masks import MAX_WAIT_S, MaskThreads
 from services.scheduling.metrics import AheadStats
@@ -83,7 +84,7 @@ class TargetScheduler(Scheduler[VerifyTask]):
         engine: Engine,
         limits: Limits,
         grammars: Grammars | None = None,
-        head: LocalDrafter | None = None,
+        head: LocalDrafter | LearningDrafter | None = None,
         *,
         draft_ahead: bool = True,
     ) -> None:
@@ -115,6 +116,8 @@ class TargetScheduler(Scheduler[VerifyTask]):
     def close(self) -> None:
         """End the threads of the masks, too."""
         self._masks.close()
+        if self._head is not None:
+            self._head.close()
         super().close()
 
     def step(self) -> list[tuple[VerifyTask, Reply]]:
@@ -279,6 +282,11 @@ class TargetScheduler(Scheduler[VerifyTask]):
         if self._head is not None:
             self._head.drop(session.session_id)
         super()._forget(session)
+
+    def _forget_prefix(self, session_id: str) -> None:
+        if self._head is not None:
+            self._head.forget(session_id)
+        super()._forget_prefix(session_id)
 
     def _edits(self, session: SessionCopy) -> LogitEdits:
         return session.edits_for(session.spec.params, self.engine.vocab_size, self.engine.device)

@@ -19,6 +19,7 @@ from gammaray.v1 import target_service_pb2 as pb
 from gammaray.wire.blocks import fill_verdict, proposal_from_proto, proposal_to_proto, shape_from_proto
 from services.engine.choice import target_uses_vllm
 from services.engine.loader import load_worker_engine
+from services.learning.drafter import LearningDrafter
 from services.process.adapters import adapter_sha256
 from services.process.fingerprints import model_identity, vocab_sha256
 from services.process.server import guarded
@@ -26,9 +27,10 @@ from services.process.worker import Worker
 from services.scheduling.block_queue import BlockQueue
 from services.scheduling.grammars import Grammars
 from services.scheduling.tasks import Reply, VerifyTask
+from services.speculation.local_drafter import LocalDrafter
 from services.streaming.messages import Model, describe, fill_result, task_fields
 from services.streaming.streams import Deliver, Streams
-from services.target_worker.loading import load_local_drafter
+from services.target_worker.loading import load_learning_drafter, load_local_drafter
 from services.target_worker.scheduler import TargetScheduler
 
 DEFAULT_TIMEOUT_MS = 60_000
@@ -173,9 +175,15 @@ class TargetWorker(Worker[TargetSettings]):
     def _load_own(self, path: str) -> tuple[Any, BlockQueue[Any, Any]]:
         settings = self.settings
         engine = load_worker_engine(path, settings)
-        head = load_local_drafter(settings, engine) if settings.head else None
+        head: LocalDrafter | LearningDrafter | None = None
+        if settings.head:
+            load = load_learning_drafter if settings.learn else load_local_drafter
+            head = load(settings, engine)
         grammars, ahead = Grammars(path, engine.vocab_size), settings.draft_ahead
-        return engine, TargetScheduler(engine, self._limits, grammars, head, draft_ahead=ahead)
+        scheduler = TargetScheduler(engine, self._limits, grammars, head, draft_ahead=ahead)
+        if isinstance(head, LearningDrafter):
+            scheduler.meter.watch_first_tokens(head.first_tokens)
+        return engine, scheduler
 
     def _add_servicer(self, server: Any, streams: Streams, model: Model) -> None:
         servicer = TargetServicer(streams, model, self.settings.head)

@@ -7,10 +7,11 @@ place of the target's, as when it drafts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,6 @@ from transformers import LlamaConfig, PreTrainedModel
 from gammaray.errors import FailedPreconditionError, InvalidArgumentError
 from services.heads.eagle import Attend, EagleConfig, EagleHead
 from services.heads.loading import load_head
-from services.train.answers.states import StateStore
 from services.train.answers.store import Sequence
 from services.train.batches import Batch, build_batch
 from services.train.trainable import Trainable, write_drafter
@@ -29,6 +29,9 @@ _SMALL = 0.1
 """Factor on what the layer adds at first: the head then begins near the target's own last state."""
 
 _SPREAD = 0.02
+
+States: TypeAlias = Callable[[Items[Sequence]], list[Tensor]]
+"""Returns the target's states of sequences, each bfloat16 [tokens, taps, hidden_size]."""
 
 _LAYER_TYPES = ("llama", "mistral", "qwen2", "smollm3")
 _CONFIG_KEYS = (
@@ -53,14 +56,14 @@ class TrainableHead(Trainable):
         taps: The states that it reads, the last one after all layers, see `StateStore`.
         target_ids: Ascending ids of the output's rows.
         depth: Depths that are evaluated.
-        states: Where states are read.
+        states: Returns the target's states.
 
     Raises:
         FailedPreconditionError: The target has other layers.
     """
 
     def __init__(
-        self, target: PreTrainedModel, taps: Items[int], target_ids: Tensor, depth: int, states: StateStore
+        self, target: PreTrainedModel, taps: Items[int], target_ids: Tensor, depth: int, states: States
     ) -> None:
         config: Any = target.config
         if config.model_type not in _LAYER_TYPES:
@@ -118,7 +121,7 @@ class TrainableHead(Trainable):
         self, sequences: Items[Sequence], num_depths: int, generator: torch.Generator | None = None
     ) -> Batch:
         """Return a batch, see `build_batch`."""
-        return build_batch(sequences, num_depths, self._states.of(sequences), generator)
+        return build_batch(sequences, num_depths, self._states(sequences), generator)
 
     def start_from(self, init: str, target: str) -> None:
         """Take the weights and the output's ids of another head, see `Trainable.start_from`."""

@@ -231,7 +231,7 @@ class _Run:
         module = self.target.module
         drafter: Trainable
         if self.is_head:
-            drafter = TrainableHead(module, self.layers, rows, _DEPTH, self._state_store())
+            drafter = TrainableHead(module, self.layers, rows, _DEPTH, self._state_store().of)
         else:
             drafter = TrainableDraft(module, self.layers, rows)
         if task.init and not state.exists():

@@ -10,8 +10,8 @@ import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
-from benchmarks.otlp_receiver import Receiver, receiving
 from tests.support.cluster.cluster_helpers import Cluster, running_cluster
+from tests.support.otlp_receiver import Receiver, receiving
 
 OWN_CLUSTERS = (
     "test_distributions",

@@ -1,10 +1,11 @@
 """Completions that follow a grammar: valid documents, and the tokens of gamma 0 however they are drafted."""
 
 import asyncio
+import random
 
 import pytest
 
-from benchmarks.schemas import WAYS, SchemaMaker, ids_of, is_valid
+from benchmarks.schemas import WAYS, ids_of, is_valid, random_schema
 from gammaray import AsyncClient, FinishReason
 from gammaray.grammar.texts import json_schema_grammar
 
@@ -15,10 +16,10 @@ PROMPT = "# An example\nexample = "
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 async def test_documents_are_valid_and_equal_in_every_way_to_draft(cluster, temperature):
-    maker = SchemaMaker(seed=5)
+    draw = random.Random(5)
     async with AsyncClient(cluster.grpc) as client:
         for number in range(6):
-            schema = maker.schema()
+            schema = random_schema(draw)
             asked = {
                 "grammar": json_schema_grammar(schema),
                 "max_tokens": 300,

@@ -18,7 +18,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from pydantic import BaseModel, Field
 
 from gammaray import AsyncClient, Client, FinishReason, NotFoundError, SessionState
+from gammaray.receipts.keys import read_receipt_keys, rotate
+from gammaray.receipts.receipt import SignedReceipt
 from orchestrator.launcher.reaper import MARK, runs
+from services.receipts.check import ReceiptChecker
 from tests.support.cluster.cluster_helpers import (
     STOP_TIMEOUT_S,
     Cluster,
@@ -52,8 +55,14 @@ class Weather(BaseModel):
 
 
 @pytest.fixture(scope="module")
-def smoke() -> Iterator[Cluster]:
-    with running_cluster("--orchestrators", "2") as cluster:
+def receipt_keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    rotate(path := tmp_path_factory.mktemp("keys") / "receipts.json")
+    return path
+
+
+@pytest.fixture(scope="module")
+def smoke(receipt_keys: Path) -> Iterator[Cluster]:
+    with running_cluster("--orchestrators", "2", "--receipt-keys-file", str(receipt_keys)) as cluster:
         yield cluster
 
 
@@ -182,14 +191,15 @@ def test_stream_survives_the_loss_of_the_draft_worker_which_is_replaced(smoke: C
     ],
 )
 async def test_streams_survive_the_loss_of_every_orchestrator(
-    smoke: Cluster, number: int, path: str, prompt: dict
+    smoke: Cluster, receipt_keys: Path, number: int, path: str, prompt: dict
 ) -> None:
+    """After SIGTERM, with the target killed as well; the receipts of the resumed streams are valid."""
     serving = await asyncio.to_thread(two_orchestrators, smoke)
     body = {**prompt, "max_tokens": NUM_HTTP_TOKENS, "ignore_eos": True, "seed": 5}
     begun: dict[str, int] = {}
     all_begun = asyncio.Event()
     loop = asyncio.get_running_loop()
-    temperatures = (0.0, 1.0)
+    temperatures, receipts = (0.0, 1.0), list[str]()
 
     def note(name: str) -> None:
         begun[name] = begun.get(name, 0) + 1
@@ -202,11 +212,12 @@ async def test_streams_survive_the_loss_of_every_orchestrator(
             """Return token ids, text and how often the session changed hands, plus one."""
             tokens, text, name = [], "", ""
             options = {"temperature": temperature, "seed": 7, "max_tokens": NUM_TOKENS, "ignore_eos": True}
-            async for chunk in client.generate(PROMPT, **options):
+            async for chunk in client.generate(PROMPT, **options, receipt=True):
                 assert chunk.offset == len(tokens)
                 tokens += [token.token_id for token in chunk.tokens]
                 text, name = text + chunk.text, chunk.session_id
                 note(str(temperature))
+            receipts.append(chunk.receipt)
             session, _ = await client.get_session(name, timeout_s=60)
             return tokens, text, session.epoch
 
@@ -219,12 +230,15 @@ async def test_streams_survive_the_loss_of_every_orchestrator(
             )
             return over_sdk, over_http
 
+        targets = [psutil.Process(one.pid) for one in await client.status() if one.role == "target"]
         whole, (http_text, http_ids, connections) = await all_streams()
         assert (connections, len(http_ids)) == (1, NUM_HTTP_TOKENS)
         begun.clear()
         all_begun.clear()
         running = asyncio.create_task(all_streams())
         await asyncio.wait_for(all_begun.wait(), RECOVERY_S)
+        if number == signal.SIGTERM:
+            kill(targets, signal.SIGKILL)
         kill(serving, number)
         assert not running.done(), "too late to disturb anything"
         again, (text_again, ids_again, connections) = await running
@@ -232,7 +246,18 @@ async def test_streams_survive_the_loss_of_every_orchestrator(
     assert max(epoch for *_, epoch in again) > 1, "no stream changed hands"
     assert (text_again, ids_again) == (http_text, http_ids)
     assert connections > 1
+    await asyncio.to_thread(check_receipts, receipts, receipt_keys)
     await asyncio.to_thread(smoke.wait_until_idle)
+
+
+def check_receipts(receipts: list[str], keys: Path) -> None:
+    checker = ReceiptChecker("demo")
+    assert len(receipts) == 4
+    for text in receipts:
+        signed = SignedReceipt.parse(text)
+        signed.check(read_receipt_keys(keys))
+        verdict = checker.verdict(signed.receipt)
+        assert (verdict.result, verdict.reason, verdict.num_tokens) == ("valid", "", NUM_TOKENS)
 
 
 def is_unmarked(process: psutil.Process) -> bool:

@@ -1,7 +1,7 @@
 """`gammaray qualify` with real models: the demo pair, pairs that cannot be served, and planted losses."""
 
 import json
-import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -33,16 +33,17 @@ TIMEOUT_S = 250
 SMALL = ("--num-prompts", "2", "--tokens", "24", "--gammas", "1,3")
 
 
-def qualify(*arguments):
-    """Run the command in a process of its own."""
-    return subprocess.run(
-        [sys.executable, "-m", "gammaray", "qualify", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        timeout=TIMEOUT_S,
-    )
+@pytest.fixture
+def run_here(monkeypatch, capsys):
+    """Run the program in this process, which has loaded torch; return its exit status and output."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["qualify", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_module("services.qualify", run_name="__main__")
+        return ended.value.code, *capsys.readouterr()
+
+    return run
 
 
 def with_demo_tokenizer(directory):
@@ -54,10 +55,9 @@ def with_demo_tokenizer(directory):
 
 def test_demo_pair_is_served_lossless_and_measured(tmp_path):
     # What it gains on this machine at this moment is not what is tested: any gain will do.
-    done = qualify(
-        *("--target", "demo", "--draft", "demo", "--min-speedup", "0.01"),
-        *(*SMALL, "--json", tmp_path / "r.json"),
-    )
+    command = [sys.executable, "-m", "gammaray", "qualify", "--target", "demo", "--draft", "demo", *SMALL]
+    command += ["--min-speedup", "0.01", "--json", str(tmp_path / "r.json")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stderr
     assert "4 of 4 completions have the tokens of plain decoding" in done.stdout
     assert "\nFIT\n" in done.stdout
@@ -73,13 +73,13 @@ def test_demo_pair_is_served_lossless_and_measured(tmp_path):
         assert [depth["gamma"] for depth in trial["depths"]] == [1, 3]
 
 
-def test_draft_model_in_the_target_worker_is_measured_without_network_time(tmp_path):
-    done = qualify(
+def test_draft_model_in_the_target_worker_is_measured_without_network_time(run_here, tmp_path):
+    status, output, _ = run_here(
         *("--target", "demo", "--head", "demo", "--head", tiny_model("llama", tmp_path)),
         *("--rtt-ms", "1000", "--min-speedup", "0.01", *SMALL, "--json", tmp_path / "r.json"),
     )
-    assert done.returncode == 0, done.stderr
-    assert "it drafts in the target worker: --rtt-ms does not apply" in done.stdout
+    assert status == 0
+    assert "it drafts in the target worker: --rtt-ms does not apply" in output
     fit, unfit = json.loads((tmp_path / "r.json").read_text())["candidates"]
     assert [one["fitness"] for one in (fit, unfit)] == ["FIT", "UNFIT"]
     assert "the vocabulary of" in unfit["reasons"][0]
@@ -89,19 +89,20 @@ def test_draft_model_in_the_target_worker_is_measured_without_network_time(tmp_p
             assert 0 < depth["draft_ms"] < depth["cycle_ms"] < 1000
 
 
-def test_candidates_that_cannot_be_served_are_unfit_with_the_reason(tmp_path):
+def test_candidates_that_cannot_be_served_are_unfit_with_the_reason(run_here, tmp_path):
     wrong = tiny_model("llama", tmp_path)
     odd = tiny_model("mamba", tmp_path, vocab_size=2048)
     tokenizer = byte_fallback(["αβγ"], num_bytes=0)
     strange = tiny_model("gemma2", tmp_path, vocab_size=len(tokenizer))
     tokenizer.save_pretrained(strange)
-    done = qualify("--target", "demo", "--draft", wrong, "--draft", odd, "--draft", strange, *SMALL)
-    assert done.returncode == 5, done.stderr
-    assert "with a byte-level or SentencePiece tokenizer" in done.stdout
-    assert done.stdout.count("the draft cannot be served") == 3
-    assert "linear_attention" in done.stdout
-    assert "shares no token with the draft's" in done.stdout
-    assert done.stdout.count("UNFIT") == 6  # one each, and all in the ranking
+    drafts = ("--draft", wrong, "--draft", odd, "--draft", strange)
+    status, output, _ = run_here("--target", "demo", *drafts, *SMALL)
+    assert status == 5
+    assert "with a byte-level or SentencePiece tokenizer" in output
+    assert output.count("the draft cannot be served") == 3
+    assert "linear_attention" in output
+    assert "shares no token with the draft's" in output
+    assert output.count("UNFIT") == 6  # one each, and all in the ranking
 
 
 def test_target_that_cannot_be_served_is_unfit(tmp_path):
@@ -111,7 +112,7 @@ def test_target_that_cannot_be_served_is_unfit(tmp_path):
     assert "the target cannot be served" in judgement.reasons[0]
 
 
-def test_random_drafts_are_slower_with_the_same_and_with_a_mapped_vocabulary(tmp_path):
+def test_random_drafts_are_slower_with_the_same_and_with_a_mapped_vocabulary(run_here, tmp_path):
     draft = with_demo_tokenizer(tiny_model("llama", tmp_path, vocab_size=2048))
     mapped = tmp_path / "mapped"
     shutil.copytree(draft, mapped)
@@ -120,14 +121,15 @@ def test_random_drafts_are_slower_with_the_same_and_with_a_mapped_vocabulary(tmp
     first, second = sorted(vocabulary, key=vocabulary.get)[-2:]
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     (mapped / "tokenizer.json").write_text(json.dumps(text))
-    done = qualify("--target", "demo", "--draft", draft, "--draft", mapped, *SMALL, "--rtt-ms", "20")
-    assert done.returncode == 4, done.stderr
-    assert "does not pay" in done.stdout
-    assert done.stdout.count("FIT BUT SLOWER") == 4  # one each, and both in the ranking
-    assert done.stdout.count("the draft's context is 128 tokens, the target's 2048") == 2
+    drafts = ("--draft", draft, "--draft", mapped)
+    status, output, _ = run_here("--target", "demo", *drafts, *SMALL, "--rtt-ms", "20")
+    assert status == 4
+    assert "does not pay" in output
+    assert output.count("FIT BUT SLOWER") == 4  # one each, and both in the ranking
+    assert output.count("the draft's context is 128 tokens, the target's 2048") == 2
     equal = "4 of 4 completions have the tokens of plain decoding"
-    assert done.stdout.count(equal) == 4  # each at two temperatures
-    assert "the draft has 100% of the prompts' tokens" in done.stdout
+    assert output.count(equal) == 4  # each at two temperatures
+    assert "the draft has 100% of the prompts' tokens" in output
 
 
 def loaded(model):
@@ -152,12 +154,12 @@ def test_missing_model_is_an_argument_error(tmp_path):
             load()
 
 
-def test_directory_without_weights_is_a_wrong_argument(tmp_path):
+def test_directory_without_weights_is_a_wrong_argument(run_here, tmp_path):
     shutil.copy(DRAFT_DIR / "config.json", tmp_path)
-    done = qualify("--target", "demo", "--draft", tmp_path, *SMALL)
-    assert done.returncode == 2
-    assert "gammaray: draft: got" in done.stderr
-    assert "Traceback" not in done.stderr
+    status, _, errors = run_here("--target", "demo", "--draft", tmp_path, *SMALL)
+    assert status == 2
+    assert "gammaray: draft: got" in errors
+    assert "Traceback" not in errors
 
 
 def test_settings_of_the_environment_are_those_of_workers(monkeypatch):

@@ -10,8 +10,10 @@ import sys
 
 import httpx
 import pytest
+from transformers import AutoTokenizer
 
 from gammaray.client.completion import Completion
+from gammaray.demo_pair import resolve_model
 from gammaray.errors import InvalidArgumentError
 from gammaray.grammar.texts import json_schema_grammar
 from gammaray.receipts.keys import published, read_receipt_keys, rotate
@@ -73,7 +75,7 @@ CASES = {
     "bias": sampled(logit_bias={11: 5.0, 12: -5.0}, banned_token_ids=(13, 14), sample_index=3),
     "min_tokens": {**sampled(min_tokens=20, logit_bias={0: 40.0}), "ignore_eos": False},
     "grammar": {**sampled(grammar=json_schema_grammar(SCHEMA)), "ignore_eos": False},
-    "stop": {"stop": ("self",), "max_tokens": 80},
+    "stop": {"stop": ("self", "é", "    return"), "max_tokens": 80},
     "unstored": {"store": False, "session_id": ""},
 }
 
@@ -162,6 +164,11 @@ def with_fields(**fields):
     return lambda receipt: fields
 
 
+def text_of(receipt, start, end):
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model("demo", "target"))
+    return tokenizer.decode(receipt.token_ids[start:end])
+
+
 CHANGES = {
     "first token": (with_token(0), "invalid", "token 0 is"),
     "later token": (with_token(30), "invalid", "token 30 is"),
@@ -174,6 +181,16 @@ CHANGES = {
     "longer": (with_fields(max_tokens=40), "invalid", "do not end by length"),
     "end": (with_fields(finish_reason=FinishReason.STOP), "invalid", "do not end by stop"),
     "passed end": (lambda r: {"stop_token_ids": r.token_ids[3:4]}, "invalid", "went on after token"),
+    "passed stop": (
+        lambda r: {"stop": ("no such text", text_of(r, 9, 12))},
+        "invalid",
+        "went on after token",
+    ),
+    "no stop": (
+        with_fields(stop=("no such text",), finish_reason=FinishReason.STOP),
+        "invalid",
+        "do not end by stop",
+    ),
     "method": (with_fields(verification=VerificationMethod.BLOCK), "refused", "verification: got"),
     "checkpoint": (with_fields(model_identity="00/float32"), "refused", "model_identity: got"),
     "no checkpoint": (with_fields(model_identity=""), "refused", "model_identity: got none"),

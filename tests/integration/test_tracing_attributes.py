@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.otlp_receiver import receiving
 from docs.make_telemetry import ATTRIBUTES
 from gammaray.errors import UnavailableError
 from gammaray.telemetry import names as t
@@ -18,6 +17,7 @@ from gammaray.v1 import types_pb2
 from orchestrator.access.caller import Caller
 from services.demo_pair import TARGET_DIR
 from tests.support.head_helpers import bigram_head
+from tests.support.otlp_receiver import receiving
 from tests.support.workers.redis_helpers import running_redis
 from tests.support.workers.service_helpers import PROMPTS, running, tokens_of
 from tests.support.workers.tracing_helpers import exporting_worker, named, of_trace

@@ -7,12 +7,12 @@ import time
 
 import pytest
 
-from benchmarks.otlp_receiver import receiving
 from gammaray.errors import NotFoundError
 from gammaray.telemetry import names as t
 from gammaray.types import DrafterKind, GammaPolicy, GenerationRequest, SamplingParams
 from gammaray.wire.cycles import cycles_from_proto
 from orchestrator.access.caller import ANONYMOUS, Caller
+from tests.support.otlp_receiver import receiving
 from tests.support.workers.service_helpers import PROMPTS, complete, running, tokens_of
 from tests.support.workers.tracing_helpers import (
     ASKING,

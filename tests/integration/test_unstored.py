@@ -11,6 +11,7 @@ from gammaray.errors import InvalidArgumentError
 from gammaray.types import FinishReason, GenerationRequest
 from orchestrator.access.caller import ANONYMOUS, Caller
 from tests.support.workers.resume_helpers import first_chunks, sessions_on
+from tests.support.workers.scripted_workers import scripted
 from tests.support.workers.service_helpers import PROMPTS, SEEDED, complete, running, text_of, tokens_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
@@ -47,6 +48,18 @@ async def test_redis_has_nothing_of_it_and_the_tokens_are_the_same(redis_server,
         assert {chunk.session_id for chunk in chunks} == {""}
         assert chunks[-1].summary.cycles > 0
         assert await sessions_on(orchestrator, 0) == 0
+
+
+@pytest.mark.parametrize("is_stored", [True, False])
+async def test_target_workers_are_told_to_keep_nothing_to_learn_from(redis_server, is_stored):
+    async with (
+        scripted("target", vocab_size=2048) as target,
+        running(redis_server, target.address, "") as orchestrator,
+    ):
+        await complete(orchestrator, replace(UNSTORED, store=is_stored, max_tokens=4))
+    specs = [block.spec for block in target.blocks if block.HasField("spec")]
+    assert specs
+    assert all(spec.no_learning is not is_stored for spec in specs)
 
 
 async def test_it_is_counted_and_leaves_nothing_for_later_outputs(redis_server, workers):

@@ -9,8 +9,11 @@ import grpc
 import psutil
 import pytest
 
+from gammaray.receipts.keys import read_receipt_keys, rotate
+from gammaray.receipts.receipt import SignedReceipt
 from gammaray.types import GammaPolicy, GenerationRequest, SamplingParams
 from orchestrator.workers.protocol import TARGET
+from services.receipts.check import ReceiptChecker
 from tests.support.engine_helpers import random_tokens
 from tests.support.workers.process_helpers import spawned
 from tests.support.workers.redis_helpers import running_redis
@@ -42,16 +45,23 @@ async def interrupted(orchestrator, request, processes):
 
 
 @pytest.mark.timeout(400)
-async def test_a_stream_survives_the_kill_of_its_worker_and_the_other_one_drains():
+async def test_a_stream_survives_the_kill_of_its_worker_and_the_other_one_drains(tmp_path):
+    """The receipts of the stream and of an undisturbed one are valid by the CPU engine."""
+    rotate(keys := tmp_path / "keys.json")
     async with AsyncExitStack() as stack:
         redis = stack.enter_context(running_redis())
         started = await asyncio.gather(
             *(stack.enter_async_context(spawned("target", *OPTIONS)) for _ in range(2))
         )
         processes = {address: process for process, address in started}
-        async with running(redis, ",".join(processes), "") as orchestrator:
+        async with running(redis, ",".join(processes), "", receipt_keys_file=str(keys)) as orchestrator:
             request = GenerationRequest(
-                PROMPTS[1], sampling=SEEDED, max_tokens=60, ignore_eos=True, gamma=GammaPolicy(4)
+                PROMPTS[1],
+                sampling=SEEDED,
+                max_tokens=60,
+                ignore_eos=True,
+                gamma=GammaPolicy(4),
+                receipt=True,
             )
             greedy = dataclasses.replace(request, sampling=SamplingParams(temperature=0, seed=1))
             undisturbed = [tokens_of(await complete(orchestrator, one)) for one in (request, greedy)]
@@ -59,9 +69,16 @@ async def test_a_stream_survives_the_kill_of_its_worker_and_the_other_one_drains
             assert tokens_of(chunks) == undisturbed[0]
             assert len(tokens_of(chunks)) == 60
             assert await processes[killed].wait() == -signal.SIGKILL
-            assert tokens_of(await complete(orchestrator, greedy)) == undisturbed[1]
+            resumed = await complete(orchestrator, greedy)
+            assert tokens_of(resumed) == undisturbed[1]
         (address,) = [address for address in processes if address != killed]
         await assert_drains(processes[address], address)
+    checker = ReceiptChecker("demo")
+    for text in (chunks[-1].receipt, resumed[-1].receipt):
+        signed = SignedReceipt.parse(text)
+        signed.check(read_receipt_keys(keys))
+        verdict = checker.verdict(signed.receipt)
+        assert (verdict.result, verdict.reason, verdict.num_tokens) == ("valid", "", 60)
 
 
 async def assert_drains(process, address):

@@ -6,38 +6,27 @@ Its mode PARALLEL_TOOLS leaves the call to the model, which a tiny one does not 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import instructor
 from instructor import Mode
 from openai import OpenAI
-from pydantic import BaseModel, Field
-from reporting import demand, report
+from reporting import QUESTION, Weather, check, demand, report
 
-MESSAGES: Any = [{"role": "user", "content": "What is the weather in Oslo?"}]
+MESSAGES: Any = [{"role": "user", "content": QUESTION}]
 OPTIONS: Any = {"messages": MESSAGES, "max_retries": 0, "max_tokens": 256}
 
 Maker = Callable[..., Any]
 
 
-class Weather(BaseModel):
-    """The weather of a city; bounded, so that a tiny model comes to its end."""
-
-    city: Literal["Oslo", "Rome"]
-    degrees: int = Field(ge=-40, le=50)
-    words: list[Literal["sun", "rain"]] = Field(max_length=3)
-
-
+@check
 def tools(make: Maker, model: str) -> None:
-    answer = make(Mode.TOOLS).create(model=model, response_model=Weather, seed=1, **OPTIONS)
-    demand(isinstance(answer, Weather), answer)
+    for mode in (Mode.TOOLS, Mode.TOOLS_STRICT):
+        answer = make(mode).create(model=model, response_model=Weather, seed=1, **OPTIONS)
+        demand(isinstance(answer, Weather), (mode, answer))
 
 
-def tools_strict(make: Maker, model: str) -> None:
-    answer = make(Mode.TOOLS_STRICT).create(model=model, response_model=Weather, seed=2, **OPTIONS)
-    demand(isinstance(answer, Weather), answer)
-
-
+@check
 def json_schema(make: Maker, model: str) -> None:
     answer, raw = make(Mode.JSON_SCHEMA).create_with_completion(
         model=model, response_model=Weather, seed=3, **OPTIONS
@@ -45,12 +34,14 @@ def json_schema(make: Maker, model: str) -> None:
     demand(isinstance(answer, Weather) and raw.choices[0].finish_reason == "stop", (answer, raw))
 
 
+@check
 def partial_stream(make: Maker, model: str) -> None:
     for mode in (Mode.TOOLS, Mode.JSON_SCHEMA):
         pieces = list(make(mode).create_partial(model=model, response_model=Weather, seed=4, **OPTIONS))
         demand(len(pieces) > 1 and Weather.model_validate(pieces[-1].model_dump()), (mode, pieces))
 
 
+@check
 def responses_tools(make: Maker, model: str) -> None:
     answer = make(Mode.RESPONSES_TOOLS).create(
         model=model, messages=MESSAGES, response_model=Weather, max_retries=0, max_output_tokens=256
@@ -58,22 +49,13 @@ def responses_tools(make: Maker, model: str) -> None:
     demand(isinstance(answer, Weather), answer)
 
 
+@check
 def from_provider(make: Maker, model: str) -> None:
     for mode in (Mode.TOOLS, Mode.JSON_SCHEMA):
         client = make(mode, provider=f"openai/{model}")
         demand(
             isinstance(answer := client.create(response_model=Weather, seed=6, **OPTIONS), Weather), answer
         )
-
-
-CHECKS = (
-    tools,
-    tools_strict,
-    json_schema,
-    partial_stream,
-    responses_tools,
-    from_provider,
-)
 
 
 def maker(address: str) -> Maker:
@@ -88,4 +70,4 @@ def maker(address: str) -> Maker:
 
 
 if __name__ == "__main__":
-    report(CHECKS, maker)
+    report(maker)

@@ -11,21 +11,12 @@ from langchain.agents.structured_output import ProviderStrategy, ToolStrategy
 from langchain_core.messages import AIMessageChunk, HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
-from pydantic import BaseModel, Field
-from reporting import demand, report
+from pydantic import Field
+from reporting import QUESTION, Weather, check, demand, report
 
-QUESTION = "What is the weather in Oslo?"
 ASKED: Any = {"messages": [HumanMessage(QUESTION)]}
 
 Maker = Callable[..., ChatOpenAI]
-
-
-class Weather(BaseModel):
-    """The weather of a city; bounded, so that a tiny model comes to its end."""
-
-    city: Literal["Oslo", "Rome"]
-    degrees: int = Field(ge=-40, le=50)
-    words: list[Literal["sun", "rain"]] = Field(max_length=3)
 
 
 @tool
@@ -50,17 +41,17 @@ def steered(**then: Any) -> Any:
     return steer
 
 
+@check
 def structured_json_schema(make: Maker, model: str) -> None:
-    chat = make(model=model, seed=1).with_structured_output(Weather, method="json_schema", include_raw=True)
-    answer: Any = chat.invoke(QUESTION)
-    demand(isinstance(answer["parsed"], Weather) and answer["parsing_error"] is None, answer)
+    for options in ({}, {"strict": True}):
+        chat = make(model=model, seed=1).with_structured_output(
+            Weather, method="json_schema", include_raw=True, **options
+        )
+        answer: Any = chat.invoke(QUESTION)
+        demand(isinstance(answer["parsed"], Weather) and answer["parsing_error"] is None, answer)
 
 
-def structured_json_schema_strict(make: Maker, model: str) -> None:
-    chat = make(model=model, seed=2).with_structured_output(Weather, method="json_schema", strict=True)
-    demand(isinstance(answer := chat.invoke(QUESTION), Weather), answer)
-
-
+@check
 def structured_function_calling(make: Maker, model: str) -> None:
     chat = make(model=model, seed=3).with_structured_output(
         Weather, method="function_calling", include_raw=True
@@ -69,6 +60,7 @@ def structured_function_calling(make: Maker, model: str) -> None:
     demand(isinstance(answer["parsed"], Weather) and len(answer["raw"].tool_calls) == 1, answer)
 
 
+@check
 def structured_stream(make: Maker, model: str) -> None:
     for method in ("json_schema", "function_calling"):
         chat = make(model=model, seed=4).with_structured_output(Weather, method=method)
@@ -76,12 +68,14 @@ def structured_stream(make: Maker, model: str) -> None:
         demand(isinstance(pieces[-1], Weather) and pieces[-1] == chat.invoke(QUESTION), (method, pieces))
 
 
+@check
 def structured_responses_api(make: Maker, model: str) -> None:
     for method in ("json_schema", "function_calling"):
         chat = make(model=model, use_responses_api=True).with_structured_output(Weather, method=method)
         demand(isinstance(answer := chat.invoke(QUESTION), Weather), (method, answer))
 
 
+@check
 def bound_tools_streamed(make: Maker, model: str) -> None:
     chat = make(model=model, seed=5).bind_tools([get_weather], tool_choice="any", parallel_tool_calls=False)
     whole = None
@@ -93,6 +87,7 @@ def bound_tools_streamed(make: Maker, model: str) -> None:
     demand(calls[0]["args"] == chat.invoke(QUESTION).tool_calls[0]["args"], calls)
 
 
+@check
 def call_or_answer(make: Maker, model: str) -> None:
     """With a format and tools the model chooses, and either choice is valid."""
     chat = make(model=model, seed=6).bind_tools(
@@ -106,6 +101,7 @@ def call_or_answer(make: Maker, model: str) -> None:
             demand(isinstance(answer.additional_kwargs["parsed"], Weather), answer)
 
 
+@check
 def agent_calls_a_tool(make: Maker, model: str) -> None:
     agent = create_agent(make(model=model, seed=7), [get_weather], middleware=[steered()])
     messages = agent.invoke(ASKED, {"recursion_limit": 10})["messages"]
@@ -113,6 +109,7 @@ def agent_calls_a_tool(make: Maker, model: str) -> None:
     demand(messages[2].text.endswith("days: sun") and messages[3].text, messages)
 
 
+@check
 def agent_with_tool_strategy(make: Maker, model: str) -> None:
     middleware = [steered(tools=[], model_settings={"parallel_tool_calls": False})]
     agent = create_agent(
@@ -124,6 +121,7 @@ def agent_with_tool_strategy(make: Maker, model: str) -> None:
     demand(names == ["get_weather", "Weather"], answer)
 
 
+@check
 def agent_with_provider_strategy(make: Maker, model: str) -> None:
     middleware = [steered(model_settings={"tool_choice": "none"})]
     agent = create_agent(
@@ -135,20 +133,6 @@ def agent_with_provider_strategy(make: Maker, model: str) -> None:
     answer = agent.invoke(ASKED, {"recursion_limit": 10})
     demand(isinstance(answer["structured_response"], Weather), answer)
     demand([message.type for message in answer["messages"]] == ["human", "ai", "tool", "ai"], answer)
-
-
-CHECKS = (
-    structured_json_schema,
-    structured_json_schema_strict,
-    structured_function_calling,
-    structured_stream,
-    structured_responses_api,
-    bound_tools_streamed,
-    call_or_answer,
-    agent_calls_a_tool,
-    agent_with_tool_strategy,
-    agent_with_provider_strategy,
-)
 
 
 def maker(address: str) -> Maker:
@@ -163,4 +147,4 @@ def maker(address: str) -> Maker:
 
 
 if __name__ == "__main__":
-    report(CHECKS, maker)
+    report(maker)

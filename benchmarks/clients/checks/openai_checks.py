@@ -8,18 +8,10 @@ from typing import Any, Literal
 import openai
 from openai import OpenAI
 from pydantic import BaseModel, Field
-from reporting import demand, report
+from reporting import QUESTION, Weather, check, demand, report
 
-MESSAGES: Any = [{"role": "user", "content": "What is the weather in Oslo?"}]
+MESSAGES: Any = [{"role": "user", "content": QUESTION}]
 MANY_CALLS = 1000  # tokens; a tiny model makes as many parallel calls as it may
-
-
-class Weather(BaseModel):
-    """What is asked for; bounded, so that a tiny model comes to its end."""
-
-    city: Literal["Oslo", "Rome"]
-    degrees: int = Field(ge=-40, le=50)
-    words: list[Literal["sun", "rain"]] = Field(max_length=3)
 
 
 class GetWeather(BaseModel):
@@ -29,6 +21,7 @@ class GetWeather(BaseModel):
     days: int = Field(ge=1, le=9)
 
 
+@check
 def chat_parse(client: OpenAI, model: str) -> None:
     answer = client.chat.completions.parse(
         model=model, messages=MESSAGES, response_format=Weather, max_tokens=128, seed=1
@@ -38,6 +31,7 @@ def chat_parse(client: OpenAI, model: str) -> None:
     demand(choice.message.refusal is None, choice)
 
 
+@check
 def chat_parse_calls(client: OpenAI, model: str) -> None:
     answer = client.chat.completions.parse(
         model=model,
@@ -54,6 +48,7 @@ def chat_parse_calls(client: OpenAI, model: str) -> None:
     demand(isinstance(call.function.parsed_arguments, GetWeather), call)
 
 
+@check
 def chat_parse_raises_when_cut(client: OpenAI, model: str) -> None:
     try:
         client.chat.completions.parse(model=model, messages=MESSAGES, response_format=Weather, max_tokens=4)
@@ -62,6 +57,7 @@ def chat_parse_raises_when_cut(client: OpenAI, model: str) -> None:
     raise AssertionError("a cut answer was parsed")
 
 
+@check
 def chat_stream_response_format(client: OpenAI, model: str) -> None:
     with client.chat.completions.stream(
         model=model, messages=MESSAGES, response_format=Weather, max_tokens=128, seed=1
@@ -77,6 +73,7 @@ def chat_stream_response_format(client: OpenAI, model: str) -> None:
     demand(whole.choices[0].message.parsed == message.parsed, whole)
 
 
+@check
 def chat_stream_calls(client: OpenAI, model: str) -> None:
     with client.chat.completions.stream(
         model=model,
@@ -100,6 +97,7 @@ def chat_stream_calls(client: OpenAI, model: str) -> None:
         demand(isinstance(call.function.parsed_arguments, GetWeather), call)
 
 
+@check
 def chat_answers_after_a_result(client: OpenAI, model: str) -> None:
     tools = [openai.pydantic_function_tool(GetWeather)]
     first = client.chat.completions.create(
@@ -117,6 +115,7 @@ def chat_answers_after_a_result(client: OpenAI, model: str) -> None:
     demand(isinstance(second.choices[0].message.parsed, Weather), second)
 
 
+@check
 def responses_parse(client: OpenAI, model: str) -> None:
     answer = client.responses.parse(
         model=model, input="The weather?", text_format=Weather, max_output_tokens=128, extra_body={"seed": 5}
@@ -124,6 +123,7 @@ def responses_parse(client: OpenAI, model: str) -> None:
     demand(answer.status == "completed" and isinstance(answer.output_parsed, Weather), answer)
 
 
+@check
 def responses_stream_text_format(client: OpenAI, model: str) -> None:
     with client.responses.stream(
         model=model, input="The weather?", text_format=Weather, max_output_tokens=128, extra_body={"seed": 6}
@@ -135,6 +135,7 @@ def responses_stream_text_format(client: OpenAI, model: str) -> None:
     demand([event.sequence_number for event in events] == list(range(len(events))), events)
 
 
+@check
 def responses_parse_calls(client: OpenAI, model: str) -> None:
     answer = client.responses.parse(
         model=model,
@@ -150,6 +151,7 @@ def responses_parse_calls(client: OpenAI, model: str) -> None:
     demand(call.type == "function_call" and isinstance(call.parsed_arguments, GetWeather), call)
 
 
+@check
 def responses_stream_calls(client: OpenAI, model: str) -> None:
     with client.responses.stream(
         model=model,
@@ -173,6 +175,7 @@ def responses_stream_calls(client: OpenAI, model: str) -> None:
         demand(call.type == "function_call" and GetWeather.model_validate_json(deltas), call)
 
 
+@check
 def responses_continue_after_a_call(client: OpenAI, model: str) -> None:
     first = client.responses.create(
         model=model,
@@ -201,19 +204,5 @@ def responses_continue_after_a_call(client: OpenAI, model: str) -> None:
     )
 
 
-CHECKS = (
-    chat_parse,
-    chat_parse_calls,
-    chat_parse_raises_when_cut,
-    chat_stream_response_format,
-    chat_stream_calls,
-    chat_answers_after_a_result,
-    responses_parse,
-    responses_stream_text_format,
-    responses_parse_calls,
-    responses_stream_calls,
-    responses_continue_after_a_call,
-)
-
 if __name__ == "__main__":
-    report(CHECKS, lambda address: OpenAI(base_url=address, api_key="none", max_retries=0, timeout=120))
+    report(lambda address: OpenAI(base_url=address, api_key="none", max_retries=0, timeout=120))

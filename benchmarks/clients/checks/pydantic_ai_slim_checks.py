@@ -12,20 +12,11 @@ from pydantic_ai.messages import ToolCallPart, ToolReturnPart
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
 from pydantic_ai.settings import ToolOrOutput
-from reporting import demand, report
+from reporting import QUESTION, Weather, check, demand, report
 
-QUESTION = "What is the weather in Oslo?"
 LIMITS = UsageLimits(request_limit=4)
 
 Maker = Callable[..., Any]
-
-
-class Weather(BaseModel):
-    """The weather of a city; bounded, so that a tiny model comes to its end."""
-
-    city: Literal["Oslo", "Rome"]
-    degrees: int = Field(ge=-40, le=50)
-    words: list[Literal["sun", "rain"]] = Field(max_length=3)
 
 
 def get_weather(city: Literal["Oslo", "Rome"], days: Annotated[int, Field(ge=1, le=9)]) -> str:
@@ -55,16 +46,19 @@ def run(make: Maker, model: str, output_type: Any, seed: int) -> Any:
     )
 
 
+@check
 def tool_output(make: Maker, model: str) -> None:
     result = run(make, model, Weather, 1)
     demand(isinstance(result.output, Weather) and calls(result) == ["final_result"], result)
 
 
+@check
 def native_output(make: Maker, model: str) -> None:
     result = run(make, model, NativeOutput(Weather), 2)
     demand(isinstance(result.output, Weather) and not calls(result), result)
 
 
+@check
 def union_of_outputs(make: Maker, model: str) -> None:
     class Unknown(BaseModel):
         """The city is unknown."""
@@ -75,6 +69,7 @@ def union_of_outputs(make: Maker, model: str) -> None:
     demand(isinstance(result.output, (Weather, Unknown)), result)
 
 
+@check
 def prompted_output(make: Maker, model: str) -> None:
     """The server gets `json_object` without the schema, so any object has to do."""
 
@@ -85,6 +80,7 @@ def prompted_output(make: Maker, model: str) -> None:
     demand(isinstance(result.output, Anything), result)
 
 
+@check
 def tool_then_tool_output(make: Maker, model: str) -> None:
     agent = Agent(make(model), output_type=Weather, tools=[get_weather], model_settings=call_then_answer)
     result = agent.run_sync(QUESTION, usage_limits=LIMITS)
@@ -92,6 +88,7 @@ def tool_then_tool_output(make: Maker, model: str) -> None:
     demand(calls(result) == ["get_weather", "final_result"], calls(result))
 
 
+@check
 def tool_then_native_output(make: Maker, model: str) -> None:
     agent = Agent(
         make(model), output_type=NativeOutput(Weather), tools=[get_weather], model_settings=call_then_answer
@@ -100,12 +97,14 @@ def tool_then_native_output(make: Maker, model: str) -> None:
     demand(isinstance(result.output, Weather) and calls(result) == ["get_weather"], result)
 
 
+@check
 def tool_then_text(make: Maker, model: str) -> None:
     agent = Agent(make(model), tools=[get_weather], model_settings=call_then_answer)
     result = agent.run_sync(QUESTION, usage_limits=LIMITS)
     demand(isinstance(result.output, str) and calls(result) == ["get_weather"], result)
 
 
+@check
 def tool_then_output_streamed(make: Maker, model: str) -> None:
     agent = Agent(make(model), output_type=Weather, tools=[get_weather], model_settings=call_then_answer)
 
@@ -117,6 +116,7 @@ def tool_then_output_streamed(make: Maker, model: str) -> None:
     demand(isinstance(output, Weather) and called == ["get_weather", "final_result"], (output, called))
 
 
+@check
 def responses_api(make: Maker, model: str) -> None:
     for output_type, expected in (
         (Weather, ["get_weather", "final_result"]),
@@ -132,19 +132,6 @@ def responses_api(make: Maker, model: str) -> None:
         demand(isinstance(result.output, Weather) and calls(result) == expected, result)
 
 
-CHECKS = (
-    tool_output,
-    native_output,
-    union_of_outputs,
-    prompted_output,
-    tool_then_tool_output,
-    tool_then_native_output,
-    tool_then_text,
-    tool_then_output_streamed,
-    responses_api,
-)
-
-
 def maker(address: str) -> Maker:
     """Return what makes models of the server."""
 
@@ -155,4 +142,4 @@ def maker(address: str) -> Maker:
 
 
 if __name__ == "__main__":
-    report(CHECKS, maker)
+    report(maker)

@@ -1,16 +1,19 @@
-"""`gammaray train`: a drafter for a target, trained on text that the target writes."""
+"""`gammaray train` and `gammaray drafters`: drafters that are trained beforehand, and while they serve."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import click
 
 from gammaray.cli.options import read_prompts
+from gammaray.cli.output import columns, output_console
 from gammaray.cli.program import WORKER_PACKAGES, Program, become, check_packages
 from gammaray.cli.settings import checked_settings, settings_options
 from gammaray.deploy.gpus import check_device
+from gammaray.learning.folder import LearningFolder
 from gammaray.qualify.training import TrainTask
 
 
@@ -22,3 +25,99 @@ def train(**options: Any) -> None:
     if task.prompts:
         read_prompts(Path(task.prompts), "--prompts")
     become("services.train")
+
+
+@click.group()
+@click.option(
+    "--folder",
+    type=click.Path(path_type=Path, file_okay=False),
+    envvar="GAMMARAY_LEARN",
+    required=True,
+    show_envvar=True,
+    help="Where the target workers of this machine learn; they follow changes within a second.",
+)
+@click.pass_context
+def drafters(context: click.Context, folder: Path) -> None:
+    """List, pin and roll back the drafters that this machine has learnt; say whose streams it learns from.
+
+    DRAFTER is `open` without API keys, else `shared` or `tenant-NAME`. Version 0 is the head of the start.
+    """
+    context.obj = LearningFolder(folder)
+
+
+_drafter = click.argument("drafter")
+_tenant = click.argument("tenant")
+
+
+@drafters.command("list")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
+@click.pass_obj
+def list_drafters(folder: LearningFolder, as_json: bool) -> None:
+    """List the versions of every drafter, and the tenants that agreed."""
+    found = {store.path.name: store.read() for store in folder.stores()}
+    if as_json:
+        drafters = {name: one.model_dump(mode="json") for name, one in found.items()}
+        click.echo(json.dumps({"tenants": folder.consents(), "drafters": drafters}, indent=2))
+        return
+    right = ("VERSION", "PARENT", "TOKENS", "EXPECTED", "BEFORE")
+    table = columns("DRAFTER", *right, "STATUS", "CREATED", "REASON", right=right, overflow="fold")
+    for name, one in found.items():
+        table.add_row(name, "0", "", "", "", "", "stable" if not one.stable else "", "", "")
+        for v in one.versions:
+            pinned = " (pinned)" if one.is_pinned and v.number == one.stable else ""
+            numbers = (
+                str(v.number),
+                str(v.parent),
+                str(v.tokens),
+                f"{v.expected:.3f}",
+                f"{v.parent_expected:.3f}",
+            )
+            table.add_row(name, *numbers, v.status + pinned, f"{v.created_at:%Y-%m-%d %H:%M:%S}", v.reason)
+    output_console().print(table)
+
+
+@drafters.command()
+@_drafter
+@click.argument("version", type=int)
+@click.pass_obj
+def pin(folder: LearningFolder, drafter: str, version: int) -> None:
+    """Serve a version to all sessions of DRAFTER, and train no other one."""
+    folder.store(drafter).pin(version)
+
+
+@drafters.command()
+@_drafter
+@click.pass_obj
+def unpin(folder: LearningFolder, drafter: str) -> None:
+    """Train further versions of DRAFTER."""
+    folder.store(drafter).unpin()
+
+
+@drafters.command()
+@_drafter
+@click.argument("version", type=int)
+@click.pass_obj
+def rollback(folder: LearningFolder, drafter: str, version: int) -> None:
+    """Serve the version before this one again; a candidate ends."""
+    stable = folder.store(drafter).roll_back(version, "by `gammaray drafters rollback`")
+    click.echo(f"version {stable} of {drafter} serves", err=True)
+
+
+@drafters.command()
+@_tenant
+@click.option(
+    "--shared", is_flag=True, help="For a drafter that these tenants share; else for one of its own."
+)
+@click.pass_obj
+def allow(folder: LearningFolder, tenant: str, shared: bool) -> None:
+    """Keep the streams of TENANT on this machine, and train a drafter from them."""
+    folder.consent(tenant, "shared" if shared else "own")
+
+
+@drafters.command()
+@_tenant
+@click.pass_obj
+def forget(folder: LearningFolder, tenant: str) -> None:
+    """Withdraw `allow`: delete the streams of TENANT, and the versions that were trained on them."""
+    for name, numbers in folder.forget(tenant).items():
+        click.echo(f"{name}: retired {', '.join(map(str, numbers))}", err=True)

@@ -11,6 +11,7 @@ row is summed does not depend on the number of rows. Hence the tokens do not dep
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -25,6 +26,8 @@ _MIN_TEMPERATURE = 1e-30
 # Probabilities are summed as integers, which is exact and therefore independent of the order of summation.
 _MASS_UNIT = 2.0**40
 _USUAL_NUCLEUS = 256
+_USUAL_DEPTH = 6.0
+"""Nats below the best token, less the logarithm of the mass outside, down to which most nuclei reach."""
 
 
 def processed_log_probs(
@@ -87,24 +90,39 @@ def _keep_min_p(logits: Tensor, min_p: float) -> Tensor:
 
 def _keep_top_k(logits: Tensor, top_k: int) -> Tensor:
     last = logits.topk(top_k, dim=-1).values[:, -1:]
-    num_ties = top_k - (logits > last).sum(dim=-1, keepdim=True)
-    return _keep_down_to(logits, last, num_ties)
+    return _keep_down_to(logits, last, torch.full_like(last, top_k, dtype=torch.int64))
 
 
 def _keep_top_p(logits: Tensor, top_p: float) -> Tensor:
     """Keep the most likely tokens, up to and including the one at which their mass reaches `top_p`."""
     most = logits.amax(dim=-1, keepdim=True)
     needed = _mass(logits, most).sum(dim=-1, keepdim=True).double() * top_p
-    size = min(_USUAL_NUCLEUS, logits.shape[-1])
-    ordered = logits.topk(size, dim=-1).values
+    ordered = _likeliest(logits, most, top_p)
     num_kept = _num_within(ordered, most, needed)
     last = ordered.gather(-1, num_kept - 1)
-    if size < logits.shape[-1] and (wide := (num_kept[:, 0] == size).nonzero()[:, 0]).numel():
+    if (wide := (num_kept[:, 0] == ordered.shape[-1]).nonzero()[:, 0]).numel():
         ordered = _descending(logits[wide])
         num_kept[wide] = _num_within(ordered, most[wide], needed[wide])
         last[wide] = ordered.gather(-1, num_kept[wide] - 1)
-    num_ties = num_kept - (logits > last).sum(dim=-1, keepdim=True)
-    return _keep_down_to(logits, last, num_ties)
+    return _keep_down_to(logits, last, num_kept)
+
+
+def _likeliest(logits: Tensor, most: Tensor, top_p: float) -> Tensor:
+    """Return the largest logits of each row in descending order, the first of which is `most`.
+
+    Usually they contain the nucleus. Shorter rows end with -inf, which has no mass.
+    """
+    if logits.device.type != "cpu":
+        return logits.topk(min(_USUAL_NUCLEUS, logits.shape[-1]), dim=-1).values
+    # NOTE: a comparison and a sort of what passes take a tenth of the time of `topk`.
+    rows = logits.numpy()
+    is_likely = rows > (most - _USUAL_DEPTH + math.log1p(-top_p)).numpy()
+    counts = np.count_nonzero(is_likely, axis=-1, keepdims=True)
+    ordered = np.full((len(rows), max(1, counts.max(initial=0))), -np.inf, np.float32)
+    ordered[np.arange(ordered.shape[1]) < counts] = rows[is_likely]
+    ordered.sort(axis=-1)
+    ordered[:, -1:] = most.numpy()  # also where it is not finite
+    return torch.from_numpy(ordered).flip(-1)
 
 
 def _descending(logits: Tensor) -> Tensor:
@@ -117,17 +135,24 @@ def _descending(logits: Tensor) -> Tensor:
 def _num_within(ordered: Tensor, most: Tensor, needed: Tensor) -> Tensor:
     """Return [rows, 1]: of tokens in descending order, how many have less than `needed` before them."""
     mass = _mass(ordered, most)
-    # At least one, even if the logits are NaN, which is detected when the row is used.
+    # At least one, even if the logits are not finite.
     return ((mass.cumsum(dim=-1) - mass).double() < needed).sum(dim=-1, keepdim=True).clamp(min=1)
 
 
 def _mass(logits: Tensor, most: Tensor) -> Tensor:
     """Return int64 weights proportional to probabilities; `most` is the largest logit of each row."""
-    return ((logits - most).exp().double() * _MASS_UNIT).round_().long()
+    return (logits - most).exp_().double().mul_(_MASS_UNIT).round_().long()
 
 
-def _keep_down_to(logits: Tensor, last: Tensor, num_ties: Tensor) -> Tensor:
-    """Keep logits above `last` and, among those equal to it, the `num_ties` of lowest id; all [rows, 1]."""
-    ties = logits == last
-    kept = (logits > last) | (ties & (ties.cumsum(dim=-1) <= num_ties))
-    return logits.masked_fill(~kept, -torch.inf)
+def _keep_down_to(logits: Tensor, last: Tensor, num_kept: Tensor) -> Tensor:
+    """Keep the largest logits, as many as `num_kept`, the last of which is `last`; both [rows, 1].
+
+    Of equal ones those of lowest id are kept.
+    """
+    # NaN is below nothing, so that it stays and is detected.
+    is_dropped = logits < last
+    if not is_dropped.is_cpu or is_dropped.count_nonzero() < (logits.shape[-1] - num_kept).sum():
+        num_ties = num_kept - (logits > last).sum(dim=-1, keepdim=True)
+        ties = logits == last
+        is_dropped |= ties & (ties.cumsum(dim=-1) > num_ties)
+    return logits.masked_fill(is_dropped, -torch.inf)

@@ -8,9 +8,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from benchmarks.otlp_receiver import ReceivedSpan
 from docs.make_telemetry import ATTRIBUTES, SPANS
 from gammaray.telemetry import names as telemetry
+from tests.support.otlp_receiver import ReceivedSpan
 from tests.support.workers.service_helpers import worker_process
 
 STOP_TIMEOUT_S = 60.0

@@ -39,18 +39,21 @@ def test_checks_report_each_failure_and_go_on(tmp_path):
     script = tmp_path / "checks.py"
     script.write_text(
         """
-from reporting import demand, report
+from reporting import check, demand, report
 
-def passes(client, model):
-    demand((client, model) == ("http://host:1/v1", "demo"), (client, model))
-
+@check
 def fails(client, model):
     demand(model == "other", model)
 
+@check
 def raises(client, model):
     raise KeyError("gone")
 
-report((fails, raises, passes), lambda address: address)
+@check
+def passes(client, model):
+    demand((client, model) == ("http://host:1/v1", "demo"), (client, model))
+
+report(lambda address: address)
 """
     )
     command = [sys.executable, str(script), "host:1", "demo", str(tmp_path / "report.json")]

@@ -14,6 +14,7 @@ import pytest
 
 from benchmarks import cluster
 from benchmarks.cluster import ClusterError, running_cluster
+from orchestrator.launcher.reaper import runs
 
 ROOT = Path(__file__).parents[3]
 
@@ -47,7 +48,7 @@ async def test_stop_kills_and_names_processes_that_survive_the_cluster(
     with pytest.raises(ClusterError, match=f"not ended(.|\n)*{grandchild.pid}"):
         await cluster.stop(process)
     assert process.returncode == 0
-    assert not cluster.is_alive(grandchild) or not psutil.wait_procs([grandchild], timeout=30)[1]
+    assert not runs(grandchild) or not psutil.wait_procs([grandchild], timeout=30)[1]
 
 
 BENCHMARK = """
@@ -87,4 +88,4 @@ def test_sigterm_to_a_running_benchmark_ends_its_cluster(tmp_path: Path) -> None
         assert os.getsid(below[0].pid) != os.getsid(benchmark.pid), "the terminal's Ctrl-C would reach both"
         benchmark.send_signal(signal.SIGTERM)
         assert benchmark.wait(100) == 143
-    assert not any(cluster.is_alive(process) for process in below)
+    assert not any(runs(process) for process in below)

@@ -68,9 +68,7 @@ def test_equality_ends_at_the_references_end_of_sequence_token() -> None:
 def test_references_greedy_chain_every_system_to_generate() -> None:
     chain = {
         "lookup-8": "generate",
-        "engine": "generate",
-        "engine-lookup-8": "engine",
-        "gammaray-0": "engine",
+        "gammaray-0": "generate",
         "gammaray-suffix": "gammaray-0",
         "llama.cpp": "generate",
         "llama.cpp-draft-4": "llama.cpp",
@@ -80,9 +78,7 @@ def test_references_greedy_chain_every_system_to_generate() -> None:
 
 @pytest.mark.parametrize(("system", "reference", "changed"), [
     ("gammaray-suffix", "gammaray-0", True),
-    ("gammaray-0", "engine", True),
-    ("engine-lookup-8", "engine", True),
-    ("engine", "generate", False),
+    ("gammaray-0", "generate", False),
     ("llama.cpp-draft-4", "llama.cpp", False),
     ("lookup-8", "generate", False),
 ])  # fmt: skip

@@ -21,7 +21,6 @@ def worker() -> Worker:
 
 def request(system: str, prompt: str | list[int] = PROMPT, **changes: Any) -> dict[str, Any]:
     given = {
-        "number": 1,
         "max_tokens": 24,
         "temperature": 0.0,
         "seed": 0,

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.engine_worker import Answer, EngineWorker
 from benchmarks.equivalence import Asks, Made
-from benchmarks.noised_gaps import NoisedGaps
-from benchmarks.vllm_equivalence import Comparisons
+from benchmarks.vllm_equivalence import Comparisons, NoisedGaps
 from services.engine.loader import load_engine
+from services.qualify.loop import Ask, Pair
+from services.scheduling.planning import Limits
+from services.target_worker.scheduler import TargetScheduler
 from tests.support.engine_helpers import random_tokens, tiny_model
 
 PROMPT = tuple(random_tokens(12, 0))
@@ -33,13 +34,9 @@ def compared(directory: Path, noise: float, ours: int, theirs: int) -> dict[str,
 
 
 def test_largest_noised_logit_is_the_token_that_the_engine_draws(directory: Path) -> None:
-    worker = EngineWorker(load_engine(str(directory)))
-    request = {"number": 0, "system": "engine", "prompt": list(PROMPT), "max_tokens": 6, "temperature": 1.0}
-    worker.add({**request, "seed": 5, "ignore_eos": True}, 0.0)
-    answers: list[Answer] = []
-    while not worker.is_idle:
-        answers += worker.step()
-    gaps, drawn = NoisedGaps(str(directory)), answers[0]["token_ids"]
+    pair = Pair(TargetScheduler(load_engine(str(directory)), Limits(1024, 256)), None)
+    drawn = list(pair.complete(Ask(PROMPT, 6, 1.0, 5, ()), 0).token_ids)
+    gaps = NoisedGaps(str(directory))
     assert [gaps.first_two([*PROMPT, *drawn[:at]], 5)[0] for at in range(6)] == drawn
 
 

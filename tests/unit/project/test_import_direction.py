@@ -26,6 +26,7 @@ FLOORS = {
     "gammaray/wire": 2,
     "gammaray/client": 3,
     "gammaray/deploy": 3,
+    "gammaray/learning": 3,
     "gammaray/receipts": 3,
     "gammaray/bench": 4,
     "gammaray/cli": 4,
@@ -62,6 +63,7 @@ FLOORS = {
     "services/streaming": 8,
     "services/verification": 8,
     "services/process": 9,
+    "services/learning": 10,
     "services/vllm": 10,
     "services/draft_worker": 11,
     "services/target_worker": 11,
@@ -70,6 +72,7 @@ FLOORS = {
     "services/train/answers": 12,
     "services/receipts": 13,
     "services/train": 13,
+    "services/train/live": 14,
 }
 """Room -> floor. `gammaray` is the ground floor of all three packages: everybody may import its rooms."""
 

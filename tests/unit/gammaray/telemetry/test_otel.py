@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import gammaray
-from benchmarks.otlp_receiver import receiving
 from gammaray.errors import InvalidArgumentError
 from gammaray.telemetry.otel import Telemetry, exports_traces, process_resource
+from tests.support.otlp_receiver import receiving
 
 ROOT = Path(gammaray.__file__).parents[1]
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"

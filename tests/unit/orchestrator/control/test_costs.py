@@ -8,12 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.simulation import UNIT_S, Lone, crowd, drive, make_cycle
-from benchmarks.worlds import World
 from gammaray.blocks import Shape, VerifyTiming
 from orchestrator.control.adaptive import AdaptiveGamma
 from orchestrator.control.costs import HOLD, CostModel
 from orchestrator.control.fixed import FixedGamma
+from tests.support.control_simulation import UNIT_S, Lone, World, crowd, drive, make_cycle
 
 GAMMAS = (0, 0, 0, 2, 4, 8)
 

@@ -8,12 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.simulation import MODEL_ONLY, UNIT_S, Lone, crowd, drive
-from benchmarks.worlds import World, candidates
 from gammaray.blocks import Shape
 from orchestrator.control.adaptive import AdaptiveGamma
 from orchestrator.control.costs import CostModel
 from orchestrator.control.fixed import FixedGamma, Reason
+from tests.support.control_simulation import MODEL_ONLY, UNIT_S, Lone, World, candidates, crowd, drive
 
 CHAINS, SHAPES = candidates(8, 0), candidates(8, 32)
 

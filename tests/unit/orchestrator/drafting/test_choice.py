@@ -7,8 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.simulation import Lone, make_cycle
-from benchmarks.worlds import World
 from gammaray.blocks import Shape
 from gammaray.errors import UnavailableError
 from gammaray.types import DrafterKind, Proposal
@@ -19,6 +17,7 @@ from orchestrator.cycle.types import Candidates, Match
 from orchestrator.drafting.head import TargetHead
 from orchestrator.drafting.session_drafter import DrafterChoice, SessionDrafter
 from orchestrator.workers.drafter import Readiness
+from tests.support.control_simulation import Lone, World, make_cycle
 from tests.support.cycle_helpers import make_session
 
 MODEL, PREDICTION, SUFFIX = DrafterKind.MODEL, DrafterKind.PREDICTION, DrafterKind.SUFFIX

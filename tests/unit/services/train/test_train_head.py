@@ -58,7 +58,7 @@ def test_head_serves_what_was_trained(trained, tmp_path):
     sequence = next(one for one in store.sequences() if len(one.token_ids) - one.num_prompt > 12)
     target = load_model(str(TARGET_DIR), device="cpu", dtype="float32").module
     states = StateStore(tmp_path, identity, target, TAPS)  # training computes them in bfloat16
-    drafter = TrainableHead(target, TAPS, target_ids, 3, states)
+    drafter = TrainableHead(target, TAPS, target_ids, 3, states.of)
     drafter.module.load_state_dict(
         {key: value for key, value in head.state_dict().items() if "embed_tokens" not in key}
     )

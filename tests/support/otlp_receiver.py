@@ -1,20 +1,13 @@
-"""A small OTLP/gRPC receiver that keeps the spans it gets: for tests, pictures and measurements.
-
-python -m benchmarks.otlp_receiver --port 4317 --output trace.json     # until Ctrl-C
-"""
+"""A small OTLP/gRPC receiver that keeps the spans it gets."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -129,23 +122,3 @@ def _value(value: Any) -> Any:
     if kind == "array_value":
         return [_value(item) for item in value.array_value.values]
     return getattr(value, kind)
-
-
-def main() -> None:
-    """Receive until SIGINT or SIGTERM, then write what came."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--port", type=int, default=4317)
-    parser.add_argument("--output", type=Path, default=Path("trace.json"))
-    options = parser.parse_args()
-    stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
-    with receiving(options.port) as (endpoint, receiver):
-        print(f"OTEL_EXPORTER_OTLP_ENDPOINT={endpoint}", flush=True)
-        stop.wait()
-    options.output.write_text(json.dumps([asdict(span) for span in receiver.spans], indent=1) + "\n")
-    print(f"{len(receiver.spans)} spans in {options.output}")
-
-
-if __name__ == "__main__":
-    main()

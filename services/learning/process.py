@@ -1,0 +1,57 @@
+"""Keeps the training process of a machine alive while a target worker serves."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+FIRST_WAIT_S, LONGEST_WAIT_S = 5.0, 60.0
+"""Before a process that ended is started again; twice as long each time. One that finds another worker's
+process at work ends at once, and is there when that one dies."""
+
+_log = logging.getLogger(__name__)
+
+
+def trainer_command(folder: Path, target: str, head: str) -> list[str]:
+    """Return the command of the process that trains for a folder."""
+    options = {"folder": folder, "target": target, "head": head, "threads": 1, "parent": os.getpid()}
+    given = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+    return [sys.executable, "-m", "services.train.live", *given]
+
+
+class TrainingProcess:
+    """Starts a command again whenever it ends, until `close`."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._command = list(command)
+        self._stop = threading.Event()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._thread = threading.Thread(target=self._run, name="training process", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the process."""
+        self._stop.set()
+        if (process := self._process) is not None:
+            process.terminate()
+            try:
+                process.wait(timeout=5)
+            except subprocess.TimeoutExpired:
+                process.kill()
+        self._thread.join(timeout=10)
+
+    def _run(self) -> None:
+        wait_s = FIRST_WAIT_S
+        while not self._stop.is_set():
+            # PDEATHSIG is about the thread that starts the process, which lives as long as this one.
+            self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL)
+            status = self._process.wait()
+            if status and not self._stop.is_set():
+                _log.warning("training ended with status %d; it starts again in %g s", status, wait_s)
+            self._stop.wait(wait_s)
+            wait_s = min(2 * wait_s, LONGEST_WAIT_S)

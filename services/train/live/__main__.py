@@ -1,0 +1,90 @@
+"""`python -m services.train.live`: the process that a target worker starts to train its head's versions.
+
+It runs at idle priority, so that serving has the processors first, and ends with the worker.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+
+from gammaray.cli import failure_of
+
+_PR_SET_PDEATHSIG = 1
+_PERIOD_S = 2.0
+
+
+@click.command()
+@click.option("--folder", type=click.Path(path_type=Path), required=True)
+@click.option("--target", required=True)
+@click.option("--head", required=True)
+@click.option("--threads", type=int, required=True)
+@click.option("--parent", type=int, required=True, help="Process id of the worker.")
+def _learn(folder: Path, target: str, head: str, threads: int, parent: int) -> None:
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s learning: %(message)s")
+    stop = threading.Event()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    os.nice(19)
+    if os.getppid() != parent:
+        return
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    train_until(lambda: stop.is_set() or os.getppid() != parent, stop.wait, folder, target, head, threads)
+
+
+def train_until(
+    stopped: Callable[[], bool],
+    wait: Callable[[float], object],
+    folder: Path,
+    target: str,
+    head: str,
+    threads: int = 1,
+) -> None:
+    """Train the drafters of a folder, unless another process does.
+
+    Args:
+        stopped: Whether to end as soon as possible.
+        wait: Waits for so many seconds, or less.
+        folder: What this machine learns.
+        target: Directory or hub name of the target.
+        head: The head of the start.
+        threads: Arithmetic threads.
+    """
+    # Imported late: at idle priority it may take minutes, in which the worker may end.
+    import torch
+
+    from gammaray.learning.folder import LearningFolder
+    from services.train.live.trainer import Trainer
+
+    torch.set_num_threads(threads)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "trainer.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return  # another worker's process trains for all of this machine
+        trainer = Trainer(LearningFolder(folder), target, head, stopped)
+        while not stopped():
+            if trainer.run_round() is None:
+                wait(_PERIOD_S)
+
+
+if __name__ == "__main__":
+    try:
+        _learn.main(standalone_mode=False)
+    except Exception as error:
+        if (failure := failure_of(error)) is None:
+            raise
+        click.echo(f"gammaray: {failure[1]}", err=True)
+        sys.exit(failure[0])

@@ -1,0 +1,229 @@
+"""Trains new versions of a head from the streams of one machine, one drafter after another.
+
+A round begins with the stable version's weights, or goes on from the last round if that published nothing.
+It takes some steps on all but the newest streams, and publishes the result if it expects more tokens per
+proposal than the stable version on the newest ones, which it was not trained on.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import shutil
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from itertools import accumulate
+from operator import mul
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gammaray.errors import FailedPreconditionError
+from gammaray.learning.folder import DrafterStore, LearningFolder, RecordName, Version
+from services.engine.core.model import load_model
+from services.heads.loading import load_head
+from services.process.fingerprints import model_identity, vocab_sha256
+from services.train.answers.store import Sequence
+from services.train.evaluate import evaluate
+from services.train.head import TrainableHead
+
+MIN_TOKENS = 2000
+"""New tokens of completions before a round."""
+
+HELD_SHARE, MIN_HELD, MAX_HELD = 0.15, 4, 24
+"""Of the newest streams, which are not trained on."""
+
+STEPS, STEP_TOKENS = 40, 512
+"""Steps of a round, and least tokens of each."""
+
+RATE = 3e-4
+"""Learning rate, below that of `gammaray train`: the head is trained already."""
+
+MIN_GAIN = 1.01
+"""Least ratio of expected tokens per proposal, which publishes a version."""
+
+DEPTH, UNROLLED, TOP_K = 5, 3, 32
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Training:
+    """A head between rounds.
+
+    Attributes:
+        parent: The version that it began with.
+        seen: Time of the newest stream of the last round, in nanoseconds.
+        tenants: Whose streams it was trained on, with those of its parent.
+    """
+
+    parent: int
+    head: TrainableHead
+    optimizer: torch.optim.Optimizer
+    tenants: set[str]
+    seen: int = 0
+
+
+class Trainer:
+    """Trains the drafters of a folder.
+
+    Args:
+        folder: What this machine learns.
+        target: Directory or hub name of the target.
+        head: The head of the start.
+        stopped: Whether to end as soon as possible.
+
+    Raises:
+        FailedPreconditionError: Target or tokenizer has no fingerprint, or other layers than heads need.
+        InvalidArgumentError: The head was not made by `gammaray train`.
+    """
+
+    def __init__(self, folder: LearningFolder, target: str, head: str, stopped: Callable[[], bool]) -> None:
+        self._folder, self._target, self._head, self._stopped = folder, target, head, stopped
+        # Embedding, last norm and output are read, and a layer, as a new head begins with its shape.
+        self._module: Any = load_model(target, device="cpu", dtype="float32", num_layers=1).module
+        identity = model_identity(target, dtype="-", device="cpu", deterministic=False)
+        self._identity = {"target": identity.partition("/")[0], "tokenizer": vocab_sha256(target)}
+        if not all(self._identity.values()):
+            raise FailedPreconditionError(f"{target}: its weights or its tokenizer have no fingerprint")
+        self._trainings: dict[str, _Training] = {}
+        self._new_training(DrafterStore(folder.path), 0)  # fails now, not after the first streams
+
+    def run_round(self) -> Version | None:
+        """Train the drafter with the most new streams; return the version that was published, if any."""
+        waiting = {}
+        for store in self._folder.stores():
+            found = store.read()
+            if found.candidate is None and not found.is_pinned:
+                files = sorted((store.path / "records").glob("*.npz"), key=RecordName.parse)
+                training = self._trainings.get(store.path.name)
+                seen = training.seen if training is not None and training.parent == found.stable else 0
+                new = sum(
+                    name.num_answer for path in files if (name := RecordName.parse(path)).written_at > seen
+                )
+                waiting[store.path.name] = new, store, files
+        if not waiting:
+            return None
+        new, store, files = max(waiting.values(), key=lambda entry: entry[0])
+        return self._round(store, files) if new >= MIN_TOKENS else None
+
+    def _round(self, store: DrafterStore, files: Items[Path]) -> Version | None:
+        stable = store.read().stable
+        training = self._trainings.get(store.path.name)
+        if training is None or training.parent != stable:
+            training = self._trainings[store.path.name] = self._new_training(store, stable)
+        held_count = min(MAX_HELD, max(MIN_HELD, round(HELD_SHARE * len(files))))
+        held, taught = self._read(files[-held_count:]), self._read(files[:-held_count])
+        if len(held) < MIN_HELD or not taught:
+            return None
+        parent = self._new_training(store, stable).head
+        before = _expected(parent, held)
+        began = time.perf_counter()
+        for step in range(STEPS):
+            if self._stopped():
+                return None
+            self._step(training, taught, step)
+        after = _expected(training.head, held)
+        training.seen = RecordName.parse(files[-1]).written_at
+        training.tenants |= {RecordName.parse(path).tenant for path in files}
+        took = time.perf_counter() - began
+        _log.info(
+            "%s: %.0f s, expects %.3f tokens, version %d %.3f", store.path.name, took, after, stable, before
+        )
+        if after < MIN_GAIN * before:
+            return None
+        return self._publish(store, training, before, after, sum(one.num_answer for one in taught))
+
+    def _new_training(self, store: DrafterStore, number: int) -> _Training:
+        """Return the head of a version, with an optimizer."""
+        directory = str(store.directory(number)) if number else self._head
+        given, ids = load_head(directory, self._target)
+        assert ids is not None or given.config.num_outputs == given.config.vocab_size
+        rows = ids if ids is not None else torch.arange(given.config.vocab_size)
+        head = TrainableHead(self._module, given.config.taps, rows, DEPTH, _states)
+        head.start_from(directory, self._target)
+        head.num_depths = UNROLLED
+        weights = [parameter for parameter in head.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(weights, lr=RATE, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
+        tenants = set(store.read().version(number).tenants) if number else set()
+        return _Training(number, head, optimizer, tenants)
+
+    def _step(self, training: _Training, taught: Items[Record], step: int) -> None:
+        generator = torch.Generator().manual_seed(training.seen % 2**31 * 1009 + step)
+        chosen: list[Record] = []
+        while sum(one.num_answer for one in chosen) < STEP_TOKENS:
+            chosen.append(taught[int(torch.randint(len(taught), (), generator=generator))])
+        loss = training.head.loss(training.head.batch(chosen, UNROLLED, generator), "kl")
+        training.optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(training.head.parameters(), 1.0)
+        training.optimizer.step()
+
+    def _publish(
+        self, store: DrafterStore, training: _Training, before: float, after: float, tokens: int
+    ) -> Version | None:
+        written = store.path / "new"
+        shutil.rmtree(written, ignore_errors=True)
+        card = {"expected": round(after, 3), "parent": training.parent, "parent_expected": round(before, 3)}
+        training.head.save(written, self._identity, Path(self._target).name, card)
+        version = store.publish(
+            written,
+            lambda number: Version(
+                number=number,
+                parent=training.parent,
+                created_at=datetime.now(timezone.utc).replace(microsecond=0),
+                tenants=tuple(sorted(training.tenants)),
+                tokens=tokens,
+                expected=round(after, 4),
+                parent_expected=round(before, 4),
+            ),
+        )
+        # The next round begins with the version that serves by then.
+        del self._trainings[store.path.name]
+        return version
+
+    @torch.no_grad()
+    def _read(self, files: Items[Path]) -> list[Record]:
+        """Read streams, with the target's most likely tokens, which follow from its last states."""
+        decoder, output = self._module.get_decoder(), self._module.get_output_embeddings()
+        found = []
+        for path in files:
+            try:
+                with np.load(path) as stored:
+                    tokens, num_prompt = stored["token_ids"], int(stored["num_prompt"])
+                    states = torch.from_numpy(stored["states"]).view(torch.bfloat16)
+                    temperature = float(stored["temperature"])
+            except (OSError, ValueError, KeyError):  # deleted meanwhile
+                continue
+            logits = output(decoder.norm(states[num_prompt - 1 :, -1].float()))
+            top = logits.log_softmax(-1).topk(min(TOP_K, logits.shape[-1]))
+            padded = torch.cat([states, torch.zeros_like(states[:1])])  # for the last token
+            ids, logs = top.indices.numpy(), top.values.numpy()
+            found.append(Record(tokens, num_prompt, temperature, ids, logs, states=padded))
+        return found
+
+
+@dataclass(frozen=True)
+class Record(Sequence):
+    """A stream with the states of the target.
+
+    Attributes:
+        states: bfloat16 [tokens, taps, hidden_size].
+    """
+
+    states: Tensor = field(kw_only=True)
+
+
+def _states(sequences: Items[Sequence]) -> list[Tensor]:
+    return [one.states for one in sequences if isinstance(one, Record)]
+
+
+def _expected(head: TrainableHead, held: Items[Record]) -> float:
+    """Return the tokens per proposal that coupled verification is expected to accept, at temperature 1."""
+    return math.fsum(accumulate(evaluate(head, held, DEPTH)["coupled"], mul))

@@ -1,0 +1,44 @@
+"""The comparison of a candidate with the stable version: errors, and how soon it decides."""
+
+import random
+
+import pytest
+
+from services.learning.canary import ENOUGH, MIN_TESTED, MOST, Canary, Decision
+
+
+def decided(stable, candidate, seed, share=1 / 3):
+    """Return the decision on two rates, and after how many proposals of the candidate."""
+    rng, canary, count = random.Random(seed), Canary(), 0
+    while True:
+        is_candidate = rng.random() < share
+        count += is_candidate
+        canary.add(rng.random() < (candidate if is_candidate else stable), is_candidate=is_candidate)
+        if (decision := canary.decide()) is not Decision.WAIT:
+            return decision, count
+
+
+def test_useless_candidate_is_rolled_back_at_once():
+    found = [decided(0.45, 0.0, seed) for seed in range(100)]
+    assert {decision for decision, _ in found} == {Decision.ROLL_BACK}
+    assert max(count for _, count in found) <= 2 * MIN_TESTED
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.45, 0.9])
+def test_better_candidate_is_never_rolled_back_early(rate):
+    """With a probability of `ERROR`; 200 runs with fixed seeds."""
+    found = [decided(rate, rate + 0.05, seed) for seed in range(200)]
+    early = [decision for decision, count in found if decision is Decision.ROLL_BACK and count < MOST]
+    assert len(early) <= 2
+
+
+def test_candidate_without_any_gain_is_decided_in_the_end():
+    assert decided(0.45, 0.4, 3)[1] <= MOST
+    canary = Canary()
+    for at in range(ENOUGH):
+        canary.add(at % 2 == 0, is_candidate=True)
+        canary.add(at % 2 == 0, is_candidate=False)
+    assert canary.decide() is Decision.WAIT
+    canary.add(True, is_candidate=True)
+    assert canary.decide() is Decision.PROMOTE
+    assert str(canary) == "first tokens accepted: 151 of 301, of the stable version 150 of 300"

@@ -1,0 +1,191 @@
+"""Versions of a head that take over while sessions draft: text, canary, records, tenants."""
+
+import shutil
+import time
+from dataclasses import replace
+
+import pytest
+
+from gammaray.blocks import Shape
+from gammaray.config import TargetSettings
+from gammaray.errors import InvalidArgumentError
+from gammaray.learning.folder import LearningFolder, RecordName
+from services.engine.loader import load_engine
+from services.target_worker.loading import load_learning_drafter
+from services.train.live.__main__ import train_until
+from services.train.live.trainer import Trainer
+from tests.support.head_helpers import bigram_head
+from tests.support.learning_helpers import (
+    begin,
+    end,
+    learning,
+    new_head,
+    publish,
+    right_head,
+    run_for,
+    tiny_target,
+    useless_head,
+)
+from tests.support.workers.redis_helpers import wait_until
+
+COUNT = 110
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return tiny_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory, target):
+    folder = tmp_path_factory.mktemp("heads")
+    head = right_head(folder / "right", target)
+    return head, useless_head(folder / "useless", head, target)
+
+
+@pytest.fixture(autouse=True)
+def _often(monkeypatch):
+    monkeypatch.setattr("services.learning.drafter.PERIOD_S", 0.02)
+
+
+def records(folder, name="open"):
+    return sorted((folder / name / "records").glob("*.npz"), key=RecordName.parse)
+
+
+def serve_until(scheduler, condition, first=1000):
+    """Serve short sessions until a condition holds, at most a minute."""
+    ends = time.monotonic() + 60
+    for seed in range(first, first + 10_000):
+        if condition() or time.monotonic() > ends:
+            break
+        run = begin(scheduler, seed)
+        run_for(run, 24)
+        end(run)
+    assert condition()
+
+
+def test_versions_that_take_over_change_no_token(tmp_path, target, heads, monkeypatch):
+    """A session drafts with version 0, a candidate, a promoted version, and after a rollback."""
+    head, useless = heads
+    monkeypatch.setattr("services.learning.drafter.CANARY_SHARE", 1.0)
+    with learning(tmp_path, target, head, monkeypatch) as scheduler:
+        store = LearningFolder(tmp_path).store("open")
+        plain = begin(scheduler, 1)
+        expected = run_for(plain, COUNT, gamma=0)
+        end(plain)
+        run = begin(scheduler, 1)
+
+        def go_on(count):
+            """Return whether the first token of any proposal was accepted."""
+            began, accepted = len(run.proposals), []
+            while len(run.output) < count:
+                at = len(run.tokens)
+                run.cycle(Shape(3))
+                accepted.append(run.proposals[-1][:1] == (run.tokens[at],))
+            assert all(run.proposals[began + 1 :]), "each cycle but the first has a proposal"
+            return any(accepted)
+
+        def take_over():
+            time.sleep(1.0)
+            run.cycle(Shape(3))  # the version that drafted before may have done so ahead
+
+        assert go_on(20)
+        publish(store, useless)
+        take_over()
+        assert not go_on(45)
+        store.promote(1)
+        take_over()
+        assert not go_on(70)
+        store.roll_back(1, "by hand")
+        take_over()
+        assert go_on(COUNT)
+        assert run.output[:COUNT] == expected
+
+
+def test_poisoned_and_damaged_versions_are_rolled_back_without_a_hand(tmp_path, target, heads, monkeypatch):
+    head, useless = heads
+    with learning(tmp_path, target, head, monkeypatch) as scheduler:
+        store = LearningFolder(tmp_path).store("open")
+        publish(store, useless)
+        serve_until(scheduler, lambda: store.read().candidate is None)
+        assert store.read().stable == 0
+        assert "first tokens accepted" in store.read().versions[0].reason
+        publish(store)  # an empty directory
+        wait_until(lambda: store.read().candidate is None)
+        broken = tmp_path / "broken"
+        shutil.copytree(head, broken)
+        (broken / "model.safetensors").write_bytes(b"\0" * 100)
+        publish(store, broken)
+        wait_until(lambda: store.read().candidate is None)
+        assert [one.status for one in store.read().versions] == ["rolled back"] * 3
+        serve_until(scheduler, lambda: True)
+
+
+def test_streams_of_consenting_tenants_are_kept_until_they_are_deleted(tmp_path, target, heads, monkeypatch):
+    folder = LearningFolder(tmp_path)
+    folder.consent("acme", "own")
+    with learning(tmp_path, target, heads[0], monkeypatch) as scheduler:
+        for seed, tenant in ((1, ""), (2, "acme"), (3, "other"), (4, "acme"), (5, "acme")):
+            run = begin(scheduler, seed, tenant)
+            run_for(run, 30)
+            end(run, forgets=seed == 4)
+        wait_until(lambda: len(records(tmp_path, "tenant-acme")) == 2)
+        wait_until(lambda: len(records(tmp_path)) == 1)
+        run = begin(scheduler, 6, "acme")
+        spec = replace(run.spec(), no_learning=True)
+        monkeypatch.setattr(run, "spec", lambda: spec)
+        run_for(run, 30)
+        end(run)
+        run = begin(scheduler, 5, "acme")
+        run_for(run, 30)
+        end(run, forgets=True)
+        wait_until(lambda: len(records(tmp_path, "tenant-acme")) == 1)
+    assert not list(tmp_path.glob("tenant-other"))
+
+
+def test_training_publishes_what_is_better_on_newer_streams(tmp_path, target, monkeypatch):
+    head = new_head(tmp_path / "new", target)
+    monkeypatch.setattr("services.train.live.trainer.MIN_TOKENS", 1000)
+    monkeypatch.setattr("services.train.live.trainer.RATE", 3e-3)
+    with learning(tmp_path, target, head, monkeypatch) as scheduler:
+        for seed in range(24):
+            run = begin(scheduler, seed)
+            run_for(run, 64)
+            end(run)
+        wait_until(lambda: len(records(tmp_path)) == 24)
+        folder = LearningFolder(tmp_path)
+        trainer = Trainer(folder, str(target), str(head), lambda: False)
+        version = trainer.run_round()
+        assert version is not None
+        assert (version.number, version.parent, version.tenants) == (1, 0, ("",))
+        assert version.expected > 1.05 * version.parent_expected
+        assert trainer.run_round() is None, "a candidate waits"
+        store = folder.store("open")
+        serve_until(scheduler, lambda: store.read().candidate is None)
+        assert store.read().stable == 1
+        assert trainer.run_round() is not None or store.read().stable == 1
+        stopped = Trainer(folder, str(target), str(head), lambda: True)
+        assert stopped.run_round() is None
+
+
+def test_one_process_trains_for_all_workers_of_a_machine(tmp_path, target, monkeypatch):
+    """Both follow the same folder; the second one ends at once."""
+    head = new_head(tmp_path / "new", target)
+    rounds = []
+    monkeypatch.setattr(Trainer, "run_round", lambda self: rounds.append(self))
+
+    def second_ends(_seconds):
+        train_until(lambda: False, pytest.fail, tmp_path, str(target), str(head))
+
+    train_until(lambda: len(rounds) > 1, second_ends, tmp_path, str(target), str(head))
+    assert len(rounds) == 2
+    assert rounds[0] is rounds[1]
+
+
+def test_heads_of_others_do_not_learn(tmp_path, target):
+    head = bigram_head(tmp_path / "head", target)
+    settings = TargetSettings(model=str(target), head=str(head), learn=str(tmp_path / "learn"))
+    with pytest.raises(InvalidArgumentError, match=r"learn: .* no head of gammaray train"):
+        load_learning_drafter(settings, load_engine(str(target)))
+    with pytest.raises(InvalidArgumentError, match="empty without a head"):
+        TargetSettings(model=str(target), learn="x")
