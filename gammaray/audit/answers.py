@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -253,14 +253,10 @@ def _key(path: str, entry: Any) -> str:
     if isinstance(token_id := fields.get("id"), int):
         return f"{token_id}:{text}"
     given: Any = fields.get("bytes")
-    if _REPLACEMENT in text and isinstance(given, list) and given != list(_REPLACEMENT.encode()):
-        return f"bytes:{_bytes(path, given).hex()}"
-    return text
-
-
-def _bytes(path: str, given: Sequence[Any]) -> bytes:
+    if _REPLACEMENT not in text or not isinstance(given, list) or given == list(_REPLACEMENT.encode()):
+        return text
     try:
-        return bytes(given)
+        return f"bytes:{bytes(given).hex()}"
     except (TypeError, ValueError):
         raise AnswerError(f"{path}.bytes", given, "integers from 0 to 255") from None
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from gammaray.audit.answers import Choice, Token, text_of
@@ -27,36 +28,12 @@ Kept = Callable[[list[float], float], bool]
 """Whether a token of a log-probability may be drawn, given those of the position, the most likely first."""
 
 
-async def check_top_p(subject: Subject) -> CheckResult:
-    """With `top_p` only tokens of the nucleus are generated."""
-
-    def kept(cells: list[float], logprob: float) -> bool:
-        return math.fsum(math.exp(lp) for lp in cells if lp > logprob + ROUNDING) < 0.5 + ROUNDING
-
-    return await _truncated(subject, {"top_p": 0.5}, kept)
-
-
-async def check_top_k(subject: Subject) -> CheckResult:
-    """With `top_k` only so many tokens are possible."""
-    return await _truncated(
-        subject, {"top_k": 2}, lambda cells, lp: lp >= cells[min(1, len(cells) - 1)] - ROUNDING
-    )
-
-
-async def check_min_p(subject: Subject) -> CheckResult:
-    """With `min_p` no token is less likely than this share of the most likely one."""
-    return await _truncated(
-        subject, {"min_p": 0.3}, lambda cells, lp: lp >= cells[0] + math.log(0.3) - ROUNDING
-    )
-
-
-async def _truncated(subject: Subject, field: Mapping[str, float], kept: Kept) -> CheckResult:
-    """Count tokens outside of what a parameter keeps.
+async def check_truncation(name: str, value: float, kept: Kept, subject: Subject) -> CheckResult:
+    """No token is generated outside of what a parameter keeps.
 
     Passes when a server that ignores the parameter would have generated none with probability `IGNORED`.
     """
     subject.need_logprobs(4)
-    ((name, value),) = field.items()
     log_ignored, count, changed = 0.0, 0, False
     for i in range(_MAX_REQUESTS):
         asked = {"temperature": 1, "max_tokens": _TOKENS, "seed": subject.seed + i, name: value}
@@ -80,6 +57,18 @@ async def _truncated(subject: Subject, field: Mapping[str, float], kept: Kept) -
     if count and not changed:
         raise not_possible("log-probabilities are reported after truncation, which hides what was cut")
     raise inconclusive(f"{count} tokens, of which a server without {name} might have generated all")
+
+
+check_top_p = partial(check_truncation, "top_p", 0.5, lambda cells, lp: _before(cells, lp) < 0.5 + ROUNDING)
+check_top_k = partial(check_truncation, "top_k", 2, lambda cells, lp: lp >= cells[:2][-1] - ROUNDING)
+check_min_p = partial(
+    check_truncation, "min_p", 0.3, lambda cells, lp: lp >= cells[0] + math.log(0.3) - ROUNDING
+)
+
+
+def _before(cells: list[float], logprob: float) -> float:
+    """Return the probability of the tokens before one."""
+    return math.fsum(math.exp(lp) for lp in cells if lp > logprob + ROUNDING)
 
 
 async def check_bias(subject: Subject) -> CheckResult:

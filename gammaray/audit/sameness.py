@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from operator import itemgetter
-from typing import Any
 
 from gammaray.audit.answers import Answer, Choice, Token
 from gammaray.audit.findings import ALPHA, CheckResult, Status, failed, inconclusive, not_possible, passed
@@ -47,11 +46,6 @@ class Difference:
     left: str
     right: str
     margin: float | None
-
-    def evidence(self) -> dict[str, Any]:
-        """Return the fields, JSON-ready."""
-        margin = None if self.margin is None else round(self.margin, 6)
-        return {"index": self.index, "first": self.left, "second": self.right, "margin": margin}
 
 
 def first_difference(left: Choice, right: Choice) -> Difference | None:
@@ -129,7 +123,7 @@ class Comparison:
             "equal": len(self.pairs) - len(found),
             "explained_by_rounding": len(found) - len(unexplained),
             "largest_difference_of_logprobs": round(self.rounding, 6),
-            "differences": [d.evidence() for d, _ in (unexplained or found)[:5]],
+            "differences": [asdict(d) for d, _ in (unexplained or found)[:5]],
         }
         of = f"of {len(self.pairs)} {what}"
         if unexplained:
@@ -236,7 +230,7 @@ async def check_greedy(subject: Subject) -> CheckResult:
     if less_likely:
         gap, found, curl = max(less_likely, key=itemgetter(0))
         summary = f"token {found.index} is {found.left!r}, while {found.right!r} is more likely by {gap:.4f}"
-        return failed(summary, curl, **found.evidence())
+        return failed(summary, curl, **asdict(found))
     if reference is None:
         if count < _MIN_KNOWN * total:
             raise inconclusive(f"only {count} of {total} tokens have alternatives")

@@ -71,7 +71,7 @@ def _fields(context: click.Context, parameter: click.Parameter, value: str) -> d
     "--reference-draft",
     default="",
     metavar="URL|DIR",
-    help="The server's draft model, or a server of it: `law` bets on its choices (the server: such as vLLM).",
+    help="The server's draft model: `law` bets on its choices. The server must report token ids (vLLM does).",
 )
 @click.option(
     "--prompts",
