@@ -87,8 +87,8 @@ def _sentence(verdict: ReceiptVerdict, signature: str) -> str:
     parts = [f"{verdict.num_tokens} tokens follow", f"signature {signature}"]
     if verdict.num_ties:
         parts.append(
-            f"{verdict.num_ties} of them within the margin of {verdict.margin:g}, by at most "
-            f"{verdict.largest_gap:.2g} nats"
+            f"{verdict.num_ties} of them within the margin of {verdict.margin:g}, with scores at most "
+            f"{verdict.largest_gap:.2g} nats apart"
         )
     if verdict.gap is not None:
         parts.append(f"{verdict.gap:.3g} nats below it, margin {verdict.margin:g}")

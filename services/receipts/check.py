@@ -57,13 +57,13 @@ class ReceiptVerdict:
         reason: Why it is invalid or refused; else empty.
         num_tokens: Emitted tokens that were checked.
         num_ties: Of these, how many are the argmax only after a change of logits within the margin.
-        largest_gap: The largest `gap` of these.
+        largest_gap: The largest `gap` of these, at most the margin.
         margin: How far two logits may move towards each other to make a token the argmax.
         position: Index of the first wrong token among the emitted ones.
         token: That token.
         expected: The token in its place.
         gap: How far its score log p + noise is above that of `token`, times the temperature: nats of a logit.
-            None: `token` cannot be drawn.
+            With `top_p`, at the mass within the margin that just keeps `token`. None: it cannot be drawn.
     """
 
     result: Literal["valid", "invalid", "refused"]
