@@ -148,9 +148,7 @@ def _start(stage: Stage, options: TrainingOptions, vocab_size: int) -> LlamaForC
     return model
 
 
-def optimizers_of(
-    model: LlamaForCausalLM, muon_lr: float, adam_lr: float
-) -> tuple[torch.optim.Optimizer, ...]:
+def optimizers_of(model: LlamaForCausalLM, muon_lr: float, adam_lr: float) -> list[torch.optim.Optimizer]:
     """Return the optimisers of the blocks' matrices, and of embeddings and norms."""
     matrices, rest = [], []
     for name, parameter in model.named_parameters():

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
 from urllib.error import URLError
 from urllib.request import urlopen
 
@@ -40,17 +40,19 @@ def check_file(
         InvalidArgumentError: There are no receipts, no such keys or no such target.
     """
     keys = None if key is None else _keys(key)
-    read = [_read(line, keys) for line in path.read_text(errors="replace").splitlines() if line.strip()]
-    if not read:
+    lines = [line.strip() for line in path.read_text(errors="replace").splitlines() if line.strip()]
+    if not lines:
         raise InvalidArgumentError("receipts", f"{path} without receipts", "one receipt per line")
-    verdicts = _verdicts(read, target, margin)
+    checker, results = cache(partial(ReceiptChecker, target, margin)), set[str]()
     signature = "not checked" if keys is None else "valid"
-    for number, verdict in enumerate(verdicts, start=1):
+    for number, line in enumerate(lines, start=1):
+        click.echo(f"checking receipt {number} of {len(lines)}", err=True)
+        verdict = _verdict(line, keys, checker)
+        results.add(verdict.result)
         if as_json:
             click.echo(json.dumps({"receipt": number, "signature": signature, **asdict(verdict)}))
         else:
             click.echo(f"receipt {number}: {_sentence(verdict, signature)}")
-    results = {verdict.result for verdict in verdicts}
     return 1 if "invalid" in results else 2 if "refused" in results else 0
 
 
@@ -66,38 +68,23 @@ def _keys(place: str) -> tuple[ReceiptKey, ...]:
         raise InvalidArgumentError("key", f"{place} ({reason})", "a file or URL with keys") from None
 
 
-def _read(line: str, keys: tuple[ReceiptKey, ...] | None) -> SignedReceipt | ReceiptVerdict:
+def _verdict(
+    line: str, keys: tuple[ReceiptKey, ...] | None, checker: Callable[[], ReceiptChecker]
+) -> ReceiptVerdict:
+    """Return the verdict; the target is loaded for the first receipt that is not refused unseen."""
     try:
-        found = SignedReceipt.parse(line.strip())
+        found = SignedReceipt.parse(line)
         if keys is not None:
             found.check(keys)
     except InvalidArgumentError as error:
         return ReceiptVerdict(result="refused", reason=str(error))
-    return found
-
-
-def _verdicts(
-    read: Sequence[SignedReceipt | ReceiptVerdict], target: str, margin: float | None
-) -> list[ReceiptVerdict]:
-    """Return the verdicts; the target is loaded for the first receipt that is not refused unseen."""
-    checker: ReceiptChecker | None = None
-    verdicts = []
-    for number, one in enumerate(read, start=1):
-        if isinstance(one, SignedReceipt):
-            if checker is None:
-                click.echo(f"loading the target {target}", err=True)
-                checker = ReceiptChecker(target, margin)
-            click.echo(f"checking receipt {number} of {len(read)}", err=True)
-            verdicts.append(checker.verdict(one.receipt))
-        else:
-            verdicts.append(one)
-    return verdicts
+    return checker().verdict(found.receipt)
 
 
 def _sentence(verdict: ReceiptVerdict, signature: str) -> str:
     if verdict.result == "refused":
         return f"refused: {verdict.reason}"
-    parts: list[Any] = [f"{verdict.num_tokens} tokens follow", f"signature {signature}"]
+    parts = [f"{verdict.num_tokens} tokens follow", f"signature {signature}"]
     if verdict.num_ties:
         parts.append(
             f"{verdict.num_ties} of them within the margin of {verdict.margin:g}, by at most "

@@ -42,7 +42,7 @@ _FEED = 256
 """Tokens of one forward."""
 
 _JUDGED = 2**18
-"""Logits processed at once, which fit into a core's cache, in at most 32 rows."""
+"""Logits processed at once, which fit into a core's cache, in at most 64 rows."""
 
 _SESSION = "receipt"
 
@@ -204,7 +204,7 @@ class _Pass:
         self._spec = SessionSpec(params, receipt.verification, len(prompt), ends)
         self._spec.validate(len(prompt), engine.vocab_size)
         size, device = engine.vocab_size, engine.device
-        self._num_judged = min(32, max(1, _JUDGED // size))
+        self._num_judged = min(64, max(1, _JUDGED // size))
         assert params.seed is not None
         self._noise = Noise(params.seed, params.sample_index, size, device) if params.temperature else None
         self._edits = None
@@ -250,52 +250,50 @@ class _Pass:
         if self._edits is not None:
             self._edits.follow(self._tokens[:at])
         token, logits = self._tokens[at], edited_logits(row[None], self._edits, [()])
-        scores = self._scores(logits, at)
-        (expected,) = best_tokens(scores)
-        temperature = self._receipt.sampling.temperature or 1.0
-        gap = float(scores[0, expected] - scores[0, token]) * temperature
-        for spread in (0.0, self._half / 2, -self._half / 2):
-            if self._can_win(logits.clone(), at, spread / temperature):
-                ties = self._verdict.num_ties + 1
-                largest = max(self._verdict.largest_gap, gap if math.isfinite(gap) else 0.0)
-                self._note(num_ties=ties, largest_gap=largest)
-                return True
+        (expected,) = best_tokens(self._scores(logits, at))
+        scores = self._scores(logits, at, is_lenient=True)
+        gap = float(scores.amax() - scores[0, token]) * (self._receipt.sampling.temperature or 1.0)
+        if self._can_win(logits.clone(), at):
+            largest = max(self._verdict.largest_gap, min(gap, 2 * self._half))
+            self._note(num_ties=self._verdict.num_ties + 1, largest_gap=largest)
+            return True
         number = at - self._num_prompt
-        self._note(
-            result="invalid",
-            reason=f"token {number} is {token}, expected {expected}",
-            num_tokens=number,
-            position=number,
-            token=token,
-            expected=expected,
-            gap=gap if math.isfinite(gap) else None,
-        )
+        reason = f"token {number} is {token}, expected {expected}"
+        known = gap if math.isfinite(gap) else None
+        wrong = {"position": number, "token": token, "expected": expected, "gap": known}
+        self._note(result="invalid", reason=reason, num_tokens=number, **wrong)
         return False
 
-    def _can_win(self, logits: Tensor, at: int, spread: float) -> bool:
+    def _can_win(self, logits: Tensor, at: int) -> bool:
         """Whether the token at a position is the argmax after small changes; `logits` [1, vocab] is changed.
 
-        Those that win in its place are lowered, one after another. `spread` is added to `top_p`: where all
-        logits change by at most half the margin, the mass of the likeliest tokens changes by at most a
-        quarter of it, so that a token at the border may be kept or not.
+        Those that win in its place are lowered, one after another.
         """
         token, lowered = self._tokens[at], set[int | None]()
         logits[0, token] += self._half
         while True:
-            (best,) = best_tokens(self._scores(logits, at, spread))
+            (best,) = best_tokens(self._scores(logits, at, is_lenient=True))
             if best in lowered or best is None or best == token:
                 return best == token
             lowered.add(best)
             logits[0, best] -= self._half
 
-    def _scores(self, logits: Tensor, at: int, spread: float = 0.0) -> Tensor:
-        """Return log p + noise of edited logits [1, vocab]; at temperature 0 the logits."""
+    def _scores(self, logits: Tensor, at: int, *, is_lenient: bool = False) -> Tensor:
+        """Return log p + noise of edited logits [1, vocab]; at temperature 0 the logits.
+
+        Where all logits change by at most half the margin, the mass of the likeliest tokens changes by at
+        most a quarter of it. With `is_lenient`, `top_p` changes by as much towards the mass that just keeps
+        the token at the position: with fewer others it wins more often.
+        """
         params = self._receipt.sampling
         if self._noise is None:
             return logits
-        params = replace(
-            params, top_p=min(1.0, max(1e-9, params.top_p + spread)) if params.top_p < 1 else 1.0
-        )
+        if is_lenient and params.top_p < 1:
+            probs = processed_log_probs(logits, replace(params, top_p=1.0))[0].double().exp()
+            probs[self._tokens[at]], prob = 0.0, float(probs[self._tokens[at]])
+            needed, spread = float(probs[probs >= prob].sum()) + 1e-6, self._half / 2 / params.temperature
+            top_p = min(max(needed, params.top_p - spread, 1e-9), params.top_p + spread, 1.0)
+            params = replace(params, top_p=top_p)
         return processed_log_probs(logits, params) + self._noise.gumbel(at, 1)
 
     def _note(self, **values: Any) -> None:

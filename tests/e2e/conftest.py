@@ -18,7 +18,6 @@ OWN_CLUSTERS = (
     "test_lifecycle",
     "test_trust",
     "test_served_drafters",
-    "test_gguf_target",
     "test_smoke",
 )
 """Files whose tests have clusters of their own, those that take longest first."""

@@ -1,4 +1,4 @@
-"""`gammaray up` with a head in the target worker, and with an early exit of the target as the draft."""
+"""`gammaray up` with a head in the target worker."""
 
 import signal
 from pathlib import Path
@@ -10,9 +10,7 @@ from gammaray.types import DrafterKind, GammaPolicy
 from services.demo_pair import TARGET_DIR
 from tests.support.cluster.cluster_helpers import (
     eventually,
-    is_without_model,
     running_cluster,
-    undisturbed,
 )
 from tests.support.head_helpers import bigram_head
 
@@ -60,16 +58,4 @@ def test_text_drafted_by_a_head_is_that_of_plain_decoding(tmp_path):
             assert eventually(lambda: DrafterKind.HEAD in drafters_of(client, made))
             records = client.session_trace(made.session_id)
             assert any(cycle.draft_ahead_hit for cycle in records if cycle.drafter is DrafterKind.HEAD)
-        cluster.check_stop(signal.SIGINT)
-
-
-def test_text_drafted_by_an_early_exit_is_that_of_plain_decoding():
-    with running_cluster(*TARGET, "--draft", "early-exit:8") as cluster:
-        with Client(cluster.grpc) as client:
-            for temperature in (0.0, 1.0):
-                plain = run(client, "none", 0, temperature)
-                drafted = undisturbed(lambda t=temperature: run(client, "model", 5, t), is_without_model)
-                assert ids(drafted) == ids(plain)
-                assert drafted.summary.accepted_tokens > 5
-                assert ids(run(client, "model", "adaptive", temperature)) == ids(plain)
         cluster.check_stop(signal.SIGINT)

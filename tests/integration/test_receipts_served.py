@@ -75,7 +75,7 @@ CASES = {
     "bias": sampled(logit_bias={11: 5.0, 12: -5.0}, banned_token_ids=(13, 14), sample_index=3),
     "min_tokens": {**sampled(min_tokens=20, logit_bias={0: 40.0}), "ignore_eos": False},
     "grammar": {**sampled(grammar=json_schema_grammar(SCHEMA)), "ignore_eos": False},
-    "stop": {"stop": ("self", "é", "    return"), "max_tokens": 80},
+    "stop": {"stop": ("é", "\n"), "max_tokens": 80},
     "unstored": {"store": False, "session_id": ""},
 }
 
@@ -89,6 +89,7 @@ async def test_receipt_of_a_completion_is_valid(orchestrator, checker, keys_file
     assert receipt.token_ids == tuple(tokens_of(chunks))
     assert receipt.finish_reason is chunks[-1].finish_reason
     assert receipt.sampling == request.sampling
+    assert receipt.finish_reason is FinishReason.STOP or not receipt.stop
     verdict = checker.verdict(receipt)
     assert (verdict.result, verdict.reason) == ("valid", "")
     assert verdict.num_tokens == len(receipt.token_ids)

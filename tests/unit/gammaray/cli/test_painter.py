@@ -20,22 +20,6 @@ def runs_of(*chunks):
     return [run for chunk in chunks for run in painter.runs(chunk)]
 
 
-def test_painter_tokens_in_one_chunk_get_their_own_origins():
-    chunk = last("one two", token("one", ACCEPTED), token(" two", BONUS))
-    assert runs_of(chunk) == [("one", ACCEPTED), (" two", BONUS)]
-
-
-def test_painter_neighbours_of_one_origin_are_one_run():
-    assert runs_of(piece("ab", token("a"), token("b"))) == [("ab", ACCEPTED)]
-
-
-@pytest.mark.parametrize("character", ["é", "€", "🙂"])
-def test_painter_character_split_across_tokens_belongs_to_the_one_that_completes_it(character):
-    data = character.encode()
-    tokens = [token(bytes([byte]), CORRECTION) for byte in data[:-1]] + [token(data[-1:], BONUS)]
-    assert runs_of(piece("a" + character, token("a"), *tokens)) == [("a", ACCEPTED), (character, BONUS)]
-
-
 def test_painter_character_split_across_chunks_is_shown_once_and_whole():
     data = "🙂".encode()
     chunks = [piece("", token(data[:3], ACCEPTED)), last("🙂!", token(data[3:] + b"!", CORRECTION))]

@@ -95,11 +95,15 @@ def test_vocabularies_that_differ_are_noted_with_both_sizes(tmp_path):
 
 def test_draft_workers_know_the_target_where_it_is_another_model():
     assert "target" not in role_settings(ClusterSettings())["draft"]
-    other = ClusterSettings(target="t", draft="demo")
-    assert role_settings(other)["draft"]["target"] == "t"
-    document = serve_document(other)
-    (args,) = (app["args"] for app in document["applications"] if "draft" in app["import_path"])
-    assert "target" not in args["settings"]
+    for draft, written in (
+        ("demo", None),
+        ("early-exit:2", "t"),
+    ):
+        other = ClusterSettings(target="t", draft=draft)
+        assert role_settings(other)["draft"]["target"] == "t"
+        applications = serve_document(other)["applications"]
+        (args,) = (app["args"] for app in applications if "draft" in app["import_path"])
+        assert args["settings"].get("target") == written
 
 
 def test_vocabulary_of_a_multimodal_model_is_that_of_its_text(tmp_path):

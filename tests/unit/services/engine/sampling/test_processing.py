@@ -139,10 +139,13 @@ def test_processing_top_p_keeps_the_token_that_crosses():
         assert int(rows.isfinite().sum()) == kept
 
 
-@pytest.mark.parametrize("spread", [0.1, 1.0, 6.0], ids=["wide", "medium", "narrow"])
-def test_processing_large_vocabulary_nucleus_equals_oracle(spread):
+SPREADS = {"wide": [0.1] * 3, "medium": [1.0] * 3, "narrow": [6.0] * 3, "one wide": [6.0, 0.1, 3.0]}
+
+
+@pytest.mark.parametrize("spreads", SPREADS.values(), ids=SPREADS)
+def test_processing_large_vocabulary_nucleus_equals_oracle(spreads):
     torch.manual_seed(3)
-    logits = spread * torch.randn(3, 1500)
+    logits = torch.tensor(spreads)[:, None] * torch.randn(3, 1500)
     assert_equals_oracle(logits, SamplingParams(top_p=0.9), Proposal((5, 6)))
 
 
@@ -210,6 +213,15 @@ NO_TOKEN_LEFT = [
 def test_processing_masks_of_everything_are_refused(setting, output):
     with pytest.raises(InvalidArgumentError, match="min_tokens"):
         process(torch.zeros(1, 12), SamplingParams(**setting), Proposal(), output=output)
+
+
+@pytest.mark.parametrize("kept", [{"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.1}], ids=str)
+def test_processing_one_nan_is_detected(kept):
+    torch.manual_seed(1)
+    logits = torch.randn(2, 400)
+    logits[0, 17] = math.nan
+    rows = process(logits, SamplingParams(**kept), Proposal((5,)), output=())
+    assert [math.isfinite(row.max()) for row in rows] == [False, True]
 
 
 @pytest.mark.parametrize("bad", [math.nan, -math.inf], ids=["nan", "nothing"])
