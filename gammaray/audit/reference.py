@@ -17,7 +17,7 @@ from typing import Any
 from gammaray.audit.answers import Choice, Token
 from gammaray.audit.chance import SPECIAL
 from gammaray.audit.findings import CheckResult, Status, failed, inconclusive, not_possible, passed
-from gammaray.audit.sameness import MAX_EQUAL
+from gammaray.audit.sameness import LIKELY, MAX_EQUAL
 from gammaray.audit.subject import Subject
 from gammaray.errors import FailedPreconditionError, UnavailableError
 
@@ -28,7 +28,6 @@ int8 weights by 0.05, int4 weights by 0.5 (docs/audit.md)."""
 MIN_TOKENS = 200
 """Tokens that must have been compared."""
 
-_LIKELY = -4.6  # one per cent: log-probabilities of less likely tokens differ more
 _MAX_PROMPTS = 24
 _BY_TEXT: dict[str, Any] = {"return_tokens_as_token_ids": None}  # ids of two servers may differ
 _ECHO = {"temperature": 0, "max_tokens": 1, "echo": True, "top_p": None, **_BY_TEXT}
@@ -66,7 +65,7 @@ async def check_probabilities(subject: Subject) -> CheckResult:
             continue
         curl = ours.curl
         for token, theirs in zip(tokens, given, strict=True):
-            if token.lp is not None and theirs.lp is not None and theirs.lp >= _LIKELY:
+            if token.lp is not None and theirs.lp is not None and theirs.lp >= LIKELY:
                 compared.append((token.lp - theirs.lp, token, theirs.lp))
     if unaligned and not compared:
         raise not_possible("`echo` lists no tokens of the text, or other ones than were generated")

@@ -25,7 +25,9 @@ sides differ by more, greedy texts prove nothing: a quantised model differs as m
 EXPECTED_FLIPS = 0.01
 """Rounding does not explain a sampled difference if it changes fewer tokens than this on average."""
 
-_LIKELY = -4.6  # one per cent: log-probabilities of less likely tokens differ more
+LIKELY = -4.6
+"""Log-probability of one per cent: those of less likely tokens differ more."""
+
 _TOKENS = 48
 _MIN_KNOWN = 0.95
 OTHERS = 8
@@ -76,7 +78,7 @@ def roundings(left: Choice, right: Choice) -> Iterator[float]:
     """Yield by how much the log-probabilities of the same likely tokens differ in the same contexts."""
     for a, b in zip(left.tokens[: shared(left.tokens, right.tokens)], right.tokens, strict=False):
         for key, logprob in a.cells.items():
-            if logprob > _LIKELY and key in b.cells:
+            if logprob > LIKELY and key in b.cells:
                 yield abs(logprob - b.cells[key])
 
 
