@@ -35,6 +35,7 @@ WITHOUT_A_CLUSTER: Mapping[str, str] = {
     r"gammaray qualify --target build/models/smollm2": "needs make smollm2, see test_qualify_pairs.py",
     r"gammaray audit ": "takes minutes, see tests/integration/test_audit_faults.py",
     r"gammaray (check|generate .*--receipt) ": "needs keys, see tests/integration/test_receipts_served.py",
+    r"gammaray drafters ": "needs a folder that a worker learns in, see test_learning_folder.py",
     r"gammaray train ": "takes an hour, see tests/unit/services/train/test_train_run.py",
     r"export OTEL_EXPORTER_OTLP_ENDPOINT=": "only sets a variable for the next line",
     r"\. \.venv/bin/activate": "only changes the shell",
