@@ -93,6 +93,7 @@ class Trainer:
         if not all(self._identity.values()):
             raise FailedPreconditionError(f"{target}: its weights or its tokenizer have no fingerprint")
         self._trainings: dict[str, _Training] = {}
+        self._records: dict[Path, Record] = {}
         self._new_training(DrafterStore(folder.path), 0)  # fails now, not after the first streams
 
     def run_round(self) -> Version | None:
@@ -119,7 +120,11 @@ class Trainer:
         if training is None or training.parent != stable:
             training = self._trainings[store.path.name] = self._new_training(store, stable)
         held_count = min(MAX_HELD, max(MIN_HELD, round(HELD_SHARE * len(files))))
-        held, taught = self._read(files[-held_count:]), self._read(files[:-held_count])
+        self._read(files)
+        held, taught = (
+            [self._records[path] for path in part if path in self._records]
+            for part in (files[-held_count:], files[:-held_count])
+        )
         if len(held) < MIN_HELD or not taught:
             return None
         parent = self._new_training(store, stable).head
@@ -189,11 +194,14 @@ class Trainer:
         return version
 
     @torch.no_grad()
-    def _read(self, files: Items[Path]) -> list[Record]:
-        """Read streams, with the target's most likely tokens, which follow from its last states."""
+    def _read(self, files: Items[Path]) -> None:
+        """Read new streams, with the target's most likely tokens, which follow from its last states."""
         decoder, output = self._module.get_decoder(), self._module.get_output_embeddings()
-        found = []
+        wanted = set(files)
+        self._records = {path: one for path, one in self._records.items() if path in wanted}
         for path in files:
+            if path in self._records:
+                continue
             try:
                 with np.load(path) as stored:
                     tokens, num_prompt = stored["token_ids"], int(stored["num_prompt"])
@@ -205,8 +213,7 @@ class Trainer:
             top = logits.log_softmax(-1).topk(min(TOP_K, logits.shape[-1]))
             padded = torch.cat([states, torch.zeros_like(states[:1])])  # for the last token
             ids, logs = top.indices.numpy(), top.values.numpy()
-            found.append(Record(tokens, num_prompt, temperature, ids, logs, states=padded))
-        return found
+            self._records[path] = Record(tokens, num_prompt, temperature, ids, logs, states=padded)
 
 
 @dataclass(frozen=True)
