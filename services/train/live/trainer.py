@@ -59,15 +59,15 @@ class _Training:
 
     Attributes:
         parent: The version that it began with.
-        seen: Time of the newest stream of the last round, in nanoseconds.
         tenants: Whose streams it was trained on, with those of its parent.
+        num_steps: Steps so far.
     """
 
     parent: int
     head: TrainableHead
     optimizer: torch.optim.Optimizer
     tenants: set[str]
-    seen: int = 0
+    num_steps: int = 0
 
 
 class Trainer:
@@ -94,6 +94,7 @@ class Trainer:
             raise FailedPreconditionError(f"{target}: its weights or its tokenizer have no fingerprint")
         self._trainings: dict[str, _Training] = {}
         self._records: dict[Path, Record] = {}
+        self._seen: dict[str, int] = {}  # when the newest stream of a drafter's last round was written
         self._new_training(DrafterStore(folder.path), 0)  # fails now, not after the first streams
 
     def run_round(self) -> Version | None:
@@ -103,8 +104,7 @@ class Trainer:
             found = store.read()
             if found.candidate is None and not found.is_pinned:
                 files = sorted((store.path / "records").glob("*.npz"), key=RecordName.parse)
-                training = self._trainings.get(store.path.name)
-                seen = training.seen if training is not None and training.parent == found.stable else 0
+                seen = self._seen.get(store.path.name, 0)
                 new = sum(
                     name.num_answer for path in files if (name := RecordName.parse(path)).written_at > seen
                 )
@@ -130,12 +130,12 @@ class Trainer:
         parent = self._new_training(store, stable).head
         before = _expected(parent, held)
         began = time.perf_counter()
-        for step in range(STEPS):
+        for _ in range(STEPS):
             if self._stopped():
                 return None
-            self._step(training, taught, step)
+            self._step(training, taught)
         after = _expected(training.head, held)
-        training.seen = RecordName.parse(files[-1]).written_at
+        self._seen[store.path.name] = RecordName.parse(files[-1]).written_at
         training.tenants |= {RecordName.parse(path).tenant for path in files}
         took = time.perf_counter() - began
         _log.info(
@@ -159,8 +159,9 @@ class Trainer:
         tenants = set(store.read().version(number).tenants) if number else set()
         return _Training(number, head, optimizer, tenants)
 
-    def _step(self, training: _Training, taught: Items[Record], step: int) -> None:
-        generator = torch.Generator().manual_seed(training.seen % 2**31 * 1009 + step)
+    def _step(self, training: _Training, taught: Items[Record]) -> None:
+        training.num_steps += 1
+        generator = torch.Generator().manual_seed(training.parent * 1_000_003 + training.num_steps)
         chosen: list[Record] = []
         while sum(one.num_answer for one in chosen) < STEP_TOKENS:
             chosen.append(taught[int(torch.randint(len(taught), (), generator=generator))])
@@ -173,6 +174,9 @@ class Trainer:
     def _publish(
         self, store: DrafterStore, training: _Training, before: float, after: float, tokens: int
     ) -> Version | None:
+        if not training.tenants <= {"", *self._folder.consents()}:  # one withdrew meanwhile
+            del self._trainings[store.path.name]
+            return None
         written = store.path / "new"
         shutil.rmtree(written, ignore_errors=True)
         card = {"expected": round(after, 3), "parent": training.parent, "parent_expected": round(before, 3)}

@@ -163,9 +163,27 @@ def test_training_publishes_what_is_better_on_newer_streams(tmp_path, target, mo
         store = folder.store("open")
         serve_until(scheduler, lambda: store.read().candidate is None)
         assert store.read().stable == 1
-        assert trainer.run_round() is not None or store.read().stable == 1
         stopped = Trainer(folder, str(target), str(head), lambda: True)
         assert stopped.run_round() is None
+
+
+def test_nothing_is_published_after_a_tenant_withdrew(tmp_path, target, monkeypatch):
+    head = new_head(tmp_path / "new", target)
+    monkeypatch.setattr("services.train.live.trainer.MIN_TOKENS", 300)
+    monkeypatch.setattr("services.train.live.trainer.RATE", 3e-3)
+    folder = LearningFolder(tmp_path)
+    folder.consent("acme", "own")
+    with learning(tmp_path, target, head, monkeypatch) as scheduler:
+        for seed in range(12):
+            run = begin(scheduler, seed, "acme")
+            run_for(run, 64)
+            end(run)
+        wait_until(lambda: len(records(tmp_path, "tenant-acme")) == 12)
+        trainer = Trainer(folder, str(target), str(head), lambda: False)
+        monkeypatch.setattr(LearningFolder, "consents", lambda self: {})
+        assert trainer.run_round() is None
+        monkeypatch.undo()
+        assert folder.store("tenant-acme").read().versions == ()
 
 
 def test_one_process_trains_for_all_workers_of_a_machine(tmp_path, target, monkeypatch):
