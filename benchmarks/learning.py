@@ -221,10 +221,13 @@ async def run(options: argparse.Namespace) -> int:
         learned = LearningFolder(Path(folder)).store(OPEN)
         async with AsyncExitStack() as stack:
             clients = []
-            for learn in (("--learn", folder), ())[: 1 + options.beside]:
+            sides = (("--learn", folder), ())[: 1 + options.beside]
+            for learn in reversed(sides) if options.last else sides:
                 cluster = await stack.enter_async_context(running_cluster(*common, *learn))
                 clients.append(await stack.enter_async_context(AsyncClient(cluster.grpc_address)))
                 await clients[-1].wait_ready(60)
+            if options.last:
+                clients.reverse()
             made = await serve(clients, tokenizer, options, learned)
             drafters = learned.read()
             differ = await differing(clients[-1], made, options)
@@ -274,6 +277,9 @@ def main() -> None:
     parser.add_argument("--gamma", type=int, default=3)
     parser.add_argument("--idle", type=float, default=2.0)
     parser.add_argument("--beside", action="store_true", help="a second cluster that does not learn")
+    parser.add_argument(
+        "--last", action="store_true", help="start the cluster that learns after the other one"
+    )
     parser.add_argument("--chart", type=Path, help="SVG to write")
     parser.add_argument("--out", type=Path)
     sys.exit(run_or_exit(run(parser.parse_args())))
