@@ -109,6 +109,7 @@ class LearningDrafter:
         folder: LearningFolder,
         command: Sequence[str] | None = None,
     ) -> None:
+        folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.taps = base.taps
         self._base, self._load, self._folder = base, load, folder
         self.first_tokens = dict.fromkeys(itertools.product(_ARMS, _OUTCOMES), 0)

@@ -124,6 +124,8 @@ def test_poisoned_and_damaged_versions_are_rolled_back_without_a_hand(tmp_path, 
 def test_streams_of_consenting_tenants_are_kept_until_they_are_deleted(tmp_path, target, heads, monkeypatch):
     folder = LearningFolder(tmp_path)
     folder.consent("acme", "own")
+    with learning(tmp_path / "new" / "learn", target, heads[0], monkeypatch):
+        assert (tmp_path / "new" / "learn").stat().st_mode & 0o777 == 0o700
     with learning(tmp_path, target, heads[0], monkeypatch) as scheduler:
         for seed, tenant in ((1, ""), (2, "acme"), (3, "other"), (4, "acme"), (5, "acme")):
             run = begin(scheduler, seed, tenant)
