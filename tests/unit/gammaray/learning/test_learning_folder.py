@@ -34,6 +34,14 @@ def test_candidate_becomes_stable_and_former(store):
     assert store.directory(2).is_dir()
 
 
+def test_directory_of_a_publisher_that_died_is_replaced(store):
+    stale = store.directory(1)
+    stale.mkdir(parents=True)
+    (stale / "half").write_text("")
+    assert publish(store).number == 1
+    assert list(store.directory(1).iterdir()) == []
+
+
 def test_rollback_returns_to_what_served_before(store):
     publish(store)
     store.promote(1)

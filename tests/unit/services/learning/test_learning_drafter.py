@@ -4,6 +4,7 @@ import shutil
 import time
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from gammaray.blocks import Shape
@@ -169,23 +170,36 @@ def test_training_publishes_what_is_better_on_newer_streams(tmp_path, target, mo
         assert stopped.run_round() is None
 
 
-def test_nothing_is_published_after_a_tenant_withdrew(tmp_path, target, monkeypatch):
+def test_tenants_train_apart_and_not_after_they_withdrew(tmp_path, target, monkeypatch):
     head = new_head(tmp_path / "new", target)
     monkeypatch.setattr("services.train.live.trainer.MIN_TOKENS", 300)
     monkeypatch.setattr("services.train.live.trainer.RATE", 3e-3)
     folder = LearningFolder(tmp_path)
     folder.consent("acme", "own")
+    folder.consent("other", "own")
     with learning(tmp_path, target, head, monkeypatch) as scheduler:
-        for seed in range(12):
-            run = begin(scheduler, seed, "acme")
+        for seed in range(16):
+            run = begin(scheduler, seed, "acme" if seed < 12 else "other")
             run_for(run, 64)
             end(run)
         wait_until(lambda: len(records(tmp_path, "tenant-acme")) == 12)
         trainer = Trainer(folder, str(target), str(head), lambda: False)
-        monkeypatch.setattr(LearningFolder, "consents", lambda self: {})
+        read, load = [], np.load
+        monkeypatch.setattr(np, "load", lambda path: read.append(path) or load(path))
+        version = trainer.run_round()
+        assert version is not None
+        assert version.tenants == ("acme",)
+        assert {RecordName.parse(path).tenant for path in read} == {"acme"}
+        folder.store("tenant-acme").promote(1)
+        for seed in range(12):
+            run = begin(scheduler, seed, "acme")
+            run_for(run, 64)
+            end(run)
+        wait_until(lambda: len(records(tmp_path, "tenant-acme")) == 24)
+        monkeypatch.setattr(LearningFolder, "consents", lambda self: {})  # withdrawn during the round
+        monkeypatch.setattr("services.train.live.trainer.MIN_GAIN", 0.0)
         assert trainer.run_round() is None
-        monkeypatch.undo()
-        assert folder.store("tenant-acme").read().versions == ()
+        assert len(folder.store("tenant-acme").read().versions) == 1
 
 
 def test_one_process_trains_for_all_workers_of_a_machine(tmp_path, target, monkeypatch):
