@@ -26,6 +26,7 @@ from gammaray.types import Proposal
 from services.learning.canary import Canary, Decision
 from services.learning.process import TrainingProcess
 from services.learning.records import Buffer, Recorder
+from services.scheduling.metrics import ARMS, OUTCOMES
 from services.scheduling.sessions import SessionCopy
 from services.speculation.head_drafter import HeadDrafter
 
@@ -39,8 +40,6 @@ PERIOD_S = 1.0
 """Between two looks at the folder."""
 
 _LOOKS_PER_TRIM = 60
-
-_ARMS, _OUTCOMES = ("stable", "candidate"), ("accepted", "rejected")
 
 _log = logging.getLogger(__name__)
 
@@ -112,7 +111,7 @@ class LearningDrafter:
         folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.taps = base.taps
         self._base, self._load, self._folder = base, load, folder
-        self.first_tokens = dict.fromkeys(itertools.product(_ARMS, _OUTCOMES), 0)
+        self.first_tokens = dict.fromkeys(itertools.product(ARMS, OUTCOMES), 0)
         self._sessions: dict[str, _Session] = {}
         self._num_kept = 0
         self._recorder = Recorder()
@@ -230,7 +229,7 @@ class LearningDrafter:
             return
         is_accepted = session.copy.tokens[tested[0]] == tested[1]
         is_candidate = arms is not None and session.drafter is arms.candidate
-        self.first_tokens[_ARMS[is_candidate], _OUTCOMES[not is_accepted]] += 1
+        self.first_tokens[ARMS[is_candidate], OUTCOMES[not is_accepted]] += 1
         if (
             arms is not None
             and arms.candidate is not None

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 
 from gammaray.telemetry.meter import Meter
 from gammaray.types import WorkerTotals
 from services.engine.core.kv_cache import CacheStats
+
+ARMS, OUTCOMES = ("stable", "candidate"), ("accepted", "rejected")
+"""Which version of a head that learns drafted, and what became of a proposal's first token."""
 
 
 @dataclass
@@ -47,6 +51,10 @@ class WorkerMeter:
         self._prefix_queries = meter.counter("gammaray.worker.prefix_cache.queries", role=role)
         self._prefix_hits = meter.counter("gammaray.worker.prefix_cache.hits", role=role)
         self._ahead: AheadStats | None = None
+        self._first_tokens: Mapping[tuple[str, str], int] = dict.fromkeys(product(ARMS, OUTCOMES), 0)
+        for arm, outcome in self._first_tokens if role == "target" else ():
+            read = partial(self._num_first_tokens, arm, outcome)
+            meter.observed("gammaray.worker.drafter.first_tokens", read, arm=arm, outcome=outcome)
 
     def watch(self, num_queued: Callable[[], int], stats: Callable[[], CacheStats]) -> None:
         """Read the number of blocks waiting or running, and the cache's counters, at every collection."""
@@ -62,10 +70,8 @@ class WorkerMeter:
         self._ahead = stats
 
     def watch_first_tokens(self, counts: Mapping[tuple[str, str], int]) -> None:
-        """Include the counts of first tokens by arm and outcome, see `LearningDrafter`."""
-        for arm, outcome in counts:
-            read = partial(counts.__getitem__, (arm, outcome))
-            self.meter.observed("gammaray.worker.drafter.first_tokens", read, arm=arm, outcome=outcome)
+        """Report the counts of first tokens by arm and outcome, see `LearningDrafter`."""
+        self._first_tokens = counts
 
     def looked_up(self, num_tokens: int, num_cached: int) -> None:
         """Count the tokens with which a session starts on this worker, and how many of them were cached."""
@@ -76,6 +82,9 @@ class WorkerMeter:
         """Count one step."""
         self.step_s.observe(seconds)
         self._blocks.observe(num_blocks)
+
+    def _num_first_tokens(self, arm: str, outcome: str) -> int:
+        return self._first_tokens[arm, outcome]
 
     @property
     def totals(self) -> WorkerTotals:

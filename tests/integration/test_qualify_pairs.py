@@ -39,6 +39,8 @@ def run_here(monkeypatch, capsys):
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["qualify", *map(str, arguments)])
+        # Imported by another test of this process, which runpy warns of.
+        monkeypatch.delitem(sys.modules, "services.qualify.__main__", raising=False)
         with pytest.raises(SystemExit) as ended:
             runpy.run_module("services.qualify", run_name="__main__")
         return ended.value.code, *capsys.readouterr()
