@@ -121,7 +121,9 @@ async def running_cluster(
     """
     http_port, grpc_port = free_ports("127.0.0.1", 2)
     own = ["--http-port", str(http_port), "--grpc-port", str(grpc_port), "--start-timeout-s", str(timeout_s)]
-    with tempfile.TemporaryFile("a+") as output:  # "a": each process writes at the end, whoever reads
+    with tempfile.TemporaryFile(
+        "a+"
+    ) as output:  # append: writes go to the end, also while this process reads
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-c", _GAMMARAY, "up", "--wait-ready", *own, *options),
             stdin=asyncio.subprocess.DEVNULL,

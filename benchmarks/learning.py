@@ -258,7 +258,7 @@ async def run(options: argparse.Namespace) -> int:
         "completions": [asdict(one) | {"prompt": len(one.prompt), "tokens": len(one.tokens)} for one in made],
     }
     for one in result["completions"]:
-        one["gaps"] = [round(1000 * gap, 1) for gap in one["gaps"]]
+        one["gaps_ms"] = " ".join(f"{1000 * gap:.1f}" for gap in one.pop("gaps"))  # on one line
     if options.chart:
         options.chart.write_text(chart(minutes, chat))
     print(f"written to {write_result('learning', result, options.out)}")

@@ -24,8 +24,9 @@ def write_result(name: str, result: dict[str, Any], out: Path | None = None) -> 
 
 def _unused(name: str) -> Path:
     today = datetime.now(timezone.utc).strftime("%Y-%m-%d")
-    path, number = RESULTS / f"{name}-{today}.json", 1
-    while path.exists():
-        number += 1
-        path = RESULTS / f"{name}-{today}-{number}.json"
-    return path
+    stems = [path.stem for path in RESULTS.glob(f"{name}-{today}*.json")]
+    if not stems:
+        return RESULTS / f"{name}-{today}.json"
+    # After the highest, as the number of a result that was removed stays its own.
+    last = max(int(stem.removeprefix(f"{name}-{today}").removeprefix("-") or 1) for stem in stems)
+    return RESULTS / f"{name}-{today}-{last + 1}.json"

@@ -26,7 +26,7 @@ from gammaray.types import Proposal
 from services.learning.canary import Canary, Decision
 from services.learning.process import TrainingProcess
 from services.learning.records import Buffer, Recorder
-from services.scheduling.metrics import ARMS, OUTCOMES
+from services.scheduling.metrics import ARMS, NO_FIRST_TOKENS, OUTCOMES
 from services.scheduling.sessions import SessionCopy
 from services.speculation.head_drafter import HeadDrafter
 
@@ -111,7 +111,7 @@ class LearningDrafter:
         folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.taps = base.taps
         self._base, self._load, self._folder = base, load, folder
-        self.first_tokens = dict.fromkeys(itertools.product(ARMS, OUTCOMES), 0)
+        self.first_tokens = dict(NO_FIRST_TOKENS)
         self._sessions: dict[str, _Session] = {}
         self._num_kept = 0
         self._recorder = Recorder()

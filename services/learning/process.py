@@ -29,14 +29,15 @@ class TrainingProcess:
 
     def __init__(self, command: Sequence[str]) -> None:
         self._command = list(command)
-        self._stop = threading.Event()
+        self._stop, self._starting = threading.Event(), threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._thread = threading.Thread(target=self._run, name="training process", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """End the process."""
-        self._stop.set()
+        with self._starting:
+            self._stop.set()
         if (process := self._process) is not None:
             process.terminate()
             try:
@@ -47,9 +48,12 @@ class TrainingProcess:
 
     def _run(self) -> None:
         wait_s = FIRST_WAIT_S
-        while not self._stop.is_set():
-            # PDEATHSIG is about the thread that starts the process, which lives as long as this one.
-            self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL)
+        while True:
+            with self._starting:
+                if self._stop.is_set():
+                    return
+                # PDEATHSIG is about the thread that starts the process: this one, which outlives it.
+                self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL)
             status = self._process.wait()
             if status and not self._stop.is_set():
                 _log.warning("training ended with status %d; it starts again in %g s", status, wait_s)

@@ -14,6 +14,9 @@ from services.engine.core.kv_cache import CacheStats
 ARMS, OUTCOMES = ("stable", "candidate"), ("accepted", "rejected")
 """Which version of a head that learns drafted, and what became of a proposal's first token."""
 
+NO_FIRST_TOKENS = dict.fromkeys(product(ARMS, OUTCOMES), 0)
+"""Counts of first tokens before any proposal."""
+
 
 @dataclass
 class AheadStats:
@@ -51,7 +54,7 @@ class WorkerMeter:
         self._prefix_queries = meter.counter("gammaray.worker.prefix_cache.queries", role=role)
         self._prefix_hits = meter.counter("gammaray.worker.prefix_cache.hits", role=role)
         self._ahead: AheadStats | None = None
-        self._first_tokens: Mapping[tuple[str, str], int] = dict.fromkeys(product(ARMS, OUTCOMES), 0)
+        self._first_tokens: Mapping[tuple[str, str], int] = NO_FIRST_TOKENS
         for arm, outcome in self._first_tokens if role == "target" else ():
             read = partial(self._num_first_tokens, arm, outcome)
             meter.observed("gammaray.worker.drafter.first_tokens", read, arm=arm, outcome=outcome)

@@ -148,10 +148,9 @@ class Trainer:
     def _new_training(self, store: DrafterStore, number: int) -> _Training:
         """Return the head of a version, with an optimizer."""
         directory = str(store.directory(number)) if number else self._head
-        given, ids = load_head(directory, self._target)
-        assert ids is not None or given.config.num_outputs == given.config.vocab_size
-        rows = ids if ids is not None else torch.arange(given.config.vocab_size)
-        head = TrainableHead(self._module, given.config.taps, rows, DEPTH, _states)
+        config = load_head(directory, self._target)[0].config
+        # The ids of its output are taken with the weights.
+        head = TrainableHead(self._module, config.taps, torch.arange(config.num_outputs), DEPTH, _states)
         head.start_from(directory, self._target)
         head.num_depths = UNROLLED
         weights = [parameter for parameter in head.parameters() if parameter.requires_grad]
