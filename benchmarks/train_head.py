@@ -1,8 +1,9 @@
 """Trains a head for a chat model on one GPU, in minutes what `gammaray train` does on a CPU in days.
 
 The target writes conversations, as `gammaray train` has it (Magpie, arXiv 2406.08464), thousands at once in a
-CUDA graph. Then a head is trained on its hidden states, which are computed again for each batch, in four steps
-on its own states: by KL divergence, in the second half of the time for what coupled verification accepts.
+CUDA graph. Then a head is trained on its hidden states, which are computed again for each batch, in four
+steps on its own states: by KL divergence, in the second half of the time for what coupled verification
+accepts, with --init from the beginning.
 
     python -m benchmarks.train_head --target build/models/smollm2 --out build/head
 
@@ -42,7 +43,7 @@ _BUCKET = 128
 _WINDOWS = 0.5
 _TOP_K = 32
 _DEPTHS = 4
-_COUPLED_FROM, _KL_SHARE = 0.5, 0.1
+_KL_UNTIL, _KL_SHARE = 0.5, 0.1
 _TURN, _ANSWER = 0, 1
 
 
@@ -298,7 +299,14 @@ def _answers(talks: Conversations, tokenizer: Any) -> list[str]:
 
 
 def train(
-    head: TrainableHead, teacher: Teacher, talks: Conversations, seconds: float, rows: int, peak: float
+    head: TrainableHead,
+    teacher: Teacher,
+    talks: Conversations,
+    *,
+    seconds: float,
+    rows: int,
+    peak: float,
+    kl_until: float,
 ) -> Iterator[tuple[int, float]]:
     """Train a head for a time; yield the number of steps and the loss every hundred steps.
 
@@ -309,6 +317,7 @@ def train(
         seconds: How long.
         rows: Conversations per batch.
         peak: Highest learning rate.
+        kl_until: Share of the time in which the loss is the KL divergence alone.
     """
     device = talks.token_ids.device
     trained = [one for one in head.parameters() if one.requires_grad]
@@ -326,7 +335,7 @@ def train(
         with torch.autocast(device.type, torch.bfloat16):
             wanted, found = head.common(batch, head(batch))
         each = loss_of("kl", wanted, found)
-        if progress > _COUPLED_FROM:
+        if progress >= kl_until:
             each = _KL_SHARE * each + loss_of("coupled", wanted, found)
         loss = (each * weight).sum() / weight.sum()
         optimizer.zero_grad()
@@ -395,8 +404,10 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32, help="conversations per step; default 32")
     parser.add_argument("--outputs", type=int, default=8192, help="output tokens; default 8192")
     parser.add_argument("--learning-rate", type=float, default=1e-3, help="peak; default 0.001")
+    parser.add_argument("--init", default="", help="head with as many output tokens to train further")
+    parser.add_argument("--seed", type=int, default=1, help="of the prompts; default 1")
     options = parser.parse_args()
-    torch.manual_seed(0)
+    torch.manual_seed(options.seed)
     began = time.monotonic()
 
     def report(text: str) -> None:
@@ -406,7 +417,7 @@ def main() -> None:
     count = model.config.num_hidden_layers
     taps = (2, count // 2, count - 3, count)
     written = []
-    for talks in conversations(model, options.target, options.rows, options.write, seed=1):
+    for talks in conversations(model, options.target, options.rows, options.write, options.seed):
         written.append(talks)
         report(f"{sum(int(one.is_answer.sum()) for one in written)} answer tokens")
     held = written.pop().of(slice(256))
@@ -417,7 +428,18 @@ def main() -> None:
     report(f"{used[ids].sum() / used.sum():.4f} of the answers' tokens are among {options.outputs}")
     teacher = Teacher(model, taps)
     head = TrainableHead(model, taps, ids, 5, lambda _: []).to(options.device)
-    for step, loss in train(head, teacher, talks, options.train, options.batch, options.learning_rate):
+    if options.init:
+        head.start_from(options.init, options.target)
+        report(f"{options.init}: {json.dumps(measure(head, teacher, held))}")
+    for step, loss in train(
+        head,
+        teacher,
+        talks,
+        seconds=options.train,
+        rows=options.batch,
+        peak=options.learning_rate,
+        kl_until=0.0 if options.init else _KL_UNTIL,
+    ):
         report(f"step {step}, loss {loss:.3f}")
     card = measure(head, teacher, held)
     card |= {"answer_tokens": int(talks.is_answer.sum()), "steps": step, "batch": options.batch}
