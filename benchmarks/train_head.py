@@ -27,7 +27,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from services.engine.core.model import load_model
+from services.engine.core.model import eos_token_ids, load_model
 from services.process.fingerprints import model_identity, vocab_sha256
 from services.train.answers.prompts import Job, Passages, Turns, own_jobs
 from services.train.batches import Batch
@@ -52,8 +52,8 @@ class Conversations:
     """What the target wrote.
 
     Attributes:
-        token_ids: int64 [conversations, LENGTH].
-        is_answer: Whether the target drew the token as part of an answer, bool [conversations, LENGTH].
+        token_ids: int64 [conversations, tokens].
+        is_answer: Whether the target drew the token as part of an answer, bool [conversations, tokens].
         temperatures: Of the answers, float32 [conversations].
     """
 
@@ -72,24 +72,33 @@ class Writer:
     Args:
         model: The model, on its device.
         rows: Conversations at once.
-        end: Token that ends a turn.
-        to_answer: Tokens from there to the assistant's turn; begins with `end`.
-        to_turn: Tokens from the end of an answer to the next user's turn.
+        ends: Tokens that end a turn, besides the first of `to_answer`.
+        to_answer: Tokens that end a user's turn and begin the answer.
+        to_turn: Tokens that follow the end of an answer and begin a user's turn.
+        length: Tokens of a conversation.
     """
 
     def __init__(
-        self, model: PreTrainedModel, rows: int, end: int, to_answer: list[int], to_turn: list[int]
+        self,
+        model: PreTrainedModel,
+        rows: int,
+        ends: tuple[int, ...],
+        to_answer: list[int],
+        to_turn: list[int],
+        length: int = LENGTH,
     ) -> None:
         config: Any = model.config
-        self.model: Any = model
-        self.rows, self.end, self.config = rows, end, config
+        whole: Any = model
+        self.model, self.decoder = whole, whole.get_decoder()
+        self.rows, self.length, self.config = rows, length, config
         device = model.device
         dim = config.head_dim
-        shape = (config.num_hidden_layers, rows, config.num_key_value_heads, LENGTH, dim)
+        shape = (config.num_hidden_layers, rows, config.num_key_value_heads, length, dim)
         self.keys = torch.zeros(shape, dtype=model.dtype, device=device)
         self.values = torch.zeros_like(self.keys)
-        self.to_answer, self.to_turn = (torch.tensor(x, device=device) for x in (to_answer[1:], to_turn))
-        room = LENGTH + 1 + max(len(to_answer), len(to_turn))
+        token_ids = ((to_answer[0], *ends), to_answer[1:], to_turn)
+        self.ends, self.to_answer, self.to_turn = (torch.tensor(x, device=device) for x in token_ids)
+        room = length + 1 + max(len(to_answer), len(to_turn))
         self.forced = torch.full((rows, room), -1, device=device)
         self.token_ids = torch.zeros(rows, room, dtype=torch.long, device=device)
         self.is_answer = torch.zeros(rows, room, dtype=torch.bool, device=device)
@@ -97,8 +106,8 @@ class Writer:
         self.count = torch.zeros_like(self.mode)
         self.temperatures = torch.zeros(rows, device=device)
         self.place = torch.zeros(1, dtype=torch.long, device=device)
-        every = torch.arange(LENGTH, device=device)[None]
-        self.cos, self.sin = model.get_decoder().rotary_emb(torch.zeros(1, 1, 1, device=device), every)
+        every = torch.arange(length, device=device)[None]
+        self.cos, self.sin = self.decoder.rotary_emb(torch.zeros(1, 1, 1, device=device), every)
         self.cos, self.sin = (x.to(model.dtype) for x in (self.cos, self.sin))
         self._graphs: dict[int, Any] = {}
 
@@ -107,20 +116,19 @@ class Writer:
         """Return a conversation for each job, of which there are as many as rows."""
         self.forced.fill_(-1)
         self.is_answer.fill_(False)
-        forced = torch.full((self.rows, LENGTH // 2), -1)
+        forced = torch.full((self.rows, self.length // 2), -1)
         for row, job in zip(forced, jobs, strict=True):
             row[: len(job.prompt)] = torch.tensor(job.prompt)
-        self.forced[:, : LENGTH // 2] = forced.to(self.forced.device)
+        self.forced[:, : self.length // 2] = forced.to(self.forced.device)
         self.token_ids[:, 0] = self.forced[:, 0]
         self.mode.copy_(torch.tensor([_TURN if job.turn_end is not None else _ANSWER for job in jobs]))
         self.count.zero_()
         self.temperatures.copy_(torch.tensor([job.temperature for job in jobs]))
         self.place.zero_()
-        for at in range(LENGTH - 1):
-            self._run(min(LENGTH, (at // _BUCKET + 1) * _BUCKET))
-        return Conversations(
-            self.token_ids[:, :LENGTH].clone(), self.is_answer[:, :LENGTH].clone(), self.temperatures.clone()
-        )
+        for at in range(self.length - 1):
+            self._run(min(self.length, (at // _BUCKET + 1) * _BUCKET))
+        token_ids, is_answer = (x[:, : self.length].clone() for x in (self.token_ids, self.is_answer))
+        return Conversations(token_ids, is_answer, self.temperatures.clone())
 
     def _run(self, reach: int) -> None:
         if self.keys.device.type != "cuda":
@@ -128,7 +136,7 @@ class Writer:
             return
         if reach not in self._graphs:
             kept = [x.clone() for x in self._state()]
-            stream = torch.cuda.Stream()
+            stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 self._step(reach)
@@ -155,10 +163,10 @@ class Writer:
         given = self.forced.index_select(1, following)[:, 0]
         is_free = given < 0
         self.count.copy_(torch.where(is_free, self.count + 1, self.count))
-        is_end = drawn <= self.end  # the tokens up to it are special
+        is_end = torch.isin(drawn, self.ends)
         is_long = self.count >= torch.where(in_turn, _MAX_TURN, _MAX_ANSWER)
         has_ended = is_free & (is_end | is_long)
-        drawn = torch.where(is_end | is_long, self.end, drawn)
+        drawn = torch.where(is_end | is_long, self.ends[0], drawn)
         self.token_ids.index_copy_(1, following, torch.where(is_free, drawn, given)[:, None])
         is_own = is_free & ~in_turn & (is_end | ~is_long)
         self.is_answer.index_copy_(1, following, is_own[:, None])
@@ -176,7 +184,7 @@ class Writer:
 
     def _logits(self, reach: int) -> Tensor:
         """Return the logits after the tokens at `place`, float32 [rows, vocab_size]."""
-        config, decoder = self.config, self.model.get_decoder()
+        config, decoder = self.config, self.decoder
         dim, kv_heads = config.head_dim, config.num_key_value_heads
         x = decoder.embed_tokens(self.token_ids.index_select(1, self.place))
         cos, sin = self.cos.index_select(1, self.place), self.sin.index_select(1, self.place)
@@ -209,9 +217,9 @@ class Teacher:
     """
 
     def __init__(self, model: PreTrainedModel, taps: tuple[int, ...]) -> None:
-        self._model: Any = model
-        decoder = self._model.get_decoder()
-        modules = [*decoder.layers, decoder.norm]
+        whole: Any = model
+        self._model, self._decoder = whole, whole.get_decoder()
+        modules = [*self._decoder.layers, self._decoder.norm]
         self._found: dict[int, Tensor] = {}
         for tap in taps:
             modules[tap].register_forward_pre_hook(self._recorder(tap), with_kwargs=True)
@@ -228,7 +236,7 @@ class Teacher:
             starts: First position of each conversation of which a head sees the state, int64.
         """
         width = talks.token_ids.shape[1]
-        last = self._model.get_decoder()(talks.token_ids, use_cache=False).last_hidden_state
+        last = self._decoder(talks.token_ids, use_cache=False).last_hidden_state
         states = torch.stack([self._found[tap] for tap in self._taps], dim=2)
         where = torch.arange(width, device=ids.device) + starts[:, None]
         inside, where = where < width, where.clamp_max(width - 1)
@@ -252,7 +260,7 @@ class Teacher:
 
     def _top(self, hidden: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         found = []
-        for part in hidden.split(8192):
+        for part in torch.split(hidden, 8192):
             logits = self._model.lm_head(part)
             total = logits.float().logsumexp(-1, keepdim=True)
             top = logits[:, ids].topk(_TOP_K, -1)
@@ -274,9 +282,10 @@ def conversations(
     tokenizer: Any = AutoTokenizer.from_pretrained(path)
     turns, passages = Turns(tokenizer), Passages()
     _, to_answer = turns.user("", None)
-    to_turn = turns.encode("\n<|im_start|>user\n")  # of SmolLM2's template
-    writer = Writer(model, rows, to_answer[0], to_answer, to_turn)
-    fitting = (job for job in own_jobs(turns, passages, _TEMPERATURES, seed) if len(job.prompt) < LENGTH // 2)
+    writer = Writer(model, rows, eos_token_ids(path), to_answer, _to_turn(tokenizer, to_answer[0]))
+    fitting = (
+        job for job in own_jobs(turns, passages, _TEMPERATURES, seed) if len(job.prompt) < writer.length // 2
+    )
     began = time.monotonic()
     number = 0
     while number < 2 or time.monotonic() - began < seconds:
@@ -285,6 +294,17 @@ def conversations(
         yield talks
         for text in _answers(talks, tokenizer):
             passages.add(text)
+
+
+def _to_turn(tokenizer: Any, end: int) -> list[int]:
+    """Return the tokens between the end of an answer and the text of the next user's turn."""
+    marks = ("\u2402a\u2403", "\u2402b\u2403", "\u2402c\u2403")
+    roles = ("user", "assistant", "user")
+    messages = [{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)]
+    text: str = tokenizer.apply_chat_template(messages, tokenize=False)
+    between = text.partition(marks[1])[2].partition(marks[2])[0]
+    token_ids: list[int] = tokenizer(between, add_special_tokens=False)["input_ids"]
+    return token_ids[1:] if token_ids[:1] == [end] else token_ids
 
 
 def _answers(talks: Conversations, tokenizer: Any) -> list[str]:
@@ -326,7 +346,7 @@ def train(
     began, step = time.monotonic(), 0
     while (progress := (time.monotonic() - began) / seconds) < 1:
         chosen = torch.randint(len(talks.token_ids), (rows,), generator=generator)
-        starts = torch.randint(LENGTH * 3 // 4, (rows,), generator=generator)
+        starts = torch.randint(talks.token_ids.shape[1] * 3 // 4, (rows,), generator=generator)
         starts *= torch.rand(rows, generator=generator) < _WINDOWS
         batch = teacher.batch(talks.of(chosen.to(device)), head.target_ids, _DEPTHS, starts.to(device))
         weight = 0.8 ** (batch.place[:, 2] - 1).float()
@@ -359,14 +379,14 @@ def measure(head: TrainableHead, teacher: Teacher, held: Conversations) -> dict[
     depth = head.depth
     tested, matched, anchors = torch.zeros(depth), torch.zeros(depth), 0
     shares, seen = torch.zeros(2, depth), torch.zeros(depth)
-    for rows in torch.arange(len(held.token_ids)).split(32):
-        talks = held.of(rows.to(held.token_ids.device))
-        starts = torch.zeros(len(rows), dtype=torch.long, device=held.token_ids.device)
+    for first in range(0, len(held.token_ids), 32):
+        talks = held.of(slice(first, first + 32))
+        starts = torch.zeros_like(talks.token_ids[:, 0])
         batch = teacher.batch(talks, head.target_ids, depth, starts)
         with torch.autocast(starts.device.type, torch.bfloat16):
             logs = head(batch)
         row, anchor, at = batch.place.unbind(1)
-        hits = torch.zeros(len(rows), LENGTH, depth, dtype=torch.bool, device=starts.device)
+        hits = torch.zeros(*talks.token_ids.shape, depth, dtype=torch.bool, device=starts.device)
         exists = torch.zeros_like(hits)
         hits[row, anchor, at - 1] = head.target_ids[logs.argmax(-1)] == batch.labels
         exists[row, anchor, at - 1] = True
@@ -427,9 +447,11 @@ def main() -> None:
     ids = used.topk(options.outputs).indices.sort().values
     report(f"{used[ids].sum() / used.sum():.4f} of the answers' tokens are among {options.outputs}")
     teacher = Teacher(model, taps)
-    head = TrainableHead(model, taps, ids, 5, lambda _: []).to(options.device)
+    head = TrainableHead(model, taps, ids, 5, lambda _: [])
     if options.init:
         head.start_from(options.init, options.target)
+    head.to(options.device)
+    if options.init:
         report(f"{options.init}: {json.dumps(measure(head, teacher, held))}")
     for step, loss in train(
         head,
