@@ -327,8 +327,8 @@ def train(
     rows: int,
     peak: float,
     kl_until: float,
-) -> Iterator[tuple[int, float]]:
-    """Train a head for a time; yield the number of steps and the loss every hundred steps.
+) -> Iterator[tuple[int, Tensor]]:
+    """Train a head for a time; yield the number of steps and the loss after each.
 
     Args:
         head: The head.
@@ -363,8 +363,7 @@ def train(
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         step += 1
-        if step % 100 == 1:
-            yield step, loss.item()
+        yield step, loss.detach()
 
 
 @torch.no_grad()
@@ -462,7 +461,8 @@ def main() -> None:
         peak=options.learning_rate,
         kl_until=0.0 if options.init else _KL_UNTIL,
     ):
-        report(f"step {step}, loss {loss:.3f}")
+        if step % 100 == 1:
+            report(f"step {step}, loss {loss.item():.3f}")
     card = measure(head, teacher, held)
     card |= {"answer_tokens": int(talks.is_answer.sum()), "steps": step, "batch": options.batch}
     report(json.dumps(card))

@@ -116,10 +116,9 @@ def test_training_raises_what_is_measured(target):
     torch.manual_seed(0)
     head = TrainableHead(target, TAPS, torch.arange(2048), 3, lambda _: [])
     before = measure(head, teacher, talks)
-    steps = train(head, teacher, talks, seconds=8, rows=2, peak=2e-3, kl_until=0.5)
-    assert [step for step, _ in islice(steps, 1)] == [1]
-    for _ in steps:
-        pass
+    steps = train(head, teacher, talks, seconds=600, rows=4, peak=3e-3, kl_until=0.5)
+    losses = [loss.item() for _, loss in islice(steps, 40)]
+    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
     after = measure(head, teacher, talks)
     assert after["overlap"][0] > before["overlap"][0] + 0.02
     assert after["greedy"][0] > before["greedy"][0]
