@@ -18,12 +18,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryFile
 
 from gammaray.bench.provenance import write_result
 from tests.chaos.chaos_clusters import KINDS, started
+from tests.chaos.network import network_run
+from tests.chaos.network.network_run import NetworkOptions, stage_of
 from tests.chaos.report import figures, table
 from tests.chaos.run import Options, Outcome, run
 
@@ -53,9 +57,13 @@ def main() -> int:
         "--other-target", help="Target of `vocabulary`. Default: the demo target with fewer merges."
     )
     parser.add_argument("--out", type=Path, help="New file for the result.")
+    parser.add_argument("--network", action="store_true", help="Troubles of networks, Redis, disks, clocks.")
+    parser.add_argument("--troubles", default="", help="Beginnings of names of `--network`. Default: all.")
     given = parser.parse_args()
     if given.out is not None and given.out.exists():
         parser.error(f"--out: {given.out} exists")
+    if given.network:
+        return _run_network(given)
     names = list(KINDS) if given.drafters == "all" else given.drafters.split(",")
     if unknown := set(names) - set(KINDS):
         parser.error(f"--drafters: got {', '.join(sorted(unknown))}, allowed: all, {', '.join(KINDS)}")
@@ -80,14 +88,31 @@ def main() -> int:
     return 0 if all(outcome.is_clean for outcome in outcomes.values()) else 1
 
 
+def _run_network(given: argparse.Namespace) -> int:
+    names = tuple(filter(None, given.troubles.split(",")))
+    options = NetworkOptions(given.minutes * 60, given.seed, names=names)
+    with complaints() as stderr, stage_of(stderr) as (stage, cluster):
+        outcome = asyncio.run(network_run.run(stage, cluster, options, lambda line: print(line, flush=True)))
+    print("", network_run.table(outcome), "", sep="\n", flush=True)
+    if given.out is not None:
+        write_result("chaos-network", network_run.network_figures(outcome, options), given.out)
+    return 1 if outcome.violations else 0
+
+
 def _run(name: str, options: Options, other_target: str | None, engine: str) -> Outcome:
-    with TemporaryFile("w+") as complaints:  # Ray tells of every death
+    with complaints() as stderr, started(name, stderr, other_target, engine) as scene:
+        return asyncio.run(run(scene, options, lambda line: print(line, flush=True)))
+
+
+@contextmanager
+def complaints() -> Iterator[int]:
+    """Keep the standard error of a cluster, which tells of every death; print its end if something fails."""
+    with TemporaryFile("w+") as file:
         try:
-            with started(name, complaints.fileno(), other_target, engine) as scene:
-                return asyncio.run(run(scene, options, lambda line: print(line, flush=True)))
+            yield file.fileno()
         except BaseException:
-            complaints.seek(0)
-            print(complaints.read()[-4000:], file=sys.stderr)
+            file.seek(0)
+            print(file.read()[-4000:], file=sys.stderr)
             raise
 
 

@@ -1,0 +1,147 @@
+"""What the network, Redis, disks, clocks and memory do to a cluster in a `--network` run."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from tests.chaos.network.links import FAULTS, Fault, Link, Network
+from tests.chaos.network.network_redis import (
+    CLIENTS,
+    REPLICAS,
+    SENTINEL,
+    NetworkRedis,
+    full,
+)
+from tests.chaos.victims import find
+
+PARTITION = Fault("partition", stalls=True)
+LONGER_S = 4.0
+"""How long the old primary still takes writes after its replica was promoted."""
+
+MEMORY_LEFT = 8 * 2**20
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What troubles befall.
+
+    Attributes:
+        network: The links.
+        redis: Behind its links.
+        apis: Links to the gRPC and to the HTTP API.
+        launcher_pid: Of the cluster.
+        disk: Small file system of the cluster's own files; None: the machine does not let us mount one.
+    """
+
+    network: Network
+    redis: NetworkRedis
+    apis: dict[str, Link]
+    launcher_pid: int
+    disk: Path | None
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """One of them.
+
+    Args:
+        name: In the report.
+        seconds: How long it lasts.
+        during: Context in which it lasts.
+        loses: Whether acknowledged writes may be lost, so that streams may end with an error.
+    """
+
+    name: str
+    seconds: float
+    during: Callable[[Stage], AbstractContextManager[object]]
+    loses: bool = False
+
+
+def _of_links(name: str, fault: Fault, links: Callable[[Stage], list[Link]], *sources: str) -> Trouble:
+    seconds = 8.0 if fault.bytes_per_s or fault.delay_s or fault.loss else 4.0
+    return Trouble(
+        f"{name}: {fault.name}", seconds, lambda stage: stage.network.faulty(links(stage), fault, *sources)
+    )
+
+
+def troubles(stage: Stage) -> list[Trouble]:
+    """Return all that this machine can do, in the order of the report."""
+    found = []
+    for fault in FAULTS:
+        found += [
+            _of_links("client to gRPC", fault, lambda stage: [stage.apis["grpc"]]),
+            _of_links("client to HTTP", fault, lambda stage: [stage.apis["http"]]),
+            _of_links("to one target", fault, lambda stage: stage.network.serving("target")[:1]),
+            _of_links("to one draft", fault, lambda stage: stage.network.serving("draft")[:1]),
+            _of_links("to Redis", fault, lambda stage: stage.redis.all_links, CLIENTS),
+        ]
+    found += [
+        _of_links("to all targets", PARTITION, lambda stage: stage.network.serving("target")),
+        _of_links("to all drafts", PARTITION, lambda stage: stage.network.serving("draft")),
+        _of_links("to Sentinel", PARTITION, lambda stage: [stage.redis.sentinel_link]),
+        Trouble("Redis: failover that loses writes", LONGER_S, _failover, loses=True),
+        Trouble("Redis: failover, min-replicas-to-write 1", LONGER_S, _guarded_failover),
+        Trouble("Redis: maxmemory, noeviction", 4.0, lambda stage: stage.redis.out_of_memory()),
+        Trouble("Redis: clock + 2 min", 4.0, lambda stage: _clock(stage, 120)),
+        Trouble("Redis: clock - 2 min", 4.0, lambda stage: _clock(stage, -120)),
+        Trouble("Redis: clock + 2 h", 4.0, lambda stage: _clock(stage, 7200), loses=True),
+        Trouble("target: out of memory", 4.0, lambda stage: _little_memory(stage, "target")),
+        Trouble("draft: out of memory", 4.0, lambda stage: _little_memory(stage, "draft")),
+    ]
+    if stage.redis.disk is not None:
+        found.append(Trouble("Redis: disk full", 4.0, lambda stage: stage.redis.out_of_disk()))
+    if (disk := stage.disk) is not None:
+        found.append(Trouble("cluster's files: disk full", 6.0, lambda _: full(disk)))
+    return found
+
+
+@contextmanager
+def _failover(stage: Stage) -> Iterator[None]:
+    """Part the primary and its clients from its replica and Sentinel, which promotes the replica."""
+    redis = stage.redis
+    redis.wait_until_replicated()
+    primary = redis.primary()
+    with stage.network.faulty([redis.primary_link()], PARTITION, SENTINEL, REPLICAS):
+        redis.wait_for_failover(primary)
+        yield
+    redis.wait_until_replicated()  # the old primary follows the new one: its writes are gone
+
+
+@contextmanager
+def _guarded_failover(stage: Stage) -> Iterator[None]:
+    stage.redis.set_min_replicas(1, max_lag_s=1)
+    try:
+        with _failover(stage):
+            yield
+    finally:
+        stage.redis.set_min_replicas(0, max_lag_s=10)
+
+
+@contextmanager
+def _clock(stage: Stage, seconds: int) -> Iterator[None]:
+    """Step both servers' clocks, and back."""
+    stage.redis.step_clock(seconds)
+    try:
+        yield
+    finally:
+        stage.redis.step_clock(0)
+
+
+@contextmanager
+def _little_memory(stage: Stage, role: str) -> Iterator[None]:
+    """Limit the address space of one worker to what it has, and a little more (`ulimit -v`)."""
+    victim = find(role, stage.launcher_pid)[0]
+    before = victim.rlimit(resource.RLIMIT_AS)
+    victim.rlimit(resource.RLIMIT_AS, (victim.memory_info().vms + MEMORY_LEFT, before[1]))
+    try:
+        yield
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            victim.rlimit(resource.RLIMIT_AS, before)
