@@ -20,14 +20,16 @@ import asyncio
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryFile
 
 from gammaray.bench.provenance import write_result
+from tests.chaos import upgrade
 from tests.chaos.chaos_clusters import KINDS, started
 from tests.chaos.network import network_run
 from tests.chaos.network.network_run import NetworkOptions, stage_of
+from tests.chaos.network.spans import table as table_of
 from tests.chaos.report import figures, table
 from tests.chaos.run import Options, Outcome, run
 
@@ -59,11 +61,14 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="New file for the result.")
     parser.add_argument("--network", action="store_true", help="Troubles of networks, Redis, disks, clocks.")
     parser.add_argument("--troubles", default="", help="Beginnings of names of `--network`. Default: all.")
+    parser.add_argument("--upgrade", action="store_true", help="Rolling upgrades from 0.2.0 to this tree.")
     given = parser.parse_args()
     if given.out is not None and given.out.exists():
         parser.error(f"--out: {given.out} exists")
     if given.network:
         return _run_network(given)
+    if given.upgrade:
+        return _run_upgrade(given)
     names = list(KINDS) if given.drafters == "all" else given.drafters.split(",")
     if unknown := set(names) - set(KINDS):
         parser.error(f"--drafters: got {', '.join(sorted(unknown))}, allowed: all, {', '.join(KINDS)}")
@@ -93,9 +98,18 @@ def _run_network(given: argparse.Namespace) -> int:
     options = NetworkOptions(given.minutes * 60, given.seed, names=names)
     with complaints() as stderr, stage_of(stderr) as (stage, cluster):
         outcome = asyncio.run(network_run.run(stage, cluster, options, lambda line: print(line, flush=True)))
-    print("", network_run.table(outcome), "", sep="\n", flush=True)
+    print("", table_of(outcome), "", sep="\n", flush=True)
     if given.out is not None:
         write_result("chaos-network", network_run.network_figures(outcome, options), given.out)
+    return 1 if outcome.violations else 0
+
+
+def _run_upgrade(given: argparse.Namespace) -> int:
+    with complaints() as stderr, upgrade.versions(upgrade.BEFORE, stderr) as cluster:
+        outcome = asyncio.run(upgrade.run(cluster, 10, 4, 200, lambda line: print(line, flush=True)))
+    print("", table_of(outcome), "", sep="\n", flush=True)
+    if given.out is not None:
+        write_result("chaos-upgrade", {"before": upgrade.BEFORE, **asdict(outcome)}, given.out)
     return 1 if outcome.violations else 0
 
 

@@ -263,7 +263,10 @@ class Network:
             self._loop.call_soon_threadsafe(link.set, fault, sources)
 
     def _serve(self, link: Link) -> None:
-        self._loop.create_task(asyncio.start_server(link.serve, sock=link.listener, limit=BUFFER_BYTES))
+        def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            self._loop.create_task(link.serve(reader, writer))
+
+        self._loop.create_task(asyncio.start_server(serve, sock=link.listener, limit=BUFFER_BYTES))
 
     def _lead_to_workers(self, data: bytes) -> bytes:
         """Replace the port by which a worker announces itself by that of a link."""

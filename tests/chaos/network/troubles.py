@@ -65,7 +65,7 @@ class Trouble:
 
 
 def _of_links(name: str, fault: Fault, links: Callable[[Stage], list[Link]], *sources: str) -> Trouble:
-    seconds = 8.0 if fault.bytes_per_s or fault.delay_s or fault.loss else 4.0
+    seconds = 3.0 if fault.is_cut else 6.0
     return Trouble(
         f"{name}: {fault.name}", seconds, lambda stage: stage.network.faulty(links(stage), fault, *sources)
     )
