@@ -28,7 +28,7 @@ from tests.support.workers.redis_helpers import configured_redis, port_of, wait_
 
 CLIENTS, SENTINEL, REPLICAS = "127.0.0.1", "127.0.0.2", "127.0.0.3"
 SERVICE = "chaos"
-DISK_MB = 48
+DISK_MB = 384
 DOWN_AFTER_MS = 1000
 FAILOVER_TIMEOUT_S = 60.0
 
@@ -103,10 +103,14 @@ class NetworkRedis:
         with full(self.disk):
             yield
 
-    def step_clock(self, seconds: int) -> None:
-        """Set both servers' clocks to so many seconds after the machine's."""
-        with open(self.clock, "r+b") as file:  # in place, as it is mapped
-            file.write(struct.pack("l", seconds))
+    @contextmanager
+    def other_clock(self, seconds: int) -> Iterator[None]:
+        """Step both servers' clocks to so many seconds after the machine's, and back."""
+        for offset in (seconds, 0):
+            with open(self.clock, "r+b") as file:  # in place, as it is mapped
+                file.write(struct.pack("l", offset))
+            if offset:
+                yield
 
     def set_min_replicas(self, count: int, max_lag_s: int) -> None:
         """Have the primary refuse writes while fewer replicas answered within the lag."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from tests.chaos.chaos_drafters import PAIR
 from tests.chaos.load import asks, reference, streams
 from tests.chaos.network.histories import Clients
-from tests.chaos.network.links import Network
+from tests.chaos.network.links import Link, Network
 from tests.chaos.network.network_redis import network_redis, small_disk
 from tests.chaos.network.spans import Measured, Span, line, longest_pause, measured, progress, result_of
 from tests.chaos.network.troubles import Stage, Trouble, troubles
@@ -66,11 +66,13 @@ def stage_of(stderr: int | None = None, each: int = 2) -> Iterator[tuple[Stage, 
             cluster = stack.enter_context(
                 running_cluster("--deterministic", "--redis-url", redis.url, *counts, stderr=stderr)
             )
-        apis = {
-            name: network.link(int(address.rpartition(":")[2]))
-            for name, address in (("grpc", cluster.grpc), ("http", cluster.http))
-        }
-        yield Stage(network, redis, apis, cluster.launcher.pid, disk), cluster
+        yield Stage(network, redis, links_to(cluster, network), cluster.launcher.pid, disk), cluster
+
+
+def links_to(cluster: Cluster, network: Network) -> dict[str, Link]:
+    """Return links to both APIs of a cluster."""
+    addresses = {"grpc": cluster.grpc, "http": cluster.http}
+    return {name: network.link(int(address.rpartition(":")[2])) for name, address in addresses.items()}
 
 
 def _short_directory() -> Path:

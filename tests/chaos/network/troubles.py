@@ -22,7 +22,7 @@ from tests.chaos.network.network_redis import (
 from tests.chaos.victims import find
 
 PARTITION = Fault("partition", stalls=True)
-LONGER_S = 4.0
+STALE_S = 4.0
 """How long the old primary still takes writes after its replica was promoted."""
 
 MEMORY_LEFT = 8 * 2**20
@@ -34,14 +34,14 @@ class Stage:
 
     Attributes:
         network: The links.
-        redis: Behind its links.
+        redis: Behind its links; None: it is not to fail.
         apis: Links to the gRPC and to the HTTP API.
         launcher_pid: Of the cluster.
         disk: Small file system of the cluster's own files; None: the machine does not let us mount one.
     """
 
     network: Network
-    redis: NetworkRedis
+    redis: NetworkRedis | None
     apis: dict[str, Link]
     launcher_pid: int
     disk: Path | None
@@ -55,13 +55,11 @@ class Trouble:
         name: In the report.
         seconds: How long it lasts.
         during: Context in which it lasts.
-        loses: Whether acknowledged writes may be lost, so that streams may end with an error.
     """
 
     name: str
     seconds: float
     during: Callable[[Stage], AbstractContextManager[object]]
-    loses: bool = False
 
 
 def _of_links(name: str, fault: Fault, links: Callable[[Stage], list[Link]], *sources: str) -> Trouble:
@@ -72,7 +70,7 @@ def _of_links(name: str, fault: Fault, links: Callable[[Stage], list[Link]], *so
 
 
 def troubles(stage: Stage) -> list[Trouble]:
-    """Return all that this machine can do, in the order of the report."""
+    """Return all that this machine and the stage can do."""
     found = []
     for fault in FAULTS:
         found += [
@@ -80,32 +78,39 @@ def troubles(stage: Stage) -> list[Trouble]:
             _of_links("client to HTTP", fault, lambda stage: [stage.apis["http"]]),
             _of_links("to one target", fault, lambda stage: stage.network.serving("target")[:1]),
             _of_links("to one draft", fault, lambda stage: stage.network.serving("draft")[:1]),
-            _of_links("to Redis", fault, lambda stage: stage.redis.all_links, CLIENTS),
         ]
     found += [
         _of_links("to all targets", PARTITION, lambda stage: stage.network.serving("target")),
         _of_links("to all drafts", PARTITION, lambda stage: stage.network.serving("draft")),
-        _of_links("to Sentinel", PARTITION, lambda stage: [stage.redis.sentinel_link]),
-        Trouble("Redis: failover that loses writes", LONGER_S, _failover, loses=True),
-        Trouble("Redis: failover, min-replicas-to-write 1", LONGER_S, _guarded_failover),
-        Trouble("Redis: maxmemory, noeviction", 4.0, lambda stage: stage.redis.out_of_memory()),
-        Trouble("Redis: clock + 2 min", 4.0, lambda stage: _clock(stage, 120)),
-        Trouble("Redis: clock - 2 min", 4.0, lambda stage: _clock(stage, -120)),
-        Trouble("Redis: clock + 2 h", 4.0, lambda stage: _clock(stage, 7200), loses=True),
         Trouble("target: out of memory", 4.0, lambda stage: _little_memory(stage, "target")),
         Trouble("draft: out of memory", 4.0, lambda stage: _little_memory(stage, "draft")),
     ]
-    if stage.redis.disk is not None:
-        found.append(Trouble("Redis: disk full", 4.0, lambda stage: stage.redis.out_of_disk()))
     if (disk := stage.disk) is not None:
         found.append(Trouble("cluster's files: disk full", 6.0, lambda _: full(disk)))
+    return found if stage.redis is None else found + _of_redis(stage.redis)
+
+
+def _of_redis(redis: NetworkRedis) -> list[Trouble]:
+    found = [_of_links("to Redis", fault, lambda _: redis.all_links, CLIENTS) for fault in FAULTS]
+    found += [
+        _of_links("to Sentinel", PARTITION, lambda _: [redis.sentinel_link]),
+        Trouble("Redis: failover that loses writes", STALE_S, lambda stage: _failover(stage, redis)),
+        Trouble(
+            "Redis: failover, min-replicas-to-write 1", STALE_S, lambda stage: _guarded_failover(stage, redis)
+        ),
+        Trouble("Redis: maxmemory, noeviction", 4.0, lambda _: redis.out_of_memory()),
+        Trouble("Redis: clock + 2 min", 4.0, lambda _: redis.other_clock(120)),
+        Trouble("Redis: clock - 2 min", 4.0, lambda _: redis.other_clock(-120)),
+        Trouble("Redis: clock + 2 h", 4.0, lambda _: redis.other_clock(7200)),
+    ]
+    if redis.disk is not None:
+        found.append(Trouble("Redis: disk full", 4.0, lambda _: redis.out_of_disk()))
     return found
 
 
 @contextmanager
-def _failover(stage: Stage) -> Iterator[None]:
+def _failover(stage: Stage, redis: NetworkRedis) -> Iterator[None]:
     """Part the primary and its clients from its replica and Sentinel, which promotes the replica."""
-    redis = stage.redis
     redis.wait_until_replicated()
     primary = redis.primary()
     with stage.network.faulty([redis.primary_link()], PARTITION, SENTINEL, REPLICAS):
@@ -115,23 +120,13 @@ def _failover(stage: Stage) -> Iterator[None]:
 
 
 @contextmanager
-def _guarded_failover(stage: Stage) -> Iterator[None]:
-    stage.redis.set_min_replicas(1, max_lag_s=1)
+def _guarded_failover(stage: Stage, redis: NetworkRedis) -> Iterator[None]:
+    redis.set_min_replicas(1, max_lag_s=1)
     try:
-        with _failover(stage):
+        with _failover(stage, redis):
             yield
     finally:
-        stage.redis.set_min_replicas(0, max_lag_s=10)
-
-
-@contextmanager
-def _clock(stage: Stage, seconds: int) -> Iterator[None]:
-    """Step both servers' clocks, and back."""
-    stage.redis.step_clock(seconds)
-    try:
-        yield
-    finally:
-        stage.redis.step_clock(0)
+        redis.set_min_replicas(0, max_lag_s=10)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from typing import Any
 
 import yaml
 
+from gammaray.demo_pair import resolve_model
 from gammaray.deploy.serve_config import APPLICATIONS, GRPC_SERVICERS
 from orchestrator.launcher.cluster import private_directory, serve_environment
 from orchestrator.launcher.preflight import free_ports
@@ -27,7 +28,12 @@ HOST = "127.0.0.1"
 START_TIMEOUT_S = 300.0
 REPLICAS = 2
 WORKERS: dict[str, dict[str, Any]] = {
-    role: {"listen": f"{HOST}:0", "model": "demo", "metrics_listen": "", "deterministic": True}
+    role: {
+        "listen": f"{HOST}:0",
+        "model": resolve_model("demo", role),
+        "metrics_listen": "",
+        "deterministic": True,
+    }
     for role in ("draft", "target")
 }
 
@@ -76,12 +82,14 @@ def configuration(trees: dict[str, str], redis_url: str, http_port: int, grpc_po
     for role, tree in trees.items():
         settings = {"redis_url": redis_url, **WORKERS.get(role, {})}
         count = "workers" if role in WORKERS else "replicas"
+        per_node = {"name": APPLICATIONS[role].deployment, "max_replicas_per_node": REPLICAS + 1}
         applications.append(
             {
                 "name": APPLICATIONS[role].name,
                 "route_prefix": None if role in WORKERS else "/",
                 "import_path": APPLICATIONS[role].import_path,
                 "args": {"settings": settings, count: REPLICAS},
+                "deployments": [per_node] if role in WORKERS else [],
                 "runtime_env": {"env_vars": {"PYTHONPATH": tree}},
             }
         )
