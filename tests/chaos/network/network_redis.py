@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import struct
 import subprocess
 import sysconfig
@@ -41,6 +42,7 @@ class NetworkRedis:
         url: For clients: of Sentinel.
         servers: The two.
         links: To each of the two, by port of the server.
+        own_urls: With the password that each server has when it starts, by its port.
         sentinel_link: To Sentinel.
         sentinel_port: Of Sentinel itself.
         disk: The disk of both servers; None: the machine does not let us mount one.
@@ -50,6 +52,7 @@ class NetworkRedis:
     url: str
     servers: tuple[RedisServer, RedisServer]
     links: dict[int, Link]
+    own_urls: dict[int, str]
     sentinel_link: Link
     sentinel_port: int
     disk: Path | None
@@ -85,6 +88,22 @@ class NetworkRedis:
 
     def wait_for_failover(self, since: RedisServer) -> None:
         wait_until(lambda: self.primary() is not since, FAILOVER_TIMEOUT_S)
+
+    @contextmanager
+    def killed(self) -> Iterator[None]:
+        """Kill the primary, whose replica Sentinel promotes; at the end it starts again, as the replica."""
+        self.wait_until_replicated()
+        primary = self.primary()
+        port, password = port_of(primary.url), str(urlsplit(primary.url).password)
+        os.kill(primary.pid, signal.SIGKILL)
+        try:
+            yield
+        finally:
+            self.wait_for_failover(primary)
+            primary.url = self.own_urls[port]
+            primary.revive()
+            _configure(primary, password, self.links[port])
+            self.wait_until_replicated()
 
     @contextmanager
     def out_of_memory(self) -> Iterator[None]:
@@ -159,16 +178,9 @@ def network_redis(network: Network) -> Iterator[NetworkRedis]:
             )
         links = {port_of(server.url): network.link(port_of(server.url), announces=True) for server in servers}
         password = str(urlsplit(servers[0].url).password)
+        own_urls = {port_of(server.url): server.url for server in servers}
         for server in servers:
-            with _client(server) as client:
-                client.config_set("requirepass", password)
-                client.execute_command("AUTH", password)
-                client.config_set("masterauth", password)
-                client.config_set("bind-source-addr", REPLICAS)
-                client.config_set("replica-announce-ip", "127.0.0.1")
-                client.config_set("replica-announce-port", links[port_of(server.url)].port)
-                client.config_set("repl-timeout", 5)
-            server.url = f"redis://:{password}@127.0.0.1:{port_of(server.url)}/0"
+            _configure(server, password, links[port_of(server.url)])
         first, second = servers
         with _client(second) as client:
             client.replicaof("127.0.0.1", str(links[port_of(first.url)].port))
@@ -184,9 +196,22 @@ def network_redis(network: Network) -> Iterator[NetworkRedis]:
         )
         sentinel_link = network.link(port)
         url = f"redis+sentinel://:{password}@127.0.0.1:{sentinel_link.port}/{SERVICE}/0"
-        found = NetworkRedis(url, (first, second), links, sentinel_link, port, disk, clock)
+        found = NetworkRedis(url, (first, second), links, own_urls, sentinel_link, port, disk, clock)
         found.wait_until_replicated()
         yield found
+
+
+def _configure(server: RedisServer, password: str, link: Link) -> None:
+    """Give a server the common password, and the address of its link; sets its `url`."""
+    with _client(server) as client:
+        client.config_set("requirepass", password)
+        client.execute_command("AUTH", password)
+        client.config_set("masterauth", password)
+        client.config_set("bind-source-addr", REPLICAS)
+        client.config_set("replica-announce-ip", "127.0.0.1")
+        client.config_set("replica-announce-port", link.port)
+        client.config_set("repl-timeout", 5)
+    server.url = f"redis://:{password}@127.0.0.1:{port_of(server.url)}/0"
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import resource
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -25,6 +26,10 @@ PARTITION = Fault("partition", stalls=True)
 STALE_S = 4.0
 """How long the old primary still takes writes after its replica was promoted."""
 
+KILL_S = 30.0
+"""Until Ray Serve has replaced a process, mostly."""
+
+REPLICATED = ("orchestrator", "target", "draft")
 MEMORY_LEFT = 8 * 2**20
 
 
@@ -85,6 +90,9 @@ def troubles(stage: Stage) -> list[Trouble]:
         Trouble("target: out of memory", 4.0, lambda stage: _little_memory(stage, "target")),
         Trouble("draft: out of memory", 4.0, lambda stage: _little_memory(stage, "draft")),
     ]
+    found += [
+        Trouble(f"{role}: one of two killed", KILL_S, partial(_killed, role=role)) for role in REPLICATED
+    ]
     if (disk := stage.disk) is not None:
         found.append(Trouble("cluster's files: disk full", 6.0, lambda _: full(disk)))
     return found if stage.redis is None else found + _of_redis(stage.redis)
@@ -98,6 +106,7 @@ def _of_redis(redis: NetworkRedis) -> list[Trouble]:
         Trouble(
             "Redis: failover, min-replicas-to-write 1", STALE_S, lambda stage: _guarded_failover(stage, redis)
         ),
+        Trouble("Redis: primary killed", 6.0, lambda _: redis.killed()),
         Trouble("Redis: maxmemory, noeviction", 4.0, lambda _: redis.out_of_memory()),
         Trouble("Redis: clock + 2 min", 4.0, lambda _: redis.other_clock(120)),
         Trouble("Redis: clock - 2 min", 4.0, lambda _: redis.other_clock(-120)),
@@ -127,6 +136,12 @@ def _guarded_failover(stage: Stage, redis: NetworkRedis) -> Iterator[None]:
             yield
     finally:
         redis.set_min_replicas(0, max_lag_s=10)
+
+
+@contextmanager
+def _killed(stage: Stage, role: str) -> Iterator[None]:
+    find(role, stage.launcher_pid)[0].kill()
+    yield
 
 
 @contextmanager
