@@ -115,8 +115,8 @@ async def run(
     for name, changes in STEPS:
         began = time.monotonic()
         await asyncio.to_thread(cluster.deploy, changes)
-        ended = time.monotonic()
         await asyncio.sleep(STAY_S)
+        ended = time.monotonic()
         spans.append(Span(name, began, ended, await progress(clients, ended)))
         say(f"{began - start:6.1f} s, {ended - began:.1f} s  {line(result_of(spans[-1], clients))}")
     seconds = time.monotonic() - start

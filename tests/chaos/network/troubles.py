@@ -26,7 +26,7 @@ PARTITION = Fault("partition", stalls=True)
 STALE_S = 4.0
 """How long the old primary still takes writes after its replica was promoted."""
 
-KILL_S = 30.0
+KILL_S = 20.0
 """Until Ray Serve has replaced a process, mostly."""
 
 REPLICATED = ("orchestrator", "target", "draft")
@@ -68,7 +68,7 @@ class Trouble:
 
 
 def _of_links(name: str, fault: Fault, links: Callable[[Stage], list[Link]], *sources: str) -> Trouble:
-    seconds = 3.0 if fault.is_cut else 6.0
+    seconds = 3.0 if fault.is_cut else 5.0
     return Trouble(
         f"{name}: {fault.name}", seconds, lambda stage: stage.network.faulty(links(stage), fault, *sources)
     )
@@ -106,7 +106,7 @@ def _of_redis(redis: NetworkRedis) -> list[Trouble]:
         Trouble(
             "Redis: failover, min-replicas-to-write 1", STALE_S, lambda stage: _guarded_failover(stage, redis)
         ),
-        Trouble("Redis: primary killed", 6.0, lambda _: redis.killed()),
+        Trouble("Redis: primary killed", 8.0, lambda _: redis.killed()),
         Trouble("Redis: maxmemory, noeviction", 4.0, lambda _: redis.out_of_memory()),
         Trouble("Redis: clock + 2 min", 4.0, lambda _: redis.other_clock(120)),
         Trouble("Redis: clock - 2 min", 4.0, lambda _: redis.other_clock(-120)),
