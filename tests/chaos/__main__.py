@@ -11,6 +11,11 @@ plain decoding said while nothing was disturbed. What drafts is one of these, ea
 - vocabulary: two draft workers whose model has another vocabulary than the target. By the model and mixtures.
 
 Exits with 1 when a stream was lost, a token was lost, repeated or changed, or a drafter was never used.
+
+With `--network` connections, Redis, disks, clocks and memory fail instead of processes, one after the
+other (`tests.chaos.network`). With `--upgrade` a cluster of version 0.2.0 is upgraded and rolled back in
+steps. Both exit with 1 when the tokens of a client differ from plain decoding's, or a request does not end by
+its deadline.
 """
 
 from __future__ import annotations

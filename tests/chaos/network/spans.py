@@ -65,7 +65,8 @@ async def progress(clients: Clients, moment: float) -> float:
     """Return when every stream had a token since a time; gives up after a while."""
     while not clients.all_moved_since(moment) and time.monotonic() < moment + PROGRESS_S + 5:  # noqa: ASYNC110
         await asyncio.sleep(0.02)
-    return time.monotonic()
+    first = (next((time for time in times if time > moment), time.monotonic()) for times in clients.arrivals)
+    return max(first)
 
 
 def longest_pause(clients: Clients, began: float, ended: float) -> float:
