@@ -112,7 +112,7 @@ class Clients:
         expected = self.expected[stream.ask]
         async with AsyncClient(self.grpc) as client:
             while not self._is_ending:
-                history = self._begun(f"gRPC, {stream.way.name}", arrivals)
+                history = self._begun(f"gRPC, {stream.way.name}")
                 got, text = list[int](), ""
                 try:
                     async for chunk in client.generate(
@@ -123,7 +123,8 @@ class Clients:
                     ):
                         got += (token.token_id for token in chunk.tokens)
                         text += chunk.text
-                        arrivals.append(time.monotonic())
+                        if chunk.tokens:
+                            arrivals.append(time.monotonic())
                 except GammarayError as error:
                     history.error = type(error).__name__
                     wait_s = error.retry_after_s if isinstance(error, ResourceExhaustedError) else PAUSE_S
@@ -134,7 +135,7 @@ class Clients:
         expected = self.expected[ask]
         async with httpx.AsyncClient(base_url=self.http, timeout=READ_TIMEOUT_S) as http:
             while not self._is_ending:
-                history, heard = self._begun("HTTP", arrivals), Heard(arrivals)
+                history, heard = self._begun("HTTP"), Heard(arrivals)
                 try:
                     await asyncio.wait_for(heard.all(http, ask), self.deadline_s)
                 except RequestFailedError as error:
@@ -145,10 +146,9 @@ class Clients:
                 said = Said(heard.token_ids, heard.text)
                 _close(history, expected, said, has_ids=not history.error)
 
-    def _begun(self, client: str, arrivals: list[float]) -> History:
+    def _begun(self, client: str) -> History:
         history = History(client, time.monotonic())
         self.histories.append(history)
-        arrivals.append(history.begun_at)
         return history
 
 
