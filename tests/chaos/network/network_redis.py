@@ -211,6 +211,8 @@ def _configure(server: RedisServer, password: str, link: Link) -> None:
         client.config_set("replica-announce-ip", "127.0.0.1")
         client.config_set("replica-announce-port", link.port)
         client.config_set("repl-timeout", 5)
+        # Redis measures the delay by the wall clock: after a step back the replica would wait as long.
+        client.config_set("repl-diskless-sync-delay", 0)
     server.url = f"redis://:{password}@127.0.0.1:{port_of(server.url)}/0"
 
 
