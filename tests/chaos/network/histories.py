@@ -178,10 +178,9 @@ class Heard:
         headers = {"Last-Event-ID": self._last_id} if self._last_id else {}
         async with http.stream("POST", PATH, json=body, headers=headers) as answer:
             if answer.status_code != 200:
-                text = (await answer.aread()).decode(errors="replace")
                 if answer.status_code >= 500 or answer.status_code == 429:
                     return False
-                raise RequestFailedError(f"HTTP {answer.status_code}: {text[:200]}")
+                raise RequestFailedError(f"HTTP {answer.status_code}")
             event_id = ""
             async for line in answer.aiter_lines():
                 if line.startswith("id: "):

@@ -46,7 +46,7 @@ class Measured:
     violations: list[str]
     requests: int
     finished: int
-    errors: Counter[str]
+    errors: dict[str, int]
     seconds: float
     usual_pause_s: float
 
@@ -139,7 +139,7 @@ def measured(spans: Sequence[Span], clients: Clients, seconds: float, usual_paus
         + [f"{span.name}: no progress within {PROGRESS_S:g} s after it" for span in unmoved],
         requests=len(clients.histories),
         finished=sum(not one.error and not one.wrong for one in clients.histories),
-        errors=errors_of(clients.histories),
+        errors=dict(errors_of(clients.histories)),
         seconds=seconds,
         usual_pause_s=usual_pause_s,
     )
