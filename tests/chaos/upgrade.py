@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import psutil
+
 from gammaray import Client
 from orchestrator.launcher.redis_server import RedisServer
 from tests.chaos.chaos_drafters import PAIR
@@ -56,7 +58,7 @@ class Versions:
         """Replace roles by another version; returns when all of it runs.
 
         Raises:
-            AssertionError: A worker is not of the version that it should be.
+            AssertionError: A process is not of the version that it should be.
         """
         self.now |= changes
         trees = {role: self._trees[version] for role, version in self.now.items()}
@@ -65,9 +67,12 @@ class Versions:
         print(json.dumps(trees), file=self._process.stdin, flush=True)
         assert self._process.stdout.readline() == "deployed\n", "the cluster's program ended"
         with Client(self.grpc) as client:
-            workers = [one for one in client.status(timeout_s=60) if one.role in WORKERS and one.healthy]
-        for worker in workers:
-            assert bool(info_of(worker).protocol) == (self.now[worker.role] == "new"), worker
+            processes = [one for one in client.status(timeout_s=60) if one.role in self.now and one.healthy]
+        for one in processes:
+            if one.role in WORKERS:
+                assert bool(info_of(one).protocol) == (self.now[one.role] == "new"), one
+            elif psutil.pid_exists(one.pid):  # a replaced one is known for some more seconds
+                assert psutil.Process(one.pid).environ()["PYTHONPATH"] == trees[one.role], one
 
 
 @contextmanager
