@@ -14,6 +14,10 @@ __all__ = [
     "VerifyTiming",
 ]
 
+PROTOCOL, OLDEST_PROTOCOL = 1, 0
+"""Newest and oldest version of the workers' protocol that this version speaks. A change that the other side
+of an upgrade would misunderstand gets a new number; the oldest one follows when its support ends."""
+
 MAX_ANSWER_BYTES = 64 << 20
 """Largest frame that a worker writes and an orchestrator reads; a larger one closes the connection."""
 

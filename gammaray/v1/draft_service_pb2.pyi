@@ -302,6 +302,8 @@ class GetDraftInfoResponse(_message.Message):
     METRICS_ADDRESS_FIELD_NUMBER: _builtins.int
     IS_DRAINING_FIELD_NUMBER: _builtins.int
     KERNEL_FIELD_NUMBER: _builtins.int
+    PROTOCOL_FIELD_NUMBER: _builtins.int
+    OLDEST_PROTOCOL_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The model name given at startup."""
     vocab_size: _builtins.int
@@ -326,6 +328,12 @@ class GetDraftInfoResponse(_message.Message):
     """The worker is stopping: it accepts no new stream. Default false."""
     kernel: _builtins.str
     """Kernel of the model's forwards, see `ProcessStatus.kernel`."""
+    protocol: _builtins.int
+    """Newest version of this protocol that the worker speaks; 0 before workers said so. An orchestrator that speaks
+    none of the versions from `oldest_protocol` to this refuses the worker.
+    """
+    oldest_protocol: _builtins.int
+    """Oldest version of this protocol that the worker speaks."""
     @_builtins.property
     def totals(self) -> _types_pb2.WorkerTotals:
         """Totals since startup."""
@@ -346,10 +354,12 @@ class GetDraftInfoResponse(_message.Message):
         metrics_address: _builtins.str = ...,
         is_draining: _builtins.bool = ...,
         kernel: _builtins.str = ...,
+        protocol: _builtins.int = ...,
+        oldest_protocol: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["totals", b"totals"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_budget_bytes", b"cache_budget_bytes", "cache_bytes", b"cache_bytes", "is_draining", b"is_draining", "kernel", b"kernel", "max_context", b"max_context", "metrics_address", b"metrics_address", "model", b"model", "num_queued", b"num_queued", "num_sessions", b"num_sessions", "pid", b"pid", "totals", b"totals", "vocab_sha256", b"vocab_sha256", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_budget_bytes", b"cache_budget_bytes", "cache_bytes", b"cache_bytes", "is_draining", b"is_draining", "kernel", b"kernel", "max_context", b"max_context", "metrics_address", b"metrics_address", "model", b"model", "num_queued", b"num_queued", "num_sessions", b"num_sessions", "oldest_protocol", b"oldest_protocol", "pid", b"pid", "protocol", b"protocol", "totals", b"totals", "vocab_sha256", b"vocab_sha256", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -419,6 +419,8 @@ class GetTargetInfoResponse(_message.Message):
     GRAMMAR_IDENTITY_FIELD_NUMBER: _builtins.int
     TAKES_TREES_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
+    PROTOCOL_FIELD_NUMBER: _builtins.int
+    OLDEST_PROTOCOL_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The model name given at startup."""
     vocab_size: _builtins.int
@@ -455,6 +457,12 @@ class GetTargetInfoResponse(_message.Message):
     """
     takes_trees: _builtins.bool
     """Whether the worker verifies trees. Without, every proposal that it gets is a chain. Default false."""
+    protocol: _builtins.int
+    """Newest version of this protocol that the worker speaks; 0 before workers said so. An orchestrator that speaks
+    none of the versions from `oldest_protocol` to this refuses the worker.
+    """
+    oldest_protocol: _builtins.int
+    """Oldest version of this protocol that the worker speaks."""
     @_builtins.property
     def totals(self) -> _types_pb2.WorkerTotals:
         """Totals since startup."""
@@ -484,10 +492,12 @@ class GetTargetInfoResponse(_message.Message):
         grammar_identity: _builtins.str = ...,
         takes_trees: _builtins.bool = ...,
         adapters: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        protocol: _builtins.int = ...,
+        oldest_protocol: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["totals", b"totals"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "cache_budget_bytes", b"cache_budget_bytes", "cache_bytes", b"cache_bytes", "grammar_identity", b"grammar_identity", "head", b"head", "is_draining", b"is_draining", "kernel", b"kernel", "max_context", b"max_context", "metrics_address", b"metrics_address", "model", b"model", "model_identity", b"model_identity", "num_queued", b"num_queued", "num_sessions", b"num_sessions", "pid", b"pid", "takes_trees", b"takes_trees", "totals", b"totals", "vocab_sha256", b"vocab_sha256", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "cache_budget_bytes", b"cache_budget_bytes", "cache_bytes", b"cache_bytes", "grammar_identity", b"grammar_identity", "head", b"head", "is_draining", b"is_draining", "kernel", b"kernel", "max_context", b"max_context", "metrics_address", b"metrics_address", "model", b"model", "model_identity", b"model_identity", "num_queued", b"num_queued", "num_sessions", b"num_sessions", "oldest_protocol", b"oldest_protocol", "pid", b"pid", "protocol", b"protocol", "takes_trees", b"takes_trees", "totals", b"totals", "vocab_sha256", b"vocab_sha256", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

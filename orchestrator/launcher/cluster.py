@@ -55,8 +55,9 @@ from orchestrator.launcher.trust import Trust, arrange_trust, check_access, reac
 if TYPE_CHECKING:
     from orchestrator.launcher.redis_server import RedisServer
 
-# The directory holds Unix sockets, whose paths are limited to 107 characters (97 for HAProxy) with node ids.
-_LONGEST_TEMP = 12
+# The directory holds Unix sockets, whose paths are limited: of 97 characters for HAProxy, a node's id and
+# names take 70, and gammaray-XXXXXXXX 18.
+_LONGEST_TEMP = 9
 _PROBE_TIMEOUT_S = 5.0
 
 

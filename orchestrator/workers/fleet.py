@@ -7,7 +7,8 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from gammaray.aio import end_tasks
-from gammaray.errors import GammarayError, InvalidArgumentError
+from gammaray.blocks import OLDEST_PROTOCOL, PROTOCOL
+from gammaray.errors import FailedPreconditionError, GammarayError, InvalidArgumentError
 from gammaray.security.tls import TlsFiles
 from gammaray.types import ProcessStatus
 from gammaray.v1 import draft_service_pb2 as draft_pb
@@ -132,12 +133,16 @@ class Fleet:
 
     def _check_all(self) -> None:
         for refusal in (*self.targets.refusals(), *self.drafts.refusals()):
-            raise refusal
+            if isinstance(
+                refusal, InvalidArgumentError
+            ):  # workers of another version come and go in upgrades
+                raise refusal
         for link in self.drafts.links.values():  # some may have connected before any target
-            if link.info is not None:
+            if link.info is not None and link.refusal is None:
                 self._check_draft(link.info)
 
     def _check_target(self, info: WorkerInfo) -> None:
+        _check_protocol("target", info)
         if info.vocab_size != self._vocab_size:
             raise InvalidArgumentError(
                 "target",
@@ -152,6 +157,7 @@ class Fleet:
             )
 
     def _check_draft(self, info: WorkerInfo) -> None:
+        _check_protocol("draft", info)
         if info.vocab_size != self._vocab_size:
             raise InvalidArgumentError(
                 "draft",
@@ -171,3 +177,11 @@ class Fleet:
     def _differs(info: WorkerInfo, vocab_sha256: str) -> bool:
         """Whether a worker's vocabulary is known to differ; models without a tokenizer have no hash."""
         return bool(info.vocab_sha256 and vocab_sha256 and info.vocab_sha256 != vocab_sha256)
+
+
+def _check_protocol(role: str, info: WorkerInfo) -> None:
+    if info.oldest_protocol > PROTOCOL or info.protocol < OLDEST_PROTOCOL:
+        raise FailedPreconditionError(
+            f"the {role} worker speaks versions {info.oldest_protocol} to {info.protocol} of the protocol, "
+            f"this orchestrator {OLDEST_PROTOCOL} to {PROTOCOL}: upgrade the older of the two"
+        )

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from gammaray.blocks import OLDEST_PROTOCOL, PROTOCOL
 from gammaray.errors import GammarayError
 from gammaray.v1 import types_pb2
 from gammaray.wire.convert import sampling_from_proto
@@ -114,6 +115,8 @@ async def describe(model: Model, engine: EngineThread) -> dict[str, Any]:
     def measure(scheduler: BlockQueue[Any, Any]) -> dict[str, Any]:
         stats = scheduler.stats()
         return {
+            "protocol": PROTOCOL,
+            "oldest_protocol": OLDEST_PROTOCOL,
             "num_sessions": stats.num_sessions,
             "num_queued": scheduler.num_queued,
             "cache_bytes": stats.cache_bytes,

@@ -11,6 +11,11 @@ plain decoding said while nothing was disturbed. What drafts is one of these, ea
 - vocabulary: two draft workers whose model has another vocabulary than the target. By the model and mixtures.
 
 Exits with 1 when a stream was lost, a token was lost, repeated or changed, or a drafter was never used.
+
+With `--network` connections, Redis, disks, clocks and memory fail instead of processes, one after the
+other (`tests.chaos.network`). With `--upgrade` a cluster of version 0.2.0 is upgraded and rolled back in
+steps. Both exit with 1 when the tokens of a client differ from plain decoding's, or a request does not end by
+its deadline.
 """
 
 from __future__ import annotations
@@ -18,12 +23,18 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryFile
 
 from gammaray.bench.provenance import write_result
+from tests.chaos import upgrade
 from tests.chaos.chaos_clusters import KINDS, started
+from tests.chaos.network import network_run
+from tests.chaos.network.network_run import NetworkOptions, stage_of
+from tests.chaos.network.spans import table as table_of
 from tests.chaos.report import figures, table
 from tests.chaos.run import Options, Outcome, run
 
@@ -53,9 +64,16 @@ def main() -> int:
         "--other-target", help="Target of `vocabulary`. Default: the demo target with fewer merges."
     )
     parser.add_argument("--out", type=Path, help="New file for the result.")
+    parser.add_argument("--network", action="store_true", help="Troubles of networks, Redis, disks, clocks.")
+    parser.add_argument("--troubles", default="", help="Beginnings of names of `--network`. Default: all.")
+    parser.add_argument("--upgrade", action="store_true", help="Rolling upgrades from 0.2.0 to this tree.")
     given = parser.parse_args()
     if given.out is not None and given.out.exists():
         parser.error(f"--out: {given.out} exists")
+    if given.network:
+        return _run_network(given)
+    if given.upgrade:
+        return _run_upgrade(given)
     names = list(KINDS) if given.drafters == "all" else given.drafters.split(",")
     if unknown := set(names) - set(KINDS):
         parser.error(f"--drafters: got {', '.join(sorted(unknown))}, allowed: all, {', '.join(KINDS)}")
@@ -80,14 +98,40 @@ def main() -> int:
     return 0 if all(outcome.is_clean for outcome in outcomes.values()) else 1
 
 
+def _run_network(given: argparse.Namespace) -> int:
+    names = tuple(filter(None, given.troubles.split(",")))
+    options = NetworkOptions(given.minutes * 60, given.seed, names=names)
+    with complaints() as stderr, stage_of(stderr) as (stage, cluster):
+        outcome = asyncio.run(network_run.run(stage, cluster, options, lambda line: print(line, flush=True)))
+    print("", table_of(outcome), "", sep="\n", flush=True)
+    if given.out is not None:
+        write_result("chaos-network", network_run.network_figures(outcome, options), given.out)
+    return 1 if outcome.violations else 0
+
+
+def _run_upgrade(given: argparse.Namespace) -> int:
+    with complaints() as stderr, upgrade.versions(upgrade.BEFORE, stderr) as cluster:
+        outcome = asyncio.run(upgrade.run(cluster, 10, 4, 200, lambda line: print(line, flush=True)))
+    print("", table_of(outcome), "", sep="\n", flush=True)
+    if given.out is not None:
+        write_result("chaos-upgrade", {"before": upgrade.BEFORE, **asdict(outcome)}, given.out)
+    return 1 if outcome.violations else 0
+
+
 def _run(name: str, options: Options, other_target: str | None, engine: str) -> Outcome:
-    with TemporaryFile("w+") as complaints:  # Ray tells of every death
+    with complaints() as stderr, started(name, stderr, other_target, engine) as scene:
+        return asyncio.run(run(scene, options, lambda line: print(line, flush=True)))
+
+
+@contextmanager
+def complaints() -> Iterator[int]:
+    """Keep the standard error of a cluster, which tells of every death; print its end if something fails."""
+    with TemporaryFile("w+") as file:
         try:
-            with started(name, complaints.fileno(), other_target, engine) as scene:
-                return asyncio.run(run(scene, options, lambda line: print(line, flush=True)))
+            yield file.fileno()
         except BaseException:
-            complaints.seek(0)
-            print(complaints.read()[-4000:], file=sys.stderr)
+            file.seek(0)
+            print(file.read()[-4000:], file=sys.stderr)
             raise
 
 

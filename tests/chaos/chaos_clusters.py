@@ -11,11 +11,13 @@ from tempfile import TemporaryDirectory
 from gammaray.demo_pair import resolve_model
 from tests.chaos.chaos_drafters import DRAFTER, HEAD, PAIR, VOCABULARY, Way
 from tests.chaos.chaos_redis import ChaosRedis, chaos_redis
+from tests.chaos.network.links import Network
 from tests.chaos.other_vocabulary import with_fewer_merges
 from tests.chaos.victims import ROLES
 from tests.support.cluster.cluster_helpers import Cluster, running_cluster
 from tests.support.drafter_helpers import make_drafter
 from tests.support.head_helpers import bigram_head
+from tests.support.workers.redis_helpers import port_of
 
 TWO_OF_EACH = ("--orchestrators", "2", "--target-workers", "2")
 DRAFTS = ("--draft-workers", "2")
@@ -43,6 +45,7 @@ class Scene:
     cluster: Cluster
     redis: ChaosRedis
     ways: tuple[Way, ...]
+    network: Network
 
 
 @contextmanager
@@ -62,7 +65,9 @@ def started(
     with_drafts = (*plain, *DRAFTS)
     with ExitStack() as stack:
         redis = stack.enter_context(chaos_redis())
-        options = ["--redis-url", redis.server.url]
+        network = stack.enter_context(Network())
+        link = network.link(port_of(redis.server.url), announces=True)
+        options = ["--redis-url", redis.server.url.replace(f":{link.target}/", f":{link.port}/")]
         if name == "vocabulary":
             if other_target is None:
                 folder = Path(stack.enter_context(TemporaryDirectory()), "target")
@@ -89,4 +94,4 @@ def started(
         else:
             options += with_drafts
         cluster = stack.enter_context(running_cluster(*options, stderr=stderr))
-        yield Scene(cluster, redis, KINDS[name].ways)
+        yield Scene(cluster, redis, KINDS[name].ways, network)

@@ -8,6 +8,7 @@ import math
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,10 +20,13 @@ from transformers import AutoTokenizer
 
 from gammaray.demo_pair import resolve_model
 from gammaray.deploy.redis_connection import reply_code
-from tests.chaos.chaos_clusters import KINDS, started
+from tests.chaos.chaos_clusters import KINDS, Scene, started
 from tests.chaos.chaos_drafters import PAIR, VOCABULARY, unused
 from tests.chaos.chaos_redis import chaos_redis
 from tests.chaos.load import Said, Tally, asks, difference, streams
+from tests.chaos.network import network_run
+from tests.chaos.network.network_run import NetworkOptions, links_to
+from tests.chaos.network.troubles import Stage
 from tests.chaos.other_vocabulary import with_fewer_merges
 from tests.chaos.pauses import Event, pause_s, rows
 from tests.chaos.run import Options, Outcome, run
@@ -48,12 +52,20 @@ SMOKE = Options(
 """On a busy machine a replacement takes its time: eight strikes it must be, each on a cluster that serves."""
 
 
-def chaos(name: str, options: Options, tmp_path: Path) -> Outcome:
-    """Run chaos on a cluster of a kind; its complaints are printed if that fails."""
+NETWORK = NetworkOptions(
+    streams=4, over_http=2, max_tokens=80, names=("client to gRPC: half-open, answers", "to one target: cut")
+)
+
+
+def chaos(
+    name: str, options: Options, tmp_path: Path, after: Callable[[Scene], object] = lambda _: None
+) -> Outcome:
+    """Run chaos on a cluster of a kind, then `after`; its complaints are printed if that fails."""
     with open(tmp_path / "complaints", "w") as complaints:  # Ray tells of every death
         try:
             with started(name, complaints.fileno()) as scene:
                 outcome = asyncio.run(run(scene, options, print))
+                after(scene)
         except BaseException:
             print((tmp_path / "complaints").read_text()[-4000:])
             raise
@@ -68,8 +80,22 @@ def chaos(name: str, options: Options, tmp_path: Path) -> Outcome:
 @pytest.mark.kills
 @pytest.mark.timeout(1200)
 def test_chaos_loses_repeats_and_changes_no_token(tmp_path):
-    outcome = chaos("model", SMOKE, tmp_path)
+    outcome = chaos("model", SMOKE, tmp_path, after=network_chaos)
     assert {role for event in outcome.events for role in event.killed} == set(ROLES)
+
+
+def network_chaos(scene: Scene) -> None:
+    """Two faults of networks on a cluster: every stream has the tokens of plain decoding, and no error."""
+    cluster = scene.cluster
+    stage = Stage(scene.network, None, links_to(cluster, scene.network), cluster.launcher.pid, None)
+    outcome = asyncio.run(network_run.run(stage, cluster, NETWORK, print))
+    assert outcome.violations == []
+    assert sorted(one.name for one in outcome.results) == [
+        "client to gRPC: half-open, answers lost",
+        "to one target: cut",
+    ]
+    assert all(one.streams >= 6 and one.pause_s > outcome.usual_pause_s for one in outcome.results)
+    assert outcome.finished == outcome.requests
 
 
 @pytest.mark.e2e

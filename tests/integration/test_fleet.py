@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 
+from gammaray.blocks import OLDEST_PROTOCOL, PROTOCOL
 from gammaray.errors import (
     InvalidArgumentError,
     UnavailableError,
@@ -45,6 +46,19 @@ async def test_fleet_accepts_equal_or_unknown_vocabularies():
     async with scripted("target", sha="same") as target, scripted("draft", sha="same") as same:
         async with scripted("draft") as unknown, fleet_of(target, same, unknown) as fleet:
             assert all(process.healthy for process in fleet.status())
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+async def test_fleet_refuses_workers_of_a_protocol_that_it_does_not_speak(role):
+    later = {"protocols": (PROTOCOL + 1, PROTOCOL + 2)}
+    async with scripted(role, **later) as newer, scripted(role, protocols=(0, PROTOCOL + 1)) as both:
+        async with scripted(role) as silent, fleet_of(newer, both, silent) as fleet:
+            healthy = {status.address: status.healthy for status in fleet.status()}
+            assert healthy == {newer.address: False, both.address: True, silent.address: True}
+            pool = fleet.targets if role == "target" else fleet.drafts
+            (refusal,) = pool.refusals()
+            assert f"the {role} worker speaks versions {PROTOCOL + 1} to {PROTOCOL + 2}" in str(refusal)
+            assert f"this orchestrator {OLDEST_PROTOCOL} to {PROTOCOL}: upgrade" in str(refusal)
 
 
 @pytest.mark.slow

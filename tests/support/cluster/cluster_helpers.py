@@ -154,16 +154,20 @@ def started_with(mark: str) -> list[str]:
 def asked(process: ProcessStatus) -> ProcessStatus:
     if process.role not in ("draft", "target"):
         return process
-    with grpc.insecure_channel(process.address) as channel:
-        if process.role == "draft":
-            draft = draft_service_pb2_grpc.DraftServiceStub(channel)
-            info = draft.GetDraftInfo(draft_service_pb2.GetDraftInfoRequest(), timeout=30)
-        else:
-            target = target_service_pb2_grpc.TargetServiceStub(channel)
-            info = target.GetTargetInfo(target_service_pb2.GetTargetInfoRequest(), timeout=30)
+    info = info_of(process)
     return replace(
         process, sessions=info.num_sessions, num_queued=info.num_queued, cache_bytes=info.cache_bytes
     )
+
+
+def info_of(worker: ProcessStatus) -> Any:
+    """Return what a worker says of itself."""
+    with grpc.insecure_channel(worker.address) as channel:
+        if worker.role == "draft":
+            draft = draft_service_pb2_grpc.DraftServiceStub(channel)
+            return draft.GetDraftInfo(draft_service_pb2.GetDraftInfoRequest(), timeout=30)
+        target = target_service_pb2_grpc.TargetServiceStub(channel)
+        return target.GetTargetInfo(target_service_pb2.GetTargetInfoRequest(), timeout=30)
 
 
 def alive(processes: Sequence[psutil.Process]) -> list[psutil.Process]:

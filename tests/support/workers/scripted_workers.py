@@ -44,7 +44,7 @@ class ScriptedWorker:
     Args:
         role: "target" or "draft".
         vocab_size: Vocabulary size that it reports; also `sha`, `max_context`, and a target's `identity`,
-            `grammars`, `takes_trees` and `adapters`.
+            `grammars`, `takes_trees`, `adapters` and `protocols` (oldest, newest).
 
     Attributes:
         on_block: Called with each block; returns a result, several, or None to stay silent.
@@ -66,6 +66,7 @@ class ScriptedWorker:
         grammars: str = "",
         takes_trees: bool = False,
         adapters: Mapping[str, str] | None = None,
+        protocols: tuple[int, int] = (0, 0),
     ) -> None:
         self.role = role
         self.frames: list[Any] = []
@@ -81,6 +82,7 @@ class ScriptedWorker:
         self.on_block: Callable[[Any], Any] = lambda block: self.work(block)
         self._info = {"model": role, "vocab_size": vocab_size, "max_context": max_context, "pid": 1}
         self._info["vocab_sha256"] = sha
+        self._info["oldest_protocol"], self._info["protocol"] = protocols
         self.identity, self.grammars = identity, grammars
         self.takes_trees, self.adapters = takes_trees, adapters or {}
         self._server: grpc.aio.Server | None = None

@@ -2,14 +2,17 @@
 
 import json
 import os
+import secrets
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import types
 import uuid
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 
 import psutil
 import pytest
@@ -167,8 +170,18 @@ def test_environments_of_two_clusters_share_only_settings():
     distinct = [name for name in first if name.endswith(("_LOC", "_PATH", "_FILE", "_BASE", "_TOKEN"))]
     assert len(distinct) >= 6
     assert all(first[name] != second[name] for name in distinct)
-    longest = directories[0] / "h" / ("0" * 56) / "admin.sock"
-    assert len(str(longest)) <= 97
+
+
+@pytest.mark.parametrize("length", [9, 10])
+def test_directory_of_a_cluster_leaves_room_for_the_paths_of_sockets(length, monkeypatch):
+    parent = Path(f"/tmp/{secrets.token_hex(4)}"[:length])
+    parent.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(parent))
+    directory = private_directory()
+    directory.rmdir()
+    parent.rmdir()
+    assert (directory.parent == parent) == (length == 9)
+    assert len(str(directory / "h" / ("0" * 56) / "admin.sock")) <= 97
 
 
 ORPHAN = """

@@ -1,0 +1,129 @@
+"""A `--upgrade` run: a cluster of two versions, in both orders, and rolling upgrades under load."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import psutil
+
+from gammaray import Client
+from orchestrator.launcher.redis_server import RedisServer
+from tests.chaos.chaos_drafters import PAIR
+from tests.chaos.load import asks, reference, streams
+from tests.chaos.network.histories import Clients
+from tests.chaos.network.spans import Measured, Span, line, longest_pause, measured, progress, result_of
+from tests.support.cluster.cluster_helpers import info_of
+
+ROOT = Path(__file__).parents[2]
+BEFORE = "892ee593"
+"""Commit of version 0.2.0."""
+
+WORKERS = ("target", "draft")
+STEPS: tuple[tuple[str, dict[str, str]], ...] = (
+    ("workers upgraded, orchestrators old", dict.fromkeys(WORKERS, "new")),
+    ("orchestrators upgraded", {"orchestrator": "new"}),
+    ("workers rolled back, orchestrators new", dict.fromkeys(WORKERS, "old")),
+    ("workers upgraded again", dict.fromkeys(WORKERS, "new")),
+)
+STAY_S = 6.0
+"""How long each mixture serves."""
+
+
+@dataclass
+class Versions:
+    """A cluster whose roles come from trees of two versions.
+
+    Attributes:
+        http: Base URL of the HTTP API.
+        grpc: Address of the gRPC API.
+        now: Version of each role.
+    """
+
+    http: str
+    grpc: str
+    now: dict[str, str]
+    _trees: dict[str, str]
+    _process: subprocess.Popen[str]
+
+    def deploy(self, changes: dict[str, str]) -> None:
+        """Replace roles by another version; returns when all of it runs.
+
+        Raises:
+            AssertionError: A process is not of the version that it should be.
+        """
+        self.now |= changes
+        trees = {role: self._trees[version] for role, version in self.now.items()}
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(json.dumps(trees), file=self._process.stdin, flush=True)
+        assert self._process.stdout.readline() == "deployed\n", "the cluster's program ended"
+        with Client(self.grpc) as client:
+            processes = [one for one in client.status(timeout_s=60) if one.role in self.now and one.healthy]
+        for one in processes:
+            if one.role in WORKERS:
+                assert bool(info_of(one).protocol) == (self.now[one.role] == "new"), one
+            elif psutil.pid_exists(one.pid):  # a replaced one is known for some more seconds
+                assert psutil.Process(one.pid).environ()["PYTHONPATH"] == trees[one.role], one
+
+
+@contextmanager
+def versions(commit: str, stderr: int | None) -> Iterator[Versions]:
+    """Run a cluster of a commit; its tree stands beside this one."""
+    with TemporaryDirectory() as folder, RedisServer.start(Path(folder, "redis")) as redis:
+        old = Path(folder, "old")
+        old.mkdir()
+        archive = subprocess.run(
+            ["git", "archive", commit, "gammaray", "orchestrator", "services"],
+            cwd=ROOT,
+            capture_output=True,
+            check=True,
+        )
+        subprocess.run(["tar", "-x", "-C", str(old)], input=archive.stdout, check=True)
+        command = [sys.executable, "-m", "tests.support.cluster.served_versions", redis.url]
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True
+        )
+        try:
+            assert process.stdout is not None
+            word, http, grpc = process.stdout.readline().split()
+            assert word == "ready"
+            trees = {"old": str(old), "new": str(ROOT)}
+            now = dict.fromkeys(("orchestrator", *WORKERS), "old")
+            cluster = Versions(f"http://{http}", grpc, now, trees, process)
+            cluster.deploy({})
+            yield cluster
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+async def run(
+    cluster: Versions, num_streams: int, num_http: int, max_tokens: int, say: Callable[[str], None]
+) -> Measured:
+    wanted = asks(num_streams, max_tokens)
+    expected = await reference(cluster.grpc, wanted)
+    clients = Clients(cluster.grpc, cluster.http, streams(wanted, PAIR), expected, 120.0, num_http)
+    clients.start()
+    await progress(clients, time.monotonic())
+    start, spans = time.monotonic(), list[Span]()
+    await asyncio.sleep(3.0)
+    usual_pause_s = longest_pause(clients, start, time.monotonic())
+    for name, changes in STEPS:
+        began = time.monotonic()
+        await asyncio.to_thread(cluster.deploy, changes)
+        await asyncio.sleep(STAY_S)
+        ended = time.monotonic()
+        spans.append(Span(name, began, ended, await progress(clients, ended)))
+        say(f"{began - start:6.1f} s, {ended - began:.1f} s  {line(result_of(spans[-1], clients))}")
+    seconds = time.monotonic() - start
+    await clients.end()
+    return measured(spans, clients, seconds, usual_pause_s)
