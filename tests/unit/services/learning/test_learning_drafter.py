@@ -234,5 +234,5 @@ def test_heads_of_others_do_not_learn(tmp_path, target):
     settings = TargetSettings(model=str(target), head=str(head), learn=str(tmp_path / "learn"))
     with pytest.raises(InvalidArgumentError, match=r"learn: .* no head of gammaray train"):
         load_learning_drafter(settings, load_engine(str(target)))
-    with pytest.raises(InvalidArgumentError, match="empty without a head"):
+    with pytest.raises(InvalidArgumentError, match="empty without a head or draft workers"):
         TargetSettings(model=str(target), learn="x")
