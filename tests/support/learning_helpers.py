@@ -150,10 +150,12 @@ class DraftedRun(Run):
 
 
 @contextmanager
-def learning(folder: Path, target: Path, drafter: Path, monkeypatch) -> Iterator[TargetScheduler]:
-    """A scheduler whose head, or draft model, learns in a folder; nothing trains."""
+def learning(
+    folder: Path, target: Path, drafter: Path, monkeypatch, command: list[str] | None = None
+) -> Iterator[TargetScheduler]:
+    """A scheduler whose head, or draft model, learns in a folder; a command trains, or nothing."""
     for module in ("target_worker", "draft_worker"):
-        monkeypatch.setattr(f"services.{module}.loading.trainer_command", lambda *_: None)
+        monkeypatch.setattr(f"services.{module}.loading.trainer_command", lambda *_: command)
     scheduler: TargetScheduler
     if names_head(str(drafter)):
         engine = load_engine(str(target))
