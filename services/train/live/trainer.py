@@ -36,7 +36,7 @@ from services.train.answers.store import Sequence
 from services.train.draft_model import TrainableDraft
 from services.train.evaluate import evaluate
 from services.train.head import TrainableHead
-from services.train.trainable import Trainable
+from services.train.trainable import Trainable, mixed_precision
 
 MIN_TOKENS = 2000
 """New tokens of completions before a round."""
@@ -93,7 +93,7 @@ class Trainer:
         self, folder: LearningFolder, target: str, drafter: str, stopped: Callable[[], bool]
     ) -> None:
         self._folder, self._target, self._base, self._stopped = folder, target, drafter, stopped
-        self._is_head = names_head(drafter)
+        self._is_head, self._mixed = names_head(drafter), mixed_precision("cpu")
         self._num_layers = 1 if self._is_head else int(load_config(drafter).num_hidden_layers)
         # Of the layers only the shape is used, which the drafter has.
         num_layers = self._num_layers
@@ -137,13 +137,13 @@ class Trainer:
         )
         if len(held) < MIN_HELD or not taught:
             return None
-        before = _expected(self._drafter(store, stable), held)
+        before = self._expected(self._drafter(store, stable), held)
         began = time.perf_counter()
         for _ in range(STEPS):
             if self._stopped():
                 return None
             self._step(training, taught)
-        after = _expected(training.drafter, held)
+        after = self._expected(training.drafter, held)
         self._seen[store.path.name] = RecordName.parse(files[-1]).written_at
         training.tenants |= {RecordName.parse(path).tenant for path in files}
         took = time.perf_counter() - began
@@ -186,7 +186,8 @@ class Trainer:
         while sum(one.num_answer for one in chosen) < STEP_TOKENS:
             chosen.append(taught[int(torch.randint(len(taught), (), generator=generator))])
         drafter = training.drafter
-        loss = drafter.loss(drafter.batch(chosen, drafter.num_depths, generator), "kl")
+        with self._mixed:
+            loss = drafter.loss(drafter.batch(chosen, drafter.num_depths, generator), "kl")
         training.optimizer.zero_grad()
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
@@ -240,11 +241,22 @@ class Trainer:
                 states = torch.cat([states, torch.zeros_like(states[:1])])  # for the last token
             self._records[path] = Record(tokens, num_prompt, temperature, ids, logs, states=states)
 
+    def _expected(self, drafter: Trainable, held: Items[Record]) -> float:
+        """Return the tokens per proposal that coupled verification is expected to accept, at temperature 1.
+
+        Of a draft model it is a lower bound: a token counts with the probability that the drafter gives it.
+        """
+        with self._mixed:
+            rates = evaluate(drafter, held, DEPTH)["coupled"]
+        # After accepted tokens a draft model has read the true text: all depths have the rate of the first.
+        return math.fsum(accumulate(rates * (DEPTH // len(rates)), mul))
+
     @torch.no_grad()
     def _likeliest(self, last: Tensor) -> tuple[Any, Any]:
         """Return the target's most likely tokens after its last states, and their log-probabilities."""
-        logits = self._module.get_output_embeddings()(self._module.get_decoder().norm(last))
-        top = logits.log_softmax(-1).topk(min(TOP_K, logits.shape[-1]))
+        with self._mixed:
+            logits = self._module.get_output_embeddings()(self._module.get_decoder().norm(last))
+        top = logits.float().log_softmax(-1).topk(min(TOP_K, logits.shape[-1]))
         return top.indices.numpy(), top.values.numpy()
 
 
@@ -261,13 +273,3 @@ class Record(Sequence):
 
 def _states(sequences: Items[Sequence]) -> list[Tensor]:
     return [one.states for one in sequences if isinstance(one, Record) and one.states is not None]
-
-
-def _expected(drafter: Trainable, held: Items[Record]) -> float:
-    """Return the tokens per proposal that coupled verification is expected to accept, at temperature 1.
-
-    Of a draft model it is a lower bound: a token counts with the probability that the drafter gives it.
-    """
-    rates = evaluate(drafter, held, DEPTH)["coupled"]
-    # After accepted tokens a draft model has read the true text: all depths have the rate of the first.
-    return math.fsum(accumulate(rates * (DEPTH // len(rates)), mul))
