@@ -115,7 +115,7 @@ class Trainable(nn.Module):
 
 
 def mixed_precision(device: str) -> torch.autocast:
-    """Return a context in which products are computed in bfloat16 where they are faster than those of float32."""
+    """Return a context that computes products in bfloat16 where that is faster than in float32."""
     # A CPU without these instructions converts; steps take 0.4 of the time with them.
     capabilities: Any = getattr(torch.cpu, "get_capabilities", dict)()
     is_faster = device != "cpu" or capabilities.get("avx512_bf16") or capabilities.get("amx_bf16")

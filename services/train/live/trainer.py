@@ -44,7 +44,7 @@ MIN_TOKENS = 2000
 HELD_SHARE, MIN_HELD, MAX_HELD = 0.15, 4, 24
 """Of the newest streams, which are not trained on."""
 
-STEPS, STEP_TOKENS = 40, 512
+STEPS, STEP_TOKENS = 20, 512
 """Steps of a round, and least tokens of each."""
 
 RATE = 3e-4
