@@ -2,10 +2,10 @@
 
     python -m benchmarks.learning --minutes 15
 
-Serves a target with its head, or with `--draft`, and `--learn`, first a few chat prompts, then only questions for SQL, each of
-which is new. One client waits `--idle` times as long as its last completion took before it sends the next
-request, so that the cluster serves about a third of what it could. Only the head drafts, `--gamma` tokens per
-cycle; beside a draft model look-ups in the text do, too.
+Serves a target with its head, or with `--draft`, and `--learn`, first a few chat prompts, then only questions
+for SQL, each of which is new. One client waits `--idle` times as long as its last completion took before it
+sends the next request, so that the cluster serves about a third of what it could. Only the head drafts,
+`--gamma` tokens per cycle; beside a draft model look-ups in the text do, too.
 
 Printed are the tokens that it gets accepted per cycle, by minute, with the versions that were published and
 what became of them, and the gaps between pieces of a stream. Then each stream is completed again at gamma 0.
