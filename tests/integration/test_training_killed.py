@@ -19,8 +19,8 @@ COUNT, LIMIT_S = 48, 240
 @pytest.mark.parametrize("kind", ["head", "draft model"])
 def test_serving_never_notices_and_the_next_process_goes_on(tmp_path, kind, monkeypatch):
     target = tiny_target(tmp_path / "target")
-    make = new_head if kind == "head" else draft_model
-    drafter = make(tmp_path / "drafter", target)
+    path = tmp_path / "drafter"
+    drafter = new_head(path, target) if kind == "head" else draft_model(path, target, 0.2)
     notes, folder = tmp_path / "notes", tmp_path / "learn"
     notes.write_text("")
     monkeypatch.setattr("services.learning.versions.PERIOD_S", 0.05)
