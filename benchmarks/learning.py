@@ -1,11 +1,11 @@
-"""What a head learns from live traffic of a domain that it was not trained on.
+"""What a head or draft model learns from live traffic of a domain that it was not trained on.
 
     python -m benchmarks.learning --minutes 15
 
-Serves a target with its head and `--learn`, first a few chat prompts, then only questions for SQL, each of
-which is new. One client waits `--idle` times as long as its last completion took before it sends the next
-request, so that the cluster serves about a third of what it could. Only the head drafts, `--gamma` tokens per
-cycle.
+Serves a target with its head, or with `--draft`, and `--learn`, first a few chat prompts, then only questions
+for SQL, each of which is new. One client waits `--idle` times as long as its last completion took before it
+sends the next request, so that the cluster serves about a third of what it could. Only the head drafts,
+`--gamma` tokens per cycle; beside a draft model look-ups in the text do, too.
 
 Printed are the tokens that it gets accepted per cycle, by minute, with the versions that were published and
 what became of them, and the gaps between pieces of a stream. Then each stream is completed again at gamma 0.
@@ -104,7 +104,7 @@ async def stream(
         seed=about["seed"],
         max_tokens=options.tokens,
         gamma=options.gamma,
-        drafter="head",
+        drafter="model" if options.draft else "head",
     ):
         tokens += [token.token_id for token in chunk.tokens]
         times.append(time.perf_counter())
@@ -215,8 +215,9 @@ def chart(minutes: Sequence[dict[str, Any]], chat: float) -> str:
 async def run(options: argparse.Namespace) -> int:
     """Measure, print and write the result; return the exit status."""
     tokenizer = Tokenizer(str(options.target))
-    target, head = str(options.target), str(options.head)
-    common = ("--target", target, "--head", head, "--draft-weights", options.weights)
+    target, drafter = str(options.target), str(options.draft or options.head)
+    kind = "--draft" if options.draft else "--head"
+    common = ("--target", target, kind, drafter, "--draft-weights", options.weights)
     with tempfile.TemporaryDirectory() as folder:
         learned = LearningFolder(Path(folder)).store(OPEN)
         async with AsyncExitStack() as stack:
@@ -248,7 +249,7 @@ async def run(options: argparse.Namespace) -> int:
     print(f"{len(made)} streams, {differ} of them differ from gamma 0")
     result = {
         "target": target,
-        "head": head,
+        "drafter": drafter,
         "chat": chat,
         "minutes": minutes,
         "p99_ms": tails,
@@ -270,7 +271,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--target", type=Path, default=Path("build/models/smollm2"))
     parser.add_argument("--head", type=Path, default=Path("benchmarks/heads/smollm2"))
-    parser.add_argument("--weights", default="int8", help="of the head, see --draft-weights")
+    parser.add_argument("--draft", type=Path, help="a draft model on a draft worker, instead of the head")
+    parser.add_argument("--weights", default="int8", help="of the drafter, see --draft-weights")
     parser.add_argument("--minutes", type=float, default=15.0)
     parser.add_argument("--chats", type=int, default=10, help="chat prompts before the domain changes")
     parser.add_argument("--tokens", type=int, default=96)

@@ -110,6 +110,11 @@ ATTRIBUTES = (
         *(t.DRAFTER, "string", ""),
         "Drafter that proposed: model, head, suffix, prediction, grammar (forced tokens) or none.",
     ),
+    Attribute(
+        *(t.DRAFTER_VERSION, "int", ""),
+        "Version of the head or draft model that proposed; absent if it is not trained while it serves, and "
+        "for the one of the start.",
+    ),
     Attribute(t.DRAFT_FAILED, "boolean", "", "Whether the drafter was absent, late or wrong."),
     Attribute(
         *(t.DRAFT_AHEAD_HIT, "boolean", ""),
@@ -213,7 +218,7 @@ SPANS = (
             ),
             *(t.DRAFTED, t.TESTED, t.ACCEPTED, t.EMITTED),
         ),
-        (t.NEXT_ORIGIN, t.ERROR_TYPE),
+        (t.DRAFTER_VERSION, t.NEXT_ORIGIN, t.ERROR_TYPE),
     ),
     Span(
         *(t.SPAN_PROPOSE, "client", "orchestrator", t.SPAN_CYCLE),

@@ -188,8 +188,8 @@ _HEAD = (
     "head, or mtp: the target's own layers for this; empty: nothing."
 )
 _LEARN = (
-    "Folder in which target workers train new versions of their head while they serve; with API keys only "
-    "from streams of tenants that `gammaray drafters allow` names; empty: nothing is kept or learnt."
+    "Folder in which workers train new versions of their head or draft model while they serve; with API keys "
+    "only from streams of tenants that `gammaray drafters allow` names; empty: nothing is kept or learnt."
 )
 _LORA = (
     "NAME=DIR of a LoRA adapter of the target, in PEFT's format; several are separated by commas, or the "
@@ -275,7 +275,26 @@ class _ModelSettings(_Settings):
         return self
 
 
-class _TargetModelSettings(_ModelSettings):
+class _LearningSettings(_ModelSettings):
+    """The same of a process that may learn."""
+
+    learn: str = Field("", description=_LEARN)
+
+    @property
+    def _has_drafter(self) -> bool:
+        """Whether anything drafts that could learn."""
+        return True
+
+    @model_validator(mode="after")
+    def _check_what_learns(self) -> Self:
+        if self.learn and not self._has_drafter:
+            raise InvalidArgumentError("learn", self.learn, "empty without a head or draft workers")
+        if self.learn and self.engine == "vllm":
+            raise InvalidArgumentError("learn", self.learn, "empty with the engine vllm")
+        return self
+
+
+class _TargetModelSettings(_LearningSettings):
     """The same of a target."""
 
     tensor_parallel: int = Field(
@@ -288,14 +307,6 @@ class _TargetModelSettings(_ModelSettings):
     head: str = Field("", description=_HEAD)
     draft_weights: Weights = Field("auto", description=_DRAFT_WEIGHTS)
     lora: Lora = Field("", description=_LORA, json_schema_extra=REPEATABLE)
-    learn: str = Field("", description=_LEARN)
-
-    @model_validator(mode="after")
-    def _check_what_learns(self) -> Self:
-        if self.learn and (not self.head or self.engine == "vllm"):
-            allowed = "empty without a head" if not self.head else "empty with the engine vllm"
-            raise InvalidArgumentError("learn", self.learn, allowed)
-        return self
 
     @model_validator(mode="after")
     def _check_needs_of_vllm(self) -> Self:
@@ -417,12 +428,16 @@ class WorkerSettings(ServingSettings, _ModelSettings):
 class TargetSettings(WorkerSettings, _TargetModelSettings):
     """A target worker."""
 
+    @property
+    def _has_drafter(self) -> bool:
+        return self.head != ""
+
     draft_ahead: bool = Field(
         True, description="Let that head draft the next proposals while no block waits."
     )
 
 
-class DraftSettings(WorkerSettings):
+class DraftSettings(WorkerSettings, _LearningSettings):
     """A draft worker."""
 
     draft_weights: Weights = Field("auto", description=_DRAFT_WEIGHTS)
@@ -545,6 +560,10 @@ class ClusterSettings(_TargetModelSettings, _AccessSettings):
         min_length=1,
         description="Address of both APIs; if other machines can reach it, set api_keys_file.",
     )
+
+    @property
+    def _has_drafter(self) -> bool:
+        return self.head != "" or self.draft_workers.maximum > 0
 
     @model_validator(mode="before")
     @classmethod

@@ -176,6 +176,7 @@ class Proposal:
         parents: Index of each node's parent, -1 for children of the committed prefix; None for a chain.
         draft_distributions: The distribution each token was drawn from; only for rejection and block
             verification above temperature 0.
+        version: Of a drafter that is trained while it serves; 0 is the one of the start.
         drafter: Kind of the drafter. This and the following fields are not on the wire.
         worker: host:port of the draft worker, "" for none.
         is_fallback: Whether the drafter that the request allows was absent, failed or late.
@@ -185,6 +186,7 @@ class Proposal:
     token_ids: tuple[int, ...] = ()
     parents: tuple[int, ...] | None = None
     draft_distributions: tuple[SparseDistribution, ...] | None = None
+    version: int = field(default=0, compare=False)
     drafter: DrafterKind = field(default=DrafterKind.MODEL, compare=False)
     worker: str = field(default="", compare=False)
     is_fallback: bool = field(default=False, compare=False)

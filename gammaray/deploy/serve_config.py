@@ -156,18 +156,18 @@ def role_settings(cluster: ClusterSettings) -> dict[str, dict[str, Any]]:
     """Return what a cluster's settings determine per role; the rest is left to environment and defaults."""
     worker: dict[str, Any] = {"engine": cluster.engine, "device": cluster.device, "dtype": cluster.dtype}
     draft = {"model": cluster.draft, "draft_weights": cluster.draft_weights, **worker, **_mapped(cluster)}
+    learning = {"learn": str(Path(cluster.learn).absolute())} if cluster.learn else {}
     return {
         "target": {
             "model": cluster.target,
             "deterministic": cluster.deterministic,
             "tensor_parallel": cluster.tensor_parallel,
             **({"lora": _absolute_adapters(cluster.lora)} if cluster.lora else {}),
-            **({"learn": str(Path(cluster.learn).absolute())} if cluster.learn else {}),
             "head": cluster.head,
-            **({"draft_weights": cluster.draft_weights} if cluster.head else {}),
+            **({"draft_weights": cluster.draft_weights, **learning} if cluster.head else {}),
             **worker,
         },
-        "draft": draft,
+        "draft": draft | ({} if cluster.head else learning),
         "orchestrator": {"model": cluster.target},
     }
 

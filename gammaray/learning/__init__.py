@@ -1,1 +1,1 @@
-"""What target workers learn: the folder on their machine, without torch."""
+"""What workers learn: the folder on their machine, without torch."""

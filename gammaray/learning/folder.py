@@ -1,4 +1,4 @@
-"""The folder in which the target workers of one machine learn from their traffic.
+"""The folder in which the workers of one machine learn from their traffic.
 
     FOLDER/tenants.json           tenants that agreed, see `LearningFolder.consent`
     FOLDER/NAME/state.json        the versions of one drafter, see `Drafters`
@@ -6,7 +6,7 @@
     FOLDER/NAME/records/          finished streams that it may learn from
 
 NAME is `tenant-` and the tenant's name, `shared` for the tenants that share one, or `open` for all requests
-to a cluster without API keys. Version 0 is the head that the workers were started with.
+to a cluster without API keys. Version 0 is the head or draft model that the workers were started with.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Version(BaseModel):
 
     Args:
         number: From 1 on.
-        parent: The version that its training began with; 0 is the head of the start.
+        parent: The version that its training began with; 0 is the drafter of the start.
         created_at: When it was published.
         tenants: Tenants whose streams it, or a version before it, was trained on; "" without API keys.
         tokens: Tokens of completions that its training could draw from.
@@ -90,7 +90,7 @@ class Drafters(BaseModel):
 
     Args:
         versions: By number, from 1 on.
-        stable: Number of the version that serves; 0 is the head of the start.
+        stable: Number of the version that serves; 0 is the drafter of the start.
         is_pinned: Whether no further version is published.
     """
 
@@ -217,7 +217,7 @@ class DrafterStore:
         return self._change(end).stable
 
     def pin(self, number: int) -> None:
-        """Make a version stable, and publish no other one until `unpin`; 0 is the head of the start.
+        """Make a version stable, and publish no other one until `unpin`; 0 is the drafter of the start.
 
         Raises:
             NotFoundError: There is no such version.
@@ -324,7 +324,7 @@ class LearningFolder:
         return {name: numbers for name, numbers in found.items() if numbers}
 
     def drafter_of(self, tenant: str, consents: dict[str, Consent]) -> str | None:
-        """Return the drafter that serves a tenant and learns from it; None: the head of the start, nothing.
+        """Return the drafter that serves a tenant and learns from it; None: that of the start, and nothing.
 
         Args:
             tenant: Its name; empty without API keys.

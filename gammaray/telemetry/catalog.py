@@ -205,10 +205,10 @@ ENGINE = (
         labels=("role",),
     ),
     Metric(
-        *("gammaray.worker.drafter.first_tokens", Kind.COUNTER, "{token}", (Role.TARGET,)),
-        "First tokens of the proposals of a head that learns, by the version that drafted (arm: stable or "
-        "candidate), and whether they were accepted or rejected (outcome).",
-        labels=("arm", "outcome"),
+        *("gammaray.worker.drafter.first_tokens", Kind.COUNTER, "{token}", BOTH_WORKERS),
+        "First tokens of the proposals of a head or draft model that learns, by the version that drafted "
+        "(arm: stable or candidate), and whether they were accepted or rejected (outcome).",
+        labels=("role", "arm", "outcome"),
     ),
     Metric(
         *("gammaray.worker.cache.evictions", Kind.COUNTER, "{session}", BOTH_WORKERS),

@@ -1070,6 +1070,7 @@ class CycleRecord(_message.Message):
     DRAFT_AHEAD_HIT_FIELD_NUMBER: _builtins.int
     DRAFT_FIELD_NUMBER: _builtins.int
     TARGET_FIELD_NUMBER: _builtins.int
+    DRAFTER_VERSION_FIELD_NUMBER: _builtins.int
     start_us: _builtins.int
     """Start of the cycle in microseconds since 1970, by its orchestrator's clock."""
     total_us: _builtins.int
@@ -1104,6 +1105,8 @@ class CycleRecord(_message.Message):
     """Whether the drafter failed, was late or was absent."""
     draft_ahead_hit: _builtins.bool
     """Whether the proposal was prepared ahead and needed no forward."""
+    drafter_version: _builtins.int
+    """Version of the head or draft model that proposed, if it is trained while it serves; 0 is the one of the start."""
     @_builtins.property
     def draft(self) -> Global___WorkerCall:
         """The call to the draft worker; absent if there was none."""
@@ -1134,10 +1137,11 @@ class CycleRecord(_message.Message):
         draft_ahead_hit: _builtins.bool = ...,
         draft: Global___WorkerCall | None = ...,
         target: Global___WorkerCall | None = ...,
+        drafter_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_draft", b"_draft", "_target", b"_target", "draft", b"draft", "target", b"target"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_draft", b"_draft", "_target", b"_target", "accepted", b"accepted", "base_position", b"base_position", "draft", b"draft", "draft_ahead_hit", b"draft_ahead_hit", "draft_failed", b"draft_failed", "drafted", b"drafted", "drafter", b"drafter", "emitted", b"emitted", "epoch", b"epoch", "gamma", b"gamma", "gamma_reason", b"gamma_reason", "next_origin", b"next_origin", "propose_us", b"propose_us", "start_us", b"start_us", "target", b"target", "tested", b"tested", "total_us", b"total_us", "turn", b"turn", "verify_us", b"verify_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_draft", b"_draft", "_target", b"_target", "accepted", b"accepted", "base_position", b"base_position", "draft", b"draft", "draft_ahead_hit", b"draft_ahead_hit", "draft_failed", b"draft_failed", "drafted", b"drafted", "drafter", b"drafter", "drafter_version", b"drafter_version", "emitted", b"emitted", "epoch", b"epoch", "gamma", b"gamma", "gamma_reason", b"gamma_reason", "next_origin", b"next_origin", "propose_us", b"propose_us", "start_us", b"start_us", "target", b"target", "tested", b"tested", "total_us", b"total_us", "turn", b"turn", "verify_us", b"verify_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__draft: _TypeAlias = _typing.Literal["draft"]  # noqa: Y015
     _WhichOneofArgType__draft: _TypeAlias = _typing.Literal["_draft", b"_draft"]  # noqa: Y015

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17gammaray/v1/types.proto\x12\x0bgammaray.v1\"\xe1\x03\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x01H\x02\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x01\x12>\n\nlogit_bias\x18\x08 \x03(\x0b\x32*.gammaray.v1.SamplingParams.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\t \x03(\r\x12\x18\n\x10\x62\x61nned_token_ids\x18\n \x03(\r\x12\x12\n\nmin_tokens\x18\x0b \x01(\r\x12\x11\n\x04seed\x18\x0c \x01(\x04H\x03\x88\x01\x01\x12\x14\n\x0csample_index\x18\r \x01(\r\x12\x0f\n\x07grammar\x18\x0e \x01(\t\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x15\n\x13_repetition_penaltyB\x07\n\x05_seed\"M\n\x12SparseDistribution\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0f\n\x07weights\x18\x02 \x03(\r\x12\x13\n\x0bweight_bits\x18\x03 \x01(\r\"l\n\x08Proposal\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0f\n\x07parents\x18\x02 \x03(\x11\x12<\n\x13\x64raft_distributions\x18\x03 \x03(\x0b\x32\x1f.gammaray.v1.SparseDistribution\"\x87\x02\n\x0bSessionSpec\x12-\n\x08sampling\x18\x01 \x01(\x0b\x32\x1b.gammaray.v1.SamplingParams\x12\x35\n\x0cverification\x18\x02 \x01(\x0e\x32\x1f.gammaray.v1.VerificationMethod\x12\x15\n\rprompt_length\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\x12\x16\n\x0emodel_identity\x18\x05 \x01(\t\x12\x17\n\ncache_salt\x18\x06 \x01(\tH\x00\x88\x01\x01\x12\x0f\n\x07\x61\x64\x61pter\x18\x07 \x01(\t\x12\x13\n\x0bno_learning\x18\x08 \x01(\x08\x42\r\n\x0b_cache_salt\"\x82\x01\n\x0ePromptLogprobs\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x10\n\x08logprobs\x18\x02 \x03(\x01\x12\r\n\x05ranks\x18\x03 \x03(\r\x12\x0f\n\x07num_top\x18\x04 \x01(\r\x12\x15\n\rtop_token_ids\x18\x05 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x06 \x03(\x01\"-\n\tTokenSpan\x12\r\n\x05start\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"\x1e\n\nNeedTokens\x12\x10\n\x08position\x18\x01 \x01(\r\"+\n\nBlockError\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\x12\x0f\n\x07message\x18\x02 \x01(\t\"7\n\x0cTraceContext\x12\x13\n\x0btraceparent\x18\x01 \x01(\t\x12\x12\n\ntracestate\x18\x02 \x01(\t\"\x9d\x01\n\x0cWorkerTiming\x12\x10\n\x08queue_us\x18\x01 \x01(\r\x12\x12\n\ncompute_us\x18\x02 \x01(\r\x12\x12\n\nforward_us\x18\x03 \x01(\r\x12\x12\n\nbatch_size\x18\x04 \x01(\r\x12\x14\n\x0c\x62\x61tch_tokens\x18\x05 \x01(\r\x12\x15\n\rcached_tokens\x18\x06 \x01(\r\x12\x12\n\nbatch_rows\x18\x07 \x01(\r\"C\n\x0eReleaseSession\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0e\n\x06\x66orget\x18\x03 \x01(\x08\"n\n\x0cWorkerTotals\x12\r\n\x05steps\x18\x01 \x01(\x04\x12\x13\n\x0bstep_blocks\x18\x02 \x01(\x04\x12\x0f\n\x07step_us\x18\x03 \x01(\x04\x12\x15\n\rahead_lookups\x18\x04 \x01(\x04\x12\x12\n\nahead_hits\x18\x05 \x01(\x04\"\xf4\x01\n\x11SpeculationTotals\x12\x0e\n\x06\x63ycles\x18\x01 \x01(\x04\x12\x0e\n\x06\x64rafts\x18\x02 \x01(\x04\x12\x14\n\x0c\x64raft_tokens\x18\x03 \x01(\x04\x12\x15\n\rtested_tokens\x18\x04 \x01(\x04\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x05 \x01(\x04\x12\x16\n\x0e\x65mitted_tokens\x18\x06 \x01(\x04\x12\x11\n\tgamma_sum\x18\x07 \x01(\x04\x12\x11\n\tdecode_us\x18\x08 \x01(\x04\x12\x10\n\x08plain_us\x18\t \x01(\x04\x12\x10\n\x08requests\x18\n \x01(\x04\x12\x17\n\x0f\x66\x61iled_requests\x18\x0b \x01(\x04*\xbb\x01\n\x12VerificationMethod\x12#\n\x1fVERIFICATION_METHOD_UNSPECIFIED\x10\x00\x12\x1f\n\x1bVERIFICATION_METHOD_COUPLED\x10\x01\x12!\n\x1dVERIFICATION_METHOD_REJECTION\x10\x02\x12\x1d\n\x19VERIFICATION_METHOD_NAIVE\x10\x03\x12\x1d\n\x19VERIFICATION_METHOD_BLOCK\x10\x04*{\n\x0bTokenOrigin\x12\x1c\n\x18TOKEN_ORIGIN_UNSPECIFIED\x10\x00\x12\x19\n\x15TOKEN_ORIGIN_ACCEPTED\x10\x01\x12\x1b\n\x17TOKEN_ORIGIN_CORRECTION\x10\x02\x12\x16\n\x12TOKEN_ORIGIN_BONUS\x10\x03*|\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03*\xf6\x01\n\x0b\x44rafterKind\x12\x1c\n\x18\x44RAFTER_KIND_UNSPECIFIED\x10\x00\x12\x16\n\x12\x44RAFTER_KIND_MODEL\x10\x01\x12\x15\n\x11\x44RAFTER_KIND_NONE\x10\x02\x12\x17\n\x13\x44RAFTER_KIND_SUFFIX\x10\x04\x12\x1b\n\x17\x44RAFTER_KIND_PREDICTION\x10\x05\x12\x18\n\x14\x44RAFTER_KIND_GRAMMAR\x10\x07\x12\x15\n\x11\x44RAFTER_KIND_HEAD\x10\x08\"\x04\x08\x03\x10\x03\"\x04\x08\x06\x10\x06*\x12\x44RAFTER_KIND_NGRAM*\x13\x44RAFTER_KIND_SERVERb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17gammaray/v1/types.proto\x12\x0bgammaray.v1\"\xe1\x03\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x01H\x02\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x01\x12>\n\nlogit_bias\x18\x08 \x03(\x0b\x32*.gammaray.v1.SamplingParams.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\t \x03(\r\x12\x18\n\x10\x62\x61nned_token_ids\x18\n \x03(\r\x12\x12\n\nmin_tokens\x18\x0b \x01(\r\x12\x11\n\x04seed\x18\x0c \x01(\x04H\x03\x88\x01\x01\x12\x14\n\x0csample_index\x18\r \x01(\r\x12\x0f\n\x07grammar\x18\x0e \x01(\t\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x15\n\x13_repetition_penaltyB\x07\n\x05_seed\"M\n\x12SparseDistribution\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0f\n\x07weights\x18\x02 \x03(\r\x12\x13\n\x0bweight_bits\x18\x03 \x01(\r\"}\n\x08Proposal\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0f\n\x07parents\x18\x02 \x03(\x11\x12<\n\x13\x64raft_distributions\x18\x03 \x03(\x0b\x32\x1f.gammaray.v1.SparseDistribution\x12\x0f\n\x07version\x18\x04 \x01(\r\"\x87\x02\n\x0bSessionSpec\x12-\n\x08sampling\x18\x01 \x01(\x0b\x32\x1b.gammaray.v1.SamplingParams\x12\x35\n\x0cverification\x18\x02 \x01(\x0e\x32\x1f.gammaray.v1.VerificationMethod\x12\x15\n\rprompt_length\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\x12\x16\n\x0emodel_identity\x18\x05 \x01(\t\x12\x17\n\ncache_salt\x18\x06 \x01(\tH\x00\x88\x01\x01\x12\x0f\n\x07\x61\x64\x61pter\x18\x07 \x01(\t\x12\x13\n\x0bno_learning\x18\x08 \x01(\x08\x42\r\n\x0b_cache_salt\"\x82\x01\n\x0ePromptLogprobs\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x10\n\x08logprobs\x18\x02 \x03(\x01\x12\r\n\x05ranks\x18\x03 \x03(\r\x12\x0f\n\x07num_top\x18\x04 \x01(\r\x12\x15\n\rtop_token_ids\x18\x05 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x06 \x03(\x01\"-\n\tTokenSpan\x12\r\n\x05start\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"\x1e\n\nNeedTokens\x12\x10\n\x08position\x18\x01 \x01(\r\"+\n\nBlockError\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\x12\x0f\n\x07message\x18\x02 \x01(\t\"7\n\x0cTraceContext\x12\x13\n\x0btraceparent\x18\x01 \x01(\t\x12\x12\n\ntracestate\x18\x02 \x01(\t\"\x9d\x01\n\x0cWorkerTiming\x12\x10\n\x08queue_us\x18\x01 \x01(\r\x12\x12\n\ncompute_us\x18\x02 \x01(\r\x12\x12\n\nforward_us\x18\x03 \x01(\r\x12\x12\n\nbatch_size\x18\x04 \x01(\r\x12\x14\n\x0c\x62\x61tch_tokens\x18\x05 \x01(\r\x12\x15\n\rcached_tokens\x18\x06 \x01(\r\x12\x12\n\nbatch_rows\x18\x07 \x01(\r\"C\n\x0eReleaseSession\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0e\n\x06\x66orget\x18\x03 \x01(\x08\"n\n\x0cWorkerTotals\x12\r\n\x05steps\x18\x01 \x01(\x04\x12\x13\n\x0bstep_blocks\x18\x02 \x01(\x04\x12\x0f\n\x07step_us\x18\x03 \x01(\x04\x12\x15\n\rahead_lookups\x18\x04 \x01(\x04\x12\x12\n\nahead_hits\x18\x05 \x01(\x04\"\xf4\x01\n\x11SpeculationTotals\x12\x0e\n\x06\x63ycles\x18\x01 \x01(\x04\x12\x0e\n\x06\x64rafts\x18\x02 \x01(\x04\x12\x14\n\x0c\x64raft_tokens\x18\x03 \x01(\x04\x12\x15\n\rtested_tokens\x18\x04 \x01(\x04\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x05 \x01(\x04\x12\x16\n\x0e\x65mitted_tokens\x18\x06 \x01(\x04\x12\x11\n\tgamma_sum\x18\x07 \x01(\x04\x12\x11\n\tdecode_us\x18\x08 \x01(\x04\x12\x10\n\x08plain_us\x18\t \x01(\x04\x12\x10\n\x08requests\x18\n \x01(\x04\x12\x17\n\x0f\x66\x61iled_requests\x18\x0b \x01(\x04*\xbb\x01\n\x12VerificationMethod\x12#\n\x1fVERIFICATION_METHOD_UNSPECIFIED\x10\x00\x12\x1f\n\x1bVERIFICATION_METHOD_COUPLED\x10\x01\x12!\n\x1dVERIFICATION_METHOD_REJECTION\x10\x02\x12\x1d\n\x19VERIFICATION_METHOD_NAIVE\x10\x03\x12\x1d\n\x19VERIFICATION_METHOD_BLOCK\x10\x04*{\n\x0bTokenOrigin\x12\x1c\n\x18TOKEN_ORIGIN_UNSPECIFIED\x10\x00\x12\x19\n\x15TOKEN_ORIGIN_ACCEPTED\x10\x01\x12\x1b\n\x17TOKEN_ORIGIN_CORRECTION\x10\x02\x12\x16\n\x12TOKEN_ORIGIN_BONUS\x10\x03*|\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03*\xf6\x01\n\x0b\x44rafterKind\x12\x1c\n\x18\x44RAFTER_KIND_UNSPECIFIED\x10\x00\x12\x16\n\x12\x44RAFTER_KIND_MODEL\x10\x01\x12\x15\n\x11\x44RAFTER_KIND_NONE\x10\x02\x12\x17\n\x13\x44RAFTER_KIND_SUFFIX\x10\x04\x12\x1b\n\x17\x44RAFTER_KIND_PREDICTION\x10\x05\x12\x18\n\x14\x44RAFTER_KIND_GRAMMAR\x10\x07\x12\x15\n\x11\x44RAFTER_KIND_HEAD\x10\x08\"\x04\x08\x03\x10\x03\"\x04\x08\x06\x10\x06*\x12\x44RAFTER_KIND_NGRAM*\x13\x44RAFTER_KIND_SERVERb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,14 +33,14 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_VERIFICATIONMETHOD']._serialized_start=1882
-  _globals['_VERIFICATIONMETHOD']._serialized_end=2069
-  _globals['_TOKENORIGIN']._serialized_start=2071
-  _globals['_TOKENORIGIN']._serialized_end=2194
-  _globals['_FINISHREASON']._serialized_start=2196
-  _globals['_FINISHREASON']._serialized_end=2320
-  _globals['_DRAFTERKIND']._serialized_start=2323
-  _globals['_DRAFTERKIND']._serialized_end=2569
+  _globals['_VERIFICATIONMETHOD']._serialized_start=1899
+  _globals['_VERIFICATIONMETHOD']._serialized_end=2086
+  _globals['_TOKENORIGIN']._serialized_start=2088
+  _globals['_TOKENORIGIN']._serialized_end=2211
+  _globals['_FINISHREASON']._serialized_start=2213
+  _globals['_FINISHREASON']._serialized_end=2337
+  _globals['_DRAFTERKIND']._serialized_start=2340
+  _globals['_DRAFTERKIND']._serialized_end=2586
   _globals['_SAMPLINGPARAMS']._serialized_start=41
   _globals['_SAMPLINGPARAMS']._serialized_end=522
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=416
@@ -48,25 +48,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SPARSEDISTRIBUTION']._serialized_start=524
   _globals['_SPARSEDISTRIBUTION']._serialized_end=601
   _globals['_PROPOSAL']._serialized_start=603
-  _globals['_PROPOSAL']._serialized_end=711
-  _globals['_SESSIONSPEC']._serialized_start=714
-  _globals['_SESSIONSPEC']._serialized_end=977
-  _globals['_PROMPTLOGPROBS']._serialized_start=980
-  _globals['_PROMPTLOGPROBS']._serialized_end=1110
-  _globals['_TOKENSPAN']._serialized_start=1112
-  _globals['_TOKENSPAN']._serialized_end=1157
-  _globals['_NEEDTOKENS']._serialized_start=1159
-  _globals['_NEEDTOKENS']._serialized_end=1189
-  _globals['_BLOCKERROR']._serialized_start=1191
-  _globals['_BLOCKERROR']._serialized_end=1234
-  _globals['_TRACECONTEXT']._serialized_start=1236
-  _globals['_TRACECONTEXT']._serialized_end=1291
-  _globals['_WORKERTIMING']._serialized_start=1294
-  _globals['_WORKERTIMING']._serialized_end=1451
-  _globals['_RELEASESESSION']._serialized_start=1453
-  _globals['_RELEASESESSION']._serialized_end=1520
-  _globals['_WORKERTOTALS']._serialized_start=1522
-  _globals['_WORKERTOTALS']._serialized_end=1632
-  _globals['_SPECULATIONTOTALS']._serialized_start=1635
-  _globals['_SPECULATIONTOTALS']._serialized_end=1879
+  _globals['_PROPOSAL']._serialized_end=728
+  _globals['_SESSIONSPEC']._serialized_start=731
+  _globals['_SESSIONSPEC']._serialized_end=994
+  _globals['_PROMPTLOGPROBS']._serialized_start=997
+  _globals['_PROMPTLOGPROBS']._serialized_end=1127
+  _globals['_TOKENSPAN']._serialized_start=1129
+  _globals['_TOKENSPAN']._serialized_end=1174
+  _globals['_NEEDTOKENS']._serialized_start=1176
+  _globals['_NEEDTOKENS']._serialized_end=1206
+  _globals['_BLOCKERROR']._serialized_start=1208
+  _globals['_BLOCKERROR']._serialized_end=1251
+  _globals['_TRACECONTEXT']._serialized_start=1253
+  _globals['_TRACECONTEXT']._serialized_end=1308
+  _globals['_WORKERTIMING']._serialized_start=1311
+  _globals['_WORKERTIMING']._serialized_end=1468
+  _globals['_RELEASESESSION']._serialized_start=1470
+  _globals['_RELEASESESSION']._serialized_end=1537
+  _globals['_WORKERTOTALS']._serialized_start=1539
+  _globals['_WORKERTOTALS']._serialized_end=1649
+  _globals['_SPECULATIONTOTALS']._serialized_start=1652
+  _globals['_SPECULATIONTOTALS']._serialized_end=1896
 # @@protoc_insertion_point(module_scope)

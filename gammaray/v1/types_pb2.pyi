@@ -331,6 +331,9 @@ class Proposal(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     PARENTS_FIELD_NUMBER: _builtins.int
     DRAFT_DISTRIBUTIONS_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    """Version of the drafter, if it is trained while it serves; 0 is the one of the start."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens of the nodes, each node after its parent."""
@@ -353,10 +356,11 @@ class Proposal(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         parents: _abc.Iterable[_builtins.int] | None = ...,
         draft_distributions: _abc.Iterable[Global___SparseDistribution] | None = ...,
+        version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_distributions", b"draft_distributions", "parents", b"parents", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_distributions", b"draft_distributions", "parents", b"parents", "token_ids", b"token_ids", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -393,7 +397,7 @@ class SessionSpec(_message.Message):
     adapter: _builtins.str
     """LoRA adapter that the target applies, one of GetTargetInfoResponse.adapters; draft workers ignore it. Empty: none."""
     no_learning: _builtins.bool
-    """Whether target workers that learn from finished streams keep nothing of this session."""
+    """Whether workers that learn from finished streams keep nothing of this session."""
     @_builtins.property
     def sampling(self) -> Global___SamplingParams:
         """Logits processing and noise key. The seed is always set here."""

@@ -54,6 +54,7 @@ def proposal_to_proto(proposal: Proposal) -> pb.Proposal:
             pb.SparseDistribution(token_ids=d.token_ids, weights=d.weights, weight_bits=d.weight_bits)
             for d in proposal.draft_distributions or ()
         ],
+        version=proposal.version,
     )
 
 
@@ -77,7 +78,7 @@ def proposal_from_proto(message: pb.Proposal, vocab_size: int) -> Proposal:
     distributions = tuple(_distribution(d, vocab_size) for d in message.draft_distributions) or None
     if distributions is not None and len(distributions) != len(token_ids):
         raise InvalidArgumentError("proposal.draft_distributions", len(distributions), f"{len(token_ids)}")
-    return Proposal(token_ids, parents, distributions)
+    return Proposal(token_ids, parents, distributions, message.version)
 
 
 def _distribution(message: pb.SparseDistribution, vocab_size: int) -> SparseDistribution:

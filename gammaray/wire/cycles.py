@@ -59,6 +59,7 @@ class CycleRecord:
         drafter: Kind of the drafter that proposed.
         draft_failed: Whether the drafter failed, was late or was absent.
         draft_ahead_hit: Whether the proposal had been prepared ahead.
+        drafter_version: Version of the head or draft model that proposed, if it is trained while it serves.
         draft: Calls of the draft worker; None if there were none.
         target: Calls of the target worker.
     """
@@ -80,6 +81,7 @@ class CycleRecord:
     drafter: DrafterKind
     draft_failed: bool
     draft_ahead_hit: bool
+    drafter_version: int
     draft: WorkerCall | None
     target: WorkerCall | None
 
@@ -108,6 +110,7 @@ def _cycle(message: pb.CycleRecord) -> CycleRecord:
         drafter=DRAFTERS_BACK.get(message.drafter, DrafterKind.NONE),
         draft_failed=message.draft_failed,
         draft_ahead_hit=message.draft_ahead_hit,
+        drafter_version=message.drafter_version,
         draft=_call(message.draft) if message.HasField("draft") else None,
         target=_call(message.target) if message.HasField("target") else None,
     )

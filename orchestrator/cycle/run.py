@@ -73,6 +73,7 @@ async def run_cycle(
         levels=levels_of(proposal, verdict.accepted_path),
         timing=verdict.timing,
         drafter=proposal.drafter if proposal else DrafterKind.NONE,
+        drafter_version=proposal.version,
         draft_worker=proposal.worker if proposal else "",
         is_fallback=draft_failed or proposal.is_fallback or shape.is_fallback,
         is_prepared=proposal.is_prepared,

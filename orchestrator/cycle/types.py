@@ -162,6 +162,7 @@ class Cycle:
         levels: The levels of the proposal that verification visited, see `levels_of`.
         timing: Timing of the target worker's step; None if it did not report any.
         drafter: Drafter kind that proposed; NONE if nothing was proposed.
+        drafter_version: Version of the head or draft model that proposed, see `Proposal`.
         draft_worker: Address of the draft worker that proposed, "" for none.
         is_fallback: Whether the drafter that the request allows could not propose.
         is_prepared: Whether the proposal had arrived before it was requested.
@@ -186,6 +187,7 @@ class Cycle:
     levels: tuple[Level, ...] = ()
     timing: VerifyTiming | None = None
     drafter: DrafterKind = DrafterKind.NONE
+    drafter_version: int = 0
     draft_worker: str = ""
     is_fallback: bool = False
     is_prepared: bool = False

@@ -42,6 +42,7 @@ def cycle_record(
         drafter=DRAFTERS[cycle.drafter],
         draft_failed=cycle.draft_failed,
         draft_ahead_hit=cycle.is_prepared,
+        drafter_version=cycle.drafter_version,
     )
     if cycle.origins and cycle.origins[-1] is not TokenOrigin.ACCEPTED:
         record.next_origin = ORIGINS[cycle.origins[-1]]

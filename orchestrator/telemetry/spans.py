@@ -173,6 +173,8 @@ class SessionTrace:
             t.EMITTED: record.emitted,
             t.DRAFT_FAILED: record.draft_failed,
         }
+        if record.drafter_version:
+            values[t.DRAFTER_VERSION] = record.drafter_version
         if record.next_origin:
             values[t.NEXT_ORIGIN] = ORIGINS_BACK[record.next_origin].value
         return values

@@ -1,4 +1,4 @@
-"""Keeps the training process of a machine alive while a target worker serves."""
+"""Keeps the training process of a machine alive while a worker serves."""
 
 from __future__ import annotations
 
@@ -14,18 +14,21 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 5.0, 60.0
 """Before a process that ended is started again; twice as long each time. One that finds another worker's
 process at work ends at once, and is there when that one dies."""
 
+CANNOT_TRAIN = 2
+"""Exit status after which it is not started again: this target and drafter cannot be trained."""
+
 _log = logging.getLogger(__name__)
 
 
-def trainer_command(folder: Path, target: str, head: str) -> list[str]:
+def trainer_command(folder: Path, target: str, drafter: str) -> list[str]:
     """Return the command of the process that trains for a folder."""
-    options = {"folder": folder, "target": target, "head": head, "threads": 1, "parent": os.getpid()}
+    options = {"folder": folder, "target": target, "drafter": drafter, "threads": 1, "parent": os.getpid()}
     given = [text for name, value in options.items() for text in (f"--{name}", str(value))]
     return [sys.executable, "-m", "services.train.live", *given]
 
 
 class TrainingProcess:
-    """Starts a command again whenever it ends, until `close`."""
+    """Starts a command again whenever it ends, until `close`, or until it ends with `CANNOT_TRAIN`."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._command = list(command)
@@ -55,6 +58,9 @@ class TrainingProcess:
                 # PDEATHSIG is about the thread that starts the process: this one, which outlives it.
                 self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL)
             status = self._process.wait()
+            if status == CANNOT_TRAIN:
+                _log.error("nothing is trained until this worker starts again: see the error above")
+                return
             if status and not self._stop.is_set():
                 _log.warning("training ended with status %d; it starts again in %g s", status, wait_s)
             self._stop.wait(wait_s)

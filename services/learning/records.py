@@ -1,8 +1,9 @@
-"""Finished streams with the target's hidden states, kept on the target worker's own machine.
+"""Finished streams, kept on the worker's own machine.
 
-A worker buffers the states of the newest positions of each session, which its head reads anyway. When a
-session ends and its tenant agreed, a thread writes tokens and states to a file; the oldest files are deleted
-when all of them exceed a bound. Log-probabilities are not stored: they follow from the last hidden state.
+When a session ends and its tenant agreed, a thread writes its tokens to a file; the oldest files are deleted
+when all of them exceed a bound. For a head a target worker writes the hidden states of the newest positions,
+too, which it buffers as the head reads them anyway. Log-probabilities are not stored: they follow from the
+last hidden state. Draft models learn from the tokens alone.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -87,8 +89,8 @@ class Recorder:
         self._thread = threading.Thread(target=self._run, name="records", daemon=True)
         self._thread.start()
 
-    def record(self, folder: Path, tenant: str, session: SessionCopy, buffer: Buffer) -> None:
-        """Write an ended session's stream, unless too many wait for the disk."""
+    def record(self, folder: Path, tenant: str, session: SessionCopy, buffer: Buffer | None = None) -> None:
+        """Write an ended session's stream, unless too many wait for the disk; a head's with its states."""
         if self._waiting.qsize() >= _WAITING:
             _log.warning("the disk is too slow: a stream is not learnt from")
             return
@@ -98,9 +100,9 @@ class Recorder:
         """Delete the streams of a session, those that wait for the disk, too."""
         self._waiting.put(partial(_forget, folder, session_id))
 
-    def trim(self, folder: Path) -> None:
-        """Delete the streams that are too old."""
-        self._waiting.put(partial(self._trim, folder))
+    def trim(self, folder: Path, tenants: Collection[str]) -> None:
+        """Delete the streams that are too old, and those of other tenants than these."""
+        self._waiting.put(partial(self._trim, folder, tenants))
 
     def close(self) -> None:
         """Write what waits, and end the thread."""
@@ -114,16 +116,19 @@ class Recorder:
             except Exception:  # serving goes on, and so does this thread
                 _log.exception("a stream cannot be kept")
 
-    def _write(self, folder: Path, tenant: str, session: SessionCopy, buffer: Buffer) -> None:
-        start, states = buffer.states()
+    def _write(self, folder: Path, tenant: str, session: SessionCopy, buffer: Buffer | None) -> None:
+        start, states = (0, None) if buffer is None else buffer.states()
         # Each state predicts the token after it; that of the last token, if it is there, predicts none.
-        states = states[: max(0, len(session.tokens) - 1 - start)]
-        dropped = max(0, len(states) - MAX_POSITIONS)
-        start, states = start + dropped, states[dropped:]
-        tokens = session.tokens[start : start + len(states) + 1]
-        num_prompt = max(1, session.spec.prompt_length - start)
+        last = len(session.tokens) - 1
+        end = last if states is None else min(last, start + len(states))
+        first = max(start, end - MAX_POSITIONS)
+        tokens = session.tokens[first : end + 1]
+        num_prompt = max(1, session.spec.prompt_length - first)
         if (num_answer := len(tokens) - num_prompt) < MIN_ANSWER:
             return
+        stored: dict[str, Any] = {}
+        if states is not None:
+            stored["states"] = states[first - start : end - start].view(torch.int16).numpy()
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / str(RecordName(time.time_ns(), tenant, _digest(session.session_id), num_answer))
         temporary = path.with_suffix(".new")
@@ -133,16 +138,19 @@ class Recorder:
                 token_ids=np.asarray(tokens, dtype=np.int32),
                 num_prompt=num_prompt,
                 temperature=session.spec.params.temperature,
-                states=states.view(torch.int16).numpy(),
+                **stored,
             )
         temporary.replace(path)
         self._trim(folder)
 
-    def _trim(self, folder: Path) -> None:
-        files = sorted(folder.glob("*.npz"), key=RecordName.parse)
-        oldest = time.time_ns() - MAX_AGE_S * 10**9
-        while files and RecordName.parse(files[0]).written_at < oldest:
-            files.pop(0).unlink(missing_ok=True)
+    def _trim(self, folder: Path, tenants: Collection[str] | None = None) -> None:
+        oldest, files = time.time_ns() - MAX_AGE_S * 10**9, []
+        for path in sorted(folder.glob("*.npz"), key=RecordName.parse):
+            name = RecordName.parse(path)
+            if name.written_at < oldest or (tenants is not None and name.tenant not in tenants):
+                path.unlink(missing_ok=True)
+            else:
+                files.append(path)
         sizes = [path.stat().st_size for path in files]
         total = sum(sizes)
         for path, size in zip(files, sizes, strict=True):

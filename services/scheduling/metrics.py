@@ -12,7 +12,7 @@ from gammaray.types import WorkerTotals
 from services.engine.core.kv_cache import CacheStats
 
 ARMS, OUTCOMES = ("stable", "candidate"), ("accepted", "rejected")
-"""Which version of a head that learns drafted, and what became of a proposal's first token."""
+"""Which version of a drafter that learns proposed, and what became of a proposal's first token."""
 
 NO_FIRST_TOKENS = dict.fromkeys(product(ARMS, OUTCOMES), 0)
 """Counts of first tokens before any proposal."""
@@ -55,9 +55,9 @@ class WorkerMeter:
         self._prefix_hits = meter.counter("gammaray.worker.prefix_cache.hits", role=role)
         self._ahead: AheadStats | None = None
         self._first_tokens: Mapping[tuple[str, str], int] = NO_FIRST_TOKENS
-        for arm, outcome in self._first_tokens if role == "target" else ():
+        for arm, outcome in self._first_tokens:
             read = partial(self._num_first_tokens, arm, outcome)
-            meter.observed("gammaray.worker.drafter.first_tokens", read, arm=arm, outcome=outcome)
+            meter.observed("gammaray.worker.drafter.first_tokens", read, role=role, arm=arm, outcome=outcome)
 
     def watch(self, num_queued: Callable[[], int], stats: Callable[[], CacheStats]) -> None:
         """Read the number of blocks waiting or running, and the cache's counters, at every collection."""
@@ -73,7 +73,7 @@ class WorkerMeter:
         self._ahead = stats
 
     def watch_first_tokens(self, counts: Mapping[tuple[str, str], int]) -> None:
-        """Report the counts of first tokens by arm and outcome, see `LearningDrafter`."""
+        """Report the counts of first tokens by arm and outcome, see `services.learning.versions`."""
         self._first_tokens = counts
 
     def looked_up(self, num_tokens: int, num_cached: int) -> None:

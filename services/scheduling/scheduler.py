@@ -100,20 +100,24 @@ class Scheduler(BlockQueue[TaskT, Running[TaskT]]):
 
     def _forget(self, session: SessionCopy) -> None:
         """Release a session's cache; with a cache salt it is retained for sessions with the same prefix."""
-        if session.spec.cache_salt is not None:
-            self.engine.retain(session.session_id, session.spec.cache_salt)
+        if (salt := self._salt(session)) is not None:
+            self.engine.retain(session.session_id, salt)
         else:
             self.engine.release(session.session_id)
 
     def _forget_prefix(self, session_id: str) -> None:
         self.engine.forget(session_id)
 
+    def _salt(self, session: SessionCopy) -> str | None:
+        """Return the salt of a session's cache, see `Engine.share`."""
+        return session.spec.cache_salt
+
     def _try_start(self, task: TaskT) -> Running[TaskT] | object:
         try:
             session = self.sessions.admit(task)
             if isinstance(session, NeedTokens):
                 return session
-            self.engine.share(task.session_id, session.spec.cache_salt)
+            self.engine.share(task.session_id, self._salt(session))
             if task.reads_anew:
                 self.engine.truncate(task.session_id, 0)
             else:
@@ -141,7 +145,7 @@ class Scheduler(BlockQueue[TaskT, Running[TaskT]]):
             same += 1
         if same < num_cached:
             self.engine.truncate(session.session_id, same)
-        salt = session.spec.cache_salt
+        salt = self._salt(session)
         if same == 0 and salt is not None and len(tokens) > MIN_PREFIX:
             source, shared = self.engine.longest_prefix(tokens[:-1], salt)
             if shared >= MIN_PREFIX:

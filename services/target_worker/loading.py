@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from gammaray.config import TargetSettings
-from gammaray.demo_pair import DRAFTER_FILE, resolve_model
+from gammaray.demo_pair import resolve_model
 from gammaray.errors import InvalidArgumentError
 from gammaray.learning.folder import LearningFolder
-from services.engine.core.errors import UnsupportedModelError
 from services.engine.engine import Engine
 from services.engine.loader import load_engine
 from services.heads.eagle import EagleHead
@@ -21,6 +18,7 @@ from services.heads.loading import load_head, names_head
 from services.heads.runner import HEAD_CACHE_BYTES, head_engine
 from services.learning.drafter import LearningDrafter
 from services.learning.process import trainer_command
+from services.learning.versions import Versions, check_version, is_own
 from services.process.fingerprints import check_drafter, vocab_sha256
 from services.speculation.head_drafter import MAX_FEATURES, HeadDrafter
 from services.speculation.local_drafter import LocalDrafter
@@ -60,7 +58,7 @@ def load_learning_drafter(settings: TargetSettings, engine: Engine) -> LearningD
         UnsupportedModelError: Its format, a flag, a size or a tensor is not supported.
     """
     target, name = _names(settings)
-    if not (names_head(name) and _is_own(name)):
+    if not (names_head(name) and is_own(name)):
         raise InvalidArgumentError("learn", settings.learn, f"empty, as {name} is no head of gammaray train")
     check_drafter(name, target)
     folder = LearningFolder(Path(settings.learn))
@@ -68,25 +66,15 @@ def load_learning_drafter(settings: TargetSettings, engine: Engine) -> LearningD
     base = _drafter(settings, engine, name, head, target_ids)
 
     def load(directory: str) -> HeadDrafter:
-        if _described(directory) != _described(name):
-            raise UnsupportedModelError(directory, f"its {DRAFTER_FILE} names another target")
+        check_version(directory, name)
         return _drafter(settings, engine, directory, *load_head(directory, target, head))
 
-    return LearningDrafter(base, load, folder, trainer_command(folder.path, target, name))
+    versions = Versions(base, load, folder, trainer_command(folder.path, target, name))
+    return LearningDrafter(base.taps, versions)
 
 
 def _names(settings: TargetSettings) -> tuple[str, str]:
     return resolve_model(settings.model, "target", "model"), resolve_model(settings.head, "draft", "head")
-
-
-def _is_own(name: str) -> bool:
-    return (Path(name) / DRAFTER_FILE).is_file()
-
-
-def _described(directory: str) -> tuple[Any, Any]:
-    """Return the fingerprints of target and tokenizer that a drafter of `gammaray train` names."""
-    stored = json.loads((Path(directory) / DRAFTER_FILE).read_text())
-    return stored["target"]["fingerprint"], stored["tokenizer"]["fingerprint"]
 
 
 def _drafter(
@@ -101,7 +89,7 @@ def _drafter(
         weights=settings.draft_weights,
         uses_kernel=settings.engine != "transformers",
     )
-    return HeadDrafter(drafting, TRAINED_WINDOW if _is_own(name) else MAX_FEATURES)
+    return HeadDrafter(drafting, TRAINED_WINDOW if is_own(name) else MAX_FEATURES)
 
 
 def _load_draft_model(settings: TargetSettings, name: str, target: str, engine: Engine) -> LocalDrafter:

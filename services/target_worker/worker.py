@@ -182,7 +182,7 @@ class TargetWorker(Worker[TargetSettings]):
         grammars, ahead = Grammars(path, engine.vocab_size), settings.draft_ahead
         scheduler = TargetScheduler(engine, self._limits, grammars, head, draft_ahead=ahead)
         if isinstance(head, LearningDrafter):
-            scheduler.meter.watch_first_tokens(head.first_tokens)
+            scheduler.meter.watch_first_tokens(head.versions.first_tokens)
         return engine, scheduler
 
     def _add_servicer(self, server: Any, streams: Streams, model: Model) -> None:

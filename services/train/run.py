@@ -29,7 +29,7 @@ from services.train.batches import Batch
 from services.train.draft_model import TrainableDraft, choose_vocabulary
 from services.train.evaluate import evaluate
 from services.train.head import TrainableHead
-from services.train.trainable import Trainable
+from services.train.trainable import Trainable, mixed_precision
 
 _TOP_K = 32
 _HELD_EVERY, _HELD_MOST = 16, 48
@@ -109,9 +109,7 @@ class _Run:
         self.layers = _layers(task, count)
         top_k = min(_TOP_K, self.vocab_size)
         self.store = AnswerStore(work / "answers", self.identity, top_k, self.vocab_size)
-        self.mixed = torch.autocast(
-            torch.device(task.device).type, torch.bfloat16, enabled=_computes_bfloat16(task.device)
-        )
+        self.mixed = mixed_precision(task.device)
         self.clock = work / "elapsed.json"
         try:
             before = float(json.loads(self.clock.read_text())) if self.clock.exists() else 0.0
@@ -349,12 +347,3 @@ def _clipped(sequence: Sequence) -> Sequence:
         top_ids=sequence.top_ids[:answer],
         top_logs=sequence.top_logs[:answer],
     )
-
-
-def _computes_bfloat16(device: str) -> bool:
-    """Whether products of bfloat16 are faster than those of float32."""
-    if device != "cpu":
-        return True
-    # A CPU without these instructions converts; steps take 0.4 of the time with them.
-    capabilities: Any = getattr(torch.cpu, "get_capabilities", dict)()
-    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))

@@ -114,6 +114,14 @@ class Trainable(nn.Module):
         return (each * weight).sum() / weight.sum()
 
 
+def mixed_precision(device: str) -> torch.autocast:
+    """Return a context that computes products in bfloat16 where that is faster than in float32."""
+    # A CPU without these instructions converts; steps take 0.4 of the time with them.
+    capabilities: Any = getattr(torch.cpu, "get_capabilities", dict)()
+    is_faster = device != "cpu" or capabilities.get("avx512_bf16") or capabilities.get("amx_bf16")
+    return torch.autocast(torch.device(device).type, torch.bfloat16, enabled=bool(is_faster))
+
+
 def write_drafter(
     folder: Path,
     weights: dict[str, Tensor],

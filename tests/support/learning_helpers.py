@@ -1,10 +1,10 @@
-"""A target worker's scheduler whose head learns, with a tiny target."""
+"""Schedulers whose head or draft model learns, with a tiny target."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
@@ -13,22 +13,27 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from gammaray.blocks import Shape
-from gammaray.config import TargetSettings
+from gammaray.config import DraftSettings, TargetSettings
 from gammaray.learning.folder import DrafterStore, Version
-from gammaray.types import SamplingParams
+from gammaray.types import Proposal, SamplingParams
 from services.demo_pair import TARGET_DIR
+from services.draft_worker.loading import load_learning
+from services.draft_worker.scheduler import DraftScheduler
 from services.engine.core.model import load_model
 from services.engine.loader import load_engine
+from services.heads.loading import names_head
 from services.learning.drafter import LearningDrafter
 from services.process.fingerprints import model_identity, vocab_sha256
 from services.scheduling.planning import Limits
 from services.scheduling.tasks import Release
 from services.target_worker.loading import load_learning_drafter
 from services.target_worker.scheduler import TargetScheduler
+from services.train.draft_model import TrainableDraft
 from services.train.head import TrainableHead
 from tests.support.engine_helpers import random_tokens
 from tests.support.head_helpers import bigram_head, bigram_target
 from tests.support.target_helpers import Run
+from tests.support.vllm_helpers import NOTHING, answer, draft_task
 
 TAPS = (0, 1, 3)
 PROMPTS = [random_tokens(12, seed=seed, vocab_size=97) for seed in range(4)]
@@ -56,9 +61,9 @@ def right_head(folder: Path, target: Path) -> Path:
     return folder
 
 
-def useless_head(folder: Path, head: Path, target: Path) -> Path:
-    """Write a head that prefers the tokens that are the least likely ones."""
-    shutil.copytree(head, folder)
+def useless(folder: Path, drafter: Path, target: Path) -> Path:
+    """Write a drafter that prefers the tokens that are the least likely ones."""
+    shutil.copytree(drafter, folder)
     weights = load_file(folder / "model.safetensors")
     weights["lm_head.weight"] = load_file(target / "model.safetensors")["lm_head.weight"] * -10
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -71,6 +76,18 @@ def new_head(folder: Path, target: Path) -> Path:
     torch.manual_seed(5)
     head = TrainableHead(module, TAPS, torch.arange(97), 5, lambda sequences: [])
     head.save(folder, _described(target), "bigram", {})
+    return folder
+
+
+def draft_model(folder: Path, target: Path, noise: float = 0.0, seed: int = 0) -> Path:
+    """Write a draft model that predicts a bigram target exactly but for noise in all of its weights."""
+    module = load_model(str(target), device="cpu", dtype="float32").module
+    draft = TrainableDraft(module, (0, 1), torch.arange(97))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for one in draft.parameters():
+            one += noise * torch.randn(one.shape, generator=generator)
+    draft.save(folder, _described(target), "bigram", {})
     return folder
 
 
@@ -98,25 +115,79 @@ def publish(store: DrafterStore, weights: Path | None = None, **fields: object) 
     return store.publish(written, lambda number: version(number, **fields))  # type: ignore[arg-type]
 
 
+class DraftedTarget(TargetScheduler):
+    """A target whose sessions a draft worker's scheduler drafts for.
+
+    Attributes:
+        drafts: That scheduler.
+    """
+
+    def __init__(self, target: Path, drafts: DraftScheduler) -> None:
+        super().__init__(load_engine(str(target)), Limits(1024, 256))
+        self.drafts = drafts
+
+    def close(self) -> None:
+        self.drafts.close()
+        super().close()
+
+    def release(self, endings: Iterable[Release]) -> None:
+        endings = list(endings)
+        self.drafts.release(endings)
+        super().release(endings)
+
+
+class DraftedRun(Run):
+    """A session that a draft model drafts for."""
+
+    def cycle(self, shape: Shape, proposal: Proposal = NOTHING) -> None:
+        assert isinstance(self.scheduler, DraftedTarget)
+        if shape.depth > 0:
+            drafts, task = self.scheduler.drafts, draft_task(self, shape.depth)
+            drafts.submit([task])
+            proposal = answer(drafts, task).outcome
+            assert isinstance(proposal, Proposal), proposal
+        super().cycle(Shape(0), proposal)
+
+
 @contextmanager
-def learning(folder: Path, target: Path, head: Path, monkeypatch) -> Iterator[TargetScheduler]:
-    """A scheduler that learns in a folder; nothing trains."""
-    monkeypatch.setattr("services.target_worker.loading.trainer_command", lambda *_: None)
-    engine = load_engine(str(target))
-    settings = TargetSettings(model=str(target), head=str(head), learn=str(folder))
-    drafter = load_learning_drafter(settings, engine)
-    assert isinstance(drafter, LearningDrafter)
-    scheduler = TargetScheduler(engine, Limits(1024, 256), head=drafter, draft_ahead=False)
+def learning(
+    folder: Path, target: Path, drafter: Path, monkeypatch, command: list[str] | None = None
+) -> Iterator[TargetScheduler]:
+    """A scheduler whose head, or draft model, learns in a folder; a command trains, or nothing."""
+    for module in ("target_worker", "draft_worker"):
+        monkeypatch.setattr(f"services.{module}.loading.trainer_command", lambda *_: command)
+    scheduler: TargetScheduler
+    if names_head(str(drafter)):
+        engine = load_engine(str(target))
+        settings = TargetSettings(model=str(target), head=str(drafter), learn=str(folder))
+        learner = load_learning_drafter(settings, engine)
+        assert isinstance(learner, LearningDrafter)
+        scheduler = TargetScheduler(engine, Limits(1024, 256), head=learner, draft_ahead=False)
+    else:
+        scheduler = DraftedTarget(target, draft_scheduler(drafter, target, folder))
     try:
         yield scheduler
     finally:
         scheduler.close()
 
 
+def draft_scheduler(
+    drafter: Path, target: Path, folder: Path | None = None, ahead_rows: int = 0
+) -> DraftScheduler:
+    """A draft worker's scheduler, which learns in a folder if there is one."""
+    engine = load_engine(str(drafter), draft_for=str(target))
+    versions = None
+    if folder is not None:
+        settings = DraftSettings(model=str(drafter), target=str(target), learn=str(folder))
+        versions = load_learning(str(drafter), str(target), settings, engine)
+    return DraftScheduler(engine, Limits(1024, 256), ahead_rows=ahead_rows, learning=versions)
+
+
 def begin(scheduler: TargetScheduler, seed: int, tenant: str = "") -> Run:
     """Return a session at temperature 1, not yet at work."""
     name = f"{tenant}:session-{seed}" if tenant else f"session-{seed}"
-    return Run(scheduler, PROMPTS[seed % 4], SamplingParams(temperature=1.0, seed=seed), name=name)
+    kind = DraftedRun if isinstance(scheduler, DraftedTarget) else Run
+    return kind(scheduler, PROMPTS[seed % 4], SamplingParams(temperature=1.0, seed=seed), name=name)
 
 
 def run_for(run: Run, count: int, gamma: int = 3) -> list[int]:

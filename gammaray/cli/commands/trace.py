@@ -114,7 +114,8 @@ def _notes(cycle: CycleRecord) -> Iterator[str]:
     if cycle.gamma_reason:
         yield cycle.gamma_reason
     if cycle.gamma:
-        yield cycle.drafter.value if cycle.drafted else "no proposal"
+        version = f" version {cycle.drafter_version}" if cycle.drafter_version else ""
+        yield cycle.drafter.value + version if cycle.drafted else "no proposal"
     if cycle.draft_failed:
         yield "drafter failed"
     if cycle.draft_ahead_hit:

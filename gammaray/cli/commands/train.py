@@ -34,13 +34,13 @@ def train(**options: Any) -> None:
     envvar="GAMMARAY_LEARN",
     required=True,
     show_envvar=True,
-    help="Where the target workers of this machine learn; they follow changes within a second.",
+    help="Where the workers of this machine learn; they follow changes within a second.",
 )
 @click.pass_context
 def drafters(context: click.Context, folder: Path) -> None:
     """List, pin and roll back the drafters that this machine has learnt; say whose streams it learns from.
 
-    DRAFTER is `open` without API keys, else `shared` or `tenant-NAME`. Version 0 is the head of the start.
+    DRAFTER is `open` without API keys, else `shared` or `tenant-NAME`. Version 0 is the drafter of the start.
     """
     context.obj = LearningFolder(folder)
 

@@ -1,4 +1,4 @@
-"""`python -m services.train.live`: the process that a target worker starts to train its head's versions.
+"""`python -m services.train.live`: the process that a worker starts to train versions of its drafter.
 
 It runs at idle priority, so that serving has the processors first, and ends with the worker.
 """
@@ -18,6 +18,7 @@ from pathlib import Path
 import click
 
 from gammaray.cli import failure_of
+from gammaray.errors import GammarayError, InvalidArgumentError
 
 _PR_SET_PDEATHSIG = 1
 _PERIOD_S = 2.0
@@ -26,10 +27,10 @@ _PERIOD_S = 2.0
 @click.command()
 @click.option("--folder", type=click.Path(path_type=Path), required=True)
 @click.option("--target", required=True)
-@click.option("--head", required=True)
+@click.option("--drafter", required=True)
 @click.option("--threads", type=int, required=True)
 @click.option("--parent", type=int, required=True, help="Process id of the worker.")
-def _learn(folder: Path, target: str, head: str, threads: int, parent: int) -> None:
+def _learn(folder: Path, target: str, drafter: str, threads: int, parent: int) -> None:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s learning: %(message)s")
     stop = threading.Event()
     if sys.platform == "linux":
@@ -40,7 +41,7 @@ def _learn(folder: Path, target: str, head: str, threads: int, parent: int) -> N
         return
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
-    train_until(lambda: stop.is_set() or os.getppid() != parent, stop.wait, folder, target, head, threads)
+    train_until(lambda: stop.is_set() or os.getppid() != parent, stop.wait, folder, target, drafter, threads)
 
 
 def train_until(
@@ -48,7 +49,7 @@ def train_until(
     wait: Callable[[float], object],
     folder: Path,
     target: str,
-    head: str,
+    drafter: str,
     threads: int = 1,
 ) -> None:
     """Train the drafters of a folder, unless another process does.
@@ -58,8 +59,11 @@ def train_until(
         wait: Waits for so many seconds, or less.
         folder: What this machine learns.
         target: Directory or hub name of the target.
-        head: The head of the start.
+        drafter: The drafter of the start.
         threads: Arithmetic threads.
+
+    Raises:
+        InvalidArgumentError: The drafter cannot be trained.
     """
     # Imported late: at idle priority it may take minutes, in which the worker may end.
     import torch
@@ -74,7 +78,10 @@ def train_until(
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return  # another worker's process trains for all of this machine
-        trainer = Trainer(LearningFolder(folder), target, head, stopped)
+        try:
+            trainer = Trainer(LearningFolder(folder), target, drafter, stopped)
+        except GammarayError as error:
+            raise InvalidArgumentError("learn", drafter, f"one that can be trained ({error})") from error
         while not stopped():
             if trainer.run_round() is None:
                 wait(_PERIOD_S)

@@ -1,8 +1,11 @@
-"""Trains new versions of a head from the streams of one machine, one drafter after another.
+"""Trains new versions of a head or draft model from the streams of one machine, one drafter after another.
 
 A round begins with the stable version's weights, or goes on from the last round if that published nothing.
 It takes some steps on all but the newest streams, and publishes the result if it expects more tokens per
 proposal than the stable version on the newest ones, which it was not trained on.
+
+A head learns the target's distributions, which follow from the hidden states that are stored for it. Streams
+of draft workers have tokens only: a draft model learns these, as the target has chosen each of them.
 """
 
 from __future__ import annotations
@@ -26,12 +29,14 @@ from torch import Tensor
 
 from gammaray.errors import FailedPreconditionError
 from gammaray.learning.folder import DrafterStore, LearningFolder, RecordName, Version
-from services.engine.core.model import load_model
-from services.heads.loading import load_head
+from services.engine.core.model import load_config, load_model
+from services.heads.loading import load_head, names_head
 from services.process.fingerprints import model_identity, vocab_sha256
 from services.train.answers.store import Sequence
+from services.train.draft_model import TrainableDraft
 from services.train.evaluate import evaluate
 from services.train.head import TrainableHead
+from services.train.trainable import Trainable, mixed_precision
 
 MIN_TOKENS = 2000
 """New tokens of completions before a round."""
@@ -39,11 +44,11 @@ MIN_TOKENS = 2000
 HELD_SHARE, MIN_HELD, MAX_HELD = 0.15, 4, 24
 """Of the newest streams, which are not trained on."""
 
-STEPS, STEP_TOKENS = 40, 512
+STEPS, STEP_TOKENS = 20, 512
 """Steps of a round, and least tokens of each."""
 
 RATE = 3e-4
-"""Learning rate, below that of `gammaray train`: the head is trained already."""
+"""Learning rate, below that of `gammaray train`: the drafter is trained already."""
 
 MIN_GAIN = 1.01
 """Least ratio of expected tokens per proposal, which publishes a version."""
@@ -55,7 +60,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class _Training:
-    """A head between rounds.
+    """A drafter between rounds.
 
     Attributes:
         parent: The version that it began with.
@@ -64,7 +69,7 @@ class _Training:
     """
 
     parent: int
-    head: TrainableHead
+    drafter: Trainable
     optimizer: torch.optim.Optimizer
     tenants: set[str]
     num_steps: int = 0
@@ -76,18 +81,23 @@ class Trainer:
     Args:
         folder: What this machine learns.
         target: Directory or hub name of the target.
-        head: The head of the start.
+        drafter: Directory of the drafter of the start.
         stopped: Whether to end as soon as possible.
 
     Raises:
-        FailedPreconditionError: Target or tokenizer has no fingerprint, or other layers than heads need.
-        InvalidArgumentError: The head was not made by `gammaray train`.
+        FailedPreconditionError: Target or tokenizer has no fingerprint, or other layers than drafters need.
+        InvalidArgumentError: The drafter was not made by `gammaray train`.
     """
 
-    def __init__(self, folder: LearningFolder, target: str, head: str, stopped: Callable[[], bool]) -> None:
-        self._folder, self._target, self._head, self._stopped = folder, target, head, stopped
-        # Embedding, last norm and output are read, and a layer, as a new head begins with its shape.
-        self._module: Any = load_model(target, device="cpu", dtype="float32", num_layers=1).module
+    def __init__(
+        self, folder: LearningFolder, target: str, drafter: str, stopped: Callable[[], bool]
+    ) -> None:
+        self._folder, self._target, self._base, self._stopped = folder, target, drafter, stopped
+        self._is_head, self._mixed = names_head(drafter), mixed_precision("cpu")
+        self._num_layers = 1 if self._is_head else int(load_config(drafter).num_hidden_layers)
+        # Of the layers only the shape is used, which the drafter has.
+        num_layers = self._num_layers
+        self._module: Any = load_model(target, device="cpu", dtype="float32", num_layers=num_layers).module
         identity = model_identity(target, dtype="-", device="cpu", deterministic=False)
         self._identity = {"target": identity.partition("/")[0], "tokenizer": vocab_sha256(target)}
         if not all(self._identity.values()):
@@ -127,14 +137,13 @@ class Trainer:
         )
         if len(held) < MIN_HELD or not taught:
             return None
-        parent = self._new_training(store, stable).head
-        before = _expected(parent, held)
+        before = self._expected(self._drafter(store, stable), held)
         began = time.perf_counter()
         for _ in range(STEPS):
             if self._stopped():
                 return None
             self._step(training, taught)
-        after = _expected(training.head, held)
+        after = self._expected(training.drafter, held)
         self._seen[store.path.name] = RecordName.parse(files[-1]).written_at
         training.tenants |= {RecordName.parse(path).tenant for path in files}
         took = time.perf_counter() - began
@@ -146,17 +155,29 @@ class Trainer:
         return self._publish(store, training, before, after, sum(one.num_answer for one in taught))
 
     def _new_training(self, store: DrafterStore, number: int) -> _Training:
-        """Return the head of a version, with an optimizer."""
-        directory = str(store.directory(number)) if number else self._head
-        config = load_head(directory, self._target)[0].config
-        # The ids of its output are taken with the weights.
-        head = TrainableHead(self._module, config.taps, torch.arange(config.num_outputs), DEPTH, _states)
-        head.start_from(directory, self._target)
-        head.num_depths = UNROLLED
-        weights = [parameter for parameter in head.parameters() if parameter.requires_grad]
+        """Return the drafter of a version, with an optimizer."""
+        drafter = self._drafter(store, number)
+        weights = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(weights, lr=RATE, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
         tenants = set(store.read().version(number).tenants) if number else set()
-        return _Training(number, head, optimizer, tenants)
+        return _Training(number, drafter, optimizer, tenants)
+
+    def _drafter(self, store: DrafterStore, number: int) -> Trainable:
+        """Return the drafter of a version."""
+        directory = str(store.directory(number)) if number else self._base
+        drafter: Trainable
+        # The ids of its output are taken with the weights.
+        if self._is_head:
+            head = load_head(directory, self._target)[0].config
+            ids = torch.arange(head.num_outputs)
+            drafter = TrainableHead(self._module, head.taps, ids, DEPTH, _states)
+            drafter.num_depths = UNROLLED
+        else:
+            config: Any = load_config(directory)
+            ids = torch.arange(getattr(config, "draft_vocab_size", config.vocab_size))
+            drafter = TrainableDraft(self._module, range(self._num_layers), ids)
+        drafter.start_from(directory, self._target)
+        return drafter
 
     def _step(self, training: _Training, taught: Items[Record]) -> None:
         training.num_steps += 1
@@ -164,10 +185,12 @@ class Trainer:
         chosen: list[Record] = []
         while sum(one.num_answer for one in chosen) < STEP_TOKENS:
             chosen.append(taught[int(torch.randint(len(taught), (), generator=generator))])
-        loss = training.head.loss(training.head.batch(chosen, UNROLLED, generator), "kl")
+        drafter = training.drafter
+        with self._mixed:
+            loss = drafter.loss(drafter.batch(chosen, drafter.num_depths, generator), "kl")
         training.optimizer.zero_grad()
         torch.autograd.backward(loss)
-        torch.nn.utils.clip_grad_norm_(training.head.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
         training.optimizer.step()
 
     def _publish(
@@ -179,7 +202,7 @@ class Trainer:
         written = store.path / "new"
         shutil.rmtree(written, ignore_errors=True)
         card = {"expected": round(after, 3), "parent": training.parent, "parent_expected": round(before, 3)}
-        training.head.save(written, self._identity, Path(self._target).name, card)
+        training.drafter.save(written, self._identity, Path(self._target).name, card)
         version = store.publish(
             written,
             lambda number: Version(
@@ -196,10 +219,8 @@ class Trainer:
         del self._trainings[store.path.name]
         return version
 
-    @torch.no_grad()
     def _read(self, files: Items[Path]) -> None:
-        """Read new streams, with the target's most likely tokens, which follow from its last states."""
-        decoder, output = self._module.get_decoder(), self._module.get_output_embeddings()
+        """Read new streams."""
         wanted = set(files)
         self._records = {path: one for path, one in self._records.items() if path in wanted}
         for path in files:
@@ -208,32 +229,47 @@ class Trainer:
             try:
                 with np.load(path) as stored:
                     tokens, num_prompt = stored["token_ids"], int(stored["num_prompt"])
-                    states = torch.from_numpy(stored["states"]).view(torch.bfloat16)
                     temperature = float(stored["temperature"])
+                    states = torch.from_numpy(stored["states"]) if self._is_head else None
             except (OSError, ValueError, KeyError):  # deleted meanwhile
                 continue
-            logits = output(decoder.norm(states[num_prompt - 1 :, -1].float()))
-            top = logits.log_softmax(-1).topk(min(TOP_K, logits.shape[-1]))
-            padded = torch.cat([states, torch.zeros_like(states[:1])])  # for the last token
-            ids, logs = top.indices.numpy(), top.values.numpy()
-            self._records[path] = Record(tokens, num_prompt, temperature, ids, logs, states=padded)
+            if states is None:
+                ids, logs = tokens[num_prompt:, None], np.zeros((len(tokens) - num_prompt, 1), np.float32)
+            else:
+                states = states.view(torch.bfloat16)
+                ids, logs = self._likeliest(states[num_prompt - 1 :, -1].float())
+                states = torch.cat([states, torch.zeros_like(states[:1])])  # for the last token
+            self._records[path] = Record(tokens, num_prompt, temperature, ids, logs, states=states)
+
+    def _expected(self, drafter: Trainable, held: Items[Record]) -> float:
+        """Return the tokens per proposal that coupled verification is expected to accept, at temperature 1.
+
+        Of a draft model it is a lower bound: a token counts with the probability that the drafter gives it.
+        """
+        with self._mixed:
+            rates = evaluate(drafter, held, DEPTH)["coupled"]
+        # After accepted tokens a draft model has read the true text: all depths have the rate of the first.
+        return math.fsum(accumulate(rates * (DEPTH // len(rates)), mul))
+
+    @torch.no_grad()
+    def _likeliest(self, last: Tensor) -> tuple[Any, Any]:
+        """Return the target's most likely tokens after its last states, and their log-probabilities."""
+        with self._mixed:
+            logits = self._module.get_output_embeddings()(self._module.get_decoder().norm(last))
+        top = logits.float().log_softmax(-1).topk(min(TOP_K, logits.shape[-1]))
+        return top.indices.numpy(), top.values.numpy()
 
 
 @dataclass(frozen=True)
 class Record(Sequence):
-    """A stream with the states of the target.
+    """A stream.
 
     Attributes:
-        states: bfloat16 [tokens, taps, hidden_size].
+        states: Of the target, for a head, bfloat16 [tokens, taps, hidden_size]; None: for a draft model.
     """
 
-    states: Tensor = field(kw_only=True)
+    states: Tensor | None = field(kw_only=True)
 
 
 def _states(sequences: Items[Sequence]) -> list[Tensor]:
-    return [one.states for one in sequences if isinstance(one, Record)]
-
-
-def _expected(head: TrainableHead, held: Items[Record]) -> float:
-    """Return the tokens per proposal that coupled verification is expected to accept, at temperature 1."""
-    return math.fsum(accumulate(evaluate(head, held, DEPTH)["coupled"], mul))
+    return [one.states for one in sequences if isinstance(one, Record) and one.states is not None]

@@ -93,7 +93,7 @@ def record(start_s: float, base_position: int, emitted: int, compute_s: float | 
     call = None if compute_s is None else WorkerCall("", 1, 0, 0, 0, 0.0, compute_s, 1, "")
     return CycleRecord(
         start_s, 1.0, 0.0, 1.0, 0, 1, base_position, 4, "", 4, 1, 1, emitted, None, DrafterKind.SUFFIX, False,
-        False, None, call,
+        False, 0, None, call,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Versions of a head that take over while sessions draft: text, canary, records, tenants."""
+"""Versions of a head or draft model that take over while sessions draft: text, canary, records, tenants."""
 
 import shutil
 import time
@@ -18,6 +18,7 @@ from services.train.live.trainer import Trainer
 from tests.support.head_helpers import bigram_head
 from tests.support.learning_helpers import (
     begin,
+    draft_model,
     end,
     learning,
     new_head,
@@ -25,7 +26,7 @@ from tests.support.learning_helpers import (
     right_head,
     run_for,
     tiny_target,
-    useless_head,
+    useless,
 )
 from tests.support.workers.redis_helpers import wait_until
 
@@ -37,16 +38,24 @@ def target(tmp_path_factory):
     return tiny_target(tmp_path_factory.mktemp("target"))
 
 
-@pytest.fixture(scope="module")
-def heads(tmp_path_factory, target):
-    folder = tmp_path_factory.mktemp("heads")
-    head = right_head(folder / "right", target)
-    return head, useless_head(folder / "useless", head, target)
+@pytest.fixture(scope="module", params=["head", "draft model"])
+def drafters(request, tmp_path_factory, target):
+    """A drafter that predicts the target exactly, and one that is always wrong."""
+    folder = tmp_path_factory.mktemp("drafters")
+    make = right_head if request.param == "head" else draft_model
+    right = make(folder / "right", target)
+    return right, useless(folder / "useless", right, target)
+
+
+@pytest.fixture(scope="module", params=["head", "draft model"])
+def untrained(request, tmp_path_factory, target):
+    folder = tmp_path_factory.mktemp("untrained") / "drafter"
+    return new_head(folder, target) if request.param == "head" else draft_model(folder, target, 0.2)
 
 
 @pytest.fixture(autouse=True)
 def _often(monkeypatch):
-    monkeypatch.setattr("services.learning.drafter.PERIOD_S", 0.02)
+    monkeypatch.setattr("services.learning.versions.PERIOD_S", 0.02)
 
 
 def records(folder, name="open"):
@@ -65,11 +74,11 @@ def serve_until(scheduler, condition, first=1000):
     assert condition()
 
 
-def test_versions_that_take_over_change_no_token(tmp_path, target, heads, monkeypatch):
+def test_versions_that_take_over_change_no_token(tmp_path, target, drafters, monkeypatch):
     """A session drafts with version 0, a candidate, a promoted version, and after a rollback."""
-    head, useless = heads
-    monkeypatch.setattr("services.learning.drafter.CANARY_SHARE", 1.0)
-    with learning(tmp_path, target, head, monkeypatch) as scheduler:
+    right, wrong = drafters
+    monkeypatch.setattr("services.learning.versions.CANARY_SHARE", 1.0)
+    with learning(tmp_path, target, right, monkeypatch) as scheduler:
         store = LearningFolder(tmp_path).store("open")
         plain = begin(scheduler, 1)
         expected = run_for(plain, COUNT, gamma=0)
@@ -91,7 +100,7 @@ def test_versions_that_take_over_change_no_token(tmp_path, target, heads, monkey
             run.cycle(Shape(3))  # the version that drafted before may have done so ahead
 
         assert go_on(20)
-        publish(store, useless)
+        publish(store, wrong)
         take_over()
         assert not go_on(45)
         store.promote(1)
@@ -103,33 +112,37 @@ def test_versions_that_take_over_change_no_token(tmp_path, target, heads, monkey
         assert run.output[:COUNT] == expected
 
 
-def test_poisoned_and_damaged_versions_are_rolled_back_without_a_hand(tmp_path, target, heads, monkeypatch):
-    head, useless = heads
-    with learning(tmp_path, target, head, monkeypatch) as scheduler:
+def test_poisoned_and_damaged_versions_are_rolled_back_without_a_hand(
+    tmp_path, target, drafters, monkeypatch
+):
+    right, wrong = drafters
+    with learning(tmp_path, target, right, monkeypatch) as scheduler:
         store = LearningFolder(tmp_path).store("open")
-        publish(store, useless)
+        publish(store, wrong)
         serve_until(scheduler, lambda: store.read().candidate is None)
         assert store.read().stable == 0
         assert "first tokens accepted" in store.read().versions[0].reason
         publish(store)  # an empty directory
         wait_until(lambda: store.read().candidate is None)
         broken = tmp_path / "broken"
-        shutil.copytree(head, broken)
+        shutil.copytree(right, broken)
         (broken / "model.safetensors").write_bytes(b"\0" * 100)
         publish(store, broken)
         wait_until(lambda: store.read().candidate is None)
         assert [one.status for one in store.read().versions] == ["rolled back"] * 3
         run = begin(scheduler, 1)
         run_for(run, 30)
-        assert len(run.proposals) < 15, "the head of the start drafts, and is accepted"
+        assert len(run.proposals) < 15, "the drafter of the start proposes, and is accepted"
 
 
-def test_streams_of_consenting_tenants_are_kept_until_they_are_deleted(tmp_path, target, heads, monkeypatch):
+def test_streams_of_tenants_that_agreed_are_kept_until_they_are_deleted(
+    tmp_path, target, drafters, monkeypatch
+):
     folder = LearningFolder(tmp_path)
     folder.consent("acme", "own")
-    with learning(tmp_path / "new" / "learn", target, heads[0], monkeypatch):
+    with learning(tmp_path / "new" / "learn", target, drafters[0], monkeypatch):
         assert (tmp_path / "new" / "learn").stat().st_mode & 0o777 == 0o700
-    with learning(tmp_path, target, heads[0], monkeypatch) as scheduler:
+    with learning(tmp_path, target, drafters[0], monkeypatch) as scheduler:
         for seed, tenant in ((1, ""), (2, "acme"), (3, "other"), (4, "acme"), (5, "acme")):
             run = begin(scheduler, seed, tenant)
             run_for(run, 30)
@@ -148,18 +161,17 @@ def test_streams_of_consenting_tenants_are_kept_until_they_are_deleted(tmp_path,
     assert not list(tmp_path.glob("tenant-other"))
 
 
-def test_training_publishes_what_is_better_on_newer_streams(tmp_path, target, monkeypatch):
-    head = new_head(tmp_path / "new", target)
+def test_training_publishes_what_is_better_on_newer_streams(tmp_path, target, untrained, monkeypatch):
     monkeypatch.setattr("services.train.live.trainer.MIN_TOKENS", 1000)
     monkeypatch.setattr("services.train.live.trainer.RATE", 3e-3)
-    with learning(tmp_path, target, head, monkeypatch) as scheduler:
+    with learning(tmp_path, target, untrained, monkeypatch) as scheduler:
         for seed in range(24):
             run = begin(scheduler, seed)
             run_for(run, 64)
             end(run)
         wait_until(lambda: len(records(tmp_path)) == 24)
         folder = LearningFolder(tmp_path)
-        trainer = Trainer(folder, str(target), str(head), lambda: False)
+        trainer = Trainer(folder, str(target), str(untrained), lambda: False)
         version = trainer.run_round()
         assert version is not None
         assert (version.number, version.parent, version.tenants) == (1, 0, ("",))
@@ -168,24 +180,23 @@ def test_training_publishes_what_is_better_on_newer_streams(tmp_path, target, mo
         store = folder.store("open")
         serve_until(scheduler, lambda: store.read().candidate is None)
         assert store.read().stable == 1
-        stopped = Trainer(folder, str(target), str(head), lambda: True)
+        stopped = Trainer(folder, str(target), str(untrained), lambda: True)
         assert stopped.run_round() is None
 
 
-def test_tenants_train_apart_and_not_after_they_withdrew(tmp_path, target, monkeypatch):
-    head = new_head(tmp_path / "new", target)
+def test_tenants_train_apart_and_not_after_they_withdrew(tmp_path, target, untrained, monkeypatch):
     monkeypatch.setattr("services.train.live.trainer.MIN_TOKENS", 300)
     monkeypatch.setattr("services.train.live.trainer.RATE", 3e-3)
     folder = LearningFolder(tmp_path)
     folder.consent("acme", "own")
     folder.consent("other", "own")
-    with learning(tmp_path, target, head, monkeypatch) as scheduler:
+    with learning(tmp_path, target, untrained, monkeypatch) as scheduler:
         for seed in range(16):
             run = begin(scheduler, seed, "acme" if seed < 12 else "other")
             run_for(run, 64)
             end(run)
         wait_until(lambda: len(records(tmp_path, "tenant-acme")) == 12)
-        trainer = Trainer(folder, str(target), str(head), lambda: False)
+        trainer = Trainer(folder, str(target), str(untrained), lambda: False)
         read, load = [], np.load
         monkeypatch.setattr(np, "load", lambda path: read.append(path) or load(path))
         version = trainer.run_round()
@@ -223,5 +234,5 @@ def test_heads_of_others_do_not_learn(tmp_path, target):
     settings = TargetSettings(model=str(target), head=str(head), learn=str(tmp_path / "learn"))
     with pytest.raises(InvalidArgumentError, match=r"learn: .* no head of gammaray train"):
         load_learning_drafter(settings, load_engine(str(target)))
-    with pytest.raises(InvalidArgumentError, match="empty without a head"):
+    with pytest.raises(InvalidArgumentError, match="empty without a head or draft workers"):
         TargetSettings(model=str(target), learn="x")

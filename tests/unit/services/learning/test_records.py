@@ -100,12 +100,14 @@ def test_short_streams_are_not_kept_and_old_ones_go(tmp_path, recorder):
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(path.name for path in kept)
 
 
-def test_streams_are_deleted_after_a_day(tmp_path, recorder):
+def test_streams_are_deleted_after_a_day_and_if_their_tenant_withdraws(tmp_path, recorder):
     for age_s in (MAX_AGE_S + 60, MAX_AGE_S - 60):
         name = RecordName(time.time_ns() - age_s * 10**9, "", "0" * 16, 20)
         (tmp_path / str(name)).write_bytes(b"")
-    recorder.trim(tmp_path)
-    assert len(files(tmp_path, recorder)) == 1
+    (tmp_path / str(name._replace(tenant="acme"))).write_bytes(b"")
+    recorder.trim(tmp_path, {""})
+    (kept,) = files(tmp_path, recorder)
+    assert RecordName.parse(kept) == name
 
 
 def test_deleted_session_leaves_also_if_it_waits_for_the_disk(tmp_path, recorder):

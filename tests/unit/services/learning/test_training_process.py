@@ -1,11 +1,17 @@
-"""The training process is started again when it ends, and ends with its worker."""
+"""The training process is started again when it ends, unless it cannot train, and ends with its worker."""
 
+import json
 import sys
+import time
 
 import psutil
 import pytest
 
-from services.learning.process import TrainingProcess
+from gammaray.cli import failure_of
+from gammaray.errors import InvalidArgumentError
+from services.learning.process import CANNOT_TRAIN, TrainingProcess
+from services.train.live.__main__ import train_until
+from tests.support.learning_helpers import new_head, tiny_target
 from tests.support.workers.redis_helpers import wait_until
 
 
@@ -25,3 +31,30 @@ def test_killed_process_starts_again_and_close_ends_it(tmp_path, running):
     wait_until(lambda: len(pids()) == 2)
     process.close()
     assert not any(psutil.pid_exists(pid) for pid in pids())
+
+
+def test_what_cannot_be_trained_is_not_started_again(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("services.learning.process.FIRST_WAIT_S", 0.05)
+    note = "import sys; open(sys.argv[1], 'a').write('x'); sys.exit(int(sys.argv[2]))"
+    for status in (CANNOT_TRAIN, 1):
+        noted = tmp_path / str(status)
+        process = TrainingProcess([sys.executable, "-c", note, str(noted), str(status)])
+        wait_until(lambda noted=noted: noted.exists())
+        time.sleep(0.5)
+        assert (len(noted.read_text()) == 1) is (status == CANNOT_TRAIN)
+        process.close()
+    given_up = [one for one in caplog.messages if "nothing is trained" in one]
+    assert len(given_up) == 1
+
+
+def test_drafter_that_cannot_be_trained_ends_with_that_status(tmp_path):
+    target = tiny_target(tmp_path / "target")
+    head = new_head(tmp_path / "head", target)
+    config = json.loads((head / "config.json").read_text())
+    config["norm_output"] = True
+    (head / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InvalidArgumentError, match=r"allowed: one that can be trained \(init: got") as failed:
+        train_until(lambda: False, pytest.fail, tmp_path / "learn", str(target), str(head))
+    status, message = failure_of(failed.value)
+    assert status == CANNOT_TRAIN
+    assert str(head) in message

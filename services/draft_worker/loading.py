@@ -1,0 +1,46 @@
+"""Loads the versions of a draft model that is trained while it serves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gammaray.config import DraftSettings
+from gammaray.errors import InvalidArgumentError
+from gammaray.learning.folder import LearningFolder
+from services.engine.core.batch import Runner
+from services.engine.engine import Engine
+from services.engine.loader import DraftVersions
+from services.learning.draft_model import LearningDraftModel
+from services.learning.process import trainer_command
+from services.learning.versions import Versions, check_version, is_own
+
+
+def load_learning(path: str, target: str, settings: DraftSettings, engine: Engine) -> LearningDraftModel:
+    """Begin to learn with a draft model.
+
+    Args:
+        path: Its directory.
+        target: The target's directory or hub name; "" if the settings do not name it.
+        settings: Of the worker; `learn` is not empty.
+        engine: Runs the draft model.
+
+    Raises:
+        InvalidArgumentError: It was not made by `gammaray train`, or the settings do not name its target.
+    """
+    if not is_own(path):
+        raise InvalidArgumentError(
+            "learn", settings.learn, f"empty, as {path} is no draft model of gammaray train"
+        )
+    if not target:
+        raise InvalidArgumentError("target", target, f"the target of {path}, with learn")
+
+    versions = DraftVersions(path, settings, target)
+
+    def load(directory: str) -> Runner:
+        check_version(directory, path)
+        return versions.runner(directory)
+
+    folder = LearningFolder(Path(settings.learn))
+    return LearningDraftModel(
+        Versions(engine.runner, load, folder, trainer_command(folder.path, target, path))
+    )

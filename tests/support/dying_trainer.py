@@ -1,0 +1,94 @@
+"""Training processes, each of which kills itself at another one of its steps; the last one trains on.
+
+    python -m tests.support.dying_trainer NOTES FOLDER TARGET DRAFTER
+
+NOTES is a file to which each adds the step at which it dies. They are forks of this process, which has the
+libraries loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from services.train.live import trainer
+from services.train.live.__main__ import train_until
+
+STEPS: tuple[tuple[str, str, str, int, bool], ...] = (
+    # Name, module or class, function, in which call, and whether at its end.
+    ("loading the target", "services.train.live.trainer", "load_model", 1, False),
+    ("loading the drafter", "services.train.live.trainer.Trainer", "_drafter", 1, True),
+    ("reading streams", "numpy", "load", 3, False),
+    ("training", "torch.optim.AdamW", "step", 5, True),
+    ("scoring", "services.train.live.trainer", "evaluate", 2, False),
+    ("writing the weights", "services.train.trainable", "save_file", 1, True),
+    ("writing the card", "services.train.trainable", "write_json", 2, False),
+    ("moving the version", "gammaray.learning.folder.DrafterStore", "_change", 1, False),
+    ("noting the version", "gammaray.learning.folder", "replace_file", 1, False),
+    ("after the version", "gammaray.learning.folder", "replace_file", 1, True),
+)
+START, NONE = "start", "none"
+
+
+def _find(path: str) -> Any:
+    """Return a module, or a class in one."""
+    parts = path.split(".")
+    for count in range(len(parts), 0, -1):
+        try:
+            found = __import__(".".join(parts[:count]), fromlist=["_"])
+        except ImportError:
+            continue
+        for part in parts[count:]:
+            found = getattr(found, part)
+        return found
+    raise ImportError(path)
+
+
+def die_at(owner: Any, name: str, in_call: int, *, at_end: bool) -> None:
+    """Replace a function so that this process is killed in one of its calls."""
+    real: Callable[..., Any] = getattr(owner, name)
+    count = 0
+
+    def dying(*args: Any, **options: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == in_call and not at_end:
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = real(*args, **options)
+        if count == in_call:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    setattr(owner, name, dying)
+
+
+def train(step: str, folder: str, target: str, drafter: str) -> None:
+    """Train, and die at a step."""
+    parent, stop = os.getppid(), threading.Event()
+    if step == START:
+        os.kill(os.getpid(), signal.SIGKILL)
+    for name, owner, function, in_call, at_end in STEPS:
+        if name == step:
+            die_at(_find(owner), function, in_call, at_end=at_end)
+    train_until(lambda: os.getppid() != parent, stop.wait, Path(folder), target, drafter)
+
+
+def main() -> None:
+    """Start one process after another."""
+    notes, *given = sys.argv[1:]
+    trainer.MIN_TOKENS, trainer.RATE, trainer.MIN_GAIN = 300, 3e-3, 0.0
+    for step in (START, *(name for name, *_ in STEPS), NONE):
+        with Path(notes).open("a") as file:
+            file.write(f"{step}\n")
+        if (child := os.fork()) == 0:
+            train(step, *given)
+        os.waitpid(child, 0)
+
+
+if __name__ == "__main__":
+    main()
