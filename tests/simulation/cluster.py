@@ -1,0 +1,237 @@
+"""The simulated cluster: orchestrators, workers and clients of the product, each a process of the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Iterator
+from functools import cache
+from typing import Any
+from unittest.mock import patch
+
+from gammaray import AsyncClient
+from gammaray.config import OrchestratorSettings
+from gammaray.demo_pair import resolve_model
+from gammaray.errors import GammarayError
+from gammaray.v1 import generation_service_pb2_grpc as generation
+from gammaray.v1.draft_service_pb2_grpc import add_DraftServiceServicer_to_server
+from gammaray.v1.target_service_pb2_grpc import add_TargetServiceServicer_to_server
+from orchestrator import service
+from orchestrator.api.grpc_servicer import GenerationServicer, SessionServicer
+from orchestrator.service import Orchestrator
+from orchestrator.text.tokenizer import Tokenizer
+from services.draft_worker.worker import DraftServicer
+from services.process.registry import Announcer
+from services.streaming.messages import Model
+from services.streaming.streams import Streams
+from services.target_worker.worker import TargetServicer
+from tests.simulation import redis_link
+from tests.simulation.loop import Process, SimulatedLoop
+from tests.simulation.network import Network, Server
+from tests.simulation.redis_link import RealRedis, RedisServer
+from tests.simulation.tiny_model import (
+    MAX_CONTEXT,
+    VOCAB_SIZE,
+    SteppedEngine,
+    draft_scheduler,
+    target_scheduler,
+)
+
+SERVE = "unix:serve"
+WORKERS = ("draft-0", "draft-1", "target-0", "target-1")
+ORCHESTRATORS = ("orchestrator-0", "orchestrator-1")
+START_S = 0.5
+"""Most seconds until a process that ended runs again."""
+
+PREFIX = "simulated"
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    """Return the demo pair's tokenizer, cut to the tiny model's tokens."""
+    found = Tokenizer(resolve_model("demo"))
+    found.vocab_size, found.max_context = VOCAB_SIZE, MAX_CONTEXT
+    found.eos_token_ids, found.vocab_sha256 = frozenset(), ""
+    return found
+
+
+class Worker:
+    """A draft or target worker.
+
+    Attributes:
+        engine: Its engine.
+        streams: Its open streams.
+    """
+
+    def __init__(self, cluster: Cluster, name: str, address: str) -> None:
+        self.process = cluster.loop.process(name)
+        self.role, self.address = name.partition("-")[0], address
+        self._cluster = cluster
+        self.server = Server(self.process)
+        scheduler = draft_scheduler() if self.role == "draft" else target_scheduler()
+        self.engine: Any = SteppedEngine(cluster.loop, scheduler)
+        self.streams = Streams(self.engine)
+        self.announcer: Announcer | None = None
+
+    async def run(self) -> None:
+        model = Model(self.role, VOCAB_SIZE, MAX_CONTEXT, "", identity="tiny")
+        if self.role == "draft":
+            add_DraftServiceServicer_to_server(DraftServicer(self.streams, model), self.server)
+        else:
+            add_TargetServiceServicer_to_server(TargetServicer(self.streams, model), self.server)
+        self._cluster.network.servers[self.address] = self.server
+        self.announcer = Announcer(redis_link.URL, self.role, self.address, PREFIX)
+        await self.announcer.start()
+
+    async def stop(self) -> None:
+        """End as on SIGTERM."""
+        if self.announcer is not None:
+            await self.announcer.withdraw()
+        await self.streams.drain(10.0)
+
+
+class Api(generation.GenerationServiceServicer):
+    """What `orchestrator.app` passes on from Serve."""
+
+    def __init__(self, orchestrator: Orchestrator) -> None:
+        sessions = SessionServicer(orchestrator.sessions)
+        self.Generate = GenerationServicer(orchestrator).generate  # type: ignore[method-assign]
+        self.Cancel = sessions.cancel  # type: ignore[method-assign]
+        self.DeleteSession = sessions.delete_session  # type: ignore[method-assign]
+
+
+class Replica:
+    """An orchestrator's replica; Serve starts it again when its start fails.
+
+    Attributes:
+        orchestrator: None until it has started.
+    """
+
+    def __init__(self, cluster: Cluster, name: str) -> None:
+        self.process = cluster.loop.process(name)
+        self._cluster = cluster
+        self.server = Server(self.process)
+        self.orchestrator: Orchestrator | None = None
+
+    async def run(self) -> None:
+        settings = OrchestratorSettings(
+            redis_url=redis_link.URL, redis_prefix=PREFIX, model="demo", max_concurrent_requests=8
+        )
+        while self.orchestrator is None:
+            try:
+                self.orchestrator = await Orchestrator.start(settings)
+            except GammarayError:
+                await asyncio.sleep(START_S)
+        generation.add_GenerationServiceServicer_to_server(Api(self.orchestrator), self.server)
+        self._cluster.network.balance(SERVE, self.server)
+
+
+class Cluster:
+    """All processes but the clients.
+
+    Attributes:
+        loop: The simulated loop.
+        network: The network between the processes.
+        redis: The simulated Redis.
+        workers: By name.
+        replicas: The orchestrators, by name.
+    """
+
+    def __init__(self, loop: SimulatedLoop, real: RealRedis) -> None:
+        self.loop, self.rng = loop, loop.rng
+        self.network = Network(loop)
+        self.redis = RedisServer(loop, real, self.network.is_blocked, self.network.delay_s)
+        loop.dial = self.redis.connect
+        self.workers: dict[str, Worker] = {}
+        self.replicas: dict[str, Replica] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._num_started = 0
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Patch what the product takes from outside: gRPC's channels, and the tokenizer's files."""
+        with self.network.installed(), patch.object(service, "Tokenizer", lambda _: tokenizer()):
+            yield
+
+    def start(self, name: str, address: str = "") -> None:
+        """Start a process.
+
+        Args:
+            name: The process.
+            address: The worker's; empty: a new one.
+        """
+        self._num_started += 1
+        if name in ORCHESTRATORS:
+            replica = self.replicas[name] = Replica(self, name)
+            self._spawn(replica.process, replica.run())
+        else:
+            worker = self.workers[name] = Worker(self, name, address or f"{name}:{self._num_started}")
+            self._spawn(worker.process, worker.run())
+
+    def _spawn(self, process: Process, work: Any) -> None:
+        self._tasks.append(self.loop.create_task(work, context=process.context))
+
+    def running(self, name: str) -> Worker | Replica | None:
+        """Return a process that is not killed; None while there is none."""
+        found = self.workers.get(name) or self.replicas.get(name)
+        return found if found is not None and found.process.is_alive else None
+
+    def kill(self, name: str) -> None:
+        """End a process without notice, and start it again after a while."""
+        one = self.running(name)
+        if one is None:
+            return
+        self.loop.kill(one.process)
+        for connection in self.network.connections:
+            if one.process in (connection.client, connection.server.process):
+                connection.reset("Socket closed")
+        keeps_address = isinstance(one, Worker) and self.rng.random() < 0.5
+        address = one.address if keeps_address and isinstance(one, Worker) else ""
+        self.loop.call_later(
+            self.rng.uniform(0.05, START_S), self.start, name, address, context=self.loop.harness.context
+        )
+
+    def drain(self, name: str) -> None:
+        """End a worker as SIGTERM does, and start another one."""
+        worker = self.workers.get(name)
+        if worker is None or not worker.process.is_alive or worker.streams.is_leaving:
+            return
+
+        async def stop() -> None:
+            await worker.stop()
+            worker.server.is_serving = False
+            for connection in list(worker.server.connections):
+                connection.reset("the server is stopped")
+            self.start(name)
+
+        self._spawn(worker.process, stop())
+
+    @contextlib.asynccontextmanager
+    async def client(self, name: str) -> AsyncIterator[AsyncClient]:
+        """Return an SDK's client; call it in the client's process."""
+        async with AsyncClient(SERVE) as client:
+            yield client
+
+    async def until_ready(self) -> None:
+        """Wait until all processes serve and know each other."""
+        while not all(
+            (replica := self.replicas.get(name)) is not None
+            and replica.orchestrator is not None
+            and sum(
+                pool.num_up
+                for pool in (replica.orchestrator.fleet.targets, replica.orchestrator.fleet.drafts)
+            )
+            >= len(WORKERS)
+            for name in ORCHESTRATORS
+        ):
+            await asyncio.sleep(0.01)
+
+    def stored_tokens(self, session_id: str) -> int:
+        """Return how many tokens of a session Redis holds now; log-probabilities are not asked for."""
+        admin = self.redis.real.admin
+        head = f"{PREFIX}:session:{{{session_id}}}"
+        return int(admin.hget(head, "size") or 0) // RECORD_BYTES  # type: ignore[arg-type]
+
+
+RECORD_BYTES = 5

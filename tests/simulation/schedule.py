@@ -1,0 +1,511 @@
+"""One schedule: three clients, faults at drawn callbacks, and what must hold whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+from gammaray.errors import (
+    FailedPreconditionError,
+    GammarayError,
+    InternalError,
+    NotFoundError,
+    ResourceExhaustedError,
+)
+from gammaray.types import Chunk, FinishReason, GammaPolicy, GenerationRequest, SamplingParams
+from tests.simulation.cluster import ORCHESTRATORS, WORKERS, Cluster
+from tests.simulation.loop import Process, Stuck, simulated
+from tests.simulation.redis_link import RealRedis
+from tests.simulation.tiny_model import plain_tokens
+
+NUM_CLIENTS, NUM_TOKENS, DEADLINE_S = 3, 32, 60.0
+CLIENTS = tuple(f"client-{number}" for number in range(NUM_CLIENTS))
+MAX_FAULTS = 6
+NUM_COMPLETIONS = 8
+HORIZON = 2500
+"""Callbacks after the clients' start within which faults begin: about as many as a run without faults has."""
+
+PROGRESS_S = 5.0
+"""Seconds after the last fault within which every stream must have gone on."""
+
+SETTLE_S = 1.0
+REFUSALS = (
+    "READONLY You can't write against a read only replica.",
+    "LOADING Redis is loading the dataset in memory",
+    "BUSY Redis is busy running a script.",
+    "OOM command not allowed when used memory > 'maxmemory'.",
+    "NOREPLICAS Not enough good replicas to write.",
+)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault.
+
+    Args:
+        step: Callback after the clients' start at which it begins.
+        kind: A key of `FAULTS`.
+        where: Names of processes, or what else the kind needs.
+        lasts_s: How long it lasts; 0: it is a moment.
+    """
+
+    step: int
+    kind: str
+    where: tuple[str, ...] = ()
+    lasts_s: float = 0.0
+
+    def __str__(self) -> str:
+        lasts = f" for {self.lasts_s:.2f} s" if self.lasts_s else ""
+        return f"at callback {self.step}: {self.kind} {' '.join(self.where)}{lasts}"
+
+
+def draw_faults(rng: random.Random) -> list[Fault]:
+    """Return the faults of a schedule, in order."""
+    return sorted((_draw(rng) for _ in range(rng.randint(1, MAX_FAULTS))), key=lambda fault: fault.step)
+
+
+def _draw(rng: random.Random) -> Fault:
+    kind = rng.choice(list(FAULTS))
+    step, lasts_s = rng.randrange(HORIZON), round(rng.choice((0.05, 0.5, 3.0)) * rng.uniform(0.2, 1.5), 3)
+    where: tuple[str, ...] = ()
+    if kind in ("kill", "pause"):
+        where = (rng.choice(ORCHESTRATORS + WORKERS + (CLIENTS if kind == "pause" else ())),)
+    elif kind in ("drain", "slow engine", "failing step"):
+        where = (rng.choice(WORKERS),)
+    elif kind in ("block", "partition", "cut"):
+        one = rng.choice(ORCHESTRATORS)
+        pair = [one, rng.choice((*WORKERS, *CLIENTS, "redis"))]
+        rng.shuffle(pair)
+        where = tuple(pair)
+    elif kind == "Redis refuses":
+        where = (rng.choice(REFUSALS),)
+    elif kind == "clock step":
+        where = (str(rng.choice((-60.0, -5.0, 5.0, 20.0, 60.0))),)
+    elif kind in ("client leaves", "cancel", "delete"):
+        where = (rng.choice(CLIENTS),)
+    is_moment = kind in ("kill", "drain", "cut", "client leaves", "cancel", "delete", "clock step", "failing step")
+    return Fault(step, kind, where, 0.0 if is_moment else lasts_s)
+
+
+@dataclass
+class Stream:
+    """One client's completion.
+
+    Attributes:
+        request: The request.
+        expected: The tokens of plain decoding.
+        received: The tokens that the client has.
+        ended: How it ended: a finish reason, or an error's class; empty while it runs.
+        error: The error.
+        process: The client's process.
+        attempts: How often a client process began it.
+    """
+
+    request: GenerationRequest
+    expected: tuple[int, ...]
+    received: list[int] = field(default_factory=list)
+    ended: str = ""
+    error: GammarayError | None = None
+    process: Process | None = None
+    attempts: int = 0
+
+    @property
+    def name(self) -> str:
+        return self.request.session_id
+
+
+@cache
+def completion(number: int) -> tuple[tuple[int, ...], SamplingParams, tuple[int, ...]]:
+    """Return a prompt, its parameters and the tokens of plain decoding."""
+    prompt = tuple(random_tokens(number))
+    params = SamplingParams(temperature=(0.0, 0.7, 1.0)[number % 3], seed=number + 1)
+    return prompt, params, plain_tokens(prompt, params, NUM_TOKENS)
+
+
+def draw_stream(rng: random.Random, name: str) -> Stream:
+    """Return a request out of some, whose expected tokens are computed once."""
+    prompt, params, expected = completion(rng.randrange(NUM_COMPLETIONS))
+    gamma = rng.choice((GammaPolicy(), GammaPolicy(fixed=0), GammaPolicy(fixed=3), GammaPolicy(fixed=3, max_nodes=6)))
+    request = GenerationRequest(
+        prompt, sampling=params, max_tokens=NUM_TOKENS, ignore_eos=True, session_id=name, gamma=gamma
+    )
+    return Stream(request, expected)
+
+
+def random_tokens(number: int) -> Sequence[int]:
+    """Return prompt `number`; the first ones begin alike, so that workers share their caches."""
+    common = [(7 * i) % 251 for i in range(20)]
+    return [*common[: 20 if number < 4 else 3], *((number * 31 + i) % 251 for i in range(number + 1))]
+
+
+@dataclass
+class Outcome:
+    """What came of a schedule.
+
+    Attributes:
+        failure: What did not hold; empty: everything held.
+        injected: Number of faults by kind.
+        digest: Of all that the clients received, and when: the same for the same seed and faults.
+    """
+
+    failure: str = ""
+    injected: Counter[str] = field(default_factory=Counter)
+    steps: int = 0
+    simulated_s: float = 0.0
+    digest: str = ""
+
+
+class Broken(AssertionError):
+    """Something did not hold."""
+
+
+def run_schedule(seed: int, real: RealRedis, faults: Sequence[Fault] | None = None) -> Outcome:
+    """Run the schedule of a seed.
+
+    Args:
+        seed: Draws everything, the faults included.
+        real: A Redis, which is emptied.
+        faults: Faults to inject instead of those drawn.
+    """
+    outcome = Outcome()
+    with simulated(seed) as loop:
+        start_s = loop.now
+        drawn = draw_faults(random.Random(seed))
+        run = _Run(Cluster(loop, real), list(drawn if faults is None else faults), outcome)
+        try:
+            with run.cluster.installed():
+                loop.run(run.main())
+            if loop.errors:
+                raise Broken(f"errors that no one handled: {loop.errors[:3]}")
+        except (Broken, Stuck) as error:
+            outcome.failure = str(error)
+        outcome.steps, outcome.simulated_s = loop.steps, loop.now - start_s
+        outcome.digest = run.digest.hexdigest()[:16]
+    return outcome
+
+
+class _Run:
+    def __init__(self, cluster: Cluster, faults: list[Fault], outcome: Outcome) -> None:
+        self.cluster, self.loop, self.rng = cluster, cluster.loop, cluster.loop.rng
+        self.faults, self.outcome = faults, outcome
+        self.digest = hashlib.sha256()
+        self.streams = {name: draw_stream(self.rng, f"s-{name}") for name in CLIENTS}
+        self.excused: set[str] = set()  # sessions that may end early
+        self.has_lost_writes = self.was_full = False
+        self.over_at = 0.0  # when the last fault ends
+        self.failures: list[str] = []
+        cluster.network.on_answer = self._check_answer
+
+    async def main(self) -> None:
+        cluster = self.cluster
+        for name in WORKERS + ORCHESTRATORS:
+            cluster.start(name)
+        await cluster.until_ready()
+        for name in CLIENTS:
+            self.start_client(name)
+        base = self.loop.steps
+        for fault in self.faults:
+            self.loop.when_step(base + fault.step, lambda fault=fault: self._inject(fault))
+        deadline = self.loop.now + DEADLINE_S + 5.0
+        progress = self.loop.create_task(self._check_progress())
+        while not (all(stream.ended for stream in self.streams.values()) and progress.done()):
+            self._raise()
+            if self.loop.now > deadline:
+                late = [stream.name for stream in self.streams.values() if not stream.ended]
+                raise Broken(f"no end within the deadline: {late}")
+            await asyncio.sleep(0.05)
+        self._check_ends()
+        await asyncio.sleep(SETTLE_S)
+        self._check_leaks()
+        self._raise()
+
+    def fail(self, what: str) -> None:
+        self.failures.append(f"{what} (callback {self.loop.steps})")
+
+    def _raise(self) -> None:
+        if self.failures:
+            raise Broken("; ".join(self.failures[:3]))
+
+    def _inject(self, fault: Fault) -> None:
+        self.outcome.injected[fault.kind] += 1
+        end = FAULTS[fault.kind](self, fault)
+        self.over_at = max(self.over_at, self.loop.now + fault.lasts_s)
+        if end is not None:
+            self.loop.call_later(fault.lasts_s, end)
+
+    # Clients
+
+    def start_client(self, name: str) -> None:
+        stream = self.streams[name]
+        stream.process = self.loop.process(name)
+        self.loop.create_task(self._consume(stream), context=stream.process.context)
+
+    async def _consume(self, stream: Stream) -> None:
+        request = stream.request
+        if stream.attempts:
+            request = replace(request, resume_from=len(stream.received))
+        stream.attempts += 1
+        try:
+            async with self.cluster.client(stream.name) as client:
+                async for chunk in client.generate(request, timeout_s=DEADLINE_S):
+                    self._take(stream, chunk)
+        except GammarayError as error:
+            stream.ended, stream.error = type(error).__name__, error
+        self.digest.update(f"{stream.name} {stream.ended} {self.loop.now}".encode())
+
+    def _take(self, stream: Stream, chunk: Chunk) -> None:
+        start, tokens = len(stream.received), [token.token_id for token in chunk.tokens]
+        if chunk.offset != start:
+            self.fail(f"{stream.name}: a chunk at {chunk.offset}, the client has {start} tokens")
+        stream.received += tokens
+        self.digest.update(f"{stream.name} {tokens} {self.loop.now}".encode())
+        if tuple(stream.received) != stream.expected[: len(stream.received)]:
+            self.fail(f"{stream.name}: other tokens than plain decoding's from {start} on")
+        if chunk.finish_reason is not None:
+            stream.ended = chunk.finish_reason.value
+
+    # What must hold
+
+    def _check_answer(self, process: Process, path: str, answer: Any) -> None:
+        """Check that tokens are stored when an orchestrator sends them."""
+        if not path.endswith("/Generate") or self.has_lost_writes or not answer.tokens:
+            return
+        if answer.session_id in self.excused:
+            return
+        end = answer.offset + len(answer.tokens)
+        stored = self.cluster.stored_tokens(answer.session_id)
+        if stored < end:
+            self.fail(f"{answer.session_id}: {process} sent {end} tokens, {stored} are stored")
+
+    async def _check_progress(self) -> None:
+        while self._has_faults_left:
+            await asyncio.sleep(0.05)
+        counts = {name: len(stream.received) for name, stream in self.streams.items()}
+        probe = draw_stream(self.rng, "s-probe")
+        self.streams["probe"] = probe
+        self.start_client("probe")
+        began = self.loop.now
+        while self.loop.now < began + PROGRESS_S:
+            await asyncio.sleep(0.1)
+            if all(stream.ended for stream in self.streams.values()):
+                return
+        for name, stream in self.streams.items():
+            if not stream.ended and len(stream.received) == counts.get(name, 0):
+                self.fail(f"{stream.name}: no progress within {PROGRESS_S:g} s after the last fault")
+
+    @property
+    def _has_faults_left(self) -> bool:
+        if self.loop.now < self.over_at:
+            return True
+        is_running = not all(stream.ended for stream in self.streams.values())
+        return is_running and self.outcome.injected.total() < len(self.faults)
+
+    def _check_ends(self) -> None:
+        for stream in self.streams.values():
+            if stream.ended == FinishReason.LENGTH.value:
+                if len(stream.received) != NUM_TOKENS:
+                    self.fail(f"{stream.name}: ended with {len(stream.received)} of {NUM_TOKENS} tokens")
+            elif not self._is_excused(stream):
+                self.fail(f"{stream.name}: ended with {stream.ended}: {stream.error}")
+
+    def _is_excused(self, stream: Stream) -> bool:
+        """Whether a stream may end without all its tokens."""
+        if stream.name in self.excused:
+            allowed = (FailedPreconditionError, NotFoundError, InternalError)
+            return stream.ended == FinishReason.CANCELLED.value or isinstance(stream.error, allowed)
+        if self.has_lost_writes:
+            return isinstance(stream.error, (FailedPreconditionError, NotFoundError, InternalError))
+        return self.was_full and isinstance(stream.error, ResourceExhaustedError)
+
+    def _check_leaks(self) -> None:
+        for name, replica in self.cluster.replicas.items():
+            orchestrator = replica.orchestrator
+            if orchestrator is None or not replica.process.is_alive:
+                continue
+            places = orchestrator.admission.num_running, orchestrator.admission.num_waiting
+            if places != (0, 0):
+                self.fail(f"{name}: {places} requests run and wait after all have ended")
+            for pool in (orchestrator.fleet.targets, orchestrator.fleet.drafts):
+                for link in pool.links.values():
+                    if link.pending or link.sessions or link.listeners:
+                        self.fail(f"{name}: calls or sessions are left on {link.address}")
+        left = [
+            task.get_name()
+            for task in asyncio.all_tasks(self.loop)
+            if task.get_name().startswith("cycles of") and task.process.is_alive  # type: ignore[attr-defined]
+        ]
+        if left:
+            self.fail(f"tasks are left: {left}")
+        for name, worker in self.cluster.workers.items():
+            if worker.process.is_alive and (worker.streams.num_ids or worker.engine.scheduler.num_queued):
+                self.fail(f"{name}: blocks are left")
+
+
+def _kill(run: _Run, fault: Fault) -> None:
+    run.cluster.kill(fault.where[0])
+    run.over_at = max(run.over_at, run.loop.now + 1.0)
+
+
+def _drain(run: _Run, fault: Fault) -> None:
+    run.cluster.drain(fault.where[0])
+    run.over_at = max(run.over_at, run.loop.now + 1.0)
+
+
+def _pause(run: _Run, fault: Fault) -> Callable[[], None] | None:
+    name = fault.where[0]
+    one = run.cluster.running(name)
+    process = one.process if one is not None else run.streams[name].process if name in run.streams else None
+    if process is None:
+        return None
+    process.is_paused = True
+    run.cluster.network.changed()
+
+    def resume() -> None:
+        process.is_paused = False
+        run.cluster.network.changed()
+
+    return resume
+
+
+def _block(run: _Run, fault: Fault) -> Callable[[], None]:
+    one, other = fault.where
+    pairs = {(one, other)} | ({(other, one)} if fault.kind == "partition" else set())
+    run.cluster.network.blocked |= pairs
+    run.cluster.network.changed()
+
+    def heal() -> None:
+        run.cluster.network.blocked -= pairs
+        run.cluster.network.changed()
+        run.cluster.redis.flush()
+
+    return heal
+
+
+def _cut(run: _Run, fault: Fault) -> None:
+    if "redis" in fault.where:
+        run.cluster.redis.cut()
+    for connection in run.cluster.network.connections:
+        if {connection.client.name, connection.server.process.name} == set(fault.where):
+            connection.reset("Connection reset by peer")
+
+
+def _slow_network(run: _Run, fault: Fault) -> Callable[[], None]:
+    run.cluster.network.latency_s = (1e-3, 0.15)
+
+    def heal() -> None:
+        run.cluster.network.latency_s = (1e-4, 2e-3)
+
+    return heal
+
+
+def _slow_engine(run: _Run, fault: Fault) -> Callable[[], None]:
+    engine = run.cluster.workers[fault.where[0]].engine
+    usual, engine.step_s = engine.step_s, (0.05, 0.5)
+
+    def heal() -> None:
+        engine.step_s = usual
+
+    return heal
+
+
+def _failing_step(run: _Run, fault: Fault) -> None:
+    run.cluster.workers[fault.where[0]].engine.fails_next = True
+
+
+def _redis_restarts(run: _Run, fault: Fault) -> Callable[[], None]:
+    redis = run.cluster.redis
+    redis.is_up = False
+    redis.cut()
+
+    def heal() -> None:
+        redis.is_up = True
+
+    return heal
+
+
+def _redis_stalls(run: _Run, fault: Fault) -> None:
+    run.cluster.redis.busy_until = run.loop.now + fault.lasts_s
+
+
+def _redis_refuses(run: _Run, fault: Fault) -> Callable[[], None]:
+    redis = run.cluster.redis
+    redis.refusal = fault.where[0]
+    run.was_full |= redis.refusal.startswith("OOM")
+
+    def heal() -> None:
+        redis.refusal = ""
+
+    return heal
+
+
+def _redis_loses_writes(run: _Run, fault: Fault) -> Callable[[], None]:
+    redis = run.cluster.redis
+    state = redis.real.dump()
+
+    def fail_over() -> None:
+        run.has_lost_writes = True
+        redis.real.restore(state)
+        redis.cut()
+
+    return fail_over
+
+
+def _clock_step(run: _Run, fault: Fault) -> None:
+    run.cluster.redis.clock_offset_s += float(fault.where[0])
+    run.cluster.redis.set_clock()
+
+
+def _client_leaves(run: _Run, fault: Fault) -> None:
+    stream = run.streams[fault.where[0]]
+    if stream.ended or stream.process is None or not stream.process.is_alive:
+        return
+    run.loop.kill(stream.process)
+    for connection in run.cluster.network.connections:
+        if connection.client is stream.process:
+            connection.reset("Socket closed")
+    run.loop.call_later(run.rng.uniform(0.0, 0.5), run.start_client, fault.where[0])
+
+
+def _end_session(run: _Run, fault: Fault) -> None:
+    stream = run.streams[fault.where[0]]
+    run.excused.add(stream.name)
+    process = run.loop.process(f"another {fault.where[0]}")
+
+    async def call() -> None:
+        async with run.cluster.client("another") as client:
+            with contextlib.suppress(GammarayError):
+                if fault.kind == "cancel":
+                    await client.cancel(stream.name)
+                else:
+                    await client.delete_session(stream.name)
+
+    run.loop.create_task(call(), context=process.context)
+
+
+FAULTS: dict[str, Callable[[_Run, Fault], Callable[[], None] | None]] = {
+    "kill": _kill,
+    "drain": _drain,
+    "pause": _pause,
+    "block": _block,
+    "partition": _block,
+    "cut": _cut,
+    "slow network": _slow_network,
+    "slow engine": _slow_engine,
+    "failing step": _failing_step,
+    "Redis restarts": _redis_restarts,
+    "Redis stalls": _redis_stalls,
+    "Redis refuses": _redis_refuses,
+    "Redis loses writes": _redis_loses_writes,
+    "clock step": _clock_step,
+    "client leaves": _client_leaves,
+    "cancel": _end_session,
+    "delete": _end_session,
+}
+"""Each begins a fault, and returns what ends it."""
