@@ -56,6 +56,14 @@ def tokenizer() -> Tokenizer:
     return found
 
 
+@cache
+def settings() -> OrchestratorSettings:
+    """Return the orchestrators' settings; reading them takes longer than all else of their start."""
+    return OrchestratorSettings(
+        redis_url=redis_link.URL, redis_prefix=PREFIX, model="demo", max_concurrent_requests=8
+    )
+
+
 class Worker:
     """A draft or target worker.
 
@@ -115,12 +123,9 @@ class Replica:
         self.orchestrator: Orchestrator | None = None
 
     async def run(self) -> None:
-        settings = OrchestratorSettings(
-            redis_url=redis_link.URL, redis_prefix=PREFIX, model="demo", max_concurrent_requests=8
-        )
         while self.orchestrator is None:
             try:
-                self.orchestrator = await Orchestrator.start(settings)
+                self.orchestrator = await Orchestrator.start(settings())
             except GammarayError:
                 await asyncio.sleep(START_S)
         generation.add_GenerationServiceServicer_to_server(Api(self.orchestrator), self.server)
@@ -226,6 +231,10 @@ class Cluster:
             for name in ORCHESTRATORS
         ):
             await asyncio.sleep(0.01)
+
+    def running_sessions(self) -> set[str]:
+        """Return the sessions that have an owner according to Redis."""
+        return {name.decode() for name in self.redis.real.admin.smembers(f"{PREFIX}:running")}  # type: ignore[union-attr]
 
     def stored_tokens(self, session_id: str) -> int:
         """Return how many tokens of a session Redis holds now; log-probabilities are not asked for."""

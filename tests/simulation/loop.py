@@ -31,6 +31,11 @@ THREAD_S = 2e-3
 START_S = 1e6
 """The clock's first value."""
 
+COLLECT_EVERY = 20
+"""Simulations between two garbage collections; there is none while one runs, since it would depend on others."""
+
+_num_runs = itertools.count()
+
 
 class Process:
     """A simulated process: the callbacks of its event loop.
@@ -57,6 +62,11 @@ class Process:
 _process: ContextVar[Process] = ContextVar("process")
 
 
+NOBODY = Process("nobody")
+"""Stands for a process where garbage is collected outside of any; it runs nothing."""
+NOBODY.is_alive = False
+
+
 def current_process() -> Process:
     """Return the process whose callback runs."""
     return _process.get()
@@ -71,7 +81,7 @@ class Call:
         self, callback: Callable[..., Any], args: tuple[Any, ...], context: Context, when_s: float = 0.0
     ) -> None:
         self.callback, self.args, self.context, self.when_s = callback, args, context, when_s
-        self.process = context[_process]
+        self.process = context.get(_process) or NOBODY
         self.is_cancelled = False
 
     def cancel(self) -> None:
@@ -90,7 +100,9 @@ class SimulatedTask(asyncio.Task):  # type: ignore[type-arg]
     numbers = itertools.count()
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        self.number, self.process = next(self.numbers), current_process()
+        context = options.get("context")
+        self.number = next(self.numbers)
+        self.process = current_process() if context is None else context[_process]
         super().__init__(*arguments, **options)
 
     def __hash__(self) -> int:
@@ -110,6 +122,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
 
     Attributes:
         now: The virtual time, in seconds.
+        current: The process whose callback runs, or ran last.
         steps: Number of callbacks that have run.
         at_step: Called before the callback of that number; set by `when_step`.
         dial: Serves `create_connection`.
@@ -120,7 +133,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
     def __init__(self, rng: random.Random, max_steps: int = 400_000) -> None:
         self.rng, self.now, self.steps, self.max_steps = rng, START_S, 0, max_steps
         self.processes: list[Process] = []
-        self.harness = self.process("harness")
+        self.harness = self.current = self.process("harness")
         self.dial: Callable[..., Coroutine[Any, Any, Any]] | None = None
         self.errors: list[str] = []
         self.graveyard: list[Any] = []
@@ -181,9 +194,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
     def create_task(  # type: ignore[override]
         self, coro: Any, *, name: str | None = None, context: Context | None = None
     ) -> asyncio.Task[Any]:
-        if context is not None:
-            return context.run(lambda: SimulatedTask(coro, loop=self, name=name, context=context))
-        return SimulatedTask(coro, loop=self, name=name)
+        return SimulatedTask(coro, loop=self, name=name, context=context)
 
     def run_in_executor(self, _: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
         """Run `func` on this thread, some time from now."""
@@ -206,8 +217,8 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
 
     def finish_generator(self, generator: Any) -> None:
         """Close an asynchronous generator that is dropped before its end, as asyncio's loops do."""
-        if not self.is_over and current_process().is_alive:
-            self.call_soon(self.create_task, generator.aclose())
+        if not self.is_over and self.current.is_alive:
+            self.create_task(generator.aclose(), context=self.current.context)
 
     def get_debug(self) -> bool:
         return False
@@ -249,7 +260,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
             if not timers:
                 raise Stuck("nothing is left to run")
             return
-        process = runnable[0] if len(runnable) == 1 else self.rng.choice(runnable)
+        process = self.current = runnable[0] if len(runnable) == 1 else self.rng.choice(runnable)
         call = process.ready.popleft()
         if call.is_cancelled:
             return
@@ -301,7 +312,8 @@ def simulated(seed: int) -> Iterator[SimulatedLoop]:
             loop.is_over = True
             sys.unraisablehook = lambda _: None  # coroutines that end with the simulation refuse to be closed
             _clear(loop)
-            gc.collect()
+            if next(_num_runs) % COLLECT_EVERY == 0:
+                gc.collect()
             sys.set_asyncgen_hooks(*hooks)
             asyncio.events._set_running_loop(None)  # noqa: SLF001
             sys.unraisablehook = hook

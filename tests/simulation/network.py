@@ -357,9 +357,13 @@ class ClientCall:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    async def __aiter__(self) -> AsyncIterator[Any]:
-        while (message := await self.read()) is not EOF:
-            yield message
+    def __aiter__(self) -> ClientCall:
+        return self
+
+    async def __anext__(self) -> Any:
+        if (message := await self.read()) is EOF:
+            raise StopAsyncIteration
+        return message
 
     def __await__(self) -> Any:
         return self.read().__await__()

@@ -13,16 +13,16 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from gammaray.blocks import Verdict
 from gammaray.errors import InternalError, UnavailableError
-from gammaray.types import Proposal, SamplingParams, VerificationMethod
+from gammaray.types import SamplingParams
 from services.draft_worker.scheduler import DraftScheduler
 from services.engine.core.batch import Batch, Runner, Segment
 from services.engine.core.kv_cache import CacheShape, CacheStore
 from services.engine.engine import Engine
+from services.engine.sampling.noise import Noise
 from services.scheduling.block_queue import BlockQueue
 from services.scheduling.planning import Limits
-from services.scheduling.tasks import Release, Reply, SessionSpec, Task, VerifyTask
+from services.scheduling.tasks import Release, Reply, Task
 from services.speculation.outcomes import AHEAD_ROWS
 from services.target_worker.scheduler import TargetScheduler
 from tests.simulation.loop import SimulatedLoop
@@ -31,6 +31,8 @@ VOCAB_SIZE, MAX_CONTEXT = 256, 256
 LIMITS = Limits(max_batch_tokens=64, prefill_chunk=32)
 CACHE_BYTES = 1 << 20
 NUM_STATES = 512
+START = 7
+"""State before the first token."""
 
 _rng = torch.Generator().manual_seed(1)
 _TARGET = 3.0 * torch.randn(NUM_STATES, VOCAB_SIZE, generator=_rng)
@@ -60,7 +62,7 @@ class TinyRunner(Runner):
     def _states(batch: Batch, segment: Segment) -> Sequence[int]:
         tokens = batch.token_ids[segment.row : segment.row + segment.count]
         parents, cache = segment.parents or (), segment.cache
-        chain = [7]
+        chain = [START]
         for token_id in (*cache.tokens, *tokens[: segment.count - len(parents)]):
             chain.append(_after(chain[-1], token_id))
         nodes: list[int] = []
@@ -90,31 +92,17 @@ def draft_scheduler() -> DraftScheduler:
 
 
 def plain_tokens(prompt: Sequence[int], params: SamplingParams, count: int) -> tuple[int, ...]:
-    """Return what the target alone generates, by one block without a proposal per token."""
-    scheduler, tokens = target_scheduler(), list(prompt)
-    spec = SessionSpec(params, VerificationMethod.COUPLED, len(prompt), ())
-    answers: list[Any] = []
-    for number in range(count):
-        block = VerifyTask(
-            request_id=number,
-            session_id="plain",
-            epoch=1,
-            base_position=len(tokens),
-            context_start=0,
-            context=list(tokens),
-            spec=spec,
-            deadline=float("inf"),
-            deliver=lambda _, __: None,
-            proposal=Proposal(),
-            num_top_logprobs=None,
-        )
-        scheduler.submit([block])
-        while not (answers := scheduler.step()):
-            pass
-        verdict = answers[0][1].outcome
-        assert isinstance(verdict, Verdict), verdict
-        tokens.append(verdict.next_token_id)
-    scheduler.close()
+    """Return what the target alone generates, computed without the engine, its caches and its scheduler."""
+    noise = Noise(params.seed or 0, params.sample_index, VOCAB_SIZE)
+    tokens, state = list(prompt), START
+    for token_id in prompt:
+        state = _after(state, token_id)
+    for _ in range(count):
+        scores = _TARGET[state % NUM_STATES]
+        if params.temperature > 0:
+            scores = (scores / params.temperature).log_softmax(-1) + noise.gumbel(len(tokens), 1)[0]
+        tokens.append(int(scores.argmax()))
+        state = _after(state, tokens[-1])
     return tuple(tokens[len(prompt) :])
 
 
