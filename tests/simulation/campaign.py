@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import hashlib
 import logging
 import random
 import time
@@ -27,6 +28,7 @@ class Report:
     Attributes:
         failures: What did not hold, by seed.
         injected: Number of faults by kind.
+        digest: Of what all clients received, and when.
     """
 
     num_schedules: int = 0
@@ -36,11 +38,12 @@ class Report:
     simulated_s: float = 0.0
     cpu_s: float = 0.0
     real_s: float = 0.0
+    digest: str = ""
 
     def __str__(self) -> str:
         kinds = ", ".join(f"{kind} {count}" for kind, count in self.injected.most_common())
         return (
-            f"{self.num_schedules} schedules, {self.steps} callbacks, {self.simulated_s:.0f} simulated seconds; "
+            f"{self.num_schedules} schedules, {self.steps} callbacks, {self.simulated_s:.0f} simulated seconds, digest {self.digest}; "
             f"{self.num_schedules / max(self.real_s, 1e-9):.1f} schedules/s, "
             f"{self.num_schedules / max(self.cpu_s, 1e-9):.1f} per second of processor time\n"
             f"{self.injected.total()} faults: {kinds}\n{len(self.failures)} failed"
@@ -76,6 +79,7 @@ def run_seeds(seeds: Iterable[int], real: RealRedis, *, ends_at_failure: bool = 
         report.injected += outcome.injected
         report.steps += outcome.steps
         report.simulated_s += outcome.simulated_s
+        report.digest = hashlib.sha256(f"{report.digest} {outcome.digest}".encode()).hexdigest()[:12]
         if outcome.failure:
             report.failures[seed] = outcome.failure
             if ends_at_failure:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
+import itertools
 from collections.abc import AsyncIterator, Iterator
 from functools import cache
 from typing import Any
@@ -24,7 +24,7 @@ from orchestrator.text.tokenizer import Tokenizer
 from services.draft_worker.worker import DraftServicer
 from services.process.registry import Announcer
 from services.streaming.messages import Model
-from services.streaming.streams import Streams
+from services.streaming.streams import BlockStream, Streams
 from services.target_worker.worker import TargetServicer
 from tests.simulation import redis_link
 from tests.simulation.loop import Process, SimulatedLoop
@@ -45,6 +45,9 @@ START_S = 0.5
 """Most seconds until a process that ended runs again."""
 
 PREFIX = "simulated"
+
+STEP_S = ((5e-4, 4e-3), (5e-3, 3e-2))
+"""Least and most seconds of an engine's step: one of these, the same for all workers."""
 
 
 @cache
@@ -78,7 +81,7 @@ class Worker:
         self._cluster = cluster
         self.server = Server(self.process)
         scheduler = draft_scheduler() if self.role == "draft" else target_scheduler()
-        self.engine: Any = SteppedEngine(cluster.loop, scheduler)
+        self.engine: Any = SteppedEngine(cluster.loop, scheduler, cluster.step_s)
         self.streams = Streams(self.engine)
         self.announcer: Announcer | None = None
 
@@ -141,6 +144,7 @@ class Cluster:
         redis: The simulated Redis.
         workers: By name.
         replicas: The orchestrators, by name.
+        step_s: Least and most seconds of an engine's step.
     """
 
     def __init__(self, loop: SimulatedLoop, real: RealRedis) -> None:
@@ -148,6 +152,7 @@ class Cluster:
         self.network = Network(loop)
         self.redis = RedisServer(loop, real, self.network.is_blocked, self.network.delay_s)
         loop.dial = self.redis.connect
+        self.step_s = self.rng.choice(STEP_S)
         self.workers: dict[str, Worker] = {}
         self.replicas: dict[str, Replica] = {}
         self._tasks: list[asyncio.Task[None]] = []
@@ -156,7 +161,16 @@ class Cluster:
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Patch what the product takes from outside: gRPC's channels, and the tokenizer's files."""
-        with self.network.installed(), patch.object(service, "Tokenizer", lambda _: tokenizer()):
+        numbers = itertools.count()
+
+        def number(stream: BlockStream) -> int:  # not its address, which would order sets of streams
+            return int(vars(stream).setdefault("number", next(numbers)))
+
+        with (
+            self.network.installed(),
+            patch.object(service, "Tokenizer", lambda _: tokenizer()),
+            patch.object(BlockStream, "__hash__", number),
+        ):
             yield
 
     def start(self, name: str, address: str = "") -> None:
@@ -188,9 +202,7 @@ class Cluster:
         if one is None:
             return
         self.loop.kill(one.process)
-        for connection in self.network.connections:
-            if one.process in (connection.client, connection.server.process):
-                connection.reset("Socket closed")
+        self.network.end(one.process)
         keeps_address = isinstance(one, Worker) and self.rng.random() < 0.5
         address = one.address if keeps_address and isinstance(one, Worker) else ""
         self.loop.call_later(

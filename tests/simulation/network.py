@@ -103,6 +103,16 @@ class Network:
             if connection.is_mute:
                 connection.watch()
 
+    def end(self, process: Process) -> None:
+        """Break the connections of a process that was killed; sometimes its peers are not told."""
+        is_told = self.rng.random() < 0.7
+        for connection in self.connections:
+            if process in (connection.client, connection.server.process):
+                if is_told:
+                    connection.reset("Socket closed")
+                else:
+                    connection.watch()
+
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Make `grpc.aio.insecure_channel` return simulated channels."""
@@ -133,7 +143,9 @@ class Connection:
         """Whether pings are not answered."""
         names = self.client.name, self.server.process.name
         blocked = self._network.blocked
-        return names in blocked or names[::-1] in blocked or self.server.process.is_paused
+        if names in blocked or names[::-1] in blocked or self.server.process.is_paused:
+            return True
+        return not (self.client.is_alive and self.server.process.is_alive)
 
     def send(self, way: int, action: Callable[[], None]) -> None:
         """Run `action` in the server (way 0) or the client (way 1) when it has travelled there."""

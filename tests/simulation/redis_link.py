@@ -122,6 +122,28 @@ def reply_end(data: bytes, start: int) -> int:
     return end
 
 
+def words_of(command: bytes) -> list[bytes]:
+    """Return a command's words."""
+    words, at = [], command.index(b"\r\n") + 2
+    while at < len(command):
+        line = command.index(b"\r\n", at)
+        start, length = line + 2, int(command[at + 1 : line])
+        words.append(command[start : start + length])
+        at = start + length + 2
+    return words
+
+
+def commit_of(words: list[bytes]) -> tuple[bytes, int] | None:
+    """Return the key and the epoch of a call of `COMMIT` or `END` of the session store; None for others."""
+    if words[0] not in (b"EVAL", b"EVALSHA"):
+        return None
+    num_keys = int(words[2])
+    arguments = words[3 + num_keys :]
+    if (num_keys, len(arguments)) == (2, 6):
+        return words[3], int(arguments[0])
+    return (words[3], int(arguments[4])) if (num_keys, len(arguments)) == (12, 10) else None
+
+
 class RedisServer:
     """The simulated server: reachable or not, fast or slow, with a clock that may be set.
 
@@ -137,6 +159,7 @@ class RedisServer:
         refusal: Error reply to all commands; empty: it runs them.
         clock_offset_s: How far its clock is ahead of the simulation's.
         num_commands: Commands that it ran.
+        on_commit: Called with the process, the session's key and the epoch of each commit that was accepted.
     """
 
     def __init__(
@@ -150,6 +173,7 @@ class RedisServer:
         self.process = loop.process("redis")
         self.is_up, self.busy_until, self.refusal, self.clock_offset_s = True, 0.0, "", 0.0
         self.num_commands = 0
+        self.on_commit: Callable[[Process, bytes, int], None] = lambda *_: None
         self._connections: list[Connection] = []
         self.set_clock()
         real.admin.flushall()
@@ -207,10 +231,20 @@ class RedisServer:
             replies = b"".join(map(self._refused, commands))
         else:
             replies = self.real.run(b"".join(commands), len(commands))
+            self._tell(connection.client, commands, replies)
         connection.answer(replies)
 
+    def _tell(self, client: Process, commands: list[bytes], replies: bytes) -> None:
+        start = 0
+        for command in commands:
+            end = reply_end(replies, start)
+            is_accepted = not replies.startswith((b":-", b"-"), start)
+            if is_accepted and (found := commit_of(words_of(command))):
+                self.on_commit(client, *found)
+            start = end
+
     def _refused(self, command: bytes) -> bytes:
-        if command.split(b"\r\n", 3)[2].upper() in OPENING:
+        if words_of(command)[0].upper() in OPENING:
             return self.real.run(command, 1)
         return f"-{self.refusal}\r\n".encode()
 
@@ -220,7 +254,7 @@ class Connection(asyncio.Transport):
 
     def __init__(self, loop: SimulatedLoop, server: RedisServer, client: Process, protocol: Any) -> None:
         super().__init__()
-        self._loop, self._server, self._client, self._protocol = loop, server, client, protocol
+        self._loop, self._server, self.client, self._protocol = loop, server, client, protocol
         self._is_closing = self._is_reset = False
         self._arrivals = [0.0, 0.0]  # of the last bytes there, and back
         self._held: tuple[list[bytes], list[bytes]] = ([], [])
@@ -235,13 +269,13 @@ class Connection(asyncio.Transport):
         self._send(1, data)
 
     def _send(self, way: int, data: bytes) -> None:
-        names = (self._client.name, "redis")
+        names = (self.client.name, "redis")
         if self._held[way] or self._server.is_blocked(names[way], names[1 - way]):
             self._held[way].append(data)
             return
         start = max(self._loop.now, self._server.busy_until if way else 0.0)
         self._arrivals[way] = max(self._arrivals[way], start + self._server.delay_s())
-        process = (self._server.process, self._client)[way]
+        process = (self._server.process, self.client)[way]
         self._loop.call_at(self._arrivals[way], self._arrive, way, data, context=process.context)
 
     def flush(self) -> None:
@@ -268,7 +302,7 @@ class Connection(asyncio.Transport):
             delay_s = self._server.delay_s()
             error = ConnectionResetError("the connection was reset")
             self._loop.call_later(
-                delay_s, self._protocol.connection_lost, error, context=self._client.context
+                delay_s, self._protocol.connection_lost, error, context=self.client.context
             )
 
     def close(self) -> None:

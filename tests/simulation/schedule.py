@@ -205,7 +205,10 @@ class _Run:
         self.has_lost_writes = self.was_full = False
         self.over_at = 0.0  # when the last fault ends
         self.failures: list[str] = []
+        self._epochs: dict[bytes, int] = {}
+        self._owners: dict[tuple[bytes, int], Process] = {}
         cluster.network.on_answer = self._check_answer
+        cluster.redis.on_commit = self._check_commit
 
     async def main(self) -> None:
         cluster = self.cluster
@@ -287,6 +290,17 @@ class _Run:
         stored = self.cluster.stored_tokens(answer.session_id)
         if stored < end:
             self.fail(f"{answer.session_id}: {process} sent {end} tokens, {stored} are stored")
+
+    def _check_commit(self, process: Process, key: bytes, epoch: int) -> None:
+        """Check that one owner at a time appends to a session."""
+        newest = self._epochs[key] = max(epoch, self._epochs.get(key, 0))
+        owner = self._owners.setdefault((key, epoch), process)
+        if self.has_lost_writes:
+            return
+        if epoch < newest:
+            self.fail(f"{key.decode()}: {process} appended with epoch {epoch} after {newest}")
+        if owner is not process:
+            self.fail(f"{key.decode()}: {process} and {owner} appended with the same epoch")
 
     async def _check_progress(self) -> None:
         while self._has_faults_left:
@@ -480,9 +494,7 @@ def _client_leaves(run: _Run, fault: Fault) -> None:
     if stream.ended or stream.process is None or not stream.process.is_alive:
         return
     run.loop.kill(stream.process)
-    for connection in run.cluster.network.connections:
-        if connection.client is stream.process:
-            connection.reset("Socket closed")
+    run.cluster.network.end(stream.process)
     run.loop.call_later(run.rng.uniform(0.0, 0.5), run.start_client, fault.where[0])
 
 

@@ -117,15 +117,16 @@ class SteppedEngine:
     Args:
         loop: The simulation's.
         scheduler: The worker's.
+        step_s: Least and most seconds of a step.
 
     Attributes:
-        step_s: Least and most seconds of a step.
         fails_next: Whether the next step fails, as for want of memory.
     """
 
-    def __init__(self, loop: SimulatedLoop, scheduler: BlockQueue[Any, Any]) -> None:
-        self._loop, self.scheduler = loop, scheduler
-        self.step_s = (5e-4, 4e-3)
+    def __init__(
+        self, loop: SimulatedLoop, scheduler: BlockQueue[Any, Any], step_s: tuple[float, float]
+    ) -> None:
+        self._loop, self.scheduler, self.step_s = loop, scheduler, step_s
         self.is_alive, self.fails_next = True, False
         self._inbox: list[Callable[[BlockQueue[Any, Any]], None]] = []
         self._is_busy = False
