@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -181,15 +182,15 @@ class Connection:
         if self.is_mute and self.is_open[side]:
             self.close(side, "keepalive watchdog timeout")
 
-    def reset(self, reason: str) -> None:
-        """Break the connection; each side learns of it some time later."""
+    def reset(self, reason: str, server_after_s: float = 0.0) -> None:
+        """Break the connection; each side learns of it some time later, the server `server_after_s` more."""
         for side, process in enumerate((self.client, self.server.process)):
-            self._network.loop.call_later(
-                self._network.delay_s(), self.close, side, reason, context=process.context
-            )
+            delay_s = self._network.delay_s() + side * server_after_s
+            close = partial(self.close, side, reason, tells=False)
+            self._network.loop.call_later(delay_s, close, context=process.context)
 
-    def close(self, side: int, reason: str) -> None:
-        """End a side; the other one learns of it, and gets what is on its way, or does not."""
+    def close(self, side: int, reason: str, *, tells: bool = True) -> None:
+        """End a side; if it `tells`, the other one learns of it. That one gets what is on its way, or not."""
         if not self.is_open[side]:
             return
         self.is_open[side] = False
@@ -202,7 +203,8 @@ class Connection:
                 call.end((grpc.StatusCode.UNAVAILABLE, reason, ()))
         if self._network.rng.random() < 0.5:
             self._held[side].clear()
-        self.send(side, lambda: self.close(1 - side, reason))
+        if tells:
+            self.send(side, lambda: self.close(1 - side, reason))
 
 
 class Channel:

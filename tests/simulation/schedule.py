@@ -45,8 +45,12 @@ REFUSALS = (
 )
 
 
-BREAKING = {"kill", "pause", "drain", "block", "partition", "cut", "slow network"}
+BREAKING = {"kill", "pause", "drain", "block", "partition", "cut", "slow network", "proxy dies", "client leaves"}
 """Faults that may lose a release: the worker then keeps the session until it needs its memory."""
+
+
+MOMENTS = {"kill", "drain", "cut", "client leaves", "cancel", "delete", "clock step", "failing step"}
+"""Faults that do not last."""
 
 
 @dataclass(frozen=True)
@@ -92,9 +96,9 @@ def _draw(rng: random.Random) -> Fault:
         where = (rng.choice(REFUSALS),)
     elif kind == "clock step":
         where = (str(rng.choice((-60.0, -5.0, 5.0, 20.0, 60.0))),)
-    elif kind in ("client leaves", "cancel", "delete"):
+    elif kind in ("proxy dies", "client leaves", "cancel", "delete"):
         where = (rng.choice(CLIENTS),)
-    is_moment = kind in ("kill", "drain", "cut", "client leaves", "cancel", "delete", "clock step", "failing step")
+    is_moment = kind in MOMENTS
     return Fault(step, kind, where, 0.0 if is_moment else lasts_s)
 
 
@@ -498,6 +502,14 @@ def _client_leaves(run: _Run, fault: Fault) -> None:
     run.loop.call_later(run.rng.uniform(0.0, 0.5), run.start_client, fault.where[0])
 
 
+def _proxy_dies(run: _Run, fault: Fault) -> None:
+    """The client notices at once, the orchestrator only when the fault ends."""
+    process = run.streams[fault.where[0]].process
+    for connection in run.cluster.network.connections:
+        if connection.client is process:
+            connection.reset("Socket closed", fault.lasts_s)
+
+
 def _end_session(run: _Run, fault: Fault) -> None:
     stream = run.streams[fault.where[0]]
     run.excused.add(stream.name)
@@ -529,6 +541,7 @@ FAULTS: dict[str, Callable[[_Run, Fault], Callable[[], None] | None]] = {
     "Redis refuses": _redis_refuses,
     "Redis loses writes": _redis_loses_writes,
     "clock step": _clock_step,
+    "proxy dies": _proxy_dies,
     "client leaves": _client_leaves,
     "cancel": _end_session,
     "delete": _end_session,
