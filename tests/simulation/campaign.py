@@ -42,10 +42,10 @@ class Report:
 
     def __str__(self) -> str:
         kinds = ", ".join(f"{kind} {count}" for kind, count in self.injected.most_common())
+        per_s = [self.num_schedules / max(seconds, 1e-9) for seconds in (self.real_s, self.cpu_s)]
         return (
-            f"{self.num_schedules} schedules, {self.steps} callbacks, {self.simulated_s:.0f} simulated seconds, digest {self.digest}; "
-            f"{self.num_schedules / max(self.real_s, 1e-9):.1f} schedules/s, "
-            f"{self.num_schedules / max(self.cpu_s, 1e-9):.1f} per second of processor time\n"
+            f"{self.num_schedules} schedules, {self.steps} callbacks, {self.simulated_s:.0f} simulated seconds, "
+            f"digest {self.digest}; {per_s[0]:.1f} schedules/s, {per_s[1]:.1f} per second of processor time\n"
             f"{self.injected.total()} faults: {kinds}\n{len(self.failures)} failed"
         )
 
@@ -55,7 +55,8 @@ def laboratory() -> Iterator[RealRedis]:
     """Prepare this process for simulations: one thread, no log, and a Redis."""
     torch.set_num_threads(1)
     logging.disable(logging.ERROR)
-    warnings.filterwarnings("ignore", "coroutine .* was never awaited")  # those that end with the simulation
+    # Coroutines that end with their simulation.
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited")
     # redis-py reads the metadata of its package for each connection.
     redis.utils.get_lib_version = functools.cache(redis.utils.get_lib_version)
     with real_redis() as real:

@@ -80,7 +80,9 @@ class Worker:
         self.role, self.address = name.partition("-")[0], address
         self._cluster = cluster
         self.server = Server(self.process)
-        scheduler = draft_scheduler() if self.role == "draft" else target_scheduler()
+        scheduler = (
+            draft_scheduler(ahead=cluster.drafts_ahead) if self.role == "draft" else target_scheduler()
+        )
         self.engine: Any = SteppedEngine(cluster.loop, scheduler, cluster.step_s)
         self.streams = Streams(self.engine)
         self.announcer: Announcer | None = None
@@ -145,6 +147,7 @@ class Cluster:
         workers: By name.
         replicas: The orchestrators, by name.
         step_s: Least and most seconds of an engine's step.
+        drafts_ahead: Whether draft workers draft ahead.
     """
 
     def __init__(self, loop: SimulatedLoop, real: RealRedis) -> None:
@@ -153,6 +156,7 @@ class Cluster:
         self.redis = RedisServer(loop, real, self.network.is_blocked, self.network.delay_s)
         loop.dial = self.redis.connect
         self.step_s = self.rng.choice(STEP_S)
+        self.drafts_ahead = self.rng.random() < 0.5
         self.workers: dict[str, Worker] = {}
         self.replicas: dict[str, Replica] = {}
         self._tasks: list[asyncio.Task[None]] = []
@@ -232,7 +236,7 @@ class Cluster:
 
     async def until_ready(self) -> None:
         """Wait until all processes serve and know each other."""
-        while not all(
+        while not all(  # noqa: ASYNC110
             (replica := self.replicas.get(name)) is not None
             and replica.orchestrator is not None
             and sum(
@@ -250,9 +254,9 @@ class Cluster:
 
     def stored_tokens(self, session_id: str) -> int:
         """Return how many tokens of a session Redis holds now; log-probabilities are not asked for."""
-        admin = self.redis.real.admin
-        head = f"{PREFIX}:session:{{{session_id}}}"
-        return int(admin.hget(head, "size") or 0) // RECORD_BYTES  # type: ignore[arg-type]
+        head = f"{PREFIX}:session:{{{session_id}}}".encode()
+        size = self.redis.real.ask(b"HGET", head, b"size")
+        return int(size or 0) // RECORD_BYTES
 
 
 RECORD_BYTES = 5

@@ -1,8 +1,8 @@
 """An event loop with a virtual clock that runs the callbacks of several simulated processes.
 
-Callbacks of one process run in the order in which they became ready, as asyncio promises. Which process runs
-next is drawn from a seed. A process that is paused keeps its callbacks; one that is killed runs none any more,
-not even `finally` blocks.
+Callbacks of one process run in the order in which they became ready, as asyncio promises. Which process
+runs next is drawn from a seed. A process that is paused keeps its callbacks; one that is killed runs none any
+more, not even `finally` blocks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ START_S = 1e6
 """The clock's first value."""
 
 COLLECT_EVERY = 20
-"""Simulations between two garbage collections; there is none while one runs, since it would depend on others."""
+"""Simulations between two garbage collections; there is none during one, since it would depend on others."""
 
 _num_runs = itertools.count()
 

@@ -1,9 +1,9 @@
 """Simulated gRPC: channels, calls and servers with the interface of `grpc.aio` that the product uses.
 
-Messages are serialised, and those of one connection arrive in order: HTTP/2 over TCP neither loses, repeats nor
-reorders them. What a network can do is to delay them, to hold one direction, and to break the connection, when
-what is on its way is lost or still arrives. A peer that does not answer pings is noticed as `CHANNEL_OPTIONS`
-of the orchestrator say, 2.5 s at most, and by a worker after 25 s.
+Messages are serialised, and those of one connection arrive in order: HTTP/2 over TCP neither loses, repeats
+nor reorders them. A network can delay them, hold one direction, and break the connection, when what is on its
+way is lost or still arrives. An orchestrator notices a peer that does not answer pings within 2.5 s, as its
+`CHANNEL_OPTIONS` say, a worker within 25 s.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Network:
         return [connection for server in servers for connection in server.connections]
 
     def changed(self) -> None:
-        """Let connections notice that the network, or a process, does not answer any more or does so again."""
+        """Let connections notice that the network, or a process, stopped answering or answers again."""
         for connection in self.connections:
             connection.flush()
             if connection.is_mute:

@@ -65,6 +65,12 @@ class RealRedis:
         replies, self._buffer = self._buffer[:end], self._buffer[end:]
         return replies
 
+    def ask(self, *words: bytes) -> bytes:
+        """Run a command that answers a string, which is a fifth of what redis-py takes; empty: none."""
+        command = b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)
+        reply = self.run(b"*%d\r\n" % len(words) + command, 1)
+        return reply[reply.index(b"\r\n") + 2 : -2]
+
     def dump(self) -> dict[bytes, tuple[bytes, int]]:
         """Return all keys with their serialised values and the time at which they expire (ms; 0: never)."""
         return {
@@ -301,9 +307,7 @@ class Connection(asyncio.Transport):
             self._is_closing = True
             delay_s = self._server.delay_s()
             error = ConnectionResetError("the connection was reset")
-            self._loop.call_later(
-                delay_s, self._protocol.connection_lost, error, context=self.client.context
-            )
+            self._loop.call_later(delay_s, self._protocol.connection_lost, error, context=self.client.context)
 
     def close(self) -> None:
         if not self._is_closing:

@@ -45,7 +45,17 @@ REFUSALS = (
 )
 
 
-BREAKING = {"kill", "pause", "drain", "block", "partition", "cut", "slow network", "proxy dies", "client leaves"}
+BREAKING = {
+    "kill",
+    "pause",
+    "drain",
+    "block",
+    "partition",
+    "cut",
+    "slow network",
+    "proxy dies",
+    "client leaves",
+}
 """Faults that may lose a release: the worker then keeps the session until it needs its memory."""
 
 
@@ -140,7 +150,9 @@ def completion(number: int) -> tuple[tuple[int, ...], SamplingParams, tuple[int,
 def draw_stream(rng: random.Random, name: str) -> Stream:
     """Return a request out of some, whose expected tokens are computed once."""
     prompt, params, expected = completion(rng.randrange(NUM_COMPLETIONS))
-    gamma = rng.choice((GammaPolicy(), GammaPolicy(fixed=0), GammaPolicy(fixed=3), GammaPolicy(fixed=3, max_nodes=6)))
+    gamma = rng.choice(
+        (GammaPolicy(), GammaPolicy(fixed=0), GammaPolicy(fixed=3), GammaPolicy(fixed=3, max_nodes=6))
+    )
     request = GenerationRequest(
         prompt, sampling=params, max_tokens=NUM_TOKENS, ignore_eos=True, session_id=name, gamma=gamma
     )
@@ -307,7 +319,7 @@ class _Run:
             self.fail(f"{key.decode()}: {process} and {owner} appended with the same epoch")
 
     async def _check_progress(self) -> None:
-        while self._has_faults_left:
+        while self._has_faults_left:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         counts = {name: len(stream.received) for name, stream in self.streams.items()}
         probe = draw_stream(self.rng, "s-probe")
@@ -375,7 +387,9 @@ class _Run:
                 continue
             if worker.streams.num_ids or worker.engine.scheduler.num_queued:
                 self.fail(f"{name}: blocks are left")
-            if not self.outcome.injected.keys() & BREAKING and (left := list(worker.engine.scheduler.sessions)):
+            if not self.outcome.injected.keys() & BREAKING and (
+                left := list(worker.engine.scheduler.sessions)
+            ):
                 self.fail(f"{name}: sessions are left: {left}")
 
 

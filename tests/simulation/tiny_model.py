@@ -78,17 +78,15 @@ class TinyRunner(Runner):
 
 def _engine(table: Tensor) -> Engine:
     store = CacheStore(CacheShape(1, 1, 1, torch.float32, torch.device("cpu")), CACHE_BYTES)
-    return Engine(
-        TinyRunner(table), store, model_name="tiny", vocab_size=VOCAB_SIZE, max_context=MAX_CONTEXT
-    )
+    return Engine(TinyRunner(table), store, model_name="tiny", vocab_size=VOCAB_SIZE, max_context=MAX_CONTEXT)
 
 
 def target_scheduler() -> TargetScheduler:
     return TargetScheduler(_engine(_TARGET), LIMITS)
 
 
-def draft_scheduler() -> DraftScheduler:
-    return DraftScheduler(_engine(_DRAFT), LIMITS, ahead_rows=AHEAD_ROWS)
+def draft_scheduler(*, ahead: bool) -> DraftScheduler:
+    return DraftScheduler(_engine(_DRAFT), LIMITS, ahead_rows=AHEAD_ROWS if ahead else 0)
 
 
 def plain_tokens(prompt: Sequence[int], params: SamplingParams, count: int) -> tuple[int, ...]:
