@@ -42,10 +42,10 @@ class Report:
 
     def __str__(self) -> str:
         kinds = ", ".join(f"{kind} {count}" for kind, count in self.injected.most_common())
-        per_s = [self.num_schedules / max(seconds, 1e-9) for seconds in (self.real_s, self.cpu_s)]
+        rate, cpu_rate = (self.num_schedules / max(seconds, 1e-9) for seconds in (self.real_s, self.cpu_s))
         return (
-            f"{self.num_schedules} schedules, {self.steps} callbacks, {self.simulated_s:.0f} simulated seconds, "
-            f"digest {self.digest}; {per_s[0]:.1f} schedules/s, {per_s[1]:.1f} per second of processor time\n"
+            f"{self.num_schedules} schedules, {self.steps} callbacks, {self.simulated_s:.0f} simulated s, "
+            f"digest {self.digest}; {rate:.1f} schedules/s, {cpu_rate:.1f} per second of processor time\n"
             f"{self.injected.total()} faults: {kinds}\n{len(self.failures)} failed"
         )
 

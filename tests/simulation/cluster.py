@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 from unittest.mock import patch
 
-from gammaray import AsyncClient
 from gammaray.config import OrchestratorSettings
 from gammaray.demo_pair import resolve_model
 from gammaray.errors import GammarayError
@@ -49,6 +48,11 @@ PREFIX = "simulated"
 STEP_S = ((5e-4, 4e-3), (5e-3, 3e-2))
 """Least and most seconds of an engine's step: one of these, the same for all workers."""
 
+CACHE_BYTES = (1 << 20, 1 << 20, 512)
+"""The last one has room for two sessions."""
+
+MAX_REQUESTS = (8, 8, 1)
+
 
 @cache
 def tokenizer() -> Tokenizer:
@@ -60,10 +64,10 @@ def tokenizer() -> Tokenizer:
 
 
 @cache
-def settings() -> OrchestratorSettings:
+def settings(max_requests: int) -> OrchestratorSettings:
     """Return the orchestrators' settings; reading them takes longer than all else of their start."""
     return OrchestratorSettings(
-        redis_url=redis_link.URL, redis_prefix=PREFIX, model="demo", max_concurrent_requests=8
+        redis_url=redis_link.URL, redis_prefix=PREFIX, model="demo", max_concurrent_requests=max_requests
     )
 
 
@@ -80,9 +84,11 @@ class Worker:
         self.role, self.address = name.partition("-")[0], address
         self._cluster = cluster
         self.server = Server(self.process)
-        scheduler = (
-            draft_scheduler(ahead=cluster.drafts_ahead) if self.role == "draft" else target_scheduler()
-        )
+        size = cluster.cache_bytes
+        if self.role == "draft":
+            scheduler: Any = draft_scheduler(size, ahead=cluster.drafts_ahead)
+        else:
+            scheduler = target_scheduler(size)
         self.engine: Any = SteppedEngine(cluster.loop, scheduler, cluster.step_s)
         self.streams = Streams(self.engine)
         self.announcer: Announcer | None = None
@@ -96,6 +102,11 @@ class Worker:
         self._cluster.network.servers[self.address] = self.server
         self.announcer = Announcer(redis_link.URL, self.role, self.address, PREFIX)
         await self.announcer.start()
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether it takes no new blocks."""
+        return self.streams.is_leaving
 
     async def stop(self) -> None:
         """End as on SIGTERM."""
@@ -130,11 +141,27 @@ class Replica:
     async def run(self) -> None:
         while self.orchestrator is None:
             try:
-                self.orchestrator = await Orchestrator.start(settings())
+                self.orchestrator = await Orchestrator.start(settings(self._cluster.max_requests))
             except GammarayError:
                 await asyncio.sleep(START_S)
         generation.add_GenerationServiceServicer_to_server(Api(self.orchestrator), self.server)
         self._cluster.network.balance(SERVE, self.server)
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether it takes no new requests."""
+        return self.orchestrator is None or not self.server.is_serving
+
+    async def stop(self) -> None:
+        """End as Serve ends a replica: streams have five seconds to end."""
+        assert self.orchestrator is not None
+        self.server.is_serving = False
+        deadline = self._cluster.loop.now + 5.0
+        while any(one.server_calls for one in self.server.connections):
+            if self._cluster.loop.now > deadline:
+                break
+            await asyncio.sleep(0.1)
+        await self.orchestrator.close()
 
 
 class Cluster:
@@ -148,6 +175,8 @@ class Cluster:
         replicas: The orchestrators, by name.
         step_s: Least and most seconds of an engine's step.
         drafts_ahead: Whether draft workers draft ahead.
+        cache_bytes: Size of a worker's cache.
+        max_requests: Requests that an orchestrator runs at once.
     """
 
     def __init__(self, loop: SimulatedLoop, real: RealRedis) -> None:
@@ -157,6 +186,8 @@ class Cluster:
         loop.dial = self.redis.connect
         self.step_s = self.rng.choice(STEP_S)
         self.drafts_ahead = self.rng.random() < 0.5
+        self.cache_bytes = self.rng.choice(CACHE_BYTES)
+        self.max_requests = self.rng.choice(MAX_REQUESTS)
         self.workers: dict[str, Worker] = {}
         self.replicas: dict[str, Replica] = {}
         self._tasks: list[asyncio.Task[None]] = []
@@ -214,25 +245,21 @@ class Cluster:
         )
 
     def drain(self, name: str) -> None:
-        """End a worker as SIGTERM does, and start another one."""
-        worker = self.workers.get(name)
-        if worker is None or not worker.process.is_alive or worker.streams.is_leaving:
+        """End a process as SIGTERM does, and start another one."""
+        one = self.running(name)
+        if one is None or one.is_leaving:
             return
 
         async def stop() -> None:
-            await worker.stop()
-            worker.server.is_serving = False
-            for connection in list(worker.server.connections):
-                connection.reset("the server is stopped")
-            self.start(name)
+            await one.stop()
+            one.server.is_serving = False
+            for connection in self.network.connections:
+                if one.process in (connection.client, connection.server.process):
+                    connection.reset("the process has ended")
+            self.loop.kill(one.process)
+            self.loop.call_soon(self.start, name, context=self.loop.harness.context)
 
-        self._spawn(worker.process, stop())
-
-    @contextlib.asynccontextmanager
-    async def client(self, name: str) -> AsyncIterator[AsyncClient]:
-        """Return an SDK's client; call it in the client's process."""
-        async with AsyncClient(SERVE) as client:
-            yield client
+        self._spawn(one.process, stop())
 
     async def until_ready(self) -> None:
         """Wait until all processes serve and know each other."""
@@ -252,11 +279,12 @@ class Cluster:
         """Return the sessions that have an owner according to Redis."""
         return {name.decode() for name in self.redis.real.admin.smembers(f"{PREFIX}:running")}  # type: ignore[union-attr]
 
-    def stored_tokens(self, session_id: str) -> int:
-        """Return how many tokens of a session Redis holds now; log-probabilities are not asked for."""
+    def stored_tokens(self, session_id: str) -> tuple[int, int]:
+        """Return a session's turn, and how many tokens of it Redis holds now."""
         head = f"{PREFIX}:session:{{{session_id}}}".encode()
-        size = self.redis.real.ask(b"HGET", head, b"size")
-        return int(size or 0) // RECORD_BYTES
+        turn, size = (int(self.redis.real.ask(b"HGET", head, name) or 0) for name in (b"turn", b"size"))
+        return turn, size // RECORD_BYTES
 
 
 RECORD_BYTES = 5
+"""Bytes of a stored token without log-probabilities."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
+from gammaray import AsyncClient
 from gammaray.errors import (
     FailedPreconditionError,
     GammarayError,
@@ -20,7 +21,7 @@ from gammaray.errors import (
     ResourceExhaustedError,
 )
 from gammaray.types import Chunk, FinishReason, GammaPolicy, GenerationRequest, SamplingParams
-from tests.simulation.cluster import ORCHESTRATORS, WORKERS, Cluster
+from tests.simulation.cluster import ORCHESTRATORS, SERVE, WORKERS, Cluster
 from tests.simulation.loop import Process, Stuck, simulated
 from tests.simulation.redis_link import RealRedis
 from tests.simulation.tiny_model import plain_tokens
@@ -59,7 +60,7 @@ BREAKING = {
 """Faults that may lose a release: the worker then keeps the session until it needs its memory."""
 
 
-MOMENTS = {"kill", "drain", "cut", "client leaves", "cancel", "delete", "clock step", "failing step"}
+MOMENTS = {"kill", "drain", "cut", "client leaves", "rival", "cancel", "delete", "clock step", "failing step"}
 """Faults that do not last."""
 
 
@@ -95,7 +96,9 @@ def _draw(rng: random.Random) -> Fault:
     where: tuple[str, ...] = ()
     if kind in ("kill", "pause"):
         where = (rng.choice(ORCHESTRATORS + WORKERS + (CLIENTS if kind == "pause" else ())),)
-    elif kind in ("drain", "slow engine", "failing step"):
+    elif kind == "drain":
+        where = (rng.choice(ORCHESTRATORS + WORKERS),)
+    elif kind in ("slow engine", "failing step"):
         where = (rng.choice(WORKERS),)
     elif kind in ("block", "partition", "cut"):
         one = rng.choice(ORCHESTRATORS)
@@ -105,8 +108,8 @@ def _draw(rng: random.Random) -> Fault:
     elif kind == "Redis refuses":
         where = (rng.choice(REFUSALS),)
     elif kind == "clock step":
-        where = (str(rng.choice((-60.0, -5.0, 5.0, 20.0, 60.0))),)
-    elif kind in ("proxy dies", "client leaves", "cancel", "delete"):
+        where = (str(rng.choice((-60.0, -5.0, 5.0, 20.0, 60.0, 7200.0))),)
+    elif kind in ("proxy dies", "client leaves", "cancel", "delete", "rival"):
         where = (rng.choice(CLIENTS),)
     is_moment = kind in MOMENTS
     return Fault(step, kind, where, 0.0 if is_moment else lasts_s)
@@ -117,17 +120,17 @@ class Stream:
     """One client's completion.
 
     Attributes:
-        request: The request.
-        expected: The tokens of plain decoding.
-        received: The tokens that the client has.
+        turns: The requests, one after another, with the tokens of plain decoding.
+        turn: The turn that runs.
+        received: The tokens of the turn that the client has.
         ended: How it ended: a finish reason, or an error's class; empty while it runs.
         error: The error.
         process: The client's process.
-        attempts: How often a client process began it.
+        attempts: How often a client process began the turn.
     """
 
-    request: GenerationRequest
-    expected: tuple[int, ...]
+    turns: list[tuple[GenerationRequest, tuple[int, ...]]]
+    turn: int = 0
     received: list[int] = field(default_factory=list)
     ended: str = ""
     error: GammarayError | None = None
@@ -136,7 +139,15 @@ class Stream:
 
     @property
     def name(self) -> str:
-        return self.request.session_id
+        return self.turns[0][0].session_id
+
+    @property
+    def expected(self) -> tuple[int, ...]:
+        return self.turns[self.turn][1]
+
+    @property
+    def is_last(self) -> bool:
+        return self.turn + 1 == len(self.turns)
 
 
 @cache
@@ -156,7 +167,13 @@ def draw_stream(rng: random.Random, name: str) -> Stream:
     request = GenerationRequest(
         prompt, sampling=params, max_tokens=NUM_TOKENS, ignore_eos=True, session_id=name, gamma=gamma
     )
-    return Stream(request, expected)
+    if rng.random() < 0.7:
+        return Stream([(request, expected)])
+    half = NUM_TOKENS // 2
+    first = replace(request, max_tokens=half, keep_cache_s=rng.choice((0.0, 0.5)))
+    second = replace(request, prompt=(5, 6, 7), max_tokens=half, turn=1)
+    more = plain_tokens((*prompt, *expected[:half], 5, 6, 7), params, half)
+    return Stream([(first, expected[:half]), (second, more)])
 
 
 def random_tokens(number: int) -> Sequence[int]:
@@ -217,7 +234,9 @@ class _Run:
         self.faults, self.outcome = faults, outcome
         self.digest = hashlib.sha256()
         self.streams = {name: draw_stream(self.rng, f"s-{name}") for name in CLIENTS}
-        self.excused: set[str] = set()  # sessions that may end early
+        self.cancelled: set[str] = set()  # sessions that another client cancelled
+        self.deleted: set[str] = set()  # or deleted
+        self.contested: set[str] = set()  # sessions of which another client may become the owner
         self.has_lost_writes = self.was_full = False
         self.over_at = 0.0  # when the last fault ends
         self.failures: list[str] = []
@@ -271,17 +290,23 @@ class _Run:
         self.loop.create_task(self._consume(stream), context=stream.process.context)
 
     async def _consume(self, stream: Stream) -> None:
-        request = stream.request
-        if stream.attempts:
-            request = replace(request, resume_from=len(stream.received))
-        stream.attempts += 1
         try:
-            async with self.cluster.client(stream.name) as client:
-                async for chunk in client.generate(request, timeout_s=DEADLINE_S):
-                    self._take(stream, chunk)
+            async with AsyncClient(SERVE) as client:
+                while not stream.ended:
+                    await self._consume_turn(stream, client)
         except GammarayError as error:
             stream.ended, stream.error = type(error).__name__, error
         self.digest.update(f"{stream.name} {stream.ended} {self.loop.now}".encode())
+
+    async def _consume_turn(self, stream: Stream, client: AsyncClient) -> None:
+        request = stream.turns[stream.turn][0]
+        if stream.attempts:
+            request = replace(request, resume_from=len(stream.received))
+        stream.attempts += 1
+        async for chunk in client.generate(request, timeout_s=DEADLINE_S):
+            self._take(stream, chunk)
+        if not stream.ended:
+            stream.turn, stream.attempts, stream.received = stream.turn + 1, 0, []
 
     def _take(self, stream: Stream, chunk: Chunk) -> None:
         start, tokens = len(stream.received), [token.token_id for token in chunk.tokens]
@@ -291,8 +316,9 @@ class _Run:
         self.digest.update(f"{stream.name} {tokens} {self.loop.now}".encode())
         if tuple(stream.received) != stream.expected[: len(stream.received)]:
             self.fail(f"{stream.name}: other tokens than plain decoding's from {start} on")
-        if chunk.finish_reason is not None:
-            stream.ended = chunk.finish_reason.value
+        reason = chunk.finish_reason
+        if reason is not None and (stream.is_last or reason is not FinishReason.LENGTH):
+            stream.ended = reason.value
 
     # What must hold
 
@@ -300,11 +326,11 @@ class _Run:
         """Check that tokens are stored when an orchestrator sends them."""
         if not path.endswith("/Generate") or self.has_lost_writes or not answer.tokens:
             return
-        if answer.session_id in self.excused:
+        if answer.session_id in self.deleted:
             return
         end = answer.offset + len(answer.tokens)
-        stored = self.cluster.stored_tokens(answer.session_id)
-        if stored < end:
+        turn, stored = self.cluster.stored_tokens(answer.session_id)
+        if stored < end and turn == answer.turn:
             self.fail(f"{answer.session_id}: {process} sent {end} tokens, {stored} are stored")
 
     def _check_commit(self, process: Process, key: bytes, epoch: int) -> None:
@@ -344,21 +370,26 @@ class _Run:
     def _check_ends(self) -> None:
         for stream in self.streams.values():
             if stream.ended == FinishReason.LENGTH.value:
-                if len(stream.received) != NUM_TOKENS:
-                    self.fail(f"{stream.name}: ended with {len(stream.received)} of {NUM_TOKENS} tokens")
+                if len(stream.received) != len(stream.expected):
+                    self.fail(
+                        f"{stream.name}: ended with {len(stream.received)} of {len(stream.expected)} tokens"
+                    )
             elif not self._is_excused(stream):
                 self.fail(f"{stream.name}: ended with {stream.ended}: {stream.error}")
 
     def _is_excused(self, stream: Stream) -> bool:
         """Whether a stream may end without all its tokens."""
-        if stream.name in self.excused:
-            allowed = (FailedPreconditionError, NotFoundError, InternalError)
-            return stream.ended == FinishReason.CANCELLED.value or isinstance(stream.error, allowed)
-        if self.has_lost_writes:
-            return isinstance(stream.error, (FailedPreconditionError, NotFoundError, InternalError))
-        if isinstance(stream.error, InternalError) and "planted" in str(stream.error):
-            return not stream.received  # a step that fails is a bug of a worker; only a begun stream goes on
-        return self.was_full and isinstance(stream.error, ResourceExhaustedError)
+        error, allowed = stream.error, set[type[GammarayError]]()
+        if stream.name in self.deleted or self.has_lost_writes:
+            allowed |= {FailedPreconditionError, NotFoundError, InternalError}
+        if stream.name in self.contested:
+            allowed |= {FailedPreconditionError}
+        if self.was_full or self.cluster.max_requests == 1:
+            allowed |= {ResourceExhaustedError}
+        if "planted" in str(error) and not stream.received:
+            allowed |= {InternalError}  # a step that fails is a bug of a worker; only a begun stream goes on
+        is_cancelled = stream.ended == FinishReason.CANCELLED.value and stream.name in self.cancelled
+        return is_cancelled or isinstance(error, tuple(allowed))
 
     def _check_leaks(self) -> None:
         for name, replica in self.cluster.replicas.items():
@@ -379,7 +410,7 @@ class _Run:
         ]
         if left:
             self.fail(f"tasks are left: {left}")
-        running = self.cluster.running_sessions() - self.excused
+        running = self.cluster.running_sessions() - self.deleted - self.cancelled
         if running and not self.has_lost_writes:
             self.fail(f"sessions count as running after their end: {sorted(running)}")
         for name, worker in self.cluster.workers.items():
@@ -504,6 +535,7 @@ def _redis_loses_writes(run: _Run, fault: Fault) -> Callable[[], None]:
 
 def _clock_step(run: _Run, fault: Fault) -> None:
     run.cluster.redis.clock_offset_s += float(fault.where[0])
+    run.has_lost_writes |= float(fault.where[0]) > 3600  # sessions expire
     run.cluster.redis.set_clock()
 
 
@@ -524,13 +556,23 @@ def _proxy_dies(run: _Run, fault: Fault) -> None:
             connection.reset("Socket closed", fault.lasts_s)
 
 
+def _rival(run: _Run, fault: Fault) -> None:
+    """Another client resumes the session from its beginning: one of the two loses it."""
+    stream = run.streams[fault.where[0]]
+    run.contested.add(stream.name)
+    key = f"rival of {fault.where[0]}"
+    if not stream.ended and stream.attempts and key not in run.streams:
+        run.streams[key] = Stream([stream.turns[stream.turn]], attempts=1)
+        run.start_client(key)
+
+
 def _end_session(run: _Run, fault: Fault) -> None:
     stream = run.streams[fault.where[0]]
-    run.excused.add(stream.name)
+    (run.cancelled if fault.kind == "cancel" else run.deleted).add(stream.name)
     process = run.loop.process(f"another {fault.where[0]}")
 
     async def call() -> None:
-        async with run.cluster.client("another") as client:
+        async with AsyncClient(SERVE) as client:
             with contextlib.suppress(GammarayError):
                 if fault.kind == "cancel":
                     await client.cancel(stream.name)
@@ -557,6 +599,7 @@ FAULTS: dict[str, Callable[[_Run, Fault], Callable[[], None] | None]] = {
     "clock step": _clock_step,
     "proxy dies": _proxy_dies,
     "client leaves": _client_leaves,
+    "rival": _rival,
     "cancel": _end_session,
     "delete": _end_session,
 }

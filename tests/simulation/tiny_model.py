@@ -29,7 +29,6 @@ from tests.simulation.loop import SimulatedLoop
 
 VOCAB_SIZE, MAX_CONTEXT = 256, 256
 LIMITS = Limits(max_batch_tokens=64, prefill_chunk=32)
-CACHE_BYTES = 1 << 20
 NUM_STATES = 512
 START = 7
 """State before the first token."""
@@ -76,17 +75,17 @@ class TinyRunner(Runner):
         return [*chain[len(cache.tokens) + 1 :], *nodes[len(cache.tree_tokens) :]]
 
 
-def _engine(table: Tensor) -> Engine:
-    store = CacheStore(CacheShape(1, 1, 1, torch.float32, torch.device("cpu")), CACHE_BYTES)
+def _engine(table: Tensor, cache_bytes: int) -> Engine:
+    store = CacheStore(CacheShape(1, 1, 1, torch.float32, torch.device("cpu")), cache_bytes)
     return Engine(TinyRunner(table), store, model_name="tiny", vocab_size=VOCAB_SIZE, max_context=MAX_CONTEXT)
 
 
-def target_scheduler() -> TargetScheduler:
-    return TargetScheduler(_engine(_TARGET), LIMITS)
+def target_scheduler(cache_bytes: int) -> TargetScheduler:
+    return TargetScheduler(_engine(_TARGET, cache_bytes), LIMITS)
 
 
-def draft_scheduler(*, ahead: bool) -> DraftScheduler:
-    return DraftScheduler(_engine(_DRAFT), LIMITS, ahead_rows=AHEAD_ROWS if ahead else 0)
+def draft_scheduler(cache_bytes: int, *, ahead: bool) -> DraftScheduler:
+    return DraftScheduler(_engine(_DRAFT, cache_bytes), LIMITS, ahead_rows=AHEAD_ROWS if ahead else 0)
 
 
 def plain_tokens(prompt: Sequence[int], params: SamplingParams, count: int) -> tuple[int, ...]:
