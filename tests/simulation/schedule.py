@@ -29,6 +29,7 @@ from tests.simulation.tiny_model import plain_tokens
 NUM_CLIENTS, NUM_TOKENS, DEADLINE_S = 3, 32, 60.0
 CLIENTS = tuple(f"client-{number}" for number in range(NUM_CLIENTS))
 MAX_FAULTS = 6
+LASTS_S = (0.05, 0.05, 0.5, 0.5, 0.5, 3.0, 3.0, 12.0)
 NUM_COMPLETIONS = 8
 HORIZON = 2500
 """Callbacks after the clients' start within which faults begin: about as many as a run without faults has."""
@@ -37,6 +38,9 @@ PROGRESS_S = 5.0
 """Seconds after the last fault within which every stream must have gone on."""
 
 SETTLE_S = 1.0
+REAP_S = 25.0
+"""Seconds after which a session without an owner is detached: a lease, and the time between two looks."""
+
 REFUSALS = (
     "READONLY You can't write against a read only replica.",
     "LOADING Redis is loading the dataset in memory",
@@ -92,7 +96,7 @@ def draw_faults(rng: random.Random) -> list[Fault]:
 
 def _draw(rng: random.Random) -> Fault:
     kind = rng.choice(list(FAULTS))
-    step, lasts_s = rng.randrange(HORIZON), round(rng.choice((0.05, 0.5, 3.0)) * rng.uniform(0.2, 1.5), 3)
+    step, lasts_s = rng.randrange(HORIZON), round(rng.choice(LASTS_S) * rng.uniform(0.2, 1.5), 3)
     where: tuple[str, ...] = ()
     if kind in ("kill", "pause"):
         where = (rng.choice(ORCHESTRATORS + WORKERS + (CLIENTS if kind == "pause" else ())),)
@@ -266,6 +270,10 @@ class _Run:
         self._check_ends()
         await asyncio.sleep(SETTLE_S)
         self._check_leaks()
+        if self.rng.random() < 0.04:
+            await asyncio.sleep(REAP_S)
+            if left := self.cluster.running_sessions():
+                self.fail(f"sessions whose owners died count as running: {sorted(left)}")
         self._raise()
 
     def fail(self, what: str) -> None:
@@ -276,6 +284,8 @@ class _Run:
             raise Broken("; ".join(self.failures[:3]))
 
     def _inject(self, fault: Fault) -> None:
+        if "probe" in self.streams:
+            return  # the streams ended before it
         self.outcome.injected[fault.kind] += 1
         end = FAULTS[fault.kind](self, fault)
         self.over_at = max(self.over_at, self.loop.now + fault.lasts_s)
