@@ -40,10 +40,7 @@ def main() -> int:
     with laboratory() as real:
         report = run_seeds(seeds, real, ends_at_failure=bool(options.plant))
         print(report)
-        for seed, failure in report.failures.items():
-            if options.plant:
-                print(f"seed {seed}: {failure[:300]}")
-                break
+        for seed in report.failures:
             faults, failure = shortest(seed, real)
             print(f"\nseed {seed}: {failure}\n  " + "\n  ".join(map(str, faults or ["no fault is needed"])))
     return 1 if report.failures else 0

@@ -120,9 +120,9 @@ class Api(generation.GenerationServiceServicer):
 
     def __init__(self, orchestrator: Orchestrator) -> None:
         sessions = SessionServicer(orchestrator.sessions)
-        self.Generate = GenerationServicer(orchestrator).generate  # type: ignore[method-assign]
-        self.Cancel = sessions.cancel  # type: ignore[method-assign]
-        self.DeleteSession = sessions.delete_session  # type: ignore[method-assign]
+        self.Generate = GenerationServicer(orchestrator).generate
+        self.Cancel = sessions.cancel
+        self.DeleteSession = sessions.delete_session
 
 
 class Replica:
@@ -277,7 +277,7 @@ class Cluster:
 
     def running_sessions(self) -> set[str]:
         """Return the sessions that have an owner according to Redis."""
-        return {name.decode() for name in self.redis.real.admin.smembers(f"{PREFIX}:running")}  # type: ignore[union-attr]
+        return {name.decode() for name in self.redis.real.admin.smembers(f"{PREFIX}:running")}
 
     def stored_tokens(self, session_id: str) -> tuple[int, int]:
         """Return a session's turn, and how many tokens of it Redis holds now."""

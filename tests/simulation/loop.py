@@ -94,7 +94,7 @@ class Call:
         return self.when_s
 
 
-class SimulatedTask(asyncio.Task):  # type: ignore[type-arg]
+class SimulatedTask(asyncio.Task):
     """A task whose place in sets does not depend on its address, so that a seed gives one schedule."""
 
     numbers = itertools.count()
@@ -154,7 +154,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         process.is_alive = False
         process.ready.clear()
         self.processes.remove(process)
-        self.graveyard += [task for task in asyncio.all_tasks(self) if task.process is process]  # type: ignore[attr-defined]
+        self.graveyard += [task for task in asyncio.all_tasks(self) if task.process is process]
 
     def when_step(self, step: int, action: Callable[[], None]) -> None:
         """Call `action` just before the callback of that number."""
@@ -191,12 +191,12 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
     def create_future(self) -> asyncio.Future[Any]:
         return asyncio.Future(loop=self)
 
-    def create_task(  # type: ignore[override]
+    def create_task(
         self, coro: Any, *, name: str | None = None, context: Context | None = None
     ) -> asyncio.Task[Any]:
         return SimulatedTask(coro, loop=self, name=name, context=context)
 
-    def run_in_executor(self, _: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
+    def run_in_executor(self, _: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
         """Run `func` on this thread, some time from now."""
         future = self.create_future()
 
@@ -211,7 +211,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         self.call_later(self.rng.uniform(0.0, THREAD_S), run)
         return future
 
-    async def create_connection(self, factory: Any, host: Any = None, port: Any = None, **_: Any) -> Any:  # type: ignore[override]
+    async def create_connection(self, factory: Any, host: Any = None, port: Any = None, **_: Any) -> Any:
         assert self.dial is not None
         return await self.dial(factory, f"{host}:{port}")
 
@@ -330,4 +330,4 @@ def _clear(loop: SimulatedLoop) -> None:
     for task in tasks:
         # What it awaits, raises or starts in a `finally` no longer matters.
         with contextlib.suppress(BaseException):
-            loop.harness.context.run(task.get_coro().close)  # type: ignore[union-attr]
+            loop.harness.context.run(task.get_coro().close)

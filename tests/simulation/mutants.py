@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).parents[2]
-BLOCK_TIMEOUT_S = 1800.0
+TIMEOUT_S = 1800.0
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,7 @@ MUTANTS = {
         "orchestrator/storage/client.py",
         "zip(calls, await self._run(calls), strict=True)",
         "zip(calls, (await self._run(calls))[::-1], strict=True)",
+        missed="the answers of a batch differ only where one of its commits is refused",
     ),
     "a resumed session has the first epoch": Mutant(
         _LIFECYCLE, "session.epoch, session.model_identity = stored.epoch, stored.model_identity", "pass"
@@ -247,11 +248,10 @@ def hunt(names: Sequence[str], limit: int) -> int:
     num_missed = 0
     for name in names or MUTANTS:
         command = [sys.executable, "-m", "tests.simulation", "--plant", name, "--seeds", f"0:{limit}"]
-        run = subprocess.run(command, capture_output=True, text=True, timeout=BLOCK_TIMEOUT_S, check=False)
-        lines = run.stdout.strip().splitlines()
-        is_found = run.returncode == 1 and bool(lines) and lines[-1].startswith("seed ")
+        run = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        found = [line[:200] for line in run.stdout.splitlines() if line.startswith("seed ")]
         why = MUTANTS[name].missed
-        print(f"{name}: {lines[-1] if is_found else why or f'missed {run.stderr[-400:]}'}", flush=True)
-        num_missed += not is_found and not why
+        print(f"{name}: {found[0] if found else why or f'missed {run.stderr[-400:]}'}", flush=True)
+        num_missed += not found and not why
     print(f"{num_missed} of {len(names or MUTANTS)} missed that must be found")
     return num_missed

@@ -125,13 +125,11 @@ class Connection:
     """A connection of one client to one server.
 
     Attributes:
-        calls: Its open calls, by number.
         is_open: Whether the client (0) and the server (1) use it.
     """
 
     def __init__(self, network: Network, client: Process, server: Server) -> None:
         self._network, self.client, self.server = network, client, server
-        self.calls: dict[int, tuple[ClientCall, ServerCall | None]] = {}
         self.client_calls: list[ClientCall] = []
         self.server_calls: list[ServerCall] = []
         self.is_open = [True, True]
@@ -213,7 +211,6 @@ class Channel:
     def __init__(self, network: Network, address: str) -> None:
         self.network, self.address = network, address
         self._connection: Connection | None = None
-        self._is_closed = False
 
     async def __aenter__(self) -> Channel:
         return self
@@ -222,7 +219,6 @@ class Channel:
         await self.close()
 
     async def close(self, _: float | None = None) -> None:
-        self._is_closed = True
         if self._connection is not None:
             for call in list(self._connection.client_calls):
                 call.cancel()

@@ -74,8 +74,7 @@ class RealRedis:
     def dump(self) -> dict[bytes, tuple[bytes, int]]:
         """Return all keys with their serialised values and the time at which they expire (ms; 0: never)."""
         return {
-            key: (self.admin.dump(key), max(0, self.admin.pexpiretime(key)))  # type: ignore[misc]
-            for key in self.admin.keys("*")
+            key: (self.admin.dump(key), max(0, self.admin.pexpiretime(key))) for key in self.admin.keys("*")
         }
 
     def restore(self, state: dict[bytes, tuple[bytes, int]]) -> None:
@@ -164,7 +163,6 @@ class RedisServer:
         busy_until: Virtual time until which it answers nothing.
         refusal: Error reply to all commands; empty: it runs them.
         clock_offset_s: How far its clock is ahead of the simulation's.
-        num_commands: Commands that it ran.
         on_commit: Called with the process, the session's key and the epoch of each commit that was accepted.
     """
 
@@ -178,7 +176,6 @@ class RedisServer:
         self._loop, self.real, self.is_blocked, self.delay_s = loop, real, is_blocked, delay_s
         self.process = loop.process("redis")
         self.is_up, self.busy_until, self.refusal, self.clock_offset_s = True, 0.0, "", 0.0
-        self.num_commands = 0
         self.on_commit: Callable[[Process, bytes, int], None] = lambda *_: None
         self._connections: list[Connection] = []
         self.set_clock()
@@ -231,7 +228,6 @@ class RedisServer:
         connection.unread = connection.unread[end:]
         if not commands:
             return
-        self.num_commands += len(commands)
         self.set_clock()
         if self.refusal:
             replies = b"".join(map(self._refused, commands))

@@ -416,7 +416,7 @@ class _Run:
         left = [
             task.get_name()
             for task in asyncio.all_tasks(self.loop)
-            if task.get_name().startswith("cycles of") and task.process.is_alive  # type: ignore[attr-defined]
+            if task.get_name().startswith("cycles of") and task.process.is_alive
         ]
         if left:
             self.fail(f"tasks are left: {left}")

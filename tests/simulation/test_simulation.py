@@ -11,7 +11,8 @@ import pytest
 from tests.simulation.mutants import MUTANTS, edited
 from tests.simulation.redis_link import START_US, real_redis
 
-TIMEOUT_S = 280.0
+TIMEOUT_S = 900.0
+"""On two busy cores; forty seconds on an idle one."""
 
 
 def simulate(*options: str, timeout_s: float = TIMEOUT_S) -> subprocess.CompletedProcess[str]:
@@ -21,6 +22,7 @@ def simulate(*options: str, timeout_s: float = TIMEOUT_S) -> subprocess.Complete
 
 
 @pytest.mark.integration
+@pytest.mark.timeout(TIMEOUT_S)
 def test_no_schedule_loses_repeats_or_changes_a_token():
     run = simulate("--seeds", "0:200")
     assert run.returncode == 0, run.stdout + run.stderr
@@ -55,10 +57,11 @@ def test_mutants_change_the_product(name):
 
 @pytest.mark.slow
 @pytest.mark.integration
+@pytest.mark.timeout(TIMEOUT_S)
 @pytest.mark.parametrize(
     "name", ["stored after delivery", "a takeover keeps the epoch", "a place is not given back"]
 )
 def test_planted_faults_are_found(name):
     run = simulate("--plant", name, "--seeds", "0:200")
     assert run.returncode == 1, run.stdout + run.stderr
-    assert re.search("^seed [0-9]+: ", run.stdout, re.MULTILINE)
+    assert re.search("^seed [0-9]+: .*\n  (at callback|no fault is needed)", run.stdout, re.MULTILINE)
