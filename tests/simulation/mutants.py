@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
-import subprocess
+import multiprocessing
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 1800.0
+LIBRARIES = ("grpc.aio", "llguidance", "redis.asyncio", "torch", "transformers.models.auto.tokenization_auto")
 
 
 @dataclass(frozen=True)
@@ -245,13 +245,26 @@ def hunt(names: Sequence[str], limit: int) -> int:
         names: The mutants; none: all.
         limit: Seeds after which a mutant counts as missed.
     """
-    num_missed = 0
+    for library in LIBRARIES:  # each process would take seconds for them
+        importlib.import_module(library)
+    context, num_missed = multiprocessing.get_context("fork"), 0
     for name in names or MUTANTS:
-        command = [sys.executable, "-m", "tests.simulation", "--plant", name, "--seeds", f"0:{limit}"]
-        run = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-        found = [line[:200] for line in run.stdout.splitlines() if line.startswith("seed ")]
-        why = MUTANTS[name].missed
-        print(f"{name}: {found[0] if found else why or f'missed {run.stderr[-400:]}'}", flush=True)
+        results = context.SimpleQueue()
+        process = context.Process(target=_find, args=(name, limit, results.put))
+        process.start()
+        process.join()
+        found, why = "" if results.empty() else results.get(), MUTANTS[name].missed
+        print(f"{name}: {found or why or 'missed'}", flush=True)
         num_missed += not found and not why
     print(f"{num_missed} of {len(names or MUTANTS)} missed that must be found")
     return num_missed
+
+
+def _find(name: str, limit: int, put: Callable[[str], None]) -> None:
+    plant(name)
+    from tests.simulation.campaign import laboratory, run_seeds
+
+    with laboratory() as real:
+        report = run_seeds(range(limit), real, ends_at_failure=True)
+    for seed, failure in report.failures.items():
+        put(f"seed {seed}: {failure[:200]}")
