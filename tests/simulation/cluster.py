@@ -45,8 +45,9 @@ START_S = 0.5
 
 PREFIX = "simulated"
 
-STEP_S = ((5e-4, 4e-3), (5e-3, 3e-2))
-"""Least and most seconds of an engine's step: one of these, the same for all workers."""
+STEP_S = ((5e-4, 4e-3), (5e-4, 4e-3), (5e-3, 3e-2), (5e-3, 3e-2), (0.05, 0.2))
+"""Least and most seconds of an engine's step: one of these, the same for all workers. With the last one a stream
+takes about as long as a lease."""
 
 CACHE_BYTES = (1 << 20, 1 << 20, 512)
 """The last one has room for two sessions."""

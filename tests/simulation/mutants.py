@@ -254,6 +254,8 @@ def hunt(names: Sequence[str], limit: int) -> int:
         process.start()
         process.join()
         found, why = "" if results.empty() else results.get(), MUTANTS[name].missed
+        if process.exitcode:
+            found, why = "", ""
         print(f"{name}: {found or why or 'missed'}", flush=True)
         num_missed += not found and not why
     print(f"{num_missed} of {len(names or MUTANTS)} missed that must be found")

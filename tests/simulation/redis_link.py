@@ -39,11 +39,8 @@ class RealRedis:
         admin: Client for the simulation's own looks, which cost no simulated time.
     """
 
-    def __init__(self, path: str, clock: mmap.mmap) -> None:
-        self._clock = clock
-        self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.connect(path)
-        self._buffer = b""
+    def __init__(self, path: str, connected: socket.socket, clock: mmap.mmap) -> None:
+        self._socket, self._clock, self._buffer = connected, clock, b""
         self.admin = redis.Redis(unix_socket_path=path)
 
     def set_clock(self, time_us: int) -> None:
@@ -98,14 +95,24 @@ def real_redis() -> Iterator[RealRedis]:
         server = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
         try:
             deadline = time.monotonic() + 10.0
-            while not Path(path).exists():
+            while (connected := _connected(path)) is None:
                 assert time.monotonic() < deadline, "redis-server does not start"
                 time.sleep(0.01)
             with open(clock_file, "r+b") as file, mmap.mmap(file.fileno(), 8) as clock:
-                yield RealRedis(path, clock)
+                yield RealRedis(path, connected, clock)
         finally:
             server.kill()
             server.wait(10)
+
+
+def _connected(path: str) -> socket.socket | None:
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.connect(path)
+    except OSError:  # it does not listen yet
+        connection.close()
+        return None
+    return connection
 
 
 def reply_end(data: bytes, start: int) -> int:

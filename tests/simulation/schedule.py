@@ -270,8 +270,9 @@ class _Run:
         self._check_ends()
         await asyncio.sleep(SETTLE_S)
         self._check_leaks()
-        if self.rng.random() < 0.04:
+        if self.rng.random() < 0.1:
             await asyncio.sleep(REAP_S)
+            self._check_links()
             if left := self.cluster.running_sessions():
                 self.fail(f"sessions whose owners died count as running: {sorted(left)}")
         self._raise()
@@ -400,6 +401,17 @@ class _Run:
             allowed |= {InternalError}  # a step that fails is a bug of a worker; only a begun stream goes on
         is_cancelled = stream.ended == FinishReason.CANCELLED.value and stream.name in self.cancelled
         return is_cancelled or isinstance(error, tuple(allowed))
+
+    def _check_links(self) -> None:
+        for name, replica in self.cluster.replicas.items():
+            if replica.orchestrator is None:
+                self.fail(f"{name} does not start")
+                continue
+            fleet = replica.orchestrator.fleet
+            for worker in self.cluster.workers.values():
+                links = (fleet.drafts if worker.role == "draft" else fleet.targets).links
+                if worker.address not in links or not links[worker.address].is_up:
+                    self.fail(f"{name} is not connected to {worker.address}")
 
     def _check_leaks(self) -> None:
         for name, replica in self.cluster.replicas.items():
