@@ -188,7 +188,7 @@ class Cluster:
         self.step_s = self.rng.choice(STEP_S)
         self.drafts_ahead = self.rng.random() < 0.5
         self.cache_bytes = self.rng.choice(CACHE_BYTES)
-        self.max_requests = self.rng.choice(MAX_REQUESTS)
+        self.max_requests = self.rng.choice(MAX_REQUESTS) if self.step_s != STEP_S[-1] else MAX_REQUESTS[0]
         self.workers: dict[str, Worker] = {}
         self.replicas: dict[str, Replica] = {}
         self._tasks: list[asyncio.Task[None]] = []

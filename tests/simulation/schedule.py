@@ -432,7 +432,8 @@ class _Run:
         ]
         if left:
             self.fail(f"tasks are left: {left}")
-        running = self.cluster.running_sessions() - self.deleted - self.cancelled
+        failed = {stream.name for stream in self.streams.values() if stream.error is not None}
+        running = self.cluster.running_sessions() - self.deleted - self.cancelled - failed
         if running and not self.has_lost_writes:
             self.fail(f"sessions count as running after their end: {sorted(running)}")
         for name, worker in self.cluster.workers.items():
@@ -505,10 +506,10 @@ def _slow_network(run: _Run, fault: Fault) -> Callable[[], None]:
 
 def _slow_engine(run: _Run, fault: Fault) -> Callable[[], None]:
     engine = run.cluster.workers[fault.where[0]].engine
-    usual, engine.step_s = engine.step_s, (0.05, 0.5)
+    engine.step_s = (0.05, 0.5)
 
     def heal() -> None:
-        engine.step_s = usual
+        engine.step_s = run.cluster.step_s
 
     return heal
 
