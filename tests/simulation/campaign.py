@@ -7,6 +7,7 @@ import gc
 import hashlib
 import logging
 import random
+import sys
 import time
 import warnings
 from collections import Counter
@@ -67,6 +68,7 @@ def laboratory() -> Iterator[RealRedis]:
             yield real
         finally:
             gc.unfreeze()
+            sys.unraisablehook = lambda _: None  # as in `simulated`
             logging.disable(logging.NOTSET)
 
 

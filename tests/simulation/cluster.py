@@ -46,8 +46,8 @@ START_S = 0.5
 PREFIX = "simulated"
 
 STEP_S = ((5e-4, 4e-3), (5e-4, 4e-3), (5e-3, 3e-2), (5e-3, 3e-2), (0.05, 0.2))
-"""Least and most seconds of an engine's step: one of these, the same for all workers. With the last one a stream
-takes about as long as a lease."""
+"""Least and most seconds of an engine's step: one of these, the same for all workers. With the last one a
+stream takes about as long as a lease."""
 
 CACHE_BYTES = (1 << 20, 1 << 20, 512)
 """The last one has room for two sessions."""
@@ -188,7 +188,8 @@ class Cluster:
         self.step_s = self.rng.choice(STEP_S)
         self.drafts_ahead = self.rng.random() < 0.5
         self.cache_bytes = self.rng.choice(CACHE_BYTES)
-        self.max_requests = self.rng.choice(MAX_REQUESTS) if self.step_s != STEP_S[-1] else MAX_REQUESTS[0]
+        is_slow = self.step_s == STEP_S[-1]  # then one waits too long for another
+        self.max_requests = MAX_REQUESTS[0] if is_slow else self.rng.choice(MAX_REQUESTS)
         self.workers: dict[str, Worker] = {}
         self.replicas: dict[str, Replica] = {}
         self._tasks: list[asyncio.Task[None]] = []

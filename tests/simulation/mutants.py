@@ -135,10 +135,16 @@ MUTANTS = {
         _VERIFIER, "                dropped = error\n", "                raise\n"
     ),
     "a worker takes tokens that it lacks for known": Mutant(
-        _SESSIONS, "if task.context_start > len(session.tokens):", "if False:"
+        _SESSIONS,
+        "if task.context_start > len(session.tokens):",
+        "if False:",
+        missed="a worker's session loses tokens only with its owner, and a new owner sends all of them",
     ),
     "a worker keeps tokens that differ from the committed ones": Mutant(
-        _SESSIONS, "            if ours != theirs:\n                break\n", ""
+        _SESSIONS,
+        "            if ours != theirs:\n                break\n",
+        "",
+        missed="all owners of a session commit the same tokens: arithmetic does not depend on batches here",
     ),
     "a rejected token stays in the session": Mutant(
         _TARGET,
@@ -146,7 +152,10 @@ MUTANTS = {
         "emitted = [*proposal.token_ids, verdict.next_token_id]",
     ),
     "the cache is not compared with the session": Mutant(
-        "services/scheduling/scheduler.py", "        if same < num_cached:\n", "        if False:\n"
+        "services/scheduling/scheduler.py",
+        "        if same < num_cached:\n",
+        "        if False:\n",
+        missed="as above: a cache holds the committed tokens, and each verdict cuts it",
     ),
     "a copied prefix is one token too long": Mutant(
         "services/scheduling/scheduler.py",
