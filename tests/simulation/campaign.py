@@ -60,6 +60,7 @@ def laboratory() -> Iterator[RealRedis]:
     warnings.filterwarnings("ignore", "coroutine .* was never awaited")
     # redis-py reads the metadata of its package for each connection.
     redis.utils.get_lib_version = functools.cache(redis.utils.get_lib_version)
+    hook, sys.unraisablehook = sys.unraisablehook, lambda _: None  # of generators that end with theirs
     with real_redis() as real:
         run_schedule(0, real, [])  # imports what is imported on first use
         gc.collect()
@@ -68,7 +69,8 @@ def laboratory() -> Iterator[RealRedis]:
             yield real
         finally:
             gc.unfreeze()
-            sys.unraisablehook = lambda _: None  # as in `simulated`
+            gc.collect()
+            sys.unraisablehook = hook
             logging.disable(logging.NOTSET)
 
 

@@ -295,7 +295,7 @@ def simulated(seed: int) -> Iterator[SimulatedLoop]:
         "time": lambda: epoch + loop.now,
         "time_ns": lambda: int((epoch + loop.now) * 1e9),
     }
-    state, hook = random.getstate(), sys.unraisablehook
+    state = random.getstate()
     random.seed(rng.getrandbits(64))
     with contextlib.ExitStack() as patched:
         for name, clock in clocks.items():
@@ -310,13 +310,11 @@ def simulated(seed: int) -> Iterator[SimulatedLoop]:
             yield loop
         finally:
             loop.is_over = True
-            sys.unraisablehook = lambda _: None  # coroutines that end with the simulation refuse to be closed
             _clear(loop)
             if next(_num_runs) % COLLECT_EVERY == 0:
                 gc.collect()
             sys.set_asyncgen_hooks(*hooks)
             asyncio.events._set_running_loop(None)  # noqa: SLF001
-            sys.unraisablehook = hook
             gc.enable()
             random.setstate(state)
 

@@ -89,7 +89,7 @@ def real_redis() -> Iterator[RealRedis]:
         source = Path(__file__).with_name("redis_clock.c")
         subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", library, str(source), "-ldl"], check=True)
         Path(clock_file).write_bytes(struct.pack("q", START_US))
-        options = ["--port", "0", "--unixsocket", path, "--save", "", "--activerehashing", "no"]
+        options = ["--port", "0", "--unixsocket", path, "--save", "", "--activerehashing", "no", "--hz", "1"]
         environment = {**os.environ, "LD_PRELOAD": library, "SIMULATED_CLOCK": clock_file}
         command = [redis_binary(), *options, "--dir", folder]
         server = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
