@@ -6,7 +6,7 @@ STAMP := .venv/.installed
 NO_RESTART := --max-worker-restart 0
 BY_FILE := -n 2 --dist loadfile $(NO_RESTART)
 
-.PHONY: install help demo smollm2 llama-server test-programs test test-all quantised-checks test-vllm vllm vllm-next lint chart protos bench clients chaos fuzz soak dist clean
+.PHONY: install help demo smollm2 llama-server test-programs test test-all quantised-checks test-vllm vllm vllm-next lint chart protos bench clients chaos simulate fuzz soak dist clean
 install: $(STAMP)  ## (default) install everything into .venv, with the versions of constraints.txt
 
 help:  ## list these targets
@@ -120,6 +120,9 @@ clients: install  ## benchmarking tools and client libraries against a cluster, 
 
 chaos: install  ## kill and stop every kind of process under load for five minutes; ARGS="--minutes N --seed S --drafters all"
 	$(BIN)/python -m tests.chaos $(ARGS)
+
+simulate: install  ## two hundred schedules of faults in simulated time; ARGS="--seeds A:B" or ARGS="--mutants"
+	$(BIN)/python -m tests.simulation $(ARGS)
 
 fuzz: install  ## hostile requests, frames, drafters and targets for ten minutes; ARGS="--seconds N --seed S"
 	$(BIN)/python -m tests.fuzz $(ARGS)

@@ -1,0 +1,281 @@
+"""Faults to plant into the product, of the kinds that reviews found: the simulation must find them.
+
+A mutant is an edit of one module's source, made when it is imported in a process of its own.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import multiprocessing
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).parents[2]
+LIBRARIES = ("grpc.aio", "llguidance", "redis.asyncio", "torch", "transformers.models.auto.tokenization_auto")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A planted fault.
+
+    Args:
+        path: The module.
+        old: Text of it that occurs once.
+        new: What stands there instead.
+        missed: Why the simulation does not find it; empty: it must.
+    """
+
+    path: str
+    old: str
+    new: str
+    missed: str = ""
+
+
+_PIPELINE, _SCRIPTS = "orchestrator/cycle/pipeline.py", "orchestrator/storage/session_scripts.py"
+_LIFECYCLE, _CONNECTION = "orchestrator/sessions/lifecycle.py", "orchestrator/workers/connection.py"
+_CLIENT, _SESSIONS = "orchestrator/workers/session_client.py", "services/scheduling/sessions.py"
+_STREAMS, _STORE = "services/streaming/streams.py", "orchestrator/storage/session_store.py"
+_VERIFIER, _TARGET = "orchestrator/workers/verifier.py", "services/target_worker/scheduler.py"
+
+MUTANTS = {
+    "delivered before it is stored": Mutant(
+        _PIPELINE,
+        "        await write\n",
+        "        asyncio.get_running_loop().call_later(0.02, write.close)\n",
+    ),
+    "stored after delivery": Mutant(
+        _PIPELINE, "        await write\n", "        asyncio.create_task(write)\n"
+    ),
+    "the store does not compare epochs": Mutant(
+        _SCRIPTS, "if tonumber(head[1]) ~= tonumber(epoch) then return -2 end\n", ""
+    ),
+    "a takeover keeps the epoch": Mutant(
+        _SCRIPTS,
+        "local epoch = next_epoch()\nredis.call('HSET', KEYS[1], 'lease'",
+        "local epoch = tonumber(head[1])\nredis.call('HSET', KEYS[1], 'lease'",
+    ),
+    "a commit is not recognised when it is sent again": Mutant(
+        _SCRIPTS, "local replayed = length == offset + #data and", "local replayed = false and"
+    ),
+    "the last commit does not end the turn": Mutant(
+        _SCRIPTS, "fields[#fields + 1], fields[#fields + 2] = 'finish_reason', reason\n", ""
+    ),
+    "an ended session stays among the running ones": Mutant(
+        _SCRIPTS,
+        "redis.call('HDEL', KEYS[1], 'lease')\nredis.call('SREM', KEYS[5], name)\nrenew()\nreturn length",
+        "redis.call('HDEL', KEYS[1], 'lease')\nrenew()\nreturn length",
+    ),
+    "a cancelled turn accepts commits": Mutant(
+        _SCRIPTS, "if head[2] == 'cancelled' then return -4 end\n", ""
+    ),
+    "answers of one batch are swapped": Mutant(
+        "orchestrator/storage/client.py",
+        "zip(calls, await self._run(calls), strict=True)",
+        "zip(calls, (await self._run(calls))[::-1], strict=True)",
+        missed="the answers of a batch differ only where one of its commits is refused",
+    ),
+    "a resumed session has the first epoch": Mutant(
+        _LIFECYCLE, "session.epoch, session.model_identity = stored.epoch, stored.model_identity", "pass"
+    ),
+    "a resumed session has another seed": Mutant(
+        _LIFECYCLE, "seed=stored.seed, sample_index=stored.sample_index", "seed=stored.seed + 1"
+    ),
+    "the replay begins a token late": Mutant(
+        _LIFECYCLE,
+        "for start in range(self.offset, len(tokens), REPLAY_TOKENS):",
+        "for start in range(self.offset + 1, len(tokens), REPLAY_TOKENS):",
+    ),
+    "the replay begins a token early": Mutant(
+        _LIFECYCLE,
+        "            began,\n            stored.tokens,\n            request.resume_from,",
+        "            began,\n            stored.tokens,\n            max(0, request.resume_from - 1),",
+    ),
+    "the client resumes where it began": Mutant(
+        "gammaray/client/resume.py",
+        "request = replace(request, resume_from=offset)",
+        "request = replace(request, resume_from=0)",
+    ),
+    "a place is not given back": Mutant(
+        "orchestrator/access/admission.py",
+        "            self._leave(caller.tenant)\n\n    async def _enter",
+        "            __import__('sys').exc_info()[0] or self._leave(caller.tenant)\n\n    async def _enter",
+    ),
+    "calls stay unanswered when a link breaks": Mutant(
+        _CONNECTION,
+        "                future.set_exception(UnavailableError(message))\n",
+        "                pass\n",
+    ),
+    "a link is not opened again": Mutant(
+        _CONNECTION,
+        "                self._lose(error)\n            except",
+        "                self._lose(error)\n                return\n            except",
+    ),
+    "answers go to the call before": Mutant(
+        _CONNECTION,
+        "future = self.pending.get(result.request_id)\n                if future is None:",
+        "future = self.pending.get(result.request_id - 1) or self.pending.get(result.request_id)\n"
+        "                if future is None:",
+    ),
+    "a release is lost": Mutant(
+        _CONNECTION, "            self._releases.append(pb.ReleaseSession(", "            (pb.ReleaseSession("
+    ),
+    "a session stays attached to its link": Mutant(
+        _CONNECTION, "        self.sessions.discard(session_id)\n", ""
+    ),
+    "a listener stays after a release": Mutant(
+        "orchestrator/workers/drafter.py",
+        "            self._link.listeners.pop(session.session_id, None)\n        super().release(session)",
+        "            pass\n        super().release(session)",
+    ),
+    "a dropped session counts as cancelled": Mutant(
+        _VERIFIER, "                dropped = error\n", "                raise\n"
+    ),
+    "a worker takes tokens that it lacks for known": Mutant(
+        _SESSIONS,
+        "if task.context_start > len(session.tokens):",
+        "if False:",
+        missed="a worker's session loses tokens only with its owner, and a new owner sends all of them",
+    ),
+    "a worker keeps tokens that differ from the committed ones": Mutant(
+        _SESSIONS,
+        "            if ours != theirs:\n                break\n",
+        "",
+        missed="all owners of a session commit the same tokens: arithmetic does not depend on batches here",
+    ),
+    "a rejected token stays in the session": Mutant(
+        _TARGET,
+        "emitted = [*(proposal.token_ids[node] for node in path), verdict.next_token_id]",
+        "emitted = [*proposal.token_ids, verdict.next_token_id]",
+    ),
+    "the cache is not compared with the session": Mutant(
+        "services/scheduling/scheduler.py",
+        "        if same < num_cached:\n",
+        "        if False:\n",
+        missed="as above: a cache holds the committed tokens, and each verdict cuts it",
+    ),
+    "a copied prefix is one token too long": Mutant(
+        "services/scheduling/scheduler.py",
+        "self.engine.fork(source, session.session_id, shared)",
+        "self.engine.fork(source, session.session_id, shared + 1)",
+    ),
+    "noise of the next position": Mutant(
+        _TARGET,
+        "judge(session.spec, proposal, logits, base, session.noise, edits)",
+        "judge(session.spec, proposal, logits, base + 1, session.noise, edits)",
+    ),
+    "an answered block counts as pending": Mutant(
+        _STREAMS, "        self._streams.num_ids -= task.num_ids\n", ""
+    ),
+    "a worker that drains refuses what is on its way": Mutant(
+        _STREAMS,
+        "            await asyncio.sleep(min(NOTICE_S, timeout_s))\n",
+        "            pass\n",
+        missed="the orchestrator sends the block to another worker: no stream shows it",
+    ),
+    "a worker does not compare epochs": Mutant(
+        _SESSIONS,
+        "if session is not None and task.epoch < session.epoch:",
+        "if False:",
+        missed="the store fences: an old owner costs a worker time, and no client sees it",
+    ),
+    "leases are renewed late": Mutant(
+        "orchestrator/sessions/leases.py",
+        "(self._renew_all, self._lease_s / 3)",
+        "(self._renew_all, self._lease_s * 3)",
+        missed="streams end within a lease, and an owner whose session was reaped continues",
+    ),
+    "a proposal for an older block is used": Mutant(
+        "orchestrator/workers/proposal_cache.py",
+        "if message.epoch != self._epoch or message.base_position != self._base_position:",
+        "if message.epoch != self._epoch:",
+        missed="verification rejects it: it costs time only",
+    ),
+    "the handover names another worker": Mutant(
+        "orchestrator/service.py",
+        "target=self._verifier.address",
+        "target=self._drafter.address",
+        missed="a hint: the session's tokens are sent to whichever worker is used",
+    ),
+}
+
+
+class _Editor(importlib.abc.MetaPathFinder):
+    """Imports one module with its edit."""
+
+    def __init__(self, mutant: Mutant) -> None:
+        self._mutant = mutant
+        self._name = mutant.path.removesuffix(".py").replace("/", ".")
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != self._name:
+            return None
+        return importlib.machinery.ModuleSpec(
+            fullname, _Edited(edited(self._mutant)), origin=self._mutant.path
+        )
+
+
+class _Edited(importlib.abc.Loader):
+    def __init__(self, source: str) -> None:
+        self._source = source
+
+    def exec_module(self, module: ModuleType) -> None:
+        exec(compile(self._source, module.__name__, "exec"), module.__dict__)
+
+
+def edited(mutant: Mutant) -> str:
+    """Return the mutant's source.
+
+    Raises:
+        ValueError: The text to change does not occur exactly once.
+    """
+    source = (ROOT / mutant.path).read_text()
+    if source.count(mutant.old) != 1:
+        raise ValueError(
+            f"{mutant.path}: {mutant.old!r} occurs {source.count(mutant.old)} times, allowed: once"
+        )
+    return source.replace(mutant.old, mutant.new)
+
+
+def plant(name: str) -> None:
+    """Let the product be imported with a fault; call it before anything of it is imported."""
+    sys.meta_path.insert(0, _Editor(MUTANTS[name]))
+
+
+def hunt(names: Sequence[str], limit: int) -> int:
+    """Print after how many seeds each mutant is found; return how many were missed that must be found.
+
+    Args:
+        names: The mutants; none: all.
+        limit: Seeds after which a mutant counts as missed.
+    """
+    for library in LIBRARIES:  # each process would take seconds for them
+        importlib.import_module(library)
+    context, num_missed = multiprocessing.get_context("fork"), 0
+    for name in names or MUTANTS:
+        results = context.SimpleQueue()
+        process = context.Process(target=_find, args=(name, limit, results.put))
+        process.start()
+        process.join()
+        found, why = "" if results.empty() else results.get(), MUTANTS[name].missed
+        if process.exitcode:
+            found, why = "", ""
+        print(f"{name}: {found or why or 'missed'}", flush=True)
+        num_missed += not found and not why
+    print(f"{num_missed} of {len(names or MUTANTS)} missed that must be found")
+    return num_missed
+
+
+def _find(name: str, limit: int, put: Callable[[str], None]) -> None:
+    plant(name)
+    from tests.simulation.campaign import laboratory, run_seeds
+
+    with laboratory() as real:
+        report = run_seeds(range(limit), real, ends_at_failure=True)
+    for seed, failure in report.failures.items():
+        put(f"seed {seed}: {failure[:200]}")

@@ -1,0 +1,341 @@
+"""A real Redis on the virtual clock, and the simulated TCP connections to it.
+
+The server runs commands one at a time, each when its bytes arrive in simulated time: the simulation waits for
+the reply on a blocking socket. Its clock is a file that the simulation writes (`redis_clock.c`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import mmap
+import os
+import socket
+import struct
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import redis
+
+from orchestrator.launcher.redis_server import redis_binary
+from tests.simulation.loop import Process, SimulatedLoop, current_process
+
+ADDRESS = "redis:6379"
+URL = f"redis://{ADDRESS}/0"
+OPENING = {b"HELLO", b"CLIENT", b"AUTH", b"SELECT"}
+"""Commands that open a connection; a server that refuses others takes them."""
+
+START_US = 1_800_000_000_000_000
+
+
+class RealRedis:
+    """A redis-server whose clock is `set_clock`'s.
+
+    Attributes:
+        admin: Client for the simulation's own looks, which cost no simulated time.
+    """
+
+    def __init__(self, path: str, connected: socket.socket, clock: mmap.mmap) -> None:
+        self._socket, self._clock, self._buffer = connected, clock, b""
+        self.admin = redis.Redis(unix_socket_path=path)
+
+    def set_clock(self, time_us: int) -> None:
+        struct.pack_into("q", self._clock, 0, time_us)
+
+    def run(self, commands: bytes, count: int) -> bytes:
+        """Run `count` commands and return their replies."""
+        self._socket.sendall(commands)
+        end = 0
+        while count:
+            found = reply_end(self._buffer, end)
+            if found:
+                end, count = found, count - 1
+            else:
+                data = self._socket.recv(65536)
+                if not data:
+                    raise ConnectionError("redis-server has ended")
+                self._buffer += data
+        replies, self._buffer = self._buffer[:end], self._buffer[end:]
+        return replies
+
+    def ask(self, *words: bytes) -> bytes:
+        """Run a command that answers a string, which is a fifth of what redis-py takes; empty: none."""
+        command = b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)
+        reply = self.run(b"*%d\r\n" % len(words) + command, 1)
+        return reply[reply.index(b"\r\n") + 2 : -2]
+
+    def dump(self) -> dict[bytes, tuple[bytes, int]]:
+        """Return all keys with their serialised values and the time at which they expire (ms; 0: never)."""
+        return {
+            key: (self.admin.dump(key), max(0, self.admin.pexpiretime(key))) for key in self.admin.keys("*")
+        }
+
+    def restore(self, state: dict[bytes, tuple[bytes, int]]) -> None:
+        """Put back what `dump` returned, and nothing else."""
+        self.admin.flushall()
+        for key, (value, expires) in state.items():
+            self.admin.restore(key, expires, value, absttl=True)
+
+
+@contextlib.contextmanager
+def real_redis() -> Iterator[RealRedis]:
+    """Run a server of this process alone."""
+    with TemporaryDirectory() as folder:
+        library, clock_file, path = f"{folder}/clock.so", f"{folder}/clock", f"{folder}/redis.sock"
+        source = Path(__file__).with_name("redis_clock.c")
+        subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", library, str(source), "-ldl"], check=True)
+        Path(clock_file).write_bytes(struct.pack("q", START_US))
+        options = ["--port", "0", "--unixsocket", path, "--save", "", "--activerehashing", "no", "--hz", "1"]
+        environment = {**os.environ, "LD_PRELOAD": library, "SIMULATED_CLOCK": clock_file}
+        command = [redis_binary(), *options, "--dir", folder]
+        server = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
+        try:
+            deadline = time.monotonic() + 10.0
+            while (connected := _connected(path)) is None:
+                assert time.monotonic() < deadline, "redis-server does not start"
+                time.sleep(0.01)
+            with open(clock_file, "r+b") as file, mmap.mmap(file.fileno(), 8) as clock:
+                yield RealRedis(path, connected, clock)
+        finally:
+            server.kill()
+            server.wait(10)
+
+
+def _connected(path: str) -> socket.socket | None:
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.connect(path)
+    except OSError:  # it does not listen yet
+        connection.close()
+        return None
+    return connection
+
+
+def reply_end(data: bytes, start: int) -> int:
+    """Return where the reply ends that starts at `start`; 0 if the rest is not there yet."""
+    line = data.find(b"\r\n", start)
+    if line < 0:
+        return 0
+    kind, end = data[start : start + 1], line + 2
+    if kind in b"$=!":
+        length = int(data[start + 1 : line])
+        end += length + 2 if length >= 0 else 0
+        return end if end <= len(data) else 0
+    if kind in b"*~>%":
+        count = int(data[start + 1 : line])
+        for _ in range(2 * count if kind == b"%" else count):
+            end = reply_end(data, end)
+            if not end:
+                return 0
+    return end
+
+
+def words_of(command: bytes) -> list[bytes]:
+    """Return a command's words."""
+    words, at = [], command.index(b"\r\n") + 2
+    while at < len(command):
+        line = command.index(b"\r\n", at)
+        start, length = line + 2, int(command[at + 1 : line])
+        words.append(command[start : start + length])
+        at = start + length + 2
+    return words
+
+
+def commit_of(words: list[bytes]) -> tuple[bytes, int] | None:
+    """Return the key and the epoch of a call of `COMMIT` or `END` of the session store; None for others."""
+    if words[0] not in (b"EVAL", b"EVALSHA"):
+        return None
+    num_keys = int(words[2])
+    arguments = words[3 + num_keys :]
+    if (num_keys, len(arguments)) == (2, 6):
+        return words[3], int(arguments[0])
+    return (words[3], int(arguments[4])) if (num_keys, len(arguments)) == (12, 10) else None
+
+
+class RedisServer:
+    """The simulated server: reachable or not, fast or slow, with a clock that may be set.
+
+    Args:
+        loop: The simulation's.
+        real: What runs the commands.
+        is_blocked: Whether messages from the first process to the second are held, by names.
+        delay_s: Draws how long a message travels.
+
+    Attributes:
+        is_up: Whether it accepts connections.
+        busy_until: Virtual time until which it answers nothing.
+        refusal: Error reply to all commands; empty: it runs them.
+        clock_offset_s: How far its clock is ahead of the simulation's.
+        on_commit: Called with the process, the session's key and the epoch of each commit that was accepted.
+    """
+
+    def __init__(
+        self,
+        loop: SimulatedLoop,
+        real: RealRedis,
+        is_blocked: Callable[[str, str], bool],
+        delay_s: Callable[[], float],
+    ) -> None:
+        self._loop, self.real, self.is_blocked, self.delay_s = loop, real, is_blocked, delay_s
+        self.process = loop.process("redis")
+        self.is_up, self.busy_until, self.refusal, self.clock_offset_s = True, 0.0, "", 0.0
+        self.on_commit: Callable[[Process, bytes, int], None] = lambda *_: None
+        self._connections: list[Connection] = []
+        self.set_clock()
+        real.admin.flushall()
+
+    def set_clock(self) -> None:
+        """Set the server's clock to the simulation's, plus the offset."""
+        self.real.set_clock(START_US + round((self._loop.now + self.clock_offset_s) * 1e6))
+
+    async def connect(self, factory: Callable[[], Any], _: str) -> Any:
+        """Serve `SimulatedLoop.create_connection`.
+
+        Raises:
+            ConnectionRefusedError: The server is down.
+        """
+        client = current_process()
+        while True:
+            await asyncio.sleep(self.delay_s())
+            if not self.is_blocked(client.name, "redis") and not self.is_blocked("redis", client.name):
+                break
+            await asyncio.sleep(0.2)  # the handshake is sent again
+        if not self.is_up:
+            raise ConnectionRefusedError(f"{ADDRESS} refuses the connection")
+        protocol = factory()
+        connection = Connection(self._loop, self, client, protocol)
+        self._connections.append(connection)
+        protocol.connection_made(connection)
+        return connection, protocol
+
+    def cut(self) -> None:
+        """Break all connections."""
+        connections, self._connections = self._connections, []
+        for connection in connections:
+            connection.reset()
+
+    def flush(self) -> None:
+        """Go on with what was held while the network was blocked."""
+        for connection in self._connections:
+            connection.flush()
+
+    def receive(self, connection: Connection, data: bytes) -> None:
+        """Run the commands that a connection has brought; called in the server's process."""
+        connection.unread += data
+        commands, end = [], 0
+        while connection.unread and (found := reply_end(connection.unread, end)):
+            commands.append(connection.unread[end:found])
+            end = found
+            if end == len(connection.unread):
+                break
+        connection.unread = connection.unread[end:]
+        if not commands:
+            return
+        self.set_clock()
+        if self.refusal:
+            replies = b"".join(map(self._refused, commands))
+        else:
+            replies = self.real.run(b"".join(commands), len(commands))
+            self._tell(connection.client, commands, replies)
+        connection.answer(replies)
+
+    def _tell(self, client: Process, commands: list[bytes], replies: bytes) -> None:
+        start = 0
+        for command in commands:
+            end = reply_end(replies, start)
+            is_accepted = not replies.startswith((b":-", b"-"), start)
+            if is_accepted and (found := commit_of(words_of(command))):
+                self.on_commit(client, *found)
+            start = end
+
+    def _refused(self, command: bytes) -> bytes:
+        if words_of(command)[0].upper() in OPENING:
+            return self.real.run(command, 1)
+        return f"-{self.refusal}\r\n".encode()
+
+
+class Connection(asyncio.Transport):
+    """One TCP connection, as its client's transport; bytes arrive in order, or not at all after a break."""
+
+    def __init__(self, loop: SimulatedLoop, server: RedisServer, client: Process, protocol: Any) -> None:
+        super().__init__()
+        self._loop, self._server, self.client, self._protocol = loop, server, client, protocol
+        self._is_closing = self._is_reset = False
+        self._arrivals = [0.0, 0.0]  # of the last bytes there, and back
+        self._held: tuple[list[bytes], list[bytes]] = ([], [])
+        self.unread = b""
+
+    def write(self, data: Any) -> None:
+        if not self._is_closing:
+            self._send(0, bytes(data))
+
+    def answer(self, data: bytes) -> None:
+        """Send replies; called by the server."""
+        self._send(1, data)
+
+    def _send(self, way: int, data: bytes) -> None:
+        names = (self.client.name, "redis")
+        if self._held[way] or self._server.is_blocked(names[way], names[1 - way]):
+            self._held[way].append(data)
+            return
+        start = max(self._loop.now, self._server.busy_until if way else 0.0)
+        self._arrivals[way] = max(self._arrivals[way], start + self._server.delay_s())
+        process = (self._server.process, self.client)[way]
+        self._loop.call_at(self._arrivals[way], self._arrive, way, data, context=process.context)
+
+    def flush(self) -> None:
+        """Send what was held, if it can be sent now."""
+        for way in (0, 1):
+            held = self._held[way][:]
+            self._held[way].clear()
+            for data in held:
+                self._send(way, data)
+
+    def _arrive(self, way: int, data: bytes) -> None:
+        if self._is_reset:
+            return
+        if way == 0:
+            self._server.receive(self, data)
+        elif not self._is_closing:
+            self._protocol.data_received(data)
+
+    def reset(self) -> None:
+        """Break the connection; what is on its way is lost."""
+        self._is_reset = True
+        if not self._is_closing:
+            self._is_closing = True
+            delay_s = self._server.delay_s()
+            error = ConnectionResetError("the connection was reset")
+            self._loop.call_later(delay_s, self._protocol.connection_lost, error, context=self.client.context)
+
+    def close(self) -> None:
+        if not self._is_closing:
+            self._is_closing = True
+            self._loop.call_soon(self._protocol.connection_lost, None)
+
+    abort = close
+
+    def is_closing(self) -> bool:
+        return self._is_closing
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return default
+
+    def can_write_eof(self) -> bool:
+        return False
+
+    def pause_reading(self) -> None:
+        """Take no notice: replies are small."""
+
+    def resume_reading(self) -> None:
+        """Take no notice: replies are small."""
+
+    def set_protocol(self, protocol: Any) -> None:
+        self._protocol = protocol
+
+    def get_protocol(self) -> Any:
+        return self._protocol

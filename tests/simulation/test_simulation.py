@@ -1,0 +1,67 @@
+"""Schedules in simulated time, and planted faults that they must find."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.simulation.mutants import MUTANTS, edited
+from tests.simulation.redis_link import START_US, real_redis
+
+TIMEOUT_S = 900.0
+"""On two busy cores; forty seconds on an idle one."""
+
+
+def simulate(*options: str, timeout_s: float = TIMEOUT_S) -> subprocess.CompletedProcess[str]:
+    """Run `python -m tests.simulation`: it replaces the clock of its whole process."""
+    command = [sys.executable, "-m", "tests.simulation", *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+
+
+@pytest.mark.integration
+@pytest.mark.timeout(TIMEOUT_S)
+def test_no_schedule_loses_repeats_or_changes_a_token():
+    run = simulate("--seeds", "0:200")
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.startswith("200 schedules")
+    assert "\n0 failed" in run.stdout
+
+
+@pytest.mark.integration
+def test_a_seed_gives_one_schedule():
+    digests = [re.findall("digest ([0-9a-f]+)", simulate("--seeds", "20:30").stdout) for _ in range(2)]
+    assert len(digests[0]) == 1
+    assert digests[0] == digests[1]
+
+
+@pytest.mark.integration
+def test_redis_keeps_the_simulations_time():
+    with real_redis() as real:
+        real.set_clock(START_US)
+        real.admin.set("key", "value", px=1000)
+        real.set_clock(START_US + 999_000)
+        assert real.admin.pttl("key") == 1
+        assert real.admin.eval("return redis.call('TIME')[1]", 0) == str(START_US // 1_000_000).encode()
+        real.set_clock(START_US + 1_001_000)
+        assert real.admin.get("key") is None
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants_change_the_product(name):
+    source = edited(MUTANTS[name])
+    compile(source, MUTANTS[name].path, "exec")
+
+
+@pytest.mark.slow
+@pytest.mark.integration
+@pytest.mark.timeout(TIMEOUT_S)
+@pytest.mark.parametrize(
+    "name", ["stored after delivery", "a takeover keeps the epoch", "a place is not given back"]
+)
+def test_planted_faults_are_found(name):
+    run = simulate("--plant", name, "--seeds", "0:200")
+    assert run.returncode == 1, run.stdout + run.stderr
+    assert re.search("^seed [0-9]+: .*\n  (at callback|no fault is needed)", run.stdout, re.MULTILINE)

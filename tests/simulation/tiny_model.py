@@ -1,0 +1,183 @@
+"""A deterministic model of 256 tokens, on the product's engine, and an engine's thread on the simulated loop.
+
+The logits are a function of all tokens before, so that one wrong token, or one that is missing, changes
+everything after it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from gammaray.errors import InternalError, UnavailableError
+from gammaray.types import SamplingParams
+from services.draft_worker.scheduler import DraftScheduler
+from services.engine.core.batch import Batch, Runner, Segment
+from services.engine.core.kv_cache import CacheShape, CacheStore
+from services.engine.engine import Engine
+from services.engine.sampling.noise import Noise
+from services.scheduling.block_queue import BlockQueue
+from services.scheduling.planning import Limits
+from services.scheduling.tasks import Release, Reply, Task
+from services.speculation.outcomes import AHEAD_ROWS
+from services.target_worker.scheduler import TargetScheduler
+from tests.simulation.loop import SimulatedLoop
+
+VOCAB_SIZE, MAX_CONTEXT = 256, 256
+LIMITS = Limits(max_batch_tokens=64, prefill_chunk=32)
+NUM_STATES = 512
+START = 7
+"""State before the first token."""
+
+_rng = torch.Generator().manual_seed(1)
+_TARGET = 3.0 * torch.randn(NUM_STATES, VOCAB_SIZE, generator=_rng)
+_DRAFT = _TARGET + 0.6 * torch.randn(NUM_STATES, VOCAB_SIZE, generator=_rng)
+
+
+def _after(state: int, token_id: int) -> int:
+    return (state * 1_000_003 + token_id + 1) % 2_147_483_647
+
+
+class TinyRunner(Runner):
+    """Returns the row of a table that the tokens before select.
+
+    Args:
+        table: [NUM_STATES, VOCAB_SIZE].
+    """
+
+    def __init__(self, table: Tensor) -> None:
+        self._table = table
+
+    def forward(self, batch: Batch) -> Tensor:
+        states = [state for segment in batch.segments for state in self._states(batch, segment)]
+        rows = states if batch.logit_rows is None else [states[row] for row in batch.logit_rows]
+        return self._table[[state % NUM_STATES for state in rows]]
+
+    @staticmethod
+    def _states(batch: Batch, segment: Segment) -> Sequence[int]:
+        tokens = batch.token_ids[segment.row : segment.row + segment.count]
+        parents, cache = segment.parents or (), segment.cache
+        chain = [START]
+        for token_id in (*cache.tokens, *tokens[: segment.count - len(parents)]):
+            chain.append(_after(chain[-1], token_id))
+        nodes: list[int] = []
+        drafted = zip(
+            (*cache.tree_parents, *parents),
+            (*cache.tree_tokens, *tokens[segment.count - len(parents) :]),
+            strict=True,
+        )
+        for parent, token_id in drafted:
+            nodes.append(_after(nodes[parent] if parent >= 0 else chain[parent], token_id))
+        return [*chain[len(cache.tokens) + 1 :], *nodes[len(cache.tree_tokens) :]]
+
+
+def _engine(table: Tensor, cache_bytes: int) -> Engine:
+    store = CacheStore(CacheShape(1, 1, 1, torch.float32, torch.device("cpu")), cache_bytes)
+    return Engine(TinyRunner(table), store, model_name="tiny", vocab_size=VOCAB_SIZE, max_context=MAX_CONTEXT)
+
+
+def target_scheduler(cache_bytes: int) -> TargetScheduler:
+    return TargetScheduler(_engine(_TARGET, cache_bytes), LIMITS)
+
+
+def draft_scheduler(cache_bytes: int, *, ahead: bool) -> DraftScheduler:
+    return DraftScheduler(_engine(_DRAFT, cache_bytes), LIMITS, ahead_rows=AHEAD_ROWS if ahead else 0)
+
+
+def plain_tokens(prompt: Sequence[int], params: SamplingParams, count: int) -> tuple[int, ...]:
+    """Return what the target alone generates, computed without the engine, its caches and its scheduler."""
+    noise = Noise(params.seed or 0, params.sample_index, VOCAB_SIZE)
+    tokens, state = list(prompt), START
+    for token_id in prompt:
+        state = _after(state, token_id)
+    for _ in range(count):
+        scores = _TARGET[state % NUM_STATES]
+        if params.temperature > 0:
+            scores = (scores / params.temperature).log_softmax(-1) + noise.gumbel(len(tokens), 1)[0]
+        tokens.append(int(scores.argmax()))
+        state = _after(state, tokens[-1])
+    return tuple(tokens[len(prompt) :])
+
+
+T = TypeVar("T")
+
+
+class SteppedEngine:
+    """Takes the place of `EngineThread`: the scheduler's steps are callbacks of the loop.
+
+    As there, commands wait for the end of a step, and its answers are delivered after it.
+
+    Args:
+        loop: The simulation's.
+        scheduler: The worker's.
+        step_s: Least and most seconds of a step.
+
+    Attributes:
+        fails_next: Whether the next step fails, as for want of memory.
+    """
+
+    def __init__(
+        self, loop: SimulatedLoop, scheduler: BlockQueue[Any, Any], step_s: tuple[float, float]
+    ) -> None:
+        self._loop, self.scheduler, self.step_s = loop, scheduler, step_s
+        self.is_alive, self.fails_next = True, False
+        self._inbox: list[Callable[[BlockQueue[Any, Any]], None]] = []
+        self._is_busy = False
+
+    def _put(self, command: Callable[[BlockQueue[Any, Any]], None]) -> None:
+        self._inbox.append(command)
+        if not self._is_busy:
+            self._is_busy = True
+            self._loop.call_soon(self._run)
+
+    def _run(self) -> None:
+        commands, self._inbox = self._inbox, []
+        for command in commands:
+            command(self.scheduler)
+        if not self.scheduler.has_work:
+            self._is_busy = False
+            return
+        try:
+            if self.fails_next:
+                self.fails_next = False
+                raise MemoryError("a planted failure")
+            replies = self.scheduler.step()
+        except MemoryError as error:
+            self.scheduler.fail_all(InternalError(f"a step failed: {error}"))
+            replies = []
+        except Exception as error:
+            self._loop.errors.append(f"a step failed: {error!r}")
+            self.scheduler.fail_all(InternalError(f"a step failed: {error!r}"))
+            replies = []
+        self._loop.call_later(self._loop.rng.uniform(*self.step_s), self._end_step, replies)
+
+    def _end_step(self, replies: list[tuple[Task, Reply]]) -> None:
+        for task, reply in replies:
+            task.deliver(task, reply)
+        self._loop.call_soon(self._run)
+
+    def submit(self, tasks: Sequence[Task]) -> None:
+        self.scheduler.preempt(tasks)
+        self._put(lambda scheduler: scheduler.submit(tasks))
+
+    def release(self, endings: Sequence[Release]) -> None:
+        self._put(lambda scheduler: scheduler.release(endings))
+
+    async def call(self, function: Callable[[BlockQueue[Any, Any]], T]) -> T:
+        future: asyncio.Future[T] = self._loop.create_future()
+
+        def command(scheduler: BlockQueue[Any, Any]) -> None:
+            if not future.done():
+                future.set_result(function(scheduler))
+
+        self._put(command)
+        return await future
+
+    def look(self, function: Callable[[BlockQueue[Any, Any]], T]) -> T:
+        if not self.is_alive:
+            raise UnavailableError("the engine has stopped")
+        return function(self.scheduler)
