@@ -112,8 +112,7 @@ ATTRIBUTES = (
     ),
     Attribute(
         *(t.DRAFTER_VERSION, "int", ""),
-        "Version of the head or draft model that proposed; absent if it is not trained while it serves, and "
-        "for the one of the start.",
+        "Version of the head or draft model that proposed, 0 for the one of the start; absent if none did.",
     ),
     Attribute(t.DRAFT_FAILED, "boolean", "", "Whether the drafter was absent, late or wrong."),
     Attribute(

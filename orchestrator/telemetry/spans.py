@@ -159,6 +159,7 @@ class SessionTrace:
         return (self._first_id + 4 * index + part) % 2**64 or 2**63
 
     def _cycle_values(self, index: int, record: pb.CycleRecord) -> dict[str, str | bool | int | float]:
+        drafter = DRAFTERS_BACK.get(record.drafter, DrafterKind.NONE)
         values: dict[str, str | bool | int | float] = {
             **self._common,
             t.CYCLE_INDEX: index,
@@ -166,14 +167,14 @@ class SessionTrace:
             t.VERIFICATION: self._verification,
             t.GAMMA: record.gamma,
             t.GAMMA_REASON: record.gamma_reason,
-            t.DRAFTER: DRAFTERS_BACK.get(record.drafter, DrafterKind.NONE).value,
+            t.DRAFTER: drafter.value,
             t.DRAFTED: record.drafted,
             t.TESTED: record.tested,
             t.ACCEPTED: record.accepted,
             t.EMITTED: record.emitted,
             t.DRAFT_FAILED: record.draft_failed,
         }
-        if record.drafter_version:
+        if drafter.is_model:
             values[t.DRAFTER_VERSION] = record.drafter_version
         if record.next_origin:
             values[t.NEXT_ORIGIN] = ORIGINS_BACK[record.next_origin].value
