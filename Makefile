@@ -32,7 +32,7 @@ llama-server: install  ## take llama.cpp's server, and SmolLM2's weights for it,
 test-programs:  ## install the Debian packages that some tests need: chromium, prometheus, redis-server
 	$(PYTHON) .ci/packages.py
 
-test: install  ## fast tests and one cluster, six minutes on two cores; ends with what was skipped
+test: install  ## fast tests and one cluster, eight minutes on two cores; ends with what was skipped
 	@failed=0; \
 	$(BIN)/pytest tests/e2e/test_smoke.py -m "not kills" || failed=1; \
 	$(BIN)/pytest $(BY_FILE) -m "not slow and not e2e" || failed=1; \

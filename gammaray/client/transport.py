@@ -40,7 +40,7 @@ CHANNEL_OPTIONS = (
     # TCP alone takes many minutes. Servers forbid more frequent pings on idle connections.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.http2.ping_timeout_ms", 10_000),  # for the answer, since gRPC 1.60: 60 s by default
+    ("grpc.http2.ping_timeout_ms", 10_000),  # for the answer; 60 s by default
     # gRPC's default backoff of up to two minutes is far longer than a proxy or replica takes to restart.
     ("grpc.max_reconnect_backoff_ms", 500),
     # A long completion with twenty log-probabilities per token exceeds the default of 4 MiB.

@@ -45,7 +45,7 @@ CHANNEL_OPTIONS = (
     # so a worker in a long computation still answers.
     ("grpc.keepalive_time_ms", 1_000),
     ("grpc.keepalive_timeout_ms", 1_500),
-    ("grpc.http2.ping_timeout_ms", 1_500),  # for the answer, since gRPC 1.60: 60 s by default
+    ("grpc.http2.ping_timeout_ms", 1_500),  # for the answer; 60 s by default
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.max_receive_message_length", MAX_ANSWER_BYTES),
     ("grpc.max_send_message_length", -1),

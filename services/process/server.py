@@ -32,7 +32,7 @@ _OPTIONS = [
     # 20 s of silence and drop the connection after 5 s without an answer, so that the stream is closed.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.ping_timeout_ms", 5_000),  # for the answer, since gRPC 1.60: 60 s by default
+    ("grpc.http2.ping_timeout_ms", 5_000),  # for the answer; 60 s by default
     ("grpc.keepalive_permit_without_calls", 1),
     # Orchestrators also ping, to detect a dead worker between cycles; the default would answer with GOAWAY.
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),

@@ -86,8 +86,9 @@ def versions(commit: str, stderr: int | None) -> Iterator[Versions]:
             cwd=ROOT,
             capture_output=True,
             check=True,
+            timeout=60,
         )
-        subprocess.run(["tar", "-x", "-C", str(old)], input=archive.stdout, check=True)
+        subprocess.run(["tar", "-x", "-C", str(old)], input=archive.stdout, check=True, timeout=60)
         command = [sys.executable, "-m", "tests.support.cluster.served_versions", redis.url]
         process = subprocess.Popen(
             command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True

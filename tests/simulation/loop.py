@@ -62,9 +62,9 @@ class Process:
 _process: ContextVar[Process] = ContextVar("process")
 
 
-NOBODY = Process("nobody")
-"""Stands for a process where garbage is collected outside of any; it runs nothing."""
-NOBODY.is_alive = False
+OUTSIDE = Process("outside")
+"""Process of callbacks that garbage collection schedules outside of any process; they are not run."""
+OUTSIDE.is_alive = False
 
 
 def current_process() -> Process:
@@ -81,7 +81,7 @@ class Call:
         self, callback: Callable[..., Any], args: tuple[Any, ...], context: Context, when_s: float = 0.0
     ) -> None:
         self.callback, self.args, self.context, self.when_s = callback, args, context, when_s
-        self.process = context.get(_process) or NOBODY
+        self.process = context.get(_process) or OUTSIDE
         self.is_cancelled = False
 
     def cancel(self) -> None:

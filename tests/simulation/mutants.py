@@ -242,6 +242,10 @@ def edited(mutant: Mutant) -> str:
     return source.replace(mutant.old, mutant.new)
 
 
+_SEED_LIMIT_S = 30.0
+"""Of a process per seed; a seed takes half a second on an idle core."""
+
+
 def plant(name: str) -> None:
     """Let the product be imported with a fault; call it before anything of it is imported."""
     sys.meta_path.insert(0, _Editor(MUTANTS[name]))
@@ -261,9 +265,12 @@ def hunt(names: Sequence[str], limit: int) -> int:
         results = context.SimpleQueue()
         process = context.Process(target=_find, args=(name, limit, results.put))
         process.start()
-        process.join()
+        process.join(_SEED_LIMIT_S * limit)
         found, why = "" if results.empty() else results.get(), MUTANTS[name].missed
-        if process.exitcode:
+        if process.is_alive():
+            process.kill()
+            found, why = "", ""
+        elif process.exitcode:
             found, why = "", ""
         print(f"{name}: {found or why or 'missed'}", flush=True)
         num_missed += not found and not why

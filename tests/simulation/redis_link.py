@@ -87,7 +87,9 @@ def real_redis() -> Iterator[RealRedis]:
     with TemporaryDirectory() as folder:
         library, clock_file, path = f"{folder}/clock.so", f"{folder}/clock", f"{folder}/redis.sock"
         source = Path(__file__).with_name("redis_clock.c")
-        subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", library, str(source), "-ldl"], check=True)
+        subprocess.run(
+            ["cc", "-O2", "-shared", "-fPIC", "-o", library, str(source), "-ldl"], check=True, timeout=60
+        )
         Path(clock_file).write_bytes(struct.pack("q", START_US))
         options = ["--port", "0", "--unixsocket", path, "--save", "", "--activerehashing", "no", "--hz", "1"]
         environment = {**os.environ, "LD_PRELOAD": library, "SIMULATED_CLOCK": clock_file}

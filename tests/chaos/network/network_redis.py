@@ -27,6 +27,9 @@ from orchestrator.launcher.redis_server import RedisServer
 from tests.chaos.network.links import Link, Network
 from tests.support.workers.redis_helpers import configured_redis, port_of, wait_until
 
+_TOOL_S = 60.0
+"""Until mount, umount or the compiler must have ended."""
+
 CLIENTS, SENTINEL, REPLICAS = "127.0.0.1", "127.0.0.2", "127.0.0.3"
 SERVICE = "chaos"
 DISK_MB = 384
@@ -156,13 +159,13 @@ def full(disk: Path) -> Iterator[None]:
 def small_disk(folder: Path, megabytes: int) -> Iterator[Path | None]:
     """Mount a file system of this size at a folder; None if the machine does not let us."""
     mount = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
+    if subprocess.run(mount, capture_output=True, check=False, timeout=_TOOL_S).returncode:
         yield None
         return
     try:
         yield folder
     finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+        subprocess.run(["umount", "--lazy", str(folder)], check=True, timeout=_TOOL_S)
 
 
 @contextmanager
@@ -222,7 +225,7 @@ def _own_clock(clock: Path) -> Iterator[None]:
     clock.write_bytes(struct.pack("l", 0))
     library = clock.with_suffix(".so")
     command = [sysconfig.get_config_var("CC").split()[0], "-O2", "-shared", "-fPIC", "-o", str(library)]
-    subprocess.run([*command, str(Path(__file__).with_name("clock.c"))], check=True)
+    subprocess.run([*command, str(Path(__file__).with_name("clock.c"))], check=True, timeout=_TOOL_S)
     added = {"LD_PRELOAD": str(library), "CLOCK_OFFSET": str(clock)}
     os.environ.update(added)
     try:
