@@ -3,7 +3,7 @@
 The target writes conversations, as `gammaray train` has it (Magpie, arXiv 2406.08464), thousands at once in a
 CUDA graph. Then a head is trained on its hidden states, which are computed again for each batch, in four
 steps on its own states: by KL divergence, in the second half of the time for what coupled verification
-accepts, with --init from the beginning.
+accepts at the answer's temperature, with --init from the beginning.
 
     python -m benchmarks.train_head --target build/models/smollm2 --out build/head
 
@@ -37,9 +37,13 @@ from services.train.losses import coupled, loss_of, overlap
 LENGTH = 640
 """Tokens of a conversation."""
 
-_TEMPERATURES = (0.0, 1.0, 0.0, 1.0, 0.7)
+_TEMPERATURES = (0.0, 0.7, 1.0, 0.7, 1.0)
+_COOLEST = 0.4
+"""At which both distributions of greedy answers are compared: at 0 nothing could be learnt."""
+
 _MAX_TURN, _MAX_ANSWER = 96, 320
 _BUCKET = 128
+_MEASURED, _SAME = (0.7, 1.0), 1e-3
 _WINDOWS = 0.5
 _TOP_K = 32
 _DEPTHS = 4
@@ -208,6 +212,11 @@ class Writer:
         return logits.float()
 
 
+def heats(talks: Conversations) -> Tensor:
+    """Return the temperatures at which distributions of conversations are compared, [conversations]."""
+    return talks.temperatures.clamp_min(_COOLEST)
+
+
 class Teacher:
     """Makes batches: the target's states and its most likely tokens, computed as they are needed.
 
@@ -229,6 +238,8 @@ class Teacher:
     def batch(self, talks: Conversations, ids: Tensor, num_depths: int, starts: Tensor) -> Batch:
         """Return the batch of conversations for heads with the output tokens `ids`.
 
+        Its `top_logs` are log-probabilities at `heats` of the conversations.
+
         Args:
             talks: The conversations.
             ids: Ascending, int64 [outputs].
@@ -245,7 +256,7 @@ class Teacher:
         is_label[:, :2] = False
         states = states.gather(1, where[..., None, None].expand(-1, -1, *states.shape[2:]))
         rows, columns = is_label.nonzero(as_tuple=True)
-        top_ids, top_logs = self._top(last[rows, where[rows, columns] - 1], ids)
+        top_ids, top_logs = self._top(last[rows, where[rows, columns] - 1], heats(talks)[rows], ids)
         place, labels, chosen = [], [], []
         for depth in range(1, num_depths + 1):
             far = columns >= depth + 1
@@ -258,13 +269,13 @@ class Teacher:
             token_ids, starts, torch.cat(place), torch.cat(labels), top_ids[every], top_logs[every], states
         )
 
-    def _top(self, hidden: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    def _top(self, hidden: Tensor, heat: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         found = []
-        for part in torch.split(hidden, 8192):
+        for part, heat_of in zip(torch.split(hidden, 8192), torch.split(heat[:, None], 8192), strict=True):
             logits = self._model.lm_head(part)
-            total = logits.float().logsumexp(-1, keepdim=True)
+            total = (logits.float() / heat_of).logsumexp(-1, keepdim=True)
             top = logits[:, ids].topk(_TOP_K, -1)
-            found.append((ids[top.indices], top.values.float() - total))
+            found.append((ids[top.indices], top.values.float() / heat_of - total))
         top_ids, top_logs = zip(*found, strict=True)
         return torch.cat(top_ids), torch.cat(top_logs)
 
@@ -348,12 +359,14 @@ def train(
         chosen = torch.randint(len(talks.token_ids), (rows,), generator=generator)
         starts = torch.randint(talks.token_ids.shape[1] * 3 // 4, (rows,), generator=generator)
         starts *= torch.rand(rows, generator=generator) < _WINDOWS
-        batch = teacher.batch(talks.of(chosen.to(device)), head.target_ids, _DEPTHS, starts.to(device))
+        some = talks.of(chosen.to(device))
+        batch = teacher.batch(some, head.target_ids, _DEPTHS, starts.to(device))
         weight = 0.8 ** (batch.place[:, 2] - 1).float()
         rate = min(1.0, (step + 1) / 100) * max(0.01, math.cos(progress * math.pi / 2) ** 2)
         optimizer.param_groups[0]["lr"] = peak * rate
         with torch.autocast(device.type, torch.bfloat16):
-            wanted, found = head.common(batch, head(batch))
+            logs = (head(batch) / heats(some)[batch.place[:, 0], None]).log_softmax(-1)
+            wanted, found = head.common(batch, logs)
         each = loss_of("kl", wanted, found)
         if progress >= kl_until:
             each = _KL_SHARE * each + loss_of("coupled", wanted, found)
@@ -373,11 +386,11 @@ def measure(head: TrainableHead, teacher: Teacher, held: Conversations) -> dict[
     Returns:
         `greedy`: share of matches in answers of temperature 0, given that all before matched;
         `tokens_per_proposal`: tokens that are accepted there, and the one of the target, after each token of
-        the answers; `overlap` and `coupled` as of `evaluate`.
+        the answers; `overlap` and `coupled` as of `evaluate`; `coupled_at_0.7` in answers of 0.7.
     """
     depth = head.depth
     tested, matched, anchors = torch.zeros(depth), torch.zeros(depth), 0
-    shares, seen = torch.zeros(2, depth), torch.zeros(depth)
+    shares = [torch.zeros(3, depth) for _ in _MEASURED]
     for first in range(0, len(held.token_ids), 32):
         talks = held.of(slice(first, first + 32))
         starts = torch.zeros_like(talks.token_ids[:, 0])
@@ -396,15 +409,18 @@ def measure(head: TrainableHead, teacher: Teacher, held: Conversations) -> dict[
         tested += before.sum((0, 1)).cpu()
         matched += reached.sum((0, 1)).cpu()
         anchors += int(exists[..., 0].sum())
-        is_hot = talks.temperatures[row] == 1
-        wanted, found = (x[is_hot] for x in head.common(batch, logs))
-        for total, share in zip(shares, (overlap(wanted, found), coupled(wanted, found)), strict=True):
-            total.index_add_(0, at[is_hot].cpu() - 1, share.float().cpu())
-        seen += torch.bincount(at[is_hot].cpu() - 1, minlength=depth)
+        heat = heats(talks)[row]
+        both = head.common(batch, (logs / heat[:, None]).log_softmax(-1))
+        agreed = torch.stack((overlap(*both), coupled(*both), torch.ones_like(heat))).float().cpu()
+        for total, temperature in zip(shares, _MEASURED, strict=True):
+            chosen = ((heat - temperature).abs() < _SAME).cpu()
+            total.index_add_(1, at.cpu()[chosen] - 1, agreed[:, chosen])
+    means = [(total[:2] / total[2].clamp_min(1)).tolist() for total in shares]
     return {
         "greedy": [round(x, 3) for x in (matched / tested.clamp_min(1)).tolist()],
-        "overlap": [round(x, 3) for x in (shares[0] / seen.clamp_min(1)).tolist()],
-        "coupled": [round(x, 3) for x in (shares[1] / seen.clamp_min(1)).tolist()],
+        "overlap": [round(x, 3) for x in means[-1][0]],
+        "coupled": [round(x, 3) for x in means[-1][1]],
+        "coupled_at_0.7": [round(x, 3) for x in means[0][1]],
         "tokens_per_proposal": round(1 + float(matched.sum()) / max(1, anchors), 3),
         "gamma": depth,
         "positions": anchors,
@@ -433,6 +449,8 @@ def main() -> None:
         print(f"{time.monotonic() - began:.0f} s: {text}", flush=True)
 
     model = load_model(options.target, device=options.device, dtype="bfloat16").module
+    model.set_attn_implementation("sdpa")
+    whole: Any = model
     count = model.config.num_hidden_layers
     taps = (2, count // 2, count - 3, count)
     written = []
@@ -446,6 +464,9 @@ def main() -> None:
     ids = used.topk(options.outputs).indices.sort().values
     report(f"{used[ids].sum() / used.sum():.4f} of the answers' tokens are among {options.outputs}")
     teacher = Teacher(model, taps)
+    if options.device != "cpu":
+        for layer in whole.get_decoder().layers:
+            layer.compile()
     head = TrainableHead(model, taps, ids, 5, lambda _: [])
     if options.init:
         head.start_from(options.init, options.target)

@@ -78,15 +78,16 @@ def test_an_answer_begins_after_the_turn_of_a_user(target):
         assert True in own[end:]
 
 
-def test_batches_are_those_of_stored_answers(target, tmp_path):
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_batches_are_those_of_stored_answers(target, tmp_path, temperature):
     _, talks = written(target, rows=1)
     places = talks.is_answer[0].nonzero()[:, 0].tolist()
     first = places[0]
     last = next((p for p in range(first, 80) if not talks.is_answer[0, p]), 80)
     token_ids = talks.token_ids[:, :last]
-    one = Conversations(token_ids, talks.is_answer[:, :last], talks.temperatures)
+    one = Conversations(token_ids, talks.is_answer[:, :last], torch.full((1,), temperature))
     with torch.no_grad():
-        logs = target(token_ids).logits[0, first - 1 : last - 1].log_softmax(-1)
+        logs = (target(token_ids).logits[0, first - 1 : last - 1] / temperature).log_softmax(-1)
     top = logs.topk(32, -1)
     sequence = Sequence(
         token_ids[0].int().numpy(), first, 0.0, top.indices.numpy(), top.values.half().numpy()
