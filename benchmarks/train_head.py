@@ -47,7 +47,7 @@ _MEASURED, _SAME = (0.7, 1.0), 1e-3
 _WINDOWS = 0.5
 _TOP_K = 32
 _DEPTHS = 4
-_KL_UNTIL, _KL_SHARE = 0.5, 0.1
+_KL_UNTIL = 0.5
 _TURN, _ANSWER = 0, 1
 
 
@@ -367,9 +367,7 @@ def train(
         with torch.autocast(device.type, torch.bfloat16):
             logs = (head(batch) / heats(some)[batch.place[:, 0], None]).log_softmax(-1)
             wanted, found = head.common(batch, logs)
-        each = loss_of("kl", wanted, found)
-        if progress >= kl_until:
-            each = _KL_SHARE * each + loss_of("coupled", wanted, found)
+        each = loss_of("kl" if progress < kl_until else "coupled", wanted, found)
         loss = (each * weight).sum() / weight.sum()
         optimizer.zero_grad()
         torch.autograd.backward(loss)

@@ -8,6 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+_KL_SHARE = 0.1
+"""Of the loss `coupled`: the divergence has a gradient also where the drafter is far from the target."""
+
 _LEAST = 1e-30
 """Denominators below this are of tokens that neither draws."""
 
@@ -47,10 +50,11 @@ def loss_of(kind: str, wanted: Tensor, found: Tensor) -> Tensor:
 
     Args:
         kind: "kl" (up to the target's entropy), "tv", total variation, or "coupled", the probability that
-            coupled verification rejects.
+            coupled verification rejects and a tenth of "kl".
         wanted: As for `overlap`.
         found: As for `overlap`.
     """
-    if kind == "kl":
-        return -(wanted * found).sum(-1)
-    return 1 - (coupled if kind == "coupled" else overlap)(wanted, found)
+    if kind == "tv":
+        return 1 - overlap(wanted, found)
+    divergence = -(wanted * found).sum(-1)
+    return divergence if kind == "kl" else 1 - coupled(wanted, found) + _KL_SHARE * divergence

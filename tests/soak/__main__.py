@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from contextlib import AsyncExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -51,7 +52,10 @@ async def soak(redis_url: str, options: Options, engine: str) -> Outcome:
         "GAMMARAY_SESSION_TTL_S": str(TTL_S),
         "GAMMARAY_CACHE_BUDGET_MB": CACHE_BUDGET_MB,
     }
-    async with running_cluster(*CLUSTERS[engine], timeout_s=START_TIMEOUT_S) as cluster:
+    async with AsyncExitStack() as stack:
+        folder = stack.enter_context(TemporaryDirectory())
+        arguments = [argument.format(folder=folder) for argument in CLUSTERS[engine]]
+        cluster = await stack.enter_async_context(running_cluster(*arguments, timeout_s=START_TIMEOUT_S))
         with Redis.from_url(redis_url) as redis:
             observer = Observer(cluster.grpc_address, cluster.pid, redis)
             http = f"http://{cluster.http_address}"

@@ -22,7 +22,14 @@ from tests.soak.samples import Expected, SampleError, first_said
 from tests.soak.soak_census import Census, Observer
 from tests.soak.trend import BOUNDS, MIN_COUNT, Trend, trend
 
-CLUSTERS = {"auto": ("--deterministic",), "vllm": ("--engine", "vllm")}
+CLUSTERS = {
+    "auto": ("--deterministic",),
+    "vllm": ("--engine", "vllm"),
+    "learning": (
+        "--deterministic",
+        *("--target", "build/models/smollm2", "--head", "benchmarks/heads/smollm2", "--learn", "{folder}"),
+    ),
+}
 """Options by engine. Tokens must not depend on who else was in a batch: what is compared here, is compared
 bit by bit. vLLM computes the same bits in every batch on GPUs only; elsewhere a tie may fail a run."""
 

@@ -186,8 +186,10 @@ class Trainer:
         while sum(one.num_answer for one in chosen) < STEP_TOKENS:
             chosen.append(taught[int(torch.randint(len(taught), (), generator=generator))])
         drafter = training.drafter
+        # Of a token alone, the share that is rejected would favour the likeliest one.
+        kind = "coupled" if self._is_head else "kl"
         with self._mixed:
-            loss = drafter.loss(drafter.batch(chosen, drafter.num_depths, generator), "kl")
+            loss = drafter.loss(drafter.batch(chosen, drafter.num_depths, generator), kind)
         training.optimizer.zero_grad()
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
