@@ -36,12 +36,12 @@ local function keep(room)
   local size = 0
   for _, text in ipairs(redis.call('HVALS', KEYS[1])) do size = size + #text end
   redis.call('PEXPIRE', KEYS[1], ttl)
-  redis.call('ZADD', KEYS[7], now + ttl, item)
+  redis.call('ZADD', KEYS[6], now + ttl, item)
   charge(item, request_overhead + size + room, room)
 end
 
 local function more_than_charged(size)
-  return request_overhead + size - (redis.call('HGET', KEYS[8], item) or 0)
+  return request_overhead + size - (redis.call('HGET', KEYS[7], item) or 0)
 end
 """
 
