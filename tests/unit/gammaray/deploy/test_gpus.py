@@ -1,23 +1,16 @@
-"""The count of CUDA devices: a library stands in for the driver, a text for torch's version.py."""
+"""The count of CUDA devices: a library stands in for the driver."""
 
 import shutil
 import subprocess
 
 import pytest
 
-from gammaray.deploy.gpus import (
-    CudaDevices,
-    TorchBuild,
-    check_device,
-    cuda_devices,
-    torch_build,
-)
+from gammaray.deploy.gpus import CudaDevices, check_device, cuda_devices
 from gammaray.errors import InvalidArgumentError
 
-CUDA = TorchBuild("2.13.0+cu130", "13.0", None)
+CUDA = "2.13.0+cu130"
 DRIVER = """
 int cuInit(unsigned flags) { return %(init)s; }
-int cuDriverGetVersion(int *version) { *version = %(version)s; return 0; }
 int cuDeviceGetCount(int *count) { *count = %(count)s; return 0; }
 """
 
@@ -30,7 +23,7 @@ def driver(tmp_path):
 
     def build(**answers):
         source, library = tmp_path / "cuda.c", tmp_path / "libcuda.so.1"
-        source.write_text(DRIVER % {"init": 0, "version": 13000, "count": 1, **answers})
+        source.write_text(DRIVER % {"init": 0, "count": 1, **answers})
         subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True, timeout=100)
         return str(library)
 
@@ -48,16 +41,13 @@ def test_devices_are_those_of_the_driver(driver):
     [
         ({"init": 100}, "cuInit returns 100"),
         ({"count": 0}, "shows no device"),
-        ({"version": 12080}, "is for CUDA 12, torch 2.13.0+cu130 needs CUDA 13"),
     ],
 )
 def test_driver_without_a_usable_device_is_reported(driver, answers, reason):
     found = cuda_devices(driver(**answers), CUDA)
     assert found.count == 0
     assert reason in found.reason
-    with pytest.raises(
-        InvalidArgumentError, match=f"device: got cuda, allowed: auto or cpu: .*{reason}".replace("+", r"\+")
-    ):
+    with pytest.raises(InvalidArgumentError, match=f"device: got cuda, allowed: auto or cpu: .*{reason}"):
         check_device("cuda", found)
     check_device("auto", found)
 
@@ -69,21 +59,14 @@ def test_machine_without_a_driver_has_no_device(tmp_path):
 
 
 def test_torch_without_cuda_has_no_device(driver):
-    assert "built without CUDA" in cuda_devices(driver(), TorchBuild("2.13.0+cpu", None, None)).reason
+    assert "built without CUDA" in cuda_devices(driver(), "2.13.0+cpu").reason
 
 
 def test_devices_of_rocm_are_not_counted(driver):
-    assert cuda_devices(driver(), TorchBuild("2.13.0", None, "6.4")) is None
+    assert cuda_devices(driver(), "2.13.0+rocm6.4") is None
 
 
 def test_count_is_that_of_torch():
     torch = pytest.importorskip("torch")
     found = cuda_devices()
     assert found.count == torch.cuda.device_count()
-    assert torch_build() == TorchBuild(torch.__version__, torch.version.cuda, torch.version.hip)
-
-
-def test_version_file_without_a_version_counts_as_no_cuda_build(tmp_path):
-    assert torch_build(tmp_path) is None
-    (tmp_path / "version.py").write_text("__version__ = '9.0'\n")
-    assert torch_build(tmp_path) is None
