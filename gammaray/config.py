@@ -147,7 +147,7 @@ _ALLOWED = {
     "string_type": "a text",
 }
 
-# Allowed settings in deterministic mode without vLLM, see `services.engine.hf.deterministic`.
+# Allowed settings in deterministic mode without vLLM.
 _DETERMINISTIC: dict[str, tuple[Any, ...]] = {
     "device": ("auto", "cpu"),
     "dtype": ("auto", "float32"),
@@ -175,8 +175,8 @@ _ENGINE = (
     "else transformers."
 )
 _DETERMINISM = (
-    "Bit-identical logits whatever the batch and gamma; slower. On a CPU in float32, with vLLM on GPUs its "
-    "batch-invariant mode."
+    "Bit-identical logits whatever the batch and gamma: on a CPU in float32, of models that the compiled "
+    "kernel covers; with vLLM on GPUs its batch-invariant mode."
 )
 _DRAFT_WEIGHTS = (
     "Weights of the draft model or EAGLE head: int8 and int4 are quantised at load, which changes acceptance "

@@ -24,7 +24,6 @@ from services.engine.core.quantised import QuantisedMatrix, quantise_model
 from services.engine.core.shapes import check_token_map, check_weights, input_names
 from services.engine.core.tensor_files import checkpoint_folder, read_tensor, tensor_names
 from services.engine.engine import Engine
-from services.engine.hf.deterministic import check_covered
 from services.engine.hf.probe import ModelLayout, probe_model
 from services.engine.hf.runner import TransformersRunner
 from services.engine.hf.torchao import quantise_module
@@ -55,8 +54,9 @@ def load_engine(
         dtype: "auto" (as for `load_model`), "float32", "bfloat16" or "float16".
         threads: Arithmetic threads of this process.
         cache_budget_bytes: Upper bound of all sessions' keys and values together.
-        deterministic: Logits are bit-identical whatever else is in a step; see
-            `services.engine.hf.deterministic` for the supported models.
+        deterministic: Logits are bit-identical whatever else is in a step: the compiled kernel sums a row
+            over the same numbers in the same order in any step. Other models are refused, and the bits are
+            compared at load.
         engine: "native" is the compiled CPU kernel, "transformers" the model's own layers, "auto" the kernel
             where it covers the model.
         weights: "auto" (as `dtype`), "int8" or "int4": a draft's setting `draft_weights`. The engine then
@@ -80,21 +80,15 @@ def load_engine(
         loaded = load_model(model, device=device, dtype=dtype)
     else:
         loaded, draft = load_drafter(model, draft_for, device=device, dtype=dtype)
-    if deterministic:
-        check_covered(loaded)
     obstacle = _native_obstacle(loaded, engine)
+    if deterministic:
+        _check_covered(loaded, obstacle)
     quantised = None if weights == "auto" else _quantised(loaded, weights, obstacle)
     with _first_forwards(loaded), on_device(loaded.device):
         layout = probe_model(loaded)
     if draft is not None:
         layout = replace(layout, vocab_size=min(layout.vocab_size, draft.vocab_size))
-    runner, shape, kernel = _choose_runner(
-        loaded,
-        layout,
-        deterministic=deterministic,
-        obstacle=obstacle,
-        quantised=quantised,
-    )
+    runner, shape, kernel = _choose_runner(loaded, layout, obstacle, quantised)
     if runner.has_kernel:
         use_threads(threads)
     kernel = ", ".join([kernel, *_weights_note(loaded, weights)])
@@ -193,10 +187,7 @@ class DraftVersions:
         places = zip(first.module.modules(), module.modules(), strict=True)
         layer_of = self._layout.layer_of
         layer_of = {id(new): layer_of[id(old)] for old, new in places if id(old) in layer_of}
-        layout, is_fixed = replace(self._layout, layer_of=layer_of), settings.deterministic
-        return _choose_runner(loaded, layout, deterministic=is_fixed, obstacle=obstacle, quantised=quantised)[
-            0
-        ]
+        return _choose_runner(loaded, replace(self._layout, layer_of=layer_of), obstacle, quantised)[0]
 
 
 def limit_cache(engine: Engine, settings: WorkerSettings) -> None:
@@ -238,6 +229,23 @@ def _native_obstacle(loaded: LoadedModel, engine: str) -> str:
     return obstacle
 
 
+def _check_covered(loaded: LoadedModel, obstacle: str) -> None:
+    """Check that deterministic mode covers a model.
+
+    Raises:
+        UnsupportedModelError: It does not.
+    """
+    if loaded.dtype != torch.float32 or loaded.device.type != "cpu":
+        reason = f"deterministic mode covers float32 on CPU, not {loaded.dtype} on {loaded.device}"
+    elif torch.get_num_threads() != 1:
+        reason = f"deterministic mode needs 1 thread, not {torch.get_num_threads()}"
+    elif obstacle:
+        reason = f"deterministic mode needs the compiled CPU kernel: {obstacle}"
+    else:
+        return
+    raise UnsupportedModelError(loaded.name, reason)
+
+
 def _weights_note(loaded: LoadedModel, weights: str) -> list[str]:
     """How the weights are stored, where that is not the checkpoint's own floating-point type."""
     if weights != "auto":
@@ -268,8 +276,6 @@ def _quantised(loaded: LoadedModel, weights: str, obstacle: str) -> Mapping[int,
 def _choose_runner(
     loaded: LoadedModel,
     layout: ModelLayout,
-    *,
-    deterministic: bool,
     obstacle: str,
     quantised: Mapping[int, QuantisedMatrix] | None,
 ) -> tuple[Runner, CacheShape, str]:
@@ -279,7 +285,7 @@ def _choose_runner(
     if not obstacle:
         native = build_native(loaded, layout.windows, layout.vocab_size, quantised)
         return NativeRunner(native), apart, load_kernel().variant
-    return TransformersRunner(loaded, layout, fixed_shapes=deterministic), joined, f"none: {obstacle}"
+    return TransformersRunner(loaded, layout), joined, f"none: {obstacle}"
 
 
 def _log_kernel(engine: Engine) -> None:
