@@ -21,7 +21,6 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from gammaray.demo_pair import DEMO_PAIR, early_exit_layers
 from gammaray.environment import OTHER_VARIABLES, PREFIX, check_environment
 from gammaray.errors import InvalidArgumentError
-from gammaray.gguf import is_gguf
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -269,9 +268,6 @@ class _ModelSettings(_Settings):
             weights = getattr(self, "draft_weights", "auto")
             if weights != "auto" and getattr(self, "head", True):  # a target without a head has no draft
                 raise InvalidArgumentError("draft_weights", weights, "auto with the engine vllm")
-            field = "model" if isinstance(self, WorkerSettings) else "target"
-            if is_gguf(got := getattr(self, field)):
-                raise InvalidArgumentError(field, got, "a directory or hub name with the engine vllm")
         return self
 
 
@@ -391,7 +387,7 @@ class WorkerSettings(ServingSettings, _ModelSettings):
     model: str = Field(
         DEMO_PAIR,
         min_length=1,
-        description="Directory, hub name or GGUF file of a causal LM; 'demo' is the demo pair.",
+        description="Directory or hub name of a causal LM; 'demo' is the demo pair.",
     )
     listen: str = Field(
         "127.0.0.1:0",
@@ -447,7 +443,7 @@ class DraftSettings(WorkerSettings, _LearningSettings):
     )
     target: str = Field(
         "",
-        description="The target: directory, hub name or GGUF file. A draft with another vocabulary then "
+        description="The target: directory or hub name. A draft with another vocabulary then "
         "proposes the tokens that both have; a drafter that shares weights with its target reads them from "
         "there, and one that was trained for another target is refused. Empty: the vocabularies are equal, "
         "and nothing is shared.",
@@ -536,9 +532,7 @@ def _checked_draft(draft: str) -> str:
 class ClusterSettings(_TargetModelSettings, _AccessSettings):
     """A cluster on one machine, as started by `gammaray up`."""
 
-    target: str = Field(
-        DEMO_PAIR, min_length=1, description="Target model: directory, hub name or GGUF file."
-    )
+    target: str = Field(DEMO_PAIR, min_length=1, description="Target model: directory or hub name.")
     draft: Annotated[str, AfterValidator(_checked_draft)] = Field(
         DEMO_PAIR,
         min_length=1,

@@ -40,11 +40,11 @@ class QualifyTask(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     target: str = Field(
-        min_length=1, description="Directory, hub name or GGUF file of the target; 'demo' is the demo pair's."
+        min_length=1, description="Directory or hub name of the target; 'demo' is the demo pair's."
     )
     draft: _Names = Field(
         (),
-        description="Directory, hub name or GGUF file of a draft on a draft worker; repeatable.",
+        description="Directory or hub name of a draft on a draft worker; repeatable.",
         json_schema_extra=REPEATABLE,
     )
     head: _Names = Field(

@@ -30,13 +30,13 @@ from gammaray.client.sync_client import Client
 from gammaray.config import ClusterSettings, OrchestratorSettings, PoolSize, WorkerSettings, settings_error
 from gammaray.deploy.serve_config import APPLICATIONS, GRPC_SERVICERS, SERVE_ENVIRONMENT, role_settings
 from gammaray.errors import DeadlineExceededError, GammarayError, InvalidArgumentError, UnavailableError
-from orchestrator.launcher.notes import model_notes
 from orchestrator.launcher.options import LauncherOptions, announcer, parse_options
 from orchestrator.launcher.preflight import (
     check_drafting_head,
     check_models,
     check_port,
     check_workers,
+    drafting_notes,
     free_ports,
     gpus_by_role,
     worker_cores,
@@ -168,7 +168,7 @@ def serve_cluster(
         raise InvalidArgumentError("grpc_port", settings.grpc_port, "another port than http_port")
     draft = settings.draft if settings.draft_workers.maximum else settings.target
     check_drafting_head(settings.head)
-    for note in [*check_models(settings.target, draft), *model_notes(settings, num_gpus)]:
+    for note in [*check_models(settings.target, draft), *drafting_notes(settings)]:
         print(f"gammaray: {note}", file=sys.stderr, flush=True)
     # These imports are slow, so they come after the cheap checks.
     if settings.redis_url:

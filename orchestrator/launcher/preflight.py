@@ -22,7 +22,6 @@ from gammaray.deploy.gpus import CudaDevices, check_device, cuda_devices
 from gammaray.deploy.heads import check_no_head
 from gammaray.deploy.serve_config import APPLICATIONS, role_settings
 from gammaray.errors import InvalidArgumentError
-from gammaray.gguf import check_packages, is_gguf, read_header
 from gammaray.security.tls import tls_files
 
 
@@ -225,8 +224,6 @@ def check_models(target: str, draft: str) -> list[str]:
     target_size = vocab_size("target", target)
     check_no_head("draft", draft)
     if early_exit_layers(draft) is not None:
-        if is_gguf(target):
-            raise InvalidArgumentError("draft", draft, "a draft model, as the target is a GGUF file")
         config = _config("target", resolve_model(target))
         early_exit_layers(draft, (config.get("text_config") or config).get("num_hidden_layers"))
         return []
@@ -237,6 +234,15 @@ def check_models(target: str, draft: str) -> list[str]:
         f"the draft has {draft_size} token ids and the target {target_size}: the draft's tokens are mapped "
         "to the target's; `gammaray qualify` measures what that costs"
     ]
+
+
+def drafting_notes(settings: ClusterSettings) -> list[str]:
+    """Return what is not obvious from the settings: what drafts if no draft worker does."""
+    if settings.head:
+        return [f"the head {settings.head} drafts in the target workers"]
+    if not settings.draft_workers.maximum:
+        return ["no draft workers: speculates by look-ups in the text; --draft names a draft model"]
+    return []
 
 
 def check_drafting_head(head: str) -> None:
@@ -292,10 +298,8 @@ def gpus_by_role(num_gpus: int, num_targets: int, num_drafts: int, num_ranks: in
 
 
 def _config(role: str, model: str) -> dict[str, Any]:
-    if is_gguf(model):
-        return _gguf_config(role, model)
     folder = Path(model)
-    allowed = "a directory with a config.json, a GGUF file, or the name of a model on the hub or in its cache"
+    allowed = "a directory with a config.json, or the name of a model on the hub or in its cache"
     if folder.is_dir():
         try:
             config = json.loads((folder / "config.json").read_text())
@@ -311,23 +315,3 @@ def _config(role: str, model: str) -> dict[str, Any]:
     except Exception as error:  # the hub's client may raise anything
         reason = str(error).strip().splitlines()[0]
         raise InvalidArgumentError(role, f"{model!r} ({reason})", allowed) from None
-
-
-def _gguf_config(role: str, model: str) -> dict[str, Any]:
-    header = read_header(model, role)
-    check_packages(model, role)
-    from transformers.integrations.ggml import GGUF_CONFIG_MAPPING  # slow to import, and rarely needed
-
-    # The names in files differ by their separators from those of transformers: qwen2moe, qwen2_moe.
-    known = {_plain(name): name for name in GGUF_CONFIG_MAPPING if name not in ("general", "tokenizer")}
-    if _plain(header.architecture) not in known:
-        allowed = (
-            f"a GGUF file of an architecture that transformers reads: {', '.join(sorted(known.values()))}; "
-            f"this one is of {header.architecture}"
-        )
-        raise InvalidArgumentError(role, model, allowed)
-    return {"vocab_size": header.vocab_size or None}
-
-
-def _plain(architecture: str) -> str:
-    return architecture.replace("-", "").replace("_", "")

@@ -158,7 +158,7 @@ class DraftWorker(Worker[DraftSettings]):
 
     @property
     def _target(self) -> str:
-        """The target's directory, hub name or GGUF file; "" if the settings do not name it."""
+        """The target's directory or hub name; "" if the settings do not name it."""
         name = self.settings.target
         return resolve_model(name, "target") if name else ""
 

@@ -49,7 +49,7 @@ def load_engine(
     """Load a model and check that it can be served exactly.
 
     Args:
-        model: Directory, hub name or GGUF file; of a drafter also `early-exit:N`.
+        model: Directory or hub name; of a drafter also `early-exit:N`.
         device: "auto", "cpu", "cuda" or "cuda:N".
         dtype: "auto" (as for `load_model`), "float32", "bfloat16" or "float16".
         threads: Arithmetic threads of this process.
@@ -67,8 +67,8 @@ def load_engine(
     Raises:
         UnsupportedModelError: It cannot be served exactly; the reason is in the error.
         NotFoundError: There is no such model.
-        InvalidArgumentError: Unknown device or dtype, a GGUF file that cannot be read, weights or an
-            engine without a kernel, or a drafter that needs another target or the name of its target.
+        InvalidArgumentError: Unknown device or dtype, weights or an engine without a kernel, or a drafter
+            that needs another target or the name of its target.
     """
     torch.set_num_threads(threads)
     if engine == "vllm":
@@ -114,14 +114,14 @@ def load_worker_engine(path: str, settings: WorkerSettings, draft_for: str | Non
     """Load a model with a worker's settings, in one process.
 
     Args:
-        path: Directory, hub name or GGUF file.
+        path: Directory or hub name.
         settings: The worker's settings.
         draft_for: As for `load_engine`.
 
     Raises:
         UnsupportedModelError: It cannot be served exactly; the reason is in the error.
         NotFoundError: There is no such model.
-        InvalidArgumentError: Unknown device or dtype, a GGUF file that cannot be read, or weights of a draft
+        InvalidArgumentError: Unknown device or dtype, or weights of a draft
             for which there is no kernel.
     """
     engine = load_engine(

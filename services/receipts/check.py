@@ -103,7 +103,7 @@ class ReceiptChecker:
     """Checks receipts against one checkpoint, loaded as a worker with the settings of the environment does.
 
     Args:
-        target: Directory, hub name, GGUF file or "demo".
+        target: Directory, hub name or "demo".
         margin: How far two logits may move towards each other; None: by the receipt's dtype (`MARGINS`).
 
     Raises:

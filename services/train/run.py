@@ -16,7 +16,6 @@ from transformers import AutoTokenizer
 from gammaray.cli.options import read_prompts
 from gammaray.demo_pair import resolve_model
 from gammaray.errors import FailedPreconditionError, InvalidArgumentError
-from gammaray.gguf import is_gguf
 from gammaray.qualify.training import TrainTask
 from services.engine.core.model import eos_token_ids, load_model
 from services.engine.loader import load_engine
@@ -74,8 +73,6 @@ def run(task: TrainTask, report: Callable[[str], None], stopped: Callable[[], bo
         ResourceExhaustedError: The disk is full; what was saved is intact.
     """
     path = resolve_model(task.target, "target")
-    if is_gguf(path):
-        raise InvalidArgumentError("target", task.target, "a directory or hub name with safetensors")
     work = Path(task.work or f"{task.out.rstrip('/')}.work")
     with disk(work):
         work.mkdir(parents=True, exist_ok=True)

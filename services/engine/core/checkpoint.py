@@ -68,7 +68,7 @@ class StoredWeights:
     """How a checkpoint with quantised weights is served.
 
     Attributes:
-        method: Its `quant_method`, or "GGUF".
+        method: Its `quant_method`.
         is_expanded: Whether the weights were dequantised when they were loaded.
     """
 

@@ -12,7 +12,7 @@ class UnsupportedModelError(FailedPreconditionError):
     """The model cannot be served exactly; `reason` says why.
 
     Attributes:
-        model: Directory, hub name or GGUF file.
+        model: Directory, hub name, or the GGUF file that is converted.
         reason: One sentence for the operator.
     """
 

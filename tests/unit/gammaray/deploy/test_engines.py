@@ -85,7 +85,6 @@ def test_kernel_does_not_run_on_a_gpu():
             {"deterministic": True, "device": "cpu"},
             "device: got cpu, allowed: auto or cuda with deterministic",
         ),
-        ({"model": "m.gguf"}, "model: got m.gguf, allowed: a directory or hub name with the engine vllm"),
     ],
 )
 def test_settings_that_vllm_does_not_serve_are_refused(given, words):

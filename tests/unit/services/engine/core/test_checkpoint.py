@@ -245,7 +245,7 @@ def test_load_torchao_int8_served_by_transformers_layers(tmp_path: Path) -> None
     assert 0 < (found - plain).abs().mean() < 0.05 * plain.abs().mean()
     with pytest.raises(InvalidArgumentError, match="torchao weights already"):
         load_engine(given, device="cpu", weights="int8", draft_for="")
-    with pytest.raises(UnsupportedModelError, match="deterministic mode does not cover torchao"):
+    with pytest.raises(UnsupportedModelError, match="deterministic mode needs the compiled CPU kernel"):
         load_engine(given, device="cpu", deterministic=True)
 
 
