@@ -179,7 +179,7 @@ _DETERMINISM = (
 )
 _DRAFT_WEIGHTS = (
     "Weights of the draft model or EAGLE head: int8 and int4 are quantised at load, which changes acceptance "
-    "and speed, not the text; on a CPU they need the compiled kernel, on CUDA torchao. auto: as dtype."
+    "and speed, not the text; they need the compiled CPU kernel. auto: as dtype."
 )
 _HEAD = (
     "What drafts in the target workers, instead of draft workers: directory or hub name of an EAGLE-3 head, "

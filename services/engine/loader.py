@@ -26,7 +26,6 @@ from services.engine.core.tensor_files import checkpoint_folder, read_tensor, te
 from services.engine.engine import Engine
 from services.engine.hf.probe import ModelLayout, probe_model
 from services.engine.hf.runner import TransformersRunner
-from services.engine.hf.torchao import quantise_module
 from services.engine.native.library import load_kernel, use_threads
 from services.engine.native.runner import NativeRunner
 from services.engine.native.weights import build_native, native_obstacle
@@ -253,8 +252,8 @@ def _weights_note(loaded: LoadedModel, weights: str) -> list[str]:
     return [] if loaded.stored is None else [loaded.stored.described(loaded.dtype)]
 
 
-def _quantised(loaded: LoadedModel, weights: str, obstacle: str) -> Mapping[int, QuantisedMatrix] | None:
-    """Quantise a draft; returns its matrices if the compiled kernel runs it, None with torchao on a GPU.
+def _quantised(loaded: LoadedModel, weights: str, obstacle: str) -> Mapping[int, QuantisedMatrix]:
+    """Quantise a draft; returns its matrices for the compiled kernel.
 
     Raises:
         InvalidArgumentError: There is no kernel for such weights.
@@ -263,9 +262,6 @@ def _quantised(loaded: LoadedModel, weights: str, obstacle: str) -> Mapping[int,
         raise InvalidArgumentError(
             "draft_weights", weights, f"auto: the checkpoint has {loaded.stored.method} weights already"
         )
-    if loaded.device.type == "cuda":
-        quantise_module(loaded.module, weights)
-        return None
     if obstacle:
         raise InvalidArgumentError(
             "draft_weights", weights, f"auto: {weights} needs the compiled CPU kernel ({obstacle})"
