@@ -195,11 +195,7 @@ class Chat:
 
 
 def _base_url(url: str, tls: ClientTls | None) -> str:
-    """Return the complete URL, with scheme.
-
-    Raises:
-        InvalidArgumentError: The URL is malformed, or is http:// despite TLS options.
-    """
+    """Return the complete URL, with scheme."""
     full = url if "://" in url else f"http{'' if tls is None else 's'}://{url}"
     try:
         parts = urlsplit(full)

@@ -239,11 +239,7 @@ async def _only(call: Any) -> AsyncIterator[Any]:
 
 
 def _parsed(address: str) -> tuple[str, tuple[str, int] | None, bool | None]:
-    """Return gRPC's target, host and port if there are any, and whether the scheme implies TLS.
-
-    Raises:
-        InvalidArgumentError: A malformed address.
-    """
+    """Return gRPC's target, host and port if there are any, and whether the scheme implies TLS."""
     needs_tls, target = None, address
     if scheme := _SCHEME.fullmatch(address):
         needs_tls, target = scheme["scheme"] != "grpc", scheme["place"]

@@ -157,12 +157,7 @@ def check_workers(settings: ClusterSettings, devices: CudaDevices | None = None)
 def _check_devices(
     settings: ClusterSettings, workers: Mapping[str, WorkerSettings], devices: CudaDevices | None
 ) -> int:
-    """Return the number of GPUs that workers may use.
-
-    Raises:
-        InvalidArgumentError: A worker needs a GPU and there is none, or would run on a GPU that it must not
-            use.
-    """
+    """Return the number of GPUs that workers may use."""
     for worker in workers.values():
         check_engine(worker.engine, settings.device, devices)
     if settings.device == "cpu" or settings.engine == "native":
@@ -203,11 +198,7 @@ def _port_range(field: str, address: str) -> tuple[int, int]:
 
 
 def _settings_of(role: str, given: Mapping[str, Any]) -> Any:
-    """Return the settings of a role: the given ones, else the environment's, else the defaults.
-
-    Raises:
-        InvalidArgumentError: A setting is out of bounds.
-    """
+    """Return the settings of a role: the given ones, else the environment's, else the defaults."""
     settings = APPLICATIONS[role].settings
     try:
         return settings(**given)

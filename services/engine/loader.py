@@ -200,9 +200,8 @@ def limit_cache(engine: Engine, settings: WorkerSettings) -> None:
 def _first_forwards(loaded: LoadedModel) -> Iterator[None]:
     """Run forwards of a model that never ran.
 
-    Raises:
-        UnsupportedModelError: One fails: sizes of its configuration contradict each other, or a package for
-            quantised weights misses a kernel or a device.
+    One fails where sizes of its configuration contradict each other, or where a package for quantised weights
+    misses a kernel or a device.
     """
     try:
         yield
@@ -215,11 +214,7 @@ def _first_forwards(loaded: LoadedModel) -> Iterator[None]:
 
 
 def _native_obstacle(loaded: LoadedModel, engine: str) -> str:
-    """Return why the compiled kernel does not run a model; empty if it does.
-
-    Raises:
-        InvalidArgumentError: The engine is to be the kernel, and cannot.
-    """
+    """Return why the compiled kernel does not run a model; empty if it does."""
     if engine == "transformers":
         return "the engine is transformers"
     obstacle = native_obstacle(loaded)
@@ -229,11 +224,7 @@ def _native_obstacle(loaded: LoadedModel, engine: str) -> str:
 
 
 def _check_covered(loaded: LoadedModel, obstacle: str) -> None:
-    """Check that deterministic mode covers a model.
-
-    Raises:
-        UnsupportedModelError: It does not.
-    """
+    """Check that deterministic mode covers a model."""
     if loaded.dtype != torch.float32 or loaded.device.type != "cpu":
         reason = f"deterministic mode covers float32 on CPU, not {loaded.dtype} on {loaded.device}"
     elif torch.get_num_threads() != 1:
@@ -253,11 +244,7 @@ def _weights_note(loaded: LoadedModel, weights: str) -> list[str]:
 
 
 def _quantised(loaded: LoadedModel, weights: str, obstacle: str) -> Mapping[int, QuantisedMatrix]:
-    """Quantise a draft; returns its matrices for the compiled kernel.
-
-    Raises:
-        InvalidArgumentError: There is no kernel for such weights.
-    """
+    """Quantise a draft; returns its matrices for the compiled kernel."""
     if loaded.stored is not None and not loaded.has_plain_weights:
         raise InvalidArgumentError(
             "draft_weights", weights, f"auto: the checkpoint has {loaded.stored.method} weights already"

@@ -128,11 +128,7 @@ class ReceiptChecker:
             return ReceiptVerdict(result="refused", reason=str(error))
 
     def _checked_margin(self, receipt: Receipt) -> float:
-        """Check that the receipt is for this checkpoint; return the margin.
-
-        Raises:
-            InvalidArgumentError: Names the first field for which it cannot be checked here.
-        """
+        """Check that the receipt is for this checkpoint; return the margin."""
         weights, _, rest = receipt.model_identity.partition("/")
         dtype, *more = rest.split("/")
         given = {

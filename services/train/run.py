@@ -316,11 +316,7 @@ class _Run:
 
 
 def _layers(task: TrainTask, count: int) -> tuple[int, ...]:
-    """Return the layers to start from, or whose entering states a head reads, of a target with `count`.
-
-    Raises:
-        InvalidArgumentError: The kind cannot be made from these.
-    """
+    """Return the layers to start from, or whose entering states a head reads, of a target with `count`."""
     is_head = task.kind == "eagle3"
     default = (2, count // 2, count - 3, count) if is_head else (0, 1)
     most = count if is_head else count - 1

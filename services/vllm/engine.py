@@ -444,11 +444,7 @@ def _is_cpu() -> bool:
 
 
 def _device() -> str:
-    """Return the device of the installed vLLM, which is built for one.
-
-    Raises:
-        InvalidArgumentError: vLLM finds none.
-    """
+    """Return the device of the installed vLLM, which is built for one."""
     from vllm.platforms import current_platform
 
     found = "cpu" if current_platform.is_cpu() else "cuda"

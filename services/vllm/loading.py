@@ -50,11 +50,7 @@ def load_target(path: str, settings: TargetSettings, limits: Limits) -> tuple[Vl
 
 
 def _head(name: str, target: str) -> str:
-    """Return the directory or hub name of what drafts in a target, or "mtp".
-
-    Raises:
-        InvalidArgumentError: It is for another target, or has another vocabulary.
-    """
+    """Return the directory or hub name of what drafts in a target, or "mtp"."""
     if name == TARGETS_OWN:
         return name
     head = resolve_model(name, "draft", "head")

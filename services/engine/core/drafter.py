@@ -201,11 +201,7 @@ def _assembled(
 
 
 def _stored(name: str, folder: Path, module: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the tensors of a drafter by the names of its module.
-
-    Raises:
-        UnsupportedModelError: transformers would join several of them.
-    """
+    """Return the tensors of a drafter by the names of its module."""
     names = stored_as(module, tensor_names(folder))
     if len(set(names.values())) < len(names):
         raise UnsupportedModelError(name, "its weights are stored in parts, which such drafters cannot be")
