@@ -17,8 +17,7 @@ from pydantic import ValidationError
 
 from gammaray.config import ClusterSettings, WorkerSettings, settings_error
 from gammaray.demo_pair import early_exit_layers, resolve_model
-from gammaray.deploy.engines import check_engine, vllm_build
-from gammaray.deploy.gpus import CudaDevices, check_device, cuda_devices
+from gammaray.deploy.engines import check_engine
 from gammaray.deploy.heads import check_no_head
 from gammaray.deploy.serve_config import APPLICATIONS, role_settings
 from gammaray.errors import InvalidArgumentError
@@ -48,9 +47,6 @@ def worker_cores(
     usable = tuple(sorted(cores))
     return {"target": usable[:of_targets], "draft": usable[of_targets : of_targets + of_drafts]}
 
-
-MANY_GPUS = 2**16
-"""Placeholder for a number of GPUs that only Ray can determine."""
 
 _OWN_ADDRESS = "an IPv4 address or name of this machine"
 _QUIET_PORTS = range(29_600, 32_700)
@@ -119,19 +115,15 @@ def _reserve(port: int) -> bool:
     return True
 
 
-def check_workers(settings: ClusterSettings, devices: CudaDevices | None = None) -> int:
+def check_workers(settings: ClusterSettings) -> None:
     """Check settings that workers and orchestrators would reject after their start, without loading a model.
 
     Args:
         settings: Settings of the cluster; the environment has the rest of each role's settings.
-        devices: CUDA devices of this machine; None to count them.
-
-    Returns:
-        The number of GPUs that workers may use, MANY_GPUS if they cannot be counted without torch.
 
     Raises:
-        InvalidArgumentError: A setting of a role is out of bounds, or settings exclude each other or do not
-            fit this machine.
+        InvalidArgumentError: A setting of a role is out of bounds, or settings exclude each other, or a
+            package is missing.
     """
     most = {"target": settings.target_workers.maximum, "draft": settings.draft_workers.maximum}
     workers: dict[str, WorkerSettings] = {}
@@ -139,43 +131,13 @@ def check_workers(settings: ClusterSettings, devices: CudaDevices | None = None)
         made = _settings_of(role, given)
         if isinstance(made, WorkerSettings) and most[role]:
             workers[role] = made
-    num_gpus = _check_devices(settings, workers, devices)
-    if settings.tensor_parallel > 1 and settings.engine == "auto" and not (num_gpus and vllm_build()[0]):
-        allowed = "1 without GPUs and vLLM, which spreads a model over several"
-        raise InvalidArgumentError("tensor_parallel", settings.tensor_parallel, allowed)
-    if settings.lora and settings.engine == "auto" and not (num_gpus and vllm_build()[0]):
-        allowed = "empty without GPUs and vLLM, which serves adapters"
-        raise InvalidArgumentError("lora", settings.lora, allowed)
-    if num_gpus != MANY_GPUS:
-        gpus_by_role(num_gpus, most["target"], most["draft"], settings.tensor_parallel)
     num_processes = sum(most.values()) + settings.orchestrators
     for worker in workers.values():
-        _check_worker(worker, sum(most.values()), num_processes, settings)
-    return num_gpus
+        check_engine(worker.engine, settings.device)
+        _check_worker(worker, sum(most.values()), num_processes)
 
 
-def _check_devices(
-    settings: ClusterSettings, workers: Mapping[str, WorkerSettings], devices: CudaDevices | None
-) -> int:
-    """Return the number of GPUs that workers may use."""
-    for worker in workers.values():
-        check_engine(worker.engine, settings.device, devices)
-    if settings.device == "cpu" or settings.engine == "native":
-        return 0
-    found = devices or cuda_devices()
-    if found is None:
-        return MANY_GPUS
-    check_device(settings.device, found)
-    for role, worker in workers.items():
-        if found.count and worker.deterministic and worker.engine != "vllm":
-            reason = f"cpu with deterministic: the {role} would run on a GPU of this machine"
-            raise InvalidArgumentError("device", settings.device, reason)
-    return found.count
-
-
-def _check_worker(
-    worker: WorkerSettings, num_workers: int, num_processes: int, settings: ClusterSettings
-) -> None:
+def _check_worker(worker: WorkerSettings, num_workers: int, num_processes: int) -> None:
     """Check settings from the environment, which all processes of a role share."""
     listen = _port_range("listen", worker.listen)
     if listen[0] and num_workers > 1:
@@ -265,6 +227,24 @@ def gpu_share(num_gpus: int, num_workers: int) -> float:
         return 0.0
     workers_per_gpu = max(1, math.ceil(num_workers / num_gpus))
     return math.floor(10_000 / workers_per_gpu) / 10_000  # Ray's precision is four decimals
+
+
+def worker_gpus(settings: ClusterSettings, num_gpus: int) -> dict[str, float]:
+    """Return the number of GPUs, or the share of one, per worker of each role.
+
+    Args:
+        settings: Settings of the cluster.
+        num_gpus: GPUs of this machine.
+
+    Raises:
+        InvalidArgumentError: There are too few GPUs.
+    """
+    if settings.device == "cpu" or settings.engine == "native":
+        num_gpus = 0
+    elif settings.device == "cuda" and not num_gpus:
+        raise InvalidArgumentError("device", "cuda", "auto or cpu: Ray finds no GPU on this machine")
+    most = settings.target_workers.maximum, settings.draft_workers.maximum
+    return gpus_by_role(num_gpus, *most, settings.tensor_parallel)
 
 
 def gpus_by_role(num_gpus: int, num_targets: int, num_drafts: int, num_ranks: int) -> dict[str, float]:

@@ -14,7 +14,6 @@ from gammaray.cli.settings import checked_settings, settings_options
 from gammaray.cli.values import FloatRange
 from gammaray.config import ClusterSettings
 from gammaray.deploy.engines import check_engine
-from gammaray.deploy.gpus import check_device
 
 START_OPTIONS = (
     click.Option(
@@ -42,6 +41,5 @@ def up(**options: Any) -> None:
     check_packages("a cluster", CLUSTER_PACKAGES, "all")
     # What can be checked without models or ports is checked before the launcher replaces this process.
     settings = checked_settings(ClusterSettings, options)
-    check_device(settings.device)
     check_engine(settings.engine, settings.device)
     become("orchestrator.launcher.cluster")
