@@ -30,7 +30,7 @@ from transformers import (
 
 from gammaray.demo_pair import is_gguf
 from gammaray.errors import GammarayError, InvalidArgumentError
-from services.engine.core.errors import InvalidModelError, MissingPackageError, UnsupportedModelError
+from services.engine.core.errors import InvalidModelError, UnsupportedModelError
 from services.engine.core.model import DTYPES, check_config
 
 _SCALED_ROTARY = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
@@ -80,7 +80,8 @@ class _File:
         try:
             from gguf import GGUFReader  # of the extra `gguf`
         except ImportError:
-            raise MissingPackageError(path, "weights", "gguf") from None
+            reason = "its weights need the package gguf, which is not installed (pip install gguf)"
+            raise UnsupportedModelError(path, reason) from None
         self.path = path
         try:
             self._reader = GGUFReader(path)

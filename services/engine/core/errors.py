@@ -37,19 +37,6 @@ class InvalidModelError(UnsupportedModelError):
         super().__init__(model, f"{file}: {field}: got {self.got}, allowed: {allowed}")
 
 
-class MissingPackageError(UnsupportedModelError):
-    """A package that the model's checkpoint needs is not installed.
-
-    Attributes:
-        package: Its name, as pip installs it.
-    """
-
-    def __init__(self, model: str, what: str, package: str) -> None:
-        self.package = package
-        reason = f"its {what} need the package {package}, which is not installed (pip install {package})"
-        super().__init__(model, reason)
-
-
 class CacheGapError(FailedPreconditionError):
     """A feed starts past the cached tokens: the tokens from `length` on are needed first.
 

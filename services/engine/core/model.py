@@ -24,7 +24,6 @@ from gammaray.errors import InvalidArgumentError, NotFoundError
 from services.engine.core.checkpoint import (
     StoredWeights,
     check_loading,
-    check_packages,
     check_scales,
     choose_expansion,
     is_expanded,
@@ -206,7 +205,6 @@ def _check_weights(name: str, config: PretrainedConfig, *, is_packed: bool) -> N
 def _load_quantised(
     name: str, config: PretrainedConfig, method: str, device: torch.device, dtype: torch.dtype
 ) -> LoadedModel:
-    check_packages(name, method)
     choose_expansion(config, method, device)
     if method == "bitsandbytes":  # it logs each product on a CPU
         logging.getLogger("bitsandbytes").setLevel(logging.ERROR)

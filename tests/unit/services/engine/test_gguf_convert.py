@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from gammaray.errors import InvalidArgumentError
 from services.engine.convert import convert
 from services.engine.core.batch import SequenceInput
-from services.engine.core.errors import MissingPackageError, UnsupportedModelError
+from services.engine.core.errors import UnsupportedModelError
 from services.engine.core.model import load_model
 from services.engine.loader import load_engine
 from tests.support.gguf_helpers import END, SETTINGS, START, TEMPLATE, dequantised, tiny_gguf
@@ -221,5 +221,5 @@ def test_file_truncated_anywhere_is_refused(tmp_path):
 def test_missing_reader_is_named(tmp_path, monkeypatch):
     path, _ = tiny_gguf("llama", tmp_path)
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(MissingPackageError, match="pip install gguf"):
+    with pytest.raises(UnsupportedModelError, match="pip install gguf"):
         converted(path)
