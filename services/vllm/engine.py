@@ -22,7 +22,6 @@ from services.engine.core.errors import EngineLostError
 from services.engine.core.kv_cache import CacheStats
 from services.process.adapters import adapter_error, max_rank
 from services.scheduling.tasks import SessionSpec
-from services.vllm.compatibility import check_vllm
 from services.vllm.messages import SESSION, SPEC, Verdicts
 
 MAX_REQUESTS = 256
@@ -144,7 +143,6 @@ class VllmEngine:
                     "deterministic", True, "false with vLLM on a CPU, or another engine"
                 )
             os.environ["VLLM_BATCH_INVARIANT"] = "1"  # vLLM's modules read it when they are imported
-        check_vllm()
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         if vllm_build()[1] == "cpu":
