@@ -1,4 +1,4 @@
-"""The names of vLLM that `services.vllm` uses; `python -m tests.support.vllm_names` prints those that are gone.
+"""Names of vLLM that `services.vllm` uses: `python -m tests.support.vllm_names` prints those that are gone.
 
 vLLM calls its custom schedulers and proposers unstable, so that one minor version is supported per release.
 """
