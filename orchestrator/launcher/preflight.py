@@ -18,7 +18,6 @@ from pydantic import ValidationError
 from gammaray.config import ClusterSettings, WorkerSettings, settings_error
 from gammaray.demo_pair import early_exit_layers, resolve_model
 from gammaray.deploy.engines import check_engine
-from gammaray.deploy.heads import check_no_head
 from gammaray.deploy.serve_config import APPLICATIONS, role_settings
 from gammaray.errors import InvalidArgumentError
 from gammaray.security.tls import tls_files
@@ -172,10 +171,9 @@ def check_models(target: str, draft: str) -> list[str]:
     """Check that both models exist; return what is to be said about their vocabularies.
 
     Raises:
-        InvalidArgumentError: A model cannot be found or read, or the draft is a head.
+        InvalidArgumentError: A model cannot be found or read.
     """
     target_size = vocab_size("target", target)
-    check_no_head("draft", draft)
     if early_exit_layers(draft) is not None:
         config = _config("target", resolve_model(target))
         early_exit_layers(draft, (config.get("text_config") or config).get("num_hidden_layers"))
