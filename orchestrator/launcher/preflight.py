@@ -7,7 +7,6 @@ import errno
 import json
 import math
 import random
-import re
 import socket
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -20,7 +19,6 @@ from gammaray.demo_pair import early_exit_layers, resolve_model
 from gammaray.deploy.engines import check_engine
 from gammaray.deploy.serve_config import APPLICATIONS, role_settings
 from gammaray.errors import InvalidArgumentError
-from gammaray.security.tls import tls_files
 
 
 def worker_cores(
@@ -125,37 +123,10 @@ def check_workers(settings: ClusterSettings) -> None:
             package is missing.
     """
     most = {"target": settings.target_workers.maximum, "draft": settings.draft_workers.maximum}
-    workers: dict[str, WorkerSettings] = {}
     for role, given in role_settings(settings).items():
         made = _settings_of(role, given)
         if isinstance(made, WorkerSettings) and most[role]:
-            workers[role] = made
-    num_processes = sum(most.values()) + settings.orchestrators
-    for worker in workers.values():
-        check_engine(worker.engine, settings.device)
-        _check_worker(worker, sum(most.values()), num_processes)
-
-
-def _check_worker(worker: WorkerSettings, num_workers: int, num_processes: int) -> None:
-    """Check settings from the environment, which all processes of a role share."""
-    listen = _port_range("listen", worker.listen)
-    if listen[0] and num_workers > 1:
-        raise InvalidArgumentError(
-            "listen", worker.listen, f"port 0 for {num_workers} workers on one machine"
-        )
-    if worker.metrics_listen:
-        first, last = _port_range("metrics_listen", worker.metrics_listen)
-        if first and last - first + 1 < num_processes:
-            allowed = f"port 0, or a range of {num_processes} ports, one for each process"
-            raise InvalidArgumentError("metrics_listen", worker.metrics_listen, allowed)
-    tls_files(worker)
-
-
-def _port_range(field: str, address: str) -> tuple[int, int]:
-    match = re.fullmatch(r".+:(\d{1,5})(?:-(\d{1,5}))?", address)
-    if match is None or not int(match[1]) <= int(match[2] or match[1]) <= 65535:
-        raise InvalidArgumentError(field, address, "host:port")
-    return int(match[1]), int(match[2] or match[1])
+            check_engine(made.engine, settings.device)
 
 
 def _settings_of(role: str, given: Mapping[str, Any]) -> Any:

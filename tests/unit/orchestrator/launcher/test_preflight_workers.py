@@ -39,11 +39,6 @@ def test_settings_that_do_not_fit_the_devices_are_refused_with_the_reason():
     [
         ({"THREADS": "0"}, "threads"),
         ({"THREADS": "2", "DETERMINISTIC": "1"}, "threads"),
-        ({"LISTEN": "127.0.0.1:50051"}, "listen"),
-        ({"LISTEN": "here"}, "listen"),
-        ({"METRICS_LISTEN": "127.0.0.1:9464"}, "metrics_listen"),
-        ({"METRICS_LISTEN": "127.0.0.1:9464-9465"}, "metrics_listen"),
-        ({"TLS_CA": "/nowhere/ca.pem"}, "tls_cert"),
         ({"SESSION_TTL_S": "0"}, "session_ttl_s"),
     ],
     ids=str,
