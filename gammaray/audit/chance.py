@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import math
 import re
+from bisect import bisect_left
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from itertools import combinations, pairwise
 from typing import Any
 
-from gammaray.audit.answers import Answer, Choice
+from gammaray.audit.answers import Answer, Choice, Token
 from gammaray.audit.findings import ALPHA, CheckResult, Status, failed, inconclusive, not_possible, passed
-from gammaray.audit.law import IndependenceTest, LawTest
+from gammaray.audit.law import IndependenceTest, LawTest, Position
 from gammaray.audit.subject import Subject
 from gammaray.errors import InvalidArgumentError
 
@@ -29,6 +30,7 @@ MIN_PAIRS = 400
 _TOKENS = 128
 _SPECIAL = re.compile(r"(\d+:)?(<[^<>\s]{1,40}>)?")
 _MAX_UNREADABLE = 0.02
+_EDGES = (0.01, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 0.95, 1.0)
 
 
 class _Law:
@@ -38,6 +40,9 @@ class _Law:
         self._num_top = subject.server.num_top
         self.test = LawTest(subject.alpha * ALPHA["law"], self._num_top, SPECIAL)
         self._threshold = -math.log(self.test.alpha)
+        # Expected and observed tokens by the probability that the server reports for them.
+        self._expected, self._observed = [0.0] * len(_EDGES), [0] * len(_EDGES)
+        self._path = [(0, 0.0)]
         self._drawn = self._missing = 0
 
     def observe(self, choice: Choice, drafted: Sequence[str | None]) -> None:
@@ -52,9 +57,12 @@ class _Law:
             Undecided: Too many tokens have no alternatives, or incomplete ones.
         """
         for token, proposed in zip(choice.tokens, drafted, strict=True):
-            self.test.observe(token.key, token.listed, token.lp, proposed)
+            position = self.test.observe(token.key, token.listed, token.lp, proposed)
+            if position is not None:
+                self._compare(token, position)
             self._drawn += 1
             self._missing += not token.listed
+        self._path.append((self.test.num_tokens, round(self.test.log_e_value, 2)))
         allowed = _MAX_UNREADABLE * max(500, self._drawn)
         if self._missing > allowed:
             raise not_possible(f"{self._missing} of {self._drawn} tokens have no alternatives")
@@ -63,6 +71,14 @@ class _Law:
                 f"{unreadable} of {self._drawn} tokens list fewer than {self._num_top} alternatives, "
                 "as those of the same text are listed once"
             )
+
+    def _compare(self, token: Token, position: Position) -> None:
+        """Count a token by its cell; the last cell stands for all tokens that are not listed."""
+        for prob in position.probs[:-1]:
+            self._expected[bisect_left(_EDGES, min(prob, 1.0))] += prob
+        cell = position.cell_of(token.key, token.lp)
+        if cell < len(position.probs) - 1:
+            self._observed[bisect_left(_EDGES, min(position.probs[cell], 1.0))] += 1
 
     def result(self, curl: str) -> CheckResult:
         """Return the result on the tokens so far; a command shows the last ones."""
@@ -73,6 +89,11 @@ class _Law:
             "threshold": round(self._threshold, 3),
             "strongest": test.strongest(),
             "smallest_detectable": {k: round(v, 5) if math.isfinite(v) else None for k, v in found.items()},
+            "path": self._path[:: max(1, len(self._path) // 100)],
+            "by_probability": [
+                {"to": edge, "expected": round(expected, 1), "observed": observed}
+                for edge, expected, observed in zip(_EDGES, self._expected, self._observed, strict=True)
+            ],
         }
         summary = f"{test.num_tokens} tokens, e-value up to e^{test.largest_log_e_value:.1f}"
         if test.rejected:

@@ -372,8 +372,8 @@ class LawTest(Wealth):
         cells: Cells,
         logprob: float | None = None,
         drafted: Hashable | None = None,
-    ) -> None:
-        """Count a token, unless it is hidden.
+    ) -> Position | None:
+        """Count a token, and return the cells of its position; None if it is hidden or they are not known.
 
         Args:
             token: What was generated, named as in the cells.
@@ -386,16 +386,17 @@ class LawTest(Wealth):
             InvalidArgumentError: `cells` are no log-probabilities of a distribution.
         """
         if token in self._hidden:
-            return
+            return None
         position = self._read(cells)
         self.num_tokens += 1
         self.num_unreadable += position is None
         if position is None or position.is_certain:
-            return
+            return position
         bets = Bets(position, None if drafted is None else position.cell_of(drafted))
         self._informations = [*map(sum, zip(self._informations, bets.informations(), strict=True))]
         self._losses = [*map(sum, zip(self._losses, bets.losses(), strict=True))]
         self._multiply(bets.log_factors(position.cell_of(token, logprob)))
+        return position
 
     def smallest_detectable(self) -> dict[str, float]:
         """Return by family of faults the smallest one that so many tokens show with a probability of 80 %.

@@ -21,7 +21,8 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from gammaray.audit.endpoint import Endpoint, Spent
 from gammaray.audit.findings import Status
-from gammaray.audit.report import audit_result, show
+from gammaray.audit.reference import served
+from gammaray.audit.report import audit_page, audit_result, show
 from gammaray.audit.run import CHECKS, overall, run_audit
 from gammaray.audit.subject import Subject, default_prompts, read_prompts
 from gammaray.cli.output import output_console
@@ -63,13 +64,13 @@ def _fields(context: click.Context, parameter: click.Parameter, value: str) -> d
 @click.option(
     "--reference",
     default="",
-    metavar="URL",
-    help="A second server, whose answers are right, such as one without drafts.",
+    metavar="URL|DIR",
+    help="What is right: a second server, or a model directory, which `gammaray up` serves without drafts.",
 )
 @click.option(
     "--reference-draft",
     default="",
-    metavar="URL",
+    metavar="URL|DIR",
     help="The server's draft model: `law` bets on its choices. The server must report token ids (vLLM does).",
 )
 @click.option(
@@ -120,6 +121,7 @@ def _fields(context: click.Context, parameter: click.Parameter, value: str) -> d
     "--seed", type=IntRange(0, 2**31), default=1, show_default=True, help="First seed of the requests."
 )
 @click.option("--json", "json_file", type=_FILE, help="File for the result.")
+@click.option("--html", "html_file", type=_FILE, help="File for a page with charts.")
 def audit(url: str, **options: Any) -> None:
     """Check from outside whether a server's text follows its model.
 
@@ -134,7 +136,8 @@ def audit(url: str, **options: Any) -> None:
         *(Spent(options["max_tokens_total"]), options["timeout_s"], options["fields"]),
     )
     subject = Subject(server, None, prompts, options["alpha"], options["seed"])
-    others = options["reference"], options["reference_draft"]
+    names = ("reference", "reference_draft")
+    others = [(options[name], os.path.isdir(options[name])) for name in names]
     interrupted: BaseException | None = None
     try:
         asyncio.run(_run(subject, options["checks"], others))
@@ -149,18 +152,20 @@ def audit(url: str, **options: Any) -> None:
     found = audit_result(findings, **about, date_utc=date, is_complete=interrupted is None)
     if options["json_file"] is not None:
         options["json_file"].write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    if options["html_file"] is not None:
+        options["html_file"].write_text(audit_page(found), encoding="utf-8")
     if interrupted is not None:
         raise interrupted
     click.get_current_context().exit(EXIT_CODES[overall(findings)])
 
 
-async def _run(subject: Subject, checks: Sequence[str], others: Sequence[str]) -> None:
+async def _run(subject: Subject, checks: Sequence[str], others: Sequence[tuple[str, bool]]) -> None:
     """Run an audit.
 
     Args:
         subject: The server.
         checks: Names of the checks.
-        others: URLs of the reference and of the drafter, empty for none.
+        others: The reference and the drafter: URL, directory or empty, and whether it is a directory.
     """
     errors = Console(stderr=True)
     bar = Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=errors)
@@ -172,7 +177,10 @@ async def _run(subject: Subject, checks: Sequence[str], others: Sequence[str]) -
         subject.tell = lambda text: bar.update(task, description=text)
         subject.server.model = subject.server.model or await subject.server.first_model()
         found: list[Endpoint | None] = []
-        for place in others:
+        for place, is_directory in others:
+            if is_directory:
+                subject.tell(f"starting {place}")
+                place = await stack.enter_async_context(served(Path(place)))
             found.append(subject.server.beside(place) if place else None)
             if (other := found[-1]) is not None:
                 other.model = await other.first_model()
