@@ -45,6 +45,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from benchmarks.cluster import run_or_exit
+from benchmarks.pair_loop import Ask, Pair
 from benchmarks.provenance import write_result
 from benchmarks.workloads import prompts
 from gammaray.bench.tables import plain_table
@@ -57,12 +58,11 @@ from gammaray.types import Chunk, FinishReason, GenerationRequest, SamplingParam
 from orchestrator.launcher.redis_server import RedisServer
 from orchestrator.service import Orchestrator
 from services.engine.core.batch import SequenceInput
+from services.engine.core.model import eos_token_ids
 from services.engine.engine import Engine
 from services.engine.loader import load_engine
 from services.engine.sampling.noise import Noise
 from services.process.fingerprints import vocab_sha256, weights_sha256
-from services.qualify.loop import Ask, Pair
-from services.qualify.models import Target
 from services.receipts.check import MARGINS, ReceiptChecker
 from services.scheduling.planning import Limits
 from services.target_worker.scheduler import TargetScheduler
@@ -166,7 +166,7 @@ def completions(
 ) -> list[Receipt]:
     """Return receipts of completions by an engine that calls itself float32, by default at temperature 1."""
     pair = Pair(TargetScheduler(engine, Limits(1024, _FEED)), None)
-    weights, tokenizer, ends = weights_sha256(model), vocab_sha256(model), Target(model).eos_token_ids
+    weights, tokenizer, ends = weights_sha256(model), vocab_sha256(model), eos_token_ids(model)
     receipts = []
     for number, prompt in enumerate(asked):
         ask = _Ask(tuple(prompt), num_tokens, 1.0, number, (), fields=fields)

@@ -94,7 +94,7 @@ ATTRIBUTES = (
     Attribute(t.TURN, "int", "", "Turn of the session, from 0."),
     Attribute(
         *(t.RESUMED_FROM, "int", "{token}"),
-        "Emitted tokens that the client had if it resumed; the span links to the former owner's.",
+        "Emitted tokens that the client had if it resumed.",
     ),
     Attribute(t.VERIFICATION, "string", "", "Verification method: coupled, rejection, naive or block."),
     Attribute(

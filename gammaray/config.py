@@ -21,7 +21,6 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from gammaray.demo_pair import DEMO_PAIR, early_exit_layers
 from gammaray.environment import OTHER_VARIABLES, PREFIX, check_environment
 from gammaray.errors import InvalidArgumentError
-from gammaray.gguf import is_gguf
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -147,7 +146,7 @@ _ALLOWED = {
     "string_type": "a text",
 }
 
-# Allowed settings in deterministic mode without vLLM, see `services.engine.hf.deterministic`.
+# Allowed settings in deterministic mode without vLLM.
 _DETERMINISTIC: dict[str, tuple[Any, ...]] = {
     "device": ("auto", "cpu"),
     "dtype": ("auto", "float32"),
@@ -175,12 +174,12 @@ _ENGINE = (
     "else transformers."
 )
 _DETERMINISM = (
-    "Bit-identical logits whatever the batch and gamma; slower. On a CPU in float32, with vLLM on GPUs its "
-    "batch-invariant mode."
+    "Bit-identical logits whatever the batch and gamma: on a CPU in float32, of models that the compiled "
+    "kernel covers; with vLLM on GPUs its batch-invariant mode."
 )
 _DRAFT_WEIGHTS = (
     "Weights of the draft model or EAGLE head: int8 and int4 are quantised at load, which changes acceptance "
-    "and speed, not the text; on a CPU they need the compiled kernel, on CUDA torchao. auto: as dtype."
+    "and speed, not the text; they need the compiled CPU kernel. auto: as dtype."
 )
 _HEAD = (
     "What drafts in the target workers, instead of draft workers: directory or hub name of an EAGLE-3 head, "
@@ -269,9 +268,6 @@ class _ModelSettings(_Settings):
             weights = getattr(self, "draft_weights", "auto")
             if weights != "auto" and getattr(self, "head", True):  # a target without a head has no draft
                 raise InvalidArgumentError("draft_weights", weights, "auto with the engine vllm")
-            field = "model" if isinstance(self, WorkerSettings) else "target"
-            if is_gguf(got := getattr(self, field)):
-                raise InvalidArgumentError(field, got, "a directory or hub name with the engine vllm")
         return self
 
 
@@ -391,7 +387,7 @@ class WorkerSettings(ServingSettings, _ModelSettings):
     model: str = Field(
         DEMO_PAIR,
         min_length=1,
-        description="Directory, hub name or GGUF file of a causal LM; 'demo' is the demo pair.",
+        description="Directory or hub name of a causal LM; 'demo' is the demo pair.",
     )
     listen: str = Field(
         "127.0.0.1:0",
@@ -447,7 +443,7 @@ class DraftSettings(WorkerSettings, _LearningSettings):
     )
     target: str = Field(
         "",
-        description="The target: directory, hub name or GGUF file. A draft with another vocabulary then "
+        description="The target: directory or hub name. A draft with another vocabulary then "
         "proposes the tokens that both have; a drafter that shares weights with its target reads them from "
         "there, and one that was trained for another target is refused. Empty: the vocabularies are equal, "
         "and nothing is shared.",
@@ -536,9 +532,7 @@ def _checked_draft(draft: str) -> str:
 class ClusterSettings(_TargetModelSettings, _AccessSettings):
     """A cluster on one machine, as started by `gammaray up`."""
 
-    target: str = Field(
-        DEMO_PAIR, min_length=1, description="Target model: directory, hub name or GGUF file."
-    )
+    target: str = Field(DEMO_PAIR, min_length=1, description="Target model: directory or hub name.")
     draft: Annotated[str, AfterValidator(_checked_draft)] = Field(
         DEMO_PAIR,
         min_length=1,

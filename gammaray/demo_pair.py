@@ -1,4 +1,4 @@
-"""Names of models that are no directories: `demo`, `early-exit:N`.
+"""Names of models that are no directories: `demo`, `early-exit:N`; and files, which are no models.
 
 `demo` stands for the demo pair, which the distribution gammaray-demo-pair installs. `early-exit:N` is a
 drafter made of the target's first N layers, its final norm and its head (LayerSkip, arXiv 2404.16710).
@@ -21,16 +21,19 @@ _PACKAGE = "gammaray_demo_pair"
 
 
 def resolve_model(name: str, role: str = "target", field: str = "model") -> str:
-    """Return the directory, hub name or GGUF file that a model's name stands for.
+    """Return the directory or hub name that a model's name stands for.
 
     Args:
-        name: Directory, hub name, GGUF file or "demo".
+        name: Directory, hub name or "demo".
         role: "target" or "draft".
         field: Name of the setting, for the error.
 
     Raises:
-        InvalidArgumentError: Another role, or "demo" if the demo pair is not installed.
+        InvalidArgumentError: Another role, a GGUF file, or "demo" if the demo pair is not installed.
     """
+    if is_gguf(name):
+        how = "`python -m services.engine.convert FILE.gguf DIRECTORY` makes the directory"
+        raise InvalidArgumentError(field, name, f"a directory or hub name; {how}")
     if name != DEMO_PAIR:
         return name
     if role not in ("target", "draft"):
@@ -41,6 +44,11 @@ def resolve_model(name: str, role: str = "target", field: str = "model") -> str:
             return str(Path(folder) / role)
     allowed = "another model, or the demo pair installed with pip install 'gammaray[demo]'"
     raise InvalidArgumentError(field, DEMO_PAIR, allowed)
+
+
+def is_gguf(model: str) -> bool:
+    """Whether the name of a model is that of a GGUF file, which ends in `.gguf`."""
+    return model.lower().endswith(".gguf") and not Path(model).is_dir()
 
 
 _EARLY_EXIT = "early-exit:"

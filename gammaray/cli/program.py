@@ -19,6 +19,8 @@ from gammaray.errors import FailedPreconditionError
 _ARGUMENTS = "gammaray.arguments"
 
 WORKER_PACKAGES = ("services", "torch", "transformers")
+CLUSTER_PACKAGES = ("fastapi", "grpc_health", "ray", "redis", "torch", "transformers")
+"""One module of each dependency group that a cluster on one machine needs."""
 
 
 class Program(click.Command):

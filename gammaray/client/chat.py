@@ -31,7 +31,6 @@ from gammaray.security.client_tls import (
     ClientTls,
     client_tls,
     explain,
-    refused_certificate,
     tls_error,
 )
 from gammaray.types import DrafterKind, EmittedToken, TokenOrigin
@@ -167,10 +166,7 @@ class Chat:
         except urllib.error.HTTPError as error:
             if "json" not in error.headers.get_content_type() and (cause := self._tls_cause(None)):
                 raise cause from None  # proxies answer plain text on a TLS port with an HTML page
-            page = error.read()
-            if cause := refused_certificate(self._url, error.code, page, self._tls):
-                raise cause from None
-            raise _error(error, page) from None
+            raise _error(error, error.read()) from None
         except (OSError, ValueError, HTTPException) as error:
             failure = error.reason if isinstance(error, urllib.error.URLError) else error
             if cause := self._tls_cause(failure):
@@ -199,11 +195,7 @@ class Chat:
 
 
 def _base_url(url: str, tls: ClientTls | None) -> str:
-    """Return the complete URL, with scheme.
-
-    Raises:
-        InvalidArgumentError: The URL is malformed, or is http:// despite TLS options.
-    """
+    """Return the complete URL, with scheme."""
     full = url if "://" in url else f"http{'' if tls is None else 's'}://{url}"
     try:
         parts = urlsplit(full)

@@ -23,7 +23,7 @@ from gammaray.errors import (
     TlsError,
     UnavailableError,
 )
-from gammaray.security.client_tls import ClientTls, explain, explain_http_400
+from gammaray.security.client_tls import ClientTls, explain
 from gammaray.v1.generation_service_pb2_grpc import GenerationServiceStub
 from gammaray.wire.metadata import (
     APPLICATION,
@@ -31,7 +31,7 @@ from gammaray.wire.metadata import (
     TIMEOUT_HEADER,
     trace_metadata,
 )
-from gammaray.wire.rpc_errors import code_of, error_from_rpc, is_from_gammaray
+from gammaray.wire.rpc_errors import error_from_rpc, is_from_gammaray
 
 __all__ = ["RetryPolicy", "Transport"]
 
@@ -213,11 +213,6 @@ class Transport:
         if self.has_answered or self._place is None or not self._is_explicable or is_from_gammaray(error):
             return None
         left_s = deadline - time.monotonic()
-        # A stream that ends in an HTTP error page is INTERNAL with its status, or UNKNOWN without it.
-        if self._tls is not None and code_of(error) in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN):
-            return await asyncio.to_thread(
-                explain_http_400, *self._place, self._tls, max(0.1, min(_EXPLAIN_S, left_s))
-            )
         if not isinstance(error, UnavailableError):
             return None
         if "Connection refused" not in str(error):  # which may be of one of several addresses of a name
@@ -244,11 +239,7 @@ async def _only(call: Any) -> AsyncIterator[Any]:
 
 
 def _parsed(address: str) -> tuple[str, tuple[str, int] | None, bool | None]:
-    """Return gRPC's target, host and port if there are any, and whether the scheme implies TLS.
-
-    Raises:
-        InvalidArgumentError: A malformed address.
-    """
+    """Return gRPC's target, host and port if there are any, and whether the scheme implies TLS."""
     needs_tls, target = None, address
     if scheme := _SCHEME.fullmatch(address):
         needs_tls, target = scheme["scheme"] != "grpc", scheme["place"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 
-from gammaray.deploy.gpus import CudaDevices, cuda_devices
 from gammaray.errors import InvalidArgumentError
 
 SUPPORTED_VLLM = "0.32"
@@ -46,17 +45,16 @@ def check_vllm_version() -> None:
         raise UnsupportedVllmError(f"which is installed as {version}")
 
 
-def check_engine(engine: str, device: str, devices: CudaDevices | None = None) -> None:
-    """Check that this machine has what an engine needs.
+def check_engine(engine: str, device: str) -> None:
+    """Check that this machine has the packages that an engine needs.
 
     Args:
         engine: The setting `engine`.
         device: The setting `device`.
-        devices: The available devices; None: count them.
 
     Raises:
         UnsupportedVllmError: vLLM is missing, or in another version.
-        InvalidArgumentError: The engine does not run on the device, or there is none.
+        InvalidArgumentError: The engine does not run on the device.
     """
     if engine == "native" and device == "cuda":
         raise InvalidArgumentError("device", device, "auto or cpu with the engine native")
@@ -67,6 +65,3 @@ def check_engine(engine: str, device: str, devices: CudaDevices | None = None) -
     if device not in ("auto", built_for):
         allowed = f"auto or {built_for}: the installed vLLM {version} is built for that"
         raise InvalidArgumentError("device", device, allowed)
-    found = None if built_for == "cpu" else devices or cuda_devices()
-    if found is not None and not found.count:
-        raise InvalidArgumentError("engine", engine, f"auto, native or transformers: {found.reason}")

@@ -453,9 +453,6 @@ def _check_rolls_back(matcher: LLMatcher, mask: bytes, eos_token_ids: frozenset[
     """Check that a matcher at its beginning can drop a token, as it must with a proposal.
 
     One token is enough: llguidance refuses by the attributes of all rules that the start needs.
-
-    Raises:
-        InvalidArgumentError: A rule has an attribute that cannot be followed backwards.
     """
     left = int.from_bytes(mask, "little")
     while left:

@@ -1,3 +1,3 @@
-"""Checks whether a draft is fit for a target: measurements (`measured`), their `judgement`, output (`tables`)
-and the measuring process (`process`).
+"""Checks whether drafts suit a target: what is asked (`task`), clusters that are measured one after the other
+(`clusters`), and the `judgement`.
 """

@@ -7,9 +7,8 @@ a separate handshake with the same files, and returns the cause and the option t
 from __future__ import annotations
 
 import ssl
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
-from http.client import HTTPException, HTTPSConnection
 from pathlib import Path
 from socket import create_connection
 
@@ -20,7 +19,6 @@ from gammaray.errors import InvalidArgumentError, TlsError
 _READ_S = 0.5
 """Wait for a server to reject a client certificate, in seconds; in TLS 1.3 this follows the handshake."""
 
-_MAX_PAGE = 65_536
 _PEM = "a PEM file"
 _PLAIN = "the server uses TLS and was called in plain text", "use TLS: --tls, or tls=True"
 _USE_CERT = "provide one: --cert-file and --key-file, or cert_file= and key_file="
@@ -182,29 +180,6 @@ def _closes(secured: ssl.SSLSocket, timeout_s: float) -> bool:
         return True
     except TimeoutError:
         return False
-
-
-def explain_http_400(host: str, port: int, options: ClientTls, timeout_s: float) -> TlsError | None:
-    """Return the TLS error that made a proxy answer gRPC calls with HTTP status 400, if any.
-
-    nginx completes the handshake without a valid client certificate, and then rejects each request with a
-    page that says so; gRPC shows only the status. Blocks for at most about `timeout_s` seconds.
-    """
-    try:
-        with closing(HTTPSConnection(host, port, timeout=timeout_s, context=options.context())) as connection:
-            connection.request("GET", "/")
-            answer = connection.getresponse()
-            return refused_certificate(f"{host}:{port}", answer.status, answer.read(_MAX_PAGE), options)
-    except (OSError, HTTPException):
-        return None
-
-
-def refused_certificate(where: str, status: int, page: bytes, options: ClientTls | None) -> TlsError | None:
-    """Return the TLS error if an HTTP response rejects the client certificate, else None."""
-    if options is None or status != 400 or b"SSL certificate" not in page:
-        return None
-    cause = "refuses the client certificate" if options.cert_file else "requires a client certificate"
-    return TlsError(where, f"the server {cause}", _USE_CERT)
 
 
 def tls_error(where: str, error: ssl.SSLError, *, has_certificate: bool) -> TlsError:

@@ -142,11 +142,7 @@ class Admission:
             timer.cancel()
 
     def _make_room(self, tenant: _Tenant) -> None:
-        """Make room in the queue for a request of `tenant`, if needed by rejecting one of a longer queue.
-
-        Raises:
-            ResourceExhaustedError: The queue is full and no tenant has more requests waiting.
-        """
+        """Make room in the queue for a request of `tenant`, if needed by rejecting one of a longer queue."""
         if self._num_waiting < self._max_waiting:
             return
         longest = max(self._tenants.values(), key=lambda other: len(other.waiting))

@@ -136,11 +136,7 @@ class _Field:
 
 
 def _check_size(fields: Iterable[_Field]) -> None:
-    """Check the numbers of fields and of packed integers, which bound the cost of parsing.
-
-    Raises:
-        InvalidArgumentError: A number exceeds its limit; the error names the field.
-    """
+    """Check the numbers of fields and of packed integers, which bound the cost of parsing."""
     entries: Counter[str] = Counter()
     for number, field in enumerate(fields, start=1):
         if number > MAX_FIELDS:
@@ -172,11 +168,7 @@ def _not_utf8(data: bytes, descriptor: Descriptor) -> Iterator[str]:
 
 
 def _fields(data: bytes, descriptor: Descriptor, prefix: str = "") -> Iterator[_Field]:
-    """Yield the fields of a serialised message in order, each nested message before its own fields.
-
-    Raises:
-        _NoMessageError: The remaining bytes are not a protobuf message.
-    """
+    """Yield the fields of a serialised message in order, each nested message before its own fields."""
     at = 0
     while at < len(data):
         tag, at = _varint(data, at)

@@ -84,11 +84,7 @@ async def run_cycle(
 
 
 def _checked(session: Session, proposal: Proposal, shape: Shape) -> Proposal:
-    """Return a proposal as it is verified, without distributions that the session does not need.
-
-    Raises:
-        InternalError: The proposal exceeds `shape`, or lacks the distributions that the session needs.
-    """
+    """Return a proposal as it is verified, without distributions that the session does not need."""
     _within(proposal, shape)
     if session.needs_draft_distributions:
         if len(proposal) > 0 and proposal.draft_distributions is None:
@@ -100,11 +96,7 @@ def _checked(session: Session, proposal: Proposal, shape: Shape) -> Proposal:
 
 
 def _within(proposal: Proposal, shape: Shape) -> Proposal:
-    """Return a proposal after checking its size.
-
-    Raises:
-        InternalError: It exceeds `shape`.
-    """
+    """Return a proposal after checking its size."""
     if proposal.depth > shape.depth:
         raise InternalError(f"the drafter proposed {proposal.depth} levels, {shape.depth} were asked for")
     if len(proposal) > max(shape.depth, shape.max_nodes):
@@ -115,11 +107,7 @@ def _within(proposal: Proposal, shape: Shape) -> Proposal:
 async def _verify(
     session: Session, verifier: Verifier, proposal: Proposal, by_head: Shape | None
 ) -> tuple[Proposal, Verdict]:
-    """Return the verdict and the verified proposal, which is empty if the target refused the given one.
-
-    Raises:
-        InternalError: The target's head drafted more than it was asked for.
-    """
+    """Return the verdict and the verified proposal, which is empty if the target refused the given one."""
     if by_head is not None:
         verdict = await verifier.verify(session, EMPTY, by_head)
         drafted = replace(verdict.drafted or EMPTY, drafter=DrafterKind.HEAD)

@@ -30,16 +30,16 @@ from gammaray.client.sync_client import Client
 from gammaray.config import ClusterSettings, OrchestratorSettings, PoolSize, WorkerSettings, settings_error
 from gammaray.deploy.serve_config import APPLICATIONS, GRPC_SERVICERS, SERVE_ENVIRONMENT, role_settings
 from gammaray.errors import DeadlineExceededError, GammarayError, InvalidArgumentError, UnavailableError
-from orchestrator.launcher.notes import model_notes
 from orchestrator.launcher.options import LauncherOptions, announcer, parse_options
 from orchestrator.launcher.preflight import (
     check_drafting_head,
     check_models,
     check_port,
     check_workers,
+    drafting_notes,
     free_ports,
-    gpus_by_role,
     worker_cores,
+    worker_gpus,
 )
 from orchestrator.launcher.reaper import (
     MARK,
@@ -161,14 +161,14 @@ def serve_cluster(
     """
     settings, deadline = options.cluster, time.monotonic() + options.start_timeout_s
     check_access(settings)
-    num_gpus = check_workers(settings)
+    check_workers(settings)
     check_port("http_port", settings.host, settings.http_port)
     check_port("grpc_port", settings.host, settings.grpc_port)
     if settings.http_port == settings.grpc_port:
         raise InvalidArgumentError("grpc_port", settings.grpc_port, "another port than http_port")
     draft = settings.draft if settings.draft_workers.maximum else settings.target
     check_drafting_head(settings.head)
-    for note in [*check_models(settings.target, draft), *model_notes(settings, num_gpus)]:
+    for note in [*check_models(settings.target, draft), *drafting_notes(settings)]:
         print(f"gammaray: {note}", file=sys.stderr, flush=True)
     # These imports are slow, so they come after the cheap checks.
     if settings.redis_url:
@@ -196,7 +196,7 @@ def serve_cluster(
     _start_serve(settings, started)
     redis = None if settings.redis_url else _start_redis(directory, started)
     trust = arrange_trust(settings)
-    _deploy(settings, settings.redis_url if redis is None else redis.url, trust, num_gpus)
+    _deploy(settings, settings.redis_url if redis is None else redis.url, trust)
     try:
         _wait_until_healthy(settings, deadline, trust.api_key)
     except DeadlineExceededError as error:
@@ -278,7 +278,7 @@ def _start_redis(directory: Path, started: ExitStack) -> RedisServer:
     return server
 
 
-def _deploy(settings: ClusterSettings, redis_url: str, trust: Trust, num_gpus: int) -> None:
+def _deploy(settings: ClusterSettings, redis_url: str, trust: Trust) -> None:
     """Deploy the applications; they start at the same time."""
     from ray import serve
 
@@ -289,7 +289,7 @@ def _deploy(settings: ClusterSettings, redis_url: str, trust: Trust, num_gpus: i
         "target": (of_role["target"], settings.target_workers),
         "draft": (of_role["draft"], settings.draft_workers),
     }
-    resources = _worker_resources(settings, num_gpus)
+    resources = _worker_resources(settings)
     environment: dict[str, Any] = {}
     usual = WorkerSettings(**environment)
     cores: dict[str, tuple[int, ...]] = dict.fromkeys(workers, ())
@@ -321,12 +321,11 @@ def _deploy(settings: ClusterSettings, redis_url: str, trust: Trust, num_gpus: i
     serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 
 
-def _worker_resources(settings: ClusterSettings, num_gpus: int) -> dict[str, dict[str, Any]]:
+def _worker_resources(settings: ClusterSettings) -> dict[str, dict[str, Any]]:
     import ray
 
-    num_gpus = min(num_gpus, int(ray.cluster_resources().get("GPU", 0)))  # type: ignore[no-untyped-call]
-    most = settings.target_workers.maximum, settings.draft_workers.maximum
-    gpus = gpus_by_role(num_gpus, *most, settings.tensor_parallel)
+    num_gpus = int(ray.cluster_resources().get("GPU", 0))  # type: ignore[no-untyped-call]
+    gpus = worker_gpus(settings, num_gpus)
     return {role: {"num_cpus": 0, "num_gpus": count} for role, count in gpus.items()}
 
 

@@ -7,7 +7,6 @@ import errno
 import json
 import math
 import random
-import re
 import socket
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -17,13 +16,9 @@ from pydantic import ValidationError
 
 from gammaray.config import ClusterSettings, WorkerSettings, settings_error
 from gammaray.demo_pair import early_exit_layers, resolve_model
-from gammaray.deploy.engines import check_engine, vllm_build
-from gammaray.deploy.gpus import CudaDevices, check_device, cuda_devices
-from gammaray.deploy.heads import check_no_head
+from gammaray.deploy.engines import check_engine
 from gammaray.deploy.serve_config import APPLICATIONS, role_settings
 from gammaray.errors import InvalidArgumentError
-from gammaray.gguf import check_packages, is_gguf, read_header
-from gammaray.security.tls import tls_files
 
 
 def worker_cores(
@@ -49,9 +44,6 @@ def worker_cores(
     usable = tuple(sorted(cores))
     return {"target": usable[:of_targets], "draft": usable[of_targets : of_targets + of_drafts]}
 
-
-MANY_GPUS = 2**16
-"""Placeholder for a number of GPUs that only Ray can determine."""
 
 _OWN_ADDRESS = "an IPv4 address or name of this machine"
 _QUIET_PORTS = range(29_600, 32_700)
@@ -120,95 +112,25 @@ def _reserve(port: int) -> bool:
     return True
 
 
-def check_workers(settings: ClusterSettings, devices: CudaDevices | None = None) -> int:
+def check_workers(settings: ClusterSettings) -> None:
     """Check settings that workers and orchestrators would reject after their start, without loading a model.
 
     Args:
         settings: Settings of the cluster; the environment has the rest of each role's settings.
-        devices: CUDA devices of this machine; None to count them.
-
-    Returns:
-        The number of GPUs that workers may use, MANY_GPUS if they cannot be counted without torch.
 
     Raises:
-        InvalidArgumentError: A setting of a role is out of bounds, or settings exclude each other or do not
-            fit this machine.
+        InvalidArgumentError: A setting of a role is out of bounds, or settings exclude each other, or a
+            package is missing.
     """
     most = {"target": settings.target_workers.maximum, "draft": settings.draft_workers.maximum}
-    workers: dict[str, WorkerSettings] = {}
     for role, given in role_settings(settings).items():
         made = _settings_of(role, given)
         if isinstance(made, WorkerSettings) and most[role]:
-            workers[role] = made
-    num_gpus = _check_devices(settings, workers, devices)
-    if settings.tensor_parallel > 1 and settings.engine == "auto" and not (num_gpus and vllm_build()[0]):
-        allowed = "1 without GPUs and vLLM, which spreads a model over several"
-        raise InvalidArgumentError("tensor_parallel", settings.tensor_parallel, allowed)
-    if settings.lora and settings.engine == "auto" and not (num_gpus and vllm_build()[0]):
-        allowed = "empty without GPUs and vLLM, which serves adapters"
-        raise InvalidArgumentError("lora", settings.lora, allowed)
-    if num_gpus != MANY_GPUS:
-        gpus_by_role(num_gpus, most["target"], most["draft"], settings.tensor_parallel)
-    num_processes = sum(most.values()) + settings.orchestrators
-    for worker in workers.values():
-        _check_worker(worker, sum(most.values()), num_processes, settings)
-    return num_gpus
-
-
-def _check_devices(
-    settings: ClusterSettings, workers: Mapping[str, WorkerSettings], devices: CudaDevices | None
-) -> int:
-    """Return the number of GPUs that workers may use.
-
-    Raises:
-        InvalidArgumentError: A worker needs a GPU and there is none, or would run on a GPU that it must not
-            use.
-    """
-    for worker in workers.values():
-        check_engine(worker.engine, settings.device, devices)
-    if settings.device == "cpu" or settings.engine == "native":
-        return 0
-    found = devices or cuda_devices()
-    if found is None:
-        return MANY_GPUS
-    check_device(settings.device, found)
-    for role, worker in workers.items():
-        if found.count and worker.deterministic and worker.engine != "vllm":
-            reason = f"cpu with deterministic: the {role} would run on a GPU of this machine"
-            raise InvalidArgumentError("device", settings.device, reason)
-    return found.count
-
-
-def _check_worker(
-    worker: WorkerSettings, num_workers: int, num_processes: int, settings: ClusterSettings
-) -> None:
-    """Check settings from the environment, which all processes of a role share."""
-    listen = _port_range("listen", worker.listen)
-    if listen[0] and num_workers > 1:
-        raise InvalidArgumentError(
-            "listen", worker.listen, f"port 0 for {num_workers} workers on one machine"
-        )
-    if worker.metrics_listen:
-        first, last = _port_range("metrics_listen", worker.metrics_listen)
-        if first and last - first + 1 < num_processes:
-            allowed = f"port 0, or a range of {num_processes} ports, one for each process"
-            raise InvalidArgumentError("metrics_listen", worker.metrics_listen, allowed)
-    tls_files(worker)
-
-
-def _port_range(field: str, address: str) -> tuple[int, int]:
-    match = re.fullmatch(r".+:(\d{1,5})(?:-(\d{1,5}))?", address)
-    if match is None or not int(match[1]) <= int(match[2] or match[1]) <= 65535:
-        raise InvalidArgumentError(field, address, "host:port")
-    return int(match[1]), int(match[2] or match[1])
+            check_engine(made.engine, settings.device)
 
 
 def _settings_of(role: str, given: Mapping[str, Any]) -> Any:
-    """Return the settings of a role: the given ones, else the environment's, else the defaults.
-
-    Raises:
-        InvalidArgumentError: A setting is out of bounds.
-    """
+    """Return the settings of a role: the given ones, else the environment's, else the defaults."""
     settings = APPLICATIONS[role].settings
     try:
         return settings(**given)
@@ -220,13 +142,10 @@ def check_models(target: str, draft: str) -> list[str]:
     """Check that both models exist; return what is to be said about their vocabularies.
 
     Raises:
-        InvalidArgumentError: A model cannot be found or read, or the draft is a head.
+        InvalidArgumentError: A model cannot be found or read.
     """
     target_size = vocab_size("target", target)
-    check_no_head("draft", draft)
     if early_exit_layers(draft) is not None:
-        if is_gguf(target):
-            raise InvalidArgumentError("draft", draft, "a draft model, as the target is a GGUF file")
         config = _config("target", resolve_model(target))
         early_exit_layers(draft, (config.get("text_config") or config).get("num_hidden_layers"))
         return []
@@ -237,6 +156,15 @@ def check_models(target: str, draft: str) -> list[str]:
         f"the draft has {draft_size} token ids and the target {target_size}: the draft's tokens are mapped "
         "to the target's; `gammaray qualify` measures what that costs"
     ]
+
+
+def drafting_notes(settings: ClusterSettings) -> list[str]:
+    """Return what is not obvious from the settings: what drafts if no draft worker does."""
+    if settings.head:
+        return [f"the head {settings.head} drafts in the target workers"]
+    if not settings.draft_workers.maximum:
+        return ["no draft workers: speculates by look-ups in the text; --draft names a draft model"]
+    return []
 
 
 def check_drafting_head(head: str) -> None:
@@ -270,6 +198,24 @@ def gpu_share(num_gpus: int, num_workers: int) -> float:
     return math.floor(10_000 / workers_per_gpu) / 10_000  # Ray's precision is four decimals
 
 
+def worker_gpus(settings: ClusterSettings, num_gpus: int) -> dict[str, float]:
+    """Return the number of GPUs, or the share of one, per worker of each role.
+
+    Args:
+        settings: Settings of the cluster.
+        num_gpus: GPUs of this machine.
+
+    Raises:
+        InvalidArgumentError: There are too few GPUs.
+    """
+    if settings.device == "cpu" or settings.engine == "native":
+        num_gpus = 0
+    elif settings.device == "cuda" and not num_gpus:
+        raise InvalidArgumentError("device", "cuda", "auto or cpu: Ray finds no GPU on this machine")
+    most = settings.target_workers.maximum, settings.draft_workers.maximum
+    return gpus_by_role(num_gpus, *most, settings.tensor_parallel)
+
+
 def gpus_by_role(num_gpus: int, num_targets: int, num_drafts: int, num_ranks: int) -> dict[str, float]:
     """Return the number of GPUs, or the share of one, per worker of each role.
 
@@ -292,10 +238,8 @@ def gpus_by_role(num_gpus: int, num_targets: int, num_drafts: int, num_ranks: in
 
 
 def _config(role: str, model: str) -> dict[str, Any]:
-    if is_gguf(model):
-        return _gguf_config(role, model)
     folder = Path(model)
-    allowed = "a directory with a config.json, a GGUF file, or the name of a model on the hub or in its cache"
+    allowed = "a directory with a config.json, or the name of a model on the hub or in its cache"
     if folder.is_dir():
         try:
             config = json.loads((folder / "config.json").read_text())
@@ -311,23 +255,3 @@ def _config(role: str, model: str) -> dict[str, Any]:
     except Exception as error:  # the hub's client may raise anything
         reason = str(error).strip().splitlines()[0]
         raise InvalidArgumentError(role, f"{model!r} ({reason})", allowed) from None
-
-
-def _gguf_config(role: str, model: str) -> dict[str, Any]:
-    header = read_header(model, role)
-    check_packages(model, role)
-    from transformers.integrations.ggml import GGUF_CONFIG_MAPPING  # slow to import, and rarely needed
-
-    # The names in files differ by their separators from those of transformers: qwen2moe, qwen2_moe.
-    known = {_plain(name): name for name in GGUF_CONFIG_MAPPING if name not in ("general", "tokenizer")}
-    if _plain(header.architecture) not in known:
-        allowed = (
-            f"a GGUF file of an architecture that transformers reads: {', '.join(sorted(known.values()))}; "
-            f"this one is of {header.architecture}"
-        )
-        raise InvalidArgumentError(role, model, allowed)
-    return {"vocab_size": header.vocab_size or None}
-
-
-def _plain(architecture: str) -> str:
-    return architecture.replace("-", "").replace("_", "")

@@ -101,13 +101,12 @@ class Keys:
     prefix: str = REDIS_PREFIX
 
     def of(self, session_id: str) -> list[str]:
-        """Return the keys passed to a session's scripts; the first four belong to the session alone."""
+        """Return the keys passed to a session's scripts; the first three belong to the session alone."""
         head, stored = f"{self.prefix}:session:{{{session_id}}}", f"{self.prefix}:stored"
         return [
             head,
             f"{head}:tokens",
             f"{head}:cycles",
-            f"{head}:trace",
             self.running,
             self.index(tenant_of(session_id)),
             stored,

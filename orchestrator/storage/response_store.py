@@ -1,4 +1,4 @@
-"""Responses of the Responses API in Redis, each a hash of three JSON texts.
+"""Responses of the Responses API in Redis, each a hash of two JSON texts.
 
 Names are qualified as those of sessions, so that a tenant finds only its own. A response is charged to its
 tenant like a session (see `orchestrator.storage.session_scripts`). Bytes for its output (`room`) are charged
@@ -36,12 +36,12 @@ local function keep(room)
   local size = 0
   for _, text in ipairs(redis.call('HVALS', KEYS[1])) do size = size + #text end
   redis.call('PEXPIRE', KEYS[1], ttl)
-  redis.call('ZADD', KEYS[7], now + ttl, item)
+  redis.call('ZADD', KEYS[6], now + ttl, item)
   charge(item, request_overhead + size + room, room)
 end
 
 local function more_than_charged(size)
-  return request_overhead + size - (redis.call('HGET', KEYS[8], item) or 0)
+  return request_overhead + size - (redis.call('HGET', KEYS[7], item) or 0)
 end
 """
 
@@ -59,17 +59,16 @@ return {1}
 """
 )
 
-# ARGV: tenant's bound, total bound, response, pieces, short response. Returns a key of _ENDINGS, or -9.
+# ARGV: tenant's bound, total bound, response, short response. Returns a key of _ENDINGS, or -9.
 _FINISH = (
     _HEAD
     + _KEEP
     + """
 if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end
-local need = more_than_charged(redis.call('HSTRLEN', KEYS[1], 'input') + #ARGV[7] + #ARGV[8])
+local need = more_than_charged(redis.call('HSTRLEN', KEYS[1], 'input') + #ARGV[7])
 local no = refusal(need, tonumber(ARGV[5]), tonumber(ARGV[6]))
 if no and no[1] == -9 then return -9 end
-if no then redis.call('HSET', KEYS[1], 'response', ARGV[9], 'pieces', '[]')
-else redis.call('HSET', KEYS[1], 'response', ARGV[7], 'pieces', ARGV[8]) end
+redis.call('HSET', KEYS[1], 'response', no and ARGV[8] or ARGV[7])
 keep(0)
 return no and 2 or 1
 """
@@ -93,12 +92,10 @@ class StoredResponse:
     Args:
         input: JSON list of the items before the response's output, those of earlier responses included.
         response: JSON of the response object, without log-probabilities.
-        pieces: JSON of how its output was streamed; empty while it is in progress.
     """
 
     input: bytes
     response: bytes
-    pieces: bytes = b""
 
 
 class ResponseStore:
@@ -135,24 +132,23 @@ class ResponseStore:
         field = "max_output_tokens" if room > len(stored.input) else "input"
         await self._bounds.admitted(lambda: self._create(keys=keys, args=args), name, self._ttl_ms, field)
 
-    async def finish(self, name: str, response: bytes, pieces: bytes, short: bytes) -> Ending:
+    async def finish(self, name: str, response: bytes, short: bytes) -> Ending:
         """Store the end of a response.
 
         Args:
             name: The response.
             response: The response with its output.
-            pieces: How it was streamed.
-            short: What is stored in place of both if they take more than was reserved, and do not fit.
+            short: What is stored in its place if it takes more than was reserved, and does not fit.
         """
-        args = [*self._common(name), *await self._bounds.of(name), response, pieces, short]
+        args = [*self._common(name), *await self._bounds.of(name), response, short]
         result = scripts.AGAIN
         while result == scripts.AGAIN:
             result = int(await answer(self._finish(keys=self._keys.response(name), args=args)))
         return _ENDINGS[result]
 
-    def finish_later(self, name: str, response: bytes, pieces: bytes, short: bytes) -> None:
+    def finish_later(self, name: str, response: bytes, short: bytes) -> None:
         """Store the end of a response in the background, as its request is being cancelled."""
-        task = asyncio.create_task(self._logged(self.finish(name, response, pieces, short), name))
+        task = asyncio.create_task(self._logged(self.finish(name, response, short), name))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -163,11 +159,11 @@ class ResponseStore:
             NotFoundError: No such response.
         """
         found: list[Any] = await answer(
-            self._redis.hmget(self._keys.response(name)[0], ["input", "response", "pieces"])
+            self._redis.hmget(self._keys.response(name)[0], ["input", "response"])
         )
         if found[0] is None or found[1] is None:
             raise NotFoundError(f"no response {name}", "response")
-        return StoredResponse(found[0], found[1], found[2] or b"")
+        return StoredResponse(*found)
 
     async def delete(self, name: str) -> bool:
         """Delete a response; return whether it existed."""

@@ -44,45 +44,45 @@ local tenant = string.match(name, '^(.-):') or ''
 local request = tenant .. '/' .. digest
 
 local function next_epoch()
-  local last = tonumber(redis.call('GET', KEYS[10]) or 0)
+  local last = tonumber(redis.call('GET', KEYS[9]) or 0)
   local epoch = math.max(last + 1, clock[1] * 1000000 + clock[2])
-  redis.call('SET', KEYS[10], epoch)
+  redis.call('SET', KEYS[9], epoch)
   return epoch
 end
 
 local function add(field, difference)
   if difference == 0 then return end
-  if redis.call('HINCRBY', KEYS[9], field, difference) == 0 then redis.call('HDEL', KEYS[9], field) end
+  if redis.call('HINCRBY', KEYS[8], field, difference) == 0 then redis.call('HDEL', KEYS[8], field) end
 end
 
 -- Charges an item with bytes, of which `spare` are set aside and not yet used; 0 takes it off.
 local function charge(item, bytes, spare)
   local owner = string.match(item, '^(.-)[:/]') or ''
-  local before = redis.call('HMGET', KEYS[8], item, item .. '+')
+  local before = redis.call('HMGET', KEYS[7], item, item .. '+')
   local more, more_spare = bytes - (before[1] or 0), spare - (before[2] or 0)
   add(owner, more)
   add(':', more)
   add(owner .. '+', more_spare)
   add(':+', more_spare)
-  if bytes > 0 then redis.call('HSET', KEYS[8], item, bytes)
+  if bytes > 0 then redis.call('HSET', KEYS[7], item, bytes)
   else
-    redis.call('HDEL', KEYS[8], item)
-    redis.call('ZREM', KEYS[7], item)
+    redis.call('HDEL', KEYS[7], item)
+    redis.call('ZREM', KEYS[6], item)
   end
-  if spare > 0 then redis.call('HSET', KEYS[8], item .. '+', spare)
-  elseif before[2] then redis.call('HDEL', KEYS[8], item .. '+') end
+  if spare > 0 then redis.call('HSET', KEYS[7], item .. '+', spare)
+  elseif before[2] then redis.call('HDEL', KEYS[7], item .. '+') end
 end
 
 local function charge_session(expires)
   local head = redis.call('HMGET', KEYS[1], 'lease', 'room')
   local tokens = redis.call('STRLEN', KEYS[2])
   local spare = head[1] and math.max(head[2] - tokens, 0) or 0
-  redis.call('ZADD', KEYS[7], expires, name)
+  redis.call('ZADD', KEYS[6], expires, name)
   charge(name, session_overhead + redis.call('STRLEN', KEYS[3]) + tokens + spare, spare)
 end
 
 local function prune(limit)
-  local items = redis.call('ZRANGEBYSCORE', KEYS[7], '-inf', '(' .. now, 'LIMIT', 0, limit)
+  local items = redis.call('ZRANGEBYSCORE', KEYS[6], '-inf', '(' .. now, 'LIMIT', 0, limit)
   for _, item in ipairs(items) do charge(item, 0, 0) end
   return #items
 end
@@ -92,15 +92,15 @@ local function latest(key) return redis.call('ZRANGE', key, -1, -1, 'WITHSCORES'
 -- Gives all that belongs to the session another ttl.
 local function renew()
   local expires = now + ttl
-  for i = 1, 4 do redis.call('PEXPIREAT', KEYS[i], expires) end
-  for _, i in ipairs({6, 12}) do
+  for i = 1, 3 do redis.call('PEXPIREAT', KEYS[i], expires) end
+  for _, i in ipairs({5, 11}) do
     redis.call('ZADD', KEYS[i], expires, name)
     redis.call('ZREMRANGEBYSCORE', KEYS[i], '-inf', '(' .. now)
     redis.call('PEXPIREAT', KEYS[i], latest(KEYS[i]))
   end
-  redis.call('PEXPIREAT', KEYS[11], latest(KEYS[12]))
-  redis.call('ZADD', KEYS[7], latest(KEYS[12]), request)
-  charge(request, request_overhead + redis.call('STRLEN', KEYS[11]), 0)
+  redis.call('PEXPIREAT', KEYS[10], latest(KEYS[11]))
+  redis.call('ZADD', KEYS[6], latest(KEYS[11]), request)
+  charge(request, request_overhead + redis.call('STRLEN', KEYS[10]), 0)
   charge_session(expires)
 end
 
@@ -113,7 +113,7 @@ local function leave(key, users, item)
     charge(item, 0, 0)
   else
     redis.call('PEXPIREAT', key, latest(users))
-    redis.call('ZADD', KEYS[7], latest(users), item)
+    redis.call('ZADD', KEYS[6], latest(users), item)
   end
 end
 
@@ -121,8 +121,8 @@ end
 -- else nil.
 local function refusal(need, tenant_bound, bound)
   prune(100)
-  for _, rule in ipairs({{tenant, tenant_bound, KEYS[6], -7}, {':', bound, KEYS[7], -8}}) do
-    local used = redis.call('HMGET', KEYS[9], rule[1], rule[1] .. '+')
+  for _, rule in ipairs({{tenant, tenant_bound, KEYS[5], -7}, {':', bound, KEYS[6], -8}}) do
+    local used = redis.call('HMGET', KEYS[8], rule[1], rule[1] .. '+')
     local excess = (used[1] or 0) + need - rule[2]
     if need > 0 and excess > 0 then
       if prune(1000) > 0 then return {-9} end
@@ -131,7 +131,7 @@ local function refusal(need, tenant_bound, bound)
         local rows = redis.call('ZRANGEBYSCORE', rule[3], now, '+inf', 'WITHSCORES', 'LIMIT', 0, 64)
         local freed = 0
         for i = 1, #rows, 2 do
-          freed = freed + (redis.call('HGET', KEYS[8], rows[i]) or 0)
+          freed = freed + (redis.call('HGET', KEYS[7], rows[i]) or 0)
           wait = math.max(wait, rows[i + 1] - now)
           if freed >= excess then break end
         end
@@ -142,9 +142,9 @@ local function refusal(need, tenant_bound, bound)
 end
 
 local function store_request(data)
-  if redis.call('EXISTS', KEYS[11]) == 0 then
-    redis.call('SET', KEYS[11], data)
-    redis.call('DEL', KEYS[12])
+  if redis.call('EXISTS', KEYS[10]) == 0 then
+    redis.call('SET', KEYS[10], data)
+    redis.call('DEL', KEYS[11])
   end
 end
 """
@@ -172,15 +172,15 @@ CREATE = (
 local there = redis.call('HMGET', KEYS[1], 'nonce', 'epoch')
 if there[1] then return {there[1] == ARGV[5] and tonumber(there[2]) or 0} end
 local need = session_overhead + ARGV[9]
-if redis.call('EXISTS', KEYS[11]) == 0 then need = need + request_overhead + #ARGV[8] end
+if redis.call('EXISTS', KEYS[10]) == 0 then need = need + request_overhead + #ARGV[8] end
 local no = refusal(need, tonumber(ARGV[6]), tonumber(ARGV[7]))
 if no then return no end
 store_request(ARGV[8])
 local epoch = next_epoch()
-redis.call('DEL', KEYS[2], KEYS[3], KEYS[4])
+redis.call('DEL', KEYS[2], KEYS[3])
 redis.call('HSET', KEYS[1], 'nonce', ARGV[5], 'epoch', epoch, 'first_epoch', epoch, 'turn', 0, 'size', 0,
   'created', now, 'lease', now + lease_ms, 'digest', digest, 'room', ARGV[9], unpack(ARGV, 10))
-redis.call('SADD', KEYS[5], name)
+redis.call('SADD', KEYS[4], name)
 renew()
 return {epoch}
 """
@@ -197,21 +197,21 @@ if not head[1] then return {-1} end
 if head[3] == ARGV[5] then return {tonumber(head[1])} end
 if tonumber(head[1]) ~= tonumber(ARGV[10]) or head[4] ~= ARGV[11] or not head[2] then return {0} end
 local need, before = ARGV[9] - redis.call('STRLEN', KEYS[2]), tenant .. '/' .. ARGV[11]
-if redis.call('EXISTS', KEYS[11]) == 0 then need = need + request_overhead + #ARGV[8] end
-if redis.call('ZCOUNT', KEYS[14], now, '+inf') == 1 then
-  need = need - (redis.call('HGET', KEYS[8], before) or 0)
+if redis.call('EXISTS', KEYS[10]) == 0 then need = need + request_overhead + #ARGV[8] end
+if redis.call('ZCOUNT', KEYS[13], now, '+inf') == 1 then
+  need = need - (redis.call('HGET', KEYS[7], before) or 0)
 end
 local no = refusal(need, tonumber(ARGV[6]), tonumber(ARGV[7]))
 if no then return no end
 store_request(ARGV[8])
 local epoch = next_epoch()
 redis.call('DEL', KEYS[2])
-if ARGV[11] ~= digest then leave(KEYS[13], KEYS[14], before) end
+if ARGV[11] ~= digest then leave(KEYS[12], KEYS[13], before) end
 redis.call('HDEL', KEYS[1], 'finish_reason')
 redis.call('HINCRBY', KEYS[1], 'turn', 1)
 redis.call('HSET', KEYS[1], 'nonce', ARGV[5], 'epoch', epoch, 'size', 0, 'lease', now + lease_ms,
   'digest', digest, 'room', ARGV[9], unpack(ARGV, 12))
-redis.call('SADD', KEYS[5], name)
+redis.call('SADD', KEYS[4], name)
 renew()
 return {epoch}
 """
@@ -261,7 +261,7 @@ END = (
 fields[#fields + 1], fields[#fields + 2] = 'finish_reason', reason
 redis.call('HSET', KEYS[1], unpack(fields))
 redis.call('HDEL', KEYS[1], 'lease')
-redis.call('SREM', KEYS[5], name)
+redis.call('SREM', KEYS[4], name)
 renew()
 return length
 """
@@ -281,7 +281,7 @@ local no = refusal(need, tonumber(ARGV[6]), tonumber(ARGV[7]))
 if no then return no end
 local epoch = next_epoch()
 redis.call('HSET', KEYS[1], 'lease', now + lease_ms, 'epoch', epoch)
-redis.call('SADD', KEYS[5], name)
+redis.call('SADD', KEYS[4], name)
 renew()
 return {epoch}
 """
@@ -296,7 +296,7 @@ RENEW = (
 if head[6] ~= digest then return -2 end
 if head[2] then return 0 end
 redis.call('HSET', KEYS[1], 'lease', now + lease_ms)
-redis.call('SADD', KEYS[5], name)
+redis.call('SADD', KEYS[4], name)
 renew()
 return 1
 """
@@ -311,7 +311,7 @@ DETACH = (
 if head[6] ~= digest then return -2 end
 redis.call('HDEL', KEYS[1], 'lease')
 if ARGV[6] ~= '' then redis.call('HSET', KEYS[1], 'state', ARGV[6]) end
-redis.call('SREM', KEYS[5], name)
+redis.call('SREM', KEYS[4], name)
 renew()
 return 1
 """
@@ -324,7 +324,7 @@ CANCEL = (
     + """
 if head[2] then return tonumber(head[1]) end
 redis.call('HDEL', KEYS[1], 'lease')
-redis.call('SREM', KEYS[5], name)
+redis.call('SREM', KEYS[4], name)
 local epoch = next_epoch()
 redis.call('HSET', KEYS[1], 'finish_reason', 'cancelled', 'epoch', epoch)
 charge_session(now + redis.call('PTTL', KEYS[1]))
@@ -347,10 +347,10 @@ if head[1] and head[3] and not head[2] then
   redis.call('HDEL', KEYS[1], 'lease')
   charge_session(now + redis.call('PTTL', KEYS[1]))
   local item = tenant .. '/' .. name
-  local charged = redis.call('HMGET', KEYS[8], item, item .. '+')
+  local charged = redis.call('HMGET', KEYS[7], item, item .. '+')
   if charged[2] then charge(item, charged[1] - charged[2], 0) end
 end
-redis.call('SREM', KEYS[5], name)
+redis.call('SREM', KEYS[4], name)
 return tonumber(head[1] or -1)
 """
 )
@@ -362,11 +362,11 @@ DELETE = (
     + """
 local there = redis.call('HGET', KEYS[1], 'digest')
 if there and there ~= digest then return -10 end
-redis.call('DEL', KEYS[1], KEYS[2], KEYS[3], KEYS[4])
-redis.call('SREM', KEYS[5], name)
-redis.call('ZREM', KEYS[6], name)
+redis.call('DEL', KEYS[1], KEYS[2], KEYS[3])
+redis.call('SREM', KEYS[4], name)
+redis.call('ZREM', KEYS[5], name)
 charge(name, 0, 0)
-if there then leave(KEYS[11], KEYS[12], request) end
+if there then leave(KEYS[10], KEYS[11], request) end
 return there and 1 or 0
 """
 )
@@ -388,16 +388,6 @@ charge_session(now + left)
 return length
 """
 )
-
-# ARGV: epoch of the owner, traceparent. Returns the previous traceparent, or ''.
-NOTE_TRACE = """
-local first = redis.call('HGET', KEYS[1], 'first_epoch')
-if not first or tonumber(ARGV[5]) < tonumber(first) then return '' end
-local before = redis.call('GET', KEYS[4])
-redis.call('SET', KEYS[4], ARGV[6], 'PX', math.max(redis.call('PTTL', KEYS[1]), 1))
-if before == ARGV[6] then return '' end
-return before or ''
-"""
 
 # KEYS: hash and tokens. Returns the time (ms), the fields of the hash, the tokens, and the ms until they
 # expire. Not a transaction: at its memory limit Redis refuses even read-only ones.

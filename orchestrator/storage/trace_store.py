@@ -1,6 +1,6 @@
-"""Trace data of a session in Redis: the records of its cycles, and the span that serves it.
+"""The records of a session's cycles in Redis.
 
-Both are keys of the session (see `orchestrator.storage.keys`): they expire and are deleted with it. Writes
+They are a key of the session (see `orchestrator.storage.keys`), which expires and is deleted with it. Writes
 are ignored for a deleted or expired session, and from owners of an earlier session with the same name.
 
 The records are concatenated serialised GetSessionTraceResponses, which protobuf parses as one merged message.
@@ -40,7 +40,6 @@ class RedisTraceStore:
         self._redis, self._ttl_ms = redis, ttl_s * 1000
         self._bounds, self._keys = bounds or StoreBounds(redis), keys
         self._record = BatchedScript(redis, scripts.RECORD)
-        self._note_trace = BatchedScript(redis, scripts.NOTE_TRACE)
 
     async def append(self, session_id: str, epoch: int, records: bytes) -> bool:
         """Append records (a serialised GetSessionTraceResponse) to a session's, as the owner of an epoch.
@@ -59,16 +58,3 @@ class RedisTraceStore:
         """Return the records of a session, oldest first; none when there is no such session."""
         data: Any = await answer(self._redis.get(self._keys.of(session_id)[2]))
         return pb.GetSessionTraceResponse.FromString(data or b"")
-
-    async def serving(self, session_id: str) -> str:
-        """Return the `traceparent` of the sampled generation that served a session last, or ""."""
-        return _text(await answer(self._redis.get(self._keys.of(session_id)[3])))
-
-    async def serve(self, session_id: str, epoch: int, traceparent: str) -> str:
-        """Store the sampled generation of an epoch's owner; return the previous one as `serving` does."""
-        args = [session_id, "", self._ttl_ms, 0, epoch, traceparent]
-        return _text(await answer(self._note_trace.call(self._keys.of(session_id), args)))
-
-
-def _text(value: bytes | str | None) -> str:
-    return value.decode() if isinstance(value, bytes) else value or ""

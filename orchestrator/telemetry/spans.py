@@ -63,11 +63,6 @@ class SessionTrace:
         self._common: dict[str, str | int] = {}
         self._verification = ""
 
-    @property
-    def traceparent(self) -> str:
-        """The context of the generation's span, as sent to other processes."""
-        return self._traceparent(self._context.span_id)
-
     def bind(self, session: Session) -> None:
         """Set the session's attributes, once the session is known."""
         self._common = {t.SESSION_ID: session.session_id, t.EPOCH: session.epoch}

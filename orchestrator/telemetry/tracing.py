@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -13,7 +12,6 @@ from opentelemetry.context import Context
 from opentelemetry.trace import SpanKind, Status, StatusCode, get_current_span
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from gammaray.errors import GammarayError
 from gammaray.telemetry import names as t
 from gammaray.telemetry.otel import Telemetry
 from gammaray.types import Chunk, FinishReason, GenerationRequest
@@ -25,8 +23,6 @@ from orchestrator.telemetry.spans import SessionTrace
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
-
-_log = logging.getLogger(__name__)
 
 _PROPAGATOR = TraceContextTextMapPropagator()
 
@@ -72,11 +68,11 @@ class RequestSpan:
 
 
 class Tracing:
-    """Starts the traces of an orchestrator and decides once per session whether it is sampled.
+    """Starts the traces of an orchestrator and decides once per generation whether it is sampled.
 
     Args:
         telemetry: Telemetry of this process.
-        store: Stores which span serves a session.
+        store: Stores the records of cycles.
         model_name: Name of the served target model.
     """
 
@@ -89,7 +85,7 @@ class Tracing:
     @asynccontextmanager
     async def request(self, request: GenerationRequest, caller: Caller) -> AsyncIterator[RequestSpan]:
         """Enter the span of a generation, which ends with the block and notes its error."""
-        span = RequestSpan(await self._begin(request, caller) if self.is_on else None)
+        span = RequestSpan(self._begin(request, caller) if self.is_on else None)
         try:
             yield span
         except BaseException as error:
@@ -116,8 +112,6 @@ class Tracing:
         trace = span.trace
         if trace is not None:
             trace.bind(session)
-            if is_stored:
-                in_background(self._link(trace, session))
         store = self._store if is_stored else None
         cycle_log = CycleLog(session, store, in_background, trace)
         session.calls = cycle_log.call
@@ -127,27 +121,11 @@ class Tracing:
         """Export the queued spans, within a deadline."""
         await self._telemetry.shutdown()
 
-    async def _link(self, trace: SessionTrace, session: Session) -> None:
-        """Store which span serves a session, and link it to the span that served it before."""
-        try:
-            served = await self._store.serve(session.session_id, session.epoch, trace.traceparent)
-            before = _parse(served)
-        except GammarayError as error:
-            _log.debug("session %s: the previous trace is unknown: %s", session.session_id, error)
-            return
-        if before is not None:
-            trace.span.add_link(get_current_span(before).get_span_context())
-
-    async def _begin(self, request: GenerationRequest, caller: Caller) -> SessionTrace | None:
+    def _begin(self, request: GenerationRequest, caller: Caller) -> SessionTrace | None:
         assert self._tracer is not None
         assert self._ids is not None
         started_ns = time.time_ns()
         parent = _parse(caller.traceparent, caller.tracestate)
-        if parent is None and request.resume_from:
-            # The turn's start made the sampling decision; an unsampled turn stored no span.
-            parent = await self._served_by(caller.qualify(request.session_id))
-            if parent is None:
-                return None
         span = self._tracer.start_span(
             t.SPAN_GENERATE, context=parent or Context(), kind=SpanKind.SERVER, start_time=started_ns
         )
@@ -155,12 +133,6 @@ class Tracing:
             return None
         span.set_attributes(_request_attributes(request, self._model_name))
         return SessionTrace(span, self._tracer, self._ids, started_ns)
-
-    async def _served_by(self, session_id: str) -> Context | None:
-        try:
-            return _parse(await self._store.serving(session_id))
-        except GammarayError:
-            return None
 
 
 def _parse(traceparent: str, tracestate: str = "") -> Context | None:

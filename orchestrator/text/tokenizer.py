@@ -20,7 +20,6 @@ from transformers import (
 
 from gammaray.demo_pair import DEMO_PAIR
 from gammaray.errors import InvalidArgumentError
-from gammaray.gguf import check_packages, is_gguf, pretrained_arguments, read_header
 from gammaray.grammar.check_pool import CheckPool
 from gammaray.grammar.matcher import GrammarCompiler, GrammarState
 from gammaray.vocabulary import decoder_kind, spell, vocabulary_sha256
@@ -35,10 +34,8 @@ _MANY_TOKENS = 4096
 
 
 def served_name(model: str) -> str:
-    """Return the name that clients use for a model: its hub name, or that of its directory or GGUF file."""
+    """Return the name that clients use for a model: its hub name, or that of its directory."""
     path = Path(model)
-    if is_gguf(model):
-        return path.stem
     return path.resolve().name if model != DEMO_PAIR and path.is_dir() else model
 
 
@@ -63,31 +60,23 @@ class Tokenizer:
     """
 
     def __init__(self, model: str) -> None:
-        """Load tokenizer and configuration from a directory, a GGUF file or, by name, the hub's cache.
+        """Load tokenizer and configuration from a directory or, by name, the hub's cache.
 
         Raises:
-            InvalidArgumentError: There is no such model, it has no tokenizer, or a GGUF file cannot be read.
+            InvalidArgumentError: There is no such model, or it has no tokenizer.
         """
-        header = read_header(model) if is_gguf(model) else None
-        if header is not None:
-            check_packages(model)
         try:
-            with pretrained_arguments(model) as (source, arguments):
-                self._tokenizer: Any = AutoTokenizer.from_pretrained(source, **arguments)
-            config: Any = AutoConfig.from_pretrained(model).get_text_config() if header is None else None
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(model)
+            config: Any = AutoConfig.from_pretrained(model).get_text_config()
         except (OSError, ValueError, KeyError) as error:
             raise InvalidArgumentError(
                 "model",
                 f"{model} ({error})",
-                "a directory, hub name or GGUF file of a causal LM with its tokenizer",
+                "a directory or hub name of a causal LM with its tokenizer",
             ) from error
-        if header is not None:  # gguf takes seconds to read the metadata once more for a configuration
-            self.vocab_size, self.max_context = header.vocab_size, header.context_length
-            self.eos_token_ids = header.eos_token_ids
-        else:
-            self.vocab_size = int(config.vocab_size)
-            self.max_context = int(getattr(config, "max_position_embeddings", None) or 2**20)
-            self.eos_token_ids = _eos_token_ids(model, config, self._tokenizer)
+        self.vocab_size = int(config.vocab_size)
+        self.max_context = int(getattr(config, "max_position_embeddings", None) or 2**20)
+        self.eos_token_ids = _eos_token_ids(model, config, self._tokenizer)
         self.vocab_sha256 = vocabulary_sha256(self._tokenizer.get_vocab())
         self._added = dict(self._tokenizer.added_tokens_decoder)
         special = (token_id for token_id, token in self._added.items() if token.special)

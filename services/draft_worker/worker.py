@@ -11,7 +11,6 @@ import grpc
 
 from gammaray.config import DraftSettings
 from gammaray.demo_pair import early_exit_layers, resolve_model
-from gammaray.deploy.heads import check_no_head
 from gammaray.errors import InvalidArgumentError
 from gammaray.types import Proposal
 from gammaray.v1 import draft_service_pb2, draft_service_pb2_grpc
@@ -22,6 +21,7 @@ from services.draft_worker.scheduler import DraftScheduler
 from services.engine.choice import uses_vllm
 from services.engine.engine import Engine
 from services.engine.loader import load_worker_engine
+from services.heads.loading import names_head
 from services.process.fingerprints import check_drafter, vocab_sha256
 from services.process.server import guarded
 from services.process.worker import Worker
@@ -135,7 +135,9 @@ class DraftWorker(Worker[DraftSettings]):
 
     def load_model(self, path: str) -> tuple[Model, BlockQueue[Any, Any]]:
         name, target, limits = self.settings.model, self._target, self._limits
-        check_no_head("model", path)
+        if names_head(path):
+            allowed = "a draft model; a head drafts in target workers: name it with --head (setting head)"
+            raise InvalidArgumentError("model", f"{path}, a head", allowed)
         check_drafter(path, target)
         if drafts_on_vllm(path, target, self.settings):
             from services.vllm.loading import load_draft  # vLLM is an extra
@@ -158,7 +160,7 @@ class DraftWorker(Worker[DraftSettings]):
 
     @property
     def _target(self) -> str:
-        """The target's directory, hub name or GGUF file; "" if the settings do not name it."""
+        """The target's directory or hub name; "" if the settings do not name it."""
         name = self.settings.target
         return resolve_model(name, "target") if name else ""
 

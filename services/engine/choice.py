@@ -9,7 +9,6 @@ import torch
 
 from gammaray.config import TargetSettings
 from gammaray.errors import InvalidArgumentError
-from gammaray.gguf import is_gguf
 
 _log = logging.getLogger(__name__)
 
@@ -26,11 +25,10 @@ def uses_vllm(engine: str, device: str) -> bool:
     return device != "cpu" and torch.cuda.is_available() and find_spec("vllm") is not None
 
 
-def target_uses_vllm(path: str, settings: TargetSettings) -> bool:
+def target_uses_vllm(settings: TargetSettings) -> bool:
     """Return whether vLLM serves a target; "auto" does not take it for what it does not serve.
 
     Args:
-        path: Directory, hub name or GGUF file.
         settings: Of the worker; with the engine vllm they name nothing that it does not serve.
 
     Raises:
@@ -42,7 +40,6 @@ def target_uses_vllm(path: str, settings: TargetSettings) -> bool:
             "deterministic": settings.deterministic,
             "draft_weights": bool(settings.head) and settings.draft_weights != "auto",
             "learn": bool(settings.learn),
-            "a GGUF file": is_gguf(path),
         }
         if any(asked.values()):
             names = " and ".join(name for name, is_asked in asked.items() if is_asked)

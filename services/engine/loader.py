@@ -24,10 +24,8 @@ from services.engine.core.quantised import QuantisedMatrix, quantise_model
 from services.engine.core.shapes import check_token_map, check_weights, input_names
 from services.engine.core.tensor_files import checkpoint_folder, read_tensor, tensor_names
 from services.engine.engine import Engine
-from services.engine.hf.deterministic import check_covered
 from services.engine.hf.probe import ModelLayout, probe_model
 from services.engine.hf.runner import TransformersRunner
-from services.engine.hf.torchao import quantise_module
 from services.engine.native.library import load_kernel, use_threads
 from services.engine.native.runner import NativeRunner
 from services.engine.native.weights import build_native, native_obstacle
@@ -50,13 +48,14 @@ def load_engine(
     """Load a model and check that it can be served exactly.
 
     Args:
-        model: Directory, hub name or GGUF file; of a drafter also `early-exit:N`.
+        model: Directory or hub name; of a drafter also `early-exit:N`.
         device: "auto", "cpu", "cuda" or "cuda:N".
         dtype: "auto" (as for `load_model`), "float32", "bfloat16" or "float16".
         threads: Arithmetic threads of this process.
         cache_budget_bytes: Upper bound of all sessions' keys and values together.
-        deterministic: Logits are bit-identical whatever else is in a step; see
-            `services.engine.hf.deterministic` for the supported models.
+        deterministic: Logits are bit-identical whatever else is in a step: the compiled kernel sums a row
+            over the same numbers in the same order in any step. Other models are refused, and the bits are
+            compared at load.
         engine: "native" is the compiled CPU kernel, "transformers" the model's own layers, "auto" the kernel
             where it covers the model.
         weights: "auto" (as `dtype`), "int8" or "int4": a draft's setting `draft_weights`. The engine then
@@ -67,8 +66,8 @@ def load_engine(
     Raises:
         UnsupportedModelError: It cannot be served exactly; the reason is in the error.
         NotFoundError: There is no such model.
-        InvalidArgumentError: Unknown device or dtype, a GGUF file that cannot be read, weights or an
-            engine without a kernel, or a drafter that needs another target or the name of its target.
+        InvalidArgumentError: Unknown device or dtype, weights or an engine without a kernel, or a drafter
+            that needs another target or the name of its target.
     """
     torch.set_num_threads(threads)
     if engine == "vllm":
@@ -80,21 +79,15 @@ def load_engine(
         loaded = load_model(model, device=device, dtype=dtype)
     else:
         loaded, draft = load_drafter(model, draft_for, device=device, dtype=dtype)
-    if deterministic:
-        check_covered(loaded)
     obstacle = _native_obstacle(loaded, engine)
+    if deterministic:
+        _check_covered(loaded, obstacle)
     quantised = None if weights == "auto" else _quantised(loaded, weights, obstacle)
     with _first_forwards(loaded), on_device(loaded.device):
         layout = probe_model(loaded)
     if draft is not None:
         layout = replace(layout, vocab_size=min(layout.vocab_size, draft.vocab_size))
-    runner, shape, kernel = _choose_runner(
-        loaded,
-        layout,
-        deterministic=deterministic,
-        obstacle=obstacle,
-        quantised=quantised,
-    )
+    runner, shape, kernel = _choose_runner(loaded, layout, obstacle, quantised)
     if runner.has_kernel:
         use_threads(threads)
     kernel = ", ".join([kernel, *_weights_note(loaded, weights)])
@@ -120,14 +113,14 @@ def load_worker_engine(path: str, settings: WorkerSettings, draft_for: str | Non
     """Load a model with a worker's settings, in one process.
 
     Args:
-        path: Directory, hub name or GGUF file.
+        path: Directory or hub name.
         settings: The worker's settings.
         draft_for: As for `load_engine`.
 
     Raises:
         UnsupportedModelError: It cannot be served exactly; the reason is in the error.
         NotFoundError: There is no such model.
-        InvalidArgumentError: Unknown device or dtype, a GGUF file that cannot be read, or weights of a draft
+        InvalidArgumentError: Unknown device or dtype, or weights of a draft
             for which there is no kernel.
     """
     engine = load_engine(
@@ -193,10 +186,7 @@ class DraftVersions:
         places = zip(first.module.modules(), module.modules(), strict=True)
         layer_of = self._layout.layer_of
         layer_of = {id(new): layer_of[id(old)] for old, new in places if id(old) in layer_of}
-        layout, is_fixed = replace(self._layout, layer_of=layer_of), settings.deterministic
-        return _choose_runner(loaded, layout, deterministic=is_fixed, obstacle=obstacle, quantised=quantised)[
-            0
-        ]
+        return _choose_runner(loaded, replace(self._layout, layer_of=layer_of), obstacle, quantised)[0]
 
 
 def limit_cache(engine: Engine, settings: WorkerSettings) -> None:
@@ -210,9 +200,8 @@ def limit_cache(engine: Engine, settings: WorkerSettings) -> None:
 def _first_forwards(loaded: LoadedModel) -> Iterator[None]:
     """Run forwards of a model that never ran.
 
-    Raises:
-        UnsupportedModelError: One fails: sizes of its configuration contradict each other, or a package for
-            quantised weights misses a kernel or a device.
+    One fails where sizes of its configuration contradict each other, or where a package for quantised weights
+    misses a kernel or a device.
     """
     try:
         yield
@@ -225,17 +214,26 @@ def _first_forwards(loaded: LoadedModel) -> Iterator[None]:
 
 
 def _native_obstacle(loaded: LoadedModel, engine: str) -> str:
-    """Return why the compiled kernel does not run a model; empty if it does.
-
-    Raises:
-        InvalidArgumentError: The engine is to be the kernel, and cannot.
-    """
+    """Return why the compiled kernel does not run a model; empty if it does."""
     if engine == "transformers":
         return "the engine is transformers"
     obstacle = native_obstacle(loaded)
     if engine == "native" and obstacle:
         raise InvalidArgumentError("engine", engine, f"auto or transformers for {loaded.name}: {obstacle}")
     return obstacle
+
+
+def _check_covered(loaded: LoadedModel, obstacle: str) -> None:
+    """Check that deterministic mode covers a model."""
+    if loaded.dtype != torch.float32 or loaded.device.type != "cpu":
+        reason = f"deterministic mode covers float32 on CPU, not {loaded.dtype} on {loaded.device}"
+    elif torch.get_num_threads() != 1:
+        reason = f"deterministic mode needs 1 thread, not {torch.get_num_threads()}"
+    elif obstacle:
+        reason = f"deterministic mode needs the compiled CPU kernel: {obstacle}"
+    else:
+        return
+    raise UnsupportedModelError(loaded.name, reason)
 
 
 def _weights_note(loaded: LoadedModel, weights: str) -> list[str]:
@@ -245,19 +243,12 @@ def _weights_note(loaded: LoadedModel, weights: str) -> list[str]:
     return [] if loaded.stored is None else [loaded.stored.described(loaded.dtype)]
 
 
-def _quantised(loaded: LoadedModel, weights: str, obstacle: str) -> Mapping[int, QuantisedMatrix] | None:
-    """Quantise a draft; returns its matrices if the compiled kernel runs it, None with torchao on a GPU.
-
-    Raises:
-        InvalidArgumentError: There is no kernel for such weights.
-    """
+def _quantised(loaded: LoadedModel, weights: str, obstacle: str) -> Mapping[int, QuantisedMatrix]:
+    """Quantise a draft; returns its matrices for the compiled kernel."""
     if loaded.stored is not None and not loaded.has_plain_weights:
         raise InvalidArgumentError(
             "draft_weights", weights, f"auto: the checkpoint has {loaded.stored.method} weights already"
         )
-    if loaded.device.type == "cuda":
-        quantise_module(loaded.module, weights)
-        return None
     if obstacle:
         raise InvalidArgumentError(
             "draft_weights", weights, f"auto: {weights} needs the compiled CPU kernel ({obstacle})"
@@ -268,8 +259,6 @@ def _quantised(loaded: LoadedModel, weights: str, obstacle: str) -> Mapping[int,
 def _choose_runner(
     loaded: LoadedModel,
     layout: ModelLayout,
-    *,
-    deterministic: bool,
     obstacle: str,
     quantised: Mapping[int, QuantisedMatrix] | None,
 ) -> tuple[Runner, CacheShape, str]:
@@ -279,7 +268,7 @@ def _choose_runner(
     if not obstacle:
         native = build_native(loaded, layout.windows, layout.vocab_size, quantised)
         return NativeRunner(native), apart, load_kernel().variant
-    return TransformersRunner(loaded, layout, fixed_shapes=deterministic), joined, f"none: {obstacle}"
+    return TransformersRunner(loaded, layout), joined, f"none: {obstacle}"
 
 
 def _log_kernel(engine: Engine) -> None:

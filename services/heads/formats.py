@@ -11,16 +11,20 @@ would cost acceptance in silence.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from transformers import LlamaConfig, PretrainedConfig
 
-from gammaray.deploy.heads import EAGLE_3, kind_of_config
 from services.engine.core.errors import UnsupportedModelError
 from services.engine.core.shapes import check_fields, check_head_dim
 from services.heads.eagle import EagleConfig
+
+EAGLE_3 = "eagle3"
+"""The kind of head that gammaray's own engines serve; vLLM serves others, too."""
+
+_FIRST_MATRIX = "fc.weight"
 
 LAYER, OFFICIAL_LAYER = "layers.0.", "midlayer."
 """Where the layer's tensors are: in the `speculators` format and in the official one."""
@@ -72,6 +76,29 @@ _OFFICIAL_KEYS = frozenset(
         "transformers_version",
     }
 )
+
+
+def kind_of_config(config: Mapping[str, Any], tensors: Collection[str]) -> str:
+    """Return the kind of a head: "eagle3", "eagle" (1 and 2), "medusa", "dflash", or its `speculators` type.
+
+    Args:
+        config: Its configuration.
+        tensors: The names of its tensors.
+
+    Returns:
+        The kind; empty for a model.
+    """
+    if kind := config.get("speculators_model_type"):
+        return str(kind)
+    given = config.get("architectures")
+    names = " ".join(
+        map(str, [config.get("model_type"), *(given if isinstance(given, list) else ())])
+    ).lower()
+    for kind, key in (("medusa", "medusa_num_heads"), ("dflash", "dflash_config"), (EAGLE_3, None)):
+        if kind in names or key in config:
+            return kind
+    # The configuration of an EAGLE-1 head may be that of a Llama with one layer.
+    return "eagle" if "eagle" in names or _FIRST_MATRIX in tensors else ""
 
 
 def is_head(folder: Path, tensors: Sequence[str]) -> bool:

@@ -114,11 +114,7 @@ def head_engine(
 
 
 def _check(engine: Engine, config: EagleConfig) -> None:
-    """Run a few tokens of a new session, and forget it.
-
-    Raises:
-        InvalidModelError: The head computes logits that are not finite.
-    """
+    """Run a few tokens of a new session, and forget it; logits that are not finite are an error."""
     count = min(3, engine.max_context - 1)
     features = engine.fuse(torch.ones(count, len(config.taps), config.target_hidden_size))
     engine.skip(_CHECK, [0])

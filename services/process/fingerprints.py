@@ -17,7 +17,6 @@ from transformers.utils.hub import cached_file
 
 from gammaray.demo_pair import DRAFTER_FILE
 from gammaray.errors import GammarayError, InvalidArgumentError
-from gammaray.gguf import is_gguf, pretrained_arguments, read_header
 from gammaray.vocabulary import vocabulary_sha256
 
 UNREADABLE = (GammarayError, OSError, ValueError, KeyError, TypeError, struct.error)
@@ -45,7 +44,7 @@ def model_identity(model: str, *, dtype: str, device: str, deterministic: bool) 
     """Return `sha256/dtype`, followed by `/deterministic/device` in that mode.
 
     Args:
-        model: Directory, GGUF file, or the name of a model in the hub's cache; it has been loaded from there.
+        model: Directory, or the name of a model in the hub's cache; it has been loaded from there.
         dtype: Dtype of its arithmetic, such as "float32".
         device: Type of the device, such as "cpu".
         deterministic: Whether logits do not depend on the rest of the batch.
@@ -68,14 +67,14 @@ def weights_sha256(model: str) -> str:
     """Return the fingerprint of a model's configuration and weights.
 
     Args:
-        model: Directory, GGUF file, or the name of a model in the hub's cache.
+        model: Directory, or the name of a model in the hub's cache.
 
     Raises:
         GammarayError, OSError, ValueError, KeyError, TypeError, struct.error: They cannot be found or read
             (`UNREADABLE`).
     """
     digest = hashlib.sha256()
-    for part in _gguf_parts(model) if is_gguf(model) else _parts(_folder(model)):
+    for part in _parts(_folder(model)):
         digest.update(part)
     return digest.hexdigest()
 
@@ -87,7 +86,7 @@ def check_drafter(model: str, target: str) -> None:
 
     Args:
         model: The drafter's directory or hub name; without that file nothing is checked.
-        target: The target's directory, hub name or GGUF file; "" if it is not known: nothing is checked.
+        target: The target's directory or hub name; "" if it is not known: nothing is checked.
 
     Raises:
         InvalidArgumentError: It is the drafter of another target, or the file cannot be read.
@@ -133,17 +132,6 @@ def _parts(folder: Path) -> Iterator[bytes]:
     """Yield the bytes to digest of a model in a directory."""
     yield _config(folder)
     yield from _weights(folder)
-
-
-def _gguf_parts(path: str) -> Iterator[bytes]:
-    """Yield the bytes to digest of a GGUF file; its names, licence and tokenizer do not affect the model."""
-    header = read_header(path)
-    kept = {k: v for k, v in header.metadata.items() if k.startswith(f"{header.architecture}.")}
-    yield json.dumps([header.architecture, kept], sort_keys=True).encode()
-    with open(path, "rb") as source:
-        for tensor in sorted(header.tensors, key=lambda tensor: tensor.name):
-            yield f"\n{tensor.name} {tensor.type} {tensor.shape} {tensor.num_bytes}\n".encode()
-            yield from _samples(source, tensor.offset, tensor.num_bytes)
 
 
 def _folder(model: str) -> Path:
@@ -217,11 +205,10 @@ def vocab_sha256(model: str) -> str:
     """Return the fingerprint of a model's vocabulary; empty without a tokenizer.
 
     Args:
-        model: Directory, hub name or GGUF file.
+        model: Directory or hub name.
     """
     try:
-        with pretrained_arguments(model) as (source, arguments):
-            vocabulary = AutoTokenizer.from_pretrained(source, **arguments).get_vocab()
+        vocabulary = AutoTokenizer.from_pretrained(model).get_vocab()
     except Exception as error:
         # A model without a tokenizer can be served; transformers raises different errors for it.
         _log.info("no tokenizer in %s: %s", model, error)

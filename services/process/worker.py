@@ -85,7 +85,7 @@ class Worker(ABC, Generic[SettingsT]):
         """Load what this kind of worker serves, in the engine's thread; return its facts and scheduler.
 
         Args:
-            path: Directory, hub name or GGUF file.
+            path: Directory or hub name.
         """
 
     @abstractmethod

@@ -31,7 +31,7 @@ def check_file(
 
     Args:
         path: One receipt per line.
-        target: Directory, hub name, GGUF file or "demo".
+        target: Directory, hub name or "demo".
         key: File or URL with public keys; None: signatures are not checked.
         margin: As in `ReceiptChecker`.
         as_json: Whether to print a JSON object per receipt.

@@ -13,21 +13,27 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
+from pydantic import ValidationError
 from torch import Tensor
 
 from gammaray.checks import check_token_ids
-from gammaray.errors import GammarayError, InvalidArgumentError
+from gammaray.config import TargetSettings, settings_error
+from gammaray.demo_pair import resolve_model
+from gammaray.errors import GammarayError, InvalidArgumentError, NotFoundError
 from gammaray.grammar.identity import digest_of, grammar_identity
 from gammaray.receipts.receipt import Receipt
 from gammaray.types import FinishReason, Proposal, VerificationMethod
 from gammaray.vocabulary import Vocabulary
+from services.engine.choice import uses_vllm
 from services.engine.core.batch import SequenceInput
+from services.engine.core.errors import UnsupportedModelError
+from services.engine.core.model import eos_token_ids
 from services.engine.engine import Engine
+from services.engine.loader import load_worker_engine
 from services.engine.sampling.edits import LogitEdits
 from services.engine.sampling.logits import edited_logits, processed_log_probs
 from services.engine.sampling.noise import Noise
 from services.process.fingerprints import vocab_sha256, weights_sha256
-from services.qualify.models import Target
 from services.scheduling.grammars import Grammars
 from services.scheduling.tasks import SessionSpec
 from services.verification.rules import best_tokens
@@ -78,11 +84,26 @@ class ReceiptVerdict:
     gap: float | None = None
 
 
+def _loaded(name: str, path: str) -> Engine:
+    """Load a target as its worker would, but not by vLLM, whose scheduler has no forward of given rows."""
+    try:
+        settings = TargetSettings(model=name)
+        if uses_vllm(settings.engine, settings.device):
+            settings = settings.model_copy(update={"engine": "transformers"})
+        return load_worker_engine(path, settings)
+    except ValidationError as error:
+        raise settings_error(error) from None
+    except NotFoundError as error:
+        raise InvalidArgumentError("target", name, f"a model that can be loaded ({error})") from None
+    except UnsupportedModelError as error:
+        raise InvalidArgumentError("target", name, f"a model that can be served: {error.reason}") from None
+
+
 class ReceiptChecker:
     """Checks receipts against one checkpoint, loaded as a worker with the settings of the environment does.
 
     Args:
-        target: Directory, hub name, GGUF file or "demo".
+        target: Directory, hub name or "demo".
         margin: How far two logits may move towards each other; None: by the receipt's dtype (`MARGINS`).
 
     Raises:
@@ -90,15 +111,11 @@ class ReceiptChecker:
     """
 
     def __init__(self, target: str, margin: float | None = None) -> None:
-        model, self._margin = Target(target), margin
-        model.load()
-        if model.facts.refusal:
-            allowed = f"a model that can be served: {model.facts.refusal}"
-            raise InvalidArgumentError("target", target, allowed)
-        self.engine, self._path = model.engine, model.path
-        self._weights, self._tokenizer = weights_sha256(model.path), vocab_sha256(model.path)
-        self._eos = model.eos_token_ids
-        self._grammars = Grammars(model.path, model.engine.vocab_size)
+        self._path, self._margin = resolve_model(target, "target"), margin
+        self.engine = _loaded(target, self._path)
+        self._weights, self._tokenizer = weights_sha256(self._path), vocab_sha256(self._path)
+        self._eos = eos_token_ids(self._path)
+        self._grammars = Grammars(self._path, self.engine.vocab_size)
 
     def verdict(self, receipt: Receipt) -> ReceiptVerdict:
         """Return what the check of a receipt finds."""
@@ -111,11 +128,7 @@ class ReceiptChecker:
             return ReceiptVerdict(result="refused", reason=str(error))
 
     def _checked_margin(self, receipt: Receipt) -> float:
-        """Check that the receipt is for this checkpoint; return the margin.
-
-        Raises:
-            InvalidArgumentError: Names the first field for which it cannot be checked here.
-        """
+        """Check that the receipt is for this checkpoint; return the margin."""
         weights, _, rest = receipt.model_identity.partition("/")
         dtype, *more = rest.split("/")
         given = {

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from transformers import AutoTokenizer
 
 from gammaray.errors import FailedPreconditionError, InvalidArgumentError
-from gammaray.gguf import pretrained_arguments
 from gammaray.grammar.matcher import GrammarCompiler, GrammarState
 
 _log = logging.getLogger(__name__)
@@ -23,7 +22,7 @@ class Grammars:
     as well, before anything is compiled. One compiler serves all sets of end tokens.
 
     Args:
-        model: Directory, hub name or GGUF file of the target, whose tokenizer is used.
+        model: Directory or hub name of the target, whose tokenizer is used.
         vocab_size: Number of the target's token ids.
     """
 
@@ -49,8 +48,7 @@ class Grammars:
 
     def _make(self) -> GrammarCompiler:
         try:
-            with pretrained_arguments(self._model) as (source, arguments):
-                tokenizer = AutoTokenizer.from_pretrained(source, **arguments)
+            tokenizer = AutoTokenizer.from_pretrained(self._model)
             eos = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
             return GrammarCompiler(tokenizer.backend_tokenizer.to_str(), self._vocab_size, eos)
         except Exception as error:  # transformers and llguidance raise different ones

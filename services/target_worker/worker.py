@@ -144,7 +144,7 @@ class TargetWorker(Worker[TargetSettings]):
     service_name: ClassVar[str] = target_service_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name
 
     def load_model(self, path: str) -> tuple[Model, BlockQueue[Any, Any]]:
-        settings, uses_vllm = self.settings, target_uses_vllm(path, self.settings)
+        settings, uses_vllm = self.settings, target_uses_vllm(self.settings)
         engine, scheduler = self._load_on_vllm(path) if uses_vllm else self._load_own(path)
         identity = model_identity(
             path,

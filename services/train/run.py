@@ -16,7 +16,6 @@ from transformers import AutoTokenizer
 from gammaray.cli.options import read_prompts
 from gammaray.demo_pair import resolve_model
 from gammaray.errors import FailedPreconditionError, InvalidArgumentError
-from gammaray.gguf import is_gguf
 from gammaray.qualify.training import TrainTask
 from services.engine.core.model import eos_token_ids, load_model
 from services.engine.loader import load_engine
@@ -74,8 +73,6 @@ def run(task: TrainTask, report: Callable[[str], None], stopped: Callable[[], bo
         ResourceExhaustedError: The disk is full; what was saved is intact.
     """
     path = resolve_model(task.target, "target")
-    if is_gguf(path):
-        raise InvalidArgumentError("target", task.target, "a directory or hub name with safetensors")
     work = Path(task.work or f"{task.out.rstrip('/')}.work")
     with disk(work):
         work.mkdir(parents=True, exist_ok=True)
@@ -319,11 +316,7 @@ class _Run:
 
 
 def _layers(task: TrainTask, count: int) -> tuple[int, ...]:
-    """Return the layers to start from, or whose entering states a head reads, of a target with `count`.
-
-    Raises:
-        InvalidArgumentError: The kind cannot be made from these.
-    """
+    """Return the layers to start from, or whose entering states a head reads, of a target with `count`."""
     is_head = task.kind == "eagle3"
     default = (2, count // 2, count - 3, count) if is_head else (0, 1)
     most = count if is_head else count - 1

@@ -22,7 +22,6 @@ from services.engine.core.errors import EngineLostError
 from services.engine.core.kv_cache import CacheStats
 from services.process.adapters import adapter_error, max_rank
 from services.scheduling.tasks import SessionSpec
-from services.vllm.compatibility import check_vllm
 from services.vllm.messages import SESSION, SPEC, Verdicts
 
 MAX_REQUESTS = 256
@@ -144,7 +143,6 @@ class VllmEngine:
                     "deterministic", True, "false with vLLM on a CPU, or another engine"
                 )
             os.environ["VLLM_BATCH_INVARIANT"] = "1"  # vLLM's modules read it when they are imported
-        check_vllm()
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         if vllm_build()[1] == "cpu":
@@ -444,11 +442,7 @@ def _is_cpu() -> bool:
 
 
 def _device() -> str:
-    """Return the device of the installed vLLM, which is built for one.
-
-    Raises:
-        InvalidArgumentError: vLLM finds none.
-    """
+    """Return the device of the installed vLLM, which is built for one."""
     from vllm.platforms import current_platform
 
     found = "cpu" if current_platform.is_cpu() else "cuda"

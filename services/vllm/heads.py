@@ -16,9 +16,9 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from torch import Tensor
 
-from gammaray.deploy.heads import kind_of_config
 from gammaray.errors import InvalidArgumentError
 from services.engine.core.tensor_files import checkpoint_folder, tensor_names
+from services.heads.formats import kind_of_config
 from services.vllm.sampler import BlockSampler
 
 MAX_DRAFTS = 8

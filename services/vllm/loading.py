@@ -8,7 +8,6 @@ from dataclasses import replace
 from gammaray.config import DraftSettings, TargetSettings, WorkerSettings, parse_adapters
 from gammaray.demo_pair import early_exit_layers, resolve_model
 from gammaray.errors import InvalidArgumentError
-from gammaray.gguf import is_gguf
 from services.engine.core.drafter import is_ordinary
 from services.heads.loading import names_head
 from services.process.fingerprints import check_drafter, vocab_sha256
@@ -51,11 +50,7 @@ def load_target(path: str, settings: TargetSettings, limits: Limits) -> tuple[Vl
 
 
 def _head(name: str, target: str) -> str:
-    """Return the directory or hub name of what drafts in a target, or "mtp".
-
-    Raises:
-        InvalidArgumentError: It is for another target, or has another vocabulary.
-    """
+    """Return the directory or hub name of what drafts in a target, or "mtp"."""
     if name == TARGETS_OWN:
         return name
     head = resolve_model(name, "draft", "head")
@@ -73,7 +68,7 @@ def load_draft(
 
     Args:
         path: Directory or hub name.
-        target: The target's directory, hub name or GGUF file; "" if it is not known.
+        target: The target's directory or hub name; "" if it is not known.
         settings: Of the worker.
         limits: Bounds of one forward.
 
@@ -100,7 +95,7 @@ def check_draft(path: str, target: str, settings: DraftSettings) -> None:
 
     Args:
         path: Directory or hub name.
-        target: The target's directory, hub name or GGUF file; "" if it is not known.
+        target: The target's directory or hub name; "" if it is not known.
         settings: Of the worker.
 
     Raises:
@@ -127,8 +122,6 @@ def _check_settings(path: str, settings: WorkerSettings, allowed: Mapping[str, o
         got = getattr(settings, field)
         if got != value:
             raise InvalidArgumentError(field, got, f"{value!r} with vLLM as the engine")
-    if is_gguf(path):
-        raise InvalidArgumentError("model", path, _ALLOWED_MODEL)
 
 
 def _options(path: str, settings: WorkerSettings, limits: Limits) -> EngineOptions:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from transformers import AutoTokenizer
 
 from gammaray.errors import GammarayError, InvalidArgumentError
-from gammaray.gguf import check_packages, is_gguf, pretrained_arguments, read_header
 from gammaray.vocabulary import Vocabulary
 from services.engine.core.model import load_config
 from services.vocabulary.context import ContextTranslation
@@ -45,9 +44,9 @@ def load_translation(draft: str, draft_size: int, target: str) -> Translation:
     """Load the tokenizers of a pair.
 
     Args:
-        draft: Directory, hub name or GGUF file of the draft.
+        draft: Directory or hub name of the draft.
         draft_size: Number of logits of the draft model.
-        target: Directory, hub name or GGUF file of the target; a directory may have its tokenizer only.
+        target: Directory or hub name of the target; a directory may have its tokenizer only.
 
     Raises:
         InvalidArgumentError: A tokenizer does not load or cannot be used, or they share no token.
@@ -62,29 +61,23 @@ def load_vocabulary(model: str, field: str) -> Vocabulary:
     """Load the vocabulary of a model's tokenizer.
 
     Args:
-        model: Directory, hub name or GGUF file.
+        model: Directory or hub name.
         field: Name of the setting, for errors.
 
     Raises:
         InvalidArgumentError: The tokenizer does not load, or the bytes of its tokens are not known.
     """
-    if is_gguf(model):
-        read_header(model, field)
-        check_packages(model, field)
     try:
-        with pretrained_arguments(model) as (source, arguments):
-            return Vocabulary(AutoTokenizer.from_pretrained(source, **arguments))
+        return Vocabulary(AutoTokenizer.from_pretrained(model))
     except Exception as error:  # transformers and tokenizers raise different errors for broken files
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        allowed = "a directory, hub name or GGUF file with a byte-level or SentencePiece tokenizer"
+        allowed = "a directory or hub name with a byte-level or SentencePiece tokenizer"
         raise InvalidArgumentError(field, f"{model!r} ({reason})", allowed) from error
 
 
 def target_size(path: str) -> int:
     """Return the number of token ids of a model; 0 if there is only a tokenizer, or nothing."""
     try:
-        if is_gguf(path):
-            return read_header(path).vocab_size
         config = load_config(path)
     except GammarayError:
         return 0

@@ -2,11 +2,11 @@
 
 import pytest
 
+from benchmarks.pair_loop import Ask, Pair
 from gammaray.config import DraftSettings, TargetSettings
 from gammaray.demo_pair import resolve_model
 from services.engine.loader import load_worker_engine
 from services.engine.native.library import load_kernel
-from services.qualify.loop import Ask, Pair
 from tests.support.engine_helpers import draft_scheduler, target_scheduler
 from tests.support.workers.service_helpers import worker_process
 from tests.support.workers.workers_helpers import Link, propose_block

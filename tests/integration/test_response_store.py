@@ -19,7 +19,7 @@ from tests.support.workers.scripted_workers import make_session
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("empty")]
 
 BEGUN = StoredResponse(b'["input"]', b'{"status": "in_progress"}')
-DONE, PIECES = b'{"status": "completed"}', b"[[3]]"
+DONE = b'{"status": "completed"}'
 SHORT = b'{"status": "failed"}'
 
 
@@ -35,8 +35,8 @@ async def test_response_begins_ends_and_is_deleted(redis):
     store = store_of(redis)
     await store.create("resp_1", BEGUN, 0)
     assert await store.read("resp_1") == BEGUN
-    assert await store.finish("resp_1", DONE, PIECES, SHORT) == "whole"
-    assert await store.read("resp_1") == StoredResponse(BEGUN.input, DONE, PIECES)
+    assert await store.finish("resp_1", DONE, SHORT) == "whole"
+    assert await store.read("resp_1") == StoredResponse(BEGUN.input, DONE)
     assert 50_000 < await redis.pttl(Keys().response("resp_1")[0]) <= 60_000
     assert await store.delete("resp_1")
     assert not await store.delete("resp_1")
@@ -49,7 +49,7 @@ async def test_end_of_a_deleted_response_does_not_bring_it_back(redis):
     store = store_of(redis)
     await store.create("resp_1", BEGUN, 0)
     await store.delete("resp_1")
-    assert await store.finish("resp_1", DONE, PIECES, SHORT) == "gone"
+    assert await store.finish("resp_1", DONE, SHORT) == "gone"
     assert await redis.keys("*response*") == []
     assert await used(redis) == 0
 
@@ -60,10 +60,10 @@ async def test_bytes_are_charged_to_the_tenant_until_deleted(redis):
     await store.create("resp_2", BEGUN, 0)
     begun = REQUEST_OVERHEAD + len(BEGUN.input) + len(BEGUN.response)
     assert [await used(redis, tenant) for tenant in ("alice", "", ":")] == [begun, begun, 2 * begun]
-    await store.finish("alice:resp_1", DONE, PIECES, SHORT)
-    done = REQUEST_OVERHEAD + len(BEGUN.input) + len(DONE) + len(PIECES)
+    await store.finish("alice:resp_1", DONE, SHORT)
+    done = REQUEST_OVERHEAD + len(BEGUN.input) + len(DONE)
     assert [await used(redis, tenant) for tenant in ("alice", ":")] == [done, begun + done]
-    await store.finish("alice:resp_1", DONE, PIECES, SHORT)  # as after a lost answer
+    await store.finish("alice:resp_1", DONE, SHORT)  # as after a lost answer
     assert await used(redis, "alice") == done
     await store.delete("alice:resp_1")
     assert [await used(redis, tenant) for tenant in ("alice", ":")] == [0, begun]
@@ -104,17 +104,16 @@ async def test_ends_never_exceed_the_bounds(redis):
     assert await used(redis) <= total / 2
     within = begun[::2]
     ends = {name: b"x" * (15_000 if name in within else 2**19) for name in begun}
-    finished = await asyncio.gather(*(store.finish(name, end, PIECES, SHORT) for name, end in ends.items()))
+    finished = await asyncio.gather(*(store.finish(name, end, SHORT) for name, end in ends.items()))
     assert dict(zip(ends, finished, strict=True)) == {
         name: "whole" if name in within else "cut" for name in begun
     }
     assert await used(redis) <= total / 2
     for name in begun:
         stored = await store.read(name)
-        expected = (ends[name], PIECES) if name in within else (SHORT, b"[]")
-        assert (stored.response, stored.pieces) == expected
+        assert stored.response == (ends[name] if name in within else SHORT)
     kept = sum(
-        REQUEST_OVERHEAD + len(BEGUN.input) + len(stored.response) + len(stored.pieces)
+        REQUEST_OVERHEAD + len(BEGUN.input) + len(stored.response)
         for stored in [await store.read(name) for name in begun]
     )
     assert await used(redis, "acme") == kept
@@ -124,7 +123,7 @@ async def test_ends_never_exceed_the_bounds(redis):
 async def test_end_beyond_its_room_is_stored_while_there_is_space(redis):
     store = store_of(redis, 2**20)
     await store.create("resp_1", BEGUN, 1000)
-    assert await store.finish("resp_1", b"x" * 50_000, PIECES, SHORT) == "whole"
+    assert await store.finish("resp_1", b"x" * 50_000, SHORT) == "whole"
     assert 50_000 < await used(redis) < 52_000
     assert await redis.hget("gammaray:stored:used", ":+") is None  # nothing is set aside any more
 
@@ -156,7 +155,7 @@ async def test_room_is_given_back_when_the_orchestrator_has_died(redis):
     assert await used(redis, "alice") < 5000
     assert await redis.hget("gammaray:stored:used", ":+") is None
     # An owner that was only slow: its end is checked, and charged.
-    assert await responses.finish("alice:resp_1", DONE, PIECES, SHORT) == "whole"
+    assert await responses.finish("alice:resp_1", DONE, SHORT) == "whole"
 
 
 async def test_sessions_and_responses_of_one_name_have_accounts_of_their_own(redis):
@@ -175,7 +174,7 @@ async def test_sessions_and_responses_of_one_name_have_accounts_of_their_own(red
 async def test_end_in_the_background_is_stored_before_close_returns(redis):
     store = store_of(redis)
     await store.create("resp_1", BEGUN, 0)
-    store.finish_later("resp_1", DONE, PIECES, SHORT)
+    store.finish_later("resp_1", DONE, SHORT)
     await store.close()
     assert (await store.read("resp_1")).response == DONE
 
@@ -190,13 +189,13 @@ async def test_redis_that_is_gone_ends_every_call_in_time(redis_server, monkeypa
         calls = [
             store.create("resp_2", BEGUN, 0),
             store.read("resp_1"),
-            store.finish("resp_1", DONE, PIECES, SHORT),
+            store.finish("resp_1", DONE, SHORT),
             store.delete("resp_1"),
         ]
         for call in calls:
             with pytest.raises(UnavailableError):
                 await asyncio.wait_for(call, 20)
-        store.finish_later("resp_1", DONE, PIECES, SHORT)
+        store.finish_later("resp_1", DONE, SHORT)
         await asyncio.wait_for(store.close(), 20)
         assert "could not be stored" in caplog.text
         await redis.aclose()

@@ -5,13 +5,13 @@ import random
 
 import pytest
 
+from benchmarks.pair_loop import Ask, Pair
 from gammaray.config import DraftSettings
 from gammaray.errors import InvalidArgumentError
 from gammaray.types import SamplingParams, VerificationMethod
 from services.draft_worker.worker import DraftWorker
 from services.engine.loader import load_engine
 from services.process.fingerprints import vocab_sha256
-from services.qualify.loop import Ask, Pair
 from services.vocabulary.translation import load_translation
 from tests.support.engine_helpers import draft_scheduler, target_scheduler, tiny_model
 from tests.support.vocabulary_helpers import CODE, byte_fallback, byte_level, renumbered, single_bytes

@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "helm" / "gammaray" / "README.md"]
 
-HERE = r"gammaray (qualify|keys|config)\b(?!.*build/models)"
+HERE = r"gammaray (keys|config)\b"
 """Run as they stand, in a folder of their own."""
 RENDERED = r"helm (install|upgrade|diff upgrade) "
 """Rendered with the chart and the values that they name, by Helm's own code."""
@@ -32,7 +32,7 @@ WITHOUT_A_CLUSTER: Mapping[str, str] = {
     r"docker (build|push|run) ": "needs Docker, a registry, or the network",
     r"serve run serve\.yaml": "tests/support/cluster/served_chart.py runs it, on a Ray of its own",
     r"((OTEL|GAMMARAY)_\w+=\S+ )*gammaray up\b": "tests/e2e start clusters by it; each takes a minute",
-    r"gammaray qualify --target build/models/smollm2": "needs make smollm2, see test_qualify_pairs.py",
+    r"gammaray qualify ": "takes minutes, see tests/e2e/test_qualify.py",
     r"gammaray audit ": "takes minutes, see tests/integration/test_audit_faults.py",
     r"gammaray (check|generate .*--receipt) ": "needs keys, see tests/integration/test_receipts_served.py",
     r"gammaray drafters ": "needs a folder that a worker learns in, see test_learning_folder.py",

@@ -24,7 +24,6 @@ class ReceivedSpan:
     Args:
         start_ns: Nanoseconds since 1970.
         end_ns: The same.
-        links: Spans that it links to, each as trace id, colon, span id.
         resource: What the process says of itself.
     """
 
@@ -37,7 +36,6 @@ class ReceivedSpan:
     end_ns: int
     is_error: bool = False
     attributes: dict[str, Any] = field(default_factory=dict)
-    links: tuple[str, ...] = ()
     resource: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -108,7 +106,6 @@ def _spans(request: pb.ExportTraceServiceRequest) -> Iterator[ReceivedSpan]:
                     end_ns=span.end_time_unix_nano,
                     is_error=span.status.code == 2,
                     attributes=_attributes(span.attributes),
-                    links=tuple(f"{link.trace_id.hex()}:{link.span_id.hex()}" for link in span.links),
                     resource=resource,
                 )
 

@@ -54,18 +54,18 @@ class MemoryResponses:
         self._check()
         self.kept[name] = stored
 
-    async def finish(self, name: str, response: bytes, pieces: bytes, short: bytes) -> Ending:
+    async def finish(self, name: str, response: bytes, short: bytes) -> Ending:
         self._check()
         if name not in self.kept:
             return "gone"
         if self.is_full:
-            self.kept[name] = StoredResponse(self.kept[name].input, short, b"[]")
+            self.kept[name] = StoredResponse(self.kept[name].input, short)
             return "cut"
-        self.kept[name] = StoredResponse(self.kept[name].input, response, pieces)
+        self.kept[name] = StoredResponse(self.kept[name].input, response)
         return "whole"
 
-    def finish_later(self, name: str, response: bytes, pieces: bytes, short: bytes) -> None:
-        self.kept[name] = StoredResponse(self.kept[name].input, response, pieces)
+    def finish_later(self, name: str, response: bytes, short: bytes) -> None:
+        self.kept[name] = StoredResponse(self.kept[name].input, response)
 
     async def read(self, name: str) -> StoredResponse:
         self._check()

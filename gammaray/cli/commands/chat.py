@@ -73,12 +73,7 @@ def _read() -> str | None:
 
 
 def _answer(conversation: Chat, text: str, form: OutputOptions, colored: bool) -> None:
-    """Print the answer to a message. All other errors are printed, and the conversation continues.
-
-    Raises:
-        UnavailableError: The server does not answer.
-        TlsError: TLS with it fails.
-    """
+    """Print the answer to a message. All other errors are printed, and the conversation continues."""
     painter = OriginPainter() if colored else None
     pieces = conversation.ask(text, **form)
     try:

@@ -21,7 +21,7 @@ PARAMS: tuple[click.Parameter, ...] = (
     click.Option(
         ["--target"],
         required=True,
-        help="Directory, hub name or GGUF file; 'demo' is the demo pair's.",
+        help="Directory or hub name; 'demo' is the demo pair's.",
     ),
     click.Option(
         ["--key"],

@@ -12,7 +12,6 @@ from gammaray.cli.options import read_prompts
 from gammaray.cli.output import columns, output_console
 from gammaray.cli.program import WORKER_PACKAGES, Program, become, check_packages
 from gammaray.cli.settings import checked_settings, settings_options
-from gammaray.deploy.gpus import check_device
 from gammaray.learning.folder import LearningFolder
 from gammaray.qualify.training import TrainTask
 
@@ -21,7 +20,6 @@ from gammaray.qualify.training import TrainTask
 def train(**options: Any) -> None:
     check_packages("training", WORKER_PACKAGES, "worker")
     task = checked_settings(TrainTask, options)
-    check_device(task.device)
     if task.prompts:
         read_prompts(Path(task.prompts), "--prompts")
     become("services.train")

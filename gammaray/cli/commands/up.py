@@ -9,15 +9,11 @@ from typing import Any
 
 import click
 
-from gammaray.cli.program import Program, become, check_packages
+from gammaray.cli.program import CLUSTER_PACKAGES, Program, become, check_packages
 from gammaray.cli.settings import checked_settings, settings_options
 from gammaray.cli.values import FloatRange
 from gammaray.config import ClusterSettings
 from gammaray.deploy.engines import check_engine
-from gammaray.deploy.gpus import check_device
-
-_NEEDED = ("fastapi", "grpc_health", "ray", "redis", "torch", "transformers")
-"""One module of each dependency group that a cluster on one machine needs."""
 
 START_OPTIONS = (
     click.Option(
@@ -42,9 +38,8 @@ def up(**options: Any) -> None:
 
     Omitted options come from the environment variables GAMMARAY_<OPTION>, then from the defaults.
     """
-    check_packages("a cluster", _NEEDED, "all")
+    check_packages("a cluster", CLUSTER_PACKAGES, "all")
     # What can be checked without models or ports is checked before the launcher replaces this process.
     settings = checked_settings(ClusterSettings, options)
-    check_device(settings.device)
     check_engine(settings.engine, settings.device)
     become("orchestrator.launcher.cluster")

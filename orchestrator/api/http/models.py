@@ -39,7 +39,6 @@ from orchestrator.api.http.errors import invalid_argument
 from orchestrator.api.http.fields import (
     MAX_CHOICES,
     MAX_TOOLS,
-    CalledFunction,
     ClosedModel,
     FunctionTool,
     MessageCall,
@@ -329,8 +328,7 @@ class CompletionRequest(OpenAIRequest):
         return tuple(prompt if isinstance(prompt, str) else tuple(prompt) for prompt in value)
 
 
-_NULLABLE = ("tool_calls", "tool_call_id", "function_call", "name")
-_OF_ASSISTANT = ("tool_calls", "function_call")
+_NULLABLE = ("tool_calls", "tool_call_id")
 
 
 def _describe_message(schema: dict[str, Any]) -> None:
@@ -348,14 +346,10 @@ class ChatMessage(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="ignore", json_schema_extra=_describe_message)
 
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    name: str = Field("", description="Ignored, except with role function: the function that was called.")
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str = Field(description="Text, or text parts; of the assistant also its refusal.")
     tool_calls: Annotated[list[MessageCall], FailFast()] = Field(
         default=[], max_length=MAX_TOOLS, description="Calls of the assistant."
-    )
-    function_call: CalledFunction | None = Field(
-        None, description="OpenAI's former field: the assistant's only call, answered by the role function."
     )
     tool_call_id: str = Field("", description="With role tool: the call whose result this is.")
 
@@ -366,7 +360,7 @@ class ChatMessage(BaseModel):
             return value
         is_answer = value.get("role") == "assistant"
         dropped = {name for name in _NULLABLE if value.get(name) is None}
-        dropped.update(() if is_answer else _OF_ASSISTANT)
+        dropped.update(() if is_answer else ("tool_calls",))
         value = {name: field for name, field in value.items() if name not in dropped}
         if not is_answer:
             return value
@@ -382,27 +376,20 @@ class ChatMessage(BaseModel):
     def _join_parts(cls, value: Any) -> str:
         return joined(value)
 
-    @property
-    def calls(self) -> list[tuple[str, CalledFunction, str]]:
-        """The assistant's calls: id, function, and the path of the function in the message."""
-        found = [
-            (call.id, call.function, f"tool_calls.{number}.function")
-            for number, call in enumerate(self.tool_calls)
-        ]
-        former = self.function_call
-        return found if former is None else [*found, (former.name, former, "function_call")]
-
     def rendered(self, arguments: Sequence[Mapping[str, Any] | str]) -> dict[str, Any]:
         """Return the message as chat templates take it, with the arguments of its calls as objects."""
-        is_result = self.role in ("tool", "function")
-        message: dict[str, Any] = {"role": "tool" if is_result else self.role, "content": self.content}
-        if calls := self.calls:
+        message: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.tool_calls:
             message["tool_calls"] = [
-                {"id": call_id, "type": "function", "function": {"name": function.name, "arguments": own}}
-                for (call_id, function, _), own in zip(calls, arguments, strict=True)
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.function.name, "arguments": own},
+                }
+                for call, own in zip(self.tool_calls, arguments, strict=True)
             ]
-        if is_result and (call_id := self.tool_call_id or (self.name if self.role == "function" else "")):
-            message["tool_call_id"] = call_id
+        if self.role == "tool" and self.tool_call_id:
+            message["tool_call_id"] = self.tool_call_id
         return message
 
 
@@ -442,8 +429,8 @@ class ChatRequest(OpenAIRequest):
         arguments = argument_values(
             [
                 [
-                    (f"messages.{index}.{path}.arguments", function.arguments)
-                    for _, function, path in message.calls
+                    (f"messages.{index}.tool_calls.{number}.function.arguments", call.function.arguments)
+                    for number, call in enumerate(message.tool_calls)
                 ]
                 for index, message in enumerate(self.messages)
             ]

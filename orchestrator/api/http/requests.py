@@ -285,11 +285,7 @@ def _grammar(body: OpenAIRequest) -> tuple[str, str]:
 
 
 def _grammar_with_calls(body: ChatRequest, prompt: str, calls: CallPlan) -> tuple[str, str]:
-    """Return the grammar of a body with tools, and the field that asks for it.
-
-    Raises:
-        InvalidArgumentError: The fields do not go together, or a schema is invalid.
-    """
+    """Return the grammar of a body with tools, and the field that asks for it."""
     if body.structured_outputs is not None:
         allowed = "no value with tools, or tool_choice none; response_format goes with tools"
         raise InvalidArgumentError("structured_outputs", "a value with tools", allowed)

@@ -8,7 +8,6 @@ refused here.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,26 +22,9 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils.import_utils import is_kernels_available
 
 from services.engine.core.device import device_capability
-from services.engine.core.errors import InvalidModelError, MissingPackageError, UnsupportedModelError
+from services.engine.core.errors import InvalidModelError, UnsupportedModelError
 from services.engine.core.shapes import weights_file
 from services.engine.core.tensor_files import checkpoint_folder, tensor_types
-
-_PACKAGES: dict[str, tuple[tuple[str, str], ...]] = {
-    "aqlm": (("aqlm", "aqlm"),),
-    "auto-round": (("auto_round", "auto-round"),),
-    "awq": (("gptqmodel", "gptqmodel"),),
-    "bitsandbytes": (("bitsandbytes", "bitsandbytes"),),
-    "compressed-tensors": (("compressed_tensors", "compressed-tensors"),),
-    "eetq": (("kernels", "kernels"),),
-    "fbgemm_fp8": (("fbgemm_gpu", "fbgemm-gpu"),),
-    "gptq": (("gptqmodel", "gptqmodel"), ("optimum", "optimum")),
-    "hqq": (("hqq", "hqq"),),
-    "quanto": (("optimum.quanto", "optimum-quanto"),),
-    "quark": (("quark", "amd-quark"),),
-    "torchao": (("torchao", "torchao"),),
-    "vptq": (("vptq", "vptq"),),
-}
-"""Module and installable package of each method that needs more than transformers."""
 
 _PARTS = ("weights", "input_activations")
 _FINE_GRAINED = ("fp8", "mxfp8")
@@ -68,7 +50,7 @@ class StoredWeights:
     """How a checkpoint with quantised weights is served.
 
     Attributes:
-        method: Its `quant_method`, or "GGUF".
+        method: Its `quant_method`.
         is_expanded: Whether the weights were dequantised when they were loaded.
     """
 
@@ -123,24 +105,6 @@ def _modelopt_method(path: Path) -> str:
     except (OSError, ValueError, KeyError, TypeError):
         producer = path.name
     return str(producer)
-
-
-def check_packages(name: str, method: str) -> None:
-    """Check that the packages by which transformers reads a quantised checkpoint are installed.
-
-    Raises:
-        MissingPackageError: One is missing.
-    """
-    for module, package in _PACKAGES.get(method, ()):
-        if not _is_installed(module):
-            raise MissingPackageError(name, f"{method} weights", package)
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):  # its parent package is missing, or no package
-        return False
 
 
 def choose_expansion(config: PretrainedConfig, method: str, device: torch.device) -> None:

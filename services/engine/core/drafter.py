@@ -23,7 +23,6 @@ from transformers.initialization import no_init_weights
 
 from gammaray.demo_pair import early_exit_layers
 from gammaray.errors import InvalidArgumentError
-from gammaray.gguf import is_gguf
 from services.engine.core.checkpoint import quant_method
 from services.engine.core.errors import UnsupportedModelError
 from services.engine.core.model import (
@@ -83,7 +82,7 @@ def load_drafter(
     """Load a drafter as an ordinary model, whose head may be smaller and its embedding larger.
 
     Args:
-        name: Directory, hub name or GGUF file, or `early-exit:N`.
+        name: Directory or hub name, or `early-exit:N`.
         target: The target's directory or hub name; "" if it is not known.
         device: As for `load_model`.
         dtype: As for `load_model`.
@@ -91,14 +90,14 @@ def load_drafter(
     Raises:
         NotFoundError: There is no such model.
         UnsupportedModelError: Its configuration rules it out, or its weights are damaged or incomplete.
-        InvalidArgumentError: Unknown device or dtype; a GGUF file that cannot be read; or the drafter needs
+        InvalidArgumentError: Unknown device or dtype, or the drafter needs
             weights of the target, which is not known, has none in safetensors, or does not match.
     """
     if early_exit_layers(name, field="model") is not None:
         return _early_exit(name, target, device, dtype)
     config = load_config(name)
     vocab_size = int(config.get_text_config().vocab_size)
-    folder = None if is_gguf(name) else checkpoint_folder(name)
+    folder = checkpoint_folder(name)
     if folder is None or not _is_special(folder, config):
         loaded = load_model(name, device=device, dtype=dtype)
         mask_token = _mask_token(name, loaded.config, vocab_size)
@@ -125,7 +124,7 @@ def is_ordinary(name: str) -> bool:
 
 
 def _early_exit(name: str, target: str, device: str, dtype: str) -> tuple[LoadedModel, DraftFormat]:
-    if not target or is_gguf(target):
+    if not target:
         raise InvalidArgumentError("target", target, f"a directory or hub name, with model {name}")
     config = load_config(target).get_text_config()
     num_layers = early_exit_layers(name, config.num_hidden_layers, field="model")
@@ -202,11 +201,7 @@ def _assembled(
 
 
 def _stored(name: str, folder: Path, module: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the tensors of a drafter by the names of its module.
-
-    Raises:
-        UnsupportedModelError: transformers would join several of them.
-    """
+    """Return the tensors of a drafter by the names of its module."""
     names = stored_as(module, tensor_names(folder))
     if len(set(names.values())) < len(names):
         raise UnsupportedModelError(name, "its weights are stored in parts, which such drafters cannot be")
@@ -225,7 +220,7 @@ def target_tensor(name: str, target: str, what: str) -> Tensor:
         InvalidArgumentError: The target is not known, or has no such tensor in safetensors.
     """
     allowed = f"a directory or hub name with safetensors, as {name} shares the target's {what}"
-    if not target or is_gguf(target):
+    if not target:
         raise InvalidArgumentError("target", target, allowed)
     folder, module = checkpoint_folder(target), skeleton(load_config(target))
     if folder is None or module is None:

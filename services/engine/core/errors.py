@@ -12,7 +12,7 @@ class UnsupportedModelError(FailedPreconditionError):
     """The model cannot be served exactly; `reason` says why.
 
     Attributes:
-        model: Directory, hub name or GGUF file.
+        model: Directory, hub name, or the GGUF file that is converted.
         reason: One sentence for the operator.
     """
 
@@ -35,19 +35,6 @@ class InvalidModelError(UnsupportedModelError):
         rendered = got if isinstance(got, str) else rendering(got)
         self.file, self.field, self.got, self.allowed = file, field, rendered[:_MOST_RENDERED], allowed
         super().__init__(model, f"{file}: {field}: got {self.got}, allowed: {allowed}")
-
-
-class MissingPackageError(UnsupportedModelError):
-    """A package that the model's checkpoint needs is not installed.
-
-    Attributes:
-        package: Its name, as pip installs it.
-    """
-
-    def __init__(self, model: str, what: str, package: str) -> None:
-        self.package = package
-        reason = f"its {what} need the package {package}, which is not installed (pip install {package})"
-        super().__init__(model, reason)
 
 
 class CacheGapError(FailedPreconditionError):

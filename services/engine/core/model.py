@@ -1,4 +1,4 @@
-"""Loads a causal language model from a directory, the hub or a GGUF file, if it can be served exactly."""
+"""Loads a causal language model from a directory or the hub, if it can be served exactly."""
 
 from __future__ import annotations
 
@@ -21,11 +21,9 @@ from transformers import (
 )
 
 from gammaray.errors import InvalidArgumentError, NotFoundError
-from gammaray.gguf import is_gguf, read_header
 from services.engine.core.checkpoint import (
     StoredWeights,
     check_loading,
-    check_packages,
     check_scales,
     choose_expansion,
     is_expanded,
@@ -33,7 +31,6 @@ from services.engine.core.checkpoint import (
 )
 from services.engine.core.device import device_capability, raise_if_lost
 from services.engine.core.errors import InvalidModelError, UnsupportedModelError
-from services.engine.core.gguf_model import load_gguf_config, load_gguf_module
 from services.engine.core.shapes import (
     CONFIG,
     check_fields,
@@ -128,7 +125,7 @@ class LoadedModel:
     """A model in evaluation mode, with its own eager attention.
 
     Attributes:
-        name: Directory, hub name or GGUF file.
+        name: Directory or hub name.
         module: The transformers model.
         config: Configuration of its text part.
         max_context: Largest number of tokens in a sequence.
@@ -170,18 +167,17 @@ def load_model(
     """Load a model as transformers does, with eager attention.
 
     Args:
-        name: Directory, hub name or GGUF file.
+        name: Directory or hub name.
         device: "auto" (cuda if available), "cpu", "cuda" or "cuda:N".
         dtype: "auto" (float32 on CPU, elsewhere bfloat16, or float16 on cards without it), "float32",
             "bfloat16" or "float16".
-        num_layers: Leave out the layers from this one on, whose weights are not read; None: all layers. Not
-            with a GGUF file.
+        num_layers: Leave out the layers from this one on, whose weights are not read; None: all layers.
 
     Raises:
         NotFoundError: There is no such model.
         UnsupportedModelError: Its configuration rules it out; its weights are damaged, incomplete, or stored
             in a way that is not read; or a package for them is missing.
-        InvalidArgumentError: Unknown device or dtype, or a GGUF file that cannot be read.
+        InvalidArgumentError: Unknown device or dtype.
     """
     where = torch_device(device)
     kind = torch_dtype(dtype, where)
@@ -190,11 +186,8 @@ def load_model(
     if num_layers is not None:
         _keep_layers(config.get_text_config(), num_layers)
     max_context_of(name, config.get_text_config())  # refused before the weights are read
-    method = None if is_gguf(name) else quant_method(name, config)
-    _check_weights(name, config, is_packed=method is not None or is_gguf(name))
-    if is_gguf(name):
-        module = load_gguf_module(name, config, kind)
-        return loaded_model(name, module, config, where, StoredWeights("GGUF", True))
+    method = quant_method(name, config)
+    _check_weights(name, config, is_packed=method is not None)
     if method is not None:
         return _load_quantised(name, config, method, where, kind)
     module = _load_pretrained(name, None if num_layers is None else config, kind)
@@ -203,8 +196,8 @@ def load_model(
 
 def _check_weights(name: str, config: PretrainedConfig, *, is_packed: bool) -> None:
     """Check a model's files before its weights are read; `is_packed`: a byte may hold several weights."""
-    described, file = skeleton(config), Path(name).name if is_gguf(name) else CONFIG
-    check_size(name, described, size_of(name), _MOST_PACKED if is_packed else 1, file)
+    described = skeleton(config)
+    check_size(name, described, size_of(name), _MOST_PACKED if is_packed else 1)
     if not is_packed and Path(name).is_dir():
         check_types(name, described, tensor_types(Path(name)))
 
@@ -212,7 +205,6 @@ def _check_weights(name: str, config: PretrainedConfig, *, is_packed: bool) -> N
 def _load_quantised(
     name: str, config: PretrainedConfig, method: str, device: torch.device, dtype: torch.dtype
 ) -> LoadedModel:
-    check_packages(name, method)
     choose_expansion(config, method, device)
     if method == "bitsandbytes":  # it logs each product on a CPU
         logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
@@ -333,10 +325,7 @@ def load_config(name: str) -> PretrainedConfig:
         NotFoundError: There is no such model.
         UnsupportedModelError: transformers does not know the architecture.
         InvalidModelError: A number of the configuration is not one that a model can have.
-        InvalidArgumentError: It is a GGUF file that cannot be read.
     """
-    if is_gguf(name):
-        return load_gguf_config(name)
     try:
         stored, _ = PretrainedConfig.get_config_dict(name)
         check_fields(name, stored)  # transformers divides by some
@@ -354,8 +343,6 @@ def load_config(name: str) -> PretrainedConfig:
 
 def eos_token_ids(model: str) -> tuple[int, ...]:
     """Return the tokens that end a completion, from the same files as `generate` of transformers."""
-    if is_gguf(model):
-        return tuple(sorted(read_header(model).eos_token_ids))
     try:
         found: Any = GenerationConfig.from_pretrained(model).eos_token_id
     except OSError:  # no such file: older models have none
@@ -380,14 +367,14 @@ def check_config(name: str, config: PretrainedConfig) -> None:
         raise UnsupportedModelError(
             name, f"its layers are of types {sorted(odd)}; served are {sorted(LAYER_TYPES)}"
         )
-    check_fields(name, text.to_dict(), Path(name).name if is_gguf(name) else CONFIG)
+    check_fields(name, text.to_dict())
 
 
 def max_context_of(name: str, config: PretrainedConfig) -> int:
     """Return the largest number of tokens in a sequence of a model.
 
     Args:
-        name: Directory, hub name or GGUF file.
+        name: Directory or hub name.
         config: Configuration of its text part.
 
     Raises:
@@ -398,8 +385,7 @@ def max_context_of(name: str, config: PretrainedConfig) -> int:
     if not isinstance(limit, int):
         raise UnsupportedModelError(name, "its configuration has no max_position_embeddings")
     if limit < _LEAST_CONTEXT:
-        file = Path(name).name if is_gguf(name) else CONFIG
-        raise InvalidModelError(name, file, "max_position_embeddings", limit, f"at least {_LEAST_CONTEXT}")
+        raise InvalidModelError(name, CONFIG, "max_position_embeddings", limit, f"at least {_LEAST_CONTEXT}")
     for rope in _rope_settings(config):
         # Past this length longrope changes the rotation of all positions, so cached keys would be wrong; up
         # to it, it is exact.

@@ -102,13 +102,12 @@ _FLOATING = "floating-point numbers"
 _NARROW = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
 
 
-def check_fields(name: str, stored: Mapping[str, Any], file: str = CONFIG) -> None:
+def check_fields(name: str, stored: Mapping[str, Any]) -> None:
     """Check the numbers of a configuration, and those of the configurations in it.
 
     Args:
-        name: Directory, hub name or GGUF file of the model, draft or head.
+        name: Directory or hub name of the model, draft or head.
         stored: The configuration, as it is stored or as transformers completed it.
-        file: Where it is, for errors.
 
     Raises:
         InvalidModelError: A number is of another type, out of range or not finite, or contradicts another.
@@ -116,51 +115,51 @@ def check_fields(name: str, stored: Mapping[str, Any], file: str = CONFIG) -> No
     for key, value in stored.items():
         if isinstance(value, Mapping):
             if key in _ROTARY:
-                _check_rotary(name, file, key, value)
+                _check_rotary(name, key, value)
             elif key in _INSIDE:
-                check_fields(name, value, file)
+                check_fields(name, value)
         elif value is not None:
-            _check_value(name, file, key, key, value)
+            _check_value(name, key, key, value)
     heads = next((stored[key] for key in _HEADS if stored.get(key) is not None), None)
     kv_heads = stored.get("num_key_value_heads")
     if isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads:
         allowed = f"a divisor of the {heads} query heads, which share them in groups of one size"
-        raise InvalidModelError(name, file, "num_key_value_heads", kv_heads, allowed)
+        raise InvalidModelError(name, CONFIG, "num_key_value_heads", kv_heads, allowed)
 
 
-def _check_rotary(name: str, file: str, path: str, stored: Mapping[str, Any]) -> None:
+def _check_rotary(name: str, path: str, stored: Mapping[str, Any]) -> None:
     """Check the settings of a rotary embedding, or those of several layer types."""
     for key, value in stored.items():
         place = f"{path}.{key}"
         if isinstance(value, Mapping):
-            _check_rotary(name, file, place, value)
+            _check_rotary(name, place, value)
         elif isinstance(value, (list, tuple)):  # factors of frequencies
             for one in value:
                 if not _is_number(one) or not 0 < one < math.inf:
-                    raise InvalidModelError(name, file, place, one, "finite numbers above 0")
+                    raise InvalidModelError(name, CONFIG, place, one, "finite numbers above 0")
         elif value is not None:
-            _check_value(name, file, key, place, value)
+            _check_value(name, key, place, value)
 
 
-def _check_value(name: str, file: str, key: str, place: str, value: Any) -> None:
+def _check_value(name: str, key: str, place: str, value: Any) -> None:
     """Check a value by its name; other numbers must be finite."""
     if key in _SIZES | _LAYERS | _EXPERTS:
         least, most = int(key not in _EXPERTS), _MOST_LAYERS if key in _LAYERS else _MOST
         # Some architectures have a size per layer.
         for one in value if isinstance(value, (list, tuple)) else [value]:
             if type(one) is not int or not least <= one <= most:
-                raise InvalidModelError(name, file, place, one, f"an integer in [{least}, {most}]")
+                raise InvalidModelError(name, CONFIG, place, one, f"an integer in [{least}, {most}]")
     elif key in _EPS:
         if not _is_number(value) or not _LEAST_EPS <= value < math.inf:
-            raise InvalidModelError(name, file, place, value, f"a finite number of at least {_LEAST_EPS}")
+            raise InvalidModelError(name, CONFIG, place, value, f"a finite number of at least {_LEAST_EPS}")
     elif key in _POSITIVE:
         if not _is_number(value) or not 0 < value < math.inf:
-            raise InvalidModelError(name, file, place, value, "a finite number above 0")
+            raise InvalidModelError(name, CONFIG, place, value, "a finite number above 0")
     elif key in _SHARES:
         if not _is_number(value) or not 0 < value <= 1:
-            raise InvalidModelError(name, file, place, value, "a number in (0, 1]")
+            raise InvalidModelError(name, CONFIG, place, value, "a number in (0, 1]")
     elif isinstance(value, float) and not math.isfinite(value):
-        raise InvalidModelError(name, file, place, value, "a finite number")
+        raise InvalidModelError(name, CONFIG, place, value, "a finite number")
 
 
 def _is_number(value: Any) -> bool:
@@ -214,9 +213,7 @@ def _names_of(module: nn.Module, part: nn.Module | None) -> list[str]:
     return [f"{name}.weight" for name, one in module.named_modules() if one is part]
 
 
-def check_size(
-    name: str, module: PreTrainedModel | None, num_bytes: int, weights_per_byte: int, file: str = CONFIG
-) -> None:
+def check_size(name: str, module: PreTrainedModel | None, num_bytes: int, weights_per_byte: int) -> None:
     """Check that the files could hold the weights that a configuration describes, before they are allocated.
 
     Args:
@@ -224,7 +221,6 @@ def check_size(
         module: Its skeleton.
         num_bytes: Size of its files of weights; 0 if that is not known.
         weights_per_byte: Upper bound of the weights in a byte.
-        file: Where the configuration is, for errors.
 
     Raises:
         InvalidModelError: They are too small.
@@ -237,7 +233,7 @@ def check_size(
         described -= output.weight.numel()
     if described > num_bytes * weights_per_byte:
         allowed = f"at most {num_bytes * weights_per_byte:,}, as its files have {num_bytes:,} bytes"
-        raise InvalidModelError(name, file, "weights that it describes", f"{described:,}", allowed)
+        raise InvalidModelError(name, CONFIG, "weights that it describes", f"{described:,}", allowed)
 
 
 def size_of(name: str) -> int:

@@ -47,11 +47,7 @@ def tensor_names(folder: Path) -> list[str]:
 
 
 def _index(folder: Path) -> dict[str, str]:
-    """Return the file of each tensor.
-
-    Raises:
-        InvalidModelError: The index is damaged.
-    """
+    """Return the file of each tensor."""
     try:
         files = json.loads((folder / _INDEX).read_text())["weight_map"]
         return {str(key): str(file) for key, file in files.items()}
@@ -101,11 +97,7 @@ def _file_of(folder: Path, key: str) -> Path:
 
 
 def _opened(folder: Path, path: Path) -> safe_open:
-    """Open a safetensors file.
-
-    Raises:
-        UnsupportedModelError: It is truncated or damaged.
-    """
+    """Open a safetensors file."""
     try:
         return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:

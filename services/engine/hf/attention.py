@@ -1,7 +1,8 @@
 """The attention function installed in transformers models: packed rows over the engine's own KV cache.
 
 `attend` calls torch once per session; `services.engine.hf.batched_attention` attends for all sessions at
-once. In deterministic mode rows are split into attention calls whose shapes depend on positions only."""
+once.
+"""
 
 from __future__ import annotations
 
@@ -16,84 +17,12 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface
 
-from services.engine.core.batch import Batch, Segment, node_path
-from services.engine.core.kv_cache import BLOCK
-
-MIN_STACKED_ROWS = 4
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionBlock:
-    """Rows of a segment that attend in one call.
-
-    Attributes:
-        first: First row, counted from the segment's.
-        last: Row after the last.
-        position: Position of the first row; the others follow it.
-        end: Number of slots of the call, including masked ones: up to the end of the block.
-        path: For a node of a tree: `end` slots, in the order of their positions. None: slots 0, 1, ...
-    """
-
-    first: int
-    last: int
-    position: int
-    end: int
-    path: Tensor | None = None
-
-
-def segment_parts(segment: Segment) -> list[AttentionBlock]:
-    """Split a segment: a chain into blocks, a tree into single nodes, each as the end of its own path."""
-    num_nodes = len(segment.parents or ())
-    start, chain_end = segment.start, segment.start + segment.count - num_nodes
-    parts = []
-    position = start
-    while position < chain_end:
-        end = position // BLOCK * BLOCK + BLOCK
-        last = min(end, chain_end)
-        parts.append(AttentionBlock(position - start, last - start, position, end))
-        position = last
-    for row in range(chain_end - start, segment.count):
-        parts.append(_node_part(segment, row))
-    return parts
-
-
-def chain_mask(part: AttentionBlock, window: int | None) -> Tensor | None:
-    """0 or -inf [rows, end] for the rows of a part; None when no slot is masked."""
-    count = part.last - part.first
-    if count == 1 and part.position + 1 == part.end and (window is None or window >= part.end):
-        return None
-    positions = torch.arange(part.position, part.position + count)[:, None]
-    slots = torch.arange(part.end)
-    allowed = slots <= positions
-    if window is not None:
-        allowed &= slots > positions - window
-    return bias_of(allowed)
-
-
-def stack_mask(mask: Tensor | None, group: int) -> Tensor | None:
-    """A mask [rows, end] for `group` heads stacked as rows: [1, stacked rows or 1, end]."""
-    if mask is None or mask.shape[0] == 1:
-        return None if mask is None else mask[None]
-    mask = mask.repeat(group, 1)
-    missing = MIN_STACKED_ROWS - mask.shape[0]
-    return (mask if missing <= 0 else F.pad(mask, (0, 0, 0, missing)))[None]
+from services.engine.core.batch import Batch, Segment
 
 
 def bias_of(allowed: Tensor) -> Tensor:
     """Bias to add to scores: 0 where `allowed`, else -inf."""
     return torch.zeros(allowed.shape, device=allowed.device).masked_fill_(~allowed, float("-inf"))
-
-
-def _node_part(segment: Segment, row: int) -> AttentionBlock:
-    assert segment.parents is not None
-    position = segment.positions[row]
-    end = position // BLOCK * BLOCK + BLOCK
-    first_node = segment.count - len(segment.parents)
-    num_chain, nodes = node_path(segment, segment.num_kept + row - first_node)
-    path = [*range(num_chain), *nodes]
-    # Slots after the node are masked, so any slot may be used there.
-    path += [0] * (end - len(path))
-    return AttentionBlock(row, row + 1, position, end, torch.tensor(path))
 
 
 ATTENTION_NAME = "gammaray"
@@ -177,16 +106,13 @@ class LayerInput:
         return self.key.shape[3] ** -0.5 if self.scaling is None else self.scaling
 
 
-def attend(
-    batch: Batch, layer: int, given: LayerInput, *, fixed_shapes: bool = False, flash: bool = False
-) -> Tensor:
+def attend(batch: Batch, layer: int, given: LayerInput, *, flash: bool = False) -> Tensor:
     """Attend per session over its slots, after writing this layer's new keys and values there.
 
     Args:
         batch: The step.
         layer: Index of the layer.
         given: The layer's arguments.
-        fixed_shapes: Split the rows into calls of fixed shapes, see the module's docstring.
         flash: See `attend_segment`.
 
     Returns:
@@ -194,11 +120,8 @@ def attend(
     """
     num_heads, rows, value_dim = given.query.shape[1], given.query.shape[2], given.value.shape[3]
     output = given.query.new_zeros(rows, num_heads, value_dim)
-    for index, segment in enumerate(batch.segments):
-        if fixed_shapes:
-            _attend_in_parts(segment, given, *_written_slots(segment, layer, given), output)
-        else:
-            attend_segment(batch, index, layer, given, output, flash=flash)
+    for index in range(len(batch.segments)):
+        attend_segment(batch, index, layer, given, output, flash=flash)
     return output[None]
 
 
@@ -266,32 +189,6 @@ def _is_causal(segment: Segment, window: int | None) -> bool:
     """Whether each row sees all slots up to its own."""
     end = segment.slot + segment.count
     return segment.parents is None and segment.cache.first == 0 and (window is None or window >= end)
-
-
-def _attend_in_parts(
-    segment: Segment, given: LayerInput, keys: Tensor, values: Tensor, output: Tensor
-) -> None:
-    num_heads, num_kv_heads, key_dim = given.query.shape[1], keys.shape[0], keys.shape[2]
-    group = num_heads // num_kv_heads
-    for part in segment_parts(segment):
-        count = part.last - part.first
-        here = slice(segment.row + part.first, segment.row + part.last)
-        queries = given.query[0, :, here].reshape(num_kv_heads, -1, key_dim)
-        sinks = stacked_sinks(given, count)
-        missing = max(0, MIN_STACKED_ROWS - group * count)
-        queries = F.pad(queries, (0, 0, 0, missing))
-        if sinks is not None:
-            sinks = F.pad(sinks, (0, 0, 0, missing))
-        if part.path is None:
-            seen_keys, seen_values = keys[:, : part.end], values[:, : part.end]
-        else:
-            seen_keys, seen_values = keys[:, part.path], values[:, part.path]
-        bias = stack_mask(chain_mask(part, given.window), group)
-        mixed = explicit_attention(
-            queries, seen_keys.contiguous(), seen_values.contiguous(), bias, sinks, given
-        )
-        mixed = mixed[:, : group * count].reshape(num_heads, count, -1)
-        output[here] = mixed.transpose(0, 1)
 
 
 def explicit_attention(

@@ -14,7 +14,6 @@ from services.engine.core.batch import Batch, Runner
 from services.engine.core.model import LoadedModel
 from services.engine.hf.attention import LayerInput, attend
 from services.engine.hf.batched_attention import StepAttention
-from services.engine.hf.deterministic import ROW_MULTIPLE, FixedRows
 from services.engine.hf.probe import ModelLayout, handling
 from services.engine.hf.taps import TapPoints, find_tap_points
 
@@ -25,7 +24,6 @@ class TransformersRunner(Runner):
     Args:
         loaded: The model, switched to the engine's attention.
         layout: Result of the probe.
-        fixed_shapes: Results must not depend on the rest of the step; see `deterministic`.
         batched: Attend for all sessions at once, and for prompts by a flash kernel; None: on a GPU. On a CPU
             calls cost little, and what batching copies costs more.
     """
@@ -35,13 +33,11 @@ class TransformersRunner(Runner):
         loaded: LoadedModel,
         layout: ModelLayout,
         *,
-        fixed_shapes: bool = False,
         batched: bool | None = None,
     ) -> None:
         self._loaded, self._module = loaded, loaded.module
         self._device = loaded.device
         self._layout = layout
-        self._fixed_shapes = fixed_shapes
         self._batched = loaded.device.type != "cpu" if batched is None else batched
         parameters = inspect.signature(loaded.module.forward).parameters
         self._keeps_rows = "logits_to_keep" in parameters
@@ -58,8 +54,6 @@ class TransformersRunner(Runner):
 
     def forward(self, batch: Batch) -> Tensor:
         """Return the logits [wanted rows, vocab_size] in float32; writes new keys, values and the taps."""
-        if self._fixed_shapes:
-            return self._fixed_forward(batch)
         rows = batch.logit_rows
         arguments: dict[str, Any] = {}
         wanted = None if rows is None else torch.tensor(rows, dtype=torch.long, device=self._device)
@@ -69,14 +63,6 @@ class TransformersRunner(Runner):
         if wanted is not None and not self._keeps_rows:
             logits = logits[wanted]
         return logits
-
-    def _fixed_forward(self, batch: Batch) -> Tensor:
-        # Elementwise functions use different code for the remainder after whole vectors.
-        fill = [0] * (-len(batch.token_ids) % ROW_MULTIPLE)
-        with FixedRows():
-            logits = self._run(batch, batch.token_ids + fill, batch.positions + fill, {})
-        rows = batch.logit_rows
-        return logits[: len(batch.token_ids)] if rows is None else logits[rows]
 
     def _run(
         self, batch: Batch, token_ids: list[int], positions: list[int], arguments: dict[str, Any]
@@ -89,7 +75,7 @@ class TransformersRunner(Runner):
             layer = layout.layer_of[id(module)]
             if step is not None:
                 return step.attend(layer, given)
-            return attend(batch, layer, given, fixed_shapes=self._fixed_shapes, flash=self._batched)
+            return attend(batch, layer, given, flash=self._batched)
 
         with handling(handler), self._recording(batch):
             output = self._module(

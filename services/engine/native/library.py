@@ -100,11 +100,7 @@ def open_kernel(variant: str, cache_dir: str = "") -> Kernel:
 
 
 def _library(variant: str, cache_dir: str) -> Path:
-    """Return the path of a library.
-
-    Raises:
-        KernelBuildError: There is none, and none can be compiled.
-    """
+    """Return the path of a library."""
     shipped = find_library(SOURCE_DIR, variant)
     if shipped is not None:
         return shipped

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from benchmarks.equivalence import Asks, Made
+from benchmarks.pair_loop import Ask, Pair
 from benchmarks.vllm_equivalence import Comparisons, NoisedGaps
 from services.engine.loader import load_engine
-from services.qualify.loop import Ask, Pair
 from services.scheduling.planning import Limits
 from services.target_worker.scheduler import TargetScheduler
 from tests.support.engine_helpers import random_tokens, tiny_model

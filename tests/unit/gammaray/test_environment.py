@@ -47,20 +47,6 @@ def test_every_known_variable_passes():
 
 
 @pytest.mark.parametrize(
-    ("name", "allowed"),
-    [
-        ("GAMMARAY_FAST_KERNELS", "GAMMARAY_ENGINE=transformers in place of false"),
-        ("GAMMARAY_WORKER_TLS", "GAMMARAY_TLS_CA, GAMMARAY_TLS_CERT and GAMMARAY_TLS_KEY"),
-        ("GAMMARAY_WORKER_WAIT_S", "unset; it is 30 now"),
-    ],
-)
-def test_removed_variable_names_what_to_use_and_not_its_value(name, allowed):
-    with pytest.raises(InvalidArgumentError) as refused:
-        check_environment(known_variables, {name: SECRET})
-    assert str(refused.value) == f"{name}: got a variable that was removed, allowed: {allowed}"
-
-
-@pytest.mark.parametrize(
     ("wrong", "right"),
     [
         ("GAMMARAY_HTTP_PROT", "GAMMARAY_HTTP_PORT"),

@@ -67,7 +67,6 @@ FLOORS = {
     "services/vllm": 10,
     "services/draft_worker": 11,
     "services/target_worker": 11,
-    "services/qualify": 12,
     "services/serve": 12,
     "services/train/answers": 12,
     "services/receipts": 13,

@@ -1,8 +1,7 @@
 """Makes the output of a response, and the events that stream it.
 
 A stream has the response as it begins, then for each item the item as it begins, its text in pieces and the
-whole item, then the whole response. `replay` makes the same events again of a stored response, for which only
-the lengths of the pieces are kept; a stored response has no log-probabilities.
+whole item, then the whole response. A stored response has no log-probabilities.
 
 Log-probabilities are encoded when they arrive, and these bytes are part of each event that has them.
 """
@@ -10,7 +9,7 @@ Log-probabilities are encoded when they arrive, and these bytes are part of each
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gammaray.errors import GammarayError, InvalidArgumentError, ResourceExhaustedError
@@ -31,17 +30,13 @@ class ResponseBuilder:
 
     Args:
         response: The response before its output; it is completed in place.
-        make_id: Returns the id of the next item, by its prefix.
 
     Attributes:
         response: The response so far; items are added when they are whole.
-        pieces: For each item the lengths of its pieces of text.
     """
 
-    def __init__(self, response: types.ResponseObject, make_id: Callable[[str], str] = new_id) -> None:
+    def __init__(self, response: types.ResponseObject) -> None:
         self.response = response
-        self.pieces: list[list[int]] = []
-        self._make_id = make_id
         self._num_events = 0
         self._message: types.MessageItem | None = None
         self._call: types.CallItem | None = None
@@ -62,7 +57,6 @@ class ResponseBuilder:
         encoded = EncodedList(logprobs)
         self._texts.append(text)
         self._logprobs.extend(encoded)
-        self.pieces[-1].append(len(text))
         place = {"item_id": self._message["id"], "output_index": self._index, "content_index": 0}
         delta = {"type": "response.output_text.delta", **place, "delta": text, "logprobs": encoded}
         return [*events, self._event(delta)]
@@ -70,13 +64,12 @@ class ResponseBuilder:
     def begin_message(self) -> list[types.Event]:
         """Begin a message; `add_text` does so where none is open."""
         self._message = {
-            "id": self._make_id("msg"),
+            "id": new_id("msg"),
             "type": "message",
             "role": "assistant",
             "status": "in_progress",
             "content": [],
         }
-        self.pieces.append([])
         place = {"item_id": self._message["id"], "output_index": self._index, "content_index": 0}
         part = {"type": "response.content_part.added", **place, "part": text_part("")}
         return [self._begun(self._message), self._event(part)]
@@ -85,21 +78,19 @@ class ResponseBuilder:
         """End the message before, and begin a call."""
         events = self.end_item()
         self._call = {
-            "id": self._make_id("fc"),
+            "id": new_id("fc"),
             "type": "function_call",
             "call_id": call_id,
             "name": name,
             "arguments": "",
             "status": "in_progress",
         }
-        self.pieces.append([])
         return [*events, self._begun(self._call)]
 
     def add_arguments(self, text: str) -> list[types.Event]:
         """Add text to the arguments of the call that is open."""
         assert self._call is not None
         self._texts.append(text)
-        self.pieces[-1].append(len(text))
         place = {"item_id": self._call["id"], "output_index": self._index}
         return [self._event({"type": "response.function_call_arguments.delta", **place, "delta": text})]
 
@@ -245,56 +236,10 @@ class ResponseBuilder:
         return {"type": event["type"], "sequence_number": number, **event}
 
 
-def replay(
-    response: types.ResponseObject, pieces: Sequence[Sequence[int]]
-) -> Iterator[types.Event | tuple[str, int]]:
-    """Yield the events of a stored response again, as they were numbered; the last as `ResponseBuilder.end`.
-
-    Args:
-        response: The whole response.
-        pieces: `ResponseBuilder.pieces`.
-    """
-    output = response["output"]
-    ids = iter([item["id"] for item in output])
-    builder = ResponseBuilder(_before(response), lambda _: next(ids))
-    yield from builder.begin()
-    for item, lengths in zip(output, pieces, strict=True):
-        at = 0
-        if item["type"] == "message":
-            yield from builder.begin_message()
-            for length in lengths:
-                yield from builder.add_text(item["content"][0]["text"][at : at + length])
-                at += length
-        else:
-            yield from builder.begin_call(item["call_id"], item["name"])
-            for length in lengths:
-                yield from builder.add_arguments(item["arguments"][at : at + length])
-                at += length
-        if item is not output[-1] or response["status"] != "failed":
-            yield from builder.end_item(is_whole=item["status"] == "completed")
-    builder.response["status"] = response["status"]
-    yield builder.end
-
-
 def _without_logprobs(item: types.OutputItem) -> types.OutputItem:
     if item["type"] != "message":
         return item
     return {**item, "content": [text_part(part["text"]) for part in item["content"]]}
-
-
-def _before(response: types.ResponseObject) -> types.ResponseObject:
-    """Return a response as it was before its output."""
-    began: types.ResponseObject = {
-        **response,
-        "status": "in_progress",
-        "completed_at": None,
-        "error": None,
-        "incomplete_details": None,
-        "output": [],
-        "usage": None,
-    }
-    began.pop("gammaray", None)
-    return began
 
 
 def _usage(usage: Usage) -> types.ResponseUsage:

@@ -169,9 +169,9 @@ class ResponseRun:
         """Run what takes time by the number of tokens; in a thread if there are many."""
         return work() if len(self._state.token_ids) <= INLINE_ENTRIES else await in_thread(work)
 
-    def _stored(self) -> tuple[bytes, bytes, bytes]:
+    def _stored(self) -> tuple[bytes, bytes]:
         short = self._builder.unstored(_TOO_LARGE)
-        return encode(self._builder.stored()), encode(self._builder.pieces), encode(short)
+        return encode(self._builder.stored()), encode(short)
 
     async def _store_end(self) -> None:
         if self._plan.request.store:

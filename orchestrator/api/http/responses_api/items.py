@@ -48,8 +48,8 @@ def _stored(item: MessageInput | CallInput | ResultInput) -> Any:
 
 def conversation(
     items: Sequence[types.InputListItem], num_earlier: int, instructions: str | None
-) -> tuple[list[Mapping[str, Any]], list[str]]:
-    """Return the messages of a conversation, as chat templates take them, and the field of each.
+) -> list[Mapping[str, Any]]:
+    """Return the messages of a conversation, as chat templates take them.
 
     Calls are part of the assistant's message before them, as the model wrote them.
 
@@ -64,30 +64,26 @@ def conversation(
     if not items:
         raise InvalidArgumentError("input", "no items", "a text or at least one item")
     messages: list[dict[str, Any]] = []
-    fields: list[str] = []
     calls: list[tuple[dict[str, Any], list[tuple[str, str]]]] = []  # functions, with their argument texts
 
-    def add(field: str, **message: Any) -> None:
-        messages.append(message)
-        fields.append(field)
-
     if instructions:
-        add("instructions", role="system", content=instructions)
+        messages.append({"role": "system", "content": instructions})
     for number, item in enumerate(items):
-        field = "previous_response_id" if number < num_earlier else f"input.{number - num_earlier}"
         if item["type"] == "message":
-            add(field, role=item["role"], content="".join(part["text"] for part in item["content"]))
+            text = "".join(part["text"] for part in item["content"])
+            messages.append({"role": item["role"], "content": text})
         elif item["type"] == "function_call":
             if not messages or messages[-1]["role"] != "assistant":
-                add(field, role="assistant", content="")
+                messages.append({"role": "assistant", "content": ""})
             function: dict[str, Any] = {"name": item["name"]}
             call = {"id": item["call_id"], "type": "function", "function": function}
             messages[-1].setdefault("tool_calls", []).append(call)
-            path = field if number < num_earlier else f"{field}.arguments"
+            own = f"input.{number - num_earlier}.arguments"
+            path = "previous_response_id" if number < num_earlier else own
             calls.append((function, [(path, item["arguments"])]))
         else:
-            add(field, role="tool", tool_call_id=item["call_id"], content=item["output"])
+            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]})
     found = argument_values([texts for _, texts in calls])
     for (function, _), (arguments,) in zip(calls, found, strict=True):
         function["arguments"] = arguments
-    return list(messages), fields
+    return list(messages)

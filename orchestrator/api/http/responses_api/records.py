@@ -21,7 +21,6 @@ MAX_STORED_BYTES = 2**23
 """Upper bound of the JSON of a response's input, that of earlier responses included."""
 
 MAX_LISTED = 100
-MAX_SEQUENCE_NUMBER = 2**53
 
 Order = Literal["asc", "desc"]
 
@@ -47,12 +46,6 @@ class Record:
         """The items before the output."""
         items: list[types.InputListItem] = json.loads(self._stored.input)
         return items
-
-    @property
-    def pieces(self) -> list[list[int]]:
-        """How the output was streamed, see `ResponseBuilder.pieces`."""
-        pieces: list[list[int]] = json.loads(self._stored.pieces or b"[]")
-        return pieces
 
     @property
     def size(self) -> int:
@@ -91,17 +84,17 @@ class ResponseRecords:
             raise InvalidArgumentError("input", got, f"at most {MAX_STORED_BYTES} bytes, or store: false")
         await self._store.create(self._caller.qualify(response_id), StoredResponse(items, response), room)
 
-    async def finish(self, response_id: str, response: bytes, pieces: bytes, short: bytes) -> Ending:
+    async def finish(self, response_id: str, response: bytes, short: bytes) -> Ending:
         """Store the end of a response, see `ResponseStore.finish`.
 
         Raises:
             UnavailableError: Redis cannot be reached.
         """
-        return await self._store.finish(self._caller.qualify(response_id), response, pieces, short)
+        return await self._store.finish(self._caller.qualify(response_id), response, short)
 
-    def finish_later(self, response_id: str, response: bytes, pieces: bytes, short: bytes) -> None:
+    def finish_later(self, response_id: str, response: bytes, short: bytes) -> None:
         """Store the end of a response whose client has gone."""
-        self._store.finish_later(self._caller.qualify(response_id), response, pieces, short)
+        self._store.finish_later(self._caller.qualify(response_id), response, short)
 
     async def read(self, response_id: str, kind: str = "response") -> Record:
         """Return a response. One whose orchestrator has died while it was in progress has failed.

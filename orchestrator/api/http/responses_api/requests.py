@@ -63,7 +63,7 @@ def plan_response(
     if len(items) > MAX_MESSAGES:
         got = f"{len(items)} items with those of earlier responses"
         raise InvalidArgumentError("input", got, f"at most {MAX_MESSAGES}")
-    messages, fields = conversation(items, len(earlier), body.instructions)
+    messages = conversation(items, len(earlier), body.instructions)
     calls = _calls(body, model)
     rule = _text_rule(body.text.format)
     asked = "tools" if calls is not None and calls.is_forced else "text.format"
@@ -78,10 +78,10 @@ def plan_response(
     response_id = new_id("resp")
     with naming():
         if calls is None:
-            prompt = render_messages(messages, model.tokenizer, fields)
+            prompt = render_messages(messages, model.tokenizer)
             grammar = f"start: {rule}" if rule else ""
         else:
-            prompt = calls.prompt(messages, model.tokenizer, fields)
+            prompt = calls.prompt(messages, model.tokenizer)
             grammar = calls.grammar(prompt, rule)
         request = replace(
             common_request(body, prompt, grammar),

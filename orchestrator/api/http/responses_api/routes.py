@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator
 from functools import partial
 from typing import Annotated, Any, get_args
 
 import fastapi
 from fastapi import FastAPI, Query, Request
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 
-from gammaray.errors import FailedPreconditionError, InvalidArgumentError
+from gammaray.errors import InvalidArgumentError
 from orchestrator.api.backend import Backend
 from orchestrator.api.http.auth import caller_of
 from orchestrator.api.http.bodies import BodyReader
 from orchestrator.api.http.document import EVENTS, JSON, LOOKING_UP, event_schema, route
 from orchestrator.api.http.errors import STATUSES
 from orchestrator.api.http.models import parse_body
-from orchestrator.api.http.responses_api.events import replay
-from orchestrator.api.http.responses_api.generation import ResponseRun, last_event, rendered
+from orchestrator.api.http.responses_api.generation import ResponseRun
 from orchestrator.api.http.responses_api.models import LOGPROBS, Includable, ResponsesRequest
 from orchestrator.api.http.responses_api.records import (
     MAX_LISTED,
-    MAX_SEQUENCE_NUMBER,
     Order,
-    Record,
     ResponseRecords,
 )
 from orchestrator.api.http.responses_api.requests import plan_response
@@ -34,27 +29,12 @@ from orchestrator.api.http.responses_api.types import DeletedResponse, Event
 from orchestrator.api.http.stream import EventStream, JsonPieces
 from orchestrator.text.cpu_threads import INLINE_BYTES, in_parser_thread
 
-_REPLAY_BATCH = 64
-"""Events of a stored response that are made in one go, in about a millisecond."""
-
-
-def _check_flag(value: object) -> object:
-    if str(value).lower() not in ("true", "false"):
-        raise ValueError("true or false")
-    return value
-
-
-_Flag = Annotated[bool, BeforeValidator(_check_flag)]
-
 
 class _Reading(BaseModel):
     """Parameters of the URL of a stored response."""
 
     model_config = ConfigDict(extra="forbid")
 
-    stream: _Flag = False
-    starting_after: int | None = Field(None, ge=0, le=MAX_SEQUENCE_NUMBER)
-    include_obfuscation: _Flag = False
     include: list[Includable] = []
     includes: list[Includable] = Field([], alias="include[]")
 
@@ -86,24 +66,17 @@ def add_responses(app: FastAPI, backend: Backend, bodies: BodyReader) -> None:
     async def create(request: Request) -> fastapi.Response:
         return await _create(backend, bodies, request)
 
-    meaning = "A stored response; with `stream` its events after number `starting_after`."
+    meaning = "A stored response."
 
-    @app.get(path, **route("getResponse", meaning, streamed, (*errors, 409)))
+    @app.get(path, **route("getResponse", meaning, {JSON: "ResponseObject"}, errors))
     async def retrieve(
         response_id: str, query: Annotated[_Reading, Query()], request: Request
     ) -> fastapi.Response:
         if LOGPROBS in (*query.include, *query.includes):
             allowed = "nothing that is not stored: only the answer to POST has log-probabilities"
             raise InvalidArgumentError("include", LOGPROBS, allowed)
-        if query.starting_after is not None and not query.stream:
-            raise InvalidArgumentError("starting_after", query.starting_after, "no value without stream=true")
         record = await ResponseRecords(backend, caller_of(request)).read(response_id)
-        if not query.stream:
-            return fastapi.Response(record.text, media_type=JSON)
-        if record.response["status"] == "in_progress":
-            raise FailedPreconditionError("the response is in progress; its stream is not shared")
-        after = -1 if query.starting_after is None else query.starting_after
-        return EventStream(b"", _replayed(record, after, is_padded=query.include_obfuscation))
+        return fastapi.Response(record.text, media_type=JSON)
 
     meaning = "The response and its session are deleted."
 
@@ -112,14 +85,6 @@ def add_responses(app: FastAPI, backend: Backend, bodies: BodyReader) -> None:
         await ResponseRecords(backend, caller_of(request)).delete(response_id)
         deleted: DeletedResponse = {"id": response_id, "object": "response", "deleted": True}
         return JSONResponse(deleted)
-
-    meaning = "Never: only responses with `background` can be cancelled."
-
-    @app.post(f"{path}/cancel", **route("cancelResponse", meaning, {JSON: "ResponseObject"}, errors))
-    async def cancel(response_id: str, request: Request) -> fastapi.Response:
-        await ResponseRecords(backend, caller_of(request)).read(response_id)
-        allowed = "a response with background: true, which this server does not have; close its stream"
-        raise InvalidArgumentError("response_id", "a response without background", allowed)
 
     meaning = "The items before the response's output, those of earlier responses included."
 
@@ -150,15 +115,3 @@ async def _create(backend: Backend, bodies: BodyReader, request: Request) -> fas
         return JsonPieces(await run.whole())
     events = run.stream(is_padded=body.stream_options.include_obfuscation)
     return EventStream(await anext(events), events)
-
-
-async def _replayed(record: Record, after: int, *, is_padded: bool) -> AsyncGenerator[bytes, None]:
-    """Yield the events of a stored response after one of them."""
-    for number, event in enumerate(replay(record.response, record.pieces)):
-        if isinstance(event, tuple):
-            if event[1] > after:
-                yield b"".join(last_event(event, (record.text,)))
-        elif event["sequence_number"] > after:
-            yield b"".join(rendered(event, is_padded=is_padded))
-        if number % _REPLAY_BATCH == 0:
-            await asyncio.sleep(0)

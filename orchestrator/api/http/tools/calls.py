@@ -19,9 +19,6 @@ from orchestrator.api.http.tools.parser import CallParser
 from orchestrator.api.http.tools.template_parser import TemplateParser
 from orchestrator.text.tokenizer import Tokenizer
 
-_MAX_SEARCHED = 256
-"""Messages of a refused conversation up to which the refused one is looked for, in some 20 ms."""
-
 
 @dataclass(frozen=True)
 class Tool:
@@ -93,16 +90,14 @@ class CallPlan:
         """Whether a grammar enforces a call."""
         return self.choice.mode == "required"
 
-    def prompt(
-        self, messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, fields: Sequence[str] = ()
-    ) -> str:
+    def prompt(self, messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> str:
         """Return the prompt of a conversation, see `render_messages`.
 
         Raises:
             InvalidArgumentError: The chat template refuses the messages or the tools.
         """
         tools = [tool.to_template() for tool in self.tools]
-        rendered = _rendered(messages, tools, self.form, tokenizer, fields)
+        rendered = _prompt(messages, tools, self.form, tokenizer)
         return rendered + self.form.marker_in_prompt if self.is_forced else rendered
 
     def grammar(self, prompt: str, answer: str = "") -> str:
@@ -177,40 +172,17 @@ def plan_calls(
     return CallPlan(tuple(tools), choice, is_parallel and not choice.name, form)
 
 
-def render_messages(
-    messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, fields: Sequence[str] = ()
-) -> str:
+def render_messages(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> str:
     """Return the prompt of a conversation without tools, whose messages may still have calls and results.
 
     Args:
         messages: The conversation. Calls have objects as arguments, or texts that are no JSON object.
         tokenizer: Has the model's chat template.
-        fields: For each message the request's field with it, for errors; without them, `messages.<index>`.
 
     Raises:
-        InvalidArgumentError: The chat template refuses the messages; the error names the first of them with
-            which it does.
+        InvalidArgumentError: The chat template refuses the messages.
     """
-    return _rendered(messages, (), CallFormat.of(tokenizer.chat_format), tokenizer, fields)
-
-
-def _rendered(
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]],
-    form: CallFormat,
-    tokenizer: Tokenizer,
-    fields: Sequence[str],
-) -> str:
-    def render(number: int) -> str:
-        return _prompt(messages[:number], tools, form, tokenizer)
-
-    try:
-        return render(len(messages))
-    except InvalidArgumentError as error:
-        is_refused = error.field == "messages" and tokenizer.chat_format.template
-        if not is_refused or len(messages) > _MAX_SEARCHED:
-            raise
-        raise error.renamed(_refused(render, len(messages), fields)) from error
+    return _prompt(messages, (), CallFormat.of(tokenizer.chat_format), tokenizer)
 
 
 def _prompt(
@@ -258,20 +230,6 @@ def _has(prompt: str, texts: Iterable[str]) -> bool:
 
 def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
-
-
-def _refused(render: Callable[[int], str], num_messages: int, fields: Sequence[str]) -> str:
-    """Return the field of a message up to which a conversation is refused, and before which it is not."""
-    low, high = 0, num_messages
-    while high - low > 1:
-        middle = (low + high) // 2
-        try:
-            render(middle)
-        except InvalidArgumentError:
-            high = middle
-        else:
-            low = middle
-    return fields[high - 1] if fields else f"messages.{high - 1}"
 
 
 def call_id(seed: str, index: int) -> str:

@@ -1,82 +1,43 @@
-"""From measurements to a judgement: obstacles, losses, gains, and their messages."""
+"""From measurements to a judgement: losses, gains, and their messages."""
 
 import pytest
 
-from gammaray.qualify.judgement import Fitness, judge
-from tests.support.qualify_helpers import depth, facts, pair, trial
+from gammaray.qualify.judgement import MIN_CYCLES, Fitness, judge
+from tests.support.qualify_helpers import result, row
 
 
-def test_pair_that_cannot_be_served_is_unfit_for_every_reason():
-    judgement = judge(pair(target=facts(refusal="it flies"), draft=facts(refusal="it swims")), 1.0)
-    assert judgement.fitness is Fitness.UNFIT
+def test_candidate_that_pays_is_fit_by_its_best_depth():
+    judgement = judge(result(row(2, 1.2), row(4, 1.6), row(8, 1.4)), 1.5, is_exact=True)
+    assert judgement.fitness is Fitness.FIT
     assert judgement.reasons == (
-        "the target cannot be served: it flies",
-        "the draft cannot be served: it swims",
+        "temperature 0: speculation pays: 1.60x of plain decoding at its best, gammaray-4, with alpha 0.80; "
+        "asked for is 1.5x",
     )
-    assert judgement.best_speedup == 0
+    assert (judgement.warnings, judgement.best_speedup) == ((), 1.6)
 
 
-def test_pair_with_another_vocabulary_is_judged_with_a_note_on_what_is_shared():
-    judgement = judge(pair(trial(depth(4)), shared=0.4), 1.0)
-    assert judgement.fitness is Fitness.FIT
-    assert judgement.warnings == (
-        "the vocabularies differ: the draft has 40% of the prompts' tokens, so alpha is 0.40 at most on such "
-        "text",
-    )
+def test_candidate_that_pays_at_one_temperature_is_fit_with_a_note_on_the_other():
+    found = {"points": result(row(2, 1.3))["points"] + result(row(2, 0.9), temperature=1)["points"]}
+    judgement = judge(found, 1.1, is_exact=True)
+    assert (judgement.fitness, judgement.best_speedup) == (Fitness.FIT, 1.3)
+    assert "temperature 1: speculation does not pay: 0.90x" in judgement.warnings[0]
 
 
-def test_pair_that_pays_is_fit_by_its_best_depth():
-    measured = trial(depth(2), depth(4), depth(8))
-    judgement = judge(pair(measured), 1.5)
-    assert judgement.fitness is Fitness.FIT
-    assert judgement.warnings == ()
-    assert measured.alpha == pytest.approx(0.8)
-    assert measured.best.gamma == 8
-    assert judgement.best_speedup == measured.best.speedup
-    assert "pays" in judgement.reasons[0]
+def test_candidate_that_does_not_pay_is_slower():
+    judgement = judge(result(row(2, 0.9), row(4, 0.8)), 1.0, is_exact=True)
+    assert (judgement.fitness, judgement.best_speedup) == (Fitness.SLOWER, 0.9)
+    assert "does not pay: 0.90x" in judgement.reasons[0]
 
 
-def test_pair_that_does_not_pay_is_slower():
-    judgement = judge(pair(trial(depth(2, alpha=0.2, step_ms=6.0))), 1.0)
-    assert judgement.fitness is Fitness.SLOWER
-    assert "does not pay" in judgement.reasons[0]
+@pytest.mark.parametrize("is_exact", [True, False])
+def test_other_tokens_are_a_loss_where_arithmetic_is_exact(is_exact):
+    judgement = judge(result(row(2, 2.0), equal=9), 1.0, is_exact=is_exact)
+    told = "temperature 0: 1 of 10 completions differ from plain decoding"
+    assert judgement.fitness is (Fitness.UNFIT if is_exact else Fitness.FIT)
+    assert told in (judgement.reasons if is_exact else judgement.warnings)
 
 
-def test_pair_that_pays_at_one_temperature_is_fit_with_a_warning_about_the_other():
-    judgement = judge(pair(trial(depth(4)), trial(depth(4, alpha=0.2, step_ms=6.0), temperature=1.0)), 1.0)
-    assert judgement.fitness is Fitness.FIT
-    (reason,), (warning,) = judgement.reasons, judgement.warnings
-    assert reason.startswith("temperature 0:")
-    assert warning.startswith("temperature 1: speculation does not pay")
-
-
-def test_verdict_follows_the_minimum_speedup():
-    measured = pair(trial(depth(4)))
-    pays = judge(measured, 1.0).best_speedup
-    assert judge(measured, pays).fitness is Fitness.FIT
-    assert judge(measured, pays + 0.01).fitness is Fitness.SLOWER
-
-
-def test_different_tokens_make_a_pair_unfit_at_any_speed():
-    divergence = "with gamma 4 prompt 2 diverges from plain decoding at token 7"
-    judgement = judge(pair(trial(depth(4), equal=6, ties=1, divergence=divergence)), 1.0)
-    assert judgement.fitness is Fitness.UNFIT
-    assert judgement.reasons == (f"not lossless at temperature 0: {divergence}",)
-
-
-def test_ties_and_short_context_are_warnings():
-    judgement = judge(pair(trial(depth(4), equal=7, ties=1), draft=facts(max_context=64)), 1.0)
-    assert judgement.fitness is Fitness.FIT
-    text = " / ".join(judgement.warnings)
-    assert all(word in text for word in ("64 tokens", "1 of 8 completions diverge"))
-
-
-def test_few_tested_tokens_are_a_warning():
-    judgement = judge(pair(trial(depth(2), tested=(20, 16), accepted=(16, 12))), 1.0)
-    assert any("36 tested tokens only" in warning for warning in judgement.warnings)
-
-
-def test_pair_without_timings_is_not_fit():
-    judgement = judge(pair(trial(plain_ms=None)), 1.0)
-    assert judgement.fitness is Fitness.SLOWER
-    assert "no proposal had full length" in judgement.reasons[0]
+def test_few_cycles_are_said():
+    judgement = judge(result(row(2, 2.0, cycles=MIN_CYCLES - 1, alpha=None)), 1.0, is_exact=True)
+    assert f"alpha is from {MIN_CYCLES - 1} cycles only" in judgement.warnings[0]
+    assert "with alpha unknown" in judgement.reasons[0]

@@ -30,23 +30,22 @@ def test_auto_is_vllm_where_it_is_installed_and_there_is_a_gpu(has_vllm, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("given", "path", "words"),
+    ("given", "words"),
     [
-        ({"head": "h", "draft_weights": "int8"}, "m", "draft_weights"),
-        ({"deterministic": True}, "m", "deterministic"),
-        ({"head": "h", "learn": "l"}, "m", "learn"),
-        ({}, "m.gguf", "a GGUF file"),
+        ({"head": "h", "draft_weights": "int8"}, "draft_weights"),
+        ({"deterministic": True}, "deterministic"),
+        ({"head": "h", "learn": "l"}, "learn"),
     ],
 )
-def test_auto_is_another_engine_for_what_vllm_does_not_serve(has_vllm, caplog, given, path, words):
-    assert not target_uses_vllm(path, TargetSettings(model=path, **given))
+def test_auto_is_another_engine_for_what_vllm_does_not_serve(has_vllm, caplog, given, words):
+    assert not target_uses_vllm(TargetSettings(model="m", **given))
     assert (f"the engine is not vllm, which does not serve {words}" in caplog.text) is has_vllm
 
 
 def test_target_is_spread_only_by_vllm(has_vllm):
     settings = TargetSettings(tensor_parallel=2)
     if has_vllm:
-        assert target_uses_vllm("m", settings)
+        assert target_uses_vllm(settings)
     else:
         with pytest.raises(InvalidArgumentError, match="tensor_parallel: got 2, allowed: 1: vLLM"):
-            target_uses_vllm("m", settings)
+            target_uses_vllm(settings)

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from gammaray.demo_pair import resolve_model
-from services.engine import loader as loading
+from services.engine.checks import check_deterministic
 from services.engine.core.batch import SequenceInput
 from services.engine.core.errors import UnsupportedModelError
 from services.engine.engine import Engine
 from services.engine.loader import load_engine
-from tests.support.engine_helpers import LEAN, SUPPORTED, random_tokens, tiny_model
+from tests.support.engine_helpers import LEAN, random_tokens, tiny_model
 
 NUM_POSITIONS = 330
 
@@ -101,22 +101,22 @@ def test_tree_nodes_give_the_bits_of_a_chain(target: Engine, text: list[int], al
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("arch", "choice"), [(arch, "transformers") for arch in SUPPORTED] + [(arch, "native") for arch in LEAN]
-)
-def test_load_covers_every_served_architecture(arch: str, choice: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("arch", LEAN)
+def test_load_covers_every_architecture_of_the_kernel(arch: str, tmp_path: Path) -> None:
     """Loading compares 80 positions bit for bit; it refuses when one differs."""
-    engine = load_engine(str(tiny_model(arch, tmp_path)), deterministic=True, engine=choice)
+    engine = load_engine(str(tiny_model(arch, tmp_path)), deterministic=True)
     assert engine.stats().num_sessions == 0
 
 
-def test_load_shapes_that_vary_are_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check at load has teeth: the ordinary general path does not pass it."""
-    right = loading.TransformersRunner
-    monkeypatch.setattr(
-        loading, "TransformersRunner", lambda loaded, layout, fixed_shapes: right(loaded, layout)
-    )
+def test_bits_that_vary_are_caught(tmp_path: Path) -> None:
+    """The check at load has teeth: the layers of transformers do not pass it."""
+    engine = load_engine(str(tiny_model("llama", tmp_path)), engine="transformers")
     with pytest.raises(UnsupportedModelError, match="not deterministic"):
+        check_deterministic(engine)
+
+
+def test_load_without_the_kernel_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="needs the compiled CPU kernel: the engine is transf"):
         load_engine(str(tiny_model("llama", tmp_path)), deterministic=True, engine="transformers")
 
 

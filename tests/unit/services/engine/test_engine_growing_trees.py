@@ -108,12 +108,11 @@ def test_growing_tree_continues_as_a_chain_when_no_node_is_kept(root: Path) -> N
     assert (got - plain_logits(plain, tokens)[-3:]).abs().max() <= 1e-4
 
 
-@pytest.mark.parametrize("choice", ["auto", "transformers"])
-def test_growing_tree_deterministic_gives_the_bits_of_a_chain(root: Path, choice: str) -> None:
+def test_growing_tree_deterministic_gives_the_bits_of_a_chain(root: Path) -> None:
     directory = tiny_model(
         "llama", root, hidden_size=64, intermediate_size=128, head_dim=16, max_position_embeddings=256
     )
-    engine = load_engine(str(directory), engine=choice, deterministic=True)
+    engine = load_engine(str(directory), deterministic=True)
     growing = Growing(engine, seed=7, context=CONTEXT[:61])
     for turn in range(8):
         for path, logits in growing.grow(3):

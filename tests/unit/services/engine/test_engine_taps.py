@@ -38,7 +38,7 @@ def general(directory: Path) -> Engine:
 
 
 def fixed(directory: Path) -> Engine:
-    return load_engine(str(directory), engine="transformers", deterministic=True)
+    return load_engine(str(directory), deterministic=True)
 
 
 BUILDS = (native, general, fixed)

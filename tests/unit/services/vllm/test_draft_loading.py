@@ -34,7 +34,6 @@ def test_a_draft_model_of_the_same_vocabulary_is_served(draft, target):
     [
         ("", {"draft_weights": "int8"}, "draft_weights", ""),
         ("", {"deterministic": True}, "deterministic", ""),
-        ("model.gguf", {}, "model", "causal model"),
         ("early-exit:2", {}, "model", "causal model"),
         (str(HEAD), {}, "model", "causal model"),
         ({"pard_token": 5}, {}, "model", "causal model"),

@@ -1,38 +1,76 @@
-"""The options of `gammaray qualify` without models: they become a task, or are refused by name."""
+"""`gammaray qualify` without clusters: options, verdicts, exit codes and the result file."""
+
+import json
+from contextlib import asynccontextmanager
 
 import pytest
 from click.testing import CliRunner
 
 from gammaray.cli import main
 from gammaray.cli.commands import qualify as command
-from gammaray.cli.settings import parse_settings
-from gammaray.qualify.measured import QualifyTask
+from gammaray.qualify.clusters import UnfitError
+from tests.support.qualify_helpers import result, row
+
+
+class Served:
+    """Stands for a client of a cluster."""
+
+    async def status(self):
+        return []
 
 
 @pytest.fixture
 def invoke(monkeypatch):
-    """Run the command up to where another program takes over; return its result and the task."""
+    """Run the command with scripted measurements; return its result, and what was started and asked."""
 
-    def invoke(*arguments):
-        became = []
-        monkeypatch.setattr(command, "become", became.append)
-        arguments = ["--target", "t", "--draft", "d", *arguments]
-        result = CliRunner().invoke(main, ["qualify", *arguments])
-        if became != ["services.qualify"]:
-            return result, None
-        return result, parse_settings(QualifyTask, "qualify", arguments, [command.RESULT_OPTION])[0]
+    def invoke(*arguments, speedups=(2.0,)):
+        started, asked, left = [], [], iter(speedups)
+
+        @asynccontextmanager
+        async def cluster(models):
+            started.append(models)
+            yield Served()
+
+        async def run_bench(client, settings, prompts, advance, show):
+            asked.append((settings, prompts))
+            speedup = next(left)
+            if isinstance(speedup, str):
+                raise UnfitError(speedup)
+            return result(row(4, speedup))
+
+        monkeypatch.setattr(command, "cluster", cluster)
+        monkeypatch.setattr(command, "run_bench", run_bench)
+        return CliRunner().invoke(main, ["qualify", "--target", "t", *arguments]), started, asked
 
     return invoke
 
 
-def test_options_become_the_task(invoke, tmp_path):
+def test_options_become_clusters_and_measurements(invoke, tmp_path):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("one\n\ntwo\n")
-    _, task = invoke("--prompts", str(prompts), "--gammas", "4,2,4", "--temperatures", "0.7")
-    assert (task.prompts, task.gammas, task.temperatures) == (str(prompts), (2, 4), (0.7,))
-    _, task = invoke("--draft", "d", "--head", "h", "--head", "h", "--chat", "--rtt-ms", "2")
-    assert (task.draft, task.head, task.chat, task.rtt_ms) == (("d",), ("h",), True, 2.0)
-    assert (task.min_speedup, task.num_prompts, task.gammas) == (1.1, 6, (1, 2, 4, 8))
+    options = ("--prompts", str(prompts), "--gammas", "4,2,4", "--temperatures", "0.7", "--tokens", "8")
+    names = ("--draft", "d", "--head", "h", "--head", "h")
+    done, started, asked = invoke(*names, *options, speedups=(2.0, 0.5))
+    assert done.exit_code == 0, done.output
+    assert started == [["--target", "t", "--draft", "d"], ["--target", "t", "--head", "h"]]
+    settings, texts = asked[0]
+    assert (settings.gammas, settings.temperatures, settings.max_tokens) == (("2", "4"), (0.7,), 8)
+    assert texts == [("given", "one"), ("given", "two")]
+    ranking = done.stdout[done.stdout.index("candidate") :]
+    assert ranking.index("draft d") < ranking.index("head h")
+
+
+@pytest.mark.parametrize(
+    ("speedups", "code", "words"),
+    [((2.0,), 0, "FIT"), ((0.9,), 4, "FIT BUT SLOWER"), (("it flies",), 5, "it flies")],
+)
+def test_the_verdict_sets_the_exit_code(invoke, tmp_path, speedups, code, words):
+    out = tmp_path / "result.json"
+    done, _, _ = invoke("--draft", "d", "--json", str(out), speedups=speedups)
+    assert (done.exit_code, words in done.stdout) == (code, True), done.output
+    (found,) = json.loads(out.read_text())["candidates"]
+    assert found["candidate"] == "draft d"
+    assert found["fitness"] in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -43,27 +81,17 @@ def test_options_become_the_task(invoke, tmp_path):
         (["--temperatures", "-1"], "temperatures.0: got -1"),
         (["--num-prompts", "100000"], "num-prompts"),
         (["--min-speedup", "0"], "min_speedup: got 0"),
+        (["--head", ""], "head.0: got an empty text"),
     ],
     ids=lambda value: value if isinstance(value, str) else value[0],
 )
 def test_wrong_option_is_refused_by_name(invoke, arguments, words):
-    result, task = invoke(*arguments)
-    assert result.exit_code == 2
-    assert words in result.output
-    assert task is None
+    done, started, _ = invoke("--draft", "d", *arguments)
+    assert (done.exit_code, started) == (2, [])
+    assert words in done.output
 
 
-def test_empty_prompts_file_is_refused(invoke, tmp_path):
-    (tmp_path / "empty.json").write_text("[]")
-    result, _ = invoke("--prompts", str(tmp_path / "empty.json"))
-    assert result.exit_code == 2
-    assert "contains no prompts" in result.output
-
-
-def test_candidate_is_needed_and_has_a_name(invoke):
-    result = CliRunner().invoke(main, ["qualify", "--target", "t"])
-    assert result.exit_code == 2
-    assert "head: got no candidate, allowed: a draft or a head" in result.output
-    result, task = invoke("--head", "")
-    assert (result.exit_code, task) == (2, None)
-    assert "head.0: got an empty text" in result.output
+def test_candidate_is_needed(invoke):
+    done, _, _ = invoke()
+    assert done.exit_code == 2
+    assert "head: got no candidate, allowed: a draft or a head" in done.output

@@ -109,7 +109,7 @@ CHATS = {
     "messages too many": ({"messages": HI * 16385}, "messages"),
     "no content": ({"messages": [{"role": "user"}]}, "messages.0.content"),
     "an image": ({"messages": [{"role": "user", "content": IMAGE}]}, "messages.0.content"),
-    "refused by the template": ({"messages": [{"role": "assistant", "content": "x"}]}, "messages.0"),
+    "refused by the template": ({"messages": [{"role": "assistant", "content": "x"}]}, "messages"),
     "top_logprobs without logprobs": ({"messages": HI, "top_logprobs": 2}, "top_logprobs"),
     "top_logprobs too many": ({"messages": HI, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     "tools": ({"messages": HI, "tools": [{"type": "function"}]}, "tools.0.function"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +25,6 @@ from services.engine.core.quantised import (
     quantise_int8,
     quantise_model,
 )
-from services.engine.hf.torchao import quantise_module
 from services.engine.loader import load_engine, load_worker_engine
 from services.engine.native import weights as packing
 from services.engine.native.library import open_kernel
@@ -174,10 +172,3 @@ def test_weights_without_a_kernel_are_refused(
     assert str(refused.value) == (
         f"draft_weights: got {weights}, allowed: auto: {weights} needs the compiled CPU kernel ({reason})"
     )
-
-
-def test_gpu_weights_without_torchao_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torchao.quantization", None)
-    module = load_model(str(tiny_model("llama", tmp_path)), device="cpu").module
-    with pytest.raises(InvalidArgumentError, match=r"draft_weights: got int4, allowed: auto.*torchao"):
-        quantise_module(module, "int4")

@@ -11,7 +11,7 @@ from gammaray.errors import InvalidArgumentError, UnavailableError
 from gammaray.types import DrafterKind, GammaPolicy
 from orchestrator.api.http.server.app import create_app
 from tests.support.http_helpers import GAMMARAY
-from tests.support.response_helpers import check_response, events, get, http_client, parsed_events, respond
+from tests.support.response_helpers import check_response, events, get, http_client, respond
 from tests.support.surface_helpers import ScriptedBackend
 
 TOOL = {
@@ -240,11 +240,8 @@ async def test_logprobs_are_in_deltas_and_in_the_text():
     assert [entry["token"] for entry in whole] == ["caf", "bytes:\\xc3", "bytes:\\xa9"]
     assert [len(entry["top_logprobs"]) for entry in whole] == [1, 1, 1]
     assert [entry for event in found if "delta" in event for entry in event["logprobs"]] == whole
-    for event in found:  # what is stored has none
-        for holder in (event, event.get("part", {}), *event.get("item", {}).get("content", [])):
-            holder.update({"logprobs": []} if "logprobs" in holder else {})
-    body["output"][0]["content"][0]["logprobs"] = []
-    assert await replayed(backend, body["id"]) == found
+    stored = (await get(backend, body["id"])).json()
+    assert stored["output"][0]["content"][0]["logprobs"] == []
     answer = await get(backend, body["id"], include=include[0])
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "include")
 
@@ -259,37 +256,10 @@ async def test_output_that_does_not_fit_the_store_fails_and_is_not_stored():
     assert last["output"][0]["content"][0]["text"] == "café"
     stored = (await get(backend, last["id"])).json()
     assert (stored["status"], stored["output"], stored["error"]) == ("failed", [], last["error"])
-    assert [event["type"] for event in await replayed(backend, last["id"])][-1] == "response.failed"
     assert check_response(await respond(backend, input="x"))["error"] == last["error"]
 
 
-async def replayed(backend, response_id, **query):
-    answer = await get(backend, response_id, stream="true", **query)
-    assert answer.status_code == 200, answer.text
-    return parsed_events(answer.text)
-
-
-@pytest.mark.parametrize(
-    ("pieces", "options"),
-    [
-        ([b"caf", b"\xc3", b"\xa9"], {}),
-        ([b"caf", b"\xc3", b"\xa9"], {"max_output_tokens": 1}),
-        ([b""], {}),
-        (CALL, {"tools": [TOOL]}),
-        (CALL[:3], {"tools": [TOOL], "max_output_tokens": 3}),
-        ([*CALL, b"\nOh", b" well"], {"tools": [TOOL]}),
-    ],
-)
-async def test_stored_stream_is_replayed_as_it_was(pieces, options):
-    backend = ScriptedBackend(pieces=pieces)
-    found = await events(backend, input="x", **options)
-    response_id = found[-1]["response"]["id"]
-    for after in (None, 0, 3, len(found) - 2, len(found) - 1, 10**6):
-        query = {} if after is None else {"starting_after": after}
-        assert await replayed(backend, response_id, **query) == found[0 if after is None else after + 1 :]
-
-
-async def test_failed_stream_is_replayed_as_it_was():
+async def test_failed_stream_keeps_its_output_so_far():
     def fail(request, number):
         if number == 2:
             raise UnavailableError("no target worker")
@@ -302,7 +272,7 @@ async def test_failed_stream_is_replayed_as_it_was():
     assert last["response"]["error"] == {"code": "server_error", "message": "no target worker"}
     assert last["response"]["output"][0]["content"][0]["text"] == "caf"
     assert [event["sequence_number"] for event in found] == list(range(len(found)))
-    assert await replayed(backend, last["response"]["id"]) == found
+    assert (await get(backend, last["response"]["id"])).json() == last["response"]
     again = ScriptedBackend()
     again.responses = backend.responses
     check_response(await respond(again, input="y", previous_response_id=last["response"]["id"]))

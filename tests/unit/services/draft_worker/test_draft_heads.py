@@ -2,15 +2,13 @@
 
 import asyncio
 import json
-import struct
 
 import pytest
 
 from gammaray.config import DraftSettings
-from gammaray.deploy.heads import check_no_head, head_kind
 from gammaray.errors import InvalidArgumentError
-from orchestrator.launcher.preflight import check_models
 from services.draft_worker.worker import DraftWorker
+from services.heads.formats import kind_of_config
 from services.heads.loading import names_head
 from tests.support.engine_helpers import tiny_model
 from tests.support.head_helpers import DATA, VARIANTS, as_official, bigram_head, bigram_target
@@ -24,28 +22,15 @@ def folders(tmp_path_factory):
     return target, [*heads, bigram_head(folder / "exact", target)]
 
 
-def test_heads_are_told_from_models_as_the_workers_do(folders, tmp_path):
+def test_heads_are_told_from_models(folders, tmp_path):
     target, heads = folders
     for name in (*heads, target, tiny_model("llama", tmp_path)):
-        assert (head_kind(str(name)) == "eagle3") == names_head(str(name)) == (name in heads)
+        assert names_head(str(name)) == (name in heads)
 
 
-def test_names_and_damaged_files_are_no_heads(tmp_path):
-    for name in (
-        "demo",
-        "early-exit:3",
-        "nobody/nothing",
-        "a/b/c",
-        "./absent",
-        "/absent",
-        "",
-    ):
-        assert head_kind(name) == ""
-    for content in (b"", b"\xff" * 8, struct.pack("<Q", 2) + b"[]", struct.pack("<Q", 9) + b"{"):
-        (tmp_path / "model.safetensors").write_bytes(content)
-        for config in ("[]", "{", json.dumps({"architectures": 3})):
-            (tmp_path / "config.json").write_text(config)
-            assert head_kind(str(tmp_path)) == ""
+def test_names_are_no_heads():
+    for name in ("demo", "early-exit:3", "nobody/nothing", "a/b/c", "./absent", "/absent"):
+        assert not names_head(name)
 
 
 @pytest.mark.parametrize(
@@ -63,15 +48,9 @@ def test_names_and_damaged_files_are_no_heads(tmp_path):
 def test_a_head_as_the_draft_is_refused_and_told_where_it_belongs(config, kind, folders, tmp_path):
     target, _ = folders
     (tmp_path / "config.json").write_text(json.dumps(config))
-    reason = rf"got .*\(a head: {kind}\).*, allowed: a draft model; .* --head"
-    with pytest.raises(InvalidArgumentError, match=f"draft: {reason}"):
-        check_models(str(target), str(tmp_path))
+    assert kind_of_config(config, ()) == kind
     worker = DraftWorker(DraftSettings(model=str(tmp_path), target=str(target)))
-    with pytest.raises(InvalidArgumentError, match=f"model: {reason}"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"model: got .*, a head, allowed: a draft model; .* --head"
+    ):
         asyncio.run(worker.start())
-
-
-def test_other_drafts_are_not_refused(folders):
-    target, _ = folders
-    for name in (str(target), "demo", "early-exit:3", "./absent"):
-        check_no_head("draft", name)

@@ -1,8 +1,6 @@
-"""The version of vLLM that is supported, and the names of it that are used.
+"""Names of vLLM that `services.vllm` uses: `python -m tests.support.vllm_names` prints those that are gone.
 
 vLLM calls its custom schedulers and proposers unstable, so that one minor version is supported per release.
-What is used is checked at start, by name, rather than found missing in a stream. `python -m
-services.vllm.compatibility` prints what an installed version lacks.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ import importlib
 import inspect
 import sys
 
-from gammaray.deploy.engines import SUPPORTED_VLLM, UnsupportedVllmError, check_vllm_version, vllm_build
+from gammaray.deploy.engines import SUPPORTED_VLLM, vllm_build
 
 NAMES: dict[str, tuple[str, ...]] = {
     "vllm.engine.arg_utils:EngineArgs": ("create_engine_config",),
@@ -94,17 +92,6 @@ def find_missing() -> list[str]:
                 if not is_there:
                     missing.append(f"{path}.{attribute}")
     return missing
-
-
-def check_vllm() -> None:
-    """Check that the installed vLLM can be used.
-
-    Raises:
-        UnsupportedVllmError: It cannot; the message names the supported version.
-    """
-    check_vllm_version()
-    if missing := find_missing():
-        raise UnsupportedVllmError(f"which is installed as {vllm_build()[0]} and lacks {', '.join(missing)}")
 
 
 def main() -> int:
