@@ -154,8 +154,7 @@ def learning(
     folder: Path, target: Path, drafter: Path, monkeypatch, command: list[str] | None = None
 ) -> Iterator[TargetScheduler]:
     """A scheduler whose head, or draft model, learns in a folder; a command trains, or nothing."""
-    for module in ("target_worker", "draft_worker"):
-        monkeypatch.setattr(f"services.{module}.loading.trainer_command", lambda *_: command)
+    monkeypatch.setattr("services.learning.versions.trainer_command", lambda *_: command)
     scheduler: TargetScheduler
     if names_head(str(drafter)):
         engine = load_engine(str(target))

@@ -63,7 +63,7 @@ FLOORS = {
     "services/streaming": 8,
     "services/verification": 8,
     "services/process": 9,
-    "services/learning": 10,
+    "services/learning": 9,
     "services/vllm": 10,
     "services/draft_worker": 11,
     "services/target_worker": 11,
