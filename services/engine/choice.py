@@ -41,7 +41,6 @@ def target_uses_vllm(path: str, settings: TargetSettings) -> bool:
         asked = {
             "deterministic": settings.deterministic,
             "draft_weights": bool(settings.head) and settings.draft_weights != "auto",
-            "learn": bool(settings.learn),
             "a GGUF file": is_gguf(path),
         }
         if any(asked.values()):

@@ -180,7 +180,8 @@ class Versions(Generic[T]):
     def reject(self, name: str, number: int, error: Exception) -> None:
         """Roll back a version that cannot be loaded."""
         _log.error("version %d of %s cannot be loaded: %s", number, name, error)
-        self._folder.store(name).roll_back(number, f"it cannot be loaded: {error}")
+        if number:
+            self._folder.store(name).roll_back(number, f"it cannot be loaded: {error}")
 
     def _watch(self) -> None:
         """Follow the folder: load versions, and decide on candidates."""

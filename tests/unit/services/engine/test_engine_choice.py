@@ -34,7 +34,6 @@ def test_auto_is_vllm_where_it_is_installed_and_there_is_a_gpu(has_vllm, monkeyp
     [
         ({"head": "h", "draft_weights": "int8"}, "m", "draft_weights"),
         ({"deterministic": True}, "m", "deterministic"),
-        ({"head": "h", "learn": "l"}, "m", "learn"),
         ({}, "m.gguf", "a GGUF file"),
     ],
 )

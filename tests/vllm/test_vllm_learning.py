@@ -1,0 +1,199 @@
+"""A head on vLLM that learns: what is kept of streams, versions that take over, and no token that changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gammaray.blocks import Shape
+from gammaray.config import TargetSettings
+from gammaray.errors import InvalidArgumentError
+from gammaray.learning.folder import LearningFolder
+from gammaray.types import Proposal, SamplingParams
+from services.train.live.trainer import Trainer
+from services.vllm.loading import load_target
+from tests.support import vllm_head_helpers as heads
+from tests.support.head_helpers import bigram_head
+from tests.support.learning_helpers import (
+    begin,
+    end,
+    learning,
+    new_head,
+    publish,
+    records,
+    right_head,
+    run_for,
+    serve_until,
+    useless,
+)
+from tests.support.target_helpers import Run
+from tests.support.vllm_helpers import prompt
+from tests.support.workers.redis_helpers import wait_until
+from tests.vllm.conftest import LIMITS
+
+NUM_OUTPUTS = 96
+"""Tokens that a head knows, of 97."""
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory) -> Path:
+    return heads.wide_bigram(tmp_path_factory.mktemp("target") / "bigram")
+
+
+@pytest.fixture(autouse=True)
+def _often(monkeypatch) -> None:
+    monkeypatch.setattr("services.learning.versions.PERIOD_S", 0.02)
+    monkeypatch.setattr("services.learning.versions.trainer_command", lambda *_: None)
+    monkeypatch.setattr("services.learning.swapped_head.SPAN_S", 0.1)
+
+
+def settings(target: Path, head: Path, folder: Path, **changes: Any) -> TargetSettings:
+    given = {"engine": "vllm", "cache_budget_mb": 8, **changes}
+    return TargetSettings(model=str(target), head=str(head), learn=str(folder), **given)
+
+
+@contextmanager
+def on_vllm(target: Path, head: Path, folder: Path, **changes: Any) -> Iterator[Any]:
+    """A scheduler of vLLM whose head learns in a folder."""
+    _, scheduler = load_target(str(target), settings(target, head, folder, **changes), LIMITS)
+    try:
+        yield scheduler
+    finally:
+        scheduler.close()
+
+
+def mixed(run: Run, length: int) -> None:
+    """Go on until a session has so many tokens, with blocks of the head, of gamma 0, and with proposals."""
+    while len(run.tokens) < length:
+        kind = len(run.tokens) % 4
+        run.cycle(Shape(3 if kind < 2 else 0), Proposal((5, 6)) if kind == 2 else Proposal())
+
+
+def test_the_states_that_are_kept_are_those_of_the_cpu_engine(tmp_path, monkeypatch) -> None:
+    """Of prompts in one and in several chunks, and of text beside rejected proposals, to the end."""
+    target = heads.random_target(tmp_path / "target")
+    head = new_head(tmp_path / "head", target, NUM_OUTPUTS)
+    found = []
+    for name, start in (("vllm", on_vllm), ("own", learning)):
+        folder = tmp_path / name
+        given = (target, head, folder) if start is on_vllm else (folder, target, head, monkeypatch)
+        with start(*given) as scheduler:
+            for at, length in enumerate((150, 20, 3)):
+                params = SamplingParams(temperature=1.0, seed=at)
+                run = Run(scheduler, prompt(length, at), params, name=f"session {at}")
+                mixed(run, length + 60)
+                end(run)
+            wait_until(lambda folder=folder: len(records(folder)) == 3)
+        found.append([np.load(path) for path in records(folder)])
+    for one, other in zip(*found, strict=True):
+        count = min(len(one["token_ids"]), len(other["token_ids"]))
+        assert count > one["num_prompt"] + 50
+        assert one["num_prompt"] == other["num_prompt"]
+        assert (one["token_ids"][:count] == other["token_ids"][:count]).all()
+        states, others = (
+            torch.from_numpy(each["states"]).view(torch.bfloat16).float() for each in (one, other)
+        )
+        assert len(states) == len(one["token_ids"]) - 1
+        # A state that differs in float32 by rounding may be rounded to the next number of bfloat16.
+        torch.testing.assert_close(states[: count - 1], others[: count - 1], rtol=2**-7, atol=1e-4)
+
+
+def test_a_version_is_trained_and_takes_over_in_mid_stream(tmp_path, target, monkeypatch) -> None:
+    monkeypatch.setattr("services.train.live.trainer.MIN_TOKENS", 1000)
+    monkeypatch.setattr("services.train.live.trainer.RATE", 3e-3)
+    head, folder = new_head(tmp_path / "head", target, NUM_OUTPUTS), LearningFolder(tmp_path / "learn")
+    store = folder.store("open")
+    with on_vllm(target, head, folder.path) as scheduler:
+        plain = begin(scheduler, 2)
+        expected = run_for(plain, 200, gamma=0)
+        end(plain, forgets=True)
+        run = begin(scheduler, 2)
+        run_for(run, 100)
+        for seed in range(24):
+            one = begin(scheduler, seed + 10)
+            run_for(one, 64)
+            end(one)
+        wait_until(lambda: len(records(folder.path)) == 24)
+        version = Trainer(folder, str(target), str(head), lambda: False).run_round()
+        assert version is not None
+        assert version.expected > 1.05 * version.parent_expected
+        serve_until(scheduler, lambda: store.read().candidate is None)
+        assert store.read().stable == 1
+        wait_until(lambda: last_version(scheduler) == 1)
+        run_for(run, 200)
+        assert run.output[:200] == expected
+        assert [one.expected for one in store.read().versions] == [version.expected]
+
+
+def last_version(scheduler: Any) -> int:
+    """Return which version drafts in a new session."""
+    run = begin(scheduler, 500)
+    run.cycle(Shape(2))
+    task = run.block(Shape(2))
+    run.ask(task)
+    end(run, forgets=True)
+    return task.proposal.version
+
+
+def test_poisoned_and_damaged_versions_are_rolled_back_without_a_hand(tmp_path, target) -> None:
+    right = right_head(tmp_path / "right", target, NUM_OUTPUTS)
+    wrong = useless(tmp_path / "wrong", right, target)
+    folder = LearningFolder(tmp_path / "learn")
+    store = folder.store("open")
+    with on_vllm(target, right, folder.path) as scheduler:
+        plain = begin(scheduler, 1)
+        expected = run_for(plain, 300, gamma=0)
+        end(plain)
+        run = begin(scheduler, 1)
+        run_for(run, 60)
+        assert len(run.proposals) < 20, "the head proposes, and is accepted"
+        publish(store, wrong)
+        wait_until(lambda: last_version(scheduler) == 1)
+        while store.read().candidate is not None:
+            assert len(run.output) < 290
+            run.cycle(Shape(3))
+            serve_one(scheduler)
+        assert store.read().stable == 0
+        assert "first tokens accepted" in store.read().versions[0].reason
+        publish(store)  # an empty directory
+        wait_until(lambda: store.read().candidate is None)
+        publish(store, new_head(tmp_path / "narrow", target, 90))
+        wait_until(lambda: store.read().candidate is None)
+        assert [one.status for one in store.read().versions] == ["rolled back"] * 3
+        wait_until(lambda: last_version(scheduler) == 0)
+        num_cycles, num_tokens = len(run.proposals), len(run.output)
+        run_for(run, 300)
+        assert run.output[:300] == expected
+        assert len(run.output) - num_tokens > 3 * (len(run.proposals) - num_cycles)
+
+
+def serve_one(scheduler: Any) -> None:
+    run = begin(scheduler, 700)
+    run_for(run, 24)
+    end(run, forgets=True)
+
+
+def test_tenants_are_not_learnt_from(tmp_path, target) -> None:
+    """Their sessions would draft with what was trained on another tenant's."""
+    folder = LearningFolder(tmp_path / "learn")
+    folder.consent("acme", "own")
+    head = right_head(tmp_path / "right", target, NUM_OUTPUTS)
+    with on_vllm(target, head, folder.path) as scheduler:
+        for tenant in ("acme", "other", ""):
+            run = begin(scheduler, 3, tenant)
+            run_for(run, 30)
+            end(run)
+        wait_until(lambda: len(records(folder.path)) == 1)
+    assert not list(folder.path.glob("tenant-*"))
+
+
+def test_heads_that_cannot_learn_are_refused(tmp_path, target) -> None:
+    foreign = bigram_head(tmp_path / "foreign", target)
+    with pytest.raises(InvalidArgumentError, match=r"learn: .* no head of gammaray train"):
+        load_target(str(target), settings(target, foreign, tmp_path / "learn"), LIMITS)
