@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from gammaray.blocks import Shape
 from gammaray.config import TargetSettings
@@ -68,40 +70,79 @@ def on_vllm(target: Path, head: Path, folder: Path, **changes: Any) -> Iterator[
         scheduler.close()
 
 
-def mixed(run: Run, length: int) -> None:
-    """Go on until a session has so many tokens, with blocks of the head, of gamma 0, and with proposals."""
-    while len(run.tokens) < length:
-        kind = len(run.tokens) % 4
-        run.cycle(Shape(3 if kind < 2 else 0), Proposal((5, 6)) if kind == 2 else Proposal())
+def serve(scheduler: Any, first: int, lengths: Sequence[int]) -> list[dict[int, tuple[int, ...]]]:
+    """Serve sessions with blocks of the head, of gamma 0, and with proposals from elsewhere.
+
+    Args:
+        scheduler: The scheduler.
+        first: Number of the first session.
+        lengths: Of their prompts.
+
+    Returns:
+        The head's proposals of each session by position.
+    """
+    found = []
+    for seed, length in enumerate(lengths, start=first):
+        params = SamplingParams(temperature=1.0, seed=seed)
+        run, drafts = Run(scheduler, prompt(length, seed), params, name=f"session {seed}"), {}
+        while len(run.output) < 60:
+            position, kind = len(run.tokens), len(run.tokens) % 5
+            run.cycle(Shape(3 if kind < 3 else 0), Proposal((5, 6)) if kind == 3 else Proposal())
+            if kind < 3:
+                drafts[position] = run.proposals[-1]
+        end(run)
+        found.append(drafts)
+    return found
 
 
-def test_the_states_that_are_kept_are_those_of_the_cpu_engine(tmp_path, monkeypatch) -> None:
-    """Of prompts in one and in several chunks, and of text beside rejected proposals, to the end."""
+def noisy(folder: Path, head: Path) -> Path:
+    """Write a head with noise in all weights of another one."""
+    shutil.copytree(head, folder)
+    weights = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(3)
+    for key, one in weights.items():
+        if key != "d2t":
+            weights[key] = one + 0.2 * torch.randn(one.shape, generator=generator).to(one.dtype)
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_kept_states_and_drafts_of_a_version_are_those_of_the_cpu_engine(
+    ranks, tmp_path, monkeypatch
+) -> None:
+    """States of prompts in one and in several chunks, and of text beside rejected proposals, to the end."""
     target = heads.random_target(tmp_path / "target")
     head = new_head(tmp_path / "head", target, NUM_OUTPUTS)
-    found = []
-    for name, start in (("vllm", on_vllm), ("own", learning)):
-        folder = tmp_path / name
-        given = (target, head, folder) if start is on_vllm else (folder, target, head, monkeypatch)
-        with start(*given) as scheduler:
-            for at, length in enumerate((150, 20, 3)):
-                params = SamplingParams(temperature=1.0, seed=at)
-                run = Run(scheduler, prompt(length, at), params, name=f"session {at}")
-                mixed(run, length + 60)
-                end(run)
+    version = noisy(tmp_path / "version", head)
+    found, drafts = [], []
+    for folder in (tmp_path / "vllm", tmp_path / "own"):
+        with (
+            on_vllm(target, head, folder, tensor_parallel=ranks)
+            if folder.name == "vllm"
+            else learning(folder, target, head, monkeypatch)
+        ) as scheduler:
+            serve(scheduler, 0, (150, 20, 3))
             wait_until(lambda folder=folder: len(records(folder)) == 3)
-        found.append([np.load(path) for path in records(folder)])
+            found.append([np.load(path) for path in records(folder)])
+            store = LearningFolder(folder).store("open")
+            publish(store, version)
+            store.promote(1)
+            wait_until(lambda scheduler=scheduler: last_version(scheduler) == 1)
+            drafts.append(serve(scheduler, 3, (50, 20, 3)))  # within the window of the CPU engine
     for one, other in zip(*found, strict=True):
         count = min(len(one["token_ids"]), len(other["token_ids"]))
         assert count > one["num_prompt"] + 50
         assert one["num_prompt"] == other["num_prompt"]
         assert (one["token_ids"][:count] == other["token_ids"][:count]).all()
-        states, others = (
-            torch.from_numpy(each["states"]).view(torch.bfloat16).float() for each in (one, other)
-        )
+        states, others = (torch.from_numpy(each["states"]).view(torch.bfloat16) for each in (one, other))
         assert len(states) == len(one["token_ids"]) - 1
-        # A state that differs in float32 by rounding may be rounded to the next number of bfloat16.
+        # Rounding in float32 may lead to the next number of bfloat16.
         torch.testing.assert_close(states[: count - 1], others[: count - 1], rtol=2**-7, atol=1e-4)
+    for ours, theirs in zip(*drafts, strict=True):
+        shared = [at for at in ours.keys() & theirs.keys() if ours[at] and theirs[at]]
+        assert len(shared) > 10
+        assert [ours[at] for at in shared] == [theirs[at] for at in shared]
 
 
 def test_a_version_is_trained_and_takes_over_in_mid_stream(tmp_path, target, monkeypatch) -> None:
