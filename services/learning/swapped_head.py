@@ -44,22 +44,25 @@ class SwappedHead(HeadLearner[str]):
     def __init__(self, versions: Versions[str], swap: Callable[[str], None]) -> None:
         super().__init__(versions)
         self.number = 0
-        self._swap, self._failed, self._has_warned = swap, -1, False
+        self._swap, self._has_warned = swap, False
 
-    def take_turns(self) -> None:
-        """Let the version draft whose turn it is; one that cannot be loaded is rolled back."""
-        turn = int(time.monotonic() / SPAN_S)
-        number, directory = self.versions.choose(OPEN, "", turn * SPAN)
-        if number in (self.number, self._failed):
+    def take_turns(self, now_s: float) -> None:
+        """Let the version draft whose turn it is at a time.
+
+        Raises:
+            EngineLostError: The engine failed to load it; it is rolled back.
+        """
+        number, directory = self.versions.choose(OPEN, "", int(now_s / SPAN_S) * SPAN)
+        if number == self.number:
             return
+        began = time.perf_counter()
         try:
             self._swap(directory)
-            self.number = number
-        except EngineLostError:
-            raise
-        except Exception as error:  # vLLM raises many kinds
-            self._failed = number
+        except EngineLostError as error:
             self.versions.reject(OPEN, number, error)
+            raise
+        self.number = number
+        _log.info("version %d drafts; loading it took %.3f s", number, time.perf_counter() - began)
 
     def count(self, number: int, is_accepted: bool) -> None:
         """Count a proposal, and whether its first token was accepted."""

@@ -13,6 +13,7 @@ import logging
 import threading
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -178,9 +179,9 @@ class Versions(Generic[T]):
             arms.canary.add(is_accepted, is_candidate=is_candidate)
 
     def reject(self, name: str, number: int, error: Exception) -> None:
-        """Roll back a version that cannot be loaded."""
+        """Roll back a version that cannot be loaded, if the folder can be written."""
         _log.error("version %d of %s cannot be loaded: %s", number, name, error)
-        if number:
+        with suppress(GammarayError, OSError):
             self._folder.store(name).roll_back(number, f"it cannot be loaded: {error}")
 
     def _watch(self) -> None:

@@ -307,8 +307,15 @@ class VllmEngine:
             dropped |= found
 
     def load_head(self, directory: str) -> None:
-        """Let another version of the head draft from here on; blocks that it drafted for keep their cache."""
-        self.core.model_executor.collective_rpc("load_head", args=(directory,))
+        """Let another version of the head draft from here on; requests keep what was cached.
+
+        Raises:
+            EngineLostError: vLLM failed, and its head may have no weights.
+        """
+        try:
+            self.core.model_executor.collective_rpc("load_head", args=(directory,))
+        except Exception as error:  # vLLM raises many kinds
+            raise EngineLostError(f"vLLM cannot load the head {directory}: {error}") from error
 
     def recover(self) -> None:
         """Drop the prefix cache after a step that failed; no request may be open.

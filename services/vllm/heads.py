@@ -144,11 +144,8 @@ def replace_weights(model: Any, directory: str, config: Any) -> None:
 
     Args:
         model: vLLM's head, whose embedding is the target's.
-        directory: The version.
+        directory: The version, which was checked; if it was deleted since, the head stays as it is.
         config: Of the engine.
-
-    Raises:
-        UnsupportedModelError: A file is missing or damaged; the head is as it was.
     """
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload.inplace import reload_weights

@@ -124,7 +124,7 @@ class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
         if self._by_request:
             self._make_room()
             if self._head is not None:
-                self._head.take_turns()
+                self._head.take_turns(time.monotonic())
             self._run()
         elif not self._replies:
             wait_for_any(map(self.sessions.find, (*self._running, *self._waiting)))
