@@ -173,7 +173,7 @@ class VllmEngine:
         model = config.model_config
         self.vocab_size = int(model.get_vocab_size())
         self.max_context = int(model.max_model_len) - 1  # vLLM keeps a position for the token that it samples
-        self.device = "cpu" if _is_cpu() else "cuda"
+        self.device = _device()
         self.dtype = str(model.dtype).removeprefix("torch.")
         ranks = f" on {options.tensor_parallel} ranks" if options.tensor_parallel > 1 else ""
         self.kernel = f"vLLM {vllm_build()[0]} ({self.device}, {self.dtype}){ranks}"
@@ -227,7 +227,6 @@ class VllmEngine:
         spec: SessionSpec,
         salt: str,
         num_prompt_logprobs: int | None = None,
-        *,
         is_kept: bool = False,
     ) -> str:
         """Add a request with a prompt; it runs until its prompt is computed, and then only when posted.
@@ -426,8 +425,7 @@ def _configuration(options: EngineOptions) -> Any:
             arguments["block_size"] = CPU_DRAFT_BLOCK
     else:
         arguments["scheduler_cls"] = "services.vllm.held_scheduler.HeldScheduler"
-        kind = "LearningWorker" if options.learns else "SamplingWorker"
-        arguments["worker_cls"] = f"services.vllm.worker.{kind}"
+        arguments["worker_cls"] = f"services.vllm.worker.{'Learning' if options.learns else 'Sampling'}Worker"
         arguments["speculative_config"] = {
             "method": "custom_class",
             "model": "services.vllm.held_scheduler.NoProposer",
@@ -457,12 +455,6 @@ def _configuration(options: EngineOptions) -> Any:
     else:
         arguments["gpu_memory_utilization"] = options.memory_share
     return EngineArgs(**arguments).create_engine_config()
-
-
-def _is_cpu() -> bool:
-    from vllm.platforms import current_platform
-
-    return bool(current_platform.is_cpu())
 
 
 def _device() -> str:

@@ -18,6 +18,7 @@ from gammaray.config import TargetSettings
 from gammaray.errors import InvalidArgumentError
 from gammaray.learning.folder import LearningFolder
 from gammaray.types import Proposal, SamplingParams
+from services.engine.core.errors import EngineLostError
 from services.train.live.trainer import Trainer
 from services.vllm.loading import load_target
 from tests.support import vllm_head_helpers as heads
@@ -212,6 +213,8 @@ def test_poisoned_and_damaged_versions_are_rolled_back_without_a_hand(tmp_path, 
         run_for(run, 300)
         assert run.output[:300] == expected
         assert len(run.output) - num_tokens > 3 * (len(run.proposals) - num_cycles)
+        with pytest.raises(EngineLostError, match="vLLM cannot load the head"):
+            scheduler.engine.load_head(str(target))  # no head: what is published is checked before
 
 
 def serve_one(scheduler: Any) -> None:
