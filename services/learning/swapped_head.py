@@ -7,7 +7,6 @@ of them, which costs acceptance only.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from gammaray.learning.folder import OPEN
 from services.engine.core.errors import EngineLostError
 from services.engine.core.shapes import check_token_map, check_weights
 from services.engine.core.tensor_files import read_tensor, tensor_names
-from services.learning.learner import HeadLearner
+from services.learning.learner import HeadLearner, check_head
 from services.learning.versions import SPAN, Versions, learn
 
 SPAN_S = 20.0
@@ -55,14 +54,12 @@ class SwappedHead(HeadLearner[str]):
         number, directory = self.versions.choose(OPEN, "", int(now_s / SPAN_S) * SPAN)
         if number == self.number:
             return
-        began = time.perf_counter()
         try:
             self._swap(directory)
         except EngineLostError as error:
             self.versions.reject(OPEN, number, error)
             raise
         self.number = number
-        _log.info("version %d drafts; loading it took %.3f s", number, time.perf_counter() - began)
 
     def count(self, number: int, is_accepted: bool) -> None:
         """Count a proposal, and whether its first token was accepted."""
@@ -76,6 +73,18 @@ class SwappedHead(HeadLearner[str]):
         return name if name == OPEN else None
 
 
+def check_swapped(learn: str, head: str) -> None:
+    """Check that a head can learn in an engine that has room for one.
+
+    Raises:
+        InvalidArgumentError: It was not made by `gammaray train`, or has all of the target's tokens: the
+            engine may let it use the target's own output matrix.
+    """
+    check_head(learn, head)
+    if "d2t" not in tensor_names(Path(head)):
+        raise InvalidArgumentError("learn", learn, f"empty with vLLM, as {head} has no reduced vocabulary")
+
+
 def swapped_head(
     folder: str, target: str, head: str, vocab_size: int, swap: Callable[[str], None]
 ) -> SwappedHead:
@@ -87,15 +96,9 @@ def swapped_head(
         head: Directory of the head.
         vocab_size: Number of the target's token ids.
         swap: As of `SwappedHead`.
-
-    Raises:
-        InvalidArgumentError: The head has all of the target's tokens: the engine may let it use the target's
-            own output matrix.
     """
     shapes = {key: tensor.to("meta") for key, tensor in _read(head).items()}
-    if (ids := shapes.pop("d2t", None)) is None or len(ids) >= vocab_size:
-        allowed = f"empty with vLLM and {head}, whose vocabulary is not reduced (d2t)"
-        raise InvalidArgumentError("learn", folder, allowed)
+    ids = shapes.pop("d2t")
 
     def load(directory: str) -> str:
         weights = _read(directory)

@@ -123,10 +123,10 @@ class CoupledDrafts:
 
 
 class LearningDrafts(CoupledDrafts):
-    """The same of a head that learns: its states are handed out, and its weights are replaced.
+    """The same of a head that learns, which hands out the states that it reads.
 
     Attributes:
-        states: What it read in the last step, of the requests that are learnt from.
+        states: Those of the last step, of the requests that are learnt from.
     """
 
     def __init__(self, drafter: Any, sampler: BlockSampler) -> None:

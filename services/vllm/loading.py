@@ -11,8 +11,7 @@ from gammaray.errors import InvalidArgumentError
 from gammaray.gguf import is_gguf
 from services.engine.core.drafter import is_ordinary
 from services.heads.loading import names_head
-from services.learning.learner import check_head
-from services.learning.swapped_head import swapped_head
+from services.learning.swapped_head import check_swapped, swapped_head
 from services.process.fingerprints import check_drafter, vocab_sha256
 from services.scheduling.grammars import Grammars
 from services.scheduling.planning import Limits
@@ -42,7 +41,7 @@ def load_target(path: str, settings: TargetSettings, limits: Limits) -> tuple[Vl
     """
     head = _head(settings.head, path) if settings.head else ""
     if settings.learn:
-        check_head(settings.learn, head)
+        check_swapped(settings.learn, head)
     engine = VllmEngine(
         replace(
             _options(path, settings, limits),

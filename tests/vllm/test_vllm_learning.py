@@ -239,5 +239,7 @@ def test_tenants_are_not_learnt_from(tmp_path, target) -> None:
 
 def test_heads_that_cannot_learn_are_refused(tmp_path, target) -> None:
     foreign = bigram_head(tmp_path / "foreign", target)
-    with pytest.raises(InvalidArgumentError, match=r"learn: .* no head of gammaray train"):
-        load_target(str(target), settings(target, foreign, tmp_path / "learn"), LIMITS)
+    whole = right_head(tmp_path / "whole", target)
+    for head, words in ((foreign, "no head of gammaray train"), (whole, "no reduced vocabulary")):
+        with pytest.raises(InvalidArgumentError, match=rf"learn: .* {words}"):
+            load_target(str(target), settings(target, head, tmp_path / "learn"), LIMITS)
