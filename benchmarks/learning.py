@@ -217,7 +217,8 @@ async def run(options: argparse.Namespace) -> int:
     tokenizer = Tokenizer(str(options.target))
     target, drafter = str(options.target), str(options.draft or options.head)
     kind = "--draft" if options.draft else "--head"
-    common = ("--target", target, kind, drafter, "--draft-weights", options.weights)
+    common = ("--engine", options.engine, "--target", target, kind, drafter)
+    common += ("--draft-weights", options.weights)
     with tempfile.TemporaryDirectory() as folder:
         learned = LearningFolder(Path(folder)).store(OPEN)
         async with AsyncExitStack() as stack:
@@ -272,6 +273,7 @@ def main() -> None:
     parser.add_argument("--target", type=Path, default=Path("build/models/smollm2"))
     parser.add_argument("--head", type=Path, default=Path("benchmarks/heads/smollm2"))
     parser.add_argument("--draft", type=Path, help="a draft model on a draft worker, instead of the head")
+    parser.add_argument("--engine", default="auto", help="of the target; vllm wants --weights auto")
     parser.add_argument("--weights", default="int8", help="of the drafter, see --draft-weights")
     parser.add_argument("--minutes", type=float, default=15.0)
     parser.add_argument("--chats", type=int, default=10, help="chat prompts before the domain changes")

@@ -285,8 +285,10 @@ class _LearningSettings(_ModelSettings):
     def _check_what_learns(self) -> Self:
         if self.learn and not self._has_drafter:
             raise InvalidArgumentError("learn", self.learn, "empty without a head or draft workers")
-        if self.learn and self.engine == "vllm":
-            raise InvalidArgumentError("learn", self.learn, "empty with the engine vllm")
+        if self.learn and self.engine == "vllm" and not getattr(self, "head", ""):
+            raise InvalidArgumentError("learn", self.learn, "empty with the engine vllm and a draft model")
+        if self.learn and self.engine == "vllm" and getattr(self, "key_file", None):
+            raise InvalidArgumentError("learn", self.learn, "empty with the engine vllm and API keys")
         return self
 
 

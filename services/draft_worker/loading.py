@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from gammaray.config import DraftSettings
 from gammaray.errors import InvalidArgumentError
-from gammaray.learning.folder import LearningFolder
-from services.engine.core.batch import Runner
 from services.engine.engine import Engine
 from services.engine.loader import DraftVersions
 from services.learning.draft_model import LearningDraftModel
-from services.learning.process import trainer_command
-from services.learning.versions import Versions, check_version, is_own
+from services.learning.versions import is_own, learn
 
 
 def load_learning(path: str, target: str, settings: DraftSettings, engine: Engine) -> LearningDraftModel:
@@ -33,14 +28,5 @@ def load_learning(path: str, target: str, settings: DraftSettings, engine: Engin
         )
     if not target:
         raise InvalidArgumentError("target", target, f"the target of {path}, with learn")
-
-    versions = DraftVersions(path, settings, target)
-
-    def load(directory: str) -> Runner:
-        check_version(directory, path)
-        return versions.runner(directory)
-
-    folder = LearningFolder(Path(settings.learn))
-    return LearningDraftModel(
-        Versions(engine.runner, load, folder, trainer_command(folder.path, target, path))
-    )
+    load = DraftVersions(path, settings, target).runner
+    return LearningDraftModel(learn(settings.learn, target, path, engine.runner, load))

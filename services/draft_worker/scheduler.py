@@ -112,7 +112,7 @@ class DraftScheduler(Scheduler[ProposeTask]):
     def close(self) -> None:
         """End what trains, too."""
         if self._learning is not None:
-            self._learning.versions.close()
+            self._learning.close()
         super().close()
 
     def load(self) -> LoadCounters:

@@ -39,7 +39,6 @@ def target_uses_vllm(settings: TargetSettings) -> bool:
         asked = {
             "deterministic": settings.deterministic,
             "draft_weights": bool(settings.head) and settings.draft_weights != "auto",
-            "learn": bool(settings.learn),
         }
         if any(asked.values()):
             names = " and ".join(name for name, is_asked in asked.items() if is_asked)

@@ -9,20 +9,12 @@ from dataclasses import replace
 
 from gammaray.types import Proposal
 from services.engine.core.batch import Runner
-from services.learning.versions import Drafting, Versions
+from services.learning.learner import Learner
 from services.scheduling.sessions import SessionCopy
 
 
-class LearningDraftModel:
-    """Which version drafts for each session of a draft worker.
-
-    Args:
-        versions: The versions.
-    """
-
-    def __init__(self, versions: Versions[Runner]) -> None:
-        self.versions = versions
-        self._sessions: dict[str, Drafting[Runner]] = {}
+class LearningDraftModel(Learner[Runner]):
+    """Which version drafts for each session of a draft worker."""
 
     def runner_of(self, session_id: str) -> Runner:
         """Return what computes a session."""
@@ -36,12 +28,10 @@ class LearningDraftModel:
 
     def follow(self, session: SessionCopy) -> bool:
         """Follow a session's committed tokens; return whether its cache begins anew, with another version."""
-        drafting, session_id = self._sessions.get(session.session_id), session.session_id
+        drafting = self._sessions.get(session.session_id)
         if drafting is not None:
             return self.versions.follow(drafting, session)
-        name = self.versions.name_of(session_id)
-        version = self.versions.choose(name, session_id, len(session.tokens))
-        self._sessions[session_id] = Drafting(name, *version)
+        self._begin(session.session_id, len(session.tokens))
         return True
 
     def named(self, session_id: str, proposal: Proposal) -> Proposal:
@@ -52,15 +42,3 @@ class LearningDraftModel:
     def expect(self, session: SessionCopy, proposal: Proposal) -> None:
         """Note a session's proposal."""
         self._sessions[session.session_id].expect(session, proposal)
-
-    def end(self, session: SessionCopy) -> None:
-        """Forget a session; its stream is recorded if its tenant agreed."""
-        drafting = self._sessions.pop(session.session_id, None)
-        if drafting is not None and drafting.name is not None:
-            self.versions.record(session)
-
-    def forget(self, session_id: str) -> None:
-        """Delete what was recorded of a session, and record nothing when it ends."""
-        if (drafting := self._sessions.get(session_id)) is not None:
-            drafting.name = None
-        self.versions.forget(session_id)

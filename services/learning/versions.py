@@ -13,6 +13,7 @@ import logging
 import threading
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -23,7 +24,7 @@ from gammaray.learning.folder import DrafterStore, LearningFolder
 from gammaray.types import Proposal
 from services.engine.core.errors import UnsupportedModelError
 from services.learning.canary import Canary, Decision
-from services.learning.process import TrainingProcess
+from services.learning.process import TrainingProcess, trainer_command
 from services.learning.records import Buffer, Recorder
 from services.scheduling.metrics import ARMS, NO_FIRST_TOKENS, OUTCOMES
 from services.scheduling.sessions import SessionCopy
@@ -68,12 +69,16 @@ class Drafting(Generic[T]):
         number: Number of the version that drafts for it.
         version: That version.
         tested: Length of the tokens before the last proposal, and its first token; None without one.
+        buffer: The target's states that its head reads; None: a draft model reads none.
+        is_kept: Whether they are buffered.
     """
 
     name: str | None
     number: int
     version: T
     tested: tuple[int, int] | None = None
+    buffer: Buffer | None = None
+    is_kept: bool = False
 
     def expect(self, session: SessionCopy, proposal: Proposal) -> None:
         """Note a proposal, whose first token the next committed one accepts or not."""
@@ -150,6 +155,8 @@ class Versions(Generic[T]):
         name, spec = self.name_of(session.session_id), session.spec
         if name is None or spec.no_learning or spec.adapter:  # an adapter makes another model of the target
             return
+        if buffer is not None and not buffer.parts:
+            return
         records, tenant = self._folder.store(name).path / "records", _tenant_of(session.session_id)
         self._recorder.record(records, tenant, session, buffer)
 
@@ -160,18 +167,22 @@ class Versions(Generic[T]):
 
     def _note_outcome(self, drafting: Drafting[T], session: SessionCopy) -> None:
         tested, drafting.tested = drafting.tested, None
-        if tested is None or len(session.tokens) <= tested[0]:
-            return
-        arms = None if drafting.name is None else self._arms.get(drafting.name)
-        is_accepted = session.tokens[tested[0]] == tested[1]
-        is_candidate = arms is not None and drafting.version is arms.candidate
+        if tested is not None and len(session.tokens) > tested[0]:
+            self.count(drafting.name, drafting.number, session.tokens[tested[0]] == tested[1])
+
+    def count(self, name: str | None, number: int, is_accepted: bool) -> None:
+        """Count a proposal of a version, and whether its first token was accepted."""
+        arms = None if name is None else self._arms.get(name)
+        is_candidate = arms is not None and number == arms.numbers[1]
         self.first_tokens[ARMS[is_candidate], OUTCOMES[not is_accepted]] += 1
-        if (
-            arms is not None
-            and arms.candidate is not None
-            and (is_candidate or drafting.version is arms.stable)
-        ):
+        if arms is not None and arms.candidate is not None and number in arms.numbers:
             arms.canary.add(is_accepted, is_candidate=is_candidate)
+
+    def reject(self, name: str, number: int, error: Exception) -> None:
+        """Roll back a version that cannot be loaded, if the folder can be written."""
+        _log.error("version %d of %s cannot be loaded: %s", number, name, error)
+        with suppress(GammarayError, OSError):
+            self._folder.store(name).roll_back(number, f"it cannot be loaded: {error}")
 
     def _watch(self) -> None:
         """Follow the folder: load versions, and decide on candidates."""
@@ -223,8 +234,7 @@ class Versions(Generic[T]):
         try:
             return self._load(str(store.directory(number)))
         except (GammarayError, OSError, ValueError, KeyError, RuntimeError) as error:
-            _log.error("version %d of %s cannot be loaded: %s", number, store.path.name, error)
-            store.roll_back(number, f"it cannot be loaded: {error}")
+            self.reject(store.path.name, number, error)
             return None
 
 
@@ -233,14 +243,24 @@ def is_own(drafter: str) -> bool:
     return (Path(drafter) / DRAFTER_FILE).is_file()
 
 
-def check_version(directory: str, base: str) -> None:
-    """Check that a version is for the target and tokenizer of the drafter of the start.
+def learn(folder: str, target: str, drafter: str, base: T, load: Callable[[str], T]) -> Versions[T]:
+    """Begin to learn with a drafter of `gammaray train`.
 
-    Raises:
-        UnsupportedModelError: It is not.
+    Args:
+        folder: What this machine learns.
+        target: Directory or hub name of the target.
+        drafter: Of the drafter of the start.
+        base: That drafter.
+        load: Loads the version in a directory, which is for the same target and tokenizer.
     """
-    if _described(directory) != _described(base):
-        raise UnsupportedModelError(directory, f"its {DRAFTER_FILE} names another target")
+
+    def load_checked(directory: str) -> T:
+        if _described(directory) != _described(drafter):
+            raise UnsupportedModelError(directory, f"its {DRAFTER_FILE} names another target")
+        return load(directory)
+
+    path = Path(folder)
+    return Versions(base, load_checked, LearningFolder(path), trainer_command(path, target, drafter))
 
 
 def _described(directory: str) -> tuple[Any, Any]:

@@ -55,6 +55,10 @@ class LocalDrafter:
     def close(self) -> None:
         """End what runs beside the sessions: nothing."""
 
+    def end(self, session: SessionCopy) -> None:
+        """Forget a session that has ended."""
+        self.drop(session.session_id)
+
     def forget(self, session_id: str) -> None:
         """Delete what is kept of an ended session: nothing."""
 

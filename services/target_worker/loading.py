@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from torch import Tensor
 
 from gammaray.config import TargetSettings
 from gammaray.demo_pair import resolve_model
 from gammaray.errors import InvalidArgumentError
-from gammaray.learning.folder import LearningFolder
 from services.engine.engine import Engine
 from services.engine.loader import load_engine
 from services.heads.eagle import EagleHead
 from services.heads.loading import load_head, names_head
 from services.heads.runner import HEAD_CACHE_BYTES, head_engine
 from services.learning.drafter import LearningDrafter
-from services.learning.process import trainer_command
-from services.learning.versions import Versions, check_version, is_own
+from services.learning.learner import check_head
+from services.learning.versions import is_own, learn
 from services.process.fingerprints import check_drafter, vocab_sha256
 from services.speculation.head_drafter import MAX_FEATURES, HeadDrafter
 from services.speculation.local_drafter import LocalDrafter
@@ -58,19 +55,15 @@ def load_learning_drafter(settings: TargetSettings, engine: Engine) -> LearningD
         UnsupportedModelError: Its format, a flag, a size or a tensor is not supported.
     """
     target, name = _names(settings)
-    if not (names_head(name) and is_own(name)):
-        raise InvalidArgumentError("learn", settings.learn, f"empty, as {name} is no head of gammaray train")
+    check_head(settings.learn, name)
     check_drafter(name, target)
-    folder = LearningFolder(Path(settings.learn))
     head, target_ids = load_head(name, target)
     base = _drafter(settings, engine, name, head, target_ids)
 
     def load(directory: str) -> HeadDrafter:
-        check_version(directory, name)
         return _drafter(settings, engine, directory, *load_head(directory, target, head))
 
-    versions = Versions(base, load, folder, trainer_command(folder.path, target, name))
-    return LearningDrafter(base.taps, versions)
+    return LearningDrafter(base.taps, learn(settings.learn, target, name, base, load))
 
 
 def _names(settings: TargetSettings) -> tuple[str, str]:

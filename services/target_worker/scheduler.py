@@ -280,7 +280,7 @@ class TargetScheduler(Scheduler[VerifyTask]):
         self._ahead.pop(session.session_id, None)
         self._expected.discard(session.session_id)
         if self._head is not None:
-            self._head.drop(session.session_id)
+            self._head.end(session)
         super()._forget(session)
 
     def _forget_prefix(self, session_id: str) -> None:

@@ -22,7 +22,7 @@ from services.engine.core.errors import EngineLostError
 from services.engine.core.kv_cache import CacheStats
 from services.process.adapters import adapter_error, max_rank
 from services.scheduling.tasks import SessionSpec
-from services.vllm.messages import SESSION, SPEC, Verdicts
+from services.vllm.messages import IS_KEPT, SESSION, SPEC, States, Verdicts
 
 MAX_REQUESTS = 256
 """Most sessions with a KV cache at once; vLLM's scheduler has a slot for each."""
@@ -70,6 +70,7 @@ class EngineOptions:
         adapters: Directories or hub names of LoRA adapters, by the name that sessions give.
         is_batch_invariant: Whether vLLM computes a row with the same bits in every batch; on GPUs.
         is_compiled: Whether vLLM compiles the model and captures CUDA graphs.
+        learns: Whether the head is one of `gammaray train` whose weights are replaced while it serves.
         is_draft: Whether the model drafts: its requests run freely, and their prompts are short ones after
             what the prefix cache has.
     """
@@ -88,6 +89,7 @@ class EngineOptions:
     adapters: Mapping[str, str] = field(default_factory=dict)
     is_batch_invariant: bool = False
     is_compiled: bool = True
+    learns: bool = False
     is_draft: bool = False
 
 
@@ -102,6 +104,7 @@ class StepResult:
         num_cached: Of requests whose prompt the step completed: tokens found in the prefix cache.
         prompt_scores: Of those that asked for them: vLLM's `LogprobsTensors` of the prompt.
         drafts: What vLLM's own drafter proposes after the step, by request.
+        states: Hidden states of the committed tokens that it computed, of requests that are learnt from.
         preempted: Requests that lost their cache; they have to be closed.
     """
 
@@ -111,6 +114,7 @@ class StepResult:
     num_cached: dict[str, int]
     prompt_scores: dict[str, Any]
     drafts: dict[str, list[int]]
+    states: States
     preempted: list[str]
 
 
@@ -167,7 +171,7 @@ class VllmEngine:
         model = config.model_config
         self.vocab_size = int(model.get_vocab_size())
         self.max_context = int(model.max_model_len) - 1  # vLLM keeps a position for the token that it samples
-        self.device = "cpu" if _is_cpu() else "cuda"
+        self.device = _device()
         self.dtype = str(model.dtype).removeprefix("torch.")
         ranks = f" on {options.tensor_parallel} ranks" if options.tensor_parallel > 1 else ""
         self.kernel = f"vLLM {vllm_build()[0]} ({self.device}, {self.dtype}){ranks}"
@@ -221,6 +225,7 @@ class VllmEngine:
         spec: SessionSpec,
         salt: str,
         num_prompt_logprobs: int | None = None,
+        is_kept: bool = False,
     ) -> str:
         """Add a request with a prompt; it runs until its prompt is computed, and then only when posted.
 
@@ -230,13 +235,15 @@ class VllmEngine:
             spec: The session's parameters, for the sampler.
             salt: Requests with the same salt share the prefix cache.
             num_prompt_logprobs: Alternatives per token of the prompt; None: it is not scored.
+            is_kept: Whether it is learnt from.
 
         Returns:
             The request's id.
         """
         self._num_opened += 1
         request_id = f"{name}#{self._num_opened}"
-        self.core.add_request(*self._request(request_id, name, token_ids, spec, salt, num_prompt_logprobs))
+        made = self._request(request_id, name, token_ids, spec, salt, num_prompt_logprobs, is_kept)
+        self.core.add_request(*made)
         return request_id
 
     def _request(
@@ -246,7 +253,8 @@ class VllmEngine:
         token_ids: Sequence[int],
         spec: SessionSpec,
         salt: str,
-        num_prompt_logprobs: int | None,
+        num_prompt_logprobs: int | None = None,
+        is_kept: bool = False,
     ) -> Any:
         """Return a request of vLLM, with what it calls the wave."""
         from vllm.sampling_params import SamplingParams
@@ -257,7 +265,7 @@ class VllmEngine:
             max_tokens=self.max_context + 1,
             ignore_eos=True,
             prompt_logprobs=num_prompt_logprobs,
-            extra_args={SESSION: name, SPEC: spec},
+            extra_args={SESSION: name, SPEC: spec, IS_KEPT: is_kept},
         )
         return self.core.preprocess_add_request(
             EngineCoreRequest(
@@ -288,12 +296,23 @@ class VllmEngine:
         """Drop what the prefix cache has of these tokens, for requests with this salt and adapter."""
         manager = self.held.kv_cache_manager
         # A look-up leaves the last token out.
-        request, _ = self._request("", "", [*token_ids, 0], spec, salt, None)
+        request, _ = self._request("", "", [*token_ids, 0], spec, salt)
         dropped = set[int]()
         # Requests that computed the same tokens at the same time have equal blocks; a look-up finds one.
         while found := set(chain(*manager.get_computed_blocks(request)[0].get_block_ids())) - dropped:
             manager.evict_blocks(found)
             dropped |= found
+
+    def load_head(self, directory: str) -> None:
+        """Let another version of the head draft from here on; requests keep what was cached.
+
+        Raises:
+            EngineLostError: vLLM failed, and its head may have no weights.
+        """
+        try:
+            self.core.model_executor.collective_rpc("load_head", args=(directory,))
+        except Exception as error:  # vLLM raises many kinds
+            raise EngineLostError(f"vLLM cannot load the head {directory}: {error}") from error
 
     def recover(self) -> None:
         """Drop the prefix cache after a step that failed; no request may be open.
@@ -311,7 +330,7 @@ class VllmEngine:
             EngineLostError: A process of vLLM has ended.
         """
         self.check()
-        self.held.num_scheduled = {}
+        self.held.num_scheduled, self.held.states = {}, {}
         try:
             outputs, _ = self.core.step()
         except Exception:
@@ -331,6 +350,7 @@ class VllmEngine:
             num_cached,
             scores,
             self._drafts(),
+            self.held.states,
             self.held.preempted(),
         )
 
@@ -403,7 +423,7 @@ def _configuration(options: EngineOptions) -> Any:
             arguments["block_size"] = CPU_DRAFT_BLOCK
     else:
         arguments["scheduler_cls"] = "services.vllm.held_scheduler.HeldScheduler"
-        arguments["worker_cls"] = "services.vllm.worker.SamplingWorker"
+        arguments["worker_cls"] = f"services.vllm.worker.{'Learning' if options.learns else 'Sampling'}Worker"
         arguments["speculative_config"] = {
             "method": "custom_class",
             "model": "services.vllm.held_scheduler.NoProposer",
@@ -433,12 +453,6 @@ def _configuration(options: EngineOptions) -> Any:
     else:
         arguments["gpu_memory_utilization"] = options.memory_share
     return EngineArgs(**arguments).create_engine_config()
-
-
-def _is_cpu() -> bool:
-    from vllm.platforms import current_platform
-
-    return bool(current_platform.is_cpu())
 
 
 def _device() -> str:

@@ -8,6 +8,7 @@ held until a block asks for them.
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from huggingface_hub.errors import HFValidationError
 from torch import Tensor
 
 from gammaray.errors import InvalidArgumentError
-from services.engine.core.tensor_files import checkpoint_folder, tensor_names
+from services.engine.core.tensor_files import checkpoint_folder, read_tensor, tensor_names
 from services.heads.formats import kind_of_config
+from services.vllm.messages import States
 from services.vllm.sampler import BlockSampler
 
 MAX_DRAFTS = 8
@@ -118,6 +120,47 @@ class CoupledDrafts:
         tokens = self._sampler.draft(logits, self._depth, per_request)
         self._depth += per_request
         return tokens
+
+
+class LearningDrafts(CoupledDrafts):
+    """The same of a head that learns, which hands out the states that it reads.
+
+    Attributes:
+        states: Those of the last step, of the requests that are learnt from.
+    """
+
+    def __init__(self, drafter: Any, sampler: BlockSampler) -> None:
+        super().__init__(drafter, sampler)
+        self.states: States = {}
+
+    def _draft(self, *args: Any, **kwargs: Any) -> Any:
+        starts = kwargs["common_attn_metadata"].query_start_loc_cpu.tolist()
+        self.states = self._sampler.committed_states(kwargs["target_hidden_states"], starts)
+        return super()._draft(*args, **kwargs)
+
+
+def replace_weights(model: Any, directory: str, config: Any) -> None:
+    """Give a head the weights of another version of it, where compiled code and CUDA graphs read them.
+
+    Args:
+        model: vLLM's head, whose embedding is the target's.
+        directory: The version, which was checked; if it was deleted since, the head stays as it is.
+        config: Of the engine.
+    """
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.reload.inplace import reload_weights
+
+    folder = Path(directory)
+    weights = [(key, read_tensor(directory, folder, key)) for key in tensor_names(folder)]
+    # It warns of each module without weights, such as a rotary embedding.
+    logging.getLogger("vllm.model_executor.model_loader.reload").setLevel(logging.ERROR)
+    embedding = model.model.embed_tokens
+    del model.model.embed_tokens
+    try:
+        with set_current_vllm_config(config):
+            reload_weights(config, model, weights, None, is_checkpoint_format=True)
+    finally:
+        model.model.embed_tokens = embedding
 
 
 def _stored(name: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from services.vllm.messages import DraftBlock, Masks, PostedBlock, Verdicts
+from services.vllm.messages import DraftBlock, Masks, PostedBlock, States, Verdicts
 
 _NEVER = 1 << 62
 """A step that no request reaches: vLLM skips a request whose `next_decode_eligible_step` lies ahead."""
@@ -31,6 +31,7 @@ class HeldScheduler(Scheduler):  # type: ignore[misc]  # vLLM's classes are not 
             them, or None without any; None: no request has a grammar.
         num_scheduled: Tokens that the last step fed, by request.
         ended: Sessions that have ended since the last step.
+        states: Of the last step, see `services.vllm.heads.LearningDrafts`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -41,6 +42,7 @@ class HeldScheduler(Scheduler):  # type: ignore[misc]  # vLLM's classes are not 
         self._posted: dict[str, PostedBlock] = {}  # oldest first
         self._masks: Callable[[], Masks] | None = None
         self._verdicts: Verdicts = {}
+        self.states: States = {}
         self._announced: set[str] = set()
 
     def post(self, request_id: str, block: PostedBlock) -> None:
@@ -116,6 +118,7 @@ class HeldScheduler(Scheduler):  # type: ignore[misc]  # vLLM's classes are not 
     def update_from_output(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> Any:
         """Take the verdicts of the step."""
         self._verdicts.update(getattr(output, "verdicts", {}))
+        self.states = getattr(output, "states", {})
         self._announced.clear()
         return super().update_from_output(scheduler_output, output)
 

@@ -10,6 +10,7 @@ from gammaray.demo_pair import early_exit_layers, resolve_model
 from gammaray.errors import InvalidArgumentError
 from services.engine.core.drafter import is_ordinary
 from services.heads.loading import names_head
+from services.learning.swapped_head import check_swapped, swapped_head
 from services.process.fingerprints import check_drafter, vocab_sha256
 from services.scheduling.grammars import Grammars
 from services.scheduling.planning import Limits
@@ -35,18 +36,25 @@ def load_target(path: str, settings: TargetSettings, limits: Limits) -> tuple[Vl
     Raises:
         UnsupportedVllmError: vLLM is missing, or in another version.
         InvalidArgumentError: vLLM cannot load the model or the head, there is no GPU, too little memory, or
-            the head is for another target.
+            the head is for another target, or cannot learn.
     """
+    head = _head(settings.head, path) if settings.head else ""
+    if settings.learn:
+        check_swapped(settings.learn, head)
     engine = VllmEngine(
         replace(
             _options(path, settings, limits),
             tensor_parallel=settings.tensor_parallel,
             is_batch_invariant=settings.deterministic,
             adapters=parse_adapters(settings.lora),
-            head=_head(settings.head, path) if settings.head else "",
+            head=head,
+            learns=bool(settings.learn),
         )
     )
-    return engine, VllmScheduler(engine, limits, Grammars(path, engine.vocab_size))
+    learner = None
+    if settings.learn:
+        learner = swapped_head(settings.learn, path, head, engine.vocab_size, engine.load_head)
+    return engine, VllmScheduler(engine, limits, Grammars(path, engine.vocab_size), learner)
 
 
 def _head(name: str, target: str) -> str:

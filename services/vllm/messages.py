@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from torch import Tensor
+
 from gammaray.blocks import Verdict
 from gammaray.errors import GammarayError
 from gammaray.types import Proposal, SparseDistribution
 
-SESSION, SPEC = "session", "spec"
-"""Keys of the session's name and spec in the `extra_args` of its requests."""
+SESSION, SPEC, IS_KEPT = "session", "spec", "is_kept"
+"""Keys in the `extra_args` of a session's requests: its name, its spec, and whether it is learnt from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,9 @@ class Drafted:
     token_id: int
     distribution: SparseDistribution | None = None
 
+
+States = dict[str, tuple[int, Tensor]]
+"""First position and hidden states [positions, taps, hidden_size] of committed tokens, by request."""
 
 Verdicts = dict[str, Verdict | Drafted | GammarayError | None]
 """Outcome per request of a step; None for a block with a known token, and for one whose masks are late."""

@@ -21,7 +21,16 @@ from services.engine.sampling.logits import filter_key, processed_log_probs
 from services.scheduling.tasks import SessionSpec
 from services.verification.rules import best_tokens, walk
 from services.verification.verdicts import judge, token_logprobs
-from services.vllm.messages import SESSION, SPEC, Masks, PostedBlock, Verdicts, first_tokens
+from services.vllm.messages import (
+    IS_KEPT,
+    SESSION,
+    SPEC,
+    Masks,
+    PostedBlock,
+    States,
+    Verdicts,
+    first_tokens,
+)
 from services.vllm.noise import NoiseRows, NoiseSource
 
 NO_TOKEN = -1
@@ -209,6 +218,24 @@ class BlockSampler(StepSampler):
             block = self._posted[request_ids[row]]
             self._emitted[row] = request_ids[row], block.base_position + len(tokens)
         return emitted
+
+    def committed_states(self, states: Tensor, starts: Sequence[int]) -> States:
+        """Return the states of committed tokens of the requests that are learnt from.
+
+        Args:
+            states: [rows, taps * hidden_size], of the step that was sampled.
+            starts: First row of each request, and the end of the last one.
+        """
+        batch, found = self._runner.input_batch, States()
+        states = states.view(len(states), -1, self._runner.model_config.get_hidden_size())
+        for at, emitted in enumerate(self._emitted):
+            request_id, start = batch.req_ids[at], int(batch.num_computed_tokens_cpu[at])
+            count = starts[at + 1] - starts[at]
+            if emitted is not None:
+                count = min(count, emitted[1] - 1 - start)  # rejected tokens follow
+            if count > 0 and self._runner.requests[request_id].sampling_params.extra_args[IS_KEPT]:
+                found[request_id] = start, states[starts[at] :][:count].to("cpu", torch.bfloat16)
+        return found
 
     def draft(self, logits: Tensor, depth: int, per_request: int) -> Tensor:
         """Return the tokens that a drafter proposes for the requests of the step that was sampled.

@@ -23,6 +23,7 @@ from gammaray.errors import GammarayError, InvalidArgumentError
 from gammaray.types import PromptLogprobs, Proposal
 from services.engine.core.errors import EngineLostError
 from services.engine.sampling.edits import row_paths
+from services.learning.swapped_head import SwappedHead
 from services.scheduling.grammars import Grammars
 from services.scheduling.masks import MAX_WAIT_S, MaskThreads, wait_for_any
 from services.scheduling.planning import Limits
@@ -40,12 +41,14 @@ class _Held(NamedTuple):
         spec: The session's parameters, which the sampler got with the request.
         depth: Tokens that vLLM's drafter proposes after its step.
         drafts: What it proposed after the last one.
+        version: Number of the head's version that did.
     """
 
     request_id: str
     spec: SessionSpec
     depth: int = 0
     drafts: Sequence[int] = ()
+    version: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -80,13 +83,23 @@ class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
         engine: The model.
         limits: Bounds of one forward.
         grammars: Compiles the sessions' grammars; None: sessions with one are refused.
+        head: The versions of the engine's head, if it learns.
     """
 
     role: ClassVar[str] = "target"
 
-    def __init__(self, engine: VllmEngine, limits: Limits, grammars: Grammars | None = None) -> None:
+    def __init__(
+        self,
+        engine: VllmEngine,
+        limits: Limits,
+        grammars: Grammars | None = None,
+        head: SwappedHead | None = None,
+    ) -> None:
         self.requests: dict[str, _Held] = {}  # by session, least recently used first
         super().__init__(engine, limits, grammars)
+        self._head = head
+        if head is not None:
+            self.meter.watch_first_tokens(head.versions.first_tokens)
         self._masks = MaskThreads()
         engine.held.mask_maker = self._begin_step
 
@@ -97,8 +110,10 @@ class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
             self.engine.recover()
 
     def close(self) -> None:
-        """End vLLM's engine, and the threads of the masks."""
+        """End vLLM's engine, what trains, and the threads of the masks."""
         self._masks.close()
+        if self._head is not None:
+            self._head.close()
         self.engine.shutdown()
 
     def step(self) -> list[tuple[VerifyTask, Reply]]:
@@ -108,6 +123,8 @@ class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
         self._post_masked()
         if self._by_request:
             self._make_room()
+            if self._head is not None:
+                self._head.take_turns(time.monotonic())
             self._run()
         elif not self._replies:
             wait_for_any(map(self.sessions.find, (*self._running, *self._waiting)))
@@ -125,7 +142,8 @@ class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
         depth = _draft_depth(task, 0 if held is None else held.depth)
         num_drafts = 0 if task.head is None else task.head.depth
         if num_drafts > 0 and held is not None and self._can_continue(held, task, session):
-            task.proposal = Proposal(tuple(held.drafts[:num_drafts]), is_prepared=True)
+            drafts = tuple(held.drafts[:num_drafts])
+            task.proposal = Proposal(drafts, is_prepared=True, version=held.version)
         work = _Verifying(task, session, "", depth=depth)
         if session.has_slow_masks:
             self._begin_masks(work)
@@ -173,6 +191,7 @@ class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
             session.spec,
             salt_of(session),
             task.num_prompt_logprobs,
+            is_kept=self._head is not None and task.head is not None and self._head.keeps(session.session_id),
         )
         if is_split:
             work.follows = block
@@ -189,6 +208,16 @@ class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
             del self._by_request[work.request_id]
             del self.requests[work.session.session_id]
             self.engine.close(work.request_id)
+
+    def _forget(self, session: SessionCopy) -> None:
+        if self._head is not None:
+            self._head.end(session)
+        super()._forget(session)
+
+    def _forget_prefix(self, session_id: str) -> None:
+        if self._head is not None:
+            self._head.forget(session_id)
+        super()._forget_prefix(session_id)
 
     def _close_requests(self, session_id: str) -> None:
         held = self.requests.pop(session_id, None)
@@ -227,6 +256,9 @@ class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
         works = [self._by_request[name] for name in result.verdicts if name in self._by_request]
         num_rows = sum(1 if work.follows is not None else 1 + len(work.task.proposal) for work in works)
         self._count(result, took_us, num_rows)
+        for request_id, (start, states) in result.states.items():
+            if self._head is not None and request_id in self._by_request:
+                self._head.take(self._by_request[request_id].session.session_id, start, states)
         for request_id, outcome in result.verdicts.items():
             work = self._by_request.get(request_id)
             if work is None:
@@ -240,7 +272,9 @@ class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
                 work.request_id = ""
             else:
                 session_id, drafts = work.session.session_id, result.drafts.get(request_id, ())
-                self.requests[session_id] = self.requests[session_id]._replace(drafts=drafts)
+                version = 0 if self._head is None else self._head.number
+                held = self.requests[session_id]
+                self.requests[session_id] = held._replace(drafts=drafts, version=version)
                 self._finish(work, outcome, result.prompt_scores.get(request_id))
 
     def _finish(self, work: _Verifying, outcome: Verdict | GammarayError, scores: Any) -> None:
@@ -250,6 +284,8 @@ class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
             session.tokens += [*emitted, outcome.next_token_id]
             if task.head is not None and task.head.depth > 0:
                 outcome = replace(outcome, drafted=task.proposal)
+                if self._head is not None and task.proposal:
+                    self._head.count(task.proposal.version, bool(outcome.accepted_path))
             if scores is not None:
                 prompt = session.tokens[: session.spec.prompt_length]
                 outcome = replace(outcome, prompt_logprobs=_prompt_logprobs(prompt, scores, task))

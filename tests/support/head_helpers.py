@@ -91,21 +91,11 @@ def bigram_head(folder: Path, target: Path) -> Path:
     """
     stored = json.loads((target / "config.json").read_text())
     size, inner, heads = stored["hidden_size"], stored["intermediate_size"], stored["num_attention_heads"]
-    layer = {
-        "model_type": "llama",
-        "vocab_size": stored["vocab_size"],
-        "hidden_size": size,
-        "intermediate_size": inner,
-        "num_hidden_layers": 1,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
-        "head_dim": size // heads,
-        "attention_bias": True,
-        "max_position_embeddings": stored["max_position_embeddings"],
-        "rms_norm_eps": stored["rms_norm_eps"],
-    }
+    width = heads * stored["head_dim"]
+    layer = {**stored, "num_hidden_layers": 1, "num_key_value_heads": heads, "attention_bias": True}
+    written = json.loads((DATA / "llama" / "config.json").read_text())
     config = {
-        "speculators_model_type": "eagle3",
+        **{key: written[key] for key in ("architectures", "speculators_config", "speculators_model_type")},
         "norm_before_residual": True,
         "eagle_aux_hidden_state_layer_ids": [0, 1, 2],
         "draft_vocab_size": stored["vocab_size"],
@@ -114,9 +104,9 @@ def bigram_head(folder: Path, target: Path) -> Path:
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    nothing, itself = torch.zeros(size, 2 * size), torch.eye(size)
+    nothing, itself = torch.zeros(width, 2 * size), torch.eye(width, size)
     # The rotary embedding turns equal queries and keys apart, the more the farther they are.
-    constant = torch.full((size,), 30.0)
+    constant = torch.full((width,), 30.0)
     weights = {
         "fc.weight": torch.randn(size, 3 * size),
         "layers.0.hidden_norm.weight": torch.zeros(size),
@@ -125,9 +115,9 @@ def bigram_head(folder: Path, target: Path) -> Path:
         "layers.0.self_attn.q_proj.bias": constant,
         "layers.0.self_attn.k_proj.weight": nothing.clone(),
         "layers.0.self_attn.k_proj.bias": constant.clone(),
-        "layers.0.self_attn.v_proj.weight": torch.cat([itself, torch.zeros(size, size)], 1),
-        "layers.0.self_attn.v_proj.bias": torch.zeros(size),
-        "layers.0.self_attn.o_proj.weight": itself.clone(),
+        "layers.0.self_attn.v_proj.weight": torch.cat([itself, torch.zeros(width, size)], 1),
+        "layers.0.self_attn.v_proj.bias": torch.zeros(width),
+        "layers.0.self_attn.o_proj.weight": itself.T.contiguous(),
         "layers.0.self_attn.o_proj.bias": torch.zeros(size),
         "layers.0.post_attention_layernorm.weight": torch.ones(size),
         "layers.0.mlp.gate_proj.weight": torch.randn(inner, size),

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
 from gammaray.blocks import Shape
 from gammaray.config import DraftSettings, TargetSettings
-from gammaray.learning.folder import DrafterStore, Version
+from gammaray.learning.folder import DrafterStore, RecordName, Version
 from gammaray.types import Proposal, SamplingParams
 from services.demo_pair import TARGET_DIR
 from services.draft_worker.loading import load_learning
@@ -52,9 +54,23 @@ def _described(target: Path) -> dict[str, str]:
     return {"target": identity.partition("/")[0], "tokenizer": vocab_sha256(str(target))}
 
 
-def right_head(folder: Path, target: Path) -> Path:
-    """Write a head that predicts a bigram target exactly, as if `gammaray train` had made it."""
+def right_head(folder: Path, target: Path, num_outputs: int = 97) -> Path:
+    """Write a head that predicts a bigram target exactly, as if `gammaray train` had made it.
+
+    Args:
+        folder: Where to.
+        target: The target.
+        num_outputs: How many tokens it knows; less than all are given by its own output matrix.
+    """
     bigram_head(folder, target)
+    if num_outputs < 97:
+        stored = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**stored, "draft_vocab_size": num_outputs}))
+        weights = load_file(folder / "model.safetensors")
+        output = load_file(target / "model.safetensors")["lm_head.weight"]
+        weights["lm_head.weight"] = output[:num_outputs].clone()
+        weights["d2t"] = torch.zeros(num_outputs, dtype=torch.int64)
+        save_file(weights, folder / "model.safetensors")
     found = _described(target)
     parts = {name: {"name": "bigram", "fingerprint": digest} for name, digest in found.items()}
     (folder / "gammaray.json").write_text(json.dumps({"format": 1, **parts}))
@@ -65,16 +81,17 @@ def useless(folder: Path, drafter: Path, target: Path) -> Path:
     """Write a drafter that prefers the tokens that are the least likely ones."""
     shutil.copytree(drafter, folder)
     weights = load_file(folder / "model.safetensors")
-    weights["lm_head.weight"] = load_file(target / "model.safetensors")["lm_head.weight"] * -10
+    output = load_file(target / "model.safetensors")["lm_head.weight"] * -10
+    weights["lm_head.weight"] = output[: len(weights.get("d2t", output))].clone()
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
-def new_head(folder: Path, target: Path) -> Path:
-    """Write a head before its first step of training."""
+def new_head(folder: Path, target: Path, num_outputs: int = 97) -> Path:
+    """Write a head before its first step of training, which knows so many tokens."""
     module = load_model(str(target), device="cpu", dtype="float32").module
     torch.manual_seed(5)
-    head = TrainableHead(module, TAPS, torch.arange(97), 5, lambda sequences: [])
+    head = TrainableHead(module, TAPS, torch.arange(num_outputs), 5, lambda sequences: [])
     head.save(folder, _described(target), "bigram", {})
     return folder
 
@@ -154,8 +171,7 @@ def learning(
     folder: Path, target: Path, drafter: Path, monkeypatch, command: list[str] | None = None
 ) -> Iterator[TargetScheduler]:
     """A scheduler whose head, or draft model, learns in a folder; a command trains, or nothing."""
-    for module in ("target_worker", "draft_worker"):
-        monkeypatch.setattr(f"services.{module}.loading.trainer_command", lambda *_: command)
+    monkeypatch.setattr("services.learning.versions.trainer_command", lambda *_: command)
     scheduler: TargetScheduler
     if names_head(str(drafter)):
         engine = load_engine(str(target))
@@ -183,7 +199,7 @@ def draft_scheduler(
     return DraftScheduler(engine, Limits(1024, 256), ahead_rows=ahead_rows, learning=versions)
 
 
-def begin(scheduler: TargetScheduler, seed: int, tenant: str = "") -> Run:
+def begin(scheduler: Any, seed: int, tenant: str = "") -> Run:
     """Return a session at temperature 1, not yet at work."""
     name = f"{tenant}:session-{seed}" if tenant else f"session-{seed}"
     kind = DraftedRun if isinstance(scheduler, DraftedTarget) else Run
@@ -199,3 +215,20 @@ def run_for(run: Run, count: int, gamma: int = 3) -> list[int]:
 
 def end(run: Run, *, forgets: bool = False) -> None:
     run.scheduler.release([Release(run.name, forgets=forgets)])
+
+
+def serve_until(scheduler: Any, condition: Callable[[], bool], first: int = 1000) -> None:
+    """Serve short sessions until a condition holds, at most a minute."""
+    ends = time.monotonic() + 60
+    for seed in range(first, first + 10_000):
+        if condition() or time.monotonic() > ends:
+            break
+        run = begin(scheduler, seed)
+        run_for(run, 24)
+        end(run)
+    assert condition()
+
+
+def records(folder: Path, name: str = "open") -> list[Path]:
+    """Return the streams that a drafter may learn from, the oldest first."""
+    return sorted((folder / name / "records").glob("*.npz"), key=RecordName.parse)

@@ -14,6 +14,7 @@ from gammaray.deploy.engines import SUPPORTED_VLLM, vllm_build
 NAMES: dict[str, tuple[str, ...]] = {
     "vllm.engine.arg_utils:EngineArgs": ("create_engine_config",),
     "vllm.lora.request:LoRARequest": (),
+    "vllm.model_executor.model_loader.reload.inplace:reload_weights": (),
     "vllm.platforms:current_platform": ("is_cpu",),
     "vllm.sampling_params:SamplingParams": (),
     "vllm.v1.core.block_pool:BlockPool": ("get_num_free_blocks",),
@@ -39,7 +40,12 @@ NAMES: dict[str, tuple[str, ...]] = {
         "shutdown",
         "step",
     ),
-    "vllm.v1.executor:Executor": ("get_class", "register_failure_callback", "take_draft_token_ids"),
+    "vllm.v1.executor:Executor": (
+        "collective_rpc",
+        "get_class",
+        "register_failure_callback",
+        "take_draft_token_ids",
+    ),
     "vllm.v1.outputs:DraftTokenIds": (),
     "vllm.v1.outputs:LogprobsTensors": (),
     "vllm.v1.outputs:SamplerOutput": (),
@@ -47,7 +53,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "vllm.v1.sample.sampler:Sampler": ("gather_logprobs",),
     "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer": ("_greedy_sample", "propose"),
     "vllm.v1.spec_decode.medusa:MedusaProposer": ("propose",),
-    "vllm.v1.worker.gpu_model_runner:GPUModelRunner": ("_sample", "sample_tokens"),
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner": ("_sample", "get_draft_model", "sample_tokens"),
     "vllm.v1.worker.gpu_worker:Worker": ("execute_model", "load_model", "sample_tokens"),
 }
 """Classes by module, with the attributes that are used of each."""
@@ -70,7 +76,12 @@ FIELDS: dict[str, tuple[str, ...]] = {
         "parallel_drafting",
     ),
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner": ("execute_model_state", "sampler"),
-    "vllm.v1.worker.gpu_input_batch:InputBatch": ("_req_ids", "num_tokens_no_spec", "token_ids_cpu"),
+    "vllm.v1.worker.gpu_input_batch:InputBatch": (
+        "_req_ids",
+        "num_computed_tokens_cpu",
+        "num_tokens_no_spec",
+        "token_ids_cpu",
+    ),
 }
 """Attributes that instances get in `__init__`; looked for in its source."""
 

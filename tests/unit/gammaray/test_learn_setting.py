@@ -15,6 +15,7 @@ def learning(**fields):
 def test_the_workers_that_draft_learn():
     assert learning(head="h") == ["/l", None]
     assert learning(draft="d") == [None, "/l"]
+    assert learning(head="h", engine="vllm") == ["/l", None]
 
 
 @pytest.mark.parametrize(
@@ -22,6 +23,11 @@ def test_the_workers_that_draft_learn():
     [
         (ClusterSettings, {"target": "t"}, "empty without a head or draft workers"),
         (ClusterSettings, {"target": "t", "draft": "d", "engine": "vllm"}, "empty with the engine vllm"),
+        (
+            ClusterSettings,
+            {"target": "t", "head": "h", "engine": "vllm", "api_keys_file": "k"},
+            "empty with the engine vllm and API keys",
+        ),
         (DraftSettings, {"engine": "vllm"}, "empty with the engine vllm"),
     ],
 )

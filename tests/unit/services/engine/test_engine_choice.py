@@ -34,7 +34,6 @@ def test_auto_is_vllm_where_it_is_installed_and_there_is_a_gpu(has_vllm, monkeyp
     [
         ({"head": "h", "draft_weights": "int8"}, "draft_weights"),
         ({"deterministic": True}, "deterministic"),
-        ({"head": "h", "learn": "l"}, "learn"),
     ],
 )
 def test_auto_is_another_engine_for_what_vllm_does_not_serve(has_vllm, caplog, given, words):

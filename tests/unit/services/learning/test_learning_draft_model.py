@@ -33,7 +33,7 @@ def models(tmp_path_factory, target):
 
 @pytest.fixture(autouse=True)
 def _often(monkeypatch):
-    monkeypatch.setattr("services.draft_worker.loading.trainer_command", lambda *_: None)
+    monkeypatch.setattr("services.learning.versions.trainer_command", lambda *_: None)
     monkeypatch.setattr("services.learning.versions.PERIOD_S", 0.02)
 
 

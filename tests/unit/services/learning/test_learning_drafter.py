@@ -23,8 +23,10 @@ from tests.support.learning_helpers import (
     learning,
     new_head,
     publish,
+    records,
     right_head,
     run_for,
+    serve_until,
     tiny_target,
     useless,
 )
@@ -56,22 +58,6 @@ def untrained(request, tmp_path_factory, target):
 @pytest.fixture(autouse=True)
 def _often(monkeypatch):
     monkeypatch.setattr("services.learning.versions.PERIOD_S", 0.02)
-
-
-def records(folder, name="open"):
-    return sorted((folder / name / "records").glob("*.npz"), key=RecordName.parse)
-
-
-def serve_until(scheduler, condition, first=1000):
-    """Serve short sessions until a condition holds, at most a minute."""
-    ends = time.monotonic() + 60
-    for seed in range(first, first + 10_000):
-        if condition() or time.monotonic() > ends:
-            break
-        run = begin(scheduler, seed)
-        run_for(run, 24)
-        end(run)
-    assert condition()
 
 
 def test_versions_that_take_over_change_no_token(tmp_path, target, drafters, monkeypatch):

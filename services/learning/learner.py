@@ -1,0 +1,89 @@
+"""The sessions of a worker whose drafter learns, and what is recorded of them when they end."""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar
+
+from torch import Tensor
+
+from gammaray.errors import InvalidArgumentError
+from services.heads.loading import names_head
+from services.learning.records import Buffer
+from services.learning.versions import Drafting, Versions, is_own
+from services.scheduling.sessions import SessionCopy
+
+MAX_KEPT = 32
+"""Sessions at a time whose states are buffered: for SmolLM2 3 MB each, for a target of 8B 20 MB."""
+
+T = TypeVar("T")
+
+
+class Learner(Generic[T]):
+    """Follows the sessions of one worker.
+
+    Args:
+        versions: The versions of its drafter.
+    """
+
+    def __init__(self, versions: Versions[T]) -> None:
+        self.versions = versions
+        self._sessions: dict[str, Drafting[T]] = {}
+
+    def close(self) -> None:
+        """End what runs beside the sessions."""
+        self.versions.close()
+
+    def end(self, session: SessionCopy) -> None:
+        """Forget a session; its stream is recorded if its tenant agreed."""
+        drafting = self._sessions.pop(session.session_id, None)
+        if drafting is not None and drafting.name is not None:
+            self.versions.record(session, drafting.buffer)
+
+    def forget(self, session_id: str) -> None:
+        """Delete what was recorded of a session, and record nothing when it ends."""
+        if (drafting := self._sessions.get(session_id)) is not None:
+            drafting.name = None
+        self.versions.forget(session_id)
+
+    def _begin(self, session_id: str, num_tokens: int) -> Drafting[T]:
+        """Return a session that begins, or that begins here, with so many tokens."""
+        name = self._name_of(session_id)
+        found = Drafting(name, *self.versions.choose(name, session_id, num_tokens))
+        self._sessions[session_id] = found
+        return found
+
+    def _name_of(self, session_id: str) -> str | None:
+        """Return the drafter that serves a session, see `Versions.name_of`."""
+        return self.versions.name_of(session_id)
+
+
+class HeadLearner(Learner[T]):
+    """The same of a head, with the hidden states of the target that it reads."""
+
+    def keeps(self, session_id: str, num_tokens: int = 0) -> bool:
+        """Whether the states of a session of so many tokens are buffered."""
+        return self._session(session_id, num_tokens).is_kept
+
+    def take(self, session_id: str, start: int, states: Tensor) -> None:
+        """Keep the states [positions, taps, hidden_size] of committed positions, from `start` on."""
+        session = self._session(session_id, start + len(states))
+        if session.is_kept and session.buffer is not None:
+            session.buffer.take(start, states)
+
+    def _session(self, session_id: str, num_tokens: int) -> Drafting[T]:
+        found = self._sessions.get(session_id)
+        if found is None:
+            found = self._begin(session_id, num_tokens)
+            num_kept = sum(one.is_kept for one in self._sessions.values())
+            found.buffer, found.is_kept = Buffer(), found.name is not None and num_kept < MAX_KEPT
+        return found
+
+
+def check_head(learn: str, head: str) -> None:
+    """Check that a head can learn.
+
+    Raises:
+        InvalidArgumentError: It was not made by `gammaray train`.
+    """
+    if not (names_head(head) and is_own(head)):
+        raise InvalidArgumentError("learn", learn, f"empty, as {head} is no head of gammaray train")

@@ -1,0 +1,114 @@
+"""The versions of a head in an engine that has room for one: they take turns to draft for all sessions.
+
+A candidate drafts in a share of the time. Sessions that were begun with another version keep what it cached
+of them, which costs acceptance only.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import Tensor
+
+from gammaray.errors import InvalidArgumentError
+from gammaray.learning.folder import OPEN
+from services.engine.core.errors import EngineLostError
+from services.engine.core.shapes import check_token_map, check_weights
+from services.engine.core.tensor_files import read_tensor, tensor_names
+from services.learning.learner import HeadLearner, check_head
+from services.learning.versions import SPAN, Versions, learn
+
+SPAN_S = 20.0
+"""Seconds after which it is drawn again whether the candidate drafts."""
+
+_log = logging.getLogger(__name__)
+
+
+class SwappedHead(HeadLearner[str]):
+    """Follows the sessions of an engine, and says which version drafts.
+
+    It serves clusters without API keys: with them, sessions of one tenant would draft with what was trained
+    on another one's.
+
+    Args:
+        versions: The directories of the versions.
+        swap: Gives the engine the weights of a directory.
+
+    Attributes:
+        number: Number of the version that drafts.
+    """
+
+    def __init__(self, versions: Versions[str], swap: Callable[[str], None]) -> None:
+        super().__init__(versions)
+        self.number = 0
+        self._swap, self._has_warned = swap, False
+
+    def take_turns(self, now_s: float) -> None:
+        """Let the version draft whose turn it is at a time.
+
+        Raises:
+            EngineLostError: The engine failed to load it; it is rolled back.
+        """
+        number, directory = self.versions.choose(OPEN, "", int(now_s / SPAN_S) * SPAN)
+        if number == self.number:
+            return
+        try:
+            self._swap(directory)
+        except EngineLostError as error:
+            self.versions.reject(OPEN, number, error)
+            raise
+        self.number = number
+
+    def count(self, number: int, is_accepted: bool) -> None:
+        """Count a proposal, and whether its first token was accepted."""
+        self.versions.count(OPEN, number, is_accepted)
+
+    def _name_of(self, session_id: str) -> str | None:
+        name = super()._name_of(session_id)
+        if name not in (OPEN, None) and not self._has_warned:
+            self._has_warned = True
+            _log.warning("sessions of tenants are not learnt from: vLLM has one version of a head for all")
+        return name if name == OPEN else None
+
+
+def check_swapped(learn: str, head: str) -> None:
+    """Check that a head can learn in an engine that has room for one.
+
+    Raises:
+        InvalidArgumentError: It was not made by `gammaray train`, or has all of the target's tokens: the
+            engine may let it use the target's own output matrix.
+    """
+    check_head(learn, head)
+    if "d2t" not in tensor_names(Path(head)):
+        raise InvalidArgumentError("learn", learn, f"empty with vLLM, as {head} has no reduced vocabulary")
+
+
+def swapped_head(
+    folder: str, target: str, head: str, vocab_size: int, swap: Callable[[str], None]
+) -> SwappedHead:
+    """Begin to learn with a head that an engine has loaded.
+
+    Args:
+        folder: What this machine learns.
+        target: Directory or hub name of the target.
+        head: Directory of the head.
+        vocab_size: Number of the target's token ids.
+        swap: As of `SwappedHead`.
+    """
+    shapes = {key: tensor.to("meta") for key, tensor in _read(head).items()}
+    ids = shapes.pop("d2t")
+
+    def load(directory: str) -> str:
+        weights = _read(directory)
+        check_token_map(directory, len(ids), vocab_size, weights.pop("d2t", None))
+        check_weights(directory, shapes, weights)
+        return directory
+
+    return SwappedHead(learn(folder, target, head, head, load), swap)
+
+
+def _read(directory: str) -> dict[str, Tensor]:
+    folder = Path(directory)
+    return {key: read_tensor(directory, folder, key) for key in tensor_names(folder)}

@@ -1,0 +1,70 @@
+"""Versions of a head that take turns in an engine that has room for one."""
+
+import itertools
+
+import pytest
+
+from gammaray.learning.folder import LearningFolder
+from services.engine.core.errors import EngineLostError
+from services.learning.swapped_head import SPAN_S, SwappedHead
+from services.learning.versions import Versions
+from tests.support.learning_helpers import publish
+from tests.support.workers.redis_helpers import wait_until
+
+
+@pytest.fixture(autouse=True)
+def _often(monkeypatch):
+    monkeypatch.setattr("services.learning.versions.PERIOD_S", 0.02)
+
+
+def head_of(path, swap):
+    versions = Versions("base", lambda directory: directory, LearningFolder(path))
+    return SwappedHead(versions, swap)
+
+
+def test_a_candidate_drafts_for_a_third_of_the_turns_and_a_promoted_version_for_all(tmp_path):
+    swaps = []
+    head, store = head_of(tmp_path, swaps.append), LearningFolder(tmp_path).store("open")
+    try:
+        head.take_turns(0.0)
+        assert (head.number, swaps) == (0, [])
+        publish(store)
+
+        def share():
+            numbers = []
+            for turn in range(3000):
+                head.take_turns((turn + 0.5) * SPAN_S)
+                numbers.append(head.number)
+            return numbers.count(1) / len(numbers)
+
+        wait_until(lambda: share() > 0)
+        assert 0.3 < share() < 0.37
+        assert set(swaps) == {"base", str(store.directory(1))}
+        assert all(one != other for one, other in itertools.pairwise(swaps)), "only changes load"
+        store.promote(1)
+        wait_until(lambda: share() == 1)
+    finally:
+        head.close()
+
+
+def test_a_version_that_loses_the_engine_is_rolled_back_before_the_worker_starts_again(tmp_path):
+    def swap(directory):
+        raise EngineLostError("out of memory")
+
+    head, store = head_of(tmp_path, swap), LearningFolder(tmp_path).store("open")
+    try:
+        publish(store)
+        store.promote(1)
+
+        def is_lost():
+            try:
+                head.take_turns(0.0)
+            except EngineLostError:
+                return True
+            return False
+
+        wait_until(is_lost)
+        assert store.read().stable == 0
+        assert "out of memory" in store.read().versions[0].reason
+    finally:
+        head.close()
