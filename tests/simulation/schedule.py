@@ -427,8 +427,9 @@ class _Run:
                         self.fail(f"{name}: calls or sessions are left on {link.address}")
         left = [
             task.get_name()
-            for task in asyncio.all_tasks(self.loop)
-            if task.get_name().startswith("cycles of") and task.process.is_alive
+            for process in self.loop.processes
+            for task in process.tasks
+            if task.get_name().startswith("cycles of") and not task.done()
         ]
         if left:
             self.fail(f"tasks are left: {left}")
@@ -463,11 +464,11 @@ def _pause(run: _Run, fault: Fault) -> Callable[[], None] | None:
     process = one.process if one is not None else run.streams[name].process if name in run.streams else None
     if process is None:
         return None
-    process.is_paused = True
+    run.loop.pause(process, is_paused=True)
     run.cluster.network.changed()
 
     def resume() -> None:
-        process.is_paused = False
+        run.loop.pause(process, is_paused=False)
         run.cluster.network.changed()
 
     return resume
