@@ -9,7 +9,6 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import Any
 
 from gammaray import AsyncClient
@@ -31,12 +30,16 @@ CLIENTS = tuple(f"client-{number}" for number in range(NUM_CLIENTS))
 MAX_FAULTS = 6
 LASTS_S = (0.05, 0.05, 0.5, 0.5, 0.5, 3.0, 3.0, 12.0)
 NUM_COMPLETIONS = 8
+NUM_PROBED = 8
+"""Tokens of the stream that begins after the last fault."""
+
 HORIZON = 2500
 """Callbacks after the clients' start within which faults begin: about as many as a run without faults has."""
 
 PROGRESS_S = 5.0
 """Seconds after the last fault within which every stream must have gone on."""
 
+LOOK_S = 0.1
 SETTLE_S = 1.0
 REAP_S = 25.0
 """Seconds after which a session without an owner is detached: a lease, and the time between two looks."""
@@ -154,29 +157,25 @@ class Stream:
         return self.turn + 1 == len(self.turns)
 
 
-@cache
-def completion(number: int) -> tuple[tuple[int, ...], SamplingParams, tuple[int, ...]]:
-    """Return a prompt, its parameters and the tokens of plain decoding."""
-    prompt = tuple(random_tokens(number))
-    params = SamplingParams(temperature=(0.0, 0.7, 1.0)[number % 3], seed=number + 1)
-    return prompt, params, plain_tokens(prompt, params, NUM_TOKENS)
-
-
-def draw_stream(rng: random.Random, name: str) -> Stream:
+def draw_stream(rng: random.Random, name: str, num_tokens: int = NUM_TOKENS) -> Stream:
     """Return a request out of some, whose expected tokens are computed once."""
-    prompt, params, expected = completion(rng.randrange(NUM_COMPLETIONS))
+    number = rng.randrange(NUM_COMPLETIONS)
+    prompt = tuple(random_tokens(number))
+    temperature, seed = (0.0, 0.7, 1.0)[number % 3], number + 1
+    expected = plain_tokens(prompt, temperature, seed, num_tokens)
+    params = SamplingParams(temperature=temperature, seed=seed)
     gamma = rng.choice(
         (GammaPolicy(), GammaPolicy(fixed=0), GammaPolicy(fixed=3), GammaPolicy(fixed=3, max_nodes=6))
     )
     request = GenerationRequest(
-        prompt, sampling=params, max_tokens=NUM_TOKENS, ignore_eos=True, session_id=name, gamma=gamma
+        prompt, sampling=params, max_tokens=num_tokens, ignore_eos=True, session_id=name, gamma=gamma
     )
     if rng.random() < 0.7:
         return Stream([(request, expected)])
-    half = NUM_TOKENS // 2
+    half = num_tokens // 2
     first = replace(request, max_tokens=half, keep_cache_s=rng.choice((0.0, 0.5)))
     second = replace(request, prompt=(5, 6, 7), max_tokens=half, turn=1)
-    more = plain_tokens((*prompt, *expected[:half], 5, 6, 7), params, half)
+    more = plain_tokens((*prompt, *expected[:half], 5, 6, 7), temperature, seed, half)
     return Stream([(first, expected[:half]), (second, more)])
 
 
@@ -260,13 +259,10 @@ class _Run:
         for fault in self.faults:
             self.loop.when_step(base + fault.step, lambda fault=fault: self._inject(fault))
         deadline = self.loop.now + DEADLINE_S + 5.0
-        progress = self.loop.create_task(self._check_progress())
-        while not (all(stream.ended for stream in self.streams.values()) and progress.done()):
-            self._raise()
-            if self.loop.now > deadline:
-                late = [stream.name for stream in self.streams.values() if not stream.ended]
-                raise Broken(f"no end within the deadline: {late}")
-            await asyncio.sleep(0.05)
+        await self._until(lambda: not self._has_faults_left, deadline)
+        await self._check_progress()
+        if not await self._until(lambda: not self._running, deadline):
+            raise Broken(f"no end within the deadline: {self._running}")
         self._check_ends()
         await asyncio.sleep(SETTLE_S)
         self._check_leaks()
@@ -276,6 +272,13 @@ class _Run:
             if left := self.cluster.running_sessions():
                 self.fail(f"sessions whose owners died count as running: {sorted(left)}")
         self._raise()
+
+    async def _until(self, holds: Callable[[], bool], deadline: float) -> bool:
+        """Wait until something holds; return whether it does before the deadline."""
+        while not (is_so := holds()) and self.loop.now < deadline:
+            await asyncio.sleep(LOOK_S)
+            self._raise()
+        return is_so
 
     def fail(self, what: str) -> None:
         self.failures.append(f"{what} (callback {self.loop.steps})")
@@ -356,27 +359,25 @@ class _Run:
             self.fail(f"{key.decode()}: {process} and {owner} appended with the same epoch")
 
     async def _check_progress(self) -> None:
-        while self._has_faults_left:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+        """Check that after the last fault every stream goes on, and that a new one runs."""
         counts = {name: len(stream.received) for name, stream in self.streams.items()}
-        probe = draw_stream(self.rng, "s-probe")
-        self.streams["probe"] = probe
+        self.streams["probe"] = draw_stream(self.rng, "s-probe", NUM_PROBED)
         self.start_client("probe")
-        began = self.loop.now
-        while self.loop.now < began + PROGRESS_S:
-            await asyncio.sleep(0.1)
-            if all(stream.ended for stream in self.streams.values()):
-                return
+        if await self._until(lambda: not self._running, self.loop.now + PROGRESS_S):
+            return
         for name, stream in self.streams.items():
             if not stream.ended and len(stream.received) == counts.get(name, 0):
                 self.fail(f"{stream.name}: no progress within {PROGRESS_S:g} s after the last fault")
 
     @property
+    def _running(self) -> list[str]:
+        return [stream.name for stream in self.streams.values() if not stream.ended]
+
+    @property
     def _has_faults_left(self) -> bool:
         if self.loop.now < self.over_at:
             return True
-        is_running = not all(stream.ended for stream in self.streams.values())
-        return is_running and self.outcome.injected.total() < len(self.faults)
+        return bool(self._running) and self.outcome.injected.total() < len(self.faults)
 
     def _check_ends(self) -> None:
         for stream in self.streams.values():
