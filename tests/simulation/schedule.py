@@ -266,7 +266,7 @@ class _Run:
         self._check_ends()
         await asyncio.sleep(SETTLE_S)
         self._check_leaks()
-        if self.rng.random() < 0.1:
+        if self.rng.random() < 0.05:
             await asyncio.sleep(REAP_S)
             self._check_links()
             if left := self.cluster.running_sessions():
