@@ -189,7 +189,7 @@ class Cluster:
     def __init__(self, loop: SimulatedLoop, real: RealRedis) -> None:
         self.loop, self.rng = loop, loop.rng
         self.network = Network(loop)
-        self.redis = RedisServer(loop, real, SESSION.encode(), self.network.is_blocked, self.network.delay_s)
+        self.redis = RedisServer(loop, real, SESSION.encode(), self.network)
         loop.dial = self.redis.connect
         self.step_s = self.rng.choice(STEP_S)
         self.drafts_ahead = self.rng.random() < 0.5

@@ -16,6 +16,7 @@ import struct
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -24,6 +25,7 @@ import redis
 
 from orchestrator.launcher.redis_server import redis_binary
 from tests.simulation.loop import Process, SimulatedLoop, current_process
+from tests.simulation.network import Network, Wire
 
 ADDRESS = "redis:6379"
 URL = f"redis://{ADDRESS}/0"
@@ -153,7 +155,7 @@ def commands_of(data: bytes) -> tuple[list[tuple[bytes, list[bytes]]], bytes]:
 
 
 def commit_of(words: list[bytes]) -> tuple[bytes, int] | None:
-    """Return the key and the epoch of a script's call if it is that of `COMMIT` or `END` of the session store; None for others."""
+    """Return the key and the epoch if the session store's `COMMIT` or `END` is called; None for others."""
     num_keys = int(words[2])
     arguments = words[3 + num_keys :]
     if (num_keys, len(arguments)) == (2, 6):
@@ -168,8 +170,7 @@ class RedisServer:
         loop: The simulation's.
         real: What runs the commands.
         sessions: Beginning of the keys of sessions.
-        is_blocked: Whether messages from the first process to the second are held, by names.
-        delay_s: Draws how long a message travels.
+        network: Between the server and its clients.
 
     Attributes:
         is_up: Whether it accepts connections.
@@ -185,10 +186,9 @@ class RedisServer:
         loop: SimulatedLoop,
         real: RealRedis,
         sessions: bytes,
-        is_blocked: Callable[[str, str], bool],
-        delay_s: Callable[[], float],
+        network: Network,
     ) -> None:
-        self._loop, self.real, self.is_blocked, self.delay_s = loop, real, is_blocked, delay_s
+        self._loop, self.real, self.network = loop, real, network
         self._sessions = sessions
         self.stored: dict[bytes, tuple[int, int]] = {}
         self.process = loop.process("redis")
@@ -210,8 +210,8 @@ class RedisServer:
         """
         client = current_process()
         while True:
-            await asyncio.sleep(self.delay_s())
-            if not self.is_blocked(client.name, "redis") and not self.is_blocked("redis", client.name):
+            await asyncio.sleep(self.network.delay_s())
+            if not {(client.name, "redis"), ("redis", client.name)} & self.network.blocked:
                 break
             await asyncio.sleep(0.2)  # the handshake is sent again
         if not self.is_up:
@@ -231,7 +231,7 @@ class RedisServer:
     def flush(self) -> None:
         """Go on with what was held while the network was blocked."""
         for connection in self._connections:
-            connection.flush()
+            connection.wire.flush()
 
     def receive(self, connection: Connection, data: bytes) -> None:
         """Run the commands that a connection has brought; called in the server's process."""
@@ -265,35 +265,16 @@ class Connection(asyncio.Transport):
         super().__init__()
         self._loop, self._server, self.client, self._protocol = loop, server, client, protocol
         self._is_closing = self._is_reset = False
-        self._arrivals = [0.0, 0.0]  # of the last bytes there, and back
-        self._held: tuple[list[bytes], list[bytes]] = ([], [])
+        self.wire = Wire(server.network, client, server.process)
         self.unread = b""
 
     def write(self, data: Any) -> None:
         if not self._is_closing:
-            self._send(0, bytes(data))
+            self.wire.send(0, partial(self._arrive, 0, bytes(data)))
 
     def answer(self, data: bytes) -> None:
         """Send replies; called by the server."""
-        self._send(1, data)
-
-    def _send(self, way: int, data: bytes) -> None:
-        names = (self.client.name, "redis")
-        if self._held[way] or self._server.is_blocked(names[way], names[1 - way]):
-            self._held[way].append(data)
-            return
-        start = max(self._loop.now, self._server.busy_until if way else 0.0)
-        self._arrivals[way] = max(self._arrivals[way], start + self._server.delay_s())
-        process = (self._server.process, self.client)[way]
-        self._loop.call_at(self._arrivals[way], self._arrive, way, data, context=process.context)
-
-    def flush(self) -> None:
-        """Send what was held, if it can be sent now."""
-        for way in (0, 1):
-            held = self._held[way][:]
-            self._held[way].clear()
-            for data in held:
-                self._send(way, data)
+        self.wire.send(1, partial(self._arrive, 1, data), self._server.busy_until)
 
     def _arrive(self, way: int, data: bytes) -> None:
         if self._is_reset:
@@ -308,7 +289,7 @@ class Connection(asyncio.Transport):
         self._is_reset = True
         if not self._is_closing:
             self._is_closing = True
-            delay_s = self._server.delay_s()
+            delay_s = self._server.network.delay_s()
             error = ConnectionResetError("the connection was reset")
             self._loop.call_later(delay_s, self._protocol.connection_lost, error, context=self.client.context)
 

@@ -64,11 +64,9 @@ class TinyRunner(Runner):
         num_chain = segment.count - len(parents)
         chain = (*cache.tokens, *tokens[:num_chain])
         paths: list[tuple[int, ...]] = []
-        drafted = zip(
-            (*cache.tree_parents, *parents), (*cache.tree_tokens, *tokens[num_chain:]), strict=True
-        )
+        drafted = zip((*cache.tree_parents, *parents), (*cache.tree_tokens, *tokens[num_chain:]), strict=True)
         for parent, token_id in drafted:
-            paths.append(((*paths[parent], token_id) if parent >= 0 else (*chain, token_id)))
+            paths.append((*paths[parent], token_id) if parent >= 0 else (*chain, token_id))
         ends = range(len(cache.tokens) + 1, len(chain) + 1)
         return [*(_row(chain[:end]) for end in ends), *map(_row, paths[len(cache.tree_tokens) :])]
 
