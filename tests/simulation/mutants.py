@@ -159,8 +159,8 @@ MUTANTS = {
     ),
     "a copied prefix is one token too long": Mutant(
         "services/scheduling/scheduler.py",
-        "self.engine.fork(source, session.session_id, shared)",
-        "self.engine.fork(source, session.session_id, shared + 1)",
+        "self.engine.fork(source, session.session_id, shared, ",
+        "self.engine.fork(source, session.session_id, shared + 1, ",
     ),
     "noise of the next position": Mutant(
         _TARGET,
