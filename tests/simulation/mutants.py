@@ -76,7 +76,6 @@ MUTANTS = {
         "orchestrator/storage/client.py",
         "zip(calls, await self._run(calls), strict=True)",
         "zip(calls, (await self._run(calls))[::-1], strict=True)",
-        missed="the answers of a batch differ only where one of its commits is refused",
     ),
     "a resumed session has the first epoch": Mutant(
         _LIFECYCLE, "session.epoch, session.model_identity = stored.epoch, stored.model_identity", "pass"
@@ -144,7 +143,6 @@ MUTANTS = {
         _SESSIONS,
         "            if ours != theirs:\n                break\n",
         "",
-        missed="all owners of a session commit the same tokens: arithmetic does not depend on batches here",
     ),
     "a rejected token stays in the session": Mutant(
         _TARGET,
@@ -155,7 +153,6 @@ MUTANTS = {
         "services/scheduling/scheduler.py",
         "        if same < num_cached:\n",
         "        if False:\n",
-        missed="as above: a cache holds the committed tokens, and each verdict cuts it",
     ),
     "a copied prefix is one token too long": Mutant(
         "services/scheduling/scheduler.py",
@@ -170,35 +167,11 @@ MUTANTS = {
     "an answered block counts as pending": Mutant(
         _STREAMS, "        self._streams.num_ids -= task.num_ids\n", ""
     ),
-    "a worker that drains refuses what is on its way": Mutant(
-        _STREAMS,
-        "            await asyncio.sleep(min(NOTICE_S, timeout_s))\n",
-        "            pass\n",
-        missed="the orchestrator sends the block to another worker: no stream shows it",
-    ),
     "a worker does not compare epochs": Mutant(
         _SESSIONS,
         "if session is not None and task.epoch < session.epoch:",
         "if False:",
         missed="the store fences: an old owner costs a worker time, and no client sees it",
-    ),
-    "leases are renewed late": Mutant(
-        "orchestrator/sessions/leases.py",
-        "(self._renew_all, self._lease_s / 3)",
-        "(self._renew_all, self._lease_s * 3)",
-        missed="streams end within a lease, and an owner whose session was reaped continues",
-    ),
-    "a proposal for an older block is used": Mutant(
-        "orchestrator/workers/proposal_cache.py",
-        "if message.epoch != self._epoch or message.base_position != self._base_position:",
-        "if message.epoch != self._epoch:",
-        missed="verification rejects it: it costs time only",
-    ),
-    "the handover names another worker": Mutant(
-        "orchestrator/service.py",
-        "target=self._verifier.address",
-        "target=self._drafter.address",
-        missed="a hint: the session's tokens are sent to whichever worker is used",
     ),
 }
 
