@@ -19,8 +19,9 @@ from dataclasses import dataclass, field
 import redis.utils
 import torch
 
+from tests.simulation.faults import Fault, draw_faults
 from tests.simulation.redis_link import RealRedis, real_redis
-from tests.simulation.schedule import Fault, draw_faults, run_schedule
+from tests.simulation.schedule import run_schedule
 
 
 @dataclass
