@@ -100,14 +100,11 @@ class Call:
 class SimulatedTask(asyncio.Task):
     """A task whose place in sets does not depend on its address, so that a seed gives one schedule."""
 
-    numbers = itertools.count()
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        context = options.get("context")
-        self.number = next(self.numbers)
+    def __init__(self, coro: Any, *, loop: SimulatedLoop, context: Context | None, name: str | None) -> None:
+        self.number = next(loop.task_numbers)
         self.process = current_process() if context is None else context[_process]
         self.process.tasks.add(self)
-        super().__init__(*arguments, **options)
+        super().__init__(coro, loop=loop, name=name, context=context)
 
     def __hash__(self) -> int:
         return self.number
@@ -131,6 +128,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         at_step: Called before the callback of that number; set by `when_step`.
         dial: Serves `create_connection`.
         errors: Exceptions of callbacks and of tasks that no one awaited.
+        task_numbers: Numbers of the tasks.
         graveyard: Tasks of killed processes: while they exist their `finally` blocks do not run.
     """
 
@@ -141,6 +139,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         self.dial: Callable[..., Coroutine[Any, Any, Any]] | None = None
         self.errors: list[str] = []
         self.graveyard: list[Any] = []
+        self.task_numbers = itertools.count()
         self.is_over = False
         self._timers: list[tuple[float, int, Call]] = []
         self._numbers = itertools.count()

@@ -197,6 +197,7 @@ class RedisServer:
         self._connections: list[Connection] = []
         self.set_clock()
         real.admin.flushall()
+        real.admin.script_flush()  # else the scripts of other schedules would be known
 
     def set_clock(self) -> None:
         """Set the server's clock to the simulation's, plus the offset."""
