@@ -129,7 +129,7 @@ class Orchestrator:
         self._tasks: set[asyncio.Task[None]] = set()
         self._upkeep: asyncio.Task[None] | None = None
         self.fleet = Fleet(
-            RedisRegistry(redis, keys).addresses,
+            RedisRegistry(redis, keys).workers,
             tokenizer.vocab_size,
             vocab_sha256=tokenizer.vocab_sha256,
             tls=tls_files(settings),

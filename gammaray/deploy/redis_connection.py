@@ -192,6 +192,7 @@ def connect(redis_url: str, *, timeout_s: float, num_retries: int, max_connectio
         "socket_timeout": timeout_s,
         "socket_connect_timeout": timeout_s,
         "retry": Retry(NoBackoff(), 0),
+        "protocol": 2,  # with the third, redis-py takes two more round trips to open a connection
     }
     try:
         parts = urlsplit(redis_url)

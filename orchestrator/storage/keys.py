@@ -142,9 +142,15 @@ class Keys:
         """Return the key of an orchestrator's state."""
         return f"{self.prefix}:orchestrator:{name}"
 
-    def workers(self, role: str) -> str:
-        """Return the pattern of the keys of a role's workers, which `services.process.registry` writes."""
-        return f"{self.prefix}:worker:{role}:*"
+    @property
+    def workers(self) -> str:
+        """The pattern of the keys of all workers, which `services.process.registry` writes."""
+        return f"{self.prefix}:worker:*"
+
+    @staticmethod
+    def role(worker: bytes) -> str:
+        """Return the role of the worker with this key."""
+        return worker.split(b":")[2].decode()
 
 
 DEFAULT_KEYS = Keys()

@@ -21,6 +21,7 @@ UNUSED_WAIT_S = 8.0
 """Time for the entries of a cluster that was killed to expire, which takes five seconds."""
 
 LOOK_PERIOD_S = 0.5
+ROLES = ("target", "draft")
 
 
 def check_unused(redis_url: str, keys: Keys) -> None:
@@ -64,17 +65,16 @@ class RedisRegistry:
     def __init__(self, redis: Redis, keys: Keys = DEFAULT_KEYS) -> None:
         self._redis, self._keys = redis, keys
 
-    async def addresses(self, role: str) -> set[str]:
-        """Return the addresses of the announced workers of a role; malformed entries are skipped."""
-        keys = await answer(self._found(self._keys.workers(role)))
-        if not keys:
-            return set()
-        found = set()
-        for key, value in zip(keys, await answer(self._redis.mget(keys)), strict=True):
+    async def workers(self) -> dict[str, set[str]]:
+        """Return the addresses of the announced workers by role; malformed entries are skipped."""
+        found: dict[str, set[str]] = {role: set() for role in ROLES}
+        keys = await answer(self._found(self._keys.workers))
+        values: list[Any] = await answer(self._redis.mget(keys)) if keys else []
+        for key, value in zip(keys, values, strict=True):
             if value is None:  # it expired in between
                 continue
             try:
-                found.add(str(json.loads(value)["address"]))
+                found[self._keys.role(key)].add(str(json.loads(value)["address"]))
             except (ValueError, KeyError, TypeError):
                 _log.warning("registry entry %r is not a worker", key)
         return found

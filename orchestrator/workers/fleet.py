@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 from gammaray.aio import end_tasks
 from gammaray.blocks import OLDEST_PROTOCOL, PROTOCOL
@@ -28,7 +28,7 @@ class Fleet:
     A worker whose vocabulary differs from the served model's is refused: its token ids mean other tokens.
 
     Args:
-        addresses: Returns the addresses of the announced workers of a role; called once a second. Raises
+        workers: Returns the addresses of the announced workers by role; called once a second. Raises
             GammarayError if the registry cannot be reached, or refuses the command.
         vocab_size: Number of token ids of the served model.
         vocab_sha256: Hash of its tokenizer's vocabulary; if empty, workers are only compared with each other.
@@ -37,13 +37,13 @@ class Fleet:
 
     def __init__(
         self,
-        addresses: Callable[[str], Awaitable[set[str]]],
+        workers: Callable[[], Awaitable[Mapping[str, set[str]]]],
         vocab_size: int,
         *,
         vocab_sha256: str = "",
         tls: TlsFiles | None = None,
     ) -> None:
-        self._addresses, self._vocab_size, self._vocab_sha256 = addresses, vocab_size, vocab_sha256
+        self._workers, self._vocab_size, self._vocab_sha256 = workers, vocab_size, vocab_sha256
         self.targets: WorkerPool[target_pb.VerifyBlock, target_pb.VerifyResult] = WorkerPool(
             TARGET, self._check_target, tls
         )
@@ -115,8 +115,7 @@ class Fleet:
     async def _look_again(self) -> None:
         """Poll the registry; known workers are kept while it fails, whatever the error."""
         try:
-            targets = await self._addresses("target")
-            drafts = await self._addresses("draft")
+            found = await self._workers()
         except GammarayError as error:
             if self._has_registry:
                 _log.warning("the worker registry does not answer, known workers stay: %s", error)
@@ -128,8 +127,8 @@ class Fleet:
             if not self._has_registry:
                 _log.warning("the worker registry answers again")
             self._has_registry = True
-            self.targets.announce(targets)
-            self.drafts.announce(drafts)
+            self.targets.announce(found["target"])
+            self.drafts.announce(found["draft"])
 
     def _check_all(self) -> None:
         for refusal in (*self.targets.refusals(), *self.drafts.refusals()):

@@ -50,7 +50,7 @@ class WorkerPool(Generic[BlockT, ResultT]):
 
     def announce(self, addresses: set[str]) -> None:
         """Connect to new workers; drop those that are no longer announced and whose link is down."""
-        for address in addresses:
+        for address in sorted(addresses):
             self._misses[address] = 0
             if address not in self.links:
                 link = WorkerConnection(

@@ -192,7 +192,7 @@ VERIFY_TIMEOUT_S, PREFILL_TOKEN_S = 60.0, 0.02
 Prompts are read at 50 tokens/s or faster. Pings and a worker's own watch find lost and stuck ones earlier."""
 
 RETRY_PAUSE_S = 0.05
-"""Seconds between attempts when target workers fail at once."""
+"""Seconds before further attempts when target workers fail at once; the first other one is tried without."""
 
 
 class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult]):
@@ -251,10 +251,11 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
             except (UnavailableError, DeadlineExceededError) as error:
                 session.left_s(0)  # raises past the caller's deadline: failover would not help
                 self._leave(session, link, error, time.monotonic() - start)
-                deadline = deadline or time.monotonic() + self._wait_s
-                if time.monotonic() >= deadline:
+                pause_s, now = 0.0 if deadline is None else RETRY_PAUSE_S, time.monotonic()
+                deadline = deadline or now + self._wait_s
+                if now >= deadline:
                     raise
-                await asyncio.sleep(RETRY_PAUSE_S)
+                await asyncio.sleep(pause_s)
                 continue
             link.backoff.succeeded()
             # The worker's cache holds the accepted tokens; the token it sampled last was not fed yet.

@@ -265,14 +265,14 @@ class Engine:
             raise CacheGapError(session_id, 0)
         cache.keep_path(base, path, keep)
 
-    def fork(self, source: Source, copy: str, length: int) -> None:
+    def fork(self, source: Source, copy: str, length: int, keep: frozenset[str] = frozenset()) -> None:
         """Make `copy`'s cache the first `length` tokens of `source`, a session or a retained cache.
 
         Raises:
             CacheGapError: `source` has fewer.
-            CacheFullError: Both together exceed the budget.
+            CacheFullError: Both together, with the sessions to `keep`, exceed the budget.
         """
-        self._store.fork(source, copy, length)
+        self._store.fork(source, copy, length, keep)
 
     def share(self, session_id: str, salt: str | None) -> None:
         """Let only sessions with this salt copy this session's cache, until it ends; None: no session."""

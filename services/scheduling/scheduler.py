@@ -149,8 +149,10 @@ class Scheduler(BlockQueue[TaskT, Running[TaskT]]):
         if same == 0 and salt is not None and len(tokens) > MIN_PREFIX:
             source, shared = self.engine.longest_prefix(tokens[:-1], salt)
             if shared >= MIN_PREFIX:
-                with suppress(CacheFullError):  # Both do not fit: the prefix is computed again, in chunks.
-                    self.engine.fork(source, session.session_id, shared)
+                # With those in work they may not fit: then the prefix is computed again, in chunks. Without
+                # `keep` a block of several chunks would lose its cache to each new block, and starve.
+                with suppress(CacheFullError):
+                    self.engine.fork(source, session.session_id, shared, frozenset(self._running))
 
     def _forward(self, batch: list[tuple[Running[TaskT], SequenceInput]]) -> None:
         began = time.perf_counter()

@@ -195,7 +195,7 @@ async def test_prepared_proposals_change_no_token(monkeypatch, model, method, te
         ):
             registry = ListRegistry()
             registry.known = {"target": {target.address}, "draft": {draft.address}}
-            fleet = Fleet(registry.addresses, VOCAB)
+            fleet = Fleet(registry.workers, VOCAB)
             await fleet.start(30.0)
             params = SamplingParams(temperature=temperature, seed=5)
             session = Session("s", PROMPT, params, method, LENGTH, NoText(), epoch=1)

@@ -60,13 +60,17 @@ async def test_error_replies_do_not_end_background_tasks(redis_server, reply):
     async with scripted("target") as worker, redis_name(redis_server) as (name, url):
         redis, direct = connect(url), connect(redis_server.url)
         await direct.flushall()
-        fleet = Fleet(RedisRegistry(redis).addresses, 50)
+        fleet = Fleet(RedisRegistry(redis).workers, 50)
         state = ProcessStatus("orchestrator", 1, "", "demo", True, 0)
         presence, other = (
             Presence(RedisRegistry(redis), lambda: state),
             Presence(RedisRegistry(direct), lambda: state),
         )
         announcer = Announcer(url, "draft", "h:1")
+
+        async def drafts() -> set[str]:
+            return (await RedisRegistry(direct).workers())["draft"]
+
         await fleet.start(0.0)
         await presence.start()
         await announcer.start()
@@ -77,7 +81,7 @@ async def test_error_replies_do_not_end_background_tasks(redis_server, reply):
         name.reply = ""
         await until(lambda: fleet.targets.pick() is not None)
         assert await until_so(other.others) == [state]
-        assert await until_so(lambda: RedisRegistry(direct).addresses("draft")) == {"h:1"}
+        assert await until_so(drafts) == {"h:1"}
         await announcer.withdraw()
         await presence.stop()
         await fleet.close()

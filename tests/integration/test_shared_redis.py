@@ -45,7 +45,7 @@ async def test_clusters_with_prefixes_of_their_own_share_nothing(server: RedisSe
         names = {key.decode() for key in await redis.keys()}
         assert all(name.startswith((f"{A.prefix}:", f"{B.prefix}:")) for name in names), names
         for keys in (A, B):
-            assert await RedisRegistry(redis, keys).addresses("target") == {f"{keys.prefix}:1"}
+            assert (await RedisRegistry(redis, keys).workers())["target"] == {f"{keys.prefix}:1"}
             assert await RedisRegistry(redis, keys).orchestrators() == {"one": keys.prefix.encode()}
             assert await RedisStore(redis, 60, keys=keys).running() == ["alice:s"]
         store = RedisStore(redis, 60, keys=A)

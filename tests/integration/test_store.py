@@ -354,21 +354,21 @@ def test_invalid_redis_url_is_rejected():
         connect("http://127.0.0.1")
 
 
-async def test_registry_lists_live_workers_of_the_role(redis):
+async def test_registry_lists_live_workers_by_role(redis):
     registry = RedisRegistry(redis)
-    assert await registry.addresses("target") == set()
+    assert await registry.workers() == {"target": set(), "draft": set()}
     for role, worker_id, value in [
         ("target", "a", json.dumps({"role": "target", "address": "h:1"})),
         ("target", "b", json.dumps({"role": "target", "address": "h:2"})),
         ("target", "c", "no json"),
         ("target", "d", json.dumps(["no", "worker"])),
         ("draft", "e", json.dumps({"role": "draft", "address": "h:3"})),
+        ("other", "g", json.dumps({"role": "other", "address": "h:5"})),
     ]:
         await redis.set(f"gammaray:worker:{role}:{worker_id}", value)
     await redis.set("gammaray:worker:target:f", json.dumps({"address": "h:4"}), px=1)
     await asyncio.sleep(0.01)
-    assert await registry.addresses("target") == {"h:1", "h:2"}
-    assert await registry.addresses("draft") == {"h:3"}
+    assert await registry.workers() == {"target": {"h:1", "h:2"}, "draft": {"h:3"}}
 
 
 def test_redis_server_stops_and_removes_its_files(tmp_path):

@@ -44,6 +44,8 @@ START_S = 0.5
 """Most seconds until a process that ended runs again."""
 
 PREFIX = "simulated"
+SESSION = f"{PREFIX}:session:{{"
+"""Beginning of the keys of sessions."""
 
 STEP_S = ((5e-4, 4e-3), (5e-4, 4e-3), (5e-3, 3e-2), (5e-3, 3e-2), (0.05, 0.2))
 """Least and most seconds of an engine's step: one of these, the same for all workers. With the last one a
@@ -68,7 +70,11 @@ def tokenizer() -> Tokenizer:
 def settings(max_requests: int) -> OrchestratorSettings:
     """Return the orchestrators' settings; reading them takes longer than all else of their start."""
     return OrchestratorSettings(
-        redis_url=redis_link.URL, redis_prefix=PREFIX, model="demo", max_concurrent_requests=max_requests
+        redis_url=redis_link.URL,
+        redis_prefix=PREFIX,
+        model="demo",
+        max_concurrent_requests=max_requests,
+        metrics_listen="",  # a server in a thread, whose end takes real time
     )
 
 
@@ -183,7 +189,7 @@ class Cluster:
     def __init__(self, loop: SimulatedLoop, real: RealRedis) -> None:
         self.loop, self.rng = loop, loop.rng
         self.network = Network(loop)
-        self.redis = RedisServer(loop, real, self.network.is_blocked, self.network.delay_s)
+        self.redis = RedisServer(loop, real, SESSION.encode(), self.network)
         loop.dial = self.redis.connect
         self.step_s = self.rng.choice(STEP_S)
         self.drafts_ahead = self.rng.random() < 0.5
@@ -283,8 +289,7 @@ class Cluster:
 
     def stored_tokens(self, session_id: str) -> tuple[int, int]:
         """Return a session's turn, and how many tokens of it Redis holds now."""
-        head = f"{PREFIX}:session:{{{session_id}}}".encode()
-        turn, size = (int(self.redis.real.ask(b"HGET", head, name) or 0) for name in (b"turn", b"size"))
+        turn, size = self.redis.stored.get(f"{SESSION}{session_id}}}".encode(), (0, 0))
         return turn, size // RECORD_BYTES
 
 

@@ -21,6 +21,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextvars import Context, ContextVar, copy_context
 from typing import Any
 from unittest.mock import patch
+from weakref import WeakSet
 
 HANDLE_S = 1e-6
 """Virtual seconds that each callback takes, so that no loop of callbacks stops the clock."""
@@ -43,8 +44,9 @@ class Process:
     Attributes:
         name: Its name, the same for the process that replaces it.
         is_alive: Whether it was not killed.
-        is_paused: Whether it is stopped, as by SIGSTOP.
+        is_paused: Whether it is stopped, as by SIGSTOP; see `SimulatedLoop.pause`.
         ready: Callbacks that may run.
+        tasks: Its tasks, also ended ones while something refers to them.
         context: Context of its callbacks.
     """
 
@@ -52,6 +54,7 @@ class Process:
         self.name = name
         self.is_alive, self.is_paused = True, False
         self.ready: deque[Call] = deque()
+        self.tasks: WeakSet[SimulatedTask] = WeakSet()
         self.context = copy_context()
         self.context.run(_process.set, self)
 
@@ -97,13 +100,11 @@ class Call:
 class SimulatedTask(asyncio.Task):
     """A task whose place in sets does not depend on its address, so that a seed gives one schedule."""
 
-    numbers = itertools.count()
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        context = options.get("context")
-        self.number = next(self.numbers)
+    def __init__(self, coro: Any, *, loop: SimulatedLoop, context: Context | None, name: str | None) -> None:
+        self.number = next(loop.task_numbers)
         self.process = current_process() if context is None else context[_process]
-        super().__init__(*arguments, **options)
+        self.process.tasks.add(self)
+        super().__init__(coro, loop=loop, name=name, context=context)
 
     def __hash__(self) -> int:
         return self.number
@@ -127,6 +128,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         at_step: Called before the callback of that number; set by `when_step`.
         dial: Serves `create_connection`.
         errors: Exceptions of callbacks and of tasks that no one awaited.
+        task_numbers: Numbers of the tasks.
         graveyard: Tasks of killed processes: while they exist their `finally` blocks do not run.
     """
 
@@ -137,11 +139,13 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         self.dial: Callable[..., Coroutine[Any, Any, Any]] | None = None
         self.errors: list[str] = []
         self.graveyard: list[Any] = []
+        self.task_numbers = itertools.count()
         self.is_over = False
         self._timers: list[tuple[float, int, Call]] = []
         self._numbers = itertools.count()
         self._at_steps: list[tuple[int, int, Callable[[], None]]] = []
         self._ticks = 0
+        self._runnable: list[Process] = []  # those with callbacks that are not paused
 
     def process(self, name: str) -> Process:
         """Start a process, whose first task `create_task` makes in its context."""
@@ -154,7 +158,24 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         process.is_alive = False
         process.ready.clear()
         self.processes.remove(process)
-        self.graveyard += [task for task in asyncio.all_tasks(self) if task.process is process]
+        if process in self._runnable:
+            self._runnable.remove(process)
+        self.graveyard += process.tasks
+
+    def pause(self, process: Process, *, is_paused: bool) -> None:
+        """Stop a process, as SIGSTOP does, or let it go on."""
+        process.is_paused = is_paused
+        if is_paused and process in self._runnable:
+            self._runnable.remove(process)
+        elif not is_paused and process.is_alive and process.ready:
+            self._runnable.append(process)
+
+    def _add(self, call: Call) -> None:
+        process = call.process
+        if process.is_alive:
+            if not process.ready and not process.is_paused:
+                self._runnable.append(process)
+            process.ready.append(call)
 
     def when_step(self, step: int, action: Callable[[], None]) -> None:
         """Call `action` just before the callback of that number."""
@@ -170,8 +191,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
 
     def call_soon(self, callback: Callable[..., Any], *args: Any, context: Context | None = None) -> Any:
         call = Call(callback, args, copy_context() if context is None else context)
-        if call.process.is_alive:
-            call.process.ready.append(call)
+        self._add(call)
         return call
 
     call_soon_threadsafe = call_soon
@@ -245,23 +265,21 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         """Run one callback, after moving the clock to it if none is ready."""
         while self._at_steps and self._at_steps[0][0] <= self.steps:
             self.harness.context.run(heapq.heappop(self._at_steps)[2])
-        runnable = [process for process in self.processes if process.ready and not process.is_paused]
-        timers = self._timers
+        runnable, timers = self._runnable, self._timers
         if not runnable and timers:
             self.now = max(self.now, timers[0][0])
         while timers and timers[0][0] <= self.now:
             call = heapq.heappop(timers)[2]
-            if call.is_cancelled or not call.process.is_alive:
-                continue
-            if not call.process.ready and not call.process.is_paused:
-                runnable.append(call.process)
-            call.process.ready.append(call)
+            if not call.is_cancelled:
+                self._add(call)
         if not runnable:
             if not timers:
                 raise Stuck("nothing is left to run")
             return
         process = self.current = runnable[0] if len(runnable) == 1 else self.rng.choice(runnable)
         call = process.ready.popleft()
+        if not process.ready:
+            runnable.remove(process)
         if call.is_cancelled:
             return
         self.steps += 1
@@ -320,12 +338,13 @@ def simulated(seed: int) -> Iterator[SimulatedLoop]:
 
 
 def _clear(loop: SimulatedLoop) -> None:
+    tasks = loop.graveyard
     for process in loop.processes:
         process.is_alive = False
         process.ready.clear()
-    tasks = [*asyncio.all_tasks(loop), *loop.graveyard]
-    loop.graveyard.clear()
+        tasks += process.tasks
     for task in tasks:
         # What it awaits, raises or starts in a `finally` no longer matters.
         with contextlib.suppress(BaseException):
             loop.harness.context.run(task.get_coro().close)
+    tasks.clear()

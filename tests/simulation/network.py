@@ -100,7 +100,7 @@ class Network:
     def changed(self) -> None:
         """Let connections notice that the network, or a process, stopped answering or answers again."""
         for connection in self.connections:
-            connection.flush()
+            connection.wire.flush()
             if connection.is_mute:
                 connection.watch()
 
@@ -121,6 +121,38 @@ class Network:
             yield
 
 
+class Wire:
+    """Two ways between processes: what is sent arrives later, in order, and not while its way is blocked."""
+
+    def __init__(self, network: Network, client: Process, server: Process) -> None:
+        self.network, self.sides = network, (client, server)
+        self._arrivals = [0.0, 0.0]
+        self._held: tuple[list[Callable[[], None]], list[Callable[[], None]]] = ([], [])
+
+    def send(self, way: int, action: Callable[[], None], not_before: float = 0.0) -> None:
+        """Run `action` in the server (way 0) or the client (way 1) when it has travelled there."""
+        source, target = self.sides[way], self.sides[1 - way]
+        if self._held[way] or self.network.is_blocked(source.name, target.name):
+            self._held[way].append(action)
+            return
+        loop = self.network.loop
+        arrival = max(loop.now, not_before) + self.network.delay_s()
+        self._arrivals[way] = max(self._arrivals[way], arrival)
+        loop.call_at(self._arrivals[way], action, context=target.context)
+
+    def flush(self) -> None:
+        """Send what was held, if it can be sent now."""
+        for way in (0, 1):
+            held = self._held[way][:]
+            self._held[way].clear()
+            for action in held:
+                self.send(way, action)
+
+    def drop(self, way: int) -> None:
+        """Lose what is held on a way."""
+        self._held[way].clear()
+
+
 class Connection:
     """A connection of one client to one server.
 
@@ -133,8 +165,7 @@ class Connection:
         self.client_calls: list[ClientCall] = []
         self.server_calls: list[ServerCall] = []
         self.is_open = [True, True]
-        self._arrivals = [0.0, 0.0]
-        self._held: tuple[list[Callable[[], None]], list[Callable[[], None]]] = ([], [])
+        self.wire = Wire(network, client, server.process)
         server.connections.append(self)
 
     @property
@@ -148,26 +179,11 @@ class Connection:
 
     def send(self, way: int, action: Callable[[], None]) -> None:
         """Run `action` in the server (way 0) or the client (way 1) when it has travelled there."""
-        sides = self.client, self.server.process
-        source, target = sides[way], sides[1 - way]
-        if self._held[way] or self._network.is_blocked(source.name, target.name):
-            self._held[way].append(action)
-            return
-        loop = self._network.loop
-        self._arrivals[way] = max(self._arrivals[way], loop.now + self._network.delay_s())
-        loop.call_at(self._arrivals[way], self._arrive, 1 - way, action, context=target.context)
+        self.wire.send(way, partial(self._arrive, 1 - way, action))
 
     def _arrive(self, side: int, action: Callable[[], None]) -> None:
         if self.is_open[side]:
             action()
-
-    def flush(self) -> None:
-        """Send what was held, if it can be sent now."""
-        for way in (0, 1):
-            held = self._held[way][:]
-            self._held[way].clear()
-            for action in held:
-                self.send(way, action)
 
     def watch(self) -> None:
         """Break the connection at the sides that get no answer to their pings for long enough."""
@@ -200,7 +216,7 @@ class Connection:
             for call in list(self.client_calls):
                 call.end((grpc.StatusCode.UNAVAILABLE, reason, ()))
         if self._network.rng.random() < 0.5:
-            self._held[side].clear()
+            self.wire.drop(side)
         if tells:
             self.send(side, lambda: self.close(1 - side, reason))
 

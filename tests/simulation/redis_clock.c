@@ -35,8 +35,12 @@ time_t time(time_t *out) {
     return seconds;
 }
 
-FILE *fopen(const char *path, const char *mode) {
-    static FILE *(*real)(const char *, const char *);
-    if (!real) *(void **)&real = dlsym(RTLD_NEXT, "fopen");
+static FILE *opened(const char *function, const char *path, const char *mode) {
+    FILE *(*real)(const char *, const char *);
+    *(void **)&real = dlsym(RTLD_NEXT, function);
     return real(strcmp(path, "/dev/urandom") ? path : "/dev/zero", mode);
 }
+
+FILE *fopen(const char *path, const char *mode) { return opened("fopen", path, mode); }
+
+FILE *fopen64(const char *path, const char *mode) { return opened("fopen64", path, mode); }

@@ -10,11 +10,13 @@ import asyncio
 import contextlib
 import mmap
 import os
+import re
 import socket
 import struct
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,11 +25,16 @@ import redis
 
 from orchestrator.launcher.redis_server import redis_binary
 from tests.simulation.loop import Process, SimulatedLoop, current_process
+from tests.simulation.network import Network, Wire
 
 ADDRESS = "redis:6379"
 URL = f"redis://{ADDRESS}/0"
 OPENING = {b"HELLO", b"CLIENT", b"AUTH", b"SELECT"}
 """Commands that open a connection; a server that refuses others takes them."""
+
+SCRIPTS = {b"EVAL", b"EVALSHA"}
+LOOK = b"*4\r\n$5\r\nHMGET\r\n$%d\r\n%b\r\n$4\r\nturn\r\n$4\r\nsize\r\n"
+_NUMBER = re.compile(rb"\$\d+\r\n(\d+)\r\n")
 
 START_US = 1_800_000_000_000_000
 
@@ -40,33 +47,26 @@ class RealRedis:
     """
 
     def __init__(self, path: str, connected: socket.socket, clock: mmap.mmap) -> None:
-        self._socket, self._clock, self._buffer = connected, clock, b""
+        self._socket, self._clock = connected, clock
         self.admin = redis.Redis(unix_socket_path=path)
 
     def set_clock(self, time_us: int) -> None:
         struct.pack_into("q", self._clock, 0, time_us)
 
-    def run(self, commands: bytes, count: int) -> bytes:
+    def run(self, commands: bytes, count: int) -> list[bytes]:
         """Run `count` commands and return their replies."""
         self._socket.sendall(commands)
-        end = 0
-        while count:
-            found = reply_end(self._buffer, end)
-            if found:
-                end, count = found, count - 1
+        replies: list[bytes] = []
+        data, start = b"", 0
+        while len(replies) < count:
+            if end := reply_end(data, start):
+                replies.append(data[start:end])
+                start = end
+            elif received := self._socket.recv(65536):
+                data += received
             else:
-                data = self._socket.recv(65536)
-                if not data:
-                    raise ConnectionError("redis-server has ended")
-                self._buffer += data
-        replies, self._buffer = self._buffer[:end], self._buffer[end:]
+                raise ConnectionError("redis-server has ended")
         return replies
-
-    def ask(self, *words: bytes) -> bytes:
-        """Run a command that answers a string, which is a fifth of what redis-py takes; empty: none."""
-        command = b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)
-        reply = self.run(b"*%d\r\n" % len(words) + command, 1)
-        return reply[reply.index(b"\r\n") + 2 : -2]
 
     def dump(self) -> dict[bytes, tuple[bytes, int]]:
         """Return all keys with their serialised values and the time at which they expire (ms; 0: never)."""
@@ -136,21 +136,26 @@ def reply_end(data: bytes, start: int) -> int:
     return end
 
 
-def words_of(command: bytes) -> list[bytes]:
-    """Return a command's words."""
-    words, at = [], command.index(b"\r\n") + 2
-    while at < len(command):
-        line = command.index(b"\r\n", at)
-        start, length = line + 2, int(command[at + 1 : line])
-        words.append(command[start : start + length])
-        at = start + length + 2
-    return words
+def commands_of(data: bytes) -> tuple[list[tuple[bytes, list[bytes]]], bytes]:
+    """Return the complete commands of a stream, each with its words, and the bytes after them."""
+    commands, start = [], 0
+    while (line := data.find(b"\r\n", start)) >= 0:
+        words, at = [], line + 2
+        for _ in range(int(data[start + 1 : line])):
+            if (line := data.find(b"\r\n", at)) < 0:
+                return commands, data[start:]
+            end = line + 2 + int(data[at + 1 : line])
+            words.append(data[line + 2 : end])
+            at = end + 2
+        if at > len(data):
+            break
+        commands.append((data[start:at], words))
+        start = at
+    return commands, data[start:]
 
 
 def commit_of(words: list[bytes]) -> tuple[bytes, int] | None:
-    """Return the key and the epoch of a call of `COMMIT` or `END` of the session store; None for others."""
-    if words[0] not in (b"EVAL", b"EVALSHA"):
-        return None
+    """Return the key and the epoch if the session store's `COMMIT` or `END` is called; None for others."""
     num_keys = int(words[2])
     arguments = words[3 + num_keys :]
     if (num_keys, len(arguments)) == (2, 6):
@@ -164,14 +169,15 @@ class RedisServer:
     Args:
         loop: The simulation's.
         real: What runs the commands.
-        is_blocked: Whether messages from the first process to the second are held, by names.
-        delay_s: Draws how long a message travels.
+        sessions: Beginning of the keys of sessions.
+        network: Between the server and its clients.
 
     Attributes:
         is_up: Whether it accepts connections.
         busy_until: Virtual time until which it answers nothing.
         refusal: Error reply to all commands; empty: it runs them.
         clock_offset_s: How far its clock is ahead of the simulation's.
+        stored: The turn and the number of bytes of each session, read after each script that may change them.
         on_commit: Called with the process, the session's key and the epoch of each commit that was accepted.
     """
 
@@ -179,16 +185,19 @@ class RedisServer:
         self,
         loop: SimulatedLoop,
         real: RealRedis,
-        is_blocked: Callable[[str, str], bool],
-        delay_s: Callable[[], float],
+        sessions: bytes,
+        network: Network,
     ) -> None:
-        self._loop, self.real, self.is_blocked, self.delay_s = loop, real, is_blocked, delay_s
+        self._loop, self.real, self.network = loop, real, network
+        self._sessions = sessions
+        self.stored: dict[bytes, tuple[int, int]] = {}
         self.process = loop.process("redis")
         self.is_up, self.busy_until, self.refusal, self.clock_offset_s = True, 0.0, "", 0.0
         self.on_commit: Callable[[Process, bytes, int], None] = lambda *_: None
         self._connections: list[Connection] = []
         self.set_clock()
         real.admin.flushall()
+        real.admin.script_flush()  # else the scripts of other schedules would be known
 
     def set_clock(self) -> None:
         """Set the server's clock to the simulation's, plus the offset."""
@@ -202,8 +211,8 @@ class RedisServer:
         """
         client = current_process()
         while True:
-            await asyncio.sleep(self.delay_s())
-            if not self.is_blocked(client.name, "redis") and not self.is_blocked("redis", client.name):
+            await asyncio.sleep(self.network.delay_s())
+            if not {(client.name, "redis"), ("redis", client.name)} & self.network.blocked:
                 break
             await asyncio.sleep(0.2)  # the handshake is sent again
         if not self.is_up:
@@ -223,41 +232,31 @@ class RedisServer:
     def flush(self) -> None:
         """Go on with what was held while the network was blocked."""
         for connection in self._connections:
-            connection.flush()
+            connection.wire.flush()
 
     def receive(self, connection: Connection, data: bytes) -> None:
         """Run the commands that a connection has brought; called in the server's process."""
-        connection.unread += data
-        commands, end = [], 0
-        while connection.unread and (found := reply_end(connection.unread, end)):
-            commands.append(connection.unread[end:found])
-            end = found
-            if end == len(connection.unread):
-                break
-        connection.unread = connection.unread[end:]
+        commands, connection.unread = commands_of(connection.unread + data)
         if not commands:
             return
         self.set_clock()
         if self.refusal:
-            replies = b"".join(map(self._refused, commands))
-        else:
-            replies = self.real.run(b"".join(commands), len(commands))
-            self._tell(connection.client, commands, replies)
-        connection.answer(replies)
+            connection.answer(b"".join(self._refused(command, words[0]) for command, words in commands))
+            return
+        scripts = [words for _, words in commands if words[0] in SCRIPTS]
+        heads = sorted({words[3] for words in scripts if words[3].startswith(self._sessions)})
+        sent = b"".join([command for command, _ in commands] + [LOOK % (len(head), head) for head in heads])
+        replies = self.real.run(sent, len(commands) + len(heads))
+        for head, reply in zip(heads, replies[len(commands) :], strict=True):
+            found = [int(number) for number in _NUMBER.findall(reply)]
+            self.stored[head] = (found[0], found[1]) if len(found) == 2 else (0, 0)
+        for (_, words), reply in zip(commands, replies, strict=False):
+            if words[0] in SCRIPTS and not reply.startswith((b":-", b"-")) and (found := commit_of(words)):
+                self.on_commit(connection.client, *found)
+        connection.answer(b"".join(replies[: len(commands)]))
 
-    def _tell(self, client: Process, commands: list[bytes], replies: bytes) -> None:
-        start = 0
-        for command in commands:
-            end = reply_end(replies, start)
-            is_accepted = not replies.startswith((b":-", b"-"), start)
-            if is_accepted and (found := commit_of(words_of(command))):
-                self.on_commit(client, *found)
-            start = end
-
-    def _refused(self, command: bytes) -> bytes:
-        if words_of(command)[0].upper() in OPENING:
-            return self.real.run(command, 1)
-        return f"-{self.refusal}\r\n".encode()
+    def _refused(self, command: bytes, name: bytes) -> bytes:
+        return self.real.run(command, 1)[0] if name.upper() in OPENING else f"-{self.refusal}\r\n".encode()
 
 
 class Connection(asyncio.Transport):
@@ -267,35 +266,16 @@ class Connection(asyncio.Transport):
         super().__init__()
         self._loop, self._server, self.client, self._protocol = loop, server, client, protocol
         self._is_closing = self._is_reset = False
-        self._arrivals = [0.0, 0.0]  # of the last bytes there, and back
-        self._held: tuple[list[bytes], list[bytes]] = ([], [])
+        self.wire = Wire(server.network, client, server.process)
         self.unread = b""
 
     def write(self, data: Any) -> None:
         if not self._is_closing:
-            self._send(0, bytes(data))
+            self.wire.send(0, partial(self._arrive, 0, bytes(data)))
 
     def answer(self, data: bytes) -> None:
         """Send replies; called by the server."""
-        self._send(1, data)
-
-    def _send(self, way: int, data: bytes) -> None:
-        names = (self.client.name, "redis")
-        if self._held[way] or self._server.is_blocked(names[way], names[1 - way]):
-            self._held[way].append(data)
-            return
-        start = max(self._loop.now, self._server.busy_until if way else 0.0)
-        self._arrivals[way] = max(self._arrivals[way], start + self._server.delay_s())
-        process = (self._server.process, self.client)[way]
-        self._loop.call_at(self._arrivals[way], self._arrive, way, data, context=process.context)
-
-    def flush(self) -> None:
-        """Send what was held, if it can be sent now."""
-        for way in (0, 1):
-            held = self._held[way][:]
-            self._held[way].clear()
-            for data in held:
-                self._send(way, data)
+        self.wire.send(1, partial(self._arrive, 1, data), self._server.busy_until)
 
     def _arrive(self, way: int, data: bytes) -> None:
         if self._is_reset:
@@ -310,7 +290,7 @@ class Connection(asyncio.Transport):
         self._is_reset = True
         if not self._is_closing:
             self._is_closing = True
-            delay_s = self._server.delay_s()
+            delay_s = self._server.network.delay_s()
             error = ConnectionResetError("the connection was reset")
             self._loop.call_later(delay_s, self._protocol.connection_lost, error, context=self.client.context)
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from gammaray.errors import InternalError, UnavailableError
-from gammaray.types import SamplingParams
 from services.draft_worker.scheduler import DraftScheduler
 from services.engine.core.batch import Batch, Runner, Segment
 from services.engine.core.kv_cache import CacheShape, CacheStore
@@ -29,50 +29,46 @@ from tests.simulation.loop import SimulatedLoop
 
 VOCAB_SIZE, MAX_CONTEXT = 256, 256
 LIMITS = Limits(max_batch_tokens=64, prefill_chunk=32)
-NUM_STATES = 512
-START = 7
-"""State before the first token."""
+NUM_ROWS = 512
 
 _rng = torch.Generator().manual_seed(1)
-_TARGET = 3.0 * torch.randn(NUM_STATES, VOCAB_SIZE, generator=_rng)
-_DRAFT = _TARGET + 0.6 * torch.randn(NUM_STATES, VOCAB_SIZE, generator=_rng)
+_TARGET = 3.0 * torch.randn(NUM_ROWS, VOCAB_SIZE, generator=_rng)
+_DRAFT = _TARGET + 0.6 * torch.randn(NUM_ROWS, VOCAB_SIZE, generator=_rng)
 
 
-def _after(state: int, token_id: int) -> int:
-    return (state * 1_000_003 + token_id + 1) % 2_147_483_647
+def _row(tokens: tuple[int, ...]) -> int:
+    """Return the row of the table that all tokens before select."""
+    return hash(tokens) % NUM_ROWS
 
 
 class TinyRunner(Runner):
     """Returns the row of a table that the tokens before select.
 
     Args:
-        table: [NUM_STATES, VOCAB_SIZE].
+        table: [NUM_ROWS, VOCAB_SIZE].
     """
 
     def __init__(self, table: Tensor) -> None:
         self._table = table
 
     def forward(self, batch: Batch) -> Tensor:
-        states = [state for segment in batch.segments for state in self._states(batch, segment)]
-        rows = states if batch.logit_rows is None else [states[row] for row in batch.logit_rows]
-        return self._table[[state % NUM_STATES for state in rows]]
+        rows = [row for segment in batch.segments for row in self._rows(batch, segment)]
+        if batch.logit_rows is not None:
+            rows = [rows[row] for row in batch.logit_rows]
+        return self._table[rows]
 
     @staticmethod
-    def _states(batch: Batch, segment: Segment) -> Sequence[int]:
-        tokens = batch.token_ids[segment.row : segment.row + segment.count]
+    def _rows(batch: Batch, segment: Segment) -> list[int]:
         parents, cache = segment.parents or (), segment.cache
-        chain = [START]
-        for token_id in (*cache.tokens, *tokens[: segment.count - len(parents)]):
-            chain.append(_after(chain[-1], token_id))
-        nodes: list[int] = []
-        drafted = zip(
-            (*cache.tree_parents, *parents),
-            (*cache.tree_tokens, *tokens[segment.count - len(parents) :]),
-            strict=True,
-        )
+        tokens = batch.token_ids[segment.row : segment.row + segment.count]
+        num_chain = segment.count - len(parents)
+        chain = (*cache.tokens, *tokens[:num_chain])
+        paths: list[tuple[int, ...]] = []
+        drafted = zip((*cache.tree_parents, *parents), (*cache.tree_tokens, *tokens[num_chain:]), strict=True)
         for parent, token_id in drafted:
-            nodes.append(_after(nodes[parent] if parent >= 0 else chain[parent], token_id))
-        return [*chain[len(cache.tokens) + 1 :], *nodes[len(cache.tree_tokens) :]]
+            paths.append((*paths[parent], token_id) if parent >= 0 else (*chain, token_id))
+        ends = range(len(cache.tokens) + 1, len(chain) + 1)
+        return [*(_row(chain[:end]) for end in ends), *map(_row, paths[len(cache.tree_tokens) :])]
 
 
 def _engine(table: Tensor, cache_bytes: int) -> Engine:
@@ -88,19 +84,17 @@ def draft_scheduler(cache_bytes: int, *, ahead: bool) -> DraftScheduler:
     return DraftScheduler(_engine(_DRAFT, cache_bytes), LIMITS, ahead_rows=AHEAD_ROWS if ahead else 0)
 
 
-def plain_tokens(prompt: Sequence[int], params: SamplingParams, count: int) -> tuple[int, ...]:
+@cache
+def plain_tokens(prompt: tuple[int, ...], temperature: float, seed: int, count: int) -> tuple[int, ...]:
     """Return what the target alone generates, computed without the engine, its caches and its scheduler."""
-    noise = Noise(params.seed or 0, params.sample_index, VOCAB_SIZE)
-    tokens, state = list(prompt), START
-    for token_id in prompt:
-        state = _after(state, token_id)
+    noise = Noise(seed, 0, VOCAB_SIZE)
+    tokens = prompt
     for _ in range(count):
-        scores = _TARGET[state % NUM_STATES]
-        if params.temperature > 0:
-            scores = (scores / params.temperature).log_softmax(-1) + noise.gumbel(len(tokens), 1)[0]
-        tokens.append(int(scores.argmax()))
-        state = _after(state, tokens[-1])
-    return tuple(tokens[len(prompt) :])
+        scores = _TARGET[_row(tokens)]
+        if temperature > 0:
+            scores = (scores / temperature).log_softmax(-1) + noise.gumbel(len(tokens), 1)[0]
+        tokens += (int(scores.argmax()),)
+    return tokens[len(prompt) :]
 
 
 T = TypeVar("T")

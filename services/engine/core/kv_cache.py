@@ -184,7 +184,7 @@ class CacheStore:
                 best, best_length = session_id, length
         return (best, best_length) if best_length else ("", 0)
 
-    def fork(self, source: Source, copy: str, length: int) -> None:
+    def fork(self, source: Source, copy: str, length: int, keep: frozenset[str] = frozenset()) -> None:
         """Make `copy` hold the first `length` tokens of `source`'s chain.
 
         If both do not fit, a retained source is dropped to make room, or becomes the copy if that needs most
@@ -192,13 +192,13 @@ class CacheStore:
 
         Raises:
             CacheGapError: `source` has fewer.
-            CacheFullError: The two do not fit the budget.
+            CacheFullError: The two, and the sessions to `keep`, do not fit the budget.
         """
         origin = self._origin(source, length)
         if copy == source:
             origin.truncate(length)
         else:
-            self._copy(source, origin, copy, length)
+            self._copy(source, origin, copy, length, keep)
 
     def _origin(self, source: Source, length: int) -> SessionCache:
         origin = self._retained.get(source) if isinstance(source, int) else self._sessions.get(source)
@@ -207,7 +207,9 @@ class CacheStore:
             raise CacheGapError(str(source), held)
         return origin
 
-    def _copy(self, source: Source, origin: SessionCache, copy: str, length: int) -> None:
+    def _copy(
+        self, source: Source, origin: SessionCache, copy: str, length: int, keep: frozenset[str]
+    ) -> None:
         """Copy the first `length` slots of `origin`, the cache of `source`."""
         if isinstance(source, int):
             self._retained.touch(source)
@@ -219,7 +221,7 @@ class CacheStore:
                     self._used_slots += origin.capacity
                     origin.truncate(length)
                     return
-        target = self.reserve(copy, length, frozenset({source} if isinstance(source, str) else ()))
+        target = self.reserve(copy, length, keep | {source} if isinstance(source, str) else keep)
         target.truncate(0)
         target.data[:, :, :length] = origin.data[:, :, :length]
         target.tokens.extend(origin.tokens[:length])

@@ -21,10 +21,10 @@ class ListRegistry:
         self.known: dict[str, set[str]] = {"target": set(), "draft": set()}
         self.error: Exception | None = None
 
-    async def addresses(self, role: str) -> set[str]:
+    async def workers(self) -> dict[str, set[str]]:
         if self.error is not None:
             raise self.error
-        return set(self.known[role])
+        return {role: set(addresses) for role, addresses in self.known.items()}
 
 
 @asynccontextmanager
@@ -32,7 +32,7 @@ async def fleet_of(*workers: ScriptedWorker, registry=None, connect_s: float = 3
     registry = registry or ListRegistry()
     for worker in workers:
         registry.known[worker.role].add(worker.address)
-    fleet = Fleet(registry.addresses, VOCAB, vocab_sha256=sha)
+    fleet = Fleet(registry.workers, VOCAB, vocab_sha256=sha)
     await fleet.start(connect_s)
     try:
         yield fleet

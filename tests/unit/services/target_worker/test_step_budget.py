@@ -90,3 +90,24 @@ def test_small_block_is_served_before_large_ones_that_came_first(pair, monkeypat
     order = [name for name, _ in steps.serve([*blocks, small.block(Shape(0))])]
     assert order.index(small.name) <= 2  # in the first step, with as many large ones as fit
     assert order[0] == large[0].name
+
+
+def test_long_block_is_not_starved_by_blocks_that_copy_prefixes(pair):
+    scheduler = TargetScheduler(load_engine(pair[0]), Limits(64, 16))
+    common = random_tokens(20, seed=0)
+    short = [Run(scheduler, [*common, token_id], SamplingParams(seed=1), salt="s") for token_id in (5, 6)]
+    short[0].cycle(Shape(0))
+    scheduler.engine.limit_cache(2 * scheduler.stats().cache_bytes)
+    short[1].cycle(Shape(0))
+    long = Run(scheduler, random_tokens(60, seed=1), SamplingParams(seed=1))
+    scheduler.submit([long.block(Shape(0))])
+    served = []
+    while long.name not in served:
+        assert len(served) < 10, served
+        run = short[len(served) % 2]
+        scheduler.submit([run.block(Shape(0))])
+        while run.name not in (answered := {reply.session_id: reply for _, reply in scheduler.step()}):
+            served += answered
+        served += answered
+        run.held = len(run.tokens)
+        run.tokens.append(answered[run.name].outcome.next_token_id)
