@@ -7,7 +7,7 @@ from gammaray.errors import InvalidArgumentError
 from services.engine.engine import Engine
 from services.engine.loader import DraftVersions
 from services.learning.draft_model import LearningDraftModel
-from services.learning.versions import is_own, learn
+from services.learning.versions import SPAN, is_own, learn
 
 
 def load_learning(path: str, target: str, settings: DraftSettings, engine: Engine) -> LearningDraftModel:
@@ -29,4 +29,4 @@ def load_learning(path: str, target: str, settings: DraftSettings, engine: Engin
     if not target:
         raise InvalidArgumentError("target", target, f"the target of {path}, with learn")
     load = DraftVersions(path, settings, target).runner
-    return LearningDraftModel(learn(settings.learn, target, path, engine.runner, load))
+    return LearningDraftModel(learn(settings.learn, target, path, engine.runner, load, SPAN))

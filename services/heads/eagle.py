@@ -65,6 +65,12 @@ class EagleConfig:
     norm_output: bool = False
 
 
+def _normed(x: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return wide.to(x.dtype)
+
+
 class _Norm(nn.Module):
     """Root mean square norm, computed in float32."""
 
@@ -74,9 +80,7 @@ class _Norm(nn.Module):
         self._eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._eps)
-        return self.weight * wide.to(x.dtype)
+        return self.weight * _normed(x, self._eps)
 
 
 class _Attention(nn.Module):
@@ -172,7 +176,8 @@ class EagleHead(nn.Module):
         """
         config = self.config
         if config.fc_norm:
-            states = torch.stack([norm(states[..., at, :]) for at, norm in enumerate(self.fc_norm)], dim=-2)
+            weights = torch.stack([norm.weight for norm in self.fc_norm])
+            states = weights * _normed(states, config.norm_eps)
         flat = states.flatten(-2)
         if config.norm_before_fc:
             flat = self.input_norm(flat)

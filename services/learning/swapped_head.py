@@ -61,9 +61,9 @@ class SwappedHead(HeadLearner[str]):
             raise
         self.number = number
 
-    def count(self, number: int, is_accepted: bool) -> None:
-        """Count a proposal, and whether its first token was accepted."""
-        self.versions.count(OPEN, number, is_accepted)
+    def count(self, number: int, session_id: str, position: int, is_accepted: bool) -> None:
+        """Count a version's proposal of a session's token at a position, and whether it was accepted."""
+        self.versions.count(OPEN, number, session_id, position, is_accepted)
 
     def _name_of(self, session_id: str) -> str | None:
         name = super()._name_of(session_id)

@@ -32,9 +32,10 @@ from services.scheduling.sessions import SessionCopy
 CANARY_SHARE = 1 / 3
 """Share of a tenant's text that a candidate drafts."""
 
-SPAN = 256
+SPAN, HEAD_SPAN = 256, 32
 """Tokens after which it is drawn again whether the candidate drafts for a session, so that a machine with one
-endless session decides, too. Every change makes a draft model read the session again."""
+endless session decides, too, and both versions draft for each text. Every change makes a draft model read the
+session again; a head reads at most its newest 64 positions."""
 
 PERIOD_S = 1.0
 """Between two looks at the folder."""
@@ -93,6 +94,7 @@ class Versions(Generic[T]):
         load: Loads the version in a directory.
         folder: What this machine learns.
         command: Starts the process that trains; None: another one does.
+        span: Tokens after which it is drawn again which version drafts for a session.
 
     Attributes:
         first_tokens: Number of proposals by arm (stable, candidate) and outcome of their first token
@@ -105,9 +107,10 @@ class Versions(Generic[T]):
         load: Callable[[str], T],
         folder: LearningFolder,
         command: Sequence[str] | None = None,
+        span: int = SPAN,
     ) -> None:
         folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._base, self._load, self._folder = base, load, folder
+        self._base, self._load, self._folder, self._span = base, load, folder, span
         self.first_tokens = dict(NO_FIRST_TOKENS)
         self._recorder = Recorder()
         # Replaced as a whole by the watching thread.
@@ -137,7 +140,7 @@ class Versions(Generic[T]):
             return 0, self._base
         stable, candidate = arms.numbers
         if candidate is not None and arms.candidate is not None:
-            drawn = zlib.crc32(f"{candidate}/{session_id}/{num_tokens // SPAN}".encode()) / 2**32
+            drawn = zlib.crc32(f"{candidate}/{session_id}/{num_tokens // self._span}".encode()) / 2**32
             if drawn < CANARY_SHARE:
                 return candidate, arms.candidate
         return stable, arms.stable
@@ -168,15 +171,17 @@ class Versions(Generic[T]):
     def _note_outcome(self, drafting: Drafting[T], session: SessionCopy) -> None:
         tested, drafting.tested = drafting.tested, None
         if tested is not None and len(session.tokens) > tested[0]:
-            self.count(drafting.name, drafting.number, session.tokens[tested[0]] == tested[1])
+            is_accepted = session.tokens[tested[0]] == tested[1]
+            self.count(drafting.name, drafting.number, session.session_id, tested[0], is_accepted)
 
-    def count(self, name: str | None, number: int, is_accepted: bool) -> None:
-        """Count a proposal of a version, and whether its first token was accepted."""
+    def count(self, name: str | None, number: int, session_id: str, position: int, is_accepted: bool) -> None:
+        """Count a version's proposal of a session's token at a position, and whether it was accepted."""
         arms = None if name is None else self._arms.get(name)
         is_candidate = arms is not None and number == arms.numbers[1]
         self.first_tokens[ARMS[is_candidate], OUTCOMES[not is_accepted]] += 1
         if arms is not None and arms.candidate is not None and number in arms.numbers:
-            arms.canary.add(is_accepted, is_candidate=is_candidate)
+            part = session_id, position // self._span
+            arms.canary.add(part, is_accepted, is_candidate=is_candidate)
 
     def reject(self, name: str, number: int, error: Exception) -> None:
         """Roll back a version that cannot be loaded, if the folder can be written."""
@@ -243,7 +248,9 @@ def is_own(drafter: str) -> bool:
     return (Path(drafter) / DRAFTER_FILE).is_file()
 
 
-def learn(folder: str, target: str, drafter: str, base: T, load: Callable[[str], T]) -> Versions[T]:
+def learn(
+    folder: str, target: str, drafter: str, base: T, load: Callable[[str], T], span: int = SPAN
+) -> Versions[T]:
     """Begin to learn with a drafter of `gammaray train`.
 
     Args:
@@ -252,6 +259,7 @@ def learn(folder: str, target: str, drafter: str, base: T, load: Callable[[str],
         drafter: Of the drafter of the start.
         base: That drafter.
         load: Loads the version in a directory, which is for the same target and tokenizer.
+        span: As of `Versions`.
     """
 
     def load_checked(directory: str) -> T:
@@ -260,7 +268,8 @@ def learn(folder: str, target: str, drafter: str, base: T, load: Callable[[str],
         return load(directory)
 
     path = Path(folder)
-    return Versions(base, load_checked, LearningFolder(path), trainer_command(path, target, drafter))
+    command = trainer_command(path, target, drafter)
+    return Versions(base, load_checked, LearningFolder(path), command, span)
 
 
 def _described(directory: str) -> tuple[Any, Any]:

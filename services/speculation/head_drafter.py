@@ -109,7 +109,7 @@ class HeadDrafter(LocalDrafter):
             return True
         if not self._has_start(held, session):
             return False
-        speculation.note_outcome()
+        self._note_outcome(speculation)
         speculation.begin()
         held.is_opened = True
         return True

@@ -151,11 +151,17 @@ class LocalDrafter:
         same = common_prefix(list(engine.tokens(session.session_id)), session.tokens)
         if same == len(session.tokens) and speculation.is_at_end:
             return True
-        speculation.note_outcome()
+        self._note_outcome(speculation)
         if same < speculation.tree.base or not speculation.follow():
             engine.truncate(session.session_id, min(same, len(session.tokens) - 1))
             speculation.begin()
         return True
+
+    @staticmethod
+    def _note_outcome(speculation: Speculation) -> None:
+        """Note how far a tree's choices were right: chains here read no confidence."""
+        if speculation.sent is not None and speculation.sent.shape.is_tree:
+            speculation.note_outcome()
 
     def _feed(self, pending: PendingProposal) -> SequenceInput:
         """Return the next feed of a proposal."""

@@ -96,7 +96,8 @@ class Predictor:
         if model.shared is not None:
             logits, token_ids, noise = model.shared.of(logits), model.shared.target_ids, self._shared_noise()
         elif model.reduced is not None:
-            if self._params is None and (noise is None or self.is_gumbel_max):
+            # Tokens that the head lacks have probability 0: filters keep the same ones without them.
+            if self.is_gumbel_max and (self._params is None or not LogitEdits.needed(self._params)):
                 token_ids = model.reduced.target_ids
             else:
                 logits = model.reduced.with_all_tokens(logits)

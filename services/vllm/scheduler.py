@@ -285,7 +285,8 @@ class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
             if task.head is not None and task.head.depth > 0:
                 outcome = replace(outcome, drafted=task.proposal)
                 if self._head is not None and task.proposal:
-                    self._head.count(task.proposal.version, bool(outcome.accepted_path))
+                    first, is_accepted = task.base_position, bool(outcome.accepted_path)
+                    self._head.count(task.proposal.version, session.session_id, first, is_accepted)
             if scores is not None:
                 prompt = session.tokens[: session.spec.prompt_length]
                 outcome = replace(outcome, prompt_logprobs=_prompt_logprobs(prompt, scores, task))

@@ -65,7 +65,7 @@ def texts():
 def test_each_version_proposes_what_it_proposes_alone(tmp_path, target, models, monkeypatch):
     """Versions take over in the middle of sessions, two draft in one batch, and caches are not mixed."""
     monkeypatch.setattr("services.learning.versions.CANARY_SHARE", 0.5)
-    monkeypatch.setattr("services.learning.versions.SPAN", 16)
+    monkeypatch.setattr("services.draft_worker.loading.SPAN", 16)
     alone = [draft_scheduler(model, target) for model in models]
     scheduler = draft_scheduler(models[0], target, tmp_path, ahead_rows=8)
     store, written, mixed, switched = LearningFolder(tmp_path).store("open"), texts(), 0, 0
@@ -98,7 +98,7 @@ def test_each_version_proposes_what_it_proposes_alone(tmp_path, target, models, 
 
 def test_one_endless_session_decides_on_a_candidate(tmp_path, target, models, monkeypatch):
     """Its proposals are drafted by both versions in turn; the candidate is the right one, the other wrong."""
-    monkeypatch.setattr("services.learning.versions.SPAN", 32)
+    monkeypatch.setattr("services.draft_worker.loading.SPAN", 32)
     right = draft_model(tmp_path / "right", target)
     scheduler = draft_scheduler(models[0], target, tmp_path / "learn")
     store = LearningFolder(tmp_path / "learn").store("open")
