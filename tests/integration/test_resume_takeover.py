@@ -226,7 +226,7 @@ async def test_delete_ends_the_stream_and_frees_everything(pair, redis):
                 pass
     await settled(one)
     assert not await other.sessions.delete(request.session_id, ANONYMOUS)
-    assert await redis.exists(*Keys().of(request.session_id)[:4]) == 0
+    assert await redis.exists(*Keys().of(request.session_id)[:3]) == 0
     assert request.session_id not in [info.session_id for info in await one.sessions.recent(9, ANONYMOUS)]
     assert await sessions_on(one, 0) == 0
 

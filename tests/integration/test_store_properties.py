@@ -252,7 +252,7 @@ class StoreMachine(RuleBasedStateMachine):
     def expires(self) -> None:
         """The session expires; suspended owners resume later without knowing it."""
         digest = self.run(self.redis.hget(Keys().of("s")[0], "digest")).decode()
-        self.run(self.redis.delete(*Keys().of("s")[:4], *Keys().request("s", digest)))
+        self.run(self.redis.delete(*Keys().of("s")[:3], *Keys().request("s", digest)))
         self.model = Model(exists=False, epoch=self.model.epoch)
 
     @precondition(lambda self: self.has_gone_far)

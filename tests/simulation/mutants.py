@@ -64,7 +64,7 @@ MUTANTS = {
     ),
     "an ended session stays among the running ones": Mutant(
         _SCRIPTS,
-        "redis.call('HDEL', KEYS[1], 'lease')\nredis.call('SREM', KEYS[5], name)\nrenew()\nreturn length",
+        "redis.call('HDEL', KEYS[1], 'lease')\nredis.call('SREM', KEYS[4], name)\nrenew()\nreturn length",
         "redis.call('HDEL', KEYS[1], 'lease')\nrenew()\nreturn length",
     ),
     "a cancelled turn accepts commits": Mutant(
