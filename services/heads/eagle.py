@@ -7,8 +7,9 @@ feature, the head's own state of position p - 1 stands in for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -176,7 +177,8 @@ class EagleHead(nn.Module):
         """
         config = self.config
         if config.fc_norm:
-            weights = torch.stack([norm.weight for norm in self.fc_norm])
+            norms = cast("Iterable[_Norm]", self.fc_norm)
+            weights = torch.stack([norm.weight for norm in norms])
             states = weights * _normed(states, config.norm_eps)
         flat = states.flatten(-2)
         if config.norm_before_fc:
