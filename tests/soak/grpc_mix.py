@@ -95,7 +95,7 @@ async def cancel(client: AsyncClient, expected: Expected, rng: random.Random) ->
 
 async def refused(client: AsyncClient, expected: Expected, rng: random.Random) -> None:
     nonsense: list[tuple[type[GammarayError], Prompt, GenerateOptions]] = [
-        (InvalidArgumentError, [1] * 5000, {"max_tokens": 4}),  # beyond the context
+        (InvalidArgumentError, [1] * 10_000, {"max_tokens": 4}),  # beyond the context
         (InvalidArgumentError, (1, 2, 10_000_000), {"max_tokens": 4}),
         (NotFoundError, "x", {"model": "no-such-model"}),
     ]
