@@ -425,8 +425,7 @@ def measure(head: TrainableHead, teacher: Teacher, held: Conversations) -> dict[
     }
 
 
-def main() -> None:
-    """Write conversations, train a head, and save it."""
+def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--target", required=True, help="directory of a Llama chat model")
     parser.add_argument("--out", type=Path, required=True, help="directory of the head")
@@ -439,7 +438,12 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=1e-3, help="peak; default 0.001")
     parser.add_argument("--init", default="", help="head with as many output tokens to train further")
     parser.add_argument("--seed", type=int, default=1, help="of the prompts; default 1")
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Write conversations, train a head, and save it."""
+    options = _options()
     torch.manual_seed(options.seed)
     began = time.monotonic()
 

@@ -2,16 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import re
-import socket
-import sys
-import tempfile
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from importlib.util import find_spec
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 from gammaray.audit.answers import Choice, Token
@@ -19,7 +10,6 @@ from gammaray.audit.chance import SPECIAL
 from gammaray.audit.findings import CheckResult, Status, failed, inconclusive, not_possible, passed
 from gammaray.audit.sameness import LIKELY, MAX_EQUAL
 from gammaray.audit.subject import Subject
-from gammaray.errors import FailedPreconditionError, UnavailableError
 
 MIN_FAILED = 0.1
 """Mean difference of log-probabilities that fails. From SmolLM2 in float32 its bfloat16 form differs by 0.03,
@@ -31,11 +21,6 @@ MIN_TOKENS = 200
 _MAX_PROMPTS = 24
 _BY_TEXT: dict[str, Any] = {"return_tokens_as_token_ids": None}  # ids of two servers may differ
 _ECHO = {"temperature": 0, "max_tokens": 1, "echo": True, "top_p": None, **_BY_TEXT}
-_HOST = "127.0.0.1"
-_START_TIMEOUT_S = 300.0
-_STOP_TIMEOUT_S = 45.0
-_READY = re.compile(rb"ready http=(\S+)")
-_NEEDED = ("services", "orchestrator", "torch", "transformers", "ray", "redis")
 
 
 async def check_probabilities(subject: Subject) -> CheckResult:
@@ -102,55 +87,3 @@ def _given(choice: Choice, count: int) -> list[Token]:
     """Return the last `count` tokens of an echoed text; the one after them was generated."""
     end = len(choice.tokens) - 1
     return list(choice.tokens[max(0, end - count) : end]) if count else []
-
-
-@asynccontextmanager
-async def served(directory: Path) -> AsyncIterator[str]:
-    """Serve a model directory by `gammaray up` on free loopback ports, without drafts, and yield its URL.
-
-    Raises:
-        FailedPreconditionError: The packages of a cluster are not installed.
-        UnavailableError: It did not become ready within five minutes.
-    """
-    if missing := [name for name in _NEEDED if find_spec(name) is None]:
-        raise FailedPreconditionError(
-            f"--reference with a directory needs packages that are not installed ({', '.join(missing)}): "
-            "pip install 'gammaray[all]'"
-        )
-    ports = [option for name in ("--http-port", "--grpc-port") for option in (name, str(_free_port()))]
-    with tempfile.TemporaryFile("w+") as errors:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "gammaray", "up", "--target", str(directory), *ports),
-            *("--wait-ready", "--die-with-parent", "--start-timeout-s", str(_START_TIMEOUT_S)),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=errors,
-            start_new_session=True,  # Ctrl-C of a terminal reaches this process alone
-        )
-        try:
-            yield await asyncio.wait_for(_ready(process), _START_TIMEOUT_S + _STOP_TIMEOUT_S)
-        except (asyncio.TimeoutError, EOFError):
-            errors.seek(0)
-            last = " ".join(errors.read().split())[-500:]
-            raise UnavailableError(f"gammaray up --target {directory} did not start: {last}") from None
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                process.terminate()
-            try:
-                await asyncio.wait_for(process.wait(), _STOP_TIMEOUT_S)
-            except asyncio.TimeoutError:
-                process.kill()
-
-
-async def _ready(process: asyncio.subprocess.Process) -> str:
-    assert process.stdout is not None
-    while line := await process.stdout.readline():
-        if found := _READY.search(line):
-            return found[1].decode()
-    raise EOFError
-
-
-def _free_port() -> int:
-    with socket.create_server((_HOST, 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port

@@ -1,3 +1,1 @@
-"""Checks whether drafts suit a target: what is asked (`task`), clusters that are measured one after the other
-(`clusters`), and the `judgement`.
-"""
+"""Checks whether drafts suit a target: what is asked (`task`), and the `judgement`."""

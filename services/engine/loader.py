@@ -16,7 +16,7 @@ from services.engine.cache_budget import DEFAULT_CACHE_BUDGET_BYTES, CacheBudget
 from services.engine.checks import check_deterministic, check_model
 from services.engine.core.batch import Runner
 from services.engine.core.device import on_device, raise_if_lost
-from services.engine.core.drafter import load_drafter
+from services.engine.core.drafter import DraftFormat, load_drafter
 from services.engine.core.errors import UnsupportedModelError
 from services.engine.core.kv_cache import CacheShape, CacheStore
 from services.engine.core.model import LoadedModel, load_model
@@ -70,35 +70,19 @@ def load_engine(
             that needs another target or the name of its target.
     """
     torch.set_num_threads(threads)
-    if engine == "vllm":
-        raise InvalidArgumentError("engine", engine, f"auto, native or transformers for {model}")
-    if engine == "native" and device == "auto":
-        device = "cpu"
-    draft = None
-    if draft_for is None:
-        loaded = load_model(model, device=device, dtype=dtype)
-    else:
-        loaded, draft = load_drafter(model, draft_for, device=device, dtype=dtype)
+    loaded, draft = _load(model, device, dtype, engine, draft_for)
     obstacle = _native_obstacle(loaded, engine)
     if deterministic:
         _check_covered(loaded, obstacle)
     quantised = None if weights == "auto" else _quantised(loaded, weights, obstacle)
-    with _first_forwards(loaded), on_device(loaded.device):
-        layout = probe_model(loaded)
-    if draft is not None:
-        layout = replace(layout, vocab_size=min(layout.vocab_size, draft.vocab_size))
+    layout = _layout(loaded, draft)
     runner, shape, kernel = _choose_runner(loaded, layout, obstacle, quantised)
     if runner.has_kernel:
         use_threads(threads)
+    store = CacheStore(shape, cache_budget_bytes)
     kernel = ", ".join([kernel, *_weights_note(loaded, weights)])
-    built = Engine(
-        runner,
-        CacheStore(shape, cache_budget_bytes),
-        model_name=model,
-        vocab_size=layout.vocab_size,
-        max_context=loaded.max_context,
-        kernel=kernel,
-    )
+    sizes = {"vocab_size": layout.vocab_size, "max_context": loaded.max_context}
+    built = Engine(runner, store, model_name=model, kernel=kernel, **sizes)
     _log_kernel(built)
     with _first_forwards(loaded):
         check_model(built, loaded)
@@ -107,6 +91,26 @@ def load_engine(
     if draft is not None:
         built.draft_for(draft)
     return built
+
+
+def _layout(loaded: LoadedModel, draft: DraftFormat | None) -> ModelLayout:
+    with _first_forwards(loaded), on_device(loaded.device):
+        layout = probe_model(loaded)
+    if draft is None:
+        return layout
+    return replace(layout, vocab_size=min(layout.vocab_size, draft.vocab_size))
+
+
+def _load(
+    model: str, device: str, dtype: str, engine: str, draft_for: str | None
+) -> tuple[LoadedModel, DraftFormat | None]:
+    if engine == "vllm":
+        raise InvalidArgumentError("engine", engine, f"auto, native or transformers for {model}")
+    if engine == "native" and device == "auto":
+        device = "cpu"
+    if draft_for is None:
+        return load_model(model, device=device, dtype=dtype), None
+    return load_drafter(model, draft_for, device=device, dtype=dtype)
 
 
 def load_worker_engine(path: str, settings: WorkerSettings, draft_for: str | None = None) -> Engine:

@@ -21,11 +21,12 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from gammaray.audit.endpoint import Endpoint, Spent
 from gammaray.audit.findings import Status
-from gammaray.audit.reference import served
 from gammaray.audit.report import audit_page, audit_result, show
 from gammaray.audit.run import CHECKS, overall, run_audit
 from gammaray.audit.subject import Subject, default_prompts, read_prompts
+from gammaray.cli.local_cluster import local_cluster
 from gammaray.cli.output import output_console
+from gammaray.cli.program import CLUSTER_PACKAGES, check_packages
 from gammaray.cli.values import FloatRange, IntRange, list_of
 from gammaray.errors import GammarayError
 
@@ -179,8 +180,9 @@ async def _run(subject: Subject, checks: Sequence[str], others: Sequence[tuple[s
         found: list[Endpoint | None] = []
         for place, is_directory in others:
             if is_directory:
+                check_packages("a reference that is a directory", CLUSTER_PACKAGES, "all")
                 subject.tell(f"starting {place}")
-                place = await stack.enter_async_context(served(Path(place)))
+                place = (await stack.enter_async_context(local_cluster("--target", place))).http
             found.append(subject.server.beside(place) if place else None)
             if (other := found[-1]) is not None:
                 other.model = await other.first_model()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,12 @@ from gammaray.bench.prompts import own_prompts
 from gammaray.bench.provenance import write_result
 from gammaray.bench.run import BenchSettings, run_bench
 from gammaray.bench.tables import show_point
+from gammaray.cli.local_cluster import START_TIMEOUT_S, NotServedError, local_cluster
 from gammaray.cli.options import read_prompts
 from gammaray.cli.output import columns, output_console
 from gammaray.cli.program import CLUSTER_PACKAGES, check_packages
 from gammaray.cli.settings import checked_settings, settings_options
-from gammaray.qualify.clusters import UnfitError, cluster
+from gammaray.client.async_client import AsyncClient
 from gammaray.qualify.judgement import Fitness, Judgement, judge
 from gammaray.qualify.task import QualifyTask
 
@@ -68,12 +70,14 @@ async def _qualified(
         "given" if task.prompts else "own", task.tokens, task.repeats, gammas, task.temperatures
     )
     try:
-        async with cluster(["--target", task.target, f"--{role}", name]) as client:
+        async with AsyncExitStack() as stack:
+            place = await stack.enter_async_context(local_cluster("--target", task.target, f"--{role}", name))
+            client = await stack.enter_async_context(AsyncClient(place.grpc, timeout_s=START_TIMEOUT_S))
             kernels = [own.kernel for own in await client.status() if own.role == "target"]
             result = await run_bench(
                 client, settings, prompts, lambda: None, lambda point: show_point(console, point)
             )
-    except UnfitError as error:
+    except NotServedError as error:
         return Judgement(Fitness.UNFIT, (str(error),)), {}
     is_exact = not any(kernel.startswith(_INEXACT) for kernel in kernels)
     return judge(result, task.min_speedup, is_exact=is_exact), result

@@ -29,7 +29,7 @@ def test_heads_are_told_from_models(folders, tmp_path):
 
 
 def test_names_are_no_heads():
-    for name in ("demo", "early-exit:3", "nobody/nothing", "a/b/c", "./absent", "/absent"):
+    for name in ("demo", "early-exit:3", "absent/model", "a/b/c", "./absent", "/absent"):
         assert not names_head(name)
 
 

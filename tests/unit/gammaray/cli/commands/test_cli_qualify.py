@@ -8,15 +8,8 @@ from click.testing import CliRunner
 
 from gammaray.cli import main
 from gammaray.cli.commands import qualify as command
-from gammaray.qualify.clusters import UnfitError
+from gammaray.cli.local_cluster import LocalCluster, NotServedError
 from tests.support.qualify_helpers import result, row
-
-
-class Served:
-    """Stands for a client of a cluster."""
-
-    async def status(self):
-        return []
 
 
 @pytest.fixture
@@ -27,18 +20,22 @@ def invoke(monkeypatch):
         started, asked, left = [], [], iter(speedups)
 
         @asynccontextmanager
-        async def cluster(models):
+        async def local_cluster(*models):
             started.append(models)
-            yield Served()
+            yield LocalCluster("http://127.0.0.1:1", "127.0.0.1:2")
+
+        async def status(client):
+            return []
 
         async def run_bench(client, settings, prompts, advance, show):
             asked.append((settings, prompts))
             speedup = next(left)
             if isinstance(speedup, str):
-                raise UnfitError(speedup)
+                raise NotServedError(speedup)
             return result(row(4, speedup))
 
-        monkeypatch.setattr(command, "cluster", cluster)
+        monkeypatch.setattr(command, "local_cluster", local_cluster)
+        monkeypatch.setattr(command.AsyncClient, "status", status)
         monkeypatch.setattr(command, "run_bench", run_bench)
         return CliRunner().invoke(main, ["qualify", "--target", "t", *arguments]), started, asked
 
@@ -52,7 +49,7 @@ def test_options_become_clusters_and_measurements(invoke, tmp_path):
     names = ("--draft", "d", "--head", "h", "--head", "h")
     done, started, asked = invoke(*names, *options, speedups=(2.0, 0.5))
     assert done.exit_code == 0, done.output
-    assert started == [["--target", "t", "--draft", "d"], ["--target", "t", "--head", "h"]]
+    assert started == [("--target", "t", "--draft", "d"), ("--target", "t", "--head", "h")]
     settings, texts = asked[0]
     assert (settings.gammas, settings.temperatures, settings.max_tokens) == (("2", "4"), (0.7,), 8)
     assert texts == [("given", "one"), ("given", "two")]

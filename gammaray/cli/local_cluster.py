@@ -1,4 +1,4 @@
-"""A cluster per candidate, by `gammaray up` on free loopback ports."""
+"""A cluster that a command starts on this machine by `gammaray up`, on free loopback ports."""
 
 from __future__ import annotations
 
@@ -8,33 +8,45 @@ import re
 import socket
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import NamedTuple
 
-from gammaray.client.async_client import AsyncClient
-from gammaray.errors import UnavailableError
+from gammaray.errors import FailedPreconditionError, UnavailableError
 
 START_TIMEOUT_S = 300.0
 _STOP_TIMEOUT_S = 45.0
 _HOST = "127.0.0.1"
-_READY = re.compile(rb"ready http=\S+ grpc=(\S+)")
+_READY = re.compile(rb"ready http=(\S+) grpc=(\S+)")
 _SAID = "gammaray: "
 
 
-class UnfitError(Exception):
-    """A cluster does not start with these models; the message says why."""
+class NotServedError(FailedPreconditionError):
+    """The models cannot be served; the message is the launcher's."""
+
+
+class LocalCluster(NamedTuple):
+    """Where a cluster serves.
+
+    Args:
+        http: Base URL of the HTTP API, as `gammaray up` prints it.
+        grpc: host:port of the gRPC API.
+    """
+
+    http: str
+    grpc: str
 
 
 @asynccontextmanager
-async def cluster(models: Sequence[str]) -> AsyncIterator[AsyncClient]:
-    """Start a cluster and yield a client of it.
+async def local_cluster(*models: str) -> AsyncIterator[LocalCluster]:
+    """Start a cluster, and stop it in the end.
 
     Args:
         models: Options of `gammaray up` that name its models.
 
     Raises:
-        UnfitError: The models cannot be served.
-        UnavailableError: It did not become ready in time.
+        NotServedError: It ended before it was ready.
+        UnavailableError: It was not ready in time.
     """
     ports = [option for name in ("--http-port", "--grpc-port") for option in (name, str(_free_port()))]
     with tempfile.TemporaryFile("w+") as errors:
@@ -47,14 +59,14 @@ async def cluster(models: Sequence[str]) -> AsyncIterator[AsyncClient]:
             start_new_session=True,  # Ctrl-C of a terminal reaches this process alone
         )
         try:
-            address = await asyncio.wait_for(_ready(process), START_TIMEOUT_S + _STOP_TIMEOUT_S)
-            async with AsyncClient(address, timeout_s=START_TIMEOUT_S) as client:
-                yield client
-        except asyncio.TimeoutError:
-            raise UnavailableError(f"gammaray up did not start within {START_TIMEOUT_S:g} s") from None
-        except EOFError:
-            errors.seek(0)
-            raise UnfitError(_reason(errors.read())) from None
+            try:
+                found = await asyncio.wait_for(_ready(process), START_TIMEOUT_S + _STOP_TIMEOUT_S)
+            except asyncio.TimeoutError:
+                raise UnavailableError(f"gammaray up did not start within {START_TIMEOUT_S:g} s") from None
+            if found is None:
+                errors.seek(0)
+                raise NotServedError(_reason(errors.read()))
+            yield found
         finally:
             with contextlib.suppress(ProcessLookupError):
                 process.terminate()
@@ -64,12 +76,12 @@ async def cluster(models: Sequence[str]) -> AsyncIterator[AsyncClient]:
                 process.kill()
 
 
-async def _ready(process: asyncio.subprocess.Process) -> str:
+async def _ready(process: asyncio.subprocess.Process) -> LocalCluster | None:
     assert process.stdout is not None
     while line := await process.stdout.readline():
         if found := _READY.search(line):
-            return found[1].decode()
-    raise EOFError
+            return LocalCluster(found[1].decode(), found[2].decode())
+    return None
 
 
 def _reason(said: str) -> str:
