@@ -177,7 +177,8 @@ class Lookahead:
         """Feed up to `length` tokens from the node on; return the numbers of forwards and tokens."""
         ((speculation, (node,)),) = chosen.items()
         length = min(length, self._engine.max_context - node.position)
-        token_ids, logits = speculation.run(node, length, stop=self._stop, is_idle=self._is_idle)
+        feed = speculation.feed([node])
+        token_ids, logits = speculation.run(feed, length, stop=self._stop, is_idle=self._is_idle)
         speculation.open_run(node, token_ids, logits)
         return len(token_ids), len(token_ids)
 

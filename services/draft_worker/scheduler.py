@@ -228,11 +228,12 @@ class DraftScheduler(Scheduler[ProposeTask]):
         running, feed = batch[0]
         pending = cast("_DraftBlock", running).pending
         is_alone = len(self._running) == 1 and not self._waiting
-        if is_alone and pending.can_run:
+        if is_alone and feed.num_logits and pending.can_run:
             with suppress(CacheFullError):  # there may still be room for one
-                logits = pending.run(self._stop)
+                logits = pending.run(feed, self._stop)
                 self.num_forwards = len(pending.ran)
-                batch[0] = running, replace(feed, token_ids=pending.ran, num_logits=len(pending.ran))
+                token_ids = [*feed.token_ids[:-1], *pending.ran]
+                batch[0] = running, replace(feed, token_ids=token_ids, num_logits=len(pending.ran))
                 return [logits]
         return super()._step(batch)
 

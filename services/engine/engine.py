@@ -181,19 +181,22 @@ class Engine:
         stop: c_int32 | None = None,
         is_idle: bool = False,
     ) -> tuple[list[int], Tensor]:
-        """Draft in one call: feed a token, then repeatedly the token with the largest score after the last.
+        """Draft in one call: feed a chain, then repeatedly the token with the largest score after the last.
 
         It is for drafters: hidden states are not recorded, and `taps` is left as it is.
 
         Args:
-            feed: A chain of which only the first token is used; it must request the logits of all tokens.
-            noise: [tokens, vocab_size] float64, added to the logits times `scale`; None for the logits alone.
+            feed: A chain; one forward feeds its tokens up to the first one with logits, and each further
+                forward one more token. Those tokens are not used, as the scores choose them.
+            noise: [num_logits, vocab_size] float64, added to the logits times `scale`; None for the logits
+                alone.
             scale: One over the temperature.
             stop: If another thread sets it to a nonzero value, the chain ends after the current forward.
             is_idle: Whether to run at idle CPU priority until `stop` is set.
 
         Returns:
-            The tokens that were fed, at least the first, and the logits after each, [tokens, vocab_size].
+            The tokens that were fed, at least those of the first forward, and the logits of each forward,
+            [forwards, vocab_size].
 
         Raises:
             ValueError, CacheGapError, CacheFullError: As `step`.

@@ -101,8 +101,8 @@ class HeadKernelRunner(NativeRunner):
         stop: c_int32,
         target_ids: Tensor | None = None,
     ) -> tuple[list[int], Tensor]:
-        """Feed a chain row by row on the head's own states, see `Engine.chain`."""
-        self._features = self._states.before(batch.segments[0], [0])
+        """Feed a chain, then further tokens on the head's own states, see `Engine.chain`."""
+        self._features = self._states.of_first(batch.segments[0], batch.num_first).contiguous()
         states = self._tap_state(batch)
         result = super().chain(batch, noise, scale, stop, target_ids)
         self._states.keep(batch, states)

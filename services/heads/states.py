@@ -37,7 +37,7 @@ class HeadStates:
         Raises:
             ValueError: A row has no feature, and the state before it is not in the cache.
         """
-        parts = [self._of_segment(segment) for segment in batch.segments]
+        parts = [self.of_first(segment, segment.count) for segment in batch.segments]
         return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
 
     def before(self, segment: Segment, rows: Sequence[int]) -> Tensor:
@@ -62,13 +62,18 @@ class HeadStates:
             kept = shaped[:, :, row : row + segment.count]
             segment.cache.data[1:, :, segment.slot : end] = kept
 
-    def _of_segment(self, segment: Segment) -> Tensor:
+    def of_first(self, segment: Segment, count: int) -> Tensor:
+        """Return the feature of the position before each of the first rows of a segment, [count, size].
+
+        Raises:
+            ValueError: As of `features`.
+        """
         given = segment.features
         num_given = 0 if given is None else len(given)
         like = segment.cache.data
         parts = [] if given is None else [given.to(like.device, like.dtype)]
-        if num_given < segment.count:
-            parts.append(self.before(segment, range(num_given, segment.count)))
+        if num_given < count:
+            parts.append(self.before(segment, range(num_given, count)))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

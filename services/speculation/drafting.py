@@ -97,13 +97,14 @@ class PendingProposal:
         """Whether `run` can take the next forwards: those of a chain, from the last committed token on."""
         return self.reading.run_length > 1 and self.speculation.can_run(self.nodes)
 
-    def run(self, stop: c_int32 | None) -> Tensor:
+    def run(self, feed: SequenceInput, stop: c_int32 | None) -> Tensor:
         """Draft up to `reading.run_length` tokens in one call and return their logits, for `take`.
 
         Args:
+            feed: Of this step, with logits.
             stop: Once it is not 0, the current forward is the last one.
         """
-        self.ran, logits = self.speculation.run(self.nodes[0], self.reading.run_length, stop=stop)
+        self.ran, logits = self.speculation.run(feed, self.reading.run_length, stop=stop)
         return logits
 
     def take(self, logits: Tensor) -> None:

@@ -125,10 +125,10 @@ class LocalDrafter:
         while unread := [one for one in pending if one.advance()]:
             if stop is not None and stop.value:
                 break
-            if len(unread) == 1 and unread[0].can_run:
-                unread[0].take(unread[0].run(stop))
-                continue
             feeds = [self._feed(one) for one in unread]
+            if len(unread) == 1 and feeds[0].num_logits and unread[0].can_run:
+                unread[0].take(unread[0].run(feeds[0], stop))
+                continue
             for one, feed, logits in zip(unread, feeds, self.engine.step(feeds), strict=True):
                 if feed.num_logits:
                     one.take(logits)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from ctypes import c_int32
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -216,26 +217,36 @@ class Speculation:
     def can_run(self, nodes: Sequence[Node]) -> bool:
         """Whether `run` can feed these open nodes: one, at the end of the engine's chain."""
         engine, predictor = self._engine, self._predictor
-        if nodes[0] is self.tree.root:  # a head needs a feature there
-            is_tip = engine.length(self.session.session_id) == nodes[0].position and not engine.target_taps
-        else:
-            is_tip = self.tree.feeds_chain(nodes)
+        is_tip = nodes[0] is self.tree.root or self.tree.feeds_chain(nodes)
         has_largest = predictor.is_gumbel_max and not predictor.counts_tokens and self._context is None
         return is_tip and engine.can_chain and has_largest and self._cut_share <= MAX_CUT_SHARE
 
     def run(
         self,
-        node: Node,
+        feed: SequenceInput,
         count: int,
         *,
         stop: c_int32 | None = None,
         is_idle: bool = False,
     ) -> tuple[list[int], Tensor]:
-        """Feed an open node, then each best-scoring next token, up to `count` in all: see `Engine.chain`."""
+        """Feed an open node, then each best-scoring next token, in up to `count` forwards.
+
+        Args:
+            feed: As of `step`, with logits of its last token only: the open node.
+            count: Forwards at most.
+            stop: As of `Engine.chain`.
+            is_idle: As of `Engine.chain`.
+
+        Returns:
+            The tokens that were fed from the open node on, and the logits [tokens, vocab_size] after them.
+        """
         session, scale = self.session, 1 / (self.session.spec.params.temperature or 1)
-        noise = None if session.noise is None else session.noise.gumbel(node.position + 1, count)
-        feed = SequenceInput(session.session_id, node.position, [node.token_id] * count, count)
-        return self._engine.chain(feed, noise, scale=scale, stop=stop, is_idle=is_idle)
+        num_before, last = len(feed.token_ids) - 1, feed.token_ids[-1]
+        next_position = feed.start + num_before + 1
+        noise = None if session.noise is None else session.noise.gumbel(next_position, count)
+        feed = replace(feed, token_ids=[*feed.token_ids, *[last] * (count - 1)], num_logits=count)
+        token_ids, logits = self._engine.chain(feed, noise, scale=scale, stop=stop, is_idle=is_idle)
+        return token_ids[num_before:], logits
 
     def open_run(self, node: Node, token_ids: Sequence[int], logits: Tensor) -> None:
         """Apply the result of `run` for a node, up to where a filter makes the draft choose another token."""

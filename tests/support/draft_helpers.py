@@ -60,16 +60,18 @@ class TableEngine:
         stop: Any = None,
         is_idle: bool = False,
     ) -> tuple[list[int], Tensor]:
-        token_id, token_ids, rows = feed.token_ids[0], [], []
-        for index in range(len(feed.token_ids)):
+        num_first = len(feed.token_ids) - feed.num_logits + 1
+        fed, following, rows = list[int](), list(feed.token_ids[:num_first]), []
+        for index in range(feed.num_logits):
             self.num_steps += 1
-            token_ids.append(token_id)
-            rows.append(self.feed_one(SequenceInput(feed.session_id, feed.start + index, [token_id], 1))[0])
+            start = feed.start + len(fed)
+            rows.append(self.feed_one(SequenceInput(feed.session_id, start, following, 1))[0])
+            fed += following
             scores = rows[-1] if noise is None else rows[-1] * scale + noise[index]
-            token_id = int(scores.argmax())
+            following = [int(scores.argmax())]
             if stop is not None and stop.value:
                 break
-        return token_ids, torch.stack(rows)
+        return fed, torch.stack(rows)
 
     def feed_one(self, feed: SequenceInput) -> Tensor:
         cache = self.caches.setdefault(

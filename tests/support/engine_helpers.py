@@ -220,21 +220,34 @@ class CheckedEngine:
 
 
 def chained(
-    ours: Engine, theirs: Engine, noise: torch.Tensor | None = None, scale: float = 1.25
+    ours: Engine,
+    theirs: Engine,
+    noise: torch.Tensor | None = None,
+    scale: float = 1.25,
+    first: Sequence[int] = (5,),
 ) -> list[int]:
-    """Draft a chain in one call and, on an engine of the same model, token by token: the bits are equal."""
+    """Draft a chain in one call and, on an engine of the same model, token by token: the bits are equal.
+
+    Args:
+        ours: Drafts in one call.
+        theirs: Drafts token by token.
+        noise: Of six forwards.
+        scale: One over the temperature.
+        first: The tokens of the first forward.
+    """
     for engine in (ours, theirs):
         engine.step([SequenceInput("a", 0, random_tokens(20, 1), 1)])
-    token_ids, logits = ours.chain(SequenceInput("a", 20, [5] * 6, 6), noise, scale=scale)
-    token_id, drawn = 5, []
+    token_ids, logits = ours.chain(SequenceInput("a", 20, [*first, *[5] * 5], 6), noise, scale=scale)
+    following, drawn = list(first), list[int]()
     for index in range(6):
-        drawn.append(token_id)
-        (row,) = theirs.step([SequenceInput("a", 20 + index, [token_id], 1)])
+        (row,) = theirs.step([SequenceInput("a", 20 + len(drawn), following, 1)])
+        drawn += following
         assert torch.equal(logits[index], row[0])
-        token_id = int((row[0] if noise is None else row[0].double() * scale + noise[index]).argmax())
+        following = [int((row[0] if noise is None else row[0].double() * scale + noise[index]).argmax())]
     assert token_ids == drawn
     assert list(ours.tokens("a")) == list(theirs.tokens("a"))
-    (one,), (other,) = (engine.step([SequenceInput("a", 26, [token_id, 3], 2)]) for engine in (ours, theirs))
+    end = SequenceInput("a", 20 + len(drawn), [*following, 3], 2)
+    (one,), (other,) = ours.step([end]), theirs.step([end])
     assert torch.equal(one, other)
     return drawn
 

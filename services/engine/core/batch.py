@@ -109,6 +109,12 @@ class Batch:
     taps: Taps | None = None
     idle_until: c_int32 | None = None
 
+    @property
+    def num_first(self) -> int:
+        """Of a single chain: how many tokens there are up to the first one with logits."""
+        num_logits = len(self.token_ids) if self.logit_rows is None else len(self.logit_rows)
+        return len(self.token_ids) - num_logits + 1
+
     def mask(self, index: int, window: int | None, device: torch.device) -> Tensor | None:
         """Return the segment's `allowed_slots`, None when every row sees every slot."""
         key = (index, window)
@@ -150,7 +156,7 @@ class Runner(ABC):
         stop: c_int32,
         target_ids: Tensor | None = None,
     ) -> tuple[list[int], Tensor]:
-        """Feed a chain row by row, see `Engine.chain`."""
+        """Feed a chain and the tokens that it leads to, see `Engine.chain`."""
         raise NotImplementedError
 
     def fuse(self, states: Tensor) -> Tensor:

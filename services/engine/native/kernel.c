@@ -511,26 +511,28 @@ EXPORT void gr_forward(const gr_model *m, const gr_batch *b) {
     end_idle(usual);
 }
 
-/* Feeds the rows of `b` one after another. All are wanted, in one segment that is a chain; after each, the
- * token with the largest score is the next row's: its logit, or where there is noise [rows, vocab] the logit
- * times `scale` plus the noise. `id` [outputs of the head] are the tokens of the logits; NULL: all, in order.
- * Returns the number of rows that were fed: all, or up to the one during which `*stop` was set. */
+/* Feeds the rows of `b`, one segment that is a chain: those before the wanted ones together with the first
+ * wanted one, then the others one after another. After each forward the token with the largest score is the
+ * next row's: its logit, or where there is noise [wanted, vocab] the logit times `scale` plus the noise. `id`
+ * [outputs of the head] are the tokens of the logits; NULL: all, in order. Of a head, `feature` has the rows of
+ * the first forward. Returns the number of forwards: all, or up to the one during which `*stop` was set. */
 EXPORT int32_t gr_chain(const gr_model *m, const gr_batch *b, int32_t *token, const double *noise, int64_t vocab,
                         const int32_t *id, double scale, const volatile int32_t *stop) {
-    int32_t outputs = m->head.outputs, first = 0, row = 0, usual = begin_idle(b);
+    int32_t outputs = m->head.outputs, last = b->rows - b->wanted, row = 0, run = 0, usual = begin_idle(b);
     gr_segment segment = *b->segment;
     gr_batch one = *b;
-    segment.count = 1;
-    one.rows = one.segments = one.wanted = 1, one.taps = m->is_head ? 1 : 0;
-    one.segment = &segment, one.logit_row = &first;
-    while (row < b->rows) {
+    one.rows = segment.count = last + 1;
+    one.segments = one.wanted = 1, one.taps = m->is_head ? 1 : 0;
+    one.segment = &segment, one.logit_row = &last;
+    while (run < b->wanted) {
         one.token = token + row, one.position = b->position + row, one.num_chain = b->num_chain + row;
-        one.path_offset = b->path_offset + row, one.logits = b->logits + (int64_t)row * outputs;
+        one.path_offset = b->path_offset + row, one.logits = b->logits + (int64_t)run * outputs;
         forward(m, &one);
-        if (m->is_head) one.feature = one.tapped, one.tapped += m->hidden;
-        const double *added = noise ? noise + row * vocab : 0;
-        segment.slot++, row++;
-        if (*stop || row == b->rows) break;
+        if (m->is_head) one.tapped += (int64_t)one.rows * m->hidden, one.feature = one.tapped - m->hidden;
+        const double *added = noise ? noise + run * vocab : 0;
+        row += one.rows, segment.slot += one.rows, run++;
+        one.rows = segment.count = 1, last = 0;
+        if (*stop || run == b->wanted) break;
         double best = -INFINITY;
         int32_t place = 0;
         for (int32_t i = 0; i < outputs; i++) {
@@ -540,7 +542,7 @@ EXPORT int32_t gr_chain(const gr_model *m, const gr_batch *b, int32_t *token, co
         token[row] = id ? id[place] : place;
     }
     end_idle(usual);
-    return row;
+    return run;
 }
 
 /* The products of rows [rows, inputs] with a matrix, [rows, outputs], on up to `threads` threads. */

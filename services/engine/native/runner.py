@@ -57,19 +57,20 @@ class NativeRunner(Runner):
         stop: c_int32,
         target_ids: Tensor | None = None,
     ) -> tuple[list[int], Tensor]:
-        """Feed a chain row by row, each the token with the largest score after the one before.
+        """Feed a chain, then one by one the token with the largest score after the last.
 
         See `Engine.chain`.
 
         Args:
-            batch: One chain of which only the first token is used; it must request the logits of all rows.
-            noise: [rows, vocab_size] float64, added to the logits times `scale`; None for the logits alone.
+            batch: One chain; the tokens after the first one with logits are not used.
+            noise: [rows with logits, vocab_size] float64, added to the logits times `scale`; None for the
+                logits alone.
             scale: One over the temperature.
-            stop: If another thread sets it, the chain ends after the current row.
+            stop: If another thread sets it, the chain ends after the current forward.
             target_ids: int32 [logits of a row]: the token of each logit; None: all, in order.
         """
         threads = kernel_threads()
-        self._make_room(1, max(batch.positions), threads)
+        self._make_room(batch.num_first, max(batch.positions), threads)
         noise = None if noise is None else noise.contiguous()  # for some vocabulary sizes the rows are padded
         logits, numbers, arguments, _pointed_to = self._laid_out(batch, threads)
         self._begin(batch, arguments)
@@ -83,7 +84,7 @@ class NativeRunner(Runner):
             scale,
             byref(stop),
         )
-        return numbers[:count].tolist(), logits[:count]
+        return numbers[: batch.num_first - 1 + count].tolist(), logits[:count]
 
     def _begin(self, batch: Batch, arguments: BatchArguments) -> None:
         """Set further arguments, for heads."""

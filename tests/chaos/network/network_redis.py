@@ -83,11 +83,16 @@ class NetworkRedis:
             with _client(replica) as client, redis.Redis(port=self.sentinel_port) as sentinel:
                 known = sentinel.sentinel_slaves(SERVICE)
                 info = client.info("replication")
+                found[:] = [info, known]
                 return info.get("master_link_status") == "up" and any(
                     not (one["is_sdown"] or one["is_disconnected"]) for one in known
                 )
 
-        wait_until(is_whole, FAILOVER_TIMEOUT_S)
+        found: list[object] = []
+        try:
+            wait_until(is_whole, FAILOVER_TIMEOUT_S)
+        except AssertionError:
+            raise AssertionError(f"the replica and what Sentinel knows of replicas: {found}") from None
 
     def wait_for_failover(self, since: RedisServer) -> None:
         wait_until(lambda: self.primary() is not since, FAILOVER_TIMEOUT_S)

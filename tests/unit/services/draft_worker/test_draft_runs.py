@@ -26,7 +26,7 @@ def test_a_session_alone_is_drafted_in_runs(params, monkeypatch):
     monkeypatch.setattr(ours.engine, "chain", _counting(ours.engine.chain, counts))
     first = ours.ask(PROMPT, RUN + 3, params=params)
     assert first.outcome == theirs.ask(PROMPT, RUN + 3, params=params).outcome
-    assert counts == [RUN, 2], "the prompt comes first"
+    assert counts == [RUN, 3], "the first one begins with the prompt"
     assert first.timing.num_forwards == RUN + 3
     assert first.timing.batch_tokens == len(PROMPT) + RUN + 2
 
@@ -127,7 +127,7 @@ def test_runs_leave_room_in_the_context():
 def _counting(chain, counts):
     def counted(*args, **options):
         token_ids, logits = chain(*args, **options)
-        counts.append(len(token_ids))
+        counts.append(len(logits))
         return token_ids, logits
 
     return counted

@@ -14,6 +14,7 @@ from services.engine.core.batch import SequenceInput
 from services.engine.core.drafter import NOT_DRAFTED
 from services.engine.core.errors import UnsupportedModelError
 from services.engine.loader import load_engine
+from services.engine.sampling.noise import Noise
 from services.heads.loading import load_head
 from services.heads.runner import head_engine
 from services.target_worker.loading import load_local_drafter
@@ -61,6 +62,35 @@ def test_logits_are_those_of_the_library(variant, uses_kernel, target):
         for step in (1, 2):
             (made,) = engine.step([feed(engine, "s", row + 1 + step, [token_ids[row + step]])])
             torch.testing.assert_close(made[0, target_ids], logits[step, row], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("noisy", [False, True])
+def test_chain_from_features_equals_single_steps(noisy, target):
+    """One call feeds committed tokens with their features, then tokens on the head's own states."""
+    states, token_ids, _ = expected_of(DATA / "llama")
+    (ours, head, target_ids), (theirs, _, _) = (engine_of(DATA / "llama", target) for _ in range(2))
+    features, known = head.fuse(states), len(token_ids) - 3
+    noise = Noise(7, 0, VOCAB_SIZE).gumbel(known + 1, 3) if noisy else None
+    for engine in (ours, theirs):
+        engine.skip("s", [0])
+        engine.step([feed(engine, "s", 1, token_ids[:2], features[:2])])
+    first = token_ids[2:known]
+    drafting = SequenceInput("s", 3, [*first, 0, 0], 3, features=features[2:known])
+    made, logits = ours.chain(drafting, noise, scale=2.0)
+
+    following, drawn, given = first, list[int](), features[2:known]
+    for index in range(3):
+        row = theirs.step([SequenceInput("s", 3 + len(drawn), following, 1, features=given)])[0][0]
+        assert torch.equal(logits[index], row)
+        drawn, given = drawn + following, None
+        following = [int((row if noise is None else row.double() * 2.0 + noise[index]).argmax())]
+        assert following[0] in target_ids
+    assert made == drawn
+    assert list(ours.tokens("s")) == list(theirs.tokens("s"))
+    (one,), (other,) = (
+        engine.step([feed(engine, "s", 3 + len(drawn), following)]) for engine in (ours, theirs)
+    )
+    assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])

@@ -205,13 +205,15 @@ def test_top_k_is_the_same_without_the_kernel(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("noisy", [False, True])
 @pytest.mark.parametrize("variant", variants())
+@pytest.mark.parametrize("first", [(5,), (9, 2, 5)])
 def test_chain_equals_single_steps(
-    variant: str, noisy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    first: tuple[int, ...], variant: str, noisy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weights, "load_kernel", lambda *_: open_kernel(variant))
     directory = str(tiny_model("qwen3", tmp_path))
     ours, theirs = load_engine(directory), load_engine(directory)
-    chained(ours, theirs, Noise(7, 0, ours.vocab_size).gumbel(21, 6) if noisy else None)
+    noise = Noise(7, 0, ours.vocab_size).gumbel(20 + len(first), 6) if noisy else None
+    chained(ours, theirs, noise, first=first)
 
 
 def test_chain_ends_with_the_forward_during_which_it_is_stopped(tmp_path: Path) -> None:
