@@ -119,7 +119,7 @@ class Predictor:
     def _processed(self, paths: Paths, logits: Tensor, params: SamplingParams) -> Tensor:
         """Return the processed log-probabilities after paths, [paths, tokens]."""
         if not LogitEdits.needed(params):
-            return processed_log_probs(logits, params)
+            return processed_log_probs(logits, params, is_normalised=not self.is_gumbel_max)
         shared = self._model.shared
         size = logits.shape[-1] if shared is None else shared.target_size
         edits = self._session.edits_for(params, size, logits.device)

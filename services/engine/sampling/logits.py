@@ -37,6 +37,8 @@ def processed_log_probs(
     params: SamplingParams,
     edits: LogitEdits | None = None,
     paths: Sequence[Sequence[int]] = (),
+    *,
+    is_normalised: bool = True,
 ) -> Tensor:
     """Return the log-probabilities that tokens are drawn from.
 
@@ -45,6 +47,7 @@ def processed_log_probs(
         params: Sampling parameters, validated against the vocabulary.
         edits: Masks, bias and penalties, updated to the committed tokens; None if `params` has none.
         paths: For each row, the tokens between the committed ones and the row, as of `row_paths`.
+        is_normalised: Whether to subtract the logarithm of their sum, which a Gumbel-max draw does not need.
 
     Returns:
         [rows, vocab_size] float32, -inf for tokens that cannot be drawn. At temperature 0: 0 at the argmax
@@ -61,7 +64,7 @@ def processed_log_probs(
         logits = _keep_top_k(logits, params.top_k)
     if params.top_p < 1:
         logits = _keep_top_p(logits, params.top_p)
-    return logits.log_softmax(dim=-1)
+    return logits.log_softmax(dim=-1) if is_normalised else logits
 
 
 def filter_key(params: SamplingParams) -> tuple[float, ...]:

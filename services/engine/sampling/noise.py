@@ -226,13 +226,14 @@ class _GumbelRows:
     def rows(self, start: int, count: int) -> Tensor:
         if self._origin is None:
             self._origin = start
-        first, offset = divmod(start - self._origin, self._block_rows)
-        last = (start + count - 1 - self._origin) // self._block_rows
-        blocks = [self._block(index) for index in range(first, last + 1)]
+        size, begin = self._block_rows, start - self._origin
+        parts = []
+        for index in range(begin // size, (begin + count - 1) // size + 1):
+            first = index * size
+            parts.append(self._block(index)[max(begin - first, 0) : begin + count - first])
         while len(self._blocks) > self._max_blocks:
             del self._blocks[next(iter(self._blocks))]
-        rows = blocks[0] if len(blocks) == 1 else torch.cat(blocks)
-        return rows[offset : offset + count]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _block(self, index: int) -> Tensor:
         # Reinsert the block, so that the dictionary stays in order of last use.
