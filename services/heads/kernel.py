@@ -33,17 +33,19 @@ def kernel_obstacle(head: EagleHead) -> str:
 
 
 class KernelMap:
-    """A linear map in float32, computed by the compiled kernel.
+    """A linear map of float32 rows, computed by the compiled kernel.
 
     Args:
         linear: The map.
         library: The kernel.
+        quantised: The quantised matrices by the address of their weights.
     """
 
-    def __init__(self, linear: nn.Linear, library: Any) -> None:
+    def __init__(self, linear: nn.Linear, library: Any, quantised: Mapping[int, QuantisedMatrix]) -> None:
         self._library, self._size = library, linear.out_features
         self._kept: list[Any] = []
-        self._matrix = _joined(Packer(library.gr_panel(), library.gr_lanes(), self._kept, {}), linear)
+        packer = Packer(library.gr_panel(), library.gr_lanes(), self._kept, quantised)
+        self._matrix = _joined(packer, linear)
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Return the images [rows, outputs] of rows [rows, inputs]."""
@@ -65,10 +67,11 @@ class HeadKernelRunner(NativeRunner):
     """
 
     def __init__(self, name: str, head: EagleHead, max_context: int, weights: str = "auto") -> None:
-        super().__init__(_packed(name, head, max_context, weights))
+        quantised = _quantised(head, weights)
+        super().__init__(_packed(name, head, max_context, quantised))
         config = head.config
         self.head, self.target_taps = head, config.taps
-        self._fc = KernelMap(head.fc, self.model.kernel)
+        self._fc = KernelMap(head.fc, self.model.kernel, quantised)
         self._states = HeadStates(2 * config.num_kv_heads, config.head_dim, config.hidden_size)
 
     @property
@@ -118,7 +121,9 @@ class HeadKernelRunner(NativeRunner):
         return states[:, 0]
 
 
-def _packed(name: str, head: EagleHead, max_context: int, weights: str) -> NativeModel:
+def _packed(
+    name: str, head: EagleHead, max_context: int, quantised: Mapping[int, QuantisedMatrix]
+) -> NativeModel:
     """Lay out a head for `kernel.c`."""
     library = load_kernel().library
     assert library is not None
@@ -126,7 +131,7 @@ def _packed(name: str, head: EagleHead, max_context: int, weights: str) -> Nativ
     model = NativeModel(
         library, ModelWeights(), config.num_outputs, config.head_dim, head.rotary, max_context
     )
-    packer = Packer(library.gr_panel(), library.gr_lanes(), model.kept, _quantised(head, weights))
+    packer = Packer(library.gr_panel(), library.gr_lanes(), model.kept, quantised)
     layer = cast(EagleLayer, head.layers[0])
     attention, mlp = layer.self_attn, layer.mlp
     layers = (LayerWeights * 1)(
