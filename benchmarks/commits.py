@@ -35,7 +35,7 @@ from scipy.stats import t
 from benchmarks.cluster import connected, run_or_exit
 from benchmarks.peers.run import encode
 from benchmarks.prompts import CATEGORIES, load_tasks
-from benchmarks.provenance import write_result
+from benchmarks.provenance import make_parser, settings_of, write_result
 from benchmarks.workloads import prompts
 from gammaray import AsyncClient
 from gammaray.bench.tables import plain_table
@@ -198,9 +198,7 @@ def _commit(tree: Path) -> str:
 
 def main() -> None:
     """Measure, print and write the result."""
-    parser = argparse.ArgumentParser(
-        "python -m benchmarks.commits", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("before", type=Path, help="source tree to compare with")
     parser.add_argument("--prompts", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=96)
@@ -209,7 +207,6 @@ def main() -> None:
     parser.add_argument("--target", help="model directory; default: the demo pair")
     parser.add_argument("--head", help="with --target: directory of a head or draft model in its worker")
     parser.add_argument("--weights", default="auto", help="of the head: auto (default), int8 or int4")
-    parser.add_argument("--out", type=Path, help="new result file; default: in benchmarks/results")
     options = parser.parse_args()
     if not (options.before / "gammaray").is_dir():
         parser.error(
@@ -236,7 +233,8 @@ def main() -> None:
             _spread(row["overhead_ratios"]) if overhead else "",
         )
     Console().print(table)
-    settings = {key: value for key, value in vars(options).items() if key not in ("before", "out")}
+    settings = settings_of(options)
+    del settings["before"]
     result = {"commits": commits, "settings": settings, "rows": rows}
     print(f"written to {write_result('commits', result, options.out)}")
 

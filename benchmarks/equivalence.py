@@ -29,7 +29,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 from rich.console import Console
@@ -39,7 +38,7 @@ from transformers import AutoTokenizer
 from benchmarks.baselines import Baselines, Gaps, Generated, running_baselines
 from benchmarks.cluster import connected, run_or_exit
 from benchmarks.prompts import CATEGORIES, load_tasks
-from benchmarks.provenance import write_result
+from benchmarks.provenance import make_parser, settings_of, write_result
 from benchmarks.workloads import WORKLOADS, prompts
 from gammaray import AsyncClient, Completion
 from gammaray.bench.measure import first_difference
@@ -305,11 +304,7 @@ def _greedy(draft: str | None) -> dict[str, GenerateOptions]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.equivalence",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--target", default=DEMO_PAIR, help="directory or hub name; default: the demo pair's")
     parser.add_argument("--draft", help="directory or hub name; default: none, for the demo target its own")
     parser.add_argument("--workload", choices=(*WORKLOADS, TASKS), help="default: tasks; demo pair: mixed")
@@ -318,7 +313,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=int, default=128, help="upper bound per completion")
     parser.add_argument("--ignore-eos", action="store_true", help="continue after end-of-sequence tokens")
     parser.add_argument("--at-once", type=int, default=1, help="requests in flight; default 1")
-    parser.add_argument("--out", type=Path, help="result file (default: in benchmarks/results)")
     return parser
 
 
@@ -354,7 +348,7 @@ def main() -> None:
     )
     texts = [one if isinstance(one, str) else " ".join(map(str, one)) for one in asked]
     result = {
-        "settings": {key: value for key, value in vars(options).items() if key != "out"},
+        "settings": settings_of(options),
         "workload_fingerprint": fingerprint(texts),
         **found,
     }

@@ -33,7 +33,7 @@ from rich.console import Console
 
 from benchmarks.cluster import run_or_exit, running_cluster
 from benchmarks.prompts import load_tasks
-from benchmarks.provenance import write_result
+from benchmarks.provenance import make_parser, write_result
 from gammaray import AsyncClient
 from gammaray.bench.svg import bar_chart
 from gammaray.bench.tables import plain_table
@@ -269,7 +269,7 @@ async def run(options: argparse.Namespace) -> int:
 
 def main() -> None:
     """Parse the command line and run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--target", type=Path, default=Path("build/models/smollm2"))
     parser.add_argument("--head", type=Path, default=Path("benchmarks/heads/smollm2"))
     parser.add_argument("--draft", type=Path, help="a draft model on a draft worker, instead of the head")
@@ -285,7 +285,6 @@ def main() -> None:
         "--last", action="store_true", help="start the cluster that learns after the other one"
     )
     parser.add_argument("--chart", type=Path, help="SVG to write")
-    parser.add_argument("--out", type=Path)
     sys.exit(run_or_exit(run(parser.parse_args())))
 
 

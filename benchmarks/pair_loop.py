@@ -81,7 +81,8 @@ class Pair:
             while not session.is_over:
                 cycles.append(self._cycle(session, min(gamma, session.remaining - 1)))
         finally:
-            for scheduler in filter(None, (self.target, self.draft)):
+            schedulers: list[Scheduler[Any] | None] = [self.target, self.draft]
+            for scheduler in filter(None, schedulers):
                 scheduler.release([Release(session.name)])
                 scheduler.step()
         return Text(tuple(session.output), tuple(cycles))
