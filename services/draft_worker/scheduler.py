@@ -116,7 +116,6 @@ class DraftScheduler(Scheduler[ProposeTask]):
         super().close()
 
     def load(self) -> LoadCounters:
-        """Return the load counters so far, including draft-ahead hits."""
         counters = super().load()
         if self.lookahead is None:
             return counters
@@ -125,11 +124,9 @@ class DraftScheduler(Scheduler[ProposeTask]):
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has anything to do, draft-ahead included."""
         return not self.is_idle or (self.lookahead is not None and self.lookahead.has_work)
 
     def submit(self, tasks: Iterable[ProposeTask]) -> None:
-        """Queue blocks; those of one session are served one after another."""
         tasks = list(tasks)
         if not all(task.is_notice for task in tasks):
             self._stop.value = 0  # reset: draft-ahead does not run while blocks wait

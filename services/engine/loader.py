@@ -12,7 +12,7 @@ import torch
 
 from gammaray.config import DraftSettings, WorkerSettings
 from gammaray.errors import GammarayError, InvalidArgumentError
-from services.engine.cache_budget import DEFAULT_CACHE_BUDGET_BYTES, CacheBudget
+from services.engine.cache_budget import DEFAULT_CACHE_BUDGET_BYTES, cache_budget
 from services.engine.checks import check_deterministic, check_model
 from services.engine.core.batch import Runner
 from services.engine.core.device import on_device, raise_if_lost
@@ -196,8 +196,8 @@ class DraftVersions:
 def limit_cache(engine: Engine, settings: WorkerSettings) -> None:
     """Set a loaded engine's cache budget from the worker's settings, or from the free memory."""
     given = settings.cache_budget_mb
-    budget = CacheBudget(None if given is None else given << 20, settings.cache_memory_share)
-    engine.limit_cache(budget.on(engine.device))
+    num_bytes = None if given is None else given << 20
+    engine.limit_cache(cache_budget(engine.device, num_bytes, settings.cache_memory_share))
 
 
 @contextmanager

@@ -44,7 +44,6 @@ class HeadRunner(Runner):
         return self._states.cache_shape(weight.dtype, weight.device)
 
     def fuse(self, states: Tensor) -> Tensor:
-        """Return the features of the target's states, see `EagleHead.fuse`."""
         weight = self.head.fc.weight
         return self.head.fuse(states.to(weight.device, weight.dtype))
 

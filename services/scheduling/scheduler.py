@@ -71,7 +71,6 @@ class Scheduler(BlockQueue[TaskT, Running[TaskT]]):
         """Take the logits `[num_logits, vocab_size]` of a feed; None requests another forward."""
 
     def stats(self) -> CacheStats:
-        """Return the counters of the engine's cache; callable from any thread."""
         return self.engine.stats()
 
     def fail_all(self, error: GammarayError) -> None:

@@ -92,7 +92,6 @@ class HeadDrafter(LocalDrafter):
         held.rows = rows[-self._window :]
 
     def drop(self, session_id: str) -> None:
-        """Forget a session."""
         self._features.pop(session_id, None)
         super().drop(session_id)
 

@@ -7,15 +7,19 @@ import os
 from abc import abstractmethod
 from collections.abc import Sequence as Items
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from gammaray.errors import FailedPreconditionError
+from services.process.fingerprints import model_identity, vocab_sha256
 from services.train.answers.store import Sequence, disk, write_json
 from services.train.batches import Batch
 from services.train.losses import loss_of
+
+SequenceT = TypeVar("SequenceT", bound=Sequence)
 
 _DEPTH_WEIGHT = 0.8
 """Weight of a depth's loss relative to the one before, as a depth counts only if those before were right."""
@@ -112,6 +116,41 @@ class Trainable(nn.Module):
         each = loss_of(kind, *self.common(batch, self(batch)))
         weight = _DEPTH_WEIGHT ** (batch.place[:, 2] - 1).float()
         return (each * weight).sum() / weight.sum()
+
+
+def optimizer_of(drafter: Trainable, rate: float) -> torch.optim.AdamW:
+    """Return an optimizer of the weights that are trained."""
+    weights = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
+    return torch.optim.AdamW(weights, lr=rate, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
+
+
+def take_step(drafter: Trainable, optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+    """Change a drafter's weights by a batch's loss."""
+    optimizer.zero_grad()
+    torch.autograd.backward(loss)
+    torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
+    optimizer.step()
+
+
+def drawn(sequences: Items[SequenceT], num_tokens: int, generator: torch.Generator) -> list[SequenceT]:
+    """Return sequences by chance, with at least so many answer tokens."""
+    chosen: list[SequenceT] = []
+    while sum(one.num_answer for one in chosen) < num_tokens:
+        chosen.append(sequences[int(torch.randint(len(sequences), (), generator=generator))])
+    return chosen
+
+
+def fingerprints_of(target: str) -> dict[str, str]:
+    """Return the fingerprints of a target and of its tokenizer, as `Trainable.save` takes them.
+
+    Raises:
+        FailedPreconditionError: One has none.
+    """
+    identity = model_identity(target, dtype="-", device="cpu", deterministic=False)
+    found = {"target": identity.partition("/")[0], "tokenizer": vocab_sha256(target)}
+    if not all(found.values()):
+        raise FailedPreconditionError(f"{target}: its weights or its tokenizer have no fingerprint")
+    return found
 
 
 def mixed_precision(device: str) -> torch.autocast:

@@ -17,7 +17,7 @@ from typing import Any
 
 from gammaray.deploy.engines import SUPPORTED_VLLM, check_engine, vllm_build
 from gammaray.errors import InvalidArgumentError
-from services.engine.cache_budget import CacheBudget
+from services.engine.cache_budget import cache_budget
 from services.engine.core.errors import EngineLostError
 from services.engine.core.kv_cache import CacheStats
 from services.process.adapters import adapter_error, max_rank
@@ -447,7 +447,7 @@ def _configuration(options: EngineOptions) -> Any:
     if budget is None and device == "cpu":
         import torch
 
-        budget = CacheBudget(None, options.memory_share).on(torch.device("cpu"))
+        budget = cache_budget(torch.device("cpu"), None, options.memory_share)
     if budget is not None:
         arguments["kv_cache_memory_bytes"] = budget
     else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from gammaray.config import DraftSettings, TargetSettings, WorkerSettings, parse_adapters
@@ -112,7 +111,9 @@ def check_draft(path: str, target: str, settings: DraftSettings) -> None:
         NotFoundError: There is no such model.
         UnsupportedModelError: Its configuration cannot be read.
     """
-    _check_settings(path, settings, {"draft_weights": "auto", "deterministic": False})
+    for field, value in (("draft_weights", "auto"), ("deterministic", False)):
+        if (got := getattr(settings, field)) != value:
+            raise InvalidArgumentError(field, got, f"{value!r} with vLLM as the engine")
     if early_exit_layers(path, field="model") is not None or names_head(path) or not is_ordinary(path):
         raise InvalidArgumentError("model", path, _ALLOWED_MODEL)
     if not target:
@@ -122,14 +123,6 @@ def check_draft(path: str, target: str, settings: DraftSettings) -> None:
     has_tokens = bool(digest) and own in ("", digest)
     if not has_tokens or target_size(target) not in (0, target_size(path)):
         raise InvalidArgumentError("model", path, f"one of {target}'s vocabulary with vLLM as the engine")
-
-
-def _check_settings(path: str, settings: WorkerSettings, allowed: Mapping[str, object]) -> None:
-    """Check a model's name, and the settings that have one value with vLLM."""
-    for field, value in allowed.items():
-        got = getattr(settings, field)
-        if got != value:
-            raise InvalidArgumentError(field, got, f"{value!r} with vLLM as the engine")
 
 
 def _options(path: str, settings: WorkerSettings, limits: Limits) -> EngineOptions:

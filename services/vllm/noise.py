@@ -116,15 +116,12 @@ class _ComputedNoise(Noise):
         self._compute = compute
 
     def gumbel(self, start: int, count: int) -> Tensor:
-        """Return rows of the stream that draft and target share, see `Noise.gumbel`."""
         return self._rows(start, count, SHARED)
 
     def independent_gumbel(self, start: int, count: int) -> Tensor:
-        """Return rows that the draft does not use, see `Noise.independent_gumbel`."""
         return self._rows(start, count, INDEPENDENT)
 
     def residual_gumbel(self, position: int) -> Tensor:
-        """Return the row of a correction, see `Noise.residual_gumbel`."""
         return self._rows(position, 1, INDEPENDENT)[0]
 
     def _rows(self, start: int, count: int, stream: int) -> Tensor:

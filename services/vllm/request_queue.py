@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -61,6 +62,10 @@ class RequestQueue(BlockQueue[TaskT, RequestWorkT]):
         """Return the work of an admitted task, or its outcome if no step is needed."""
 
     @abstractmethod
+    def _take(self, result: StepResult, took_us: int) -> None:
+        """Add a step's time to its blocks, and answer those that it completed."""
+
+    @abstractmethod
     def _close_requests(self, session_id: str) -> None:
         """End the requests of a session without a block."""
 
@@ -69,7 +74,6 @@ class RequestQueue(BlockQueue[TaskT, RequestWorkT]):
         self.engine.check()
 
     def stats(self) -> CacheStats:
-        """Return the counters of the cache; any thread may call it."""
         return self.engine.stats()
 
     def _check_task(self, task: TaskT) -> None:
@@ -117,6 +121,14 @@ class RequestQueue(BlockQueue[TaskT, RequestWorkT]):
             _log.exception("a step over %d sessions failed", len(self._running))
             self.fail_all(InternalError(f"the forward failed: {type(error).__name__}: {error}"))
             return None
+
+    def _run(self) -> StepResult | None:
+        """Run a step and take what it computed; None when it failed."""
+        began = time.perf_counter()
+        result = self._step_engine()
+        if result is not None:
+            self._take(result, int((time.perf_counter() - began) * 1e6))
+        return result
 
     def _count(self, result: StepResult, took_us: int, num_rows: int) -> None:
         """Add a step's time, and what it found in the prefix cache, to its blocks and to the metrics."""

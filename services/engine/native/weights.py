@@ -240,6 +240,10 @@ class Packer:
         self.kept.append(matrix.values)
         return matrix.values.data_ptr(), self.vector(matrix.scales)
 
+    def maps(self, *maps: nn.Linear) -> MatrixWeights:
+        """Concatenate the outputs of several linear maps into one."""
+        return self.matrix([(one.weight, one.bias) for one in maps])
+
     def matrix(self, parts: Sequence[tuple[Tensor, Tensor | None]]) -> MatrixWeights:
         """Concatenate the outputs of several matrices into one."""
         outputs, inputs = sum(len(weight) for weight, _ in parts), parts[0][0].shape[1]
@@ -263,16 +267,12 @@ class Packer:
 
 def _layer(packer: Packer, layer: LlamaLayer, window: int | None) -> LayerWeights:
     attention, mlp = layer.self_attn, layer.mlp
-
-    def fused(*maps: nn.Linear) -> MatrixWeights:
-        return packer.matrix([(one.weight, one.bias) for one in maps])
-
     query_norm, key_norm = head_norms(attention) or (None, None)
     return LayerWeights(
-        fused(attention.q_proj, attention.k_proj, attention.v_proj),
-        fused(attention.o_proj),
-        fused(mlp.gate_proj, mlp.up_proj),
-        fused(mlp.down_proj),
+        packer.maps(attention.q_proj, attention.k_proj, attention.v_proj),
+        packer.maps(attention.o_proj),
+        packer.maps(mlp.gate_proj, mlp.up_proj),
+        packer.maps(mlp.down_proj),
         packer.vector(layer.input_layernorm.weight),
         packer.vector(layer.post_attention_layernorm.weight),
         packer.vector(query_norm),

@@ -61,8 +61,8 @@ class Writer:
         batch: Answers in progress at once.
         top_k: Ids stored per answer token.
         seed: Of the draws.
-        decode: Text of token ids; finished answers go to `passages`. None: no passages are kept.
-        passages: Where they go.
+        decode: Text of token ids.
+        passages: Where the texts of finished answers go.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class Writer:
         batch: int,
         top_k: int,
         seed: int,
-        decode: Callable[[list[int]], str] | None = None,
-        passages: Passages | None = None,
+        decode: Callable[[list[int]], str],
+        passages: Passages,
     ) -> None:
         self._engine, self._store, self._jobs = engine, store, jobs
         self._eos, self._max_tokens, self._batch, self._top_k = eos_token_ids, max_tokens, batch, top_k
@@ -186,8 +186,7 @@ class Writer:
             return False
         if length >= _MIN_ANSWER_TOKENS:
             self._store.append(_sequence(one))
-            if self._passages is not None and self._decode is not None:
-                self._passages.add(self._decode(one.token_ids[one.num_prompt : -1]))
+            self._passages.add(self._decode(one.token_ids[one.num_prompt : -1]))
         return True
 
 
