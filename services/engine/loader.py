@@ -19,7 +19,7 @@ from services.engine.core.device import on_device, raise_if_lost
 from services.engine.core.drafter import DraftFormat, load_drafter
 from services.engine.core.errors import UnsupportedModelError
 from services.engine.core.kv_cache import CacheShape, CacheStore
-from services.engine.core.model import LoadedModel, load_model
+from services.engine.core.model import LoadedModel, embeddings, load_model
 from services.engine.core.quantised import QuantisedMatrix, quantise_model
 from services.engine.core.shapes import check_token_map, check_weights, input_names
 from services.engine.core.tensor_files import checkpoint_folder, read_tensor, tensor_names
@@ -177,7 +177,7 @@ class DraftVersions:
         ids = check_token_map(directory, count, first.config.vocab_size, d2t)
         if own is not None and (ids is None or not torch.equal(ids, own)):
             raise UnsupportedModelError(directory, "it has other output tokens")
-        embedding = first.llama.get_input_embeddings().weight
+        embedding = embeddings(first.module)[0].weight
         module = copy.deepcopy(first.module, {id(embedding): embedding})
         expected = {name: one for name, one in module.state_dict().items() if name not in input_names(module)}
         check_weights(directory, expected, weights)

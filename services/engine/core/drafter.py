@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +25,9 @@ from gammaray.errors import InvalidArgumentError
 from services.engine.core.checkpoint import quant_method
 from services.engine.core.errors import UnsupportedModelError
 from services.engine.core.model import (
-    LlamaModel,
     LoadedModel,
     check_config,
+    embeddings,
     load_config,
     load_model,
     loaded_model,
@@ -189,8 +188,7 @@ def _assembled(
             {"pard_embedding": mask},
         )
         embedding, mask_token = torch.cat([embedding.to(dtype), mask.to(dtype)]), vocab_size
-    parts = cast(LlamaModel, module)
-    rows, output = parts.get_input_embeddings(), parts.get_output_embeddings()
+    rows, output = embeddings(module)
     rows.weight, rows.num_embeddings = nn.Parameter(embedding.to(dtype)), len(embedding)
     if not has_head:
         output.weight = rows.weight

@@ -15,7 +15,7 @@ from itertools import product
 import torch
 from torch import Tensor, nn
 
-from services.engine.core.model import LoadedModel
+from services.engine.core.model import LoadedModel, embeddings
 
 GROUP = 32
 """Inputs that share a scale and an offset in int4, as in llama.cpp's Q4_1."""
@@ -100,9 +100,8 @@ def quantise_model(loaded: LoadedModel, weights: str) -> Mapping[int, QuantisedM
     Returns:
         The matrices by the address of the module's weight (`Tensor.data_ptr`): a tied one is there once.
     """
-    ends = (loaded.llama.get_input_embeddings(), loaded.llama.get_output_embeddings())
     quantised: dict[int, QuantisedMatrix] = {}
-    for weight, matrix in quantised_matrices(loaded.module, ends, weights):
+    for weight, matrix in quantised_matrices(loaded.module, embeddings(loaded.module), weights):
         weight.copy_(matrix.dequantised())
         quantised[weight.data_ptr()] = matrix
     return quantised

@@ -10,16 +10,20 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
 
 from services.engine.core.errors import InvalidModelError
-from services.engine.core.model import LLAMA_TYPES, LlamaLayer, LoadedModel, head_norms
+from services.engine.core.model import LLAMA_TYPES, LoadedModel, embeddings, head_norms
 from services.engine.core.quantised import GROUP, QuantisedMatrix, concatenate
 from services.engine.core.shapes import check_fields, check_head_dim, check_rotary, weights_file
 from services.engine.native.bindings import LayerWeights, MatrixWeights, ModelWeights
 from services.engine.native.library import load_kernel
+
+if TYPE_CHECKING:
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.uint8: 3}
 
@@ -75,7 +79,7 @@ def native_obstacle(loaded: LoadedModel) -> str:
         return f"{config.model_type} is not covered"
     if config.hidden_act != "silu":
         return f"the activation {config.hidden_act} is not covered"
-    head_dim = loaded.llama.model.layers[0].self_attn.head_dim
+    head_dim = _layers(loaded)[0].self_attn.head_dim
     if head_dim % 2 or head_dim > _MAX_HEAD_DIM:
         return f"a head of {head_dim} is not covered"
     return load_kernel().reason
@@ -98,15 +102,15 @@ def build_native(
     """
     library = load_kernel().library
     assert library is not None
-    config, body = loaded.config, loaded.llama.model
-    attention = body.layers[0].self_attn
-    output = loaded.llama.get_output_embeddings()
+    config, body, parts = loaded.config, loaded.llama, _layers(loaded)
+    attention = parts[0].self_attn
+    embedding, output = embeddings(loaded.module)
     model = NativeModel(
         library, ModelWeights(), vocab_size, attention.head_dim, body.rotary_emb, loaded.max_context
     )
     packer = Packer(library.gr_panel(), library.gr_lanes(), model.kept, quantised or {})
     layers = (LayerWeights * len(windows))(
-        *(_layer(packer, layer, window) for layer, window in zip(body.layers, windows, strict=True))
+        *(_layer(packer, layer, window) for layer, window in zip(parts, windows, strict=True))
     )
     model.kept.append(layers)
     weights = model.weights
@@ -114,7 +118,7 @@ def build_native(
     weights.heads, weights.kv_heads = config.num_attention_heads, config.num_key_value_heads
     weights.head_dim, weights.layers = attention.head_dim, len(windows)
     weights.scaling, weights.norm_eps = attention.scaling, config.rms_norm_eps
-    weights.embedding, weights.embedding_scale = packer.embedding(loaded.llama.get_input_embeddings().weight)
+    weights.embedding, weights.embedding_scale = packer.embedding(embedding.weight)
     weights.last_norm = packer.vector(body.norm.weight)
     weights.head = packer.matrix([(output.weight[:vocab_size], output.bias)])
     weights.layer = layers
@@ -265,7 +269,11 @@ class Packer:
         )
 
 
-def _layer(packer: Packer, layer: LlamaLayer, window: int | None) -> LayerWeights:
+def _layers(loaded: LoadedModel) -> Sequence[LlamaDecoderLayer]:
+    return cast("Sequence[LlamaDecoderLayer]", loaded.llama.layers)
+
+
+def _layer(packer: Packer, layer: LlamaDecoderLayer, window: int | None) -> LayerWeights:
     attention, mlp = layer.self_attn, layer.mlp
     query_norm, key_norm = head_norms(attention) or (None, None)
     return LayerWeights(
