@@ -15,13 +15,10 @@ completes chat tasks of `benchmarks/prompts`.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import math
 import os
-import secrets
 import statistics
 import subprocess
-import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
@@ -34,17 +31,18 @@ from scipy.stats import t
 
 from benchmarks.cluster import connected, run_or_exit
 from benchmarks.peers.run import encode
+from benchmarks.peers.stacks import cycles_of
 from benchmarks.prompts import CATEGORIES, load_tasks
 from benchmarks.provenance import make_parser, settings_of, write_result
 from benchmarks.workloads import prompts
 from gammaray import AsyncClient
+from gammaray.bench.systems import Ask, Stack
 from gammaray.bench.tables import plain_table
+from gammaray.wire.cycles import CycleRecord
 from orchestrator.text.tokenizer import Tokenizer
 
 _HERE = Path(__file__).parents[1]
 _NAMES = ("before", "after")
-_TRACE_DELAY_S = 0.3
-"""Records of cycles reach the store after the completion."""
 _SKIPPED_CYCLES = 2
 _GIT_TIMEOUT_S = 30
 
@@ -80,36 +78,21 @@ Prompt = str | tuple[int, ...]
 
 async def _complete(client: AsyncClient, texts: Sequence[Prompt], max_tokens: int, key: Key) -> Turn:
     temperature, gamma = key
-    turn = Turn()
+    turn, stack = Turn(), Stack(gamma, client)
     for seed, text in enumerate(texts):
-        began, session_id = time.perf_counter(), ""
-        async for chunk in client.generate(
-            text,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            seed=seed,
-            gamma=gamma,
-            ignore_eos=True,
-            cache_salt=secrets.token_hex(8),  # each completion reads its prompt
-        ):
-            turn.tokens += len(chunk.tokens)
-            session_id = chunk.session_id
-        turn.seconds += time.perf_counter() - began
+        sample = await stack.sample(Ask(text, max_tokens, temperature, seed))
+        turn.tokens += len(sample.token_ids)
+        turn.seconds += sample.seconds
         if gamma != "adaptive":
-            await asyncio.sleep(_TRACE_DELAY_S)
-            turn.overhead_ms += await _overhead_ms(client, session_id, is_drafting=gamma != 0)
+            cycles = (await cycles_of(client, sample))[_SKIPPED_CYCLES:]
+            turn.overhead_ms += [_overhead_ms(one) for one in cycles if gamma == 0 or one.drafter.is_model]
     return turn
 
 
-async def _overhead_ms(client: AsyncClient, session_id: str, *, is_drafting: bool) -> list[float]:
-    """Return the milliseconds of each cycle without the workers' forwards."""
-    cycles = (await client.session_trace(session_id))[_SKIPPED_CYCLES:]
-    return [
-        1e3
-        * (cycle.total_s - sum(call.compute_s for call in (cycle.draft, cycle.target) if call is not None))
-        for cycle in cycles
-        if not is_drafting or cycle.drafter.is_model
-    ]
+def _overhead_ms(cycle: CycleRecord) -> float:
+    """Return the milliseconds of a cycle without the workers' forwards."""
+    forwards = sum(call.compute_s for call in (cycle.draft, cycle.target) if call is not None)
+    return 1e3 * (cycle.total_s - forwards)
 
 
 def _prompts(options: argparse.Namespace) -> list[Prompt]:

@@ -27,16 +27,16 @@ import asyncio
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer
 
 from benchmarks.baselines import Baselines, Gaps, Generated, running_baselines
-from benchmarks.cluster import connected, run_or_exit
+from benchmarks.cluster import at_once, connected, run_or_exit
 from benchmarks.prompts import CATEGORIES, load_tasks
 from benchmarks.provenance import make_parser, settings_of, write_result
 from benchmarks.workloads import WORKLOADS, prompts
@@ -67,7 +67,6 @@ _WITHOUT_DRAFT: dict[str, GenerateOptions] = {
 }
 _BY_PREDICTION: GenerateOptions = {"drafter": "prediction", "gamma": 8}
 
-Result = TypeVar("Result")
 Prompt = str | tuple[int, ...]
 
 
@@ -150,20 +149,7 @@ async def completed(
         )
         return Made.of(completion)
 
-    return await _at_once(len(asks.prompts), asks.at_once, one)
-
-
-async def _at_once(
-    total: int, limit: int, work: Callable[[int], Coroutine[Any, Any, Result]]
-) -> list[Result]:
-    """Return the results of 0 to total - 1, at most `limit` at a time."""
-    free = asyncio.Semaphore(limit)
-
-    async def one(number: int) -> Result:
-        async with free:
-            return await work(number)
-
-    return await asyncio.gather(*map(one, range(total)))
+    return await at_once(len(asks.prompts), asks.at_once, one)
 
 
 def noise_of(completions: Sequence[Generated]) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +27,7 @@ class Ask:
         seed: Seed of the session's noise.
         eos_token_ids: Tokens that end it.
         method: Verification method.
+        fields: Further sampling parameters.
     """
 
     prompt: tuple[int, ...]
@@ -34,11 +36,12 @@ class Ask:
     seed: int
     eos_token_ids: tuple[int, ...]
     method: VerificationMethod = VerificationMethod.COUPLED
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def params(self) -> SamplingParams:
         """Sampling parameters for the workers."""
-        return SamplingParams(temperature=self.temperature, seed=self.seed)
+        return SamplingParams(**{"temperature": self.temperature, "seed": self.seed, **self.fields})
 
 
 @dataclass(frozen=True)

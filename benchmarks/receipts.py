@@ -32,9 +32,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ from gammaray.config import OrchestratorSettings
 from gammaray.demo_pair import DEMO_PAIR, resolve_model
 from gammaray.receipts.keys import read_receipt_keys, rotate
 from gammaray.receipts.receipt import Receipt, SignedReceipt
-from gammaray.types import Chunk, FinishReason, GenerationRequest, SamplingParams, VerificationMethod
+from gammaray.types import Chunk, FinishReason, GenerationRequest, VerificationMethod
 from orchestrator.launcher.redis_server import RedisServer
 from orchestrator.service import Orchestrator
 from services.engine.core.batch import SequenceInput
@@ -150,17 +150,6 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(len(ordered) * share))] if ordered else 0.0
 
 
-@dataclass(frozen=True)
-class _Ask(Ask):
-    """A completion with further sampling parameters."""
-
-    fields: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def params(self) -> SamplingParams:
-        return replace(super().params, **self.fields)
-
-
 def completions(
     model: str, engine: Engine, asked: Sequence[Sequence[int]], num_tokens: int, **fields: Any
 ) -> list[Receipt]:
@@ -169,7 +158,7 @@ def completions(
     weights, tokenizer, ends = weights_sha256(model), vocab_sha256(model), eos_token_ids(model)
     receipts = []
     for number, prompt in enumerate(asked):
-        ask = _Ask(tuple(prompt), num_tokens, 1.0, number, (), fields=fields)
+        ask = Ask(tuple(prompt), num_tokens, 1.0, number, (), fields=fields)
         receipts.append(
             Receipt(
                 issued_at=0,

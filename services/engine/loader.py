@@ -116,11 +116,6 @@ def _load(
 def load_worker_engine(path: str, settings: WorkerSettings, draft_for: str | None = None) -> Engine:
     """Load a model with a worker's settings, in one process.
 
-    Args:
-        path: Directory or hub name.
-        settings: The worker's settings.
-        draft_for: As for `load_engine`.
-
     Raises:
         UnsupportedModelError: It cannot be served exactly; the reason is in the error.
         NotFoundError: There is no such model.
@@ -146,11 +141,6 @@ class DraftVersions:
 
     Nothing of transformers is called for a version: it builds models under a default dtype of the whole
     process, which a thread that computes meanwhile must not see.
-
-    Args:
-        path: Directory of the draft model.
-        settings: Of its worker.
-        target: As `draft_for` of `load_engine`.
     """
 
     def __init__(self, path: str, settings: DraftSettings, target: str) -> None:

@@ -146,11 +146,7 @@ class EagleLayer(nn.Module):
 
 
 class EagleHead(nn.Module):
-    """An EAGLE-3 head; its parameters have the names of the `speculators` format.
-
-    Args:
-        config: Its shape and variant.
-    """
+    """An EAGLE-3 head; its parameters have the names of the `speculators` format."""
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()

@@ -33,12 +33,7 @@ def kernel_obstacle(head: EagleHead) -> str:
 
 
 class KernelMap:
-    """A linear map in float32, computed by the compiled kernel.
-
-    Args:
-        linear: The map.
-        library: The kernel.
-    """
+    """A linear map in float32, computed by the compiled kernel."""
 
     def __init__(self, linear: nn.Linear, library: Any) -> None:
         self._library, self._size = library, linear.out_features

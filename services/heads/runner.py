@@ -26,11 +26,7 @@ HEAD_CACHE_BYTES = 1 << 30
 
 
 class HeadRunner(Runner):
-    """Runs steps of a head with torch, on any device.
-
-    Args:
-        head: The head, on its device.
-    """
+    """Runs steps of a head with torch, on any device."""
 
     def __init__(self, head: EagleHead) -> None:
         config = head.config

@@ -23,12 +23,7 @@ Request = tuple[SessionCopy, Shape, int]
 
 
 class LearningDrafter(HeadLearner[HeadDrafter]):
-    """Has the methods of `LocalDrafter`, over several versions of a head.
-
-    Args:
-        taps: As of `LocalDrafter`.
-        versions: The versions.
-    """
+    """Has the methods of `LocalDrafter`, over several versions of a head."""
 
     def __init__(self, taps: Sequence[int], versions: Versions[HeadDrafter]) -> None:
         super().__init__(versions)

@@ -82,11 +82,7 @@ class Worker(ABC, Generic[SettingsT]):
 
     @abstractmethod
     def load_model(self, path: str) -> tuple[Model, BlockQueue[Any, Any]]:
-        """Load what this kind of worker serves, in the engine's thread; return its facts and scheduler.
-
-        Args:
-            path: Directory or hub name.
-        """
+        """Load what this kind of worker serves, in the engine's thread; return its facts and scheduler."""
 
     @abstractmethod
     def _add_servicer(self, server: Any, streams: Streams, model: Model) -> None:

@@ -72,12 +72,7 @@ class Pool:
 
 
 def wanted_targets(pool: Pool, settings: ScalingSettings) -> int:
-    """Return how many target workers there should be.
-
-    Args:
-        pool: The target workers.
-        settings: Thresholds.
-    """
+    """Return how many target workers there should be."""
     number = _by_load(pool, settings.target_load, pool.in_flight)
     cached = sum(report.cache_use for report in pool.reports)  # in budgets of one worker
     if cached > CACHE_FULL * pool.wanted:

@@ -79,9 +79,6 @@ class SpeculationTree:
 
     The engine holds a chain (the committed tokens, then the tokens drafted one by one) and, in addition to
     it, tree nodes in the order in which they were fed.
-
-    Args:
-        root: The last committed token.
     """
 
     def __init__(self, root: Node) -> None:

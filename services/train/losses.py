@@ -31,10 +31,6 @@ def coupled(wanted: Tensor, found: Tensor) -> Tensor:
     That is sum_j 1 / sum_i max(p_i / p_j, q_i / q_j).
     Tokens that are not among `wanted` are taken to belong to one of the two only.
 
-    Args:
-        wanted: As for `overlap`.
-        found: As for `overlap`.
-
     Returns:
         [predictions].
     """

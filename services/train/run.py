@@ -67,11 +67,6 @@ _SHAPE = ("kind", "layers", "draft_vocab", "seed")
 def run(task: TrainTask, report: Callable[[str], None], stopped: Callable[[], bool]) -> bool:
     """Generate and train until the task is done, or `stopped`; return whether it is done.
 
-    Args:
-        task: The task.
-        report: Called with a line on each step.
-        stopped: Whether to save and stop.
-
     Raises:
         InvalidArgumentError: There is no such target, or an option does not fit it.
         FailedPreconditionError: The work folder is of another target or shape, or in use; the target has no

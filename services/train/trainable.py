@@ -70,10 +70,6 @@ class Trainable(nn.Module):
     def start_from(self, init: str, target: str) -> None:
         """Take the weights and the output's ids of a trained drafter of the same kind.
 
-        Args:
-            init: Its directory.
-            target: The target's directory or hub name.
-
         Raises:
             InvalidArgumentError: It has another shape, or reads other states.
             UnsupportedModelError: It is not of this kind, or not for the target.
@@ -82,12 +78,6 @@ class Trainable(nn.Module):
     @abstractmethod
     def save(self, folder: Path, identity: dict[str, str], name: str, card: dict[str, Any]) -> int:
         """Write a directory in the published format, in bfloat16; files are replaced, the weights first.
-
-        Args:
-            folder: The directory.
-            identity: Fingerprints of the target and of its tokenizer.
-            name: The target's name.
-            card: The measurements.
 
         Returns:
             Size of the weights in bytes.
@@ -171,15 +161,6 @@ def write_drafter(
     about: str,
 ) -> int:
     """Write the directory of a drafter; files are replaced one by one, the weights first.
-
-    Args:
-        folder: The directory.
-        weights: Its tensors; floating-point numbers are stored in bfloat16.
-        config: Its config.json.
-        identity: Fingerprints of the target and of its tokenizer.
-        name: The target's name.
-        card: The measurements.
-        about: What it is, for its README.
 
     Returns:
         Size of the weights in bytes.

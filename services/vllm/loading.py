@@ -27,11 +27,6 @@ _ALLOWED_MODEL = "a directory or hub name of a causal model with vLLM as the eng
 def load_target(path: str, settings: TargetSettings, limits: Limits) -> tuple[VllmEngine, VllmScheduler]:
     """Load a target on vLLM; return its engine and its scheduler.
 
-    Args:
-        path: Directory or hub name.
-        settings: Of the worker.
-        limits: Bounds of one forward.
-
     Raises:
         UnsupportedVllmError: vLLM is missing, or in another version.
         InvalidArgumentError: vLLM cannot load the model or the head, there is no GPU, too little memory, or
@@ -71,13 +66,7 @@ def _head(name: str, target: str) -> str:
 def load_draft(
     path: str, target: str, settings: DraftSettings, limits: Limits
 ) -> tuple[Model, VllmDraftScheduler]:
-    """Load a draft model on vLLM; return its facts and its scheduler.
-
-    Args:
-        path: Directory or hub name.
-        target: The target's directory or hub name; "" if it is not known.
-        settings: Of the worker.
-        limits: Bounds of one forward.
+    """Load a draft model on vLLM; return its facts and its scheduler. `target` is "" if it is not known.
 
     Raises:
         UnsupportedVllmError: vLLM is missing, or in another version.

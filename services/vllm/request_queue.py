@@ -41,13 +41,7 @@ RequestWorkT = TypeVar("RequestWorkT", bound=RequestWork[Any])
 
 
 class RequestQueue(BlockQueue[TaskT, RequestWorkT]):
-    """Runs vLLM's steps for admitted blocks.
-
-    Args:
-        engine: The model.
-        limits: Bounds of one forward.
-        grammars: Compiles the sessions' grammars; None: sessions with one are refused.
-    """
+    """Runs vLLM's steps for admitted blocks."""
 
     step_timeout_s = MAX_STEP_S
 

@@ -73,10 +73,6 @@ class Intersection:
 class SharedTokens:
     """The shared tokens as columns of the draft's logits, in order of the target's ids.
 
-    Args:
-        common: The shared tokens.
-        device: Device of the logits.
-
     Attributes:
         target_ids: The target's id of each column, int64.
         draft_id_of: Draft token that is fed for a target token.

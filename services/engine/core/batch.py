@@ -307,12 +307,7 @@ def _check_tree(feed: SequenceInput, cache: SessionCache | None) -> None:
 
 
 def feed_positions(feed: SequenceInput, kept_parents: Sequence[int]) -> Sequence[int]:
-    """Return the absolute position of each token of a feed; for tree nodes it follows from their depth.
-
-    Args:
-        feed: The feed.
-        kept_parents: Parents of the cached nodes.
-    """
+    """Return the absolute position of each token of a feed; for tree nodes it follows from their depth."""
     count = len(feed.token_ids)
     if feed.parents is None:
         return range(feed.start, feed.start + count)

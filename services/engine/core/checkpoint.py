@@ -58,11 +58,7 @@ class StoredWeights:
     is_expanded: bool
 
     def described(self, dtype: torch.dtype) -> str:
-        """Return a text for logs and status.
-
-        Args:
-            dtype: Type of the model's weights and arithmetic.
-        """
+        """Return a text for logs and status."""
         if self.is_expanded:
             return f"{self.method} weights dequantised to {str(dtype).removeprefix('torch.')}"
         return f"{self.method} weights"

@@ -331,10 +331,6 @@ def check_config(name: str, config: PretrainedConfig) -> None:
 def max_context_of(name: str, config: PretrainedConfig) -> int:
     """Return the largest number of tokens in a sequence of a model.
 
-    Args:
-        name: Directory or hub name.
-        config: Configuration of its text part.
-
     Raises:
         UnsupportedModelError: The configuration does not say it.
         InvalidModelError: A token and its successor do not fit.

@@ -129,10 +129,6 @@ def build_native(
 def check_layout(name: str, model: NativeModel) -> None:
     """Check the sizes that the kernel takes on trust against each other; call it before the first forward.
 
-    Args:
-        name: The model or head, for errors.
-        model: It, laid out.
-
     Raises:
         InvalidModelError: The kernel would divide by zero or read past a matrix.
     """

@@ -83,12 +83,6 @@ class _Training:
 class Trainer:
     """Trains the drafters of a folder.
 
-    Args:
-        folder: What this machine learns.
-        target: Directory or hub name of the target.
-        drafter: Directory of the drafter of the start.
-        stopped: Whether to end as soon as possible.
-
     Raises:
         FailedPreconditionError: Target or tokenizer has no fingerprint, or other layers than drafters need.
         InvalidArgumentError: The drafter was not made by `gammaray train`.
