@@ -242,13 +242,7 @@ class Simulation:
     def law_test(
         self, places: np.ndarray, cells: np.ndarray, wealth: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the logarithms of the e-value after each token, and of the gamblers' wealth at the end.
-
-        Args:
-            places: Indices of positions.
-            cells: What is drawn there.
-            wealth: Logarithms of the gamblers' wealth before.
-        """
+        """Return the logarithms of the e-value after each token, and of the gamblers' wealth at the end."""
         wealths = self._factors[places, cells].cumsum(axis=0, dtype=np.float64) + wealth
         return _log_sums(wealths), wealths[-1]
 

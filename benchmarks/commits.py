@@ -130,12 +130,7 @@ async def _measure(options: argparse.Namespace) -> dict[Key, _Turns]:
 
 
 def compare(key: Key, turns: Mapping[str, Sequence[Turn]]) -> dict[str, Any]:
-    """Return the ratios of one point, "after" over "before"; every repetition is one ratio.
-
-    Args:
-        key: The point.
-        turns: Repetitions "before" and "after", pair by pair.
-    """
+    """Return the ratios of one point, "after" over "before"; every repetition is one ratio."""
     pairs = list(zip(*(turns[name] for name in _NAMES), strict=True))
     row: dict[str, Any] = {"temperature": key[0], "gamma": key[1]}
     row["tokens_per_s"] = {n: statistics.median(t.tokens_per_s for t in turns[n]) for n in _NAMES}

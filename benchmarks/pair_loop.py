@@ -18,17 +18,7 @@ from services.target_worker.scheduler import TargetScheduler
 
 @dataclass(frozen=True)
 class Ask:
-    """A completion to make.
-
-    Args:
-        prompt: Its token ids, at least one.
-        max_tokens: Upper bound of emitted tokens.
-        temperature: 0 is greedy.
-        seed: Seed of the session's noise.
-        eos_token_ids: Tokens that end it.
-        method: Verification method.
-        fields: Further sampling parameters.
-    """
+    """A completion to make."""
 
     prompt: tuple[int, ...]
     max_tokens: int

@@ -67,11 +67,7 @@ WITH_HEAD: dict[str, GenerateOptions] = {
 
 
 class NoisedGaps:
-    """The logits of `transformers` in float32, with gammaray's noise.
-
-    Args:
-        model: Directory or hub name.
-    """
+    """The logits of `transformers` in float32, with gammaray's noise."""
 
     def __init__(self, model: str) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()

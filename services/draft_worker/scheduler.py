@@ -69,12 +69,10 @@ class DraftScheduler(Scheduler[ProposeTask]):
 
     Args:
         engine: The draft model and its cache.
-        limits: Bounds of one forward.
         draft_top_k: Largest support of a shipped distribution.
         weight_bits: Its weights' sum is 2^weight_bits.
         ahead_rows: Upper bound of tokens in one forward of draft-ahead; 0 switches it off.
         translation: The vocabularies, if the target's is another one.
-        grammars: Compiles the sessions' grammars; None: sessions with one are refused.
         learning: The draft model's versions, if it is trained while it serves.
 
     Attributes:

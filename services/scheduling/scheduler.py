@@ -40,9 +40,7 @@ class Scheduler(BlockQueue[TaskT, Running[TaskT]]):
 
     Args:
         engine: The model and its cache.
-        limits: Bounds of one forward.
         vocab_size: Number of token ids of the sessions; None: that of the engine's model.
-        grammars: Compiles the sessions' grammars; None: sessions with one are refused.
 
     Attributes:
         budget: How many tokens a step may take.

@@ -70,8 +70,6 @@ class TargetScheduler(Scheduler[VerifyTask]):
 
     Args:
         engine: The target and its cache.
-        limits: Bounds of one forward.
-        grammars: Compiles the sessions' grammars; None: sessions with one are refused.
         head: Drafts for blocks that ask for it; None: these are verified without a proposal.
         draft_ahead: Whether the head drafts while no block waits.
     """

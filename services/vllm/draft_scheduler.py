@@ -107,11 +107,9 @@ class VllmDraftScheduler(RequestQueue[ProposeTask, _Drafting]):
 
     Args:
         engine: The draft model.
-        limits: Bounds of one forward.
         draft_top_k: Largest support of a shipped distribution.
         weight_bits: Its weights' sum is 2^weight_bits.
         ahead_rows: Requests that draft ahead in one step, at most; 0 switches it off.
-        grammars: Compiles the sessions' grammars; None: sessions with one are refused.
     """
 
     role: ClassVar[str] = "draft"

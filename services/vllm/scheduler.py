@@ -81,8 +81,6 @@ class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
 
     Args:
         engine: The model.
-        limits: Bounds of one forward.
-        grammars: Compiles the sessions' grammars; None: sessions with one are refused.
         head: The versions of the engine's head, if it learns.
     """
 

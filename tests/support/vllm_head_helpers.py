@@ -88,13 +88,7 @@ def constant_target(folder: Path) -> Path:
 
 
 def constant_head(kind: str, folder: Path, target: Path) -> Path:
-    """Write a head for a constant target that has its distribution.
-
-    Args:
-        kind: "eagle", "medusa" or "dflash".
-        folder: Where to.
-        target: The target.
-    """
+    """Write a head for a constant target that has its distribution."""
     if kind == "eagle":
         return bigram_eagle(folder, target)
     stored = load_file(target / "model.safetensors")
