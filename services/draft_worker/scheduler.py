@@ -68,7 +68,6 @@ class DraftScheduler(Scheduler[ProposeTask]):
     cache is cut where the tokens differ. Its proposals are chains; nothing is drafted ahead.
 
     Args:
-        engine: The draft model and its cache.
         draft_top_k: Largest support of a shipped distribution.
         weight_bits: Its weights' sum is 2^weight_bits.
         ahead_rows: Upper bound of tokens in one forward of draft-ahead; 0 switches it off.

@@ -20,7 +20,6 @@ def cache_budget(device: torch.device, num_bytes: int | None, share: float) -> i
     """Return the bytes for keys and values on a device; call it after the weights are loaded.
 
     Args:
-        device: The device.
         num_bytes: The budget, if it is set; None: from the free memory.
         share: Share of a GPU's free memory to use then.
     """

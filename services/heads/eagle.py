@@ -168,7 +168,6 @@ class EagleHead(nn.Module):
         """Return features [..., hidden_size] from the target's states [..., taps, target_hidden_size].
 
         Args:
-            states: The states.
             fc: Computes `fc` in another way.
         """
         config = self.config

@@ -53,7 +53,6 @@ class HeadKernelRunner(NativeRunner):
     """Runs steps of a head with the compiled kernel.
 
     Args:
-        name: Of the head, for errors.
         head: A head for which `kernel_obstacle` is empty.
         max_context: Positions lie below it.
         weights: "auto" (as stored), "int8" or "int4".

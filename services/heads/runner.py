@@ -80,8 +80,6 @@ def head_engine(
     Args:
         head: The head, on its device, in its type.
         target_ids: The target's token of each row of its output; None: row i is token i.
-        name: Directory or hub name.
-        max_context: The target's.
         budget_bytes: Upper bound of the caches of all sessions.
         weights: "auto", "int8" or "int4"; the last two need the compiled kernel.
         uses_kernel: Use the compiled kernel where it covers the head.

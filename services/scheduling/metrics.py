@@ -39,7 +39,6 @@ class WorkerMeter:
     """The metrics of one worker; written by the engine's thread.
 
     Attributes:
-        meter: Holds the metrics.
         step_s: Seconds of the steps that served blocks.
     """
 

@@ -144,7 +144,6 @@ def plan(
     Args:
         blocks: Oldest first.
         num_cached: Returns how many tokens of a session are cached.
-        limits: Bounds of the forward.
         budget: A further bound of its tokens; the tokens of the oldest block that need logits may exceed it.
     """
     found = []

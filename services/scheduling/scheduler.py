@@ -39,7 +39,6 @@ class Scheduler(BlockQueue[TaskT, Running[TaskT]]):
     """Serves blocks of many sessions with one engine; at most one block per session at a time.
 
     Args:
-        engine: The model and its cache.
         vocab_size: Number of token ids of the sessions; None: that of the engine's model.
 
     Attributes:

@@ -127,7 +127,6 @@ class SessionTable:
     """The sessions of a worker, up to a bound; the least recently used idle one is dropped first.
 
     Args:
-        capacity: Upper bound of sessions.
         vocab_size: Vocabulary size of the noise.
         device: Device on which noise is computed.
         is_busy: Whether a session has a block running and must be kept.

@@ -74,7 +74,6 @@ class Release(NamedTuple):
     """The end of a session on a worker.
 
     Args:
-        session_id: The session.
         epoch: Epoch of the owner that ends it; 0 matches any. A session with a newer owner is kept.
         forgets: Whether its retained cache, which others with the same prefix could use, is dropped, too.
     """

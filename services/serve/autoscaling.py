@@ -41,8 +41,6 @@ class Pool:
     Args:
         wanted: Number of workers decided on last.
         reports: Reports of the running workers that sent one.
-        minimum: Lower bound of workers.
-        maximum: Upper bound of workers.
     """
 
     wanted: int
@@ -86,9 +84,7 @@ def wanted_drafters(pool: Pool, demand: float, settings: ScalingSettings) -> int
     """Return how many draft workers there should be.
 
     Args:
-        pool: The draft workers.
         demand: Blocks in flight at the target workers: whether there are sessions to draft for.
-        settings: Thresholds.
     """
     least = int(demand > 0)
     if pool.wanted == 0:

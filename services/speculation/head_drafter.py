@@ -65,7 +65,6 @@ class HeadDrafter(LocalDrafter):
     """Drafts with one head.
 
     Args:
-        engine: Runs the head.
         window: Features of one session that wait for the head at most; the oldest are dropped. A head that
             begins after a long prompt, or after that many tokens of other drafters, reads no more than these.
     """

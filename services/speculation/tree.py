@@ -22,7 +22,6 @@ class Node:
     """One token that may follow.
 
     Attributes:
-        token_id: The token.
         position: Its absolute position.
         parent: The node before it; None for the root.
         prediction: Prediction of the next token; None while the node is open.

@@ -69,7 +69,6 @@ class TargetScheduler(Scheduler[VerifyTask]):
     """Feeds the committed tokens that are not cached and then a whole proposal, and verifies it.
 
     Args:
-        engine: The target and its cache.
         head: Drafts for blocks that ask for it; None: these are verified without a proposal.
         draft_ahead: Whether the head drafts while no block waits.
     """

@@ -56,7 +56,6 @@ class TrainableHead(Trainable):
         taps: The states that it reads, the last one after all layers, see `StateStore`.
         target_ids: Ascending ids of the output's rows.
         depth: Depths that are evaluated.
-        states: Returns the target's states.
 
     Raises:
         FailedPreconditionError: The target has other layers.

@@ -47,8 +47,6 @@ def loss_of(kind: str, wanted: Tensor, found: Tensor) -> Tensor:
     Args:
         kind: "kl" (up to the target's entropy), "tv", total variation, or "coupled", the probability that
             coupled verification rejects and a tenth of "kl".
-        wanted: As for `overlap`.
-        found: As for `overlap`.
     """
     if kind == "tv":
         return 1 - overlap(wanted, found)

@@ -38,7 +38,6 @@ class _Drafting(RequestWork[ProposeTask]):
     """A proposal that vLLM drafts.
 
     Args:
-        depth: Tokens to draft.
         token_ids: Those so far; behind an end of sequence they only keep the duration constant.
         distributions: What each was drawn from; None where verification does not need it.
     """
@@ -106,7 +105,6 @@ class VllmDraftScheduler(RequestQueue[ProposeTask, _Drafting]):
     """Drafts proposals, which are chains, with vLLM.
 
     Args:
-        engine: The draft model.
         draft_top_k: Largest support of a shipped distribution.
         weight_bits: Its weights' sum is 2^weight_bits.
         ahead_rows: Requests that draft ahead in one step, at most; 0 switches it off.

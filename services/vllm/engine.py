@@ -56,7 +56,6 @@ class EngineOptions:
     """How a model is served.
 
     Args:
-        model: Directory or hub name.
         device: "auto", "cpu" or "cuda".
         dtype: "auto", "float32", "bfloat16" or "float16".
         threads: CPU threads of the arithmetic, of each rank; on GPUs vLLM's own choice is kept.
@@ -99,7 +98,6 @@ class StepResult:
 
     Args:
         verdicts: Outcome of each posted block that the step completed.
-        num_tokens: Tokens fed.
         scheduled: The requests among which they were.
         num_cached: Of requests whose prompt the step completed: tokens found in the prefix cache.
         prompt_scores: Of those that asked for them: vLLM's `LogprobsTensors` of the prompt.
@@ -230,7 +228,6 @@ class VllmEngine:
         """Add a request with a prompt; it runs until its prompt is computed, and then only when posted.
 
         Args:
-            name: The session's.
             token_ids: The prompt, at least one token.
             spec: The session's parameters, for the sampler.
             salt: Requests with the same salt share the prefix cache.

@@ -90,9 +90,7 @@ def check_draft(path: str, target: str, settings: DraftSettings) -> None:
     """Check that vLLM serves a drafter, before it is loaded.
 
     Args:
-        path: Directory or hub name.
         target: The target's directory or hub name; "" if it is not known.
-        settings: Of the worker.
 
     Raises:
         InvalidArgumentError: A kind of drafter or a setting that vLLM does not serve, or another vocabulary

@@ -26,7 +26,6 @@ class NoiseRows(NamedTuple):
     """Consecutive positions of one session.
 
     Args:
-        session_id: The session.
         spec: Its parameters; the seed is set.
         start: First absolute position.
         num_rows: Number of positions, at least 1.
@@ -42,7 +41,6 @@ class NoiseSource:
     """Gives the noise of sessions.
 
     Args:
-        vocab_size: Number of token ids.
         device: Where the rows are wanted.
         is_computed: Whether rows are computed without a cache; None: on GPUs, where they are cheaper so.
     """
@@ -135,7 +133,6 @@ def _gumbel(words: Tensor, groups: Tensor, *, vocab_size: int) -> Tensor:
     Args:
         words: [rows, 5] int64: low and high word of the seed, position, sample index, stream.
         groups: 0, 1, ... for each four token ids.
-        vocab_size: Number of token ids.
 
     Returns:
         [rows, vocab_size] float64.

@@ -28,11 +28,7 @@ A step takes seconds at most, since compilation is over when the worker serves."
 
 @dataclass(slots=True, eq=False)
 class RequestWork(Work[TaskT], Generic[TaskT]):
-    """A block that vLLM computes.
-
-    Args:
-        request_id: Of vLLM's request.
-    """
+    """A block that vLLM computes."""
 
     request_id: str
 

@@ -80,7 +80,6 @@ class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
     """Verifies blocks with vLLM.
 
     Args:
-        engine: The model.
         head: The versions of the engine's head, if it learns.
     """
 

@@ -15,8 +15,6 @@ class Intersection:
     end of sequence stands for the target's.
 
     Args:
-        draft: The draft's vocabulary.
-        target: The target's.
         draft_size: Number of logits of the draft model; tokens past them cannot be drafted.
         target_size: Number of token ids of the target model.
 

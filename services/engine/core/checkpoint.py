@@ -146,7 +146,6 @@ def check_loading(name: str, info: Mapping[str, Iterable[Any]], num_layers: int)
     """Check that a checkpoint has the model's weights, and no others.
 
     Args:
-        name: The model.
         info: The loading report of transformers.
         num_layers: Layers of the model; those from this one on may be in the checkpoint.
 

@@ -83,8 +83,6 @@ def load_drafter(
     Args:
         name: Directory or hub name, or `early-exit:N`.
         target: The target's directory or hub name; "" if it is not known.
-        device: As for `load_model`.
-        dtype: As for `load_model`.
 
     Raises:
         NotFoundError: There is no such model.
@@ -210,7 +208,6 @@ def target_tensor(name: str, target: str, what: str) -> Tensor:
     """Return one tensor of a target, of which nothing else is read.
 
     Args:
-        name: The drafter that needs it.
         target: The target's directory or hub name; "" if it is not known.
         what: "embedding" or "output matrix".
 

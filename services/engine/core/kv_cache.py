@@ -69,7 +69,6 @@ class CacheStore:
 
     Attributes:
         budget_bytes: Upper bound of all caches.
-        num_evictions: Number of evicted sessions.
     """
 
     def __init__(self, shape: CacheShape, budget_bytes: int) -> None:

@@ -82,8 +82,6 @@ class LoadedModel:
     """A model in evaluation mode, with its own eager attention.
 
     Attributes:
-        name: Directory or hub name.
-        module: The transformers model.
         config: Configuration of its text part.
         max_context: Largest number of tokens in a sequence.
         stored: How its quantised checkpoint is served; None: the checkpoint is not quantised.
@@ -125,7 +123,6 @@ def load_model(
     """Load a model as transformers does, with eager attention.
 
     Args:
-        name: Directory or hub name.
         device: "auto" (cuda if available), "cpu", "cuda" or "cuda:N".
         dtype: "auto" (float32 on CPU, elsewhere bfloat16, or float16 on cards without it), "float32",
             "bfloat16" or "float16".

@@ -113,7 +113,6 @@ def quantised_matrices(
     """Yield each matrix of a module with its quantised form, a tied one once.
 
     Args:
-        module: The model or head.
         ends: Its embedding and its output, which are int8 at least.
         weights: "int8" or "int4".
     """

@@ -217,8 +217,6 @@ def check_size(name: str, module: PreTrainedModel | None, num_bytes: int, weight
     """Check that the files could hold the weights that a configuration describes, before they are allocated.
 
     Args:
-        name: The model.
-        module: Its skeleton.
         num_bytes: Size of its files of weights; 0 if that is not known.
         weights_per_byte: Upper bound of the weights in a byte.
 
@@ -259,7 +257,6 @@ def check_weights(name: str, expected: Mapping[str, Tensor], weights: Mapping[st
     """Check stored weights against the parameters of a module.
 
     Args:
-        name: The model, draft or head.
         expected: The parameters, which need no values.
         weights: The stored tensors, by the same names.
 
@@ -284,8 +281,6 @@ def check_types(name: str, module: PreTrainedModel | None, types: Mapping[str, s
     """Check that the weights of a checkpoint that is not quantised are stored as floating-point numbers.
 
     Args:
-        name: The model.
-        module: Its skeleton.
         types: The type of each stored tensor, by safetensors' names.
 
     Raises:
@@ -345,7 +340,6 @@ def check_token_map(name: str, count: int | None, vocab_size: int, d2t: Tensor |
     """Return the target's token of each row of a drafter's head; None: row i is token i.
 
     Args:
-        name: The drafter.
         count: Its `draft_vocab_size`, if it has one.
         vocab_size: Number of the target's token ids.
         d2t: Integers [count]: how far each row's token lies above the row.

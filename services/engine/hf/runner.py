@@ -23,7 +23,6 @@ class TransformersRunner(Runner):
 
     Args:
         loaded: The model, switched to the engine's attention.
-        layout: Result of the probe.
         batched: Attend for all sessions at once, and for prompts by a flash kernel; None: on a GPU. On a CPU
             calls cost little, and what batching copies costs more.
     """

@@ -17,11 +17,7 @@ from services.engine.native.weights import NativeModel
 
 
 class NativeRunner(Runner):
-    """Runs steps on a model of `services.engine.native.weights`; the cache's rows are key and value heads.
-
-    Attributes:
-        model: The packed weights and the kernel.
-    """
+    """Runs steps on a model of `services.engine.native.weights`; the cache's rows are key and value heads."""
 
     has_kernel = True
 

@@ -36,11 +36,7 @@ class NativeModel:
     """A model, laid out for the kernel.
 
     Attributes:
-        kernel: The compiled functions.
         weights: The kernel's structure; points into `kept`.
-        vocab_size: Number of logits.
-        head_dim: Length of a head.
-        rotary: Computes cos and sin.
         max_context: Positions lie below it.
         kept: Owners of the memory that `weights` points to.
     """
@@ -95,7 +91,6 @@ def build_native(
     """Lay out the weights of a model for which `native_obstacle` is empty.
 
     Args:
-        loaded: The model.
         windows: Sliding window of each layer, None for full attention.
         vocab_size: Number of logits to compute.
         quantised: What `quantise_model` returned for the model; None if it is not quantised.
@@ -167,7 +162,6 @@ def pack_panels(weight: Tensor, panel: int, lanes: int) -> Tensor:
     """Lay out a float32 weight [outputs, inputs] as panels [ceil(outputs / panel), inputs, panel].
 
     Args:
-        weight: The matrix.
         panel: Outputs per panel.
         lanes: Lanes of a vector; bfloat16 panels interleave pairs of vectors, see `kernel.c`.
 

@@ -53,15 +53,11 @@ class Writer:
     """Generates the answers of jobs and appends them to a store.
 
     Args:
-        engine: The target.
-        store: Where answers go.
         jobs: Those whose numbers are stored already are skipped.
         eos_token_ids: Tokens that end an answer or a user's turn.
         max_tokens: Upper bound of an answer's length.
         batch: Answers in progress at once.
         top_k: Ids stored per answer token.
-        seed: Of the draws.
-        decode: Text of token ids.
         passages: Where the texts of finished answers go.
     """
 
@@ -92,7 +88,6 @@ class Writer:
         Args:
             num_tokens: Wanted number of stored answer tokens.
             until: A reading of `time.monotonic`.
-            stopped: Whether to stop early.
 
         Yields:
             The number of stored answer tokens, after every step.

@@ -70,7 +70,6 @@ class _Training:
     Attributes:
         parent: The version that it began with.
         tenants: Whose streams it was trained on, with those of its parent.
-        num_steps: Steps so far.
     """
 
     parent: int
