@@ -244,7 +244,6 @@ class Teacher:
         Args:
             talks: The conversations.
             ids: Ascending, int64 [outputs].
-            num_depths: Depths that are predicted.
             starts: First position of each conversation of which a head sees the state, int64.
         """
         width = talks.token_ids.shape[1]

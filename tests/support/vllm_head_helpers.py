@@ -146,7 +146,6 @@ def complete_dflash(folder: Path, taps: list[int] | None = None) -> Path:
     """Write a DFlash head that `speculators` made, with an embedding and an output matrix.
 
     Args:
-        folder: Where to.
         taps: Other layers, at most as many.
     """
     shared = load_file(DATA / "dflash" / "shared.safetensors")
