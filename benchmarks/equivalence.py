@@ -43,6 +43,7 @@ from benchmarks.workloads import WORKLOADS, prompts
 from gammaray import AsyncClient, Completion
 from gammaray.bench.measure import first_difference
 from gammaray.bench.prompts import fingerprint
+from gammaray.bench.systems import Ask
 from gammaray.bench.tables import plain_table
 from gammaray.client.request import GenerateOptions
 from gammaray.demo_pair import DEMO_PAIR, resolve_model
@@ -125,8 +126,8 @@ def chat_prompts(
 
 async def generated(baselines: Baselines, asks: Asks) -> list[Generated]:
     """Return the greedy completions of `generate`, with gaps."""
-    options = {"max_tokens": asks.max_tokens, "ignore_eos": asks.ignore_eos, "with_gaps": True}
-    return [await baselines.generate("generate", prompt, **options) for prompt in asks.prompts]
+    made = (Ask(prompt, asks.max_tokens, ignore_eos=asks.ignore_eos) for prompt in asks.prompts)
+    return [await baselines.generate("generate", ask, with_gaps=True) for ask in made]
 
 
 async def completed(
