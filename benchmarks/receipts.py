@@ -23,7 +23,6 @@ Writes figures with their provenance; exits with 1 if an honest receipt is not v
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
 import random
 import statistics
@@ -44,9 +43,9 @@ from rich.console import Console
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from benchmarks.cluster import run_or_exit
+from benchmarks.cluster import at_once, run_or_exit
 from benchmarks.pair_loop import Ask, Pair
-from benchmarks.provenance import write_result
+from benchmarks.provenance import make_parser, settings_of, write_result
 from benchmarks.workloads import prompts
 from gammaray.bench.tables import plain_table
 from gammaray.client.request import GenerateOptions, build_request
@@ -307,23 +306,21 @@ async def honest(checker: ReceiptChecker, options: argparse.Namespace, folder: P
             model=options.target, redis_url=server.url, receipt_keys_file=str(keys_file), metrics_listen=""
         )
         pair = [await Orchestrator.start(settings) for _ in range(2)]
-        slots = asyncio.Semaphore(_AT_ONCE)
 
         async def one(number: int) -> str:
             way, is_broken = list(_WAYS)[number % len(_WAYS)], number // len(_WAYS) % 4 == 3
-            async with slots:
-                if number % options.kill_every == options.kill_every - 1:
-                    counts["target workers killed"] += 1
-                    workers[0].kill()  # the other one goes on with its sessions
-                    again = _worker("target", *workers[0].args[5:])  # type: ignore[index]
-                    workers[:] = [workers[1], again]
-                request = build_request(
-                    texts[number % len(texts)],
-                    **{"max_tokens": options.tokens, "seed": number, "ignore_eos": True, **_WAYS[way]},
-                    session_id=f"receipt-{number}",
-                    receipt=True,
-                )
-                last = await _completed(pair, request, is_broken=is_broken)
+            if number % options.kill_every == options.kill_every - 1:
+                counts["target workers killed"] += 1
+                workers[0].kill()  # the other one goes on with its sessions
+                again = _worker("target", *workers[0].args[5:])  # type: ignore[index]
+                workers[:] = [workers[1], again]
+            request = build_request(
+                texts[number % len(texts)],
+                **{"max_tokens": options.tokens, "seed": number, "ignore_eos": True, **_WAYS[way]},
+                session_id=f"receipt-{number}",
+                receipt=True,
+            )
+            last = await _completed(pair, request, is_broken=is_broken)
             assert last.summary is not None
             counts[f"{way}, taken over" if is_broken else way] += 1
             counts["cycles"] += last.summary.cycles
@@ -331,7 +328,7 @@ async def honest(checker: ReceiptChecker, options: argparse.Namespace, folder: P
             return last.receipt
 
         try:
-            signed = await asyncio.gather(*map(one, range(options.receipts)))
+            signed = await at_once(options.receipts, _AT_ONCE, one)
         finally:
             for orchestrator in pair:
                 await orchestrator.close()
@@ -387,7 +384,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     """Measure, print and write the result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--target", default=DEMO_PAIR)
     parser.add_argument("--head", default="", help="drafts in the target workers of the part honest")
     parser.add_argument("--engine", default="auto", help="of the target workers of the part honest")
@@ -412,8 +409,8 @@ def main() -> None:
     bad = result.get("honest", {}).get("bad", [])
     if "honest" in result:
         print({name: value for name, value in result["honest"].items() if name != "bad"}, f"bad: {len(bad)}")
-    settings = {**vars(options), "threads": _THREADS, "margins": MARGINS}
-    print(f"written to {write_result('receipts', {'settings': settings, **result})}")
+    settings = {**settings_of(options), "threads": _THREADS, "margins": MARGINS}
+    print(f"written to {write_result('receipts', {'settings': settings, **result}, options.out)}")
     sys.exit(bool(bad))
 
 
