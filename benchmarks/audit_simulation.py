@@ -16,7 +16,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,7 @@ from torch import Tensor
 
 from benchmarks import workloads
 from benchmarks.prompts import load_tasks
-from benchmarks.provenance import write_result
+from benchmarks.provenance import make_parser, settings_of, write_result
 from gammaray.audit.chance import ALPHA
 from gammaray.audit.law import (
     ALTERNATIVES,
@@ -243,13 +242,7 @@ class Simulation:
     def law_test(
         self, places: np.ndarray, cells: np.ndarray, wealth: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the logarithms of the e-value after each token, and of the gamblers' wealth at the end.
-
-        Args:
-            places: Indices of positions.
-            cells: What is drawn there.
-            wealth: Logarithms of the gamblers' wealth before.
-        """
+        """Return the logarithms of the e-value after each token, and of the gamblers' wealth at the end."""
         wealths = self._factors[places, cells].cumsum(axis=0, dtype=np.float64) + wealth
         return _log_sums(wealths), wealths[-1]
 
@@ -353,7 +346,7 @@ def _row(name: str, needed: Sequence[float], promised: float) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Record, simulate, print the table and write the result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--target", default="demo")
     parser.add_argument("--draft", default="demo")
     parser.add_argument("--prompts", type=int, default=40, help="texts that are recorded")
@@ -365,7 +358,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--runs", type=int, default=200, help="audits of each faulty server")
     parser.add_argument("--alpha", type=float, default=0.005)
     parser.add_argument("--known-draft", action="store_true", help="as with gammaray audit --reference-draft")
-    parser.add_argument("--out", type=Path, help="result file (default: in benchmarks/results)")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     console = Console()
@@ -380,10 +372,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     console.print(f"{len(recorded.positions)} positions recorded")
     simulation = Simulation(recorded, options.alpha, options.pairs, knows_draft=options.known_draft)
     found = measure(simulation, options, console)
-    settings = {name: value for name, value in vars(options).items() if name != "out"}
-    console.print(
-        f"written: {write_result('audit-simulation', {'settings': settings, **found}, options.out)}"
-    )
+    result = {"settings": settings_of(options), **found}
+    console.print(f"written: {write_result('audit-simulation', result, options.out)}")
 
 
 if __name__ == "__main__":

@@ -6,9 +6,9 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -61,42 +61,20 @@ class Baselines:
         self._process = process
         self._turn = asyncio.Lock()
 
-    async def generate(
-        self,
-        system: str,
-        prompt: str | Sequence[int],
-        *,
-        max_tokens: int,
-        temperature: float = 0.0,
-        seed: int = 0,
-        ignore_eos: bool = True,
-        with_gaps: bool = False,
-    ) -> Generated:
+    async def generate(self, system: str, ask: Ask, *, with_gaps: bool = False) -> Generated:
         """Return one completion.
 
         Args:
             system: `generate`; of transformers also `assisted-N` (N draft tokens per cycle) or `lookup-N`
                 (prompt lookup).
-            prompt: Text or token ids to continue.
-            max_tokens: Upper bound of new tokens.
-            temperature: 0 is greedy.
-            seed: Seed of the sampling; only used above temperature 0.
-            ignore_eos: Continue after end-of-sequence tokens.
+            ask: What to complete; its prediction is ignored.
             with_gaps: Return the gaps between logits, too.
 
         Raises:
             RuntimeError: The process ended.
             TimeoutError: No answer within five minutes.
         """
-        request = {
-            "system": system,
-            "prompt": prompt if isinstance(prompt, str) else list(prompt),
-            "max_tokens": max_tokens,
-            "temperature": temperature,
-            "seed": seed,
-            "ignore_eos": ignore_eos,
-            "with_gaps": with_gaps,
-        }
+        request = {"system": system, **asdict(ask), "with_gaps": with_gaps}
         assert self._process.stdin is not None
         async with self._turn:
             self._process.stdin.write((json.dumps(request) + "\n").encode())
@@ -134,14 +112,7 @@ class Peer:
 
     async def sample(self, ask: Ask) -> Sample:
         """Return one completion; its times are taken in the process that generates."""
-        made = await self._baselines.generate(
-            self.name,
-            ask.prompt,
-            max_tokens=ask.max_tokens,
-            temperature=ask.temperature,
-            seed=ask.seed,
-            ignore_eos=ask.ignore_eos,
-        )
+        made = await self._baselines.generate(self.name, ask)
         return Sample(made.token_ids, made.seconds, made.arrivals)
 
 

@@ -9,7 +9,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,6 +67,17 @@ def run_or_exit(work: Coroutine[Any, Any, Result]) -> Result:
         sys.exit(130)
     except asyncio.CancelledError:
         sys.exit(143)
+
+
+async def at_once(total: int, limit: int, work: Callable[[int], Coroutine[Any, Any, Result]]) -> list[Result]:
+    """Return the results of 0 to total - 1, at most `limit` at a time."""
+    free = asyncio.Semaphore(limit)
+
+    async def one(number: int) -> Result:
+        async with free:
+            return await work(number)
+
+    return await asyncio.gather(*map(one, range(total)))
 
 
 @asynccontextmanager

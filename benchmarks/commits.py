@@ -15,13 +15,10 @@ completes chat tasks of `benchmarks/prompts`.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import math
 import os
-import secrets
 import statistics
 import subprocess
-import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
@@ -34,17 +31,18 @@ from scipy.stats import t
 
 from benchmarks.cluster import connected, run_or_exit
 from benchmarks.peers.run import encode
+from benchmarks.peers.stacks import cycles_of
 from benchmarks.prompts import CATEGORIES, load_tasks
-from benchmarks.provenance import write_result
+from benchmarks.provenance import make_parser, settings_of, write_result
 from benchmarks.workloads import prompts
 from gammaray import AsyncClient
+from gammaray.bench.systems import Ask, Stack
 from gammaray.bench.tables import plain_table
+from gammaray.wire.cycles import CycleRecord
 from orchestrator.text.tokenizer import Tokenizer
 
 _HERE = Path(__file__).parents[1]
 _NAMES = ("before", "after")
-_TRACE_DELAY_S = 0.3
-"""Records of cycles reach the store after the completion."""
 _SKIPPED_CYCLES = 2
 _GIT_TIMEOUT_S = 30
 
@@ -80,36 +78,21 @@ Prompt = str | tuple[int, ...]
 
 async def _complete(client: AsyncClient, texts: Sequence[Prompt], max_tokens: int, key: Key) -> Turn:
     temperature, gamma = key
-    turn = Turn()
+    turn, stack = Turn(), Stack(gamma, client)
     for seed, text in enumerate(texts):
-        began, session_id = time.perf_counter(), ""
-        async for chunk in client.generate(
-            text,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            seed=seed,
-            gamma=gamma,
-            ignore_eos=True,
-            cache_salt=secrets.token_hex(8),  # each completion reads its prompt
-        ):
-            turn.tokens += len(chunk.tokens)
-            session_id = chunk.session_id
-        turn.seconds += time.perf_counter() - began
+        sample = await stack.sample(Ask(text, max_tokens, temperature, seed))
+        turn.tokens += len(sample.token_ids)
+        turn.seconds += sample.seconds
         if gamma != "adaptive":
-            await asyncio.sleep(_TRACE_DELAY_S)
-            turn.overhead_ms += await _overhead_ms(client, session_id, is_drafting=gamma != 0)
+            cycles = (await cycles_of(client, sample))[_SKIPPED_CYCLES:]
+            turn.overhead_ms += [_overhead_ms(one) for one in cycles if gamma == 0 or one.drafter.is_model]
     return turn
 
 
-async def _overhead_ms(client: AsyncClient, session_id: str, *, is_drafting: bool) -> list[float]:
-    """Return the milliseconds of each cycle without the workers' forwards."""
-    cycles = (await client.session_trace(session_id))[_SKIPPED_CYCLES:]
-    return [
-        1e3
-        * (cycle.total_s - sum(call.compute_s for call in (cycle.draft, cycle.target) if call is not None))
-        for cycle in cycles
-        if not is_drafting or cycle.drafter.is_model
-    ]
+def _overhead_ms(cycle: CycleRecord) -> float:
+    """Return the milliseconds of a cycle without the workers' forwards."""
+    forwards = sum(call.compute_s for call in (cycle.draft, cycle.target) if call is not None)
+    return 1e3 * (cycle.total_s - forwards)
 
 
 def _prompts(options: argparse.Namespace) -> list[Prompt]:
@@ -147,12 +130,7 @@ async def _measure(options: argparse.Namespace) -> dict[Key, _Turns]:
 
 
 def compare(key: Key, turns: Mapping[str, Sequence[Turn]]) -> dict[str, Any]:
-    """Return the ratios of one point, "after" over "before"; every repetition is one ratio.
-
-    Args:
-        key: The point.
-        turns: Repetitions "before" and "after", pair by pair.
-    """
+    """Return the ratios of one point, "after" over "before"; every repetition is one ratio."""
     pairs = list(zip(*(turns[name] for name in _NAMES), strict=True))
     row: dict[str, Any] = {"temperature": key[0], "gamma": key[1]}
     row["tokens_per_s"] = {n: statistics.median(t.tokens_per_s for t in turns[n]) for n in _NAMES}
@@ -198,9 +176,7 @@ def _commit(tree: Path) -> str:
 
 def main() -> None:
     """Measure, print and write the result."""
-    parser = argparse.ArgumentParser(
-        "python -m benchmarks.commits", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("before", type=Path, help="source tree to compare with")
     parser.add_argument("--prompts", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=96)
@@ -209,7 +185,6 @@ def main() -> None:
     parser.add_argument("--target", help="model directory; default: the demo pair")
     parser.add_argument("--head", help="with --target: directory of a head or draft model in its worker")
     parser.add_argument("--weights", default="auto", help="of the head: auto (default), int8 or int4")
-    parser.add_argument("--out", type=Path, help="new result file; default: in benchmarks/results")
     options = parser.parse_args()
     if not (options.before / "gammaray").is_dir():
         parser.error(
@@ -236,7 +211,8 @@ def main() -> None:
             _spread(row["overhead_ratios"]) if overhead else "",
         )
     Console().print(table)
-    settings = {key: value for key, value in vars(options).items() if key not in ("before", "out")}
+    settings = settings_of(options)
+    del settings["before"]
     result = {"commits": commits, "settings": settings, "rows": rows}
     print(f"written to {write_result('commits', result, options.out)}")
 

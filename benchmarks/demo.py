@@ -31,6 +31,7 @@ from benchmarks.prompts import load_tasks
 from benchmarks.smollm2 import DIRECTORY, HEAD, HEAD_WEIGHTS
 from benchmarks.workloads import prompts
 from gammaray import AsyncClient
+from gammaray.bench.measure import measure
 from gammaray.bench.systems import Ask, Sample, Stack
 from gammaray.bench.tables import plain_table
 from gammaray.cli.render import OriginPainter, print_legend, style_of
@@ -42,6 +43,7 @@ from orchestrator.text.tokenizer import Tokenizer
 PROMPT = "def read_lines(path):"
 MODELS = ("smollm2", "demo-pair")
 _TEMPERATURES = (0.0, 0.7)
+REPETITIONS = 2
 _CATEGORIES = {
     "chat": "chat question",
     "summary": "summary",
@@ -168,7 +170,9 @@ async def demo(console: Console, scene: Scene) -> int:
         await _stream(client, console, scene)
         with Progress(console=console, transient=True) as progress:
             for temperature in _TEMPERATURES:
-                bar = progress.add_task(f"measuring at temperature {temperature:g}", total=len(asks))
+                bar = progress.add_task(
+                    f"measuring at temperature {temperature:g}", total=2 * REPETITIONS * len(asks)
+                )
                 hot = [replace(ask, temperature=temperature) for ask in asks]
                 advance = partial(progress.advance, bar)
                 comparisons.append(await compare(client, hot, advance, options=scene.options))
@@ -204,25 +208,17 @@ async def compare(
     client: AsyncClient,
     asks: Sequence[Ask],
     advance: Callable[[], None],
-    repetitions: int = 2,
+    repetitions: int = REPETITIONS,
     options: GenerateOptions | None = None,
 ) -> Comparison:
-    """Complete each prompt plainly and speculatively in turn; the first two also before, to warm up."""
-    plain, speculative = (Stack(gamma, client, options=options) for gamma in (0, "adaptive"))
-    for ask in asks[:2]:
-        for system in (plain, speculative):
-            await system.sample(ask)
-    made: dict[str, list[list[Sample]]] = {plain.name: [], speculative.name: []}
-    for ask in asks:
-        for samples in made.values():
-            samples.append([])
-        for repetition in range(repetitions):
-            # The order alternates, so that effects of one system on the next one cancel out.
-            order = (plain, speculative) if repetition % 2 == 0 else (speculative, plain)
-            for system in order:
-                made[system.name][-1].append(await system.sample(ask))
-        advance()
-    return Comparison(asks[0].temperature, made[plain.name], made[speculative.name])
+    """Complete each prompt plainly and speculatively in turn; `advance` is called after each completion."""
+    stacks = [Stack(gamma, client, options=options) for gamma in (0, "adaptive")]
+    samples = await measure(stacks, asks, repetitions, advance)
+
+    def by_prompt(stack: Stack) -> list[list[Sample]]:
+        return [[turn.samples[0] for turn in turns] for turns in zip(*samples[stack.name], strict=True)]
+
+    return Comparison(asks[0].temperature, *map(by_prompt, stacks))
 
 
 def results_table(scene: Scene, comparisons: Sequence[Comparison]) -> Table:

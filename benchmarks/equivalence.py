@@ -27,23 +27,23 @@ import asyncio
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer
 
 from benchmarks.baselines import Baselines, Gaps, Generated, running_baselines
-from benchmarks.cluster import connected, run_or_exit
+from benchmarks.cluster import at_once, connected, run_or_exit
 from benchmarks.prompts import CATEGORIES, load_tasks
-from benchmarks.provenance import write_result
+from benchmarks.provenance import make_parser, settings_of, write_result
 from benchmarks.workloads import WORKLOADS, prompts
 from gammaray import AsyncClient, Completion
 from gammaray.bench.measure import first_difference
 from gammaray.bench.prompts import fingerprint
+from gammaray.bench.systems import Ask
 from gammaray.bench.tables import plain_table
 from gammaray.client.request import GenerateOptions
 from gammaray.demo_pair import DEMO_PAIR, resolve_model
@@ -68,7 +68,6 @@ _WITHOUT_DRAFT: dict[str, GenerateOptions] = {
 }
 _BY_PREDICTION: GenerateOptions = {"drafter": "prediction", "gamma": 8}
 
-Result = TypeVar("Result")
 Prompt = str | tuple[int, ...]
 
 
@@ -127,8 +126,8 @@ def chat_prompts(
 
 async def generated(baselines: Baselines, asks: Asks) -> list[Generated]:
     """Return the greedy completions of `generate`, with gaps."""
-    options = {"max_tokens": asks.max_tokens, "ignore_eos": asks.ignore_eos, "with_gaps": True}
-    return [await baselines.generate("generate", prompt, **options) for prompt in asks.prompts]
+    made = (Ask(prompt, asks.max_tokens, ignore_eos=asks.ignore_eos) for prompt in asks.prompts)
+    return [await baselines.generate("generate", ask, with_gaps=True) for ask in made]
 
 
 async def completed(
@@ -151,20 +150,7 @@ async def completed(
         )
         return Made.of(completion)
 
-    return await _at_once(len(asks.prompts), asks.at_once, one)
-
-
-async def _at_once(
-    total: int, limit: int, work: Callable[[int], Coroutine[Any, Any, Result]]
-) -> list[Result]:
-    """Return the results of 0 to total - 1, at most `limit` at a time."""
-    free = asyncio.Semaphore(limit)
-
-    async def one(number: int) -> Result:
-        async with free:
-            return await work(number)
-
-    return await asyncio.gather(*map(one, range(total)))
+    return await at_once(len(asks.prompts), asks.at_once, one)
 
 
 def noise_of(completions: Sequence[Generated]) -> float:
@@ -305,11 +291,7 @@ def _greedy(draft: str | None) -> dict[str, GenerateOptions]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.equivalence",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--target", default=DEMO_PAIR, help="directory or hub name; default: the demo pair's")
     parser.add_argument("--draft", help="directory or hub name; default: none, for the demo target its own")
     parser.add_argument("--workload", choices=(*WORKLOADS, TASKS), help="default: tasks; demo pair: mixed")
@@ -318,7 +300,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=int, default=128, help="upper bound per completion")
     parser.add_argument("--ignore-eos", action="store_true", help="continue after end-of-sequence tokens")
     parser.add_argument("--at-once", type=int, default=1, help="requests in flight; default 1")
-    parser.add_argument("--out", type=Path, help="result file (default: in benchmarks/results)")
     return parser
 
 
@@ -354,7 +335,7 @@ def main() -> None:
     )
     texts = [one if isinstance(one, str) else " ".join(map(str, one)) for one in asked]
     result = {
-        "settings": {key: value for key, value in vars(options).items() if key != "out"},
+        "settings": settings_of(options),
         "workload_fingerprint": fingerprint(texts),
         **found,
     }

@@ -21,7 +21,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -29,7 +28,7 @@ from transformers import AutoTokenizer
 
 from benchmarks.cluster import ClusterError, run_or_exit, running_cluster, running_server
 from benchmarks.peers.stacks import cycles_of
-from benchmarks.provenance import write_result
+from benchmarks.provenance import make_parser, write_result
 from benchmarks.workloads import WORKLOADS, prompts
 from gammaray import AsyncClient
 from gammaray.bench.measure import first_difference, measure, speeds
@@ -254,9 +253,7 @@ async def run(given: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     """Parse the command line, measure, write the result."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--target", default="demo", help="directory or hub name")
     parser.add_argument("--draft", default="", help="draft model; empty: none")
     parser.add_argument("--head", default="", help="EAGLE, EAGLE-3, Medusa or DFlash head; empty: none")
@@ -269,7 +266,6 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--memory-share", type=float, default=0.85, help="of the GPU's memory, for vLLM")
     parser.add_argument("--tiny", action="store_true", help="the demo pair on a CPU; no result is written")
-    parser.add_argument("--out", type=Path, default=None)
     given = parser.parse_args()
     if given.tiny:
         given.target, given.draft, given.dtype = "demo", "demo", "float32"

@@ -31,11 +31,12 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.cluster import run_or_exit, running_cluster
+from benchmarks.cluster import at_once, run_or_exit, running_cluster
 from benchmarks.prompts import load_tasks
-from benchmarks.provenance import write_result
+from benchmarks.provenance import make_parser, write_result
 from gammaray import AsyncClient
 from gammaray.bench.svg import bar_chart
+from gammaray.bench.systems import Ask, Stack
 from gammaray.bench.tables import plain_table
 from gammaray.learning.folder import OPEN, DrafterStore, LearningFolder
 from orchestrator.text.tokenizer import Tokenizer
@@ -95,31 +96,17 @@ async def stream(
     client: AsyncClient, prompt: Sequence[int], options: argparse.Namespace, **about: Any
 ) -> Stream:
     """Complete one prompt."""
-    tokens: list[int] = []
-    times = [began := time.perf_counter()]
-    summary = None
-    async for chunk in client.generate(
-        prompt,
-        temperature=about["temperature"],
-        seed=about["seed"],
-        max_tokens=options.tokens,
-        gamma=options.gamma,
-        drafter="model" if options.draft else "head",
-    ):
-        tokens += [token.token_id for token in chunk.tokens]
-        times.append(time.perf_counter())
-        summary = chunk.summary or summary
-    assert summary is not None
-    gaps = [b - a for a, b in itertools.pairwise(times[1:])]
-    ended = time.perf_counter()
-    accepted = summary.accepted_tokens
+    stack = Stack(options.gamma, client, options={"drafter": "model" if options.draft else "head"})
+    given = {"temperature": about["temperature"], "seed": about["seed"], "ignore_eos": False}
+    sample = await stack.sample(Ask(tuple(prompt), options.tokens, **given))
+    assert sample.summary is not None
     return Stream(
         prompt=list(prompt),
-        tokens=tokens,
-        cycles=summary.cycles,
-        accepted=accepted,
-        seconds=ended - began,
-        gaps=gaps,
+        tokens=list(sample.token_ids),
+        cycles=sample.summary.cycles,
+        accepted=sample.summary.accepted_tokens,
+        seconds=sample.seconds,
+        gaps=[later - at for (at, _), (later, _) in itertools.pairwise(sample.arrivals)],
         **about,
     )
 
@@ -174,16 +161,15 @@ def p99(streams: Sequence[Stream]) -> float:
 
 async def differing(client: AsyncClient, made: Sequence[Stream], options: argparse.Namespace) -> int:
     """Return how many streams are not those of gamma 0, four of which are completed at once."""
-    places = asyncio.Semaphore(4)
 
-    async def differs(one: Stream) -> bool:
-        async with places:
-            again = await client.complete(
-                one.prompt, temperature=one.temperature, seed=one.seed, max_tokens=options.tokens, gamma=0
-            )
+    async def differs(number: int) -> bool:
+        one = made[number]
+        again = await client.complete(
+            one.prompt, temperature=one.temperature, seed=one.seed, max_tokens=options.tokens, gamma=0
+        )
         return [token.token_id for token in again.tokens] != one.tokens
 
-    return sum(await asyncio.gather(*map(differs, made)))
+    return sum(await at_once(len(made), 4, differs))
 
 
 def by_minute(sql: Sequence[Stream]) -> list[dict[str, Any]]:
@@ -269,7 +255,7 @@ async def run(options: argparse.Namespace) -> int:
 
 def main() -> None:
     """Parse the command line and run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--target", type=Path, default=Path("build/models/smollm2"))
     parser.add_argument("--head", type=Path, default=Path("benchmarks/heads/smollm2"))
     parser.add_argument("--draft", type=Path, help="a draft model on a draft worker, instead of the head")
@@ -285,7 +271,6 @@ def main() -> None:
         "--last", action="store_true", help="start the cluster that learns after the other one"
     )
     parser.add_argument("--chart", type=Path, help="SVG to write")
-    parser.add_argument("--out", type=Path)
     sys.exit(run_or_exit(run(parser.parse_args())))
 
 

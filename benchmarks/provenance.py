@@ -1,7 +1,9 @@
-"""Where the benchmarks keep their results."""
+"""The command lines of the benchmarks, and where they keep their results."""
 
 from __future__ import annotations
 
+import argparse
+import sys
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,22 @@ from typing import Any
 from gammaray.bench import provenance
 
 RESULTS = Path(__file__).parent / "results"
+
+
+def make_parser(about: str | None) -> argparse.ArgumentParser:
+    """Return a parser that prints `about` as it is, with the option `--out` of `write_result`."""
+    spec = sys.modules["__main__"].__spec__
+    program = None if spec is None else f"python -m {spec.name.removesuffix('.__main__')}"
+    parser = argparse.ArgumentParser(
+        program, description=about, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, help="new result file (default: in benchmarks/results)")
+    return parser
+
+
+def settings_of(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of a command line, without `--out`."""
+    return {name: value for name, value in vars(options).items() if name != "out"}
 
 
 def write_result(name: str, result: dict[str, Any], out: Path | None = None) -> Path:

@@ -23,7 +23,6 @@ Writes figures with their provenance; exits with 1 if an honest receipt is not v
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
 import random
 import statistics
@@ -32,9 +31,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -44,9 +43,9 @@ from rich.console import Console
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from benchmarks.cluster import run_or_exit
+from benchmarks.cluster import at_once, run_or_exit
 from benchmarks.pair_loop import Ask, Pair
-from benchmarks.provenance import write_result
+from benchmarks.provenance import make_parser, settings_of, write_result
 from benchmarks.workloads import prompts
 from gammaray.bench.tables import plain_table
 from gammaray.client.request import GenerateOptions, build_request
@@ -54,7 +53,7 @@ from gammaray.config import OrchestratorSettings
 from gammaray.demo_pair import DEMO_PAIR, resolve_model
 from gammaray.receipts.keys import read_receipt_keys, rotate
 from gammaray.receipts.receipt import Receipt, SignedReceipt
-from gammaray.types import Chunk, FinishReason, GenerationRequest, SamplingParams, VerificationMethod
+from gammaray.types import Chunk, FinishReason, GenerationRequest, VerificationMethod
 from orchestrator.launcher.redis_server import RedisServer
 from orchestrator.service import Orchestrator
 from services.engine.core.batch import SequenceInput
@@ -150,17 +149,6 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(len(ordered) * share))] if ordered else 0.0
 
 
-@dataclass(frozen=True)
-class _Ask(Ask):
-    """A completion with further sampling parameters."""
-
-    fields: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def params(self) -> SamplingParams:
-        return replace(super().params, **self.fields)
-
-
 def completions(
     model: str, engine: Engine, asked: Sequence[Sequence[int]], num_tokens: int, **fields: Any
 ) -> list[Receipt]:
@@ -169,7 +157,7 @@ def completions(
     weights, tokenizer, ends = weights_sha256(model), vocab_sha256(model), eos_token_ids(model)
     receipts = []
     for number, prompt in enumerate(asked):
-        ask = _Ask(tuple(prompt), num_tokens, 1.0, number, (), fields=fields)
+        ask = Ask(tuple(prompt), num_tokens, 1.0, number, (), fields=fields)
         receipts.append(
             Receipt(
                 issued_at=0,
@@ -318,23 +306,21 @@ async def honest(checker: ReceiptChecker, options: argparse.Namespace, folder: P
             model=options.target, redis_url=server.url, receipt_keys_file=str(keys_file), metrics_listen=""
         )
         pair = [await Orchestrator.start(settings) for _ in range(2)]
-        slots = asyncio.Semaphore(_AT_ONCE)
 
         async def one(number: int) -> str:
             way, is_broken = list(_WAYS)[number % len(_WAYS)], number // len(_WAYS) % 4 == 3
-            async with slots:
-                if number % options.kill_every == options.kill_every - 1:
-                    counts["target workers killed"] += 1
-                    workers[0].kill()  # the other one goes on with its sessions
-                    again = _worker("target", *workers[0].args[5:])  # type: ignore[index]
-                    workers[:] = [workers[1], again]
-                request = build_request(
-                    texts[number % len(texts)],
-                    **{"max_tokens": options.tokens, "seed": number, "ignore_eos": True, **_WAYS[way]},
-                    session_id=f"receipt-{number}",
-                    receipt=True,
-                )
-                last = await _completed(pair, request, is_broken=is_broken)
+            if number % options.kill_every == options.kill_every - 1:
+                counts["target workers killed"] += 1
+                workers[0].kill()  # the other one goes on with its sessions
+                again = _worker("target", *workers[0].args[5:])  # type: ignore[index]
+                workers[:] = [workers[1], again]
+            request = build_request(
+                texts[number % len(texts)],
+                **{"max_tokens": options.tokens, "seed": number, "ignore_eos": True, **_WAYS[way]},
+                session_id=f"receipt-{number}",
+                receipt=True,
+            )
+            last = await _completed(pair, request, is_broken=is_broken)
             assert last.summary is not None
             counts[f"{way}, taken over" if is_broken else way] += 1
             counts["cycles"] += last.summary.cycles
@@ -342,7 +328,7 @@ async def honest(checker: ReceiptChecker, options: argparse.Namespace, folder: P
             return last.receipt
 
         try:
-            signed = await asyncio.gather(*map(one, range(options.receipts)))
+            signed = await at_once(options.receipts, _AT_ONCE, one)
         finally:
             for orchestrator in pair:
                 await orchestrator.close()
@@ -398,7 +384,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     """Measure, print and write the result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--target", default=DEMO_PAIR)
     parser.add_argument("--head", default="", help="drafts in the target workers of the part honest")
     parser.add_argument("--engine", default="auto", help="of the target workers of the part honest")
@@ -423,8 +409,8 @@ def main() -> None:
     bad = result.get("honest", {}).get("bad", [])
     if "honest" in result:
         print({name: value for name, value in result["honest"].items() if name != "bad"}, f"bad: {len(bad)}")
-    settings = {**vars(options), "threads": _THREADS, "margins": MARGINS}
-    print(f"written to {write_result('receipts', {'settings': settings, **result})}")
+    settings = {**settings_of(options), "threads": _THREADS, "margins": MARGINS}
+    print(f"written to {write_result('receipts', {'settings': settings, **result}, options.out)}")
     sys.exit(bool(bad))
 
 

@@ -8,15 +8,13 @@ Exits with 1 when a token depends on gamma. `benchmarks.peers` compares with oth
 
 from __future__ import annotations
 
-import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from benchmarks.cluster import connected, run_or_exit
-from benchmarks.provenance import write_result
+from benchmarks.provenance import make_parser, write_result
 from benchmarks.workloads import WORKLOADS, tasks
 from gammaray.bench.run import BenchSettings, run_bench
 from gammaray.bench.tables import show_point
@@ -43,7 +41,7 @@ async def run(target: str, draft: str, settings: BenchSettings, num_prompts: int
 
 def main() -> None:
     """Command line of this module."""
-    parser = argparse.ArgumentParser(description="The gammas of a pair, compared with plain decoding.")
+    parser = make_parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="a small run")
     parser.add_argument("--target", default=DEMO_PAIR, help="directory or hub name")
     parser.add_argument("--draft", default=DEMO_PAIR, help="directory or hub name")
@@ -51,7 +49,6 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, help="number of prompts")
     parser.add_argument("--tokens", type=int, help="tokens per completion")
     parser.add_argument("--repetitions", type=int)
-    parser.add_argument("--out", type=Path, help="result file (default: benchmarks/results/run-<date>.json)")
     options = parser.parse_args()
     quick = options.quick
     settings = BenchSettings(

@@ -16,14 +16,13 @@ import random
 import time
 from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import jsonschema
 from rich.console import Console
 
 from benchmarks.cluster import connected, run_or_exit
-from benchmarks.provenance import write_result
+from benchmarks.provenance import make_parser, settings_of, write_result
 from gammaray import AsyncClient, FinishReason
 from gammaray.bench.tables import plain_table
 from gammaray.client.completion import Completion
@@ -159,12 +158,11 @@ async def run(given: argparse.Namespace, console: Console) -> tuple[dict[float, 
 
 def main() -> None:
     """Check, print a table and write the result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--schemas", type=int, default=1000, help="default 1000")
     parser.add_argument("--temperature", default="0,1", help="comma-separated; default 0,1")
     parser.add_argument("--streams", type=int, default=4, help="schemas at a time; default 4")
     parser.add_argument("--seed", type=int, default=0, help="of the schemas; default 0")
-    parser.add_argument("--out", type=Path, help="new result file; default: in benchmarks/results")
     given, console = parser.parse_args(), Console()
     found, failures = run_or_exit(run(given, console))
     table = plain_table(
@@ -181,9 +179,8 @@ def main() -> None:
     console.print(table)
     for failure in failures[:10]:
         console.print(failure, style="red")
-    settings = {name: value for name, value in vars(given).items() if name != "out"}
     counts_by = {f"{temperature:g}": dict(counts) for temperature, counts in found.items()}
-    result = {"settings": settings, "counts": counts_by, "failures": failures}
+    result = {"settings": settings_of(given), "counts": counts_by, "failures": failures}
     console.print(f"written: {write_result('schemas', result, given.out)}")
     if failures:
         raise SystemExit(1)

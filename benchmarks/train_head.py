@@ -28,11 +28,12 @@ from transformers import AutoTokenizer, PreTrainedModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from services.engine.core.model import eos_token_ids, load_model
-from services.process.fingerprints import model_identity, vocab_sha256
 from services.train.answers.prompts import Job, Passages, Turns, own_jobs
+from services.train.answers.states import recorder
 from services.train.batches import Batch
 from services.train.head import TrainableHead
 from services.train.losses import coupled, loss_of, overlap
+from services.train.trainable import fingerprints_of, optimizer_of, take_step
 
 LENGTH = 640
 """Tokens of a conversation."""
@@ -231,7 +232,7 @@ class Teacher:
         modules = [*self._decoder.layers, self._decoder.norm]
         self._found: dict[int, Tensor] = {}
         for tap in taps:
-            modules[tap].register_forward_pre_hook(self._recorder(tap), with_kwargs=True)
+            modules[tap].register_forward_pre_hook(recorder(self._found, tap), with_kwargs=True)
         self._taps = taps
 
     @torch.no_grad()
@@ -243,7 +244,6 @@ class Teacher:
         Args:
             talks: The conversations.
             ids: Ascending, int64 [outputs].
-            num_depths: Depths that are predicted.
             starts: First position of each conversation of which a head sees the state, int64.
         """
         width = talks.token_ids.shape[1]
@@ -278,12 +278,6 @@ class Teacher:
             found.append((ids[top.indices], top.values.float() / heat_of - total))
         top_ids, top_logs = zip(*found, strict=True)
         return torch.cat(top_ids), torch.cat(top_logs)
-
-    def _recorder(self, tap: int) -> Any:
-        def record(_module: Any, given: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
-            self._found[tap] = given[0] if given else named["hidden_states"]
-
-        return record
 
 
 def conversations(
@@ -351,8 +345,7 @@ def train(
         kl_until: Share of the time in which the loss is the KL divergence alone.
     """
     device = talks.token_ids.device
-    trained = [one for one in head.parameters() if one.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=0.0, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
+    optimizer = optimizer_of(head, 0.0)
     generator = torch.Generator().manual_seed(1)
     began, step = time.monotonic(), 0
     while (progress := (time.monotonic() - began) / seconds) < 1:
@@ -369,10 +362,7 @@ def train(
             wanted, found = head.common(batch, logs)
         each = loss_of("kl" if progress < kl_until else "coupled", wanted, found)
         loss = (each * weight).sum() / weight.sum()
-        optimizer.zero_grad()
-        torch.autograd.backward(loss)
-        torch.nn.utils.clip_grad_norm_(trained, 1.0)
-        optimizer.step()
+        take_step(head, optimizer, loss)
         step += 1
         yield step, loss.detach()
 
@@ -489,9 +479,7 @@ def main() -> None:
     card = measure(head, teacher, held)
     card |= {"answer_tokens": int(talks.is_answer.sum()), "steps": step, "batch": options.batch}
     report(json.dumps(card))
-    fingerprint = model_identity(options.target, dtype="-", device="cpu", deterministic=False)
-    identity = {"target": fingerprint.partition("/")[0], "tokenizer": vocab_sha256(options.target)}
-    head.save(options.out, identity, Path(options.target).name, card)
+    head.save(options.out, fingerprints_of(options.target), Path(options.target).name, card)
 
 
 if __name__ == "__main__":

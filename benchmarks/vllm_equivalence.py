@@ -29,7 +29,6 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from math import inf
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,7 +50,7 @@ from benchmarks.equivalence import (
     noise_of,
     ties,
 )
-from benchmarks.provenance import write_result
+from benchmarks.provenance import make_parser, settings_of, write_result
 from gammaray import AsyncClient
 from gammaray.bench.measure import first_difference
 from gammaray.bench.prompts import fingerprint
@@ -68,11 +67,7 @@ WITH_HEAD: dict[str, GenerateOptions] = {
 
 
 class NoisedGaps:
-    """The logits of `transformers` in float32, with gammaray's noise.
-
-    Args:
-        model: Directory or hub name.
-    """
+    """The logits of `transformers` in float32, with gammaray's noise."""
 
     def __init__(self, model: str) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
@@ -198,11 +193,7 @@ async def _compare(given: argparse.Namespace, asks: Asks) -> Comparisons:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.vllm_equivalence",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--target", default="build/models/smollm2", help="directory or hub name")
     parser.add_argument("--draft", default="build/models/smollm2", help="directory or hub name")
     parser.add_argument("--head", default="", help="EAGLE-3 or other head of the target; empty: none")
@@ -211,7 +202,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--sampled", type=int, help="how many of all at temperature 1; default: all")
     parser.add_argument("--tokens", type=int, default=32, help="of each completion; default 32")
     parser.add_argument("--at-once", type=int, default=4, help="requests in flight; default 4")
-    parser.add_argument("--out", type=Path, help="result file (default: in benchmarks/results)")
     return parser
 
 
@@ -223,7 +213,7 @@ def main() -> None:
     found = run_or_exit(_compare(given, Asks(tuple(asked), given.tokens, True, given.at_once)))
     Console(width=120).print(comparison_table(found.counts))
     result = {
-        "settings": {key: value for key, value in vars(given).items() if key != "out"},
+        "settings": settings_of(given),
         "workload_fingerprint": fingerprint([" ".join(map(str, one)) for one in asked]),
         "comparisons": found.counts,
         "ties": ties(found.plain),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from typing import Any
 from benchmarks.clients.environments import ensure_environment, pinned_version
 from benchmarks.clients.programs import PROGRAMS, ClientError, Program, Server
 from benchmarks.cluster import run_or_exit, running_cluster
-from benchmarks.provenance import write_result
+from benchmarks.provenance import make_parser, write_result
 from services.demo_pair import TARGET_DIR
 
 
@@ -56,10 +55,9 @@ def _short(value: Any) -> str:
 
 def main() -> int:
     """Run, print the table, write the result; return 0 if everything worked."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = make_parser(__doc__)
     names = sorted({program.client for program in PROGRAMS})
     parser.add_argument("clients", nargs="*", metavar="NAME", help=f"of {', '.join(names)}; default all")
-    parser.add_argument("--out", type=Path, help="where to write the result")
     arguments = parser.parse_args()
     if unknown := sorted(set(arguments.clients) - set(names)):
         parser.error(f"no client {', '.join(unknown)}; there are {', '.join(names)}")

@@ -31,13 +31,7 @@ class ClientError(RuntimeError):
 
 @dataclass(frozen=True)
 class Server:
-    """Where the cluster is.
-
-    Args:
-        address: host:port of the HTTP API.
-        model: Name of the model.
-        tokenizer: Directory of the target model.
-    """
+    """Where the cluster is."""
 
     address: str
     model: str
@@ -46,13 +40,7 @@ class Server:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a client reported.
-
-    Args:
-        succeeded: Requests, or examples, that worked.
-        total: Of how many.
-        figures: What else it reported.
-    """
+    """What a client reported."""
 
     succeeded: int
     total: int

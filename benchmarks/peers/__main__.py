@@ -26,35 +26,43 @@ from benchmarks.chart import by_category
 from benchmarks.cluster import run_or_exit
 from benchmarks.peers.run import Settings, compare, has_changed_tokens
 from benchmarks.prompts import CATEGORIES
-from benchmarks.provenance import write_result
+from benchmarks.provenance import make_parser, settings_of, write_result
 from gammaray.demo_pair import DEMO_PAIR
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.peers",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--target", default=DEMO_PAIR, help="model directory, or demo (default)")
-    parser.add_argument("--draft", help="directory of a draft model, or demo")
-    parser.add_argument("--head", help="directory of a head or draft model in the target worker")
-    parser.add_argument("--weights", default="auto", help="of that: auto (default), int8 or int4")
-    parser.add_argument("--categories", default=",".join(CATEGORIES), help="comma-separated; default: all")
-    parser.add_argument("--prompts", type=int, default=3, help="prompts per category, up to 10; default 3")
-    parser.add_argument("--tokens", type=int, default=96, help="tokens per completion; default 96")
-    parser.add_argument("--to-end", action="store_true", help="completions end where the model ends them")
-    parser.add_argument("--repetitions", type=int, default=3, help="default 3")
-    parser.add_argument("--temperature", default="0,0.7,1", help="comma-separated; default 0,0.7,1")
-    parser.add_argument("--streams", default="1", help="completions in flight, comma-separated; default 1")
-    parser.add_argument("--threads", type=int, default=1, help="arithmetic threads per model; default 1")
-    parser.add_argument("--seed", type=int, default=0, help="of the order of the systems; default 0")
-    parser.add_argument("--without", default="", help="systems to leave out, comma-separated")
-    parser.add_argument("--gguf", type=Path, help="the target for llama.cpp")
-    parser.add_argument("--draft-gguf", type=Path, help="the draft for llama.cpp")
-    parser.add_argument("--out", type=Path, help="new result file; default: in benchmarks/results")
+    parser = make_parser(__doc__)
+    add = parser.add_argument
+    add("--target", default=DEMO_PAIR, help="model directory, or demo (default)")
+    add("--draft", help="directory of a draft model, or demo")
+    add("--head", help="directory of a head or draft model in the target worker")
+    add("--weights", default="auto", help="of that: auto (default), int8 or int4")
+    add("--categories", type=_list, default=CATEGORIES, help="comma-separated; default: all")
+    add("--prompts", dest="num_prompts", type=int, default=3, help="per category, up to 10; default 3")
+    add("--tokens", dest="max_tokens", type=int, default=96, help="tokens per completion; default 96")
+    add("--to-end", dest="ignore_eos", action="store_false", help="completions end where the model ends them")
+    add("--repetitions", type=int, default=3, help="default 3")
+    add("--temperature", dest="temperatures", type=_floats, default="0,0.7,1", help="default 0,0.7,1")
+    add("--streams", type=_integers, default="1", help="completions in flight, comma-separated; default 1")
+    add("--threads", type=int, default=1, help="arithmetic threads per model; default 1")
+    add("--seed", type=int, default=0, help="of the order of the systems; default 0")
+    add("--without", type=_list, default="", help="systems to leave out, comma-separated")
+    add("--gguf", type=Path, help="the target for llama.cpp")
+    add("--draft-gguf", type=Path, help="the draft for llama.cpp")
     parser.epilog = "LLAMA_SERVER: path of llama-server."
     return parser
+
+
+def _list(text: str) -> tuple[str, ...]:
+    return tuple(filter(None, text.split(",")))
+
+
+def _floats(text: str) -> tuple[float, ...]:
+    return tuple(map(float, text.split(",")))
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))
 
 
 def main() -> None:
@@ -64,25 +72,7 @@ def main() -> None:
     if options.out is not None and options.out.exists():
         parser.error(f"--out: {options.out} exists")
     try:
-        settings = Settings(
-            target=options.target,
-            draft=options.draft,
-            categories=tuple(options.categories.split(",")),
-            num_prompts=options.prompts,
-            max_tokens=options.tokens,
-            repetitions=options.repetitions,
-            temperatures=tuple(float(text) for text in options.temperature.split(",")),
-            streams=tuple(int(text) for text in options.streams.split(",")),
-            threads=options.threads,
-            seed=options.seed,
-            without=tuple(filter(None, options.without.split(","))),
-            llama_server=os.environ.get("LLAMA_SERVER"),
-            gguf=options.gguf,
-            draft_gguf=options.draft_gguf,
-            head=options.head,
-            weights=options.weights,
-            ignore_eos=not options.to_end,
-        )
+        settings = Settings(**settings_of(options), llama_server=os.environ.get("LLAMA_SERVER"))
     except ValueError as error:
         parser.error(str(error))
     result = run_or_exit(compare(settings, Console(width=140)))

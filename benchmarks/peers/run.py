@@ -49,26 +49,10 @@ ALL = "all"
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured; stands in the result file.
+    """What is measured, as the options of `python -m benchmarks.peers` say; stands in the result file.
 
     Attributes:
-        target: Directory or hub name, or "demo".
-        draft: Likewise; None: no drafts of a model.
-        head: A head in the target worker; None: none.
-        weights: Of the draft or head in gammaray: auto, int8 or int4.
-        categories: Of `benchmarks.prompts`.
-        num_prompts: Prompts per category.
-        max_tokens: Tokens per completion.
-        ignore_eos: Continue after end-of-sequence tokens, so that all completions are as long.
-        repetitions: Values per figure.
-        temperatures: Temperatures to measure.
-        streams: Numbers of completions in flight to measure.
-        threads: Arithmetic threads of each model.
-        seed: Draws the order of the systems.
-        without: Systems to leave out.
         llama_server: Path of llama-server; None: llama.cpp is not measured.
-        gguf: The target for llama.cpp, which it needs.
-        draft_gguf: The draft for llama.cpp.
 
     Raises:
         ValueError: A setting is not allowed.

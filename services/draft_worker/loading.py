@@ -14,10 +14,8 @@ def load_learning(path: str, target: str, settings: DraftSettings, engine: Engin
     """Begin to learn with a draft model.
 
     Args:
-        path: Its directory.
         target: The target's directory or hub name; "" if the settings do not name it.
         settings: Of the worker; `learn` is not empty.
-        engine: Runs the draft model.
 
     Raises:
         InvalidArgumentError: It was not made by `gammaray train`, or the settings do not name its target.

@@ -58,12 +58,8 @@ class Lookahead:
     """Prepares the next proposals of sessions, likeliest outcomes over all sessions first.
 
     Args:
-        engine: The draft model and its cache.
         max_rows: Upper bound of tokens in one forward.
         stop: Set while a request waits for the engine.
-
-    Attributes:
-        stats: Its counters.
     """
 
     def __init__(self, engine: Engine, max_rows: int, stop: c_int32) -> None:
@@ -84,8 +80,6 @@ class Lookahead:
         """Count the proposal just made for a task, and start preparing those that may follow it.
 
         Args:
-            speculation: The session's.
-            task: The task.
             is_hit: Whether its proposal needed no forward.
         """
         self._pending[speculation.session.session_id] = speculation, task

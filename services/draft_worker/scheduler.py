@@ -68,13 +68,10 @@ class DraftScheduler(Scheduler[ProposeTask]):
     cache is cut where the tokens differ. Its proposals are chains; nothing is drafted ahead.
 
     Args:
-        engine: The draft model and its cache.
-        limits: Bounds of one forward.
         draft_top_k: Largest support of a shipped distribution.
         weight_bits: Its weights' sum is 2^weight_bits.
         ahead_rows: Upper bound of tokens in one forward of draft-ahead; 0 switches it off.
         translation: The vocabularies, if the target's is another one.
-        grammars: Compiles the sessions' grammars; None: sessions with one are refused.
         learning: The draft model's versions, if it is trained while it serves.
 
     Attributes:
@@ -116,7 +113,6 @@ class DraftScheduler(Scheduler[ProposeTask]):
         super().close()
 
     def load(self) -> LoadCounters:
-        """Return the load counters so far, including draft-ahead hits."""
         counters = super().load()
         if self.lookahead is None:
             return counters
@@ -125,11 +121,9 @@ class DraftScheduler(Scheduler[ProposeTask]):
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has anything to do, draft-ahead included."""
         return not self.is_idle or (self.lookahead is not None and self.lookahead.has_work)
 
     def submit(self, tasks: Iterable[ProposeTask]) -> None:
-        """Queue blocks; those of one session are served one after another."""
         tasks = list(tasks)
         if not all(task.is_notice for task in tasks):
             self._stop.value = 0  # reset: draft-ahead does not run while blocks wait

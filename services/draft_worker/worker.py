@@ -39,12 +39,7 @@ DEFAULT_TIMEOUT_MS = 10_000
 
 
 class DraftServicer(draft_service_pb2_grpc.DraftServiceServicer):
-    """Serves proposals.
-
-    Args:
-        streams: The worker's open streams.
-        model: What the worker serves.
-    """
+    """Serves proposals."""
 
     def __init__(self, streams: Streams, model: Model) -> None:
         self._streams, self._model = streams, model

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -17,33 +16,19 @@ CPU_SHARE = 0.25
 """Share of free memory on CPUs: other workers may run there, and their caches may not be full yet."""
 
 
-class CacheBudget:
-    """Resolves a worker's budget.
+def cache_budget(device: torch.device, num_bytes: int | None, share: float) -> int:
+    """Return the bytes for keys and values on a device; call it after the weights are loaded.
 
     Args:
-        num_bytes: Upper bound of keys and values; None: derived from the free memory.
+        num_bytes: The budget, if it is set; None: from the free memory.
         share: Share of a GPU's free memory to use then.
-        free: Returns the free bytes of a device.
     """
-
-    def __init__(
-        self,
-        num_bytes: int | None = None,
-        share: float = 0.8,
-        free: Callable[[torch.device], int] | None = None,
-    ) -> None:
-        self.num_bytes, self.share = num_bytes, share
-        self._free = free or free_memory
-
-    def on(self, device: torch.device) -> int:
-        """Return the budget in bytes on a device; call it after the weights are loaded."""
-        if self.num_bytes is not None:
-            return self.num_bytes
-        free = self._free(device)
-        wanted = (
-            int(free * self.share) if device.type == "cuda" else min(int(free * CPU_SHARE), MAX_CPU_BYTES)
-        )
-        return max(MIN_BYTES, wanted)
+    if num_bytes is not None:
+        return num_bytes
+    free = free_memory(device)
+    if device.type == "cuda":
+        return max(MIN_BYTES, int(free * share))
+    return max(MIN_BYTES, min(int(free * CPU_SHARE), MAX_CPU_BYTES))
 
 
 def free_memory(device: torch.device) -> int:

@@ -18,7 +18,6 @@ def uses_vllm(engine: str, device: str) -> bool:
 
     Args:
         engine: The setting `engine`; "auto" takes vLLM where it is installed and there is a GPU.
-        device: The setting `device`.
     """
     if engine != "auto":
         return engine == "vllm"

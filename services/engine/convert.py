@@ -41,7 +41,6 @@ def convert(path: str, directory: Path, dtype: str = "bfloat16") -> None:
     """Write the model and the tokenizer of a GGUF file to a new directory, which appears once it is complete.
 
     Args:
-        path: The file.
         directory: The directory to create; its parents are created, too.
         dtype: "bfloat16", "float16" or "float32".
 

@@ -26,11 +26,8 @@ class Engine:
     """One model and the caches of its sessions; built by `services.engine.loader`.
 
     Attributes:
-        model_name: Directory or hub name.
         vocab_size: Token ids lie in [0, vocab_size).
         max_context: Positions lie in [0, max_context).
-        num_layers: Depth of the model.
-        runner: Computes the forwards.
         device: Device of the forwards and of the returned logits.
         dtype: Type of its weights, keys and values.
         kernel: Implementation of its forwards: the instruction set of the compiled CPU kernel, or "none: "
@@ -237,7 +234,6 @@ class Engine:
         """Keep the first `length` tokens of a session; the cost depends only on the tokens dropped.
 
         Args:
-            session_id: The session.
             length: Tokens of the chain to keep.
             num_nodes: Tree nodes to keep, of those after the whole chain.
 
@@ -254,7 +250,6 @@ class Engine:
         """Make the nodes of `path`, after they were fed, positions base, base + 1, ... of the chain.
 
         Args:
-            session_id: The session.
             base: Position of the path's first node: the number of tokens before it.
             path: Indices of the accepted nodes, each the child of the one before.
             keep: Indices, ascending, of nodes to keep as a tree after the new chain; all others are dropped.

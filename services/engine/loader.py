@@ -12,14 +12,14 @@ import torch
 
 from gammaray.config import DraftSettings, WorkerSettings
 from gammaray.errors import GammarayError, InvalidArgumentError
-from services.engine.cache_budget import DEFAULT_CACHE_BUDGET_BYTES, CacheBudget
+from services.engine.cache_budget import DEFAULT_CACHE_BUDGET_BYTES, cache_budget
 from services.engine.checks import check_deterministic, check_model
 from services.engine.core.batch import Runner
 from services.engine.core.device import on_device, raise_if_lost
 from services.engine.core.drafter import DraftFormat, load_drafter
 from services.engine.core.errors import UnsupportedModelError
 from services.engine.core.kv_cache import CacheShape, CacheStore
-from services.engine.core.model import LoadedModel, load_model
+from services.engine.core.model import LoadedModel, embeddings, load_model
 from services.engine.core.quantised import QuantisedMatrix, quantise_model
 from services.engine.core.shapes import check_token_map, check_weights, input_names
 from services.engine.core.tensor_files import checkpoint_folder, read_tensor, tensor_names
@@ -116,11 +116,6 @@ def _load(
 def load_worker_engine(path: str, settings: WorkerSettings, draft_for: str | None = None) -> Engine:
     """Load a model with a worker's settings, in one process.
 
-    Args:
-        path: Directory or hub name.
-        settings: The worker's settings.
-        draft_for: As for `load_engine`.
-
     Raises:
         UnsupportedModelError: It cannot be served exactly; the reason is in the error.
         NotFoundError: There is no such model.
@@ -146,11 +141,6 @@ class DraftVersions:
 
     Nothing of transformers is called for a version: it builds models under a default dtype of the whole
     process, which a thread that computes meanwhile must not see.
-
-    Args:
-        path: Directory of the draft model.
-        settings: Of its worker.
-        target: As `draft_for` of `load_engine`.
     """
 
     def __init__(self, path: str, settings: DraftSettings, target: str) -> None:
@@ -177,7 +167,7 @@ class DraftVersions:
         ids = check_token_map(directory, count, first.config.vocab_size, d2t)
         if own is not None and (ids is None or not torch.equal(ids, own)):
             raise UnsupportedModelError(directory, "it has other output tokens")
-        embedding = first.llama.get_input_embeddings().weight
+        embedding = embeddings(first.module)[0].weight
         module = copy.deepcopy(first.module, {id(embedding): embedding})
         expected = {name: one for name, one in module.state_dict().items() if name not in input_names(module)}
         check_weights(directory, expected, weights)
@@ -196,8 +186,8 @@ class DraftVersions:
 def limit_cache(engine: Engine, settings: WorkerSettings) -> None:
     """Set a loaded engine's cache budget from the worker's settings, or from the free memory."""
     given = settings.cache_budget_mb
-    budget = CacheBudget(None if given is None else given << 20, settings.cache_memory_share)
-    engine.limit_cache(budget.on(engine.device))
+    num_bytes = None if given is None else given << 20
+    engine.limit_cache(cache_budget(engine.device, num_bytes, settings.cache_memory_share))
 
 
 @contextmanager

@@ -146,11 +146,7 @@ class EagleLayer(nn.Module):
 
 
 class EagleHead(nn.Module):
-    """An EAGLE-3 head; its parameters have the names of the `speculators` format.
-
-    Args:
-        config: Its shape and variant.
-    """
+    """An EAGLE-3 head; its parameters have the names of the `speculators` format."""
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
@@ -172,7 +168,6 @@ class EagleHead(nn.Module):
         """Return features [..., hidden_size] from the target's states [..., taps, target_hidden_size].
 
         Args:
-            states: The states.
             fc: Computes `fc` in another way.
         """
         config = self.config

@@ -81,10 +81,6 @@ _OFFICIAL_KEYS = frozenset(
 def kind_of_config(config: Mapping[str, Any], tensors: Collection[str]) -> str:
     """Return the kind of a head: "eagle3", "eagle" (1 and 2), "medusa", "dflash", or its `speculators` type.
 
-    Args:
-        config: Its configuration.
-        tensors: The names of its tensors.
-
     Returns:
         The kind; empty for a model.
     """
@@ -102,23 +98,12 @@ def kind_of_config(config: Mapping[str, Any], tensors: Collection[str]) -> str:
 
 
 def is_head(folder: Path, tensors: Sequence[str]) -> bool:
-    """Return whether a directory holds a head and no model.
-
-    Args:
-        folder: It has a config.json.
-        tensors: The names of its tensors.
-    """
+    """Return whether a directory holds a head and no model."""
     return kind_of_config(_stored(folder), tensors) != ""
 
 
 def read_config(name: str, folder: Path, tensors: Sequence[str], target: PretrainedConfig) -> EagleConfig:
     """Return the configuration of a head.
-
-    Args:
-        name: Its directory or hub name, for errors.
-        folder: Where its config.json is.
-        tensors: The names of its tensors.
-        target: The target's configuration.
 
     Raises:
         UnsupportedModelError: The format, a flag or a size is not supported, or does not fit the target.

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from services.engine.core.batch import Batch, Taps
 from services.engine.core.kv_cache import CacheShape
-from services.engine.core.quantised import QuantisedMatrix, quantise_int4, quantise_int8
-from services.engine.native.bindings import BatchArguments, LayerWeights, MatrixWeights, ModelWeights
+from services.engine.core.quantised import QuantisedMatrix, quantised_matrices
+from services.engine.native.bindings import BatchArguments, LayerWeights, ModelWeights
 from services.engine.native.library import kernel_threads, load_kernel
 from services.engine.native.runner import NativeRunner
 from services.engine.native.weights import NativeModel, Packer, check_layout
@@ -36,16 +36,13 @@ class KernelMap:
     """A linear map of float32 rows, computed by the compiled kernel.
 
     Args:
-        linear: The map.
-        library: The kernel.
         quantised: The quantised matrices by the address of their weights.
     """
 
     def __init__(self, linear: nn.Linear, library: Any, quantised: Mapping[int, QuantisedMatrix]) -> None:
         self._library, self._size = library, linear.out_features
         self._kept: list[Any] = []
-        packer = Packer(library.gr_panel(), library.gr_lanes(), self._kept, quantised)
-        self._matrix = _joined(packer, linear)
+        self._matrix = Packer(library.gr_panel(), library.gr_lanes(), self._kept, quantised).maps(linear)
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Return the images [rows, outputs] of rows [rows, inputs]."""
@@ -60,7 +57,6 @@ class HeadKernelRunner(NativeRunner):
     """Runs steps of a head with the compiled kernel.
 
     Args:
-        name: Of the head, for errors.
         head: A head for which `kernel_obstacle` is empty.
         max_context: Positions lie below it.
         weights: "auto" (as stored), "int8" or "int4".
@@ -80,7 +76,6 @@ class HeadKernelRunner(NativeRunner):
         return self._states.cache_shape(torch.float32, torch.device("cpu"))
 
     def fuse(self, states: Tensor) -> Tensor:
-        """Return the features of the target's states, see `EagleHead.fuse`."""
         return self.head.fuse(states, self._fc)
 
     def forward(self, batch: Batch) -> Tensor:
@@ -136,10 +131,10 @@ def _packed(
     attention, mlp = layer.self_attn, layer.mlp
     layers = (LayerWeights * 1)(
         LayerWeights(
-            _joined(packer, attention.q_proj, attention.k_proj, attention.v_proj),
-            _joined(packer, attention.o_proj),
-            _joined(packer, mlp.gate_proj, mlp.up_proj),
-            _joined(packer, mlp.down_proj),
+            packer.maps(attention.q_proj, attention.k_proj, attention.v_proj),
+            packer.maps(attention.o_proj),
+            packer.maps(mlp.gate_proj, mlp.up_proj),
+            packer.maps(mlp.down_proj),
             packer.vector(layer.input_layernorm.weight),
             packer.vector(layer.post_attention_layernorm.weight),
             packer.vector(attention.q_norm.weight) if config.has_head_norms else None,
@@ -150,15 +145,11 @@ def _packed(
     model.kept.append(layers)
     made = model.weights
     made.hidden, made.intermediate = config.hidden_size, config.intermediate_size
-    made.heads, made.kv_heads, made.head_dim, made.layers = (
-        config.num_heads,
-        config.num_kv_heads,
-        config.head_dim,
-        1,
-    )
+    made.heads, made.kv_heads = config.num_heads, config.num_kv_heads
+    made.head_dim, made.layers = config.head_dim, 1
     made.scaling, made.norm_eps = config.head_dim**-0.5, config.norm_eps
     made.embedding, made.embedding_scale = packer.embedding(head.embed_tokens.weight)
-    made.head = _joined(packer, head.lm_head)
+    made.head = packer.maps(head.lm_head)
     made.layer = layers
     made.is_head = True
     made.last_norm = packer.vector(head.norm.weight)
@@ -168,19 +159,9 @@ def _packed(
     return model
 
 
-def _joined(packer: Packer, *maps: nn.Linear) -> MatrixWeights:
-    return packer.matrix([(one.weight, one.bias) for one in maps])
-
-
 def _quantised(head: EagleHead, weights: str) -> Mapping[int, QuantisedMatrix]:
     """Return the quantised matrices by the address of their weights; none for "auto"."""
     if weights == "auto":
         return {}
-    found = {}
-    for module in head.modules():
-        if isinstance(module, (nn.Linear, nn.Embedding)):
-            # The kernel reads up to four inputs of int4 at once.
-            is_inner = module not in (head.embed_tokens, head.lm_head) and module.weight.shape[1] % 4 == 0
-            quantise = quantise_int4 if weights == "int4" and is_inner else quantise_int8
-            found[module.weight.data_ptr()] = quantise(module.weight)
-    return found
+    found = quantised_matrices(head, (head.embed_tokens, head.lm_head), weights)
+    return {weight.data_ptr(): matrix for weight, matrix in found}

@@ -28,8 +28,6 @@ def load_head(name: str, target: str, like: EagleHead | None = None) -> tuple[Ea
     """Load a head for a target.
 
     Args:
-        name: Directory or hub name.
-        target: The target's directory or hub name.
         like: Another head of this target, which shares the embedding with this one if that has none. Nothing
             of the target is loaded then, which transformers cannot do beside a thread that computes.
 

@@ -26,11 +26,7 @@ HEAD_CACHE_BYTES = 1 << 30
 
 
 class HeadRunner(Runner):
-    """Runs steps of a head with torch, on any device.
-
-    Args:
-        head: The head, on its device.
-    """
+    """Runs steps of a head with torch, on any device."""
 
     def __init__(self, head: EagleHead) -> None:
         config = head.config
@@ -44,7 +40,6 @@ class HeadRunner(Runner):
         return self._states.cache_shape(weight.dtype, weight.device)
 
     def fuse(self, states: Tensor) -> Tensor:
-        """Return the features of the target's states, see `EagleHead.fuse`."""
         weight = self.head.fc.weight
         return self.head.fuse(states.to(weight.device, weight.dtype))
 
@@ -85,8 +80,6 @@ def head_engine(
     Args:
         head: The head, on its device, in its type.
         target_ids: The target's token of each row of its output; None: row i is token i.
-        name: Directory or hub name.
-        max_context: The target's.
         budget_bytes: Upper bound of the caches of all sessions.
         weights: "auto", "int8" or "int4"; the last two need the compiled kernel.
         uses_kernel: Use the compiled kernel where it covers the head.

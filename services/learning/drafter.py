@@ -23,12 +23,7 @@ Request = tuple[SessionCopy, Shape, int]
 
 
 class LearningDrafter(HeadLearner[HeadDrafter]):
-    """Has the methods of `LocalDrafter`, over several versions of a head.
-
-    Args:
-        taps: As of `LocalDrafter`.
-        versions: The versions.
-    """
+    """Has the methods of `LocalDrafter`, over several versions of a head."""
 
     def __init__(self, taps: Sequence[int], versions: Versions[HeadDrafter]) -> None:
         super().__init__(versions)
@@ -36,13 +31,11 @@ class LearningDrafter(HeadLearner[HeadDrafter]):
         self._dtype = torch.float32  # of the target's states; buffers keep fewer bits
 
     def take(self, session_id: str, start: int, states: Tensor) -> None:
-        """Keep the hidden states of committed positions, see `LocalDrafter.take`."""
         super().take(session_id, start, states)
         self._dtype = states.dtype
         self._sessions[session_id].version.take(session_id, start, states)
 
     def end(self, session: SessionCopy) -> None:
-        """Forget a session; its stream is recorded if its tenant agreed."""
         if (drafting := self._sessions.get(session.session_id)) is not None:
             drafting.version.drop(session.session_id)
         super().end(session)

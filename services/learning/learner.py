@@ -19,11 +19,7 @@ T = TypeVar("T")
 
 
 class Learner(Generic[T]):
-    """Follows the sessions of one worker.
-
-    Args:
-        versions: The versions of its drafter.
-    """
+    """Follows the sessions of one worker."""
 
     def __init__(self, versions: Versions[T]) -> None:
         self.versions = versions

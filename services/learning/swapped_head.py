@@ -88,15 +88,7 @@ def check_swapped(learn: str, head: str) -> None:
 def swapped_head(
     folder: str, target: str, head: str, vocab_size: int, swap: Callable[[str], None]
 ) -> SwappedHead:
-    """Begin to learn with a head that an engine has loaded.
-
-    Args:
-        folder: What this machine learns.
-        target: Directory or hub name of the target.
-        head: Directory of the head.
-        vocab_size: Number of the target's token ids.
-        swap: As of `SwappedHead`.
-    """
+    """Begin to learn with a head that an engine has loaded."""
     shapes = {key: tensor.to("meta") for key, tensor in _read(head).items()}
     ids = shapes.pop("d2t")
 

@@ -68,7 +68,6 @@ class Drafting(Generic[T]):
     Attributes:
         name: Its tenant's drafter; None: the drafter of the start, and nothing is kept.
         number: Number of the version that drafts for it.
-        version: That version.
         tested: Length of the tokens before the last proposal, and its first token; None without one.
         buffer: The target's states that its head reads; None: a draft model reads none.
         is_kept: Whether they are buffered.
@@ -92,7 +91,6 @@ class Versions(Generic[T]):
     Args:
         base: The drafter of the start, version 0.
         load: Loads the version in a directory.
-        folder: What this machine learns.
         command: Starts the process that trains; None: another one does.
         span: Tokens after which it is drawn again which version drafts for a session.
 
@@ -254,12 +252,9 @@ def learn(
     """Begin to learn with a drafter of `gammaray train`.
 
     Args:
-        folder: What this machine learns.
         target: Directory or hub name of the target.
         drafter: Of the drafter of the start.
-        base: That drafter.
         load: Loads the version in a directory, which is for the same target and tokenizer.
-        span: As of `Versions`.
     """
 
     def load_checked(directory: str) -> T:

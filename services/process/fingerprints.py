@@ -202,11 +202,7 @@ def _samples(source: BinaryIO, start: int, size: int) -> Iterator[bytes]:
 
 
 def vocab_sha256(model: str) -> str:
-    """Return the fingerprint of a model's vocabulary; empty without a tokenizer.
-
-    Args:
-        model: Directory or hub name.
-    """
+    """Return the fingerprint of a model's vocabulary; empty without a tokenizer."""
     try:
         vocabulary = AutoTokenizer.from_pretrained(model).get_vocab()
     except Exception as error:

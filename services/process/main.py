@@ -26,8 +26,6 @@ def run(
     """Serve until SIGTERM or SIGINT.
 
     Args:
-        prog: Module name, for messages.
-        settings_class: Defines the options.
         worker: `module:class`, imported after the options were validated, since it loads torch.
         argv: Command line; None is that of the process.
 

@@ -28,8 +28,6 @@ class Announcer:
     """Keeps one worker's registry entry alive.
 
     Args:
-        redis_url: URL of the registry.
-        role: draft or target.
         address: host:port at which orchestrators reach the worker; its info call returns the rest.
         prefix: Beginning of the keys of the worker's cluster.
 

@@ -46,11 +46,9 @@ class Worker(ABC, Generic[SettingsT]):
     """Base of draft and target workers; `start` and `stop` are called from one event loop.
 
     Args:
-        settings: What to serve and where.
         host: Host that orchestrators connect to if the server listens on every interface.
 
     Attributes:
-        settings: What to serve and where.
         address: host:port of the server; empty before the start.
         engine: The thread that runs the model.
         streams: The open gRPC streams; None before the start.
@@ -82,11 +80,7 @@ class Worker(ABC, Generic[SettingsT]):
 
     @abstractmethod
     def load_model(self, path: str) -> tuple[Model, BlockQueue[Any, Any]]:
-        """Load what this kind of worker serves, in the engine's thread; return its facts and scheduler.
-
-        Args:
-            path: Directory or hub name.
-        """
+        """Load what this kind of worker serves, in the engine's thread; return its facts and scheduler."""
 
     @abstractmethod
     def _add_servicer(self, server: Any, streams: Streams, model: Model) -> None:

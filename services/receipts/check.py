@@ -66,7 +66,6 @@ class ReceiptVerdict:
         largest_gap: The largest `gap` of these, at most the margin.
         margin: How far two logits may move towards each other to make a token the argmax.
         position: Index of the first wrong token among the emitted ones.
-        token: That token.
         expected: The token in its place.
         gap: How far its score log p + noise is above that of `token`, times the temperature: nats of a logit.
             With `top_p`, at the mass within the margin that just keeps `token`. None: it cannot be drawn.

@@ -56,7 +56,6 @@ class BlockQueue(ABC, Generic[TaskT, WorkT]):
         grammars: Compiles the sessions' grammars; None: sessions with one are refused.
 
     Attributes:
-        meter: The worker's metrics.
         step_timeout_s: After how many seconds a step counts as stuck; None: never.
     """
 

@@ -38,11 +38,7 @@ class AheadStats:
 class WorkerMeter:
     """The metrics of one worker; written by the engine's thread.
 
-    Args:
-        role: draft or target.
-
     Attributes:
-        meter: Holds the metrics.
         step_s: Seconds of the steps that served blocks.
     """
 

@@ -102,9 +102,6 @@ class StepBudget:
     A step that takes longer than the limit lowers the budget in proportion; a short one that used most of the
     budget raises it. With a limit the first budget is `MIN_STEP_TOKENS`, as nothing is known of the model.
 
-    Args:
-        limits: Bounds of one forward.
-
     Attributes:
         num_tokens: Tokens that the next step may take.
         token_s: Seconds per token of the last step of many tokens; 0 before the first one.
@@ -147,7 +144,6 @@ def plan(
     Args:
         blocks: Oldest first.
         num_cached: Returns how many tokens of a session are cached.
-        limits: Bounds of the forward.
         budget: A further bound of its tokens; the tokens of the oldest block that need logits may exceed it.
     """
     found = []

@@ -39,10 +39,7 @@ class Scheduler(BlockQueue[TaskT, Running[TaskT]]):
     """Serves blocks of many sessions with one engine; at most one block per session at a time.
 
     Args:
-        engine: The model and its cache.
-        limits: Bounds of one forward.
         vocab_size: Number of token ids of the sessions; None: that of the engine's model.
-        grammars: Compiles the sessions' grammars; None: sessions with one are refused.
 
     Attributes:
         budget: How many tokens a step may take.
@@ -71,7 +68,6 @@ class Scheduler(BlockQueue[TaskT, Running[TaskT]]):
         """Take the logits `[num_logits, vocab_size]` of a feed; None requests another forward."""
 
     def stats(self) -> CacheStats:
-        """Return the counters of the engine's cache; callable from any thread."""
         return self.engine.stats()
 
     def fail_all(self, error: GammarayError) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 
 import torch
 
@@ -28,51 +29,36 @@ NOISE_BYTES_PER_ID = 2 * 64 * 8
 """Two streams of at most 64 float64 rows each, see services/engine/sampling/noise.py."""
 
 
+@dataclass(slots=True, eq=False)
 class SessionCopy:
     """A worker's copy of a session.
 
-    Attributes:
+    Args:
+        grammar: State of the spec's grammar; None without one, or if the worker cannot follow it.
+        noise: None at temperature 0, and while the session is not among the recent ones.
         tokens: Committed tokens, then those that the worker itself expects to be committed next.
         num_confirmed: How many of `tokens` the orchestrator sent as committed. The rest come from this
             worker's own verdict; a new owner drops them, since it may have received a different verdict.
-        noise: None at temperature 0, and while the session is not among the recent ones.
         num_counted: Number of the session's token ids that the table has counted towards its bound.
         changed_from: First position at which the last block changed or extended `tokens`.
-        grammar: State of the spec's grammar; None without one, or if the worker cannot follow it.
         edits: Changes to the logits by the sampling parameters; created by `edits_for` on first use for a
             spec.
         masking: Computes masks of the current block in another thread, see `services.scheduling.masks`.
         has_slow_masks: Whether its last masks took so long that no step waits for the next ones.
     """
 
-    __slots__ = (
-        "changed_from",
-        "edits",
-        "epoch",
-        "grammar",
-        "has_slow_masks",
-        "masking",
-        "noise",
-        "num_confirmed",
-        "num_counted",
-        "session_id",
-        "spec",
-        "tokens",
-    )
-
-    def __init__(
-        self, session_id: str, epoch: int, spec: SessionSpec, grammar: GrammarState | None = None
-    ) -> None:
-        self.session_id, self.epoch, self.spec = session_id, epoch, spec
-        self.grammar = grammar
-        self.noise: Noise | None = None
-        self.tokens: list[int] = []
-        self.num_counted = 0
-        self.num_confirmed = 0
-        self.changed_from = 0
-        self.edits: LogitEdits | None = None
-        self.masking: Future[GammarayError | None] | None = None
-        self.has_slow_masks = False
+    session_id: str
+    epoch: int
+    spec: SessionSpec
+    grammar: GrammarState | None = None
+    noise: Noise | None = None
+    tokens: list[int] = field(default_factory=list)
+    num_counted: int = 0
+    num_confirmed: int = 0
+    changed_from: int = 0
+    edits: LogitEdits | None = None
+    masking: Future[GammarayError | None] | None = None
+    has_slow_masks: bool = False
 
     @property
     def is_masking(self) -> bool:
@@ -141,7 +127,6 @@ class SessionTable:
     """The sessions of a worker, up to a bound; the least recently used idle one is dropped first.
 
     Args:
-        capacity: Upper bound of sessions.
         vocab_size: Vocabulary size of the noise.
         device: Device on which noise is computed.
         is_busy: Whether a session has a block running and must be kept.

@@ -74,7 +74,6 @@ class Release(NamedTuple):
     """The end of a session on a worker.
 
     Args:
-        session_id: The session.
         epoch: Epoch of the owner that ends it; 0 matches any. A session with a newer owner is kept.
         forgets: Whether its retained cache, which others with the same prefix could use, is dropped, too.
     """
@@ -160,7 +159,6 @@ class VerifyTask(Task):
 
     @property
     def reads_anew(self) -> bool:
-        """Whether all committed tokens must be fed because their logits are needed, cached or not."""
         return self.num_prompt_logprobs is not None
 
 
@@ -179,13 +177,7 @@ class ProposeTask(Task):
     is_notice: bool = False
 
     def validate(self, vocab_size: int, max_context: int) -> None:
-        """Check the fields that do not depend on the session's state.
-
-        A base position beyond the draft's context is no error: the proposal is then empty.
-
-        Raises:
-            InvalidArgumentError: Names the first wrong field.
-        """
+        # A base position beyond the draft's context is no error: the proposal is then empty.
         Task.validate(self, vocab_size, max(max_context, self.base_position))
 
 

@@ -40,8 +40,6 @@ class WorkerReplica:
     """Hosts a worker in a Serve replica.
 
     Args:
-        role: "draft" or "target".
-        settings: What to serve and where.
         cores: CPU cores to pin the process to; empty: it may use all.
 
     Attributes:
@@ -101,7 +99,6 @@ def build(
     """Return the application that runs the workers of a role.
 
     Args:
-        role: "draft" or "target".
         settings: Fields of DraftSettings or TargetSettings; what is missing comes from the environment or the
             defaults.
         num_replicas: Number of workers, N or MIN:MAX.

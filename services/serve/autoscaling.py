@@ -41,8 +41,6 @@ class Pool:
     Args:
         wanted: Number of workers decided on last.
         reports: Reports of the running workers that sent one.
-        minimum: Lower bound of workers.
-        maximum: Upper bound of workers.
     """
 
     wanted: int
@@ -72,12 +70,7 @@ class Pool:
 
 
 def wanted_targets(pool: Pool, settings: ScalingSettings) -> int:
-    """Return how many target workers there should be.
-
-    Args:
-        pool: The target workers.
-        settings: Thresholds.
-    """
+    """Return how many target workers there should be."""
     number = _by_load(pool, settings.target_load, pool.in_flight)
     cached = sum(report.cache_use for report in pool.reports)  # in budgets of one worker
     if cached > CACHE_FULL * pool.wanted:
@@ -91,9 +84,7 @@ def wanted_drafters(pool: Pool, demand: float, settings: ScalingSettings) -> int
     """Return how many draft workers there should be.
 
     Args:
-        pool: The draft workers.
         demand: Blocks in flight at the target workers: whether there are sessions to draft for.
-        settings: Thresholds.
     """
     least = int(demand > 0)
     if pool.wanted == 0:

@@ -21,13 +21,10 @@ class PendingProposal:
     """A proposal being drafted.
 
     Args:
-        speculation: The session's tree.
-        reading: The builder that reads the proposal.
         max_nodes: Upper bound of nodes in one forward.
         num_beyond: Parallel draft: how many tokens after the proposal the forward predicts as well.
 
     Attributes:
-        reading: The builder that reads the proposal.
         nodes: The open nodes that the next forward feeds; the root while committed tokens are missing.
         num_logits: How many of the last tokens of the feed need logits.
         num_tokens: Length of the session's cache after the feed.

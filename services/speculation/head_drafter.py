@@ -65,7 +65,6 @@ class HeadDrafter(LocalDrafter):
     """Drafts with one head.
 
     Args:
-        engine: Runs the head.
         window: Features of one session that wait for the head at most; the oldest are dropped. A head that
             begins after a long prompt, or after that many tokens of other drafters, reads no more than these.
     """
@@ -92,7 +91,6 @@ class HeadDrafter(LocalDrafter):
         held.rows = rows[-self._window :]
 
     def drop(self, session_id: str) -> None:
-        """Forget a session."""
         self._features.pop(session_id, None)
         super().drop(session_id)
 

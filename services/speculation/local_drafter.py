@@ -66,7 +66,6 @@ class LocalDrafter:
         """Keep the hidden states of committed positions; where that fails, the session is forgotten.
 
         Args:
-            session_id: The session.
             start: Position of the first.
             states: The target's states [positions, taps, hidden_size].
         """

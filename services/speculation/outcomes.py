@@ -61,7 +61,6 @@ class OutcomeSet:
     """The likely outcomes of one proposal, with the next proposal for each.
 
     Args:
-        sent: The proposal that was sent.
         start: Begins to read the proposal below an outcome's node; returns None if none will be requested.
 
     Attributes:

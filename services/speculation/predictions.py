@@ -138,12 +138,10 @@ def predictions(
     """Return the predictions after several nodes.
 
     Args:
-        method: Verification method of the session.
         log_probs: [nodes, tokens] processed log-probabilities of the draft. Where only the order counts,
             coupled and greedy, they need not be normalised.
         noise: The session's noise, of all tokens or of those of the columns; None at temperature 0.
         positions: Absolute positions of the tokens that follow the nodes.
-        temperature: The session's.
         top_k: Rejection, block: largest support of the shipped distribution.
         bits: Rejection, block: the weights' sum is 2^bits.
         token_ids: The tokens of the columns, int64, ascending; None: all tokens.

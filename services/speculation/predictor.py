@@ -34,7 +34,6 @@ class DraftModel:
     """A draft model or head, and what all its sessions have in common.
 
     Args:
-        engine: Runs it.
         top_k: Rejection: largest support of a shipped distribution.
         bits: Rejection: its weights' sum is 2^bits.
         translation: The vocabularies, if the target's is another one.
@@ -63,7 +62,6 @@ class Predictor:
     """Predicts the next tokens of one session from the draft's logits.
 
     Args:
-        model: The draft model.
         session: The session; another spec needs another predictor.
 
     Attributes:

@@ -37,8 +37,6 @@ class ProposalBuilder:
     """Reads a proposal below a node, which is taken as the last committed token.
 
     Args:
-        root: The node.
-        shape: Bounds of the proposal.
         eos_token_ids: Tokens after which a proposal ends.
         power: Exponent of confidences; see `services.speculation.calibration`. 1 where the choice is a draw.
         is_parallel: Whether the draft is a parallel one.
@@ -158,7 +156,6 @@ class ProposalBuilder:
         """Return the target's likely tokens after a node, calibrated.
 
         Args:
-            prediction: The node's prediction.
             is_tested: Whether the draft's own choice is part of the proposal.
         """
         base = self.root.position + 1

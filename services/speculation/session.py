@@ -29,11 +29,9 @@ class Speculation:
     """The speculation tree below a session's committed tokens.
 
     Args:
-        model: The draft model.
         session: The session; its tokens are the committed ones.
 
     Attributes:
-        tree: The tree.
         sent: The last proposal sent, below the tree's root; None before the first.
         ahead: The proposals prepared to follow it.
         is_continued: Whether the current request follows a proposal, so that it may have been prepared.

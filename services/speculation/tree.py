@@ -22,7 +22,6 @@ class Node:
     """One token that may follow.
 
     Attributes:
-        token_id: The token.
         position: Its absolute position.
         parent: The node before it; None for the root.
         prediction: Prediction of the next token; None while the node is open.
@@ -79,9 +78,6 @@ class SpeculationTree:
 
     The engine holds a chain (the committed tokens, then the tokens drafted one by one) and, in addition to
     it, tree nodes in the order in which they were fed.
-
-    Args:
-        root: The last committed token.
     """
 
     def __init__(self, root: Node) -> None:

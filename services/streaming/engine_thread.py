@@ -37,7 +37,6 @@ class EngineThread:
 
     Args:
         load: Builds the scheduler, and loads its model, in the thread.
-        name: Name of the thread.
 
     Attributes:
         scheduler: The scheduler; None until the model is loaded.

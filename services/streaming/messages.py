@@ -27,7 +27,6 @@ class Model:
     """What a worker serves.
 
     Args:
-        name: The model's name in the settings.
         vocab_sha256: Fingerprint of the tokenizer's vocabulary; empty without a tokenizer.
         metrics_address: host:port of the Prometheus endpoint; empty: none.
         kernel: Implementation of its forwards, see `Engine.kernel`.

@@ -41,7 +41,6 @@ class Streams:
     Attributes:
         is_leaving: Whether clients are notified to use other workers.
         is_draining: Whether new blocks are refused.
-        engine: The engine's thread.
         submission: Where the blocks of all streams are submitted.
         num_ids: Token ids in the blocks that wait or run.
         open_streams: The streams that are being served.

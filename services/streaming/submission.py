@@ -25,9 +25,6 @@ class Submission:
 
     A grammar is compiled in a thread of its own, so that neither the event loop nor the engine waits for it.
     All methods run in the event loop.
-
-    Args:
-        engine: The engine's thread.
     """
 
     def __init__(self, engine: EngineThread) -> None:

@@ -35,11 +35,7 @@ def sampled_parent(traceparent: str) -> str:
 
 
 class BlockTracer:
-    """Creates the spans of blocks.
-
-    Args:
-        tracer: Tracer of the process.
-    """
+    """Creates the spans of blocks."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer

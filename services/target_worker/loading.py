@@ -30,7 +30,6 @@ def load_local_drafter(settings: TargetSettings, engine: Engine) -> LocalDrafter
 
     Args:
         settings: Of the worker; `head` is not empty.
-        engine: The target.
 
     Raises:
         InvalidArgumentError: It is for another target, or no drafter of a kind that can draft here.
@@ -48,7 +47,6 @@ def load_learning_drafter(settings: TargetSettings, engine: Engine) -> LearningD
 
     Args:
         settings: Of the worker; `head` and `learn` are not empty.
-        engine: The target.
 
     Raises:
         InvalidArgumentError: The head is for another target, or was not made by `gammaray train`.

@@ -18,9 +18,7 @@ class PromptScores:
     """Collects the log-probabilities of one prompt; chunks may be repeated and come in any order.
 
     Args:
-        prompt: Its tokens.
         num_top: Most likely tokens to keep per position.
-        vocab_size: Number of token ids.
     """
 
     def __init__(self, prompt: Sequence[int], num_top: int, vocab_size: int) -> None:

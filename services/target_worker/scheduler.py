@@ -56,7 +56,6 @@ class _Verifying(Running[VerifyTask]):
 
     @property
     def is_ready(self) -> bool:
-        """Whether the next forward may include it."""
         return not self.must_draft and not (self.must_mask and self.session.is_masking)
 
     def propose(self, proposal: Proposal) -> None:
@@ -70,9 +69,6 @@ class TargetScheduler(Scheduler[VerifyTask]):
     """Feeds the committed tokens that are not cached and then a whole proposal, and verifies it.
 
     Args:
-        engine: The target and its cache.
-        limits: Bounds of one forward.
-        grammars: Compiles the sessions' grammars; None: sessions with one are refused.
         head: Drafts for blocks that ask for it; None: these are verified without a proposal.
         draft_ahead: Whether the head drafts while no block waits.
     """
@@ -101,11 +97,9 @@ class TargetScheduler(Scheduler[VerifyTask]):
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has anything to do, draft-ahead included."""
         return bool(self._ahead) or not self.is_idle
 
     def submit(self, tasks: Iterable[VerifyTask]) -> None:
-        """Queue blocks; those of one session are served one after another."""
         self._stop.value = 0  # reset: draft-ahead does not run while blocks wait
         super().submit(tasks)
 

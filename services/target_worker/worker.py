@@ -40,8 +40,6 @@ class TargetServicer(target_service_pb2_grpc.TargetServiceServicer):
     """Serves verifications.
 
     Args:
-        streams: The worker's open streams.
-        model: What the worker serves.
         head: Name of the head that drafts in it; empty for none.
     """
 

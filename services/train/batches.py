@@ -53,8 +53,6 @@ def build_batch(
     """Return a batch.
 
     Args:
-        sequences: Answers with their prompts.
-        num_depths: Depths that are predicted.
         states: The target's states of each sequence, [tokens, taps, hidden_size]; None: of a draft model.
         generator: Chooses windows; None: each sequence is whole.
     """

@@ -63,29 +63,24 @@ class TrainableDraft(Trainable):
 
     @property
     def head(self) -> Tensor:
-        """The output matrix, [rows, hidden_size]."""
         return self.output
 
     @property
     def num_weights(self) -> int:
-        """Number of weights that a drafted token reads; the lookup of embeddings is not among them."""
         return sum(parameter.numel() for parameter in self.parameters())
 
     def batch(
         self, sequences: Items[Sequence], num_depths: int, generator: torch.Generator | None = None
     ) -> Batch:
-        """Return a batch of whole sequences, see `build_batch`."""
         return build_batch(sequences, num_depths)
 
     def forward(self, batch: Batch) -> Tensor:
-        """Return log-probabilities of each prediction, float32 [predictions, head rows]."""
         rows = F.embedding(batch.token_ids, self.embedding)
         hidden = self.model(inputs_embeds=rows, use_cache=False).last_hidden_state
         chosen = hidden[batch.place[:, 0], batch.place[:, 1]]
         return F.linear(chosen, self.output.to(chosen.dtype)).float().log_softmax(-1)
 
     def start_from(self, init: str, target: str) -> None:
-        """Take the weights and the output's ids of another draft model, see `Trainable.start_from`."""
         try:
             stored = load_file(Path(init) / "model.safetensors")
             self.take_ids(stored["d2t"] + torch.arange(len(stored["d2t"])))

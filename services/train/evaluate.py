@@ -21,9 +21,7 @@ def evaluate(drafter: Trainable, held: Items[Sequence], gamma: int) -> dict[str,
     """Return what the drafter reaches.
 
     Args:
-        drafter: The drafter.
         held: Answers that it was not trained on; greedy measures use those of temperature 0.
-        gamma: Tokens per proposal.
 
     Returns:
         `greedy`: share of matches by depth, given that all before matched; at temperature 1 by depth, given

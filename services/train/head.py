@@ -56,7 +56,6 @@ class TrainableHead(Trainable):
         taps: The states that it reads, the last one after all layers, see `StateStore`.
         target_ids: Ascending ids of the output's rows.
         depth: Depths that are evaluated.
-        states: Returns the target's states.
 
     Raises:
         FailedPreconditionError: The target has other layers.
@@ -120,11 +119,9 @@ class TrainableHead(Trainable):
     def batch(
         self, sequences: Items[Sequence], num_depths: int, generator: torch.Generator | None = None
     ) -> Batch:
-        """Return a batch, see `build_batch`."""
         return build_batch(sequences, num_depths, self._states(sequences), generator)
 
     def start_from(self, init: str, target: str) -> None:
-        """Take the weights and the output's ids of another head, see `Trainable.start_from`."""
         head, ids = load_head(init, target)
         if ids is None or replace(head.config, rope=self.config.rope) != self.config:
             shape = f"on layers {list(self.config.taps)} with {len(self.target_ids)} tokens"
@@ -135,7 +132,6 @@ class TrainableHead(Trainable):
 
     @property
     def head(self) -> Tensor:
-        """The output matrix, [rows, hidden_size]."""
         return self.module.lm_head.weight
 
     @property
@@ -145,7 +141,6 @@ class TrainableHead(Trainable):
         return sum(parameter.numel() for parameter in self.parameters()) - fused
 
     def forward(self, batch: Batch) -> Tensor:
-        """Return log-probabilities of each prediction, float32 [predictions, rows of the output]."""
         module, rows = self.module, batch.token_ids.shape[1] - 1
         feature = module.fuse(batch.states[:, :-1].float())
         positions = torch.arange(rows, device=feature.device) + batch.starts[:, None]

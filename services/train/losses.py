@@ -31,10 +31,6 @@ def coupled(wanted: Tensor, found: Tensor) -> Tensor:
     That is sum_j 1 / sum_i max(p_i / p_j, q_i / q_j).
     Tokens that are not among `wanted` are taken to belong to one of the two only.
 
-    Args:
-        wanted: As for `overlap`.
-        found: As for `overlap`.
-
     Returns:
         [predictions].
     """
@@ -51,8 +47,6 @@ def loss_of(kind: str, wanted: Tensor, found: Tensor) -> Tensor:
     Args:
         kind: "kl" (up to the target's entropy), "tv", total variation, or "coupled", the probability that
             coupled verification rejects and a tenth of "kl".
-        wanted: As for `overlap`.
-        found: As for `overlap`.
     """
     if kind == "tv":
         return 1 - overlap(wanted, found)

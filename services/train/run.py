@@ -6,7 +6,7 @@ import fcntl
 import json
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from gammaray.errors import FailedPreconditionError, InvalidArgumentError
 from gammaray.qualify.training import TrainTask
 from services.engine.core.model import eos_token_ids, load_model
 from services.engine.loader import load_engine
-from services.process.fingerprints import model_identity, vocab_sha256
 from services.train.answers.prompts import Passages, Turns, chat_jobs, file_jobs, own_jobs
 from services.train.answers.states import StateStore
 from services.train.answers.store import AnswerStore, Sequence, disk, write_json
@@ -28,7 +27,14 @@ from services.train.batches import Batch
 from services.train.draft_model import TrainableDraft, choose_vocabulary
 from services.train.evaluate import evaluate
 from services.train.head import TrainableHead
-from services.train.trainable import Trainable, mixed_precision
+from services.train.trainable import (
+    Trainable,
+    drawn,
+    fingerprints_of,
+    mixed_precision,
+    optimizer_of,
+    take_step,
+)
 
 _TOP_K = 32
 _HELD_EVERY, _HELD_MOST = 16, 48
@@ -61,11 +67,6 @@ _SHAPE = ("kind", "layers", "draft_vocab", "seed")
 def run(task: TrainTask, report: Callable[[str], None], stopped: Callable[[], bool]) -> bool:
     """Generate and train until the task is done, or `stopped`; return whether it is done.
 
-    Args:
-        task: The task.
-        report: Called with a line on each step.
-        stopped: Whether to save and stop.
-
     Raises:
         InvalidArgumentError: There is no such target, or an option does not fit it.
         FailedPreconditionError: The work folder is of another target or shape, or in use; the target has no
@@ -85,6 +86,16 @@ def run(task: TrainTask, report: Callable[[str], None], stopped: Callable[[], bo
         return _Run(task, path, work, report, stopped).run()
 
 
+@dataclass
+class _Progress:
+    """Steps so far, the best score, the measurements since that one, and the losses since the last one."""
+
+    step: int = 0
+    best: float = float("-inf")
+    worse: int = 0
+    loss: float = 0.0
+
+
 class _Run:
     def __init__(
         self,
@@ -96,10 +107,7 @@ class _Run:
     ) -> None:
         self.task, self.path, self.work, self.report, self.stopped = task, path, work, report, stopped
         self.target = load_model(path, device="cpu", dtype="float32")
-        identity = model_identity(path, dtype="-", device="cpu", deterministic=False)
-        self.identity = {"target": identity.partition("/")[0], "tokenizer": vocab_sha256(path)}
-        if not all(self.identity.values()):
-            raise FailedPreconditionError(f"{task.target}: its weights or its tokenizer have no fingerprint")
+        self.identity = fingerprints_of(path)
         self.vocab_size = int(self.target.config.vocab_size)
         count = self.target.config.num_hidden_layers
         self.is_head = task.kind == "eagle3"
@@ -177,44 +185,34 @@ class _Run:
             )
         drafter = self._drafter(taught)
         peak = task.learning_rate or (_HEAD_RATE if self.is_head else _RATE)
-        optimizer = torch.optim.AdamW(
-            [parameter for parameter in drafter.parameters() if parameter.requires_grad],
-            lr=peak,
-            betas=(0.9, 0.95),
-            weight_decay=0.01,
-            fused=True,
-        )
-        step, best, worse = self._restore(drafter, optimizer)
+        optimizer = optimizer_of(drafter, peak)
+        made = self._restore(drafter, optimizer)
         budget, is_first = task.minutes * 60, True
-        total = 0.0
         while True:
             if self.stopped():
-                self._save(drafter, optimizer, step, best, worse)
+                self._save(drafter, optimizer, made)
                 return False
             is_over = self.elapsed() >= budget
-            if (step % task.steps_per_report == 0 and not (is_first and step)) or is_over:
-                best, worse = self._measure(drafter, held, step, total, best, worse, is_first)
-                self._save(drafter, optimizer, step, best, worse)
-                total = 0.0
+            if (made.step % task.steps_per_report == 0 and not (is_first and made.step)) or is_over:
+                self._measure(drafter, held, made, is_first)
+                self._save(drafter, optimizer, made)
+                made.loss = 0.0
                 if is_over:
                     return True
-                if worse >= _PATIENCE:
-                    self.report(f"no improvement in {worse} measurements: stopped early")
+                if made.worse >= _PATIENCE:
+                    self.report(f"no improvement in {made.worse} measurements: stopped early")
                     return True
             is_first = False
             progress = self.elapsed() / budget
-            rate = min(1.0, (step + 1) / _WARM_UP_STEPS) * min(1.0, max(0.05, 2 * (1 - progress)))
+            rate = min(1.0, (made.step + 1) / _WARM_UP_STEPS) * min(1.0, max(0.05, 2 * (1 - progress)))
             optimizer.param_groups[0]["lr"] = peak * rate
             if self.is_head:
                 is_late = progress >= UNROLL_FROM or task.init != ""
                 drafter.num_depths = _UNROLL if is_late else 1
             with self.mixed:
-                loss = drafter.loss(self._batch(drafter, taught, step), task.loss)
-            optimizer.zero_grad()
-            torch.autograd.backward(loss)
-            torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
-            optimizer.step()
-            step, total = step + 1, total + loss.item()
+                loss = drafter.loss(self._batch(drafter, taught, made.step), task.loss)
+            take_step(drafter, optimizer, loss)
+            made.step, made.loss = made.step + 1, made.loss + loss.item()
 
     def _drafter(self, taught: list[Sequence]) -> Trainable:
         task = self.task
@@ -239,55 +237,36 @@ class _Run:
 
     def _batch(self, drafter: Trainable, taught: list[Sequence], step: int) -> Batch:
         generator = torch.Generator().manual_seed(self.task.seed * 1_000_003 + step)
-        chosen: list[Sequence] = []
-        count = 0
-        while count < self.task.train_tokens:
-            chosen.append(taught[int(torch.randint(len(taught), (), generator=generator))])
-            count += chosen[-1].num_answer
+        chosen = drawn(taught, self.task.train_tokens, generator)
         return drafter.batch(chosen, drafter.num_depths, generator).to(self.task.device)
 
-    def _measure(
-        self,
-        drafter: Trainable,
-        held: list[Sequence],
-        step: int,
-        total: float,
-        best: float,
-        worse: int,
-        first: bool,
-    ) -> tuple[float, int]:
+    def _measure(self, drafter: Trainable, held: list[Sequence], made: _Progress, is_first: bool) -> None:
         with self.mixed:
             found = evaluate(drafter, held, _DEPTH)
         cost = drafter.num_weights / sum(p.numel() for p in self.target.module.parameters())
         found["predicted_speedup"] = round(found["tokens_per_cycle"] / (1 + _DEPTH * cost), 3)
         found |= {
-            "steps": step,
+            "steps": made.step,
             "seconds": round(self.elapsed()),
             "answer_tokens": self.store.num_answer_tokens,
         }
-        loss = total / (step % self.task.steps_per_report or self.task.steps_per_report)
+        loss = made.loss / (made.step % self.task.steps_per_report or self.task.steps_per_report)
         shown = " ".join(f"{key} {value}" for key, value in found.items() if key not in ("gamma", "seconds"))
-        self.report(f"{self.elapsed():.0f} s: " + ("" if first else f"loss {loss:.3f} ") + shown)
+        self.report(f"{self.elapsed():.0f} s: " + ("" if is_first else f"loss {loss:.3f} ") + shown)
         score = found["tokens_per_cycle"] + sum(found["coupled"])
-        if score <= best:
-            return best, worse + 1
+        if score <= made.best:
+            made.worse += 1
+            return
+        made.best, made.worse = score, 0
         size = drafter.save(Path(self.task.out), self.identity, Path(self.path).name, found)
         self.report(f"saved {self.task.out}, {size / 1e6:.1f} MB")
-        return score, 0
 
     def _state(self) -> dict[str, Any]:
         shape = {key: getattr(self.task, key) for key in _SHAPE} | {"layers": self.layers}
         return {"shape": shape, "identity": self.identity}
 
-    def _save(
-        self,
-        drafter: Trainable,
-        optimizer: torch.optim.Optimizer,
-        step: int,
-        best: float,
-        worse: int,
-    ) -> None:
-        state = self._state() | {"step": step, "best": best, "worse": worse}
+    def _save(self, drafter: Trainable, optimizer: torch.optim.Optimizer, made: _Progress) -> None:
+        state = self._state() | {"step": made.step, "best": made.best, "worse": made.worse}
         state |= {"drafter": drafter.state_dict(), "optimizer": optimizer.state_dict()}
         temporary = self.work / ".state.pt.new"
         with disk(self.work):
@@ -299,10 +278,10 @@ class _Run:
             temporary.replace(self.work / "state.pt")
             write_json(self.clock, self.elapsed())
 
-    def _restore(self, drafter: Trainable, optimizer: torch.optim.Optimizer) -> tuple[int, float, int]:
+    def _restore(self, drafter: Trainable, optimizer: torch.optim.Optimizer) -> _Progress:
         path = self.work / "state.pt"
         if not path.exists():
-            return 0, float("-inf"), 0
+            return _Progress()
         state = torch.load(path, weights_only=True, map_location=self.task.device)
         for key, expected in self._state().items():
             if state[key] != expected:
@@ -312,7 +291,7 @@ class _Run:
         drafter.load_state_dict(state["drafter"])
         optimizer.load_state_dict(state["optimizer"])
         self.report(f"continues at step {state['step']}, after {self.elapsed():.0f} s")
-        return state["step"], state["best"], state["worse"]
+        return _Progress(state["step"], state["best"], state["worse"])
 
 
 def _layers(task: TrainTask, count: int) -> tuple[int, ...]:

@@ -7,15 +7,19 @@ import os
 from abc import abstractmethod
 from collections.abc import Sequence as Items
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from gammaray.errors import FailedPreconditionError
+from services.process.fingerprints import model_identity, vocab_sha256
 from services.train.answers.store import Sequence, disk, write_json
 from services.train.batches import Batch
 from services.train.losses import loss_of
+
+SequenceT = TypeVar("SequenceT", bound=Sequence)
 
 _DEPTH_WEIGHT = 0.8
 """Weight of a depth's loss relative to the one before, as a depth counts only if those before were right."""
@@ -66,10 +70,6 @@ class Trainable(nn.Module):
     def start_from(self, init: str, target: str) -> None:
         """Take the weights and the output's ids of a trained drafter of the same kind.
 
-        Args:
-            init: Its directory.
-            target: The target's directory or hub name.
-
         Raises:
             InvalidArgumentError: It has another shape, or reads other states.
             UnsupportedModelError: It is not of this kind, or not for the target.
@@ -78,12 +78,6 @@ class Trainable(nn.Module):
     @abstractmethod
     def save(self, folder: Path, identity: dict[str, str], name: str, card: dict[str, Any]) -> int:
         """Write a directory in the published format, in bfloat16; files are replaced, the weights first.
-
-        Args:
-            folder: The directory.
-            identity: Fingerprints of the target and of its tokenizer.
-            name: The target's name.
-            card: The measurements.
 
         Returns:
             Size of the weights in bytes.
@@ -114,6 +108,41 @@ class Trainable(nn.Module):
         return (each * weight).sum() / weight.sum()
 
 
+def optimizer_of(drafter: Trainable, rate: float) -> torch.optim.AdamW:
+    """Return an optimizer of the weights that are trained."""
+    weights = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
+    return torch.optim.AdamW(weights, lr=rate, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
+
+
+def take_step(drafter: Trainable, optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+    """Change a drafter's weights by a batch's loss."""
+    optimizer.zero_grad()
+    torch.autograd.backward(loss)
+    torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
+    optimizer.step()
+
+
+def drawn(sequences: Items[SequenceT], num_tokens: int, generator: torch.Generator) -> list[SequenceT]:
+    """Return sequences by chance, with at least so many answer tokens."""
+    chosen: list[SequenceT] = []
+    while sum(one.num_answer for one in chosen) < num_tokens:
+        chosen.append(sequences[int(torch.randint(len(sequences), (), generator=generator))])
+    return chosen
+
+
+def fingerprints_of(target: str) -> dict[str, str]:
+    """Return the fingerprints of a target and of its tokenizer, as `Trainable.save` takes them.
+
+    Raises:
+        FailedPreconditionError: One has none.
+    """
+    identity = model_identity(target, dtype="-", device="cpu", deterministic=False)
+    found = {"target": identity.partition("/")[0], "tokenizer": vocab_sha256(target)}
+    if not all(found.values()):
+        raise FailedPreconditionError(f"{target}: its weights or its tokenizer have no fingerprint")
+    return found
+
+
 def mixed_precision(device: str) -> torch.autocast:
     """Return a context that computes products in bfloat16 where that is faster than in float32."""
     # A CPU without these instructions converts; steps take 0.4 of the time with them.
@@ -132,15 +161,6 @@ def write_drafter(
     about: str,
 ) -> int:
     """Write the directory of a drafter; files are replaced one by one, the weights first.
-
-    Args:
-        folder: The directory.
-        weights: Its tensors; floating-point numbers are stored in bfloat16.
-        config: Its config.json.
-        identity: Fingerprints of the target and of its tokenizer.
-        name: The target's name.
-        card: The measurements.
-        about: What it is, for its README.
 
     Returns:
         Size of the weights in bytes.

@@ -57,11 +57,9 @@ def verify(
     """Verify a proposal.
 
     Args:
-        method: Verification method of the session.
         log_probs: [len(proposal) + 1, vocab_size] from `processed_log_probs`; at temperature 0
             `edited_logits` are sufficient.
         proposal: Validated by `gammaray.wire.blocks.proposal_from_proto`, but otherwise not trusted.
-        params: Sampling parameters.
         noise: The session's noise; may be None at temperature 0.
         base_position: Number of committed tokens.
 

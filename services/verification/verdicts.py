@@ -27,7 +27,6 @@ def judge(
     """Verify a proposal.
 
     Args:
-        spec: The session's parameters.
         proposal: A chain or tree, not trusted.
         logits: [len(proposal) + 1, vocab_size], as of `verify`.
         base_position: Number of committed tokens.

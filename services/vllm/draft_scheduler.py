@@ -38,7 +38,6 @@ class _Drafting(RequestWork[ProposeTask]):
     """A proposal that vLLM drafts.
 
     Args:
-        depth: Tokens to draft.
         token_ids: Those so far; behind an end of sequence they only keep the duration constant.
         distributions: What each was drawn from; None where verification does not need it.
     """
@@ -106,12 +105,9 @@ class VllmDraftScheduler(RequestQueue[ProposeTask, _Drafting]):
     """Drafts proposals, which are chains, with vLLM.
 
     Args:
-        engine: The draft model.
-        limits: Bounds of one forward.
         draft_top_k: Largest support of a shipped distribution.
         weight_bits: Its weights' sum is 2^weight_bits.
         ahead_rows: Requests that draft ahead in one step, at most; 0 switches it off.
-        grammars: Compiles the sessions' grammars; None: sessions with one are refused.
     """
 
     role: ClassVar[str] = "draft"
@@ -136,24 +132,20 @@ class VllmDraftScheduler(RequestQueue[ProposeTask, _Drafting]):
             self.meter.watch_ahead(self.ahead_stats)
 
     def load(self) -> LoadCounters:
-        """Return the load counters so far, including draft-ahead hits."""
         stats = self.ahead_stats
         return replace(super().load(), lookups=stats.lookups, hits=stats.hits)
 
     def fail_all(self, error: GammarayError) -> None:
-        """Answer every block with `error` and drop every session and the prefix cache."""
         super().fail_all(error)
         for session_id in list(self._ahead):
             self._drop_ahead(session_id)
         self.engine.recover()
 
     def close(self) -> None:
-        """End vLLM's engine."""
         self.engine.shutdown()
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has anything to do, draft-ahead included."""
         return not self.is_idle or bool(self._going_ahead())
 
     def submit(self, tasks: Iterable[ProposeTask]) -> None:
@@ -173,7 +165,9 @@ class VllmDraftScheduler(RequestQueue[ProposeTask, _Drafting]):
         self._admit()
         if self._running:
             self._make_room()
-            self._run()
+            result = self._run()
+            if result is not None and not result.num_tokens:
+                self._unblock(is_preempted=bool(result.preempted))
         elif not self._replies:
             self._draft_ahead()
         replies, self._replies = self._replies, []
@@ -213,15 +207,6 @@ class VllmDraftScheduler(RequestQueue[ProposeTask, _Drafting]):
         self._answered.discard(session_id)
         self._drop_ahead(session_id)
 
-    def _run(self) -> None:
-        began = time.perf_counter()
-        result = self._step_engine()
-        if result is None:
-            return
-        self._take(result, int((time.perf_counter() - began) * 1e6))
-        if not result.num_tokens:
-            self._unblock(is_preempted=bool(result.preempted))
-
     def _step_engine(self) -> StepResult | None:
         """Run a step, and give up requests that draft ahead and lost their cache."""
         result = super()._step_engine()
@@ -233,7 +218,6 @@ class VllmDraftScheduler(RequestQueue[ProposeTask, _Drafting]):
         return result
 
     def _take(self, result: StepResult, took_us: int) -> None:
-        """Add a step's time and tokens to its blocks, and answer those that it completed."""
         self._count(result, took_us, len(result.verdicts))
         for request_id, outcome in result.verdicts.items():
             work = self._by_request.get(request_id)

@@ -17,7 +17,7 @@ from typing import Any
 
 from gammaray.deploy.engines import SUPPORTED_VLLM, check_engine, vllm_build
 from gammaray.errors import InvalidArgumentError
-from services.engine.cache_budget import CacheBudget
+from services.engine.cache_budget import cache_budget
 from services.engine.core.errors import EngineLostError
 from services.engine.core.kv_cache import CacheStats
 from services.process.adapters import adapter_error, max_rank
@@ -56,7 +56,6 @@ class EngineOptions:
     """How a model is served.
 
     Args:
-        model: Directory or hub name.
         device: "auto", "cpu" or "cuda".
         dtype: "auto", "float32", "bfloat16" or "float16".
         threads: CPU threads of the arithmetic, of each rank; on GPUs vLLM's own choice is kept.
@@ -99,7 +98,6 @@ class StepResult:
 
     Args:
         verdicts: Outcome of each posted block that the step completed.
-        num_tokens: Tokens fed.
         scheduled: The requests among which they were.
         num_cached: Of requests whose prompt the step completed: tokens found in the prefix cache.
         prompt_scores: Of those that asked for them: vLLM's `LogprobsTensors` of the prompt.
@@ -230,7 +228,6 @@ class VllmEngine:
         """Add a request with a prompt; it runs until its prompt is computed, and then only when posted.
 
         Args:
-            name: The session's.
             token_ids: The prompt, at least one token.
             spec: The session's parameters, for the sampler.
             salt: Requests with the same salt share the prefix cache.
@@ -447,7 +444,7 @@ def _configuration(options: EngineOptions) -> Any:
     if budget is None and device == "cpu":
         import torch
 
-        budget = CacheBudget(None, options.memory_share).on(torch.device("cpu"))
+        budget = cache_budget(torch.device("cpu"), None, options.memory_share)
     if budget is not None:
         arguments["kv_cache_memory_bytes"] = budget
     else:

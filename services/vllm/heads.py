@@ -87,7 +87,6 @@ class CoupledDrafts:
     """Draws a drafter's tokens with the noise of the sessions that they are for.
 
     Args:
-        drafter: vLLM's proposer.
         sampler: Knows the sessions of the batch, and what the step emitted.
     """
 
@@ -145,7 +144,6 @@ def replace_weights(model: Any, directory: str, config: Any) -> None:
     Args:
         model: vLLM's head, whose embedding is the target's.
         directory: The version, which was checked; if it was deleted since, the head stays as it is.
-        config: Of the engine.
     """
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload.inplace import reload_weights

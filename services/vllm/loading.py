@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from gammaray.config import DraftSettings, TargetSettings, WorkerSettings, parse_adapters
@@ -27,11 +26,6 @@ _ALLOWED_MODEL = "a directory or hub name of a causal model with vLLM as the eng
 
 def load_target(path: str, settings: TargetSettings, limits: Limits) -> tuple[VllmEngine, VllmScheduler]:
     """Load a target on vLLM; return its engine and its scheduler.
-
-    Args:
-        path: Directory or hub name.
-        settings: Of the worker.
-        limits: Bounds of one forward.
 
     Raises:
         UnsupportedVllmError: vLLM is missing, or in another version.
@@ -72,13 +66,7 @@ def _head(name: str, target: str) -> str:
 def load_draft(
     path: str, target: str, settings: DraftSettings, limits: Limits
 ) -> tuple[Model, VllmDraftScheduler]:
-    """Load a draft model on vLLM; return its facts and its scheduler.
-
-    Args:
-        path: Directory or hub name.
-        target: The target's directory or hub name; "" if it is not known.
-        settings: Of the worker.
-        limits: Bounds of one forward.
+    """Load a draft model on vLLM; return its facts and its scheduler. `target` is "" if it is not known.
 
     Raises:
         UnsupportedVllmError: vLLM is missing, or in another version.
@@ -102,9 +90,7 @@ def check_draft(path: str, target: str, settings: DraftSettings) -> None:
     """Check that vLLM serves a drafter, before it is loaded.
 
     Args:
-        path: Directory or hub name.
         target: The target's directory or hub name; "" if it is not known.
-        settings: Of the worker.
 
     Raises:
         InvalidArgumentError: A kind of drafter or a setting that vLLM does not serve, or another vocabulary
@@ -112,7 +98,9 @@ def check_draft(path: str, target: str, settings: DraftSettings) -> None:
         NotFoundError: There is no such model.
         UnsupportedModelError: Its configuration cannot be read.
     """
-    _check_settings(path, settings, {"draft_weights": "auto", "deterministic": False})
+    for field, value in (("draft_weights", "auto"), ("deterministic", False)):
+        if (got := getattr(settings, field)) != value:
+            raise InvalidArgumentError(field, got, f"{value!r} with vLLM as the engine")
     if early_exit_layers(path, field="model") is not None or names_head(path) or not is_ordinary(path):
         raise InvalidArgumentError("model", path, _ALLOWED_MODEL)
     if not target:
@@ -122,14 +110,6 @@ def check_draft(path: str, target: str, settings: DraftSettings) -> None:
     has_tokens = bool(digest) and own in ("", digest)
     if not has_tokens or target_size(target) not in (0, target_size(path)):
         raise InvalidArgumentError("model", path, f"one of {target}'s vocabulary with vLLM as the engine")
-
-
-def _check_settings(path: str, settings: WorkerSettings, allowed: Mapping[str, object]) -> None:
-    """Check a model's name, and the settings that have one value with vLLM."""
-    for field, value in allowed.items():
-        got = getattr(settings, field)
-        if got != value:
-            raise InvalidArgumentError(field, got, f"{value!r} with vLLM as the engine")
 
 
 def _options(path: str, settings: WorkerSettings, limits: Limits) -> EngineOptions:

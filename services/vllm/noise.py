@@ -26,7 +26,6 @@ class NoiseRows(NamedTuple):
     """Consecutive positions of one session.
 
     Args:
-        session_id: The session.
         spec: Its parameters; the seed is set.
         start: First absolute position.
         num_rows: Number of positions, at least 1.
@@ -42,7 +41,6 @@ class NoiseSource:
     """Gives the noise of sessions.
 
     Args:
-        vocab_size: Number of token ids.
         device: Where the rows are wanted.
         is_computed: Whether rows are computed without a cache; None: on GPUs, where they are cheaper so.
     """
@@ -116,15 +114,12 @@ class _ComputedNoise(Noise):
         self._compute = compute
 
     def gumbel(self, start: int, count: int) -> Tensor:
-        """Return rows of the stream that draft and target share, see `Noise.gumbel`."""
         return self._rows(start, count, SHARED)
 
     def independent_gumbel(self, start: int, count: int) -> Tensor:
-        """Return rows that the draft does not use, see `Noise.independent_gumbel`."""
         return self._rows(start, count, INDEPENDENT)
 
     def residual_gumbel(self, position: int) -> Tensor:
-        """Return the row of a correction, see `Noise.residual_gumbel`."""
         return self._rows(position, 1, INDEPENDENT)[0]
 
     def _rows(self, start: int, count: int, stream: int) -> Tensor:
@@ -138,7 +133,6 @@ def _gumbel(words: Tensor, groups: Tensor, *, vocab_size: int) -> Tensor:
     Args:
         words: [rows, 5] int64: low and high word of the seed, position, sample index, stream.
         groups: 0, 1, ... for each four token ids.
-        vocab_size: Number of token ids.
 
     Returns:
         [rows, vocab_size] float64.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -27,11 +28,7 @@ A step takes seconds at most, since compilation is over when the worker serves."
 
 @dataclass(slots=True, eq=False)
 class RequestWork(Work[TaskT], Generic[TaskT]):
-    """A block that vLLM computes.
-
-    Args:
-        request_id: Of vLLM's request.
-    """
+    """A block that vLLM computes."""
 
     request_id: str
 
@@ -40,13 +37,7 @@ RequestWorkT = TypeVar("RequestWorkT", bound=RequestWork[Any])
 
 
 class RequestQueue(BlockQueue[TaskT, RequestWorkT]):
-    """Runs vLLM's steps for admitted blocks.
-
-    Args:
-        engine: The model.
-        limits: Bounds of one forward.
-        grammars: Compiles the sessions' grammars; None: sessions with one are refused.
-    """
+    """Runs vLLM's steps for admitted blocks."""
 
     step_timeout_s = MAX_STEP_S
 
@@ -61,6 +52,10 @@ class RequestQueue(BlockQueue[TaskT, RequestWorkT]):
         """Return the work of an admitted task, or its outcome if no step is needed."""
 
     @abstractmethod
+    def _take(self, result: StepResult, took_us: int) -> None:
+        """Add a step's time to its blocks, and answer those that it completed."""
+
+    @abstractmethod
     def _close_requests(self, session_id: str) -> None:
         """End the requests of a session without a block."""
 
@@ -69,7 +64,6 @@ class RequestQueue(BlockQueue[TaskT, RequestWorkT]):
         self.engine.check()
 
     def stats(self) -> CacheStats:
-        """Return the counters of the cache; any thread may call it."""
         return self.engine.stats()
 
     def _check_task(self, task: TaskT) -> None:
@@ -117,6 +111,14 @@ class RequestQueue(BlockQueue[TaskT, RequestWorkT]):
             _log.exception("a step over %d sessions failed", len(self._running))
             self.fail_all(InternalError(f"the forward failed: {type(error).__name__}: {error}"))
             return None
+
+    def _run(self) -> StepResult | None:
+        """Run a step and take what it computed; None when it failed."""
+        began = time.perf_counter()
+        result = self._step_engine()
+        if result is not None:
+            self._take(result, int((time.perf_counter() - began) * 1e6))
+        return result
 
     def _count(self, result: StepResult, took_us: int, num_rows: int) -> None:
         """Add a step's time, and what it found in the prefix cache, to its blocks and to the metrics."""

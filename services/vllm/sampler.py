@@ -61,11 +61,7 @@ class RequestState:
     """What a sampler keeps of a request: its session's spec, and the edits of its logits.
 
     Args:
-        session_id: The session.
-        spec: Of the session.
         params: By which its logits are processed; None: they are not.
-        vocab_size: Number of token ids.
-        device: Where the logits are.
     """
 
     def __init__(
@@ -96,7 +92,6 @@ class StepSampler:
 
     Args:
         runner: vLLM's model runner, whose batch says which rows are whose.
-        vocab_size: Number of token ids.
     """
 
     def __init__(self, runner: Any, vocab_size: int) -> None:
@@ -149,13 +144,7 @@ class StepSampler:
         return found
 
     def _edits(self, request_id: str, at: int, length: int) -> LogitEdits | GammarayError | None:
-        """Return the edits of a request's logits after its first `length` tokens; None: its masks are late.
-
-        Args:
-            request_id: The request; it has edits.
-            at: Its index in the batch.
-            length: Number of tokens.
-        """
+        """Return the edits of a request's logits after `length` tokens; None: its masks are late."""
         state = self._states[request_id]
         assert state.edits is not None
         state.edits.follow(self._runner.input_batch.token_ids_cpu[at, :length].tolist())
@@ -207,7 +196,6 @@ class BlockSampler(StepSampler):
         """Verify the posted blocks; return the tokens that each request emits, padded to the same length.
 
         Args:
-            logits: As for `sample`.
             drafts: Number of draft tokens of each request.
         """
         request_ids, width = self._runner.input_batch.req_ids[: len(drafts)], max(drafts) + 1

@@ -80,9 +80,6 @@ class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
     """Verifies blocks with vLLM.
 
     Args:
-        engine: The model.
-        limits: Bounds of one forward.
-        grammars: Compiles the sessions' grammars; None: sessions with one are refused.
         head: The versions of the engine's head, if it learns.
     """
 
@@ -104,7 +101,6 @@ class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
         engine.held.mask_maker = self._begin_step
 
     def fail_all(self, error: GammarayError) -> None:
-        """Answer every block with `error` and drop every session and the prefix cache."""
         super().fail_all(error)
         if not isinstance(error, EngineLostError):
             self.engine.recover()
@@ -117,7 +113,6 @@ class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
         self.engine.shutdown()
 
     def step(self) -> list[tuple[VerifyTask, Reply]]:
-        """Run one step for all blocks, and return the answers that are ready."""
         self._drop_dead()
         self._admit()
         self._post_masked()
@@ -125,7 +120,11 @@ class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
             self._make_room()
             if self._head is not None:
                 self._head.take_turns(time.monotonic())
-            self._run()
+            result = self._run()
+            if result is not None:
+                self._reopen(result.preempted)
+                if not result.num_tokens and not result.preempted:
+                    self._unblock()
         elif not self._replies:
             wait_for_any(map(self.sessions.find, (*self._running, *self._waiting)))
         replies, self._replies = self._replies, []
@@ -241,18 +240,7 @@ class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
         self.engine.close(self.requests.pop(session_id).request_id)
         self.engine.num_evictions += 1
 
-    def _run(self) -> None:
-        began = time.perf_counter()
-        result = self._step_engine()
-        if result is None:
-            return
-        self._take(result, int((time.perf_counter() - began) * 1e6))
-        self._reopen(result.preempted)
-        if not result.num_tokens and not result.preempted:
-            self._unblock()
-
     def _take(self, result: StepResult, took_us: int) -> None:
-        """Add a step's time to its blocks, and answer those that it completed."""
         works = [self._by_request[name] for name in result.verdicts if name in self._by_request]
         num_rows = sum(1 if work.follows is not None else 1 + len(work.task.proposal) for work in works)
         self._count(result, took_us, num_rows)

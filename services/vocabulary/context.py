@@ -21,13 +21,8 @@ class ContextTranslation:
     the draft's; others are left out, as are bytes that no token of the draft has.
 
     Args:
-        draft: The draft's vocabulary.
-        target: The target's.
         specials: Draft token of each target token that is mapped by content; others are ignored.
         limit: Number of draft tokens after which the translation stops.
-
-    Attributes:
-        tokens: The draft's tokens.
     """
 
     def __init__(

@@ -15,8 +15,6 @@ class Intersection:
     end of sequence stands for the target's.
 
     Args:
-        draft: The draft's vocabulary.
-        target: The target's.
         draft_size: Number of logits of the draft model; tokens past them cannot be drafted.
         target_size: Number of token ids of the target model.
 
@@ -72,10 +70,6 @@ class Intersection:
 
 class SharedTokens:
     """The shared tokens as columns of the draft's logits, in order of the target's ids.
-
-    Args:
-        common: The shared tokens.
-        device: Device of the logits.
 
     Attributes:
         target_ids: The target's id of each column, int64.

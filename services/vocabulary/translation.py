@@ -14,12 +14,6 @@ from services.vocabulary.intersection import Intersection
 class Translation:
     """The vocabularies of a draft and its target.
 
-    Args:
-        draft: The draft's vocabulary.
-        target: The target's.
-        draft_size: Number of logits of the draft model.
-        target_size: Number of token ids of the target model.
-
     Raises:
         InvalidArgumentError: No token of one is a token of the other.
     """
@@ -59,10 +53,6 @@ def load_translation(draft: str, draft_size: int, target: str) -> Translation:
 
 def load_vocabulary(model: str, field: str) -> Vocabulary:
     """Load the vocabulary of a model's tokenizer.
-
-    Args:
-        model: Directory or hub name.
-        field: Name of the setting, for errors.
 
     Raises:
         InvalidArgumentError: The tokenizer does not load, or the bytes of its tokens are not known.

@@ -29,7 +29,6 @@ def make_drafter(
     """Save a drafter with the weights of a Llama-like model in one safetensors file; return its directory.
 
     Args:
-        source: The model.
         directory: Where to save the drafter.
         pard_token: The mask token; None for an ordinary draft model.
         mask_embedding: Give the mask an embedding of its own (`pard_embedding`), a random one.

@@ -58,8 +58,6 @@ def right_head(folder: Path, target: Path, num_outputs: int = 97) -> Path:
     """Write a head that predicts a bigram target exactly, as if `gammaray train` had made it.
 
     Args:
-        folder: Where to.
-        target: The target.
         num_outputs: How many tokens it knows; less than all are given by its own output matrix.
     """
     bigram_head(folder, target)

@@ -88,13 +88,7 @@ def constant_target(folder: Path) -> Path:
 
 
 def constant_head(kind: str, folder: Path, target: Path) -> Path:
-    """Write a head for a constant target that has its distribution.
-
-    Args:
-        kind: "eagle", "medusa" or "dflash".
-        folder: Where to.
-        target: The target.
-    """
+    """Write a head for a constant target that has its distribution."""
     if kind == "eagle":
         return bigram_eagle(folder, target)
     stored = load_file(target / "model.safetensors")
@@ -152,7 +146,6 @@ def complete_dflash(folder: Path, taps: list[int] | None = None) -> Path:
     """Write a DFlash head that `speculators` made, with an embedding and an output matrix.
 
     Args:
-        folder: Where to.
         taps: Other layers, at most as many.
     """
     shared = load_file(DATA / "dflash" / "shared.safetensors")

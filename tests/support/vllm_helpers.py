@@ -26,12 +26,7 @@ _request_ids = itertools.count(1)
 
 @dataclass
 class Session:
-    """What an orchestrator knows of a session.
-
-    Args:
-        prompt: The first tokens.
-        held: How many tokens the worker was sent.
-    """
+    """What an orchestrator knows of a session."""
 
     prompt: Sequence[int]
     params: SamplingParams = GREEDY

@@ -74,11 +74,6 @@ def on_vllm(target: Path, head: Path, folder: Path, **changes: Any) -> Iterator[
 def serve(scheduler: Any, first: int, lengths: Sequence[int]) -> list[dict[int, tuple[int, ...]]]:
     """Serve sessions with blocks of the head, of gamma 0, and with proposals from elsewhere.
 
-    Args:
-        scheduler: The scheduler.
-        first: Number of the first session.
-        lengths: Of their prompts.
-
     Returns:
         The head's proposals of each session by position.
     """

@@ -22,7 +22,6 @@ class SequenceInput:
     """One session's share of a step.
 
     Attributes:
-        session_id: Name of the session.
         start: Absolute position of `token_ids[0]`; cached entries from `start` on are dropped first.
         token_ids: Committed tokens that are not cached yet, then the proposal's nodes. At least one.
         num_logits: Logits are returned for the last `num_logits` tokens; 0 for pure prefill.
@@ -50,12 +49,10 @@ class Segment:
     Attributes:
         cache: The session's cache, with room for the new slots.
         row: First row in the pack.
-        count: Number of rows.
         start: How many tokens of the chain are kept.
         parents: Parents of the last nodes, as in SequenceInput; None for a chain.
         positions: Absolute position of each row.
         num_kept: Nodes kept in the slots after the chain; the new slots follow them.
-        features: As in SequenceInput.
     """
 
     cache: SessionCache
@@ -172,7 +169,6 @@ def allowed_slots(segment: Segment, window: int | None) -> Tensor | None:
     A tree's siblings share positions, so the window counts positions, not slots.
 
     Args:
-        segment: The rows.
         window: Number of positions a row sees, including itself; None for all.
 
     Returns:
@@ -313,12 +309,7 @@ def _check_tree(feed: SequenceInput, cache: SessionCache | None) -> None:
 
 
 def feed_positions(feed: SequenceInput, kept_parents: Sequence[int]) -> Sequence[int]:
-    """Return the absolute position of each token of a feed; for tree nodes it follows from their depth.
-
-    Args:
-        feed: The feed.
-        kept_parents: Parents of the cached nodes.
-    """
+    """Return the absolute position of each token of a feed; for tree nodes it follows from their depth."""
     count = len(feed.token_ids)
     if feed.parents is None:
         return range(feed.start, feed.start + count)

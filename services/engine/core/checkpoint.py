@@ -58,11 +58,7 @@ class StoredWeights:
     is_expanded: bool
 
     def described(self, dtype: torch.dtype) -> str:
-        """Return a text for logs and status.
-
-        Args:
-            dtype: Type of the model's weights and arithmetic.
-        """
+        """Return a text for logs and status."""
         if self.is_expanded:
             return f"{self.method} weights dequantised to {str(dtype).removeprefix('torch.')}"
         return f"{self.method} weights"
@@ -150,7 +146,6 @@ def check_loading(name: str, info: Mapping[str, Iterable[Any]], num_layers: int)
     """Check that a checkpoint has the model's weights, and no others.
 
     Args:
-        name: The model.
         info: The loading report of transformers.
         num_layers: Layers of the model; those from this one on may be in the checkpoint.
 

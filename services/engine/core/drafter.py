@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +25,9 @@ from gammaray.errors import InvalidArgumentError
 from services.engine.core.checkpoint import quant_method
 from services.engine.core.errors import UnsupportedModelError
 from services.engine.core.model import (
-    LlamaModel,
     LoadedModel,
     check_config,
+    embeddings,
     load_config,
     load_model,
     loaded_model,
@@ -84,8 +83,6 @@ def load_drafter(
     Args:
         name: Directory or hub name, or `early-exit:N`.
         target: The target's directory or hub name; "" if it is not known.
-        device: As for `load_model`.
-        dtype: As for `load_model`.
 
     Raises:
         NotFoundError: There is no such model.
@@ -189,8 +186,7 @@ def _assembled(
             {"pard_embedding": mask},
         )
         embedding, mask_token = torch.cat([embedding.to(dtype), mask.to(dtype)]), vocab_size
-    parts = cast(LlamaModel, module)
-    rows, output = parts.get_input_embeddings(), parts.get_output_embeddings()
+    rows, output = embeddings(module)
     rows.weight, rows.num_embeddings = nn.Parameter(embedding.to(dtype)), len(embedding)
     if not has_head:
         output.weight = rows.weight
@@ -212,7 +208,6 @@ def target_tensor(name: str, target: str, what: str) -> Tensor:
     """Return one tensor of a target, of which nothing else is read.
 
     Args:
-        name: The drafter that needs it.
         target: The target's directory or hub name; "" if it is not known.
         what: "embedding" or "output matrix".
 

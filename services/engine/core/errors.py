@@ -25,7 +25,6 @@ class InvalidModelError(UnsupportedModelError):
     """A file of a model, draft or head contradicts itself, or has a value that no model can have.
 
     Attributes:
-        file: Name of the file.
         field: The key of a configuration, or the tensor.
         got: Short rendering of the value.
         allowed: Description of the allowed values.

@@ -69,7 +69,6 @@ class CacheStore:
 
     Attributes:
         budget_bytes: Upper bound of all caches.
-        num_evictions: Number of evicted sessions.
     """
 
     def __init__(self, shape: CacheShape, budget_bytes: int) -> None:
@@ -104,11 +103,7 @@ class CacheStore:
         """Return a session's cache, None when it is unknown or was evicted."""
         return self._sessions.get(session_id)
 
-    def reserve(self, session_id: str, num_slots: int, keep: frozenset[str] | None = None) -> SessionCache:
-        """Return the session's cache with room for `num_slots`; see `reserve_all`."""
-        return self.reserve_all({session_id: num_slots}, keep)[0]
-
-    def reserve_all(self, wanted: dict[str, int], keep: frozenset[str] | None = None) -> list[SessionCache]:
+    def reserve_all(self, wanted: dict[str, int], keep: frozenset[str] = frozenset()) -> list[SessionCache]:
         """Make room for each session's slots, evicting sessions outside `wanted` and `keep` if necessary.
 
         Args:
@@ -126,7 +121,7 @@ class CacheStore:
             else:
                 self._sessions.move_to_end(session_id)
         if growing:
-            self._make_room(wanted, keep or frozenset())
+            self._make_room(wanted, keep)
         return [self._sessions[session_id] for session_id in wanted]
 
     def has_room(self, session_id: str, num_slots: int) -> bool:
@@ -221,7 +216,8 @@ class CacheStore:
                     self._used_slots += origin.capacity
                     origin.truncate(length)
                     return
-        target = self.reserve(copy, length, keep | {source} if isinstance(source, str) else keep)
+        pinned = keep | {source} if isinstance(source, str) else keep
+        (target,) = self.reserve_all({copy: length}, pinned)
         target.truncate(0)
         target.data[:, :, :length] = origin.data[:, :, :length]
         target.tokens.extend(origin.tokens[:length])

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -42,6 +41,9 @@ from services.engine.core.shapes import (
 )
 from services.engine.core.tensor_files import tensor_types
 
+if TYPE_CHECKING:
+    from transformers.models.llama.modeling_llama import LlamaAttention, LlamaForCausalLM, LlamaModel
+
 _log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -63,61 +65,16 @@ LLAMA_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """Model types with the layers of `LlamaModel`, which the CPU kernel supports."""
 
 
-class _Norm(Protocol):
-    weight: nn.Parameter
-
-
-class LlamaAttention(Protocol):
-    """Attention of a Llama-like layer."""
-
-    head_dim: int
-    scaling: float
-    q_proj: nn.Linear
-    k_proj: nn.Linear
-    v_proj: nn.Linear
-    o_proj: nn.Linear
-
-
-class _LlamaMLP(Protocol):
-    gate_proj: nn.Linear
-    up_proj: nn.Linear
-    down_proj: nn.Linear
-
-
-class LlamaLayer(Protocol):
-    """A layer of a Llama-like model."""
-
-    self_attn: LlamaAttention
-    mlp: _LlamaMLP
-    input_layernorm: _Norm
-    post_attention_layernorm: _Norm
-
-
-class _LlamaBody(Protocol):
-    layers: Sequence[LlamaLayer]
-    norm: _Norm
-    rotary_emb: nn.Module
-
-
-class LlamaModel(Protocol):
-    """A Llama-like transformers model: the parts that the engine's own forwards read."""
-
-    model: _LlamaBody
-
-    def get_input_embeddings(self) -> nn.Embedding:
-        """Return the embedding of token ids."""
-
-    def get_output_embeddings(self) -> nn.Linear:
-        """Return the map from hidden states to logits."""
+def embeddings(module: PreTrainedModel) -> tuple[nn.Embedding, nn.Linear]:
+    """Return a model's embedding of token ids, and its map from hidden states to logits."""
+    output = module.get_output_embeddings()  # type: ignore[no-untyped-call]
+    return cast(nn.Embedding, module.get_input_embeddings()), cast(nn.Linear, output)
 
 
 def head_norms(attention: LlamaAttention) -> tuple[Tensor, Tensor] | None:
     """Return the weights of the norms of query and key heads; None for a model without them."""
-    query_norm: _Norm | None = getattr(attention, "q_norm", None)
-    key_norm: _Norm | None = getattr(attention, "k_norm", None)
-    if query_norm is None or key_norm is None:
-        return None
-    return query_norm.weight, key_norm.weight
+    query_norm, key_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+    return None if query_norm is None or key_norm is None else (query_norm.weight, key_norm.weight)
 
 
 @dataclass(frozen=True)
@@ -125,8 +82,6 @@ class LoadedModel:
     """A model in evaluation mode, with its own eager attention.
 
     Attributes:
-        name: Directory or hub name.
-        module: The transformers model.
         config: Configuration of its text part.
         max_context: Largest number of tokens in a sequence.
         stored: How its quantised checkpoint is served; None: the checkpoint is not quantised.
@@ -148,7 +103,7 @@ class LoadedModel:
         """Type of the weights; of quantised ones that of the arithmetic."""
         if self.has_plain_weights:
             return self.module.dtype
-        return self.llama.get_input_embeddings().weight.dtype
+        return embeddings(self.module)[0].weight.dtype
 
     @property
     def has_plain_weights(self) -> bool:
@@ -157,8 +112,9 @@ class LoadedModel:
 
     @property
     def llama(self) -> LlamaModel:
-        """`module` by its parts; for Llama-like models only. torch types any submodule as Tensor | Module."""
-        return cast(LlamaModel, self.module)
+        """The layers of `LLAMA_TYPES`, which have Llama's names."""
+        body: LlamaModel = cast("LlamaForCausalLM", self.module).model
+        return body
 
 
 def load_model(
@@ -167,7 +123,6 @@ def load_model(
     """Load a model as transformers does, with eager attention.
 
     Args:
-        name: Directory or hub name.
         device: "auto" (cuda if available), "cpu", "cuda" or "cuda:N".
         dtype: "auto" (float32 on CPU, elsewhere bfloat16, or float16 on cards without it), "float32",
             "bfloat16" or "float16".
@@ -372,10 +327,6 @@ def check_config(name: str, config: PretrainedConfig) -> None:
 
 def max_context_of(name: str, config: PretrainedConfig) -> int:
     """Return the largest number of tokens in a sequence of a model.
-
-    Args:
-        name: Directory or hub name.
-        config: Configuration of its text part.
 
     Raises:
         UnsupportedModelError: The configuration does not say it.

@@ -29,11 +29,7 @@ class Retained:
 
 
 class PrefixCache:
-    """Retained caches by number, least recently used first.
-
-    Attributes:
-        num_slots: Slots of all of them.
-    """
+    """Retained caches by number, least recently used first."""
 
     def __init__(self) -> None:
         self.num_slots = 0

@@ -8,14 +8,14 @@ calibration data. With int4 the embedding and the head stay int8: their errors c
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
 import torch
 from torch import Tensor, nn
 
-from services.engine.core.model import LoadedModel
+from services.engine.core.model import LoadedModel, embeddings
 
 GROUP = 32
 """Inputs that share a scale and an offset in int4, as in llama.cpp's Q4_1."""
@@ -100,16 +100,29 @@ def quantise_model(loaded: LoadedModel, weights: str) -> Mapping[int, QuantisedM
     Returns:
         The matrices by the address of the module's weight (`Tensor.data_ptr`): a tied one is there once.
     """
-    ends = (loaded.llama.get_input_embeddings(), loaded.llama.get_output_embeddings())
     quantised: dict[int, QuantisedMatrix] = {}
-    for module in loaded.module.modules():
-        if isinstance(module, (nn.Linear, nn.Embedding)) and module.weight.data_ptr() not in quantised:
-            # The kernel reads up to four inputs of int4 at once.
-            is_int4 = weights == "int4" and module not in ends and module.weight.shape[1] % 4 == 0
-            matrix = (quantise_int4 if is_int4 else quantise_int8)(module.weight)
-            module.weight.copy_(matrix.dequantised())
-            quantised[module.weight.data_ptr()] = matrix
+    for weight, matrix in quantised_matrices(loaded.module, embeddings(loaded.module), weights):
+        weight.copy_(matrix.dequantised())
+        quantised[weight.data_ptr()] = matrix
     return quantised
+
+
+def quantised_matrices(
+    module: nn.Module, ends: Collection[nn.Module], weights: str
+) -> Iterator[tuple[Tensor, QuantisedMatrix]]:
+    """Yield each matrix of a module with its quantised form, a tied one once.
+
+    Args:
+        ends: Its embedding and its output, which are int8 at least.
+        weights: "int8" or "int4".
+    """
+    seen = set[int]()
+    for part in module.modules():
+        if isinstance(part, (nn.Linear, nn.Embedding)) and part.weight.data_ptr() not in seen:
+            seen.add(part.weight.data_ptr())
+            # The kernel reads up to four inputs of int4 at once.
+            is_int4 = weights == "int4" and part not in ends and part.weight.shape[1] % 4 == 0
+            yield part.weight, (quantise_int4 if is_int4 else quantise_int8)(part.weight)
 
 
 def _nonzero(scales: Tensor) -> Tensor:

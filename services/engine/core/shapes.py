@@ -217,8 +217,6 @@ def check_size(name: str, module: PreTrainedModel | None, num_bytes: int, weight
     """Check that the files could hold the weights that a configuration describes, before they are allocated.
 
     Args:
-        name: The model.
-        module: Its skeleton.
         num_bytes: Size of its files of weights; 0 if that is not known.
         weights_per_byte: Upper bound of the weights in a byte.
 
@@ -244,7 +242,7 @@ def size_of(name: str) -> int:
     return sum(file.stat().st_size for kind in ("safetensors", "bin") for file in folder.glob(f"*.{kind}"))
 
 
-def check_shape(name: str, key: str, tensor: Tensor, shape: tuple[int, ...], file: str = "") -> None:
+def check_shape(name: str, key: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
     """Check a tensor's shape.
 
     Raises:
@@ -252,21 +250,15 @@ def check_shape(name: str, key: str, tensor: Tensor, shape: tuple[int, ...], fil
     """
     if tuple(tensor.shape) != shape:
         allowed = f"{list(shape)}, which its configuration says"
-        raise InvalidModelError(
-            name, file or weights_file(name), key, f"the shape {list(tensor.shape)}", allowed
-        )
+        raise _invalid(name, key, f"the shape {list(tensor.shape)}", allowed)
 
 
-def check_weights(
-    name: str, expected: Mapping[str, Tensor], weights: Mapping[str, Tensor], file: str = ""
-) -> None:
+def check_weights(name: str, expected: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
     """Check stored weights against the parameters of a module.
 
     Args:
-        name: The model, draft or head.
         expected: The parameters, which need no values.
         weights: The stored tensors, by the same names.
-        file: Where they are, for errors; empty: the model's file of weights.
 
     Raises:
         UnsupportedModelError: Weights are missing, or have no place in the module.
@@ -279,20 +271,16 @@ def check_weights(
         if keys:
             raise UnsupportedModelError(name, f"it {verb} {len(keys)} weights, such as {min(keys)}")
     for key, tensor in weights.items():
-        check_shape(name, key, tensor, tuple(expected[key].shape), file)
+        check_shape(name, key, tensor, tuple(expected[key].shape))
         if tensor.dtype not in _FLOATS | _NARROW:
-            raise InvalidModelError(
-                name, file or weights_file(name), key, f"numbers of type {tensor.dtype}", _FLOATING
-            )
-    check_finite(name, weights, file)
+            raise _invalid(name, key, f"numbers of type {tensor.dtype}", _FLOATING)
+    check_finite(name, weights)
 
 
 def check_types(name: str, module: PreTrainedModel | None, types: Mapping[str, str]) -> None:
     """Check that the weights of a checkpoint that is not quantised are stored as floating-point numbers.
 
     Args:
-        name: The model.
-        module: Its skeleton.
         types: The type of each stored tensor, by safetensors' names.
 
     Raises:
@@ -303,7 +291,7 @@ def check_types(name: str, module: PreTrainedModel | None, types: Mapping[str, s
     parameters = {key for key, _ in module.named_parameters()}
     for key, own in stored_as(module, types).items():
         if own in parameters and not _is_float(types[key]):
-            raise _invalid(name, "", key, f"numbers of type {types[key]}", _FLOATING)
+            raise _invalid(name, key, f"numbers of type {types[key]}", _FLOATING)
 
 
 def _is_float(kind: str) -> bool:
@@ -322,45 +310,39 @@ def check_finite(name: str, weights: Mapping[str, Tensor], file: str = "") -> No
         if tensor.dtype in _NARROW | {torch.float64}:
             tensor = tensor.float()
         if tensor.dtype in _FLOATS and not torch.stack(torch.aminmax(tensor.detach())).isfinite().all():
-            raise InvalidModelError(
-                name, file or weights_file(name), key, "numbers that are not finite", "finite numbers"
-            )
+            raise _invalid(name, key, "numbers that are not finite", "finite numbers", file)
 
 
-def check_head_dim(name: str, head_dim: int, file: str = CONFIG) -> None:
+def check_head_dim(name: str, head_dim: int) -> None:
     """Check the width of a head whose halves are rotated.
 
     Raises:
         InvalidModelError: It has no halves.
     """
     if head_dim < 2 or head_dim % 2:
-        raise InvalidModelError(name, file, "head_dim", head_dim, "an even number above 0")
+        raise InvalidModelError(name, CONFIG, "head_dim", head_dim, "an even number above 0")
 
 
-def check_rotary(name: str, rotary: nn.Module, head_dim: int, file: str = CONFIG) -> None:
+def check_rotary(name: str, rotary: nn.Module, head_dim: int) -> None:
     """Check a rotary embedding, whose tables the kernels read by the width of a head.
 
     Raises:
         InvalidModelError: Its frequencies are not finite, or it rotates a part of a head.
     """
-    check_finite(name, dict(rotary.named_buffers()), file)
+    check_finite(name, dict(rotary.named_buffers()), CONFIG)
     cos, _ = rotary(torch.zeros(1), torch.zeros(1, 1, dtype=torch.long))
     if cos.shape[-1] != head_dim:
         allowed = f"one of all {head_dim} numbers of a head"
-        raise InvalidModelError(name, file, "rope_parameters", f"a rotation of {cos.shape[-1]}", allowed)
+        raise InvalidModelError(name, CONFIG, "rope_parameters", f"a rotation of {cos.shape[-1]}", allowed)
 
 
-def check_token_map(
-    name: str, count: int | None, vocab_size: int, d2t: Tensor | None, file: str = ""
-) -> Tensor | None:
+def check_token_map(name: str, count: int | None, vocab_size: int, d2t: Tensor | None) -> Tensor | None:
     """Return the target's token of each row of a drafter's head; None: row i is token i.
 
     Args:
-        name: The drafter.
         count: Its `draft_vocab_size`, if it has one.
         vocab_size: Number of the target's token ids.
         d2t: Integers [count]: how far each row's token lies above the row.
-        file: Where they are, for errors; empty: the model's file of weights.
 
     Raises:
         InvalidModelError: The offsets are missing or give no ascending ids below `vocab_size`.
@@ -368,21 +350,18 @@ def check_token_map(
     if count is None or (d2t is None and count == vocab_size):
         return None
     if d2t is None:
-        raise InvalidModelError(
-            name, file or weights_file(name), "d2t", "no tensor", f"one, as draft_vocab_size is {count}"
-        )
-    check_shape(name, "d2t", d2t, (count,), file)
-    check_integers(name, "d2t", d2t, file)
+        raise _invalid(name, "d2t", "no tensor", f"one, as draft_vocab_size is {count}")
+    check_shape(name, "d2t", d2t, (count,))
+    if d2t.is_floating_point() or d2t.is_complex() or d2t.dtype == torch.bool:
+        raise _invalid(name, "d2t", f"numbers of type {d2t.dtype}", "integers")
     ids = torch.arange(count) + d2t.long()
     if ids.min() < 0 or ids.max() >= vocab_size or (ids.diff() <= 0).any():
         allowed = f"offsets that give ascending ids in [0, {vocab_size})"
-        raise InvalidModelError(
-            name, file or weights_file(name), "d2t", f"ids in [{ids.min()}, {ids.max()}]", allowed
-        )
+        raise _invalid(name, "d2t", f"ids in [{ids.min()}, {ids.max()}]", allowed)
     return ids
 
 
-def _invalid(name: str, file: str, field: str, got: str, allowed: str) -> InvalidModelError:
+def _invalid(name: str, field: str, got: str, allowed: str, file: str = "") -> InvalidModelError:
     return InvalidModelError(name, file or weights_file(name), field, got, allowed)
 
 
@@ -392,15 +371,3 @@ def weights_file(name: str) -> str:
     if path.is_file():
         return path.name
     return "its weights" if path.is_dir() and not (path / _WEIGHTS).is_file() else _WEIGHTS
-
-
-def check_integers(name: str, key: str, tensor: Tensor, file: str = "") -> None:
-    """Check that a tensor of token ids has integers.
-
-    Raises:
-        InvalidModelError: It has numbers of another type.
-    """
-    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
-        raise InvalidModelError(
-            name, file or weights_file(name), key, f"numbers of type {tensor.dtype}", "integers"
-        )

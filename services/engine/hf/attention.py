@@ -109,12 +109,6 @@ class LayerInput:
 def attend(batch: Batch, layer: int, given: LayerInput, *, flash: bool = False) -> Tensor:
     """Attend per session over its slots, after writing this layer's new keys and values there.
 
-    Args:
-        batch: The step.
-        layer: Index of the layer.
-        given: The layer's arguments.
-        flash: See `attend_segment`.
-
     Returns:
         [1, rows, num_heads, value_dim].
     """
@@ -131,10 +125,6 @@ def attend_segment(
     """Attend for one session of a step, after writing this layer's new keys and values to its cache.
 
     Args:
-        batch: The step.
-        index: Of the segment.
-        layer: Index of the layer.
-        given: The layer's arguments.
         output: [rows, num_heads, value_dim], of which the segment's rows are written.
         flash: Let a causal kernel mask a chain that sees all slots before it, as a prompt's chunk does. A
             mask [rows, slots] rules out torch's flash kernels, and takes as much memory as the scores.

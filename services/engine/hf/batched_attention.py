@@ -44,7 +44,6 @@ class StepAttention:
     """The attention of one step, which ends with `store`.
 
     Args:
-        batch: The step.
         num_layers: Layers with attention.
         kv_heads: Largest number of key heads of a layer.
         kv_dim: Length of a key and its value together, the maximum over layers.
@@ -242,8 +241,6 @@ def padded_mask(
         window: Number of positions a row sees, including itself; None for all.
         firsts: Slot of each session that is column 0 of its mask.
         num_rows: Rows per session; those past a session's own repeat its last row.
-        num_slots: Columns.
-        device: Where to.
 
     Returns:
         Boolean [sessions, num_rows, num_slots].

@@ -23,7 +23,6 @@ class TransformersRunner(Runner):
 
     Args:
         loaded: The model, switched to the engine's attention.
-        layout: Result of the probe.
         batched: Attend for all sessions at once, and for prompts by a flash kernel; None: on a GPU. On a CPU
             calls cost little, and what batching copies costs more.
     """
@@ -44,16 +43,13 @@ class TransformersRunner(Runner):
 
     @property
     def hidden_size(self) -> int:
-        """Length of a hidden state."""
         size: int = self._loaded.config.hidden_size
         return size
 
     def tap_obstacle(self) -> str:
-        """Return why hidden states cannot be recorded; empty if they can."""
         return self._tap_points if isinstance(self._tap_points, str) else ""
 
     def forward(self, batch: Batch) -> Tensor:
-        """Return the logits [wanted rows, vocab_size] in float32; writes new keys, values and the taps."""
         rows = batch.logit_rows
         arguments: dict[str, Any] = {}
         wanted = None if rows is None else torch.tensor(rows, dtype=torch.long, device=self._device)

@@ -98,41 +98,32 @@ class BatchArguments(Structure):
     )
 
 
-def declare(library: ctypes.CDLL) -> ctypes.CDLL:
-    """Declare the arguments and results of the kernel's functions, and return it."""
-    library.gr_panel.restype = c_int32
-    library.gr_panel.argtypes = ()
-    library.gr_lanes.restype = c_int32
-    library.gr_lanes.argtypes = ()
-    library.gr_scratch_size.restype = c_int64
-    library.gr_scratch_size.argtypes = (POINTER(ModelWeights), c_int32, c_int32, c_int32)
-    for guesses in (library.gr_guesses_float32, library.gr_guesses_float64):
-        guesses.restype = c_int32
-        guesses.argtypes = (c_void_p, c_int64, c_int32, c_float, c_void_p, c_void_p)
-    library.gr_forward.restype = None
-    library.gr_forward.argtypes = (POINTER(ModelWeights), POINTER(BatchArguments))
-    library.gr_map.restype = None
-    library.gr_map.argtypes = (POINTER(MatrixWeights), c_int32, c_void_p, c_void_p, c_int32)
-    library.gr_chain.restype = c_int32
-    library.gr_chain.argtypes = (
-        POINTER(ModelWeights),
-        POINTER(BatchArguments),
-        c_void_p,
-        c_void_p,
-        c_int64,
-        c_void_p,
+_MODEL, _BATCH = POINTER(ModelWeights), POINTER(BatchArguments)
+_GUESSES = (c_int32, c_void_p, c_int64, c_int32, c_float, c_void_p, c_void_p)
+_FUNCTIONS = {
+    "gr_panel": (c_int32,),
+    "gr_lanes": (c_int32,),
+    "gr_scratch_size": (c_int64, _MODEL, c_int32, c_int32, c_int32),
+    "gr_guesses_float32": _GUESSES,
+    "gr_guesses_float64": _GUESSES,
+    "gr_forward": (None, _MODEL, _BATCH),
+    "gr_map": (None, POINTER(MatrixWeights), c_int32, c_void_p, c_void_p, c_int32),
+    "gr_chain": (
+        c_int32,
+        _MODEL,
+        _BATCH,
+        *(c_void_p, c_void_p, c_int64, c_void_p),
         c_double,
         POINTER(c_int32),
-    )
-    library.gr_philox.restype = None
-    library.gr_philox.argtypes = (
-        c_uint64,
-        c_void_p,
-        c_int64,
-        c_int64,
-        c_int64,
-        c_uint32,
-        c_uint32,
-        c_void_p,
-    )
+    ),
+    "gr_philox": (None, c_uint64, c_void_p, c_int64, c_int64, c_int64, c_uint32, c_uint32, c_void_p),
+}
+"""Types of the results, then of the arguments."""
+
+
+def declare(library: ctypes.CDLL) -> ctypes.CDLL:
+    """Declare the arguments and results of the kernel's functions, and return it."""
+    for name, (result, *arguments) in _FUNCTIONS.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
     return library

@@ -83,7 +83,6 @@ def find_library(folder: Path, variant: str, compiler: Compiler | None = None) -
     """Return the library of a variant in a folder, built from these sources with these flags; None if absent.
 
     Args:
-        folder: Where to look.
         variant: A name of `VARIANTS`.
         compiler: The compiler that built it; None accepts any compiler.
     """

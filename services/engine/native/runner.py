@@ -17,11 +17,7 @@ from services.engine.native.weights import NativeModel
 
 
 class NativeRunner(Runner):
-    """Runs steps on a model of `services.engine.native.weights`; the cache's rows are key and value heads.
-
-    Attributes:
-        model: The packed weights and the kernel.
-    """
+    """Runs steps on a model of `services.engine.native.weights`; the cache's rows are key and value heads."""
 
     has_kernel = True
 
@@ -32,16 +28,13 @@ class NativeRunner(Runner):
 
     @property
     def hidden_size(self) -> int:
-        """Length of a hidden state."""
         size: int = self.model.weights.hidden
         return size
 
     def tap_obstacle(self) -> str:
-        """Return why hidden states cannot be recorded: nothing prevents it."""
         return ""
 
     def forward(self, batch: Batch) -> Tensor:
-        """Return the logits [wanted rows, vocab_size] in float32; writes new keys, values and the taps."""
         threads = kernel_threads()
         self._make_room(len(batch.token_ids), max(batch.positions), threads)
         logits, _, arguments, _pointed_to = self._laid_out(batch, threads)

@@ -10,16 +10,20 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
 
 from services.engine.core.errors import InvalidModelError
-from services.engine.core.model import LLAMA_TYPES, LlamaLayer, LoadedModel, head_norms
+from services.engine.core.model import LLAMA_TYPES, LoadedModel, embeddings, head_norms
 from services.engine.core.quantised import GROUP, QuantisedMatrix, concatenate
 from services.engine.core.shapes import check_fields, check_head_dim, check_rotary, weights_file
 from services.engine.native.bindings import LayerWeights, MatrixWeights, ModelWeights
 from services.engine.native.library import load_kernel
+
+if TYPE_CHECKING:
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.uint8: 3}
 
@@ -32,11 +36,7 @@ class NativeModel:
     """A model, laid out for the kernel.
 
     Attributes:
-        kernel: The compiled functions.
         weights: The kernel's structure; points into `kept`.
-        vocab_size: Number of logits.
-        head_dim: Length of a head.
-        rotary: Computes cos and sin.
         max_context: Positions lie below it.
         kept: Owners of the memory that `weights` points to.
     """
@@ -75,7 +75,7 @@ def native_obstacle(loaded: LoadedModel) -> str:
         return f"{config.model_type} is not covered"
     if config.hidden_act != "silu":
         return f"the activation {config.hidden_act} is not covered"
-    head_dim = loaded.llama.model.layers[0].self_attn.head_dim
+    head_dim = _layers(loaded)[0].self_attn.head_dim
     if head_dim % 2 or head_dim > _MAX_HEAD_DIM:
         return f"a head of {head_dim} is not covered"
     return load_kernel().reason
@@ -91,22 +91,21 @@ def build_native(
     """Lay out the weights of a model for which `native_obstacle` is empty.
 
     Args:
-        loaded: The model.
         windows: Sliding window of each layer, None for full attention.
         vocab_size: Number of logits to compute.
         quantised: What `quantise_model` returned for the model; None if it is not quantised.
     """
     library = load_kernel().library
     assert library is not None
-    config, body = loaded.config, loaded.llama.model
-    attention = body.layers[0].self_attn
-    output = loaded.llama.get_output_embeddings()
+    config, body, parts = loaded.config, loaded.llama, _layers(loaded)
+    attention = parts[0].self_attn
+    embedding, output = embeddings(loaded.module)
     model = NativeModel(
         library, ModelWeights(), vocab_size, attention.head_dim, body.rotary_emb, loaded.max_context
     )
     packer = Packer(library.gr_panel(), library.gr_lanes(), model.kept, quantised or {})
     layers = (LayerWeights * len(windows))(
-        *(_layer(packer, layer, window) for layer, window in zip(body.layers, windows, strict=True))
+        *(_layer(packer, layer, window) for layer, window in zip(parts, windows, strict=True))
     )
     model.kept.append(layers)
     weights = model.weights
@@ -114,7 +113,7 @@ def build_native(
     weights.heads, weights.kv_heads = config.num_attention_heads, config.num_key_value_heads
     weights.head_dim, weights.layers = attention.head_dim, len(windows)
     weights.scaling, weights.norm_eps = attention.scaling, config.rms_norm_eps
-    weights.embedding, weights.embedding_scale = packer.embedding(loaded.llama.get_input_embeddings().weight)
+    weights.embedding, weights.embedding_scale = packer.embedding(embedding.weight)
     weights.last_norm = packer.vector(body.norm.weight)
     weights.head = packer.matrix([(output.weight[:vocab_size], output.bias)])
     weights.layer = layers
@@ -124,10 +123,6 @@ def build_native(
 
 def check_layout(name: str, model: NativeModel) -> None:
     """Check the sizes that the kernel takes on trust against each other; call it before the first forward.
-
-    Args:
-        name: The model or head, for errors.
-        model: It, laid out.
 
     Raises:
         InvalidModelError: The kernel would divide by zero or read past a matrix.
@@ -167,7 +162,6 @@ def pack_panels(weight: Tensor, panel: int, lanes: int) -> Tensor:
     """Lay out a float32 weight [outputs, inputs] as panels [ceil(outputs / panel), inputs, panel].
 
     Args:
-        weight: The matrix.
         panel: Outputs per panel.
         lanes: Lanes of a vector; bfloat16 panels interleave pairs of vectors, see `kernel.c`.
 
@@ -240,6 +234,10 @@ class Packer:
         self.kept.append(matrix.values)
         return matrix.values.data_ptr(), self.vector(matrix.scales)
 
+    def maps(self, *maps: nn.Linear) -> MatrixWeights:
+        """Concatenate the outputs of several linear maps into one."""
+        return self.matrix([(one.weight, one.bias) for one in maps])
+
     def matrix(self, parts: Sequence[tuple[Tensor, Tensor | None]]) -> MatrixWeights:
         """Concatenate the outputs of several matrices into one."""
         outputs, inputs = sum(len(weight) for weight, _ in parts), parts[0][0].shape[1]
@@ -261,18 +259,18 @@ class Packer:
         )
 
 
-def _layer(packer: Packer, layer: LlamaLayer, window: int | None) -> LayerWeights:
+def _layers(loaded: LoadedModel) -> Sequence[LlamaDecoderLayer]:
+    return cast("Sequence[LlamaDecoderLayer]", loaded.llama.layers)
+
+
+def _layer(packer: Packer, layer: LlamaDecoderLayer, window: int | None) -> LayerWeights:
     attention, mlp = layer.self_attn, layer.mlp
-
-    def fused(*maps: nn.Linear) -> MatrixWeights:
-        return packer.matrix([(one.weight, one.bias) for one in maps])
-
     query_norm, key_norm = head_norms(attention) or (None, None)
     return LayerWeights(
-        fused(attention.q_proj, attention.k_proj, attention.v_proj),
-        fused(attention.o_proj),
-        fused(mlp.gate_proj, mlp.up_proj),
-        fused(mlp.down_proj),
+        packer.maps(attention.q_proj, attention.k_proj, attention.v_proj),
+        packer.maps(attention.o_proj),
+        packer.maps(mlp.gate_proj, mlp.up_proj),
+        packer.maps(mlp.down_proj),
         packer.vector(layer.input_layernorm.weight),
         packer.vector(layer.post_attention_layernorm.weight),
         packer.vector(query_norm),

@@ -48,7 +48,6 @@ class LogitEdits:
         eos_token_ids: Tokens masked until `params.min_tokens` tokens were produced.
         prompt_length: Number of leading tokens that count as prompt.
         vocab_size: Number of logits in a row.
-        device: Where the logits are.
         grammar: State of the grammar before the first token after the prompt; None if `params` has none.
 
     Attributes:

@@ -96,8 +96,6 @@ def exponential(
     Args:
         seed: Key, in [0, 2^64).
         start: First absolute position.
-        count: Number of positions.
-        vocab_size: Number of token ids.
         sample_index: Index among several samples for one seed.
         stream: 0 or 3, see the table above.
         device: Where to compute. Devices may differ in the last bit of the logarithm.
@@ -141,8 +139,6 @@ class Noise:
     Args:
         seed: Key, in [0, 2^64).
         sample_index: Index among several samples for one prompt and seed, in [0, 2^24).
-        vocab_size: Number of token ids.
-        device: Device of the rows.
         token_ids: If given, rows have only the noise of these `vocab_size` ids, on `device`.
     """
 

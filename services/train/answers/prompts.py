@@ -69,9 +69,6 @@ class Job:
 class Turns:
     """A tokenizer's chat template.
 
-    Args:
-        tokenizer: A transformers tokenizer.
-
     Raises:
         FailedPreconditionError: It has no chat template.
     """

@@ -64,7 +64,7 @@ class StateStore:
             row[: len(one.token_ids)] = torch.from_numpy(one.token_ids.astype("int64"))
         found: dict[int, Tensor] = {}
         hooks = [
-            module.register_forward_pre_hook(_recorder(found, tap), with_kwargs=True)
+            module.register_forward_pre_hook(recorder(found, tap), with_kwargs=True)
             for tap, module in self._tapped
         ]
         try:
@@ -82,7 +82,9 @@ class StateStore:
                 temporary.replace(self._path(one))
 
 
-def _recorder(found: dict[int, Tensor], tap: int) -> Callable[..., None]:
+def recorder(found: dict[int, Tensor], tap: int) -> Callable[..., None]:
+    """Return a hook that records what enters a module as the state of `tap`."""
+
     def record(_module: nn.Module, given: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
         found[tap] = given[0] if given else named["hidden_states"]
 

@@ -32,7 +32,6 @@ class Sequence:
         temperature: At which the answer was drawn; 0 is greedy.
         top_ids: Per answer token, the most likely ids at its place [answer tokens, top_k].
         top_logs: Their log-probabilities at temperature 1, float16 [answer tokens, top_k].
-        number: Number of its job.
     """
 
     token_ids: _Array
@@ -59,7 +58,6 @@ class AnswerStore:
 
     Attributes:
         jobs: Numbers of the stored sequences' jobs.
-        num_answer_tokens: Answer tokens stored.
 
     Raises:
         FailedPreconditionError: The folder holds sequences of another target.

@@ -53,16 +53,12 @@ class Writer:
     """Generates the answers of jobs and appends them to a store.
 
     Args:
-        engine: The target.
-        store: Where answers go.
         jobs: Those whose numbers are stored already are skipped.
         eos_token_ids: Tokens that end an answer or a user's turn.
         max_tokens: Upper bound of an answer's length.
         batch: Answers in progress at once.
         top_k: Ids stored per answer token.
-        seed: Of the draws.
-        decode: Text of token ids; finished answers go to `passages`. None: no passages are kept.
-        passages: Where they go.
+        passages: Where the texts of finished answers go.
     """
 
     def __init__(
@@ -76,8 +72,8 @@ class Writer:
         batch: int,
         top_k: int,
         seed: int,
-        decode: Callable[[list[int]], str] | None = None,
-        passages: Passages | None = None,
+        decode: Callable[[list[int]], str],
+        passages: Passages,
     ) -> None:
         self._engine, self._store, self._jobs = engine, store, jobs
         self._eos, self._max_tokens, self._batch, self._top_k = eos_token_ids, max_tokens, batch, top_k
@@ -92,7 +88,6 @@ class Writer:
         Args:
             num_tokens: Wanted number of stored answer tokens.
             until: A reading of `time.monotonic`.
-            stopped: Whether to stop early.
 
         Yields:
             The number of stored answer tokens, after every step.
@@ -186,8 +181,7 @@ class Writer:
             return False
         if length >= _MIN_ANSWER_TOKENS:
             self._store.append(_sequence(one))
-            if self._passages is not None and self._decode is not None:
-                self._passages.add(self._decode(one.token_ids[one.num_prompt : -1]))
+            self._passages.add(self._decode(one.token_ids[one.num_prompt : -1]))
         return True
 
 

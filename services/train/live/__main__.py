@@ -54,14 +54,6 @@ def train_until(
 ) -> None:
     """Train the drafters of a folder, unless another process does.
 
-    Args:
-        stopped: Whether to end as soon as possible.
-        wait: Waits for so many seconds, or less.
-        folder: What this machine learns.
-        target: Directory or hub name of the target.
-        drafter: The drafter of the start.
-        threads: Arithmetic threads.
-
     Raises:
         InvalidArgumentError: The drafter cannot be trained.
     """

@@ -27,16 +27,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gammaray.errors import FailedPreconditionError
 from gammaray.learning.folder import DrafterStore, LearningFolder, RecordName, Version
 from services.engine.core.model import load_config, load_model
 from services.heads.loading import load_head, names_head
-from services.process.fingerprints import model_identity, vocab_sha256
 from services.train.answers.store import Sequence
 from services.train.draft_model import TrainableDraft
 from services.train.evaluate import evaluate
 from services.train.head import TrainableHead
-from services.train.trainable import Trainable, mixed_precision
+from services.train.trainable import (
+    Trainable,
+    drawn,
+    fingerprints_of,
+    mixed_precision,
+    optimizer_of,
+    take_step,
+)
 
 MIN_TOKENS = 2000
 """New tokens of completions before a round."""
@@ -65,7 +70,6 @@ class _Training:
     Attributes:
         parent: The version that it began with.
         tenants: Whose streams it was trained on, with those of its parent.
-        num_steps: Steps so far.
     """
 
     parent: int
@@ -77,12 +81,6 @@ class _Training:
 
 class Trainer:
     """Trains the drafters of a folder.
-
-    Args:
-        folder: What this machine learns.
-        target: Directory or hub name of the target.
-        drafter: Directory of the drafter of the start.
-        stopped: Whether to end as soon as possible.
 
     Raises:
         FailedPreconditionError: Target or tokenizer has no fingerprint, or other layers than drafters need.
@@ -98,10 +96,7 @@ class Trainer:
         # Of the layers only the shape is used, which the drafter has.
         num_layers = self._num_layers
         self._module: Any = load_model(target, device="cpu", dtype="float32", num_layers=num_layers).module
-        identity = model_identity(target, dtype="-", device="cpu", deterministic=False)
-        self._identity = {"target": identity.partition("/")[0], "tokenizer": vocab_sha256(target)}
-        if not all(self._identity.values()):
-            raise FailedPreconditionError(f"{target}: its weights or its tokenizer have no fingerprint")
+        self._identity = fingerprints_of(target)
         self._trainings: dict[str, _Training] = {}
         self._records: dict[Path, Record] = {}
         self._seen: dict[str, int] = {}  # when the newest stream of a drafter's last round was written
@@ -157,10 +152,8 @@ class Trainer:
     def _new_training(self, store: DrafterStore, number: int) -> _Training:
         """Return the drafter of a version, with an optimizer."""
         drafter = self._drafter(store, number)
-        weights = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
-        optimizer = torch.optim.AdamW(weights, lr=RATE, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
         tenants = set(store.read().version(number).tenants) if number else set()
-        return _Training(number, drafter, optimizer, tenants)
+        return _Training(number, drafter, optimizer_of(drafter, RATE), tenants)
 
     def _drafter(self, store: DrafterStore, number: int) -> Trainable:
         """Return the drafter of a version."""
@@ -182,18 +175,12 @@ class Trainer:
     def _step(self, training: _Training, taught: Items[Record]) -> None:
         training.num_steps += 1
         generator = torch.Generator().manual_seed(training.parent * 1_000_003 + training.num_steps)
-        chosen: list[Record] = []
-        while sum(one.num_answer for one in chosen) < STEP_TOKENS:
-            chosen.append(taught[int(torch.randint(len(taught), (), generator=generator))])
-        drafter = training.drafter
+        chosen, drafter = drawn(taught, STEP_TOKENS, generator), training.drafter
         # Of a token alone, the share that is rejected would favour the likeliest one.
         kind = "coupled" if self._is_head else "kl"
         with self._mixed:
             loss = drafter.loss(drafter.batch(chosen, drafter.num_depths, generator), kind)
-        training.optimizer.zero_grad()
-        torch.autograd.backward(loss)
-        torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
-        training.optimizer.step()
+        take_step(drafter, training.optimizer, loss)
 
     def _publish(
         self, store: DrafterStore, training: _Training, before: float, after: float, tokens: int

@@ -1,4 +1,4 @@
-"""The demo pair's training: how models start from one another, the optimiser, and a run of a few steps."""
+"""The demo pair's training: how models start from one another, optimiser, losses, and runs of a few steps."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def _model(num_layers: int, seed: int = 0) -> LlamaForCausalLM:
     return models.build(num_layers, hidden_size=64, vocab_size=VOCAB_SIZE).eval()
 
 
-def _trained(num_layers: int) -> LlamaForCausalLM:
+def _trained(num_layers: int, seed: int = 0, noise: float = 0.05) -> LlamaForCausalLM:
     """A model none of whose matrices is zero."""
-    model = _model(num_layers)
+    model = _model(num_layers, seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
+            parameter.add_(torch.randn_like(parameter) * noise)
     return model
 
 
@@ -90,3 +90,33 @@ def test_train_all_stages_learns_and_exports_a_target_that_loads(work: Path) -> 
     _, of_a_stranger = distil.agreement(target, _trained(2).eval(), windows[:8])
     assert alpha > of_a_stranger
     assert distil.agreement(draft, draft, windows[:2]) == (1.0, pytest.approx(1.0, abs=1e-4))
+
+
+@pytest.fixture(scope="module")
+def saved_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target of which every matrix counts, on disk."""
+    directory = tmp_path_factory.mktemp("target")
+    _trained(3, seed=1, noise=0.1).save_pretrained(directory)
+    return directory
+
+
+def test_losses_treat_the_truncated_rest_as_one_token() -> None:
+    """By hand: the target has 0.6, 0.2 and a rest of 0.2; the draft 0.3, 0.3 and 0.4."""
+    target, draft = torch.tensor([[0.6, 0.2]]), torch.tensor([[0.3, 0.3]])
+    assert distil.variation(draft, target).item() == pytest.approx(0.3)
+    wanted = 0.6 * torch.tensor(2.0).log() + 0.2 * torch.tensor(2 / 3).log() + 0.2 * torch.tensor(0.5).log()
+    assert distil.divergence(draft, target).item() == pytest.approx(wanted.item(), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_distil_brings_the_draft_nearer_to_the_target(saved_target: Path) -> None:
+    target, draft = models.load(saved_target).eval(), _trained(1, seed=4, noise=0.1)
+    torch.manual_seed(0)
+    windows = torch.randint(VOCAB_SIZE, (32, 24), generator=torch.Generator().manual_seed(5))
+    before = distil.agreement(target, draft, windows)
+    lessons = distil.read_lessons(target, windows)
+    reports = list(distil.distil(draft, lessons, num_steps=200, learning_rate=0.02, batch=8))
+    after = distil.agreement(target, draft.eval(), windows)
+    assert [round(progress, 3) for progress, _ in reports] == [0.495, 0.995]
+    assert after[0] > before[0] + 0.05
+    assert after[1] > before[1] + 0.1

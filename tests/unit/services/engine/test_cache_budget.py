@@ -4,15 +4,24 @@ import pytest
 import torch
 
 from gammaray.config import TargetSettings
-from services.engine.cache_budget import CacheBudget, available_memory
+from services.engine import cache_budget as cache_budget_module
+from services.engine.cache_budget import available_memory, cache_budget
 from services.engine.loader import load_worker_engine
 
 GIB = 2**30
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
-def budget(device, free, **given):
-    return CacheBudget(free=lambda asked: free if asked == device else 0, **given).on(device)
+@pytest.fixture
+def budget(monkeypatch):
+    """Returns the budget with so much free memory on a device."""
+
+    def of(device, free, num_bytes=None, share=0.8):
+        with monkeypatch.context() as patch:
+            patch.setattr(cache_budget_module, "free_memory", lambda asked: free if asked == device else 0)
+            return cache_budget(device, num_bytes, share)
+
+    return of
 
 
 @pytest.mark.parametrize(
@@ -26,20 +35,17 @@ def budget(device, free, **given):
         (CPU, 1000, GIB // 16),
     ],
 )
-def test_budget_follows_the_free_memory(device, free, expected):
+def test_budget_follows_the_free_memory(budget, device, free, expected):
     assert budget(device, free) == expected
 
 
-def test_share_of_a_gpu_is_a_setting():
+def test_share_of_a_gpu_is_a_setting(budget):
     assert budget(CUDA, 60 * GIB, share=0.5) == 30 * GIB
     assert budget(CPU, 2 * GIB, share=0.5) == GIB // 2
 
 
-def test_explicit_budget_ignores_the_free_memory():
-    def refuse(device):
-        raise AssertionError(device)
-
-    assert CacheBudget(7 * 2**20, free=refuse).on(CUDA) == 7 * 2**20
+def test_explicit_budget_ignores_the_free_memory(budget):
+    assert budget(CUDA, 60 * GIB, num_bytes=7 * 2**20) == 7 * 2**20
 
 
 def write(folder, **files):

@@ -130,7 +130,7 @@ def test_check_of_the_start_compares_with_the_dequantised_model(
 
     def spoilt(loaded: LoadedModel, weights: str) -> Mapping[int, QuantisedMatrix]:
         quantised = dict(right(loaded, weights))
-        address = loaded.llama.model.layers[1].mlp.down_proj.weight.data_ptr()
+        address = loaded.llama.layers[1].mlp.down_proj.weight.data_ptr()
         values = quantised[address].values.clone()
         values[3, 5] ^= 8
         return quantised | {address: replace(quantised[address], values=values)}
