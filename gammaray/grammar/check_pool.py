@@ -81,7 +81,6 @@ class CheckPool:
     Args:
         tokenizer_json: The tokenizer in the format of `tokenizers`.
         vocab_size: Number of token ids of the model.
-        eos_token_ids: Its end-of-sequence tokens.
         num_processes: Most checks at once. A process starts when it is first needed.
     """
 

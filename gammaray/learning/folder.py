@@ -48,7 +48,6 @@ class RecordName(NamedTuple):
 
     @classmethod
     def parse(cls, path: Path) -> RecordName:
-        """Return what a file's name says."""
         written_at, tenant, session, num_answer = path.stem.split("_")
         return cls(int(written_at), tenant, session, int(num_answer))
 
@@ -164,7 +163,6 @@ class DrafterStore:
             raise FailedPreconditionError(f"{state} cannot be read ({type(error).__name__})") from None
 
     def directory(self, number: int) -> Path:
-        """Return where a version's weights are."""
         return self.path / "versions" / f"{number:06d}"
 
     def publish(self, written: Path, make: Callable[[int], Version]) -> Version | None:

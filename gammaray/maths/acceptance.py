@@ -22,11 +22,6 @@ class SpeculationCounters:
     """Sums over the cycles of one completion.
 
     Attributes:
-        cycles: Cycles observed.
-        drafted: Proposed tokens.
-        tested: Proposed tokens that were tested.
-        accepted: Proposed tokens that were accepted.
-        emitted: Tokens emitted.
         accepted_lengths: Entry j: number of cycles in which j tokens were accepted.
         draft_s: Seconds waited for proposals.
         verify_s: Seconds waited for verdicts.
@@ -77,13 +72,8 @@ class SpeculationCounters:
             tested: Proposed tokens that were tested: the accepted ones, plus one if a token was rejected.
             accepted: Proposed tokens that were accepted.
             emitted: Tokens emitted; fewer than accepted + 1 if the completion was truncated.
-            draft_s: Seconds waited for the proposal.
-            verify_s: Seconds waited for the verdict.
-            cycle_s: Seconds of the whole cycle.
             plain_cycle_s: Current seconds of a cycle at gamma 0, or None if unknown.
-            drafter: Kind of the drafter, if anything was proposed.
             draft_worker: Address of the draft worker, "" for none.
-            is_fallback: Whether the drafter that the request allows could not propose.
         """
         if self.cycles > 0 and plain_cycle_s is not None:
             self.decode_s += cycle_s

@@ -26,7 +26,6 @@ class ReceiptKey(BaseModel):
     """A key, as a JSON Web Key.
 
     Args:
-        kid: Its id.
         x: The public key, 32 bytes in base64url.
         d: The private key in the same form; None for a former key, and where keys are published.
     """

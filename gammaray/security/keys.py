@@ -40,8 +40,6 @@ class ApiKey(BaseModel):
         id: The public part of the key.
         tenant: Tenant that owns the key: 1 to 32 of a-z 0-9 and -.
         sha256: SHA-256 of the whole key, in hex.
-        created_at: Time of creation.
-        note: Free text.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -81,7 +79,6 @@ def key_id_of(key: str) -> str | None:
 
 
 def is_tenant(name: str) -> bool:
-    """Whether `name` is a valid tenant name."""
     return re.fullmatch(TENANT, name) is not None
 
 

@@ -27,7 +27,6 @@ from gammaray.wire.enums import (
 
 
 def process_to_proto(process: ProcessStatus) -> gen.ProcessStatus:
-    """Return the wire form of a process's status."""
     worker, speculation = process.worker_totals, process.speculation_totals
     return gen.ProcessStatus(
         **{
@@ -39,7 +38,6 @@ def process_to_proto(process: ProcessStatus) -> gen.ProcessStatus:
 
 
 def process_from_proto(message: gen.ProcessStatus) -> ProcessStatus:
-    """Return the process status of a wire message."""
     values = values_of(message, ProcessStatus)
     if message.HasField("worker_totals"):
         values["worker_totals"] = worker_totals_from_proto(message.worker_totals)
@@ -51,7 +49,6 @@ def process_from_proto(message: gen.ProcessStatus) -> ProcessStatus:
 
 
 def worker_totals_from_proto(message: pb.WorkerTotals) -> WorkerTotals:
-    """Return the totals of a wire message."""
     return WorkerTotals(**values_of(message, WorkerTotals))
 
 
@@ -69,7 +66,6 @@ def values_of(message: Message, kind: type[Any]) -> dict[str, Any]:
 
 
 def sampling_to_proto(params: SamplingParams) -> pb.SamplingParams:
-    """Return the wire form of sampling parameters."""
     return pb.SamplingParams(**vars(params))
 
 
@@ -94,7 +90,6 @@ def token_ids_from_proto(name: str, ids: Sequence[int]) -> tuple[int, ...]:
 
 
 def request_to_proto(request: t.GenerationRequest) -> gen.GenerateRequest:
-    """Return the wire form of a generation request."""
     message = gen.GenerateRequest(
         model=request.model,
         sampling=sampling_to_proto(request.sampling),
@@ -173,7 +168,6 @@ def request_from_proto(message: gen.GenerateRequest) -> t.GenerationRequest:
 
 
 def chunk_to_proto(chunk: t.Chunk) -> gen.GenerateResponse:
-    """Return the wire form of a chunk."""
     message = gen.GenerateResponse(
         session_id=chunk.session_id,
         text=chunk.text,
@@ -196,7 +190,6 @@ def chunk_to_proto(chunk: t.Chunk) -> gen.GenerateResponse:
 
 
 def chunk_from_proto(message: gen.GenerateResponse) -> t.Chunk:
-    """Return the chunk of a wire message."""
     return t.Chunk(
         session_id=message.session_id,
         text=message.text,
@@ -222,7 +215,6 @@ def chunk_from_proto(message: gen.GenerateResponse) -> t.Chunk:
 
 
 def token_to_proto(token: t.EmittedToken) -> gen.EmittedToken:
-    """Return the wire form of an emitted token."""
     return gen.EmittedToken(
         token_id=token.token_id,
         origin=ORIGINS[token.origin],
@@ -234,7 +226,6 @@ def token_to_proto(token: t.EmittedToken) -> gen.EmittedToken:
 
 
 def token_from_proto(message: gen.EmittedToken) -> t.EmittedToken:
-    """Return the emitted token of a wire message."""
     return t.EmittedToken(
         token_id=message.token_id,
         origin=origin_from_proto(message.origin),

@@ -18,8 +18,6 @@ class WorkerCall:
         address: host:port of the worker that answered last.
         blocks: Blocks sent: above 1 if the worker lacked tokens, or was replaced by another.
         refed_tokens: Tokens sent again because a worker lacked them.
-        request_bytes: Size of the blocks, in bytes.
-        response_bytes: Size of the answers, in bytes.
         queue_s: Seconds from the block's arrival to its first step.
         compute_s: Seconds of the steps that served it, shared by the batch.
         batch_size: Sessions in the largest of these batches.
@@ -46,7 +44,6 @@ class CycleRecord:
         total_s: Duration in seconds.
         propose_s: Seconds spent waiting for the proposal.
         verify_s: Seconds spent waiting for the verification.
-        turn: Turn of the session.
         epoch: Fencing number of the session's owner; incremented with each takeover.
         base_position: Number of committed tokens before the cycle.
         gamma: Draft tokens requested.
@@ -54,7 +51,6 @@ class CycleRecord:
         drafted: Nodes of the proposal.
         tested: Proposed tokens that were tested.
         accepted: Proposed tokens that were accepted.
-        emitted: Tokens emitted.
         next_origin: Correction or bonus; None if the completion ended before it.
         drafter: Kind of the drafter that proposed.
         draft_failed: Whether the drafter failed, was late or was absent.

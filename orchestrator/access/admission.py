@@ -66,12 +66,10 @@ class Admission:
 
     @property
     def num_running(self) -> int:
-        """Running requests."""
         return self._num_running
 
     @property
     def num_waiting(self) -> int:
-        """Waiting requests."""
         return self._num_waiting
 
     @property

@@ -76,7 +76,6 @@ class Context:
 
     @classmethod
     def of(cls, token_ids: Sequence[int]) -> Context:
-        """Return the context at the end of `token_ids`."""
         tokens = array("I", token_ids[-LONGEST:])
         return cls(tokens, _slots(_sums(tokens[-_WINDOW:])))
 
@@ -189,7 +188,6 @@ class SuffixIndex:
         first tokens, so that a repetition is proposed to the full depth.
 
         Args:
-            context: The latest tokens.
             depth: Upper bound of tokens in the chain.
             shortest: Least length of a match, of `LEVELS`.
         """

@@ -151,9 +151,7 @@ def serve_cluster(
     """Start the cluster, announce it, and monitor it until a signal interrupts.
 
     Args:
-        options: Options of the cluster.
         started: Receives a callback for each started part, which stops it.
-        signals: Signals that interrupt.
         announce: Called once the cluster serves.
 
     Raises:

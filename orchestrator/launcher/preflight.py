@@ -30,9 +30,6 @@ def worker_cores(
     no worker is pinned.
 
     Args:
-        cores: Available cores.
-        num_targets: Number of target workers.
-        num_drafts: Number of draft workers.
         threads: Arithmetic threads of each worker.
 
     Returns:
@@ -200,10 +197,6 @@ def gpu_share(num_gpus: int, num_workers: int) -> float:
 
 def worker_gpus(settings: ClusterSettings, num_gpus: int) -> dict[str, float]:
     """Return the number of GPUs, or the share of one, per worker of each role.
-
-    Args:
-        settings: Settings of the cluster.
-        num_gpus: GPUs of this machine.
 
     Raises:
         InvalidArgumentError: There are too few GPUs.

@@ -49,7 +49,6 @@ class RedisServer:
 
     Attributes:
         url: URL for clients, with the password, which other users of the machine do not have.
-        pid: Process id.
     """
 
     def __init__(
@@ -88,7 +87,6 @@ class RedisServer:
 
     @property
     def is_running(self) -> bool:
-        """Whether the process runs."""
         return self._process.poll() is None
 
     def revive(self) -> None:

@@ -30,7 +30,6 @@ class ChunkBuilder:
 
     Args:
         session: The session; its next cycle starts now.
-        tokenizer: The target's.
         offset: Emitted tokens that the client has already.
         counters: Counters of earlier owners.
         elapsed_s: Seconds that earlier owners took.

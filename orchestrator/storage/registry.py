@@ -56,10 +56,6 @@ class RedisRegistry:
 
     Orchestrators renew `<prefix>:orchestrator:<name>`; their names are the set `<prefix>:orchestrators`.
     Every method raises GammarayError if Redis cannot be reached or refuses the command.
-
-    Args:
-        redis: A connected client.
-        keys: The cluster's keys.
     """
 
     def __init__(self, redis: Redis, keys: Keys = DEFAULT_KEYS) -> None:
@@ -85,12 +81,10 @@ class RedisRegistry:
         await answer(self._redis.sadd(self._keys.orchestrators, name))
 
     async def withdraw(self, name: str) -> None:
-        """Delete an orchestrator's state."""
         await answer(self._redis.delete(self._keys.orchestrator(name)))
         await answer(self._redis.srem(self._keys.orchestrators, name))
 
     async def orchestrators(self) -> dict[str, bytes]:
-        """Return the state of each orchestrator."""
         members: set[Any] = await answer(self._redis.smembers(self._keys.orchestrators))
         names = sorted(str(member, "utf-8", "replace") for member in members)
         if not names:

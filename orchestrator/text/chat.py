@@ -194,7 +194,6 @@ def render(
 
     Args:
         tokenizer: A tokenizer of transformers.
-        messages: The conversation.
         tools: Tools in OpenAI's form.
         roles: Which sequences of roles the template renders; the conversation is adapted to them.
 

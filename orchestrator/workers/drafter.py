@@ -44,8 +44,6 @@ class RemoteDrafter(WorkerSession[draft_pb.ProposeBlock, draft_pb.ProposeResult]
     it: until then proposals are empty, so a drafter does not delay the first token.
 
     Args:
-        pool: The draft workers.
-        spec: Session parameters for the worker.
         timeout_s: Upper bound of a proposal's timeout, which adapts to recent answer times.
         prefill_timeout_s: Timeout of the prefill of a long prompt.
         vocab_size: Vocabulary size of the target; proposals with other tokens are refused.
@@ -157,7 +155,6 @@ class RemoteDrafter(WorkerSession[draft_pb.ProposeBlock, draft_pb.ProposeResult]
         super()._detach(session)
 
     def release(self, session: Session) -> None:
-        """Release the session's cache on the worker; returns at once."""
         if self._prefill is not None:
             self._prefill.cancel()
             self._prefill = None
@@ -166,7 +163,6 @@ class RemoteDrafter(WorkerSession[draft_pb.ProposeBlock, draft_pb.ProposeResult]
         super().release(session)
 
     def leave(self, session: Session) -> None:
-        """Detach from the worker, which keeps the session's cache for the next owner."""
         if self._prefill is not None:
             self._prefill.cancel()
             self._prefill = None

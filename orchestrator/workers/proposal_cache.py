@@ -58,7 +58,6 @@ class ProposalCache:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the cached proposals, outcomes included."""
         return self._num_bytes
 
     def put(self, message: draft_pb.AheadProposal) -> None:
@@ -104,7 +103,6 @@ class ProposalCache:
 
         Args:
             token_ids: The session's committed tokens.
-            shape: Bounds of the next proposal.
 
         Raises:
             GammarayError: This proposal, or another one for this cycle, is malformed.

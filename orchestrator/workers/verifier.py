@@ -51,7 +51,6 @@ class FencedVerifier:
     Only the store decides whether a session was cancelled, never a worker's answer.
 
     Args:
-        verifier: The wrapped verifier.
         renew: Renews the lease; raises if the session cannot be continued.
     """
 
@@ -138,7 +137,6 @@ def check_grammars(pool: TargetPool, own: str) -> None:
     """Check that a target worker computes the masks of this orchestrator, if any is connected.
 
     Args:
-        pool: The target workers.
         own: Identity of the orchestrator's grammar library; empty: nothing is checked.
 
     Raises:
@@ -199,8 +197,6 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
     """Verifies through a target worker, with failover to another one; implements the cycle's Verifier.
 
     Args:
-        pool: The target workers.
-        spec: Session parameters for the worker.
         timeout_s: Timeout of one verification, without the tokens to read before it.
         wait_s: Seconds to wait for a usable target worker.
     """

@@ -43,7 +43,6 @@ class ChoicePlan:
     Args:
         index: Position among the choices of the response.
         prompt_index: Index of the prompt that it continues.
-        request: The generation request.
         echo: Text to put before the completion.
         stream_tokens: Whether each streamed piece includes its tokens.
         echo_logprobs: Alternatives per echoed prompt token in `logprobs`; None leaves the prompt out.
@@ -80,7 +79,6 @@ def check_size(plans: Sequence[ChoicePlan], num_bytes: int) -> None:
     """Check that a response that is kept until its end is not too large.
 
     Args:
-        plans: Its choices.
         num_bytes: Its size, as expected or so far.
 
     Raises:
@@ -174,7 +172,6 @@ def chat_choices(
     """Return the choices of a chat request: `n` samples for the rendered `prompt`.
 
     Args:
-        body: The request.
         prompt: Its rendered messages and tools.
         max_context: Longest sequence that the model supports, in tokens.
         calls: The tool calls that a completion may have; None if it has none.

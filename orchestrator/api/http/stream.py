@@ -39,8 +39,6 @@ class EventId:
     """Position of an event in a stream.
 
     Args:
-        session_id: The session.
-        turn: Its turn.
         offset: Emitted tokens up to and including the event.
         has_ended: Whether the event had the finish reason of the turn.
     """
@@ -52,7 +50,6 @@ class EventId:
 
     @classmethod
     def of(cls, chunk: Chunk) -> EventId:
-        """Return the id of a piece's event."""
         offset = chunk.offset + len(chunk.tokens)
         return cls(chunk.session_id, chunk.turn, offset, chunk.finish_reason is not None)
 
@@ -208,7 +205,6 @@ class JsonPieces(fastapi.Response):
         self._pieces = pieces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the response."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         for piece in sliced(self._pieces):
             await send({"type": "http.response.body", "body": piece, "more_body": True})
@@ -266,7 +262,6 @@ class EventStream(StreamingResponse):
             sending.result()
 
     async def stream_response(self, send: Send) -> None:
-        """Send the headers and the events."""
         async with aclosing(self._events):
             await send(
                 {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}

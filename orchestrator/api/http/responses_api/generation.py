@@ -54,11 +54,6 @@ class ResponseRun:
     told of it. If the client goes earlier, it is stored as cancelled. Bytes for its longest output are
     reserved at the beginning. An output of longer tokens that then does not fit the bounds of stored bytes is
     not stored, and the response has failed.
-
-    Args:
-        backend: Generates the text.
-        plan: The response.
-        caller: The client.
     """
 
     def __init__(self, backend: Backend, plan: ResponsePlan, caller: Caller) -> None:
@@ -162,7 +157,6 @@ class ResponseRun:
                 return self._builder.end_item(is_whole=is_whole)
 
     async def _pieces(self) -> list[bytes]:
-        """Return the response as JSON, in pieces."""
         return await self._off_loop(lambda: list(encode_pieces(self._plan.response)))
 
     async def _off_loop(self, work: Callable[[], T]) -> T:

@@ -33,7 +33,6 @@ class ResponsePlan:
     Args:
         response: The response before its output.
         items: The items before the output, those of earlier responses included.
-        request: The generation request.
         calls: The calls that the model may make; None for none.
         naming: A context in which errors have the names of the request's fields.
     """
@@ -51,8 +50,6 @@ def plan_response(
     """Return the plan of a request.
 
     Args:
-        body: The request.
-        model: The served model.
         earlier: The items of the response that the request continues.
 
     Raises:

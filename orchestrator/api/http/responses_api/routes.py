@@ -52,7 +52,6 @@ class _Listing(BaseModel):
 
 
 def add_responses(app: FastAPI, backend: Backend, bodies: BodyReader) -> None:
-    """Add the paths of the Responses API."""
     path, errors = "/v1/responses/{response_id}", (*LOOKING_UP, 404)
     streamed: dict[str, Any] = {
         JSON: "ResponseObject",

@@ -204,7 +204,6 @@ def create_app(
     """Return the ASGI application.
 
     Args:
-        backend: Generates the completions.
         close: Awaited when the application shuts down.
         authenticator: Checks API keys; None accepts all callers.
         max_bodies_bytes: Upper bound on the request bodies held at the same time.

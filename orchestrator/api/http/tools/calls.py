@@ -25,7 +25,6 @@ class Tool:
     """A function that the model may call.
 
     Args:
-        name: Its name.
         description: What it does, for the model.
         parameters: JSON schema of its arguments; None: it takes none.
         strict: Whether the client asked for arguments that follow the schema; None: it did not say.
@@ -77,7 +76,6 @@ class CallPlan:
         tools: The tools, at least one.
         choice: Whether the model calls them; not "none".
         is_parallel: Whether a message may have several calls.
-        form: Form of the calls.
     """
 
     tools: tuple[Tool, ...]
@@ -160,10 +158,8 @@ def plan_calls(
     """Return the plan of a request's tools; None if no tool can be called.
 
     Args:
-        tools: The tools.
         choice: Whether the model calls them; None: "auto" if there are tools.
         is_parallel: Whether a message may have several calls. One of a named tool has one, as OpenAI's has.
-        tokenizer: Has the model's chat template.
     """
     choice = choice or ToolChoice("auto")
     if not tools or choice.mode == "none":
@@ -177,7 +173,6 @@ def render_messages(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer)
 
     Args:
         messages: The conversation. Calls have objects as arguments, or texts that are no JSON object.
-        tokenizer: Has the model's chat template.
 
     Raises:
         InvalidArgumentError: The chat template refuses the messages.

@@ -89,8 +89,6 @@ class CallParser:
     """Finds the tool calls in one completion.
 
     Args:
-        family: Form of the calls.
-        names: Names of the tools.
         new_id: Returns the id of the call with this index.
         max_calls: Further calls are dropped; None: no bound.
         is_after_marker: Whether the prompt ends with the marker before the calls.
@@ -129,7 +127,6 @@ class CallParser:
 
     @property
     def num_calls(self) -> int:
-        """Number of calls so far."""
         return self._num_seen if self._max_calls is None else min(self._num_seen, self._max_calls)
 
     @property

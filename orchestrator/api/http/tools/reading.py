@@ -16,8 +16,6 @@ class CallReader:
     Args:
         plan: The calls that the request allows.
         is_special: Returns whether decoded text omits a token.
-        stop: Stop strings of the request.
-        prompt: The rendered prompt.
     """
 
     def __init__(
@@ -42,7 +40,6 @@ class CallReader:
         return self._parser.is_whole
 
     def read(self, chunk: Chunk) -> list[CallEvent]:
-        """Return what the next chunk adds."""
         self._seed = f"{chunk.session_id}:{chunk.seed}"
         events = self._parser.push(self._with_markers(chunk.tokens, chunk.text))
         return events if chunk.finish_reason is None else events + self._parser.finish()
