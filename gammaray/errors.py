@@ -226,12 +226,12 @@ def error_class(status: grpc.StatusCode) -> type[GammarayError]:
 
 
 @contextmanager
-def renaming(field: str, own: str) -> Iterator[None]:
-    """Let errors about a field name `own`, which the caller gave in its place; empty: no change."""
+def renaming(**names: str) -> Iterator[None]:
+    """Let errors about a field name the one that the caller gave in its place; empty: no change."""
     try:
         yield
     except InvalidArgumentError as error:
-        if error.field != field or not own:
+        if not (own := names.get(error.field)):
             raise
         raise error.renamed(own) from error
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from gammaray.types import DrafterKind, TokenOrigin
 from gammaray.v1 import generation_service_pb2 as pb
+from gammaray.wire.convert import values_of
 from gammaray.wire.enums import DRAFTERS_BACK, ORIGINS_BACK
 
 
@@ -88,39 +90,18 @@ def cycles_from_proto(messages: Iterable[pb.CycleRecord]) -> list[CycleRecord]:
 
 
 def _cycle(message: pb.CycleRecord) -> CycleRecord:
-    return CycleRecord(
-        start_s=message.start_us * 1e-6,
-        total_s=message.total_us * 1e-6,
-        propose_s=message.propose_us * 1e-6,
-        verify_s=message.verify_us * 1e-6,
-        turn=message.turn,
-        epoch=message.epoch,
-        base_position=message.base_position,
-        gamma=message.gamma,
-        gamma_reason=message.gamma_reason,
-        drafted=message.drafted,
-        tested=message.tested,
-        accepted=message.accepted,
-        emitted=message.emitted,
-        next_origin=ORIGINS_BACK.get(message.next_origin),
-        drafter=DRAFTERS_BACK.get(message.drafter, DrafterKind.NONE),
-        draft_failed=message.draft_failed,
-        draft_ahead_hit=message.draft_ahead_hit,
-        drafter_version=message.drafter_version,
-        draft=_call(message.draft) if message.HasField("draft") else None,
-        target=_call(message.target) if message.HasField("target") else None,
-    )
+    names = ("start", "total", "propose", "verify")
+    values = values_of(message, CycleRecord) | {
+        **{f"{name}_s": getattr(message, f"{name}_us") * 1e-6 for name in names},
+        "next_origin": ORIGINS_BACK.get(message.next_origin),
+        "drafter": DRAFTERS_BACK.get(message.drafter, DrafterKind.NONE),
+        "draft": _call(message.draft) if message.HasField("draft") else None,
+        "target": _call(message.target) if message.HasField("target") else None,
+    }
+    return CycleRecord(**values)
 
 
 def _call(message: pb.WorkerCall) -> WorkerCall:
-    return WorkerCall(
-        address=message.address,
-        blocks=message.blocks,
-        refed_tokens=message.refed_tokens,
-        request_bytes=message.request_bytes,
-        response_bytes=message.response_bytes,
-        queue_s=message.timing.queue_us * 1e-6,
-        compute_s=message.timing.compute_us * 1e-6,
-        batch_size=message.timing.batch_size,
-        error=message.error,
-    )
+    timing = message.timing
+    times: dict[str, Any] = {"queue_s": timing.queue_us * 1e-6, "compute_s": timing.compute_us * 1e-6}
+    return WorkerCall(**values_of(message, WorkerCall), **times, batch_size=timing.batch_size)

@@ -15,7 +15,7 @@ from gammaray.v1 import draft_service_pb2 as draft_pb
 from gammaray.v1 import target_service_pb2 as target_pb
 from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.protocol import DRAFT, TARGET, WorkerInfo
-from orchestrator.workers.verifier import adapters_of
+from orchestrator.workers.verifier import info_of
 
 _log = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class Fleet:
     @property
     def adapters(self) -> list[str]:
         """Names of the LoRA adapters that targets serve, also of those that are away for a moment."""
-        return sorted({name for link in self.targets.links.values() for name in adapters_of(link)})
+        return sorted({name for link in self.targets.links.values() for name in info_of(link).adapters})
 
     def release(self, session_id: str, epoch: int, *, forget: bool = False) -> None:
         """Release a session on all workers, except caches of newer epochs; returns at once.

@@ -307,6 +307,14 @@ def speculative_decoding(summary: SpeculationSummary) -> types.SpeculativeDecodi
     }
 
 
+def reader_of(plan: ChoicePlan, tokenizer: Tokenizer) -> CallReader | None:
+    """Return what finds the calls of a choice; None if it has none."""
+    if plan.calls is None:
+        return None
+    prompt = plan.request.prompt if isinstance(plan.request.prompt, str) else ""
+    return CallReader(plan.calls, tokenizer.is_special, plan.request.stop, prompt)
+
+
 class Response(ABC):
     """The response to one request: its choices, and their JSON format."""
 
@@ -323,7 +331,7 @@ class Response(ABC):
     ) -> None:
         self._tokenizer = tokenizer
         self.states = [
-            ChoiceState(plan, self.new_logprobs(plan), calls=self._new_reader(plan)) for plan in plans
+            ChoiceState(plan, self.new_logprobs(plan), calls=reader_of(plan, tokenizer)) for plan in plans
         ]
         self._num_logprobs = self._num_bytes = 0
         self._head = {"created": int(time.time()), "model": model}
@@ -348,13 +356,6 @@ class Response(ABC):
     @abstractmethod
     def content(self, state: ChoiceState) -> dict[str, Any]:
         """Return the body of a whole choice."""
-
-    def _new_reader(self, plan: ChoicePlan) -> CallReader | None:
-        if plan.calls is None:
-            return None
-        prompt = plan.request.prompt
-        text = prompt if isinstance(prompt, str) else ""
-        return CallReader(plan.calls, self._tokenizer.is_special, plan.request.stop, text)
 
     def openings(self) -> list[dict[str, Any]]:
         """Return the first events of a stream."""
