@@ -20,13 +20,7 @@ from gammaray.grammar.identity import grammar_identity
 from gammaray.grammar.matcher import GrammarState
 from gammaray.security.tls import tls_files
 from gammaray.telemetry.otel import Telemetry
-from gammaray.types import (
-    Chunk,
-    DrafterKind,
-    FinishReason,
-    GenerationRequest,
-    ProcessStatus,
-)
+from gammaray.types import Chunk, DrafterKind, FinishReason, GenerationRequest, ProcessStatus
 from orchestrator.access.admission import Admission
 from orchestrator.access.caller import ANONYMOUS, Caller
 from orchestrator.cycle.handover import SessionHandover

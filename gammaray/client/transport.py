@@ -25,12 +25,7 @@ from gammaray.errors import (
 )
 from gammaray.security.client_tls import ClientTls, explain
 from gammaray.v1.generation_service_pb2_grpc import GenerationServiceStub
-from gammaray.wire.metadata import (
-    APPLICATION,
-    MAX_TIMEOUT_MS,
-    TIMEOUT_HEADER,
-    trace_metadata,
-)
+from gammaray.wire.metadata import APPLICATION, MAX_TIMEOUT_MS, TIMEOUT_HEADER, trace_metadata
 from gammaray.wire.rpc_errors import error_from_rpc, is_from_gammaray
 
 __all__ = ["RetryPolicy", "Transport"]

@@ -10,12 +10,7 @@ from urllib.parse import urlsplit, urlunsplit
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from gammaray.config import ClusterSettings, PoolSize, ScalingSettings, at_least_one, settings_error
-from gammaray.deploy.serve_config import (
-    APPLICATIONS,
-    GRPC_SERVICERS,
-    ServeApplication,
-    role_settings,
-)
+from gammaray.deploy.serve_config import APPLICATIONS, GRPC_SERVICERS, ServeApplication, role_settings
 from gammaray.errors import InvalidArgumentError
 
 REDACTED = "**redacted**"

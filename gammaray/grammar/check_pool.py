@@ -31,12 +31,7 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from gammaray.errors import (
-    CancelledError,
-    InvalidArgumentError,
-    ResourceExhaustedError,
-    UnavailableError,
-)
+from gammaray.errors import CancelledError, InvalidArgumentError, ResourceExhaustedError, UnavailableError
 from gammaray.grammar.check_process import write_frame
 
 MAX_CPU_S = 1.0

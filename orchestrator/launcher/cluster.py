@@ -41,14 +41,7 @@ from orchestrator.launcher.preflight import (
     worker_cores,
     worker_gpus,
 )
-from orchestrator.launcher.reaper import (
-    MARK,
-    Guardian,
-    children_named,
-    die_with_parent,
-    end_marked,
-    runs,
-)
+from orchestrator.launcher.reaper import MARK, Guardian, children_named, die_with_parent, end_marked, runs
 from orchestrator.launcher.signals import Stop, StopSignals, silence
 from orchestrator.launcher.trust import Trust, arrange_trust, check_access, reachable
 

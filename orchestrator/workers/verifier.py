@@ -27,11 +27,7 @@ from gammaray.grammar.identity import digest_of, grammar_identity
 from gammaray.types import PromptLogprobs, Proposal
 from gammaray.v1 import target_service_pb2 as target_pb
 from gammaray.v1 import types_pb2 as pb
-from gammaray.wire.blocks import (
-    prompt_logprobs_from_proto,
-    proposal_to_proto,
-    verdict_from_proto,
-)
+from gammaray.wire.blocks import prompt_logprobs_from_proto, proposal_to_proto, verdict_from_proto
 from orchestrator.cycle.protocols import Verifier
 from orchestrator.cycle.session import Session
 from orchestrator.text.cpu_threads import INLINE_NUMBERS, in_thread

@@ -20,13 +20,7 @@ from gammaray.client.async_client import AsyncClient
 from gammaray.client.completion import Completion, speculation_object
 from gammaray.errors import InvalidArgumentError
 from gammaray.sampling import SAMPLING_RULES, SamplingParams
-from gammaray.types import (
-    MAX_GAMMA,
-    Chunk,
-    DrafterKind,
-    GenerationRequest,
-    VerificationMethod,
-)
+from gammaray.types import MAX_GAMMA, Chunk, DrafterKind, GenerationRequest, VerificationMethod
 
 
 def _gamma(value: str) -> str | int:

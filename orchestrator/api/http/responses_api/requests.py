@@ -17,12 +17,7 @@ from orchestrator.api.http.requests import ChoicePlan, check_size, common_reques
 from orchestrator.api.http.responses_api import types
 from orchestrator.api.http.responses_api.items import conversation, new_id, stored_items
 from orchestrator.api.http.responses_api.models import LOGPROBS, ResponsesRequest, TextFormatInput
-from orchestrator.api.http.tools.calls import (
-    CallPlan,
-    ToolChoice,
-    plan_calls,
-    render_messages,
-)
+from orchestrator.api.http.tools.calls import CallPlan, ToolChoice, plan_calls, render_messages
 
 
 @dataclass(frozen=True)

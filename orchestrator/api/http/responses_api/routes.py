@@ -19,11 +19,7 @@ from orchestrator.api.http.errors import STATUSES
 from orchestrator.api.http.models import parse_body
 from orchestrator.api.http.responses_api.generation import ResponseRun
 from orchestrator.api.http.responses_api.models import LOGPROBS, Includable, ResponsesRequest
-from orchestrator.api.http.responses_api.records import (
-    MAX_LISTED,
-    Order,
-    ResponseRecords,
-)
+from orchestrator.api.http.responses_api.records import MAX_LISTED, Order, ResponseRecords
 from orchestrator.api.http.responses_api.requests import plan_response
 from orchestrator.api.http.responses_api.types import DeletedResponse, Event
 from orchestrator.api.http.stream import EventStream, JsonPieces
