@@ -6,6 +6,7 @@ so that neither orchestrator nor workers import the other.
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import logging
 import os
@@ -170,7 +171,7 @@ def serve_cluster(
         # The password may be in the environment, as GAMMARAY_REDIS_PASSWORD, and the prefix is.
         used = OrchestratorSettings(redis_url=settings.redis_url)
         check_redis(used.redis_login_url)
-        check_unused(used.redis_login_url, Keys(used.redis_prefix))
+        asyncio.run(check_unused(used.redis_login_url, Keys(used.redis_prefix)))
     else:
         from orchestrator.launcher.redis_server import redis_binary
 

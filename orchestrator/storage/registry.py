@@ -24,17 +24,13 @@ LOOK_PERIOD_S = 0.5
 ROLES = ("target", "draft")
 
 
-def check_unused(redis_url: str, keys: Keys) -> None:
-    """Check that no other cluster runs with these keys, before one is started; blocks.
+async def check_unused(redis_url: str, keys: Keys) -> None:
+    """Check that no other cluster runs with these keys, before one is started.
 
     Raises:
         InvalidArgumentError: Orchestrators are announced, and still are after `UNUSED_WAIT_S`.
         UnavailableError: Redis cannot be reached.
     """
-    asyncio.run(_check_unused(redis_url, keys))
-
-
-async def _check_unused(redis_url: str, keys: Keys) -> None:
     redis, since = connect(redis_url), time.monotonic()
     try:
         registry = RedisRegistry(redis, keys)
