@@ -56,6 +56,13 @@ class OriginPainter:
         return taken + [self._last] * (len(text) - len(taken))
 
 
+def painted(chunk: Chunk, painter: OriginPainter | None) -> str:
+    """Return the chunk's text, with the colours of its sources if there is a painter."""
+    if painter is None:
+        return chunk.text
+    return "".join(paint(run, source) for run, source in painter.runs(chunk))
+
+
 _LOOKS: dict[Source, tuple[str, str]] = {
     DrafterKind.MODEL: ("green", "proposed by the draft model, accepted"),
     DrafterKind.HEAD: ("bright_yellow", "proposed by the head in the target worker, accepted"),

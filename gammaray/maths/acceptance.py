@@ -166,6 +166,10 @@ class SpeculationCounters:
         )
 
 
+_DEPTH_STRENGTH = 8.0
+"""Weight of the pooled alpha at each depth, in tested tokens."""
+
+
 class AcceptanceEstimator:
     """Estimates acceptance probabilities by depth in the proposal, from recent cycles.
 
@@ -177,7 +181,6 @@ class AcceptanceEstimator:
         decay: Factor on all counts per cycle with tested tokens, in (0, 1]; 0.98 remembers about 50 cycles.
         prior_alpha: Alpha assumed before the first observation, in (0, 1).
         prior_strength: Weight of the prior, in tested tokens.
-        depth_strength: Weight of the pooled alpha at each depth, in tested tokens.
         fleet: Estimator whose current alpha and variation over depth serve as prior instead.
     """
 
@@ -186,10 +189,9 @@ class AcceptanceEstimator:
         decay: float = 0.98,
         prior_alpha: float = 0.7,
         prior_strength: float = 4.0,
-        depth_strength: float = 8.0,
         fleet: AcceptanceEstimator | None = None,
     ) -> None:
-        self._decay, self._depth_strength = decay, depth_strength
+        self._decay = decay
         self._prior_alpha, self._prior_strength, self._fleet = prior_alpha, prior_strength, fleet
         self._accepted: list[float] = []
         self._tested: list[float] = []
@@ -236,7 +238,7 @@ class AcceptanceEstimator:
         rates = []
         for depth, prior in enumerate(priors):
             seen = depth < len(self._tested)
-            accepted = (self._accepted[depth] if seen else 0.0) + self._depth_strength * prior
-            tested = (self._tested[depth] if seen else 0.0) + self._depth_strength
+            accepted = (self._accepted[depth] if seen else 0.0) + _DEPTH_STRENGTH * prior
+            tested = (self._tested[depth] if seen else 0.0) + _DEPTH_STRENGTH
             rates.append(accepted / tested)
         return rates
