@@ -278,8 +278,8 @@ def _parts(value: object, depth: int) -> Iterator[str | None]:
         yield repr(value)
 
 
-def _shorten(text: str, limit: int = 80) -> str:
+def _shorten(text: str) -> str:
     # A message with unpaired surrogates could not be sent or printed.
     text = text.encode(errors="backslashreplace").decode()
     # With the margin a truncated text is not truncated again when the client rebuilds the error.
-    return text if len(text) <= limit + 40 else f"{text[:limit]}... ({len(text)} characters)"
+    return text if len(text) <= 120 else f"{text[:80]}... ({len(text)} characters)"

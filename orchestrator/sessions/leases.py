@@ -25,19 +25,16 @@ class LeaseManager:
 
     Args:
         release: Releases a session on all workers, except caches of newer epochs (0: any epoch).
-        lease_s: Seconds until a lease expires without renewal.
     """
 
-    def __init__(
-        self, store: RedisStore, release: Callable[[str, int], None], lease_s: float = LEASE_S
-    ) -> None:
-        self._store, self._release, self._lease_s = store, release, lease_s
+    def __init__(self, store: RedisStore, release: Callable[[str, int], None]) -> None:
+        self._store, self._release = store, release
         self._held: dict[str, Session] = {}
         self._ending = BackgroundTasks(_log, "failed to end a lease")
         self._loops: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        loops = ((self._renew_all, self._lease_s / 3), (self.reap_all, self._lease_s / 2))
+        loops = ((self._renew_all, LEASE_S / 3), (self.reap_all, LEASE_S / 2))
         self._loops = [
             asyncio.create_task(repeat(work, period_s), name=f"leases: {work.__name__}")
             for work, period_s in loops
