@@ -58,7 +58,6 @@ class BackgroundTasks:
     """Work that goes on after its caller returned; a GammarayError of it is logged.
 
     Args:
-        log: The logger.
         failure: What failed then.
     """
 

@@ -97,7 +97,6 @@ class Transport:
         tls: TLS options; None is plain text.
 
     Attributes:
-        retry: The policy.
         is_closed: Whether it was closed.
         has_answered: Whether the cluster has ever answered a call.
 

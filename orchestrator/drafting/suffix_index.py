@@ -123,7 +123,6 @@ class SuffixIndex:
         block_size: Positions per block, also the slots of each of its tables: a power of 2, at most 2^15.
 
     Attributes:
-        block_size: As given.
         start: Position of the oldest token that is held.
     """
 

@@ -132,7 +132,6 @@ class ResponseStore:
         """Store the end of a response.
 
         Args:
-            response: The response with its output.
             short: What is stored in its place if it takes more than was reserved, and does not fit.
         """
         args = [*self._common(name), *await self._bounds.of(name), response, short]

@@ -46,7 +46,6 @@ class SessionTrace:
         started_ns: When the generation began, in nanoseconds since 1970.
 
     Attributes:
-        span: The span of the generation.
         num_cycles: Number of cycles; set at the end.
         readings: Cycles whose propose span covers the prefill of a long prompt.
     """

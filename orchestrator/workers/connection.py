@@ -72,7 +72,6 @@ class WorkerConnection(Generic[BlockT, ResultT]):
         refusal: Why the worker is refused, or None.
         prefixes: Prefixes that the worker has processed.
         backoff: Pauses the use of a worker that is connected but late.
-        timeout: Timeout of its answers.
         listeners: Callbacks for unsolicited proposals, by session.
         is_up: Whether calls can be made now.
         pending: Unanswered calls, by request id.

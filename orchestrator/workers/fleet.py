@@ -137,12 +137,12 @@ class Fleet:
                 self._check_draft(link.info)
 
     def _check_target(self, info: WorkerInfo) -> None:
-        self._check_vocabulary("target", info, {self._vocab_sha256}, "a model", "the model served")
+        self._check_vocabulary("target", info, {self._vocab_sha256}, "a model", "the served model's")
 
     def _check_draft(self, info: WorkerInfo) -> None:
         targets = [link for link in self.targets.links.values() if link.refusal is None]
         known = {self._vocab_sha256, *(link.info.vocab_sha256 for link in targets if link.info is not None)}
-        self._check_vocabulary("draft", info, known, "a draft model", "the target")
+        self._check_vocabulary("draft", info, known, "a draft model", "the target's")
 
     def _check_vocabulary(
         self, role: str, info: WorkerInfo, known: Collection[str], what: str, whose: str
@@ -151,10 +151,10 @@ class Fleet:
         _check_protocol(role, info)
         if info.vocab_size != self._vocab_size:
             got = f"{info.model} with {info.vocab_size} token ids"
-            raise InvalidArgumentError(role, got, f"{what} with the {self._vocab_size} token ids of {whose}")
+            raise InvalidArgumentError(role, got, f"{what} with {whose} {self._vocab_size} token ids")
         if any(self._differs(info, vocab_sha256) for vocab_sha256 in known):
             got = f"{info.model}, whose {info.vocab_size} token ids mean other tokens"
-            allowed = f"{what} with the vocabulary of {whose} ({self._vocab_size} token ids)"
+            allowed = f"{what} with {whose} vocabulary ({self._vocab_size} token ids)"
             raise InvalidArgumentError(role, got, allowed)
 
     @staticmethod

@@ -42,7 +42,6 @@ class ChoicePlan:
 
     Args:
         index: Position among the choices of the response.
-        prompt_index: Index of the prompt that it continues.
         echo: Text to put before the completion.
         stream_tokens: Whether each streamed piece includes its tokens.
         echo_logprobs: Alternatives per echoed prompt token in `logprobs`; None leaves the prompt out.
