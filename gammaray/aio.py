@@ -1,11 +1,14 @@
-"""Reliable cancellation of background tasks."""
+"""Background tasks, and their reliable cancellation."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import sys
+from collections.abc import Coroutine
 from typing import Any
+
+from gammaray.errors import GammarayError
 
 _log = logging.getLogger(__name__)
 
@@ -49,3 +52,32 @@ def num_cancellations() -> int:
     if task is None or sys.version_info < (3, 11):
         return 0
     return task.cancelling()
+
+
+class BackgroundTasks:
+    """Work that goes on after its caller returned; a GammarayError of it is logged.
+
+    Args:
+        failure: What failed then.
+    """
+
+    def __init__(self, log: logging.Logger, failure: str) -> None:
+        self._log, self._failure = log, failure
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, work: Coroutine[Any, Any, object], subject: str) -> None:
+        """Begin work; returns at once. The log names its subject."""
+        task = asyncio.create_task(self._run(work, subject))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def settled(self) -> None:
+        """Wait until all work has ended."""
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def _run(self, work: Coroutine[Any, Any, object], subject: str) -> None:
+        try:
+            await work
+        except GammarayError as error:
+            self._log.warning("%s: %s: %s", self._failure, subject, error)

@@ -108,12 +108,10 @@ class Number(FieldRule):
 
     @property
     def schema(self) -> dict[str, Any]:
-        """The JSON schema."""
         lower = "exclusiveMinimum" if self.open_low else "minimum"
         return {"type": "number", lower: self.low, "maximum": self.high}
 
     def check(self, name: str, got: Any, vocab_size: int | None = None) -> None:
-        """Check a value."""
         check_number(name, got, self.low, self.high, open_low=self.open_low)
 
 
@@ -128,11 +126,9 @@ class Integer(FieldRule):
 
     @property
     def schema(self) -> dict[str, Any]:
-        """The JSON schema."""
         return {"type": "integer", "minimum": self.low, "maximum": self.high}
 
     def check(self, name: str, got: Any, vocab_size: int | None = None) -> None:
-        """Check a value."""
         if got is not None or not self.is_optional:
             check_int(name, got, self.low, self.high)
 
@@ -146,11 +142,9 @@ class Text(FieldRule):
 
     @property
     def schema(self) -> dict[str, Any]:
-        """The JSON schema."""
         return {"type": "string", "maxLength": self.max_length}
 
     def check(self, name: str, got: Any, vocab_size: int | None = None) -> None:
-        """Check a value."""
         if not isinstance(got, str):
             raise InvalidArgumentError(name, got, "a string")
         if len(got) > self.max_length:
@@ -167,12 +161,10 @@ class TokenIds(FieldRule):
 
     @property
     def schema(self) -> dict[str, Any]:
-        """The JSON schema."""
         token_id = {"type": "integer", "minimum": 0, "maximum": 2**32 - 1}
         return {"type": "array", "items": token_id, "maxItems": self.max_ids}
 
     def check(self, name: str, got: Any, vocab_size: int | None = None) -> None:
-        """Check a value."""
         check_token_ids(name, got, vocab_size, self.max_ids)
         if vocab_size is not None and len(got) > vocab_size:  # they would cost time in every cycle
             allowed = f"at most {vocab_size}, the size of the vocabulary"
@@ -198,7 +190,6 @@ class TokenBiases(FieldRule):
 
     @property
     def schema(self) -> dict[str, Any]:
-        """The JSON schema."""
         return {
             "type": "object",
             "patternProperties": {"^[0-9]{1,9}$": Number(self.low, self.high).schema},
@@ -207,7 +198,6 @@ class TokenBiases(FieldRule):
         }
 
     def check(self, name: str, got: Any, vocab_size: int | None = None) -> None:
-        """Check a value."""
         self._check_size(name, got)
         for token_id, bias in got.items():
             check_number(f"{name}[{token_id}]", bias, self.low, self.high)

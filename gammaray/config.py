@@ -217,7 +217,6 @@ def settings_error(
     """Convert the first failure of a validation to an error that names the field.
 
     Args:
-        error: The error that pydantic raised.
         settings: The validated class; for an unknown field the error suggests the nearest one of it.
         where: Name of the object that holds the fields; prefixed to the field's name.
         show: Takes a value and the field's name, returns the value as it may be shown (secrets redacted).

@@ -58,7 +58,6 @@ def early_exit_layers(name: str, num_layers: int | None = None, field: str = "dr
     """Return the N of `early-exit:N`; None for any other name.
 
     Args:
-        name: Name of a draft model.
         num_layers: Layers of the target, if known.
         field: Name of the setting, for the error.
 

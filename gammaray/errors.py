@@ -226,12 +226,12 @@ def error_class(status: grpc.StatusCode) -> type[GammarayError]:
 
 
 @contextmanager
-def renaming(field: str, own: str) -> Iterator[None]:
-    """Let errors about a field name `own`, which the caller gave in its place; empty: no change."""
+def renaming(**names: str) -> Iterator[None]:
+    """Let errors about a field name the one that the caller gave in its place; empty: no change."""
     try:
         yield
     except InvalidArgumentError as error:
-        if error.field != field or not own:
+        if not (own := names.get(error.field)):
             raise
         raise error.renamed(own) from error
 
@@ -278,8 +278,8 @@ def _parts(value: object, depth: int) -> Iterator[str | None]:
         yield repr(value)
 
 
-def _shorten(text: str, limit: int = 80) -> str:
+def _shorten(text: str) -> str:
     # A message with unpaired surrogates could not be sent or printed.
     text = text.encode(errors="backslashreplace").decode()
     # With the margin a truncated text is not truncated again when the client rebuilds the error.
-    return text if len(text) <= limit + 40 else f"{text[:limit]}... ({len(text)} characters)"
+    return text if len(text) <= 120 else f"{text[:80]}... ({len(text)} characters)"

@@ -6,8 +6,7 @@ workers in the registry and talk to them over their own gRPC streams.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
-from contextlib import aclosing
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI
@@ -17,9 +16,8 @@ from ray.serve import Application
 from gammaray.config import OrchestratorSettings, PoolSize, ScalingSettings
 from gammaray.deploy.effective import OrchestratorArguments
 from gammaray.deploy.serve_config import APPLICATIONS, autoscaling_config
-from gammaray.v1 import generation_service_pb2 as pb
 from orchestrator.access.caller import make_authenticator
-from orchestrator.api.grpc_servicer import GenerationServicer, RpcContext, SessionServicer
+from orchestrator.api.grpc_servicer import GenerationServicer, SessionServicer
 from orchestrator.api.http.server.app import create_app
 from orchestrator.scaling_policy import IN_FLIGHT
 from orchestrator.service import Orchestrator
@@ -32,7 +30,7 @@ _MAX_ONGOING_REQUESTS = 10_000
 
 @serve.ingress()
 class OrchestratorDeployment:
-    """One replica. Serve finds the gRPC methods by name: they are named as in GenerationService."""
+    """One replica."""
 
     def __init__(
         self, settings: Mapping[str, Any], probe_key_sha256: str = "", local_only: bool = False
@@ -44,8 +42,13 @@ class OrchestratorDeployment:
         # Serve awaits this after the constructor and before any request, in the loop that serves them.
         self._orchestrator = orchestrator = await Orchestrator.start(self._settings)
         authenticator = self._authenticator
-        self._servicer = GenerationServicer(orchestrator, find_proxies, authenticator)
-        self._sessions = SessionServicer(orchestrator.sessions, authenticator)
+        generation = GenerationServicer(orchestrator, find_proxies, authenticator)
+        sessions = SessionServicer(orchestrator.sessions, authenticator)
+        # Serve finds the gRPC methods by these names, those of GenerationService.
+        self.Generate, self.GetStatus = generation.generate, generation.get_status
+        self.GetSession, self.GetSessionTrace = sessions.get_session, sessions.get_session_trace
+        self.ListSessions = sessions.list_sessions
+        self.Cancel, self.DeleteSession = sessions.cancel, sessions.delete_session
         return create_app(
             orchestrator,
             close=orchestrator.close,
@@ -56,46 +59,6 @@ class OrchestratorDeployment:
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the load of this replica; Serve calls it when the number of replicas may change."""
         return {IN_FLIGHT: float(self._orchestrator.num_requests)}
-
-    async def Generate(
-        self, request: pb.GenerateRequest, grpc_context: RpcContext
-    ) -> AsyncIterator[pb.GenerateResponse]:
-        """Stream one completion."""
-        async with aclosing(self._servicer.generate(request, grpc_context)) as responses:
-            async for response in responses:
-                yield response
-
-    async def GetStatus(self, request: pb.GetStatusRequest, grpc_context: RpcContext) -> pb.GetStatusResponse:
-        """List the processes of the cluster."""
-        return await self._servicer.get_status(request, grpc_context)
-
-    async def GetSession(
-        self, request: pb.GetSessionRequest, grpc_context: RpcContext
-    ) -> pb.GetSessionResponse:
-        """Return the stored state of a session."""
-        return await self._sessions.get_session(request, grpc_context)
-
-    async def GetSessionTrace(
-        self, request: pb.GetSessionTraceRequest, grpc_context: RpcContext
-    ) -> pb.GetSessionTraceResponse:
-        """Return the records of a session's cycles."""
-        return await self._sessions.get_session_trace(request, grpc_context)
-
-    async def ListSessions(
-        self, request: pb.ListSessionsRequest, grpc_context: RpcContext
-    ) -> pb.ListSessionsResponse:
-        """List the caller's sessions."""
-        return await self._sessions.list_sessions(request, grpc_context)
-
-    async def Cancel(self, request: pb.CancelRequest, grpc_context: RpcContext) -> pb.CancelResponse:
-        """End the current turn of a session."""
-        return await self._sessions.cancel(request, grpc_context)
-
-    async def DeleteSession(
-        self, request: pb.DeleteSessionRequest, grpc_context: RpcContext
-    ) -> pb.DeleteSessionResponse:
-        """Delete a session."""
-        return await self._sessions.delete_session(request, grpc_context)
 
 
 def build(

@@ -36,11 +36,7 @@ MAX_WAIT_S = 30.0
 
 
 class GrammarChecks:
-    """Checks and compiles grammars for one tokenizer; checks each at most once at a time.
-
-    Args:
-        tokenizer: The target model's.
-    """
+    """Checks and compiles grammars for one tokenizer; checks each at most once at a time."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -79,7 +75,6 @@ class GrammarChecks:
 
         Args:
             grammar: In Lark.
-            caller: Who waits.
             token_ids: Those of a resumed session, which another version of llguidance may have allowed.
 
         Raises:
@@ -113,7 +108,6 @@ class GrammarChecks:
         return state
 
     async def close(self) -> None:
-        """End the processes."""
         if self._pool is not None:
             with contextlib.suppress(Exception):
                 (await self._pool).close()

@@ -19,7 +19,6 @@ def wanted_orchestrators(num_requests: float, num_now: int, settings: ScalingSet
     Args:
         num_requests: Running and waiting requests, over all orchestrators.
         num_now: Number of orchestrators decided last.
-        settings: Thresholds.
     """
     needed = max(1, math.ceil(num_requests / settings.orchestrator_load))
     if needed >= num_now:

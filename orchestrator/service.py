@@ -7,27 +7,20 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Any
 
-from gammaray.aio import end_tasks
+from gammaray.aio import BackgroundTasks, end_tasks
 from gammaray.config import OrchestratorSettings
 from gammaray.demo_pair import resolve_model
 from gammaray.deploy.redis_connection import RetryingRedis
-from gammaray.errors import CancelledError, GammarayError, NotFoundError
+from gammaray.errors import CancelledError, NotFoundError
 from gammaray.grammar.identity import grammar_identity
 from gammaray.grammar.matcher import GrammarState
 from gammaray.security.tls import tls_files
 from gammaray.telemetry.otel import Telemetry
-from gammaray.types import (
-    Chunk,
-    DrafterKind,
-    FinishReason,
-    GenerationRequest,
-    ProcessStatus,
-)
+from gammaray.types import Chunk, DrafterKind, FinishReason, GenerationRequest, ProcessStatus
 from orchestrator.access.admission import Admission
 from orchestrator.access.caller import ANONYMOUS, Caller
 from orchestrator.cycle.handover import SessionHandover
@@ -92,8 +85,6 @@ class Orchestrator:
     Attributes:
         model_name: Name under which the target model is served.
         max_context: Longest prompt plus completion, in tokens.
-        vocab_size: Number of token ids.
-        tokenizer: The target model's tokenizer.
         store: The sessions in Redis.
         unstored: Takes the place of `store` for completions that are not stored.
         responses: The responses of the Responses API in Redis.
@@ -101,7 +92,6 @@ class Orchestrator:
         fleet: The draft and target workers.
         leases: Renewal and reaping of session leases.
         sessions: Calls of clients about their sessions.
-        receipts: Signs receipts.
         corpus: Past outputs, which are proposed to later sessions of the same tenant.
     """
 
@@ -126,7 +116,7 @@ class Orchestrator:
         self.meter = OrchestratorMeter()
         self.tracing = Tracing(Telemetry("orchestrator"), records, self.model_name)
         self._grammars = GrammarChecks(tokenizer)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._background = BackgroundTasks(_log, "the cycle log could not be written")
         self._upkeep: asyncio.Task[None] | None = None
         self.fleet = Fleet(
             RedisRegistry(redis, keys).workers,
@@ -176,12 +166,10 @@ class Orchestrator:
 
     @property
     def adapters(self) -> list[str]:
-        """Names of the LoRA adapters that the target workers serve."""
         return self.fleet.adapters
 
     @property
     def num_requests(self) -> int:
-        """Number of running and waiting requests."""
         return self.admission.num_running + self.admission.num_waiting
 
     async def generate(
@@ -239,12 +227,7 @@ class Orchestrator:
                 yield await deliver(turn.cancelled(error))
 
     async def _check(self, request: GenerationRequest) -> None:
-        """Check a request as far as is possible without tokenising.
-
-        Raises:
-            NotFoundError: The request names another model.
-            InvalidArgumentError: Names the field that is wrong.
-        """
+        """Check a request as far as is possible without tokenising."""
         await check_request(
             request,
             model_name=self.model_name,
@@ -307,16 +290,14 @@ class Orchestrator:
         drafter, controller = self._drafting.open(session, opened.request, spec, prediction, grammar)
         verifier = RemoteVerifier(self.fleet.targets, spec, timeout_s=VERIFY_TIMEOUT_S, wait_s=WORKER_WAIT_S)
         is_stored = opened.request.store
-        cycle_log = self.tracing.cycle_log(session, span, self._in_background, is_stored=is_stored)
+        cycle_log = self.tracing.cycle_log(session, span, self._background, is_stored=is_stored)
         return _RunningTurn(self, opened, progress, drafter, controller, verifier, cycle_log)
 
     @property
     def drafters(self) -> list[DrafterKind]:
-        """What can draft for a session now: models first, then look-ups."""
         return self._drafting.kinds
 
     async def status(self) -> list[ProcessStatus]:
-        """Return the state of this orchestrator, the other orchestrators, the workers and Redis."""
         return await self._board.all()
 
     async def close(self) -> None:
@@ -327,7 +308,7 @@ class Orchestrator:
         await self.fleet.close()
         await self.leases.close()
         await self._grammars.close()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._background.settled()
         await self.responses.close()
         await self.tracing.shutdown()
         await self._redis.aclose()
@@ -350,32 +331,12 @@ class Orchestrator:
         """Limit the context to the workers', which may be configured below the model's."""
         self.max_context = min(self.tokenizer.max_context, self.fleet.max_context or 2**31)
 
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        async def run() -> None:
-            try:
-                await work
-            except GammarayError as error:
-                _log.warning("a cancelled session could not be marked in the store: %s", error)
-
-        task = asyncio.create_task(run())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
 
 class _RunningTurn:
     """Runs the cycles of one turn and makes chunks of them; a context manager.
 
     Leaving the block stores the handover with the next commit, releases the session on its workers and
     flushes the cycle log.
-
-    Args:
-        service: The orchestrator.
-        opened: The session, after its replay.
-        progress: Makes the chunks.
-        drafter: Proposes.
-        controller: Chooses the drafter and gamma.
-        verifier: Verifies.
-        cycle_log: Log of the cycles.
     """
 
     def __init__(
@@ -400,7 +361,6 @@ class _RunningTurn:
         verifier.prefer(opened.session, handover.target)
 
     def run_cycles(self) -> AsyncGenerator[Cycle, None]:
-        """Return the iterator of the turn's cycles."""
         return run_cycles(
             self._session,
             self._drafter,

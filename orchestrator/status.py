@@ -40,12 +40,7 @@ CALL_TIMEOUT_S = 1.0
 
 
 class Presence:
-    """Announces one orchestrator, and finds the others.
-
-    Args:
-        store: Store of the announcements.
-        state: Returns the orchestrator's state.
-    """
+    """Announces one orchestrator, and finds the others."""
 
     def __init__(self, store: RedisRegistry, state: Callable[[], ProcessStatus]) -> None:
         self._store, self._state = store, state
@@ -69,7 +64,6 @@ class Presence:
         return [process for process in found if process is not None]
 
     async def stop(self) -> None:
-        """Withdraw the announcement."""
         if self._task is not None:
             await end_tasks(self._task)
             with contextlib.suppress(GammarayError, asyncio.TimeoutError):
@@ -108,16 +102,7 @@ TIMEOUT_S = 1.0
 
 
 class StatusBoard:
-    """Status of an orchestrator and of the cluster as seen from it.
-
-    Args:
-        meter: The orchestrator's metrics.
-        admission: Running and waiting requests.
-        fleet: The draft and target workers.
-        redis: A connected client.
-        keys: The cluster's keys in it.
-        model_name: Name under which the target model is served.
-    """
+    """Status of an orchestrator and of the cluster as seen from it."""
 
     def __init__(
         self,
@@ -146,7 +131,6 @@ class StatusBoard:
         await self._presence.start()
 
     def own(self) -> ProcessStatus:
-        """Return the state of this orchestrator."""
         return ProcessStatus(
             "orchestrator",
             os.getpid(),

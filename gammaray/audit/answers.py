@@ -35,7 +35,6 @@ class Token:
 
     Args:
         key: What identifies it: its id or bytes if they are reported, else its text.
-        text: Its text.
         logprob: Its log-probability; None if the server gives none.
         listed: Keys and log-probabilities of the listed alternatives; different tokens may have the same key.
     """
@@ -68,9 +67,7 @@ class Choice:
     """One completion.
 
     Args:
-        text: Its text.
         tokens: Empty without log-probabilities.
-        finish_reason: Why it ended.
         prompt_ids: Ids of the prompt's tokens; empty without `return_token_ids`.
         token_ids: Ids of its own tokens, likewise.
         favourites: Ids of the most likely token at each position of the prompt by `prompt_logprobs`; "" if
@@ -92,7 +89,6 @@ class Answer:
     Args:
         choices: By index.
         usage: Tokens of the prompt, of the completions, and of both; None if they are not reported.
-        is_gammaray: Whether the server is a gammaray.
         curl: Command that asks for it.
     """
 
@@ -145,7 +141,6 @@ def parse_choice(path: str, choice: Mapping[str, Any], message: str) -> Choice:
 
     Args:
         path: Where it stands, for errors.
-        choice: The object.
         message: Key of a chat's text: "message", in streams "delta".
 
     Raises:

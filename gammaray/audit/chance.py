@@ -49,7 +49,6 @@ class _Law:
         """Count the tokens of a completion.
 
         Args:
-            choice: The completion.
             drafted: What the reference drafter proposes in place of each token; None where it is not known.
 
         Raises:

@@ -106,7 +106,6 @@ class Endpoint:
         self._places = asyncio.Semaphore(self.concurrency)
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._http.aclose()
 
     def beside(self, url: str, **fields: Any) -> Endpoint:

@@ -27,7 +27,6 @@ class CheckResult:
     """What one check found.
 
     Args:
-        status: The result.
         summary: One sentence for people.
         evidence: Tokens, positions and numbers, JSON-ready.
         curl: Command that shows a failure; empty without one.
@@ -69,15 +68,7 @@ def inconclusive(reason: str) -> Undecided:
 
 @dataclass(frozen=True)
 class Finding:
-    """A check's result, with what it took.
-
-    Args:
-        check: Name of the check.
-        result: What it found.
-        requests: Requests sent.
-        tokens: Tokens generated.
-        seconds: Wall-clock time.
-    """
+    """A check's result, with what it took."""
 
     check: str
     result: CheckResult

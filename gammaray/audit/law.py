@@ -314,7 +314,6 @@ class Wealth:
         alternatives: Names of the alternatives, and logarithms of the gamblers' shares of the first wealth.
 
     Attributes:
-        alpha: As given.
         num_tokens: Tokens, or pairs of tokens, observed, without hidden ones.
         num_unreadable: Those of them that were left out, as too few tokens are listed beside them.
         log_e_value: Logarithm of the evidence against the server now.

@@ -33,11 +33,9 @@ class Subject:
     """What is audited.
 
     Args:
-        server: The audited server.
         reference: Endpoint whose answers are right, if any; for a gammaray server itself with gamma 0.
         drafter: Endpoint of the draft model that the server may follow too often, if it is known.
         is_own_reference: Whether the reference is the audited server's plain mode.
-        prompts: Prompts, in order.
         alpha: Probability of a false alarm of the whole audit.
         seed: First seed of requests.
         tell: Called with what is being done, for a progress bar.
@@ -61,7 +59,6 @@ class Subject:
     so_far: CheckResult | None = None
 
     async def close(self) -> None:
-        """Close the connections."""
         for endpoint in (self.server, self.reference, self.drafter):
             if endpoint is not None:
                 await endpoint.close()

@@ -63,11 +63,8 @@ async def measure(
     always the first, or is drawn again for each turn.
 
     Args:
-        systems: Systems to compare.
         asks: Completions requested of every system; `loads` divides them into turns.
-        repetitions: Number of repetitions.
         advance: Called after each completion, for a progress bar.
-        concurrency: Completions in flight.
         shuffle: Seeded generator that draws the order of the systems in each turn; None: the order rotates.
     """
     for system in systems:

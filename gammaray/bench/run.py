@@ -25,7 +25,6 @@ class BenchSettings:
         max_tokens: Tokens per completion; end-of-sequence tokens are ignored.
         repetitions: Repetitions, and so values per metric.
         gammas: In the format of `parse_gamma`; gamma 0 is added.
-        temperatures: Temperatures to measure.
     """
 
     workload: str
@@ -45,10 +44,7 @@ async def run_bench(
     """Run the benchmark and return the result, JSON-ready.
 
     Args:
-        client: Connected to the cluster.
-        settings: What to measure.
         tasks: The prompts, each after the name of its category.
-        advance: Called after each completion.
         show: Called with each finished point.
 
     Raises:

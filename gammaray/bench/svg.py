@@ -31,7 +31,6 @@ def bar_chart(
     """Return grouped bars with a number above each.
 
     Args:
-        title: Above the chart.
         groups: Names along the horizontal axis.
         series: Name of a series -> its value in each group; None leaves a bar out.
         unit: Of the values, at the vertical axis.

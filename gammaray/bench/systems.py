@@ -38,7 +38,6 @@ class Sample:
     """One completion and its time, measured at the caller.
 
     Attributes:
-        token_ids: The tokens.
         seconds: Time from the call to the last token.
         arrivals: Chunks with tokens, in order; empty for systems that do not stream.
         summary: Speculation summary; None for systems that do not report one.
@@ -67,9 +66,7 @@ class System(Protocol):
 
     name: str
 
-    async def sample(self, ask: Ask) -> Sample:
-        """Return one completion."""
-        ...
+    async def sample(self, ask: Ask) -> Sample: ...
 
 
 class Stack:
@@ -77,7 +74,6 @@ class Stack:
 
     Args:
         gamma: In the format of `parse_gamma`.
-        client: Connected to the cluster.
         options: Further options of each request; they replace those above.
         name: Name in results; empty: that of the gamma policy.
 

@@ -20,10 +20,7 @@ class Speculation:
 
     Attributes:
         pid: Process id of the orchestrator; 0 for all of them.
-        running: Running requests.
         waiting: Requests that wait for admission.
-        tokens_per_s: Emitted tokens per second.
-        cycles_per_s: Cycles per second.
         failures_per_s: Requests per second that ended in an error.
         alpha: Accepted over tested tokens; None when nothing was tested.
         acceptance_rate: Accepted over drafted tokens; None when nothing was drafted.
@@ -52,13 +49,10 @@ class Worker:
     Attributes:
         role: draft or target.
         address: host:port.
-        pid: Its process id.
-        healthy: Whether it answers.
         sessions: Sessions with a cache.
         queue: Blocks waiting or running.
         busy: Share of the time spent in steps.
         batch: Mean blocks per step; None before the first step.
-        steps_per_s: Steps per second.
         cache_use: Share of the KV cache budget in use.
         ahead_hit_rate: Share of proposals that were prepared ahead; None before the first, and for
             targets without a head.
@@ -82,9 +76,7 @@ class Activity:
     """Activity of the whole cluster between two snapshots.
 
     Attributes:
-        seconds: Time between them.
         total: All orchestrators together.
-        orchestrators: Each of them.
         workers: Each worker, targets first.
     """
 

@@ -48,7 +48,7 @@ async def local_cluster(*models: str) -> AsyncIterator[LocalCluster]:
         NotServedError: It ended before it was ready.
         UnavailableError: It was not ready in time.
     """
-    ports = [option for name in ("--http-port", "--grpc-port") for option in (name, str(_free_port()))]
+    ports = [option for name in ("--http-port", "--grpc-port") for option in (name, str(free_port()))]
     with tempfile.TemporaryFile("w+") as errors:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "gammaray", "up", *models, *ports),
@@ -90,7 +90,7 @@ def _reason(said: str) -> str:
     return lines[-1].removeprefix(_SAID) if lines else " ".join(said.split())[-500:]
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.create_server((_HOST, 0)) as probe:
         port: int = probe.getsockname()[1]
         return port

@@ -26,7 +26,6 @@ class Connection:
     Args:
         address: host:port of the gRPC API, or the URL of the HTTP API.
         api_key: API key, for clusters that require one.
-        timeout_s: Timeout, in seconds.
         tls: Whether to use TLS; None: only if a file or the address implies it.
         ca_file: PEM file of the trusted authorities.
         cert_file: PEM file of the client certificate.
@@ -191,7 +190,6 @@ def read_prompts(path: Path, option: str) -> list[str]:
     """Return the prompts of a file: one per line, or, in a `.json` file, a list of strings.
 
     Args:
-        path: The file.
         option: Name of the option, for messages.
 
     Raises:

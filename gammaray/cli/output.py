@@ -13,7 +13,6 @@ _NO_WIDTH = 100_000
 
 
 def output_console() -> Console:
-    """Return a console for standard output."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=_NO_WIDTH, emoji=False)
 

@@ -19,7 +19,6 @@ Source: TypeAlias = DrafterKind | TokenOrigin
 
 
 def source_of(token: EmittedToken) -> Source:
-    """Return where a token comes from."""
     return token.origin if token.drafter is None else token.drafter
 
 
@@ -57,6 +56,13 @@ class OriginPainter:
         return taken + [self._last] * (len(text) - len(taken))
 
 
+def painted(chunk: Chunk, painter: OriginPainter | None) -> str:
+    """Return the chunk's text, with the colours of its sources if there is a painter."""
+    if painter is None:
+        return chunk.text
+    return "".join(paint(run, source) for run, source in painter.runs(chunk))
+
+
 _LOOKS: dict[Source, tuple[str, str]] = {
     DrafterKind.MODEL: ("green", "proposed by the draft model, accepted"),
     DrafterKind.HEAD: ("bright_yellow", "proposed by the head in the target worker, accepted"),
@@ -81,7 +87,6 @@ def is_colored(color: bool | None) -> bool:
 
 
 def style_of(source: Source) -> Style:
-    """Return the terminal style of a source."""
     return _STYLES.get(source, _ACCEPTED_STYLE)
 
 
@@ -91,7 +96,6 @@ def paint(text: str, source: Source) -> str:
 
 
 def print_legend(console: Console) -> None:
-    """Print the legend of the colours."""
     rows = [*((source.value, *look) for source, look in _LOOKS.items()), ("accepted", *_ACCEPTED)]
     for name, color, meaning in rows:
         console.print(Text.assemble((f"{name:<10}", color), f"  {meaning}"))

@@ -26,7 +26,6 @@ def settings_options(settings: type[BaseModel], *, has_types: bool) -> list[clic
     """Return one option per field, those of the class itself before inherited ones; None if omitted.
 
     Args:
-        settings: The settings class.
         has_types: Whether click checks numbers and choices and shows them in the help; if not, options are
             texts, which only the settings class checks.
     """
@@ -40,7 +39,6 @@ def parse_settings(
     """Return the settings of a process's command line, and the values of its other options.
 
     Args:
-        settings: The settings class.
         prog: Name of the process in the help.
         argv: The command line, without the name.
         others: Options that are no settings.

@@ -61,7 +61,7 @@ _STARTING = (UnavailableError, NotFoundError, DeadlineExceededError, CancelledEr
 async def _renamed(chunks: AsyncGenerator[Chunk, None], option: str) -> AsyncGenerator[Chunk, None]:
     """Yield chunks; errors about the grammar name the option that it was made of."""
     async with aclosing(chunks):
-        with renaming("grammar", option):
+        with renaming(grammar=option):
             async for chunk in chunks:
                 yield chunk
 

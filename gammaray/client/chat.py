@@ -27,12 +27,7 @@ from gammaray.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
-from gammaray.security.client_tls import (
-    ClientTls,
-    client_tls,
-    explain,
-    tls_error,
-)
+from gammaray.security.client_tls import ClientTls, client_tls, explain, tls_error
 from gammaray.types import DrafterKind, EmittedToken, TokenOrigin
 
 if TYPE_CHECKING:

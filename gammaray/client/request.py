@@ -103,7 +103,7 @@ def build_with_form(prompt: Prompt, options: GenerateOptions) -> tuple[Generatio
             given[name] = convert(name, given[name])
     sampling = SamplingParams.of({name: given.pop(name) for name in SAMPLING_RULES.keys() & given.keys()})
     request = GenerationRequest(prompt=_text_or_ids("prompt", prompt), sampling=sampling, **given)
-    with renaming("grammar", form.name):
+    with renaming(grammar=form.name):
         request.validate()
     return request, form
 

@@ -96,7 +96,6 @@ class _RetryBudget:
     """Retry budget of a completion.
 
     Args:
-        transport: Transport of the calls.
         deadline: Deadline of the completion, as `time.monotonic()`.
     """
 

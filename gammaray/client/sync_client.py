@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import threading
-from collections.abc import AsyncGenerator, Collection, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import grpc
 
-from gammaray.client.async_client import STATUS_TIMEOUT_S, AsyncClient
-from gammaray.client.completion import Completion
-from gammaray.client.request import Prompt
+from gammaray.client.async_client import AsyncClient
 from gammaray.client.transport import RetryPolicy
-from gammaray.types import Chunk, EmittedToken, ProcessStatus
-from gammaray.wire.cycles import CycleRecord
-from gammaray.wire.sessions import SessionInfo
+from gammaray.types import Chunk
 
 if TYPE_CHECKING:
-    from typing_extensions import Self, Unpack
-
-    from gammaray.client.request import GenerateOptions
+    from typing_extensions import Self
 
 __all__ = ["Client"]
 
+_P = ParamSpec("_P")
 _Result = TypeVar("_Result")
 
 _THREAD = "gammaray-client"
@@ -66,6 +62,30 @@ class _LoopThread:
 _LOOP_THREAD = _LoopThread()
 
 
+def _blocking(
+    method: Callable[Concatenate[AsyncClient, _P], Coroutine[Any, Any, _Result]],
+) -> Callable[Concatenate[Client, _P], _Result]:
+    """Return the method of Client that runs a method of AsyncClient to its end."""
+
+    @functools.wraps(method)
+    def call(self: Client, /, *args: _P.args, **options: _P.kwargs) -> _Result:
+        return self._run(method(self._client, *args, **options))
+
+    return call
+
+
+def _streaming(
+    method: Callable[Concatenate[AsyncClient, _P], AsyncGenerator[Chunk, None]],
+) -> Callable[Concatenate[Client, _P], Iterator[Chunk]]:
+    """Return the method of Client that yields the chunks of a method of AsyncClient."""
+
+    @functools.wraps(method)
+    def call(self: Client, /, *args: _P.args, **options: _P.kwargs) -> Iterator[Chunk]:
+        return self._iterate(method(self._client, *args, **options))
+
+    return call
+
+
 class Client:
     """AsyncClient without `async` and `await`; same arguments, same errors. Thread-safe.
 
@@ -98,55 +118,16 @@ class Client:
         )
         self._loop, self._is_closed = _LOOP_THREAD.loop(), False
 
-    def generate(
-        self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[GenerateOptions]
-    ) -> Iterator[Chunk]:
-        """Stream one completion, see `AsyncClient.generate`; leaving the loop cancels it on the server."""
-        return self._iterate(self._client.generate(prompt, timeout_s=timeout_s, **options))
-
-    def complete(
-        self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[GenerateOptions]
-    ) -> Completion:
-        """Return a finished completion, see `AsyncClient.complete`."""
-        return self._run(self._client.complete(prompt, timeout_s=timeout_s, **options))
-
-    def resume(
-        self, session_id: str, *, turn: int = 0, offset: int = 0, timeout_s: float | None = None
-    ) -> Iterator[Chunk]:
-        """Stream the rest of a session's turn, see `AsyncClient.resume`."""
-        return self._iterate(self._client.resume(session_id, turn=turn, offset=offset, timeout_s=timeout_s))
-
-    def get_session(
-        self, session_id: str, *, timeout_s: float = STATUS_TIMEOUT_S
-    ) -> tuple[SessionInfo, tuple[EmittedToken, ...]]:
-        """Return a session and its tokens, see `AsyncClient.get_session`."""
-        return self._run(self._client.get_session(session_id, timeout_s=timeout_s))
-
-    def session_trace(self, session_id: str, *, timeout_s: float = STATUS_TIMEOUT_S) -> list[CycleRecord]:
-        """Return the cycle records of a session, see `AsyncClient.session_trace`."""
-        return self._run(self._client.session_trace(session_id, timeout_s=timeout_s))
-
-    def list_sessions(self, limit: int = 100, *, timeout_s: float = STATUS_TIMEOUT_S) -> list[SessionInfo]:
-        """Return sessions, see `AsyncClient.list_sessions`."""
-        return self._run(self._client.list_sessions(limit, timeout_s=timeout_s))
-
-    def cancel(self, session_id: str, *, timeout_s: float = STATUS_TIMEOUT_S) -> SessionInfo:
-        """End a session's current turn permanently, see `AsyncClient.cancel`."""
-        return self._run(self._client.cancel(session_id, timeout_s=timeout_s))
-
-    def delete_session(self, session_id: str, *, timeout_s: float = STATUS_TIMEOUT_S) -> bool:
-        """End and delete a session, see `AsyncClient.delete_session`."""
-        return self._run(self._client.delete_session(session_id, timeout_s=timeout_s))
-
-    def status(self, *, timeout_s: float = STATUS_TIMEOUT_S) -> list[ProcessStatus]:
-        """Return the processes of the cluster, see `AsyncClient.status`."""
-        return self._run(self._client.status(timeout_s=timeout_s))
-
-    def wait_ready(
-        self, timeout_s: float = 60.0, *, roles: Collection[str] = ("target",)
-    ) -> list[ProcessStatus]:
-        """Wait until each of `roles` has a healthy process, see `AsyncClient.wait_ready`."""
-        return self._run(self._client.wait_ready(timeout_s, roles=roles))
+    generate = _streaming(AsyncClient.generate)
+    complete = _blocking(AsyncClient.complete)
+    resume = _streaming(AsyncClient.resume)
+    get_session = _blocking(AsyncClient.get_session)
+    session_trace = _blocking(AsyncClient.session_trace)
+    list_sessions = _blocking(AsyncClient.list_sessions)
+    cancel = _blocking(AsyncClient.cancel)
+    delete_session = _blocking(AsyncClient.delete_session)
+    status = _blocking(AsyncClient.status)
+    wait_ready = _blocking(AsyncClient.wait_ready)
 
     def close(self) -> None:
         """Close the connection; completions in flight are cancelled."""

@@ -25,12 +25,7 @@ from gammaray.errors import (
 )
 from gammaray.security.client_tls import ClientTls, explain
 from gammaray.v1.generation_service_pb2_grpc import GenerationServiceStub
-from gammaray.wire.metadata import (
-    APPLICATION,
-    MAX_TIMEOUT_MS,
-    TIMEOUT_HEADER,
-    trace_metadata,
-)
+from gammaray.wire.metadata import APPLICATION, MAX_TIMEOUT_MS, TIMEOUT_HEADER, trace_metadata
 from gammaray.wire.rpc_errors import error_from_rpc, is_from_gammaray
 
 __all__ = ["RetryPolicy", "Transport"]
@@ -102,7 +97,6 @@ class Transport:
         tls: TLS options; None is plain text.
 
     Attributes:
-        retry: The policy.
         is_closed: Whether it was closed.
         has_answered: Whether the cluster has ever answered a call.
 

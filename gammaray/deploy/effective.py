@@ -10,12 +10,7 @@ from urllib.parse import urlsplit, urlunsplit
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from gammaray.config import ClusterSettings, PoolSize, ScalingSettings, at_least_one, settings_error
-from gammaray.deploy.serve_config import (
-    APPLICATIONS,
-    GRPC_SERVICERS,
-    ServeApplication,
-    role_settings,
-)
+from gammaray.deploy.serve_config import APPLICATIONS, GRPC_SERVICERS, ServeApplication, role_settings
 from gammaray.errors import InvalidArgumentError
 
 REDACTED = "**redacted**"
@@ -25,25 +20,24 @@ _SECRET_NAME = re.compile(r"(^|_)(password|secret|token|api_keys?|private_key)$"
 class _Arguments(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    settings: dict[str, Any] = Field(description="Fields of the role's settings.")
+    scaling: dict[str, Any] | None = Field(None, description="Fields of ScalingSettings; None: the defaults.")
+
 
 class WorkerArguments(_Arguments):
     """Arguments of a worker pool's application in a Serve configuration."""
 
-    settings: dict[str, Any] = Field(description="Fields of TargetSettings or DraftSettings.")
     workers: PoolSize = Field(
         "1", validate_default=True, description="Number of workers, N or MIN:MAX to scale between."
     )
-    scaling: dict[str, Any] | None = Field(None, description="Fields of ScalingSettings; None: the defaults.")
 
 
 class OrchestratorArguments(_Arguments):
     """Arguments of the orchestrator's application in a Serve configuration."""
 
-    settings: dict[str, Any] = Field(description="Fields of OrchestratorSettings.")
     replicas: Annotated[PoolSize, AfterValidator(at_least_one)] = Field(
         "1", validate_default=True, description="Number of orchestrators, N or MIN:MAX to scale between."
     )
-    scaling: dict[str, Any] | None = Field(None, description="Fields of ScalingSettings; None: the defaults.")
 
 
 def effective_settings(cluster: ClusterSettings) -> dict[str, Any]:
@@ -111,24 +105,18 @@ def _application(application: ServeApplication, entry: Mapping[str, Any]) -> dic
     of_node = [deployment.get("ray_actor_options", {}) for deployment in deployments]
     result = {"takes": of_node[0] if of_node else {}}
     try:
+        given: _Arguments
         if application.role == "orchestrator":
-            orchestrators = OrchestratorArguments(**args)
+            given = orchestrators = OrchestratorArguments(**args)
             size = orchestrators.replicas
-            if size.is_elastic:
-                result["scaling"] = ScalingSettings(**(orchestrators.scaling or {})).model_dump(mode="json")
-            return {
-                "replicas": str(size) if size.is_elastic else size.minimum,
-                **result,
-                "settings": _settings(application, orchestrators.settings),
-            }
-        workers = WorkerArguments(**args)
-        if workers.workers.is_elastic:
-            result["scaling"] = ScalingSettings(**(workers.scaling or {})).model_dump(mode="json")
-        return {
-            "workers": str(workers.workers),
-            **result,
-            "settings": _settings(application, workers.settings),
-        }
+            number = {"replicas": str(size) if size.is_elastic else size.minimum}
+        else:
+            given = workers = WorkerArguments(**args)
+            size = workers.workers
+            number = {"workers": str(size)}
+        if size.is_elastic:
+            result["scaling"] = ScalingSettings(**(given.scaling or {})).model_dump(mode="json")
+        return {**number, **result, "settings": _settings(application, given.settings)}
     except ValidationError as error:
         raise settings_error(error, where=where, show=redacted) from None
 

@@ -48,10 +48,6 @@ def check_vllm_version() -> None:
 def check_engine(engine: str, device: str) -> None:
     """Check that this machine has the packages that an engine needs.
 
-    Args:
-        engine: The setting `engine`.
-        device: The setting `device`.
-
     Raises:
         UnsupportedVllmError: vLLM is missing, or in another version.
         InvalidArgumentError: The engine does not run on the device.

@@ -134,7 +134,6 @@ class RetryingRedis(Redis):
     policy: Retry
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
-        """Send a command and return its answer."""
         return await self.repeated(partial(super().execute_command, *args, **options))
 
     async def repeated(self, call: Callable[[], Awaitable[T]]) -> T:
@@ -251,7 +250,6 @@ class _SentinelPool(SentinelConnectionPool, BlockingConnectionPool):
     """Connections to the primary according to Sentinel; calls wait for a free one."""
 
     async def aclose(self) -> None:
-        """Close the connections to the primary and to the sentinels."""
         await super().aclose()
         for sentinel in self.sentinel_manager.sentinels:
             await sentinel.aclose()

@@ -45,7 +45,6 @@ def autoscaling_config(role: str, size: PoolSize, settings: ScalingSettings) -> 
     Args:
         role: "draft", "orchestrator" or "target".
         size: Bounds; if they are equal, the pool reports its load and keeps its size.
-        settings: Thresholds.
     """
     return {
         "min_replicas": size.minimum,
@@ -99,11 +98,9 @@ class ServeApplication:
     """One application of a cluster.
 
     Args:
-        role: Role of its replicas.
         name: Name in Serve.
         deployment: Name of its one deployment.
         import_path: `module:function` that builds it from its settings, for a Serve configuration.
-        settings: Class of its settings.
         route_prefix: Route prefix of its HTTP API; None if it has none.
         resource: Logical Ray resource: each node for this role has one, and each replica takes one.
     """

@@ -31,12 +31,7 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from gammaray.errors import (
-    CancelledError,
-    InvalidArgumentError,
-    ResourceExhaustedError,
-    UnavailableError,
-)
+from gammaray.errors import CancelledError, InvalidArgumentError, ResourceExhaustedError, UnavailableError
 from gammaray.grammar.check_process import write_frame
 
 MAX_CPU_S = 1.0
@@ -81,7 +76,6 @@ class CheckPool:
     Args:
         tokenizer_json: The tokenizer in the format of `tokenizers`.
         vocab_size: Number of token ids of the model.
-        eos_token_ids: Its end-of-sequence tokens.
         num_processes: Most checks at once. A process starts when it is first needed.
     """
 

@@ -126,7 +126,6 @@ def _mask(state: GrammarState) -> bytes:
 
 
 def masks_sha256(compiler: GrammarCompiler) -> str:
-    """Return the digest of the masks of `GRAMMARS`."""
     digest = hashlib.sha256()
     for grammar in GRAMMARS:
         digest.update(b"\n")

@@ -143,7 +143,6 @@ class KeyGuard:
     """Follows one completion. Not thread-safe.
 
     Args:
-        tokens: The vocabulary.
         is_bounded: Whether all keys that can follow may be taken.
         is_thought: Whether the completion begins in a thinking part.
     """
@@ -169,11 +168,9 @@ class KeyGuard:
 
     @property
     def key(self) -> bytes | None:
-        """The key that is open."""
         return self._place.string if self._place.is_key_next else None
 
     def copy(self) -> KeyGuard:
-        """Return a guard that goes on from here by itself."""
         copy = KeyGuard(self._tokens, is_bounded=self._is_bounded)
         copy._place = self._place
         return copy
@@ -188,7 +185,6 @@ class KeyGuard:
         return len(token_ids)
 
     def restrict(self, mask: bytes) -> bytes:
-        """Return a mask, a bit per token id, without the tokens that would repeat or misspell a key."""
         return self._tokens.restrict(self._place, mask)
 
     def doubtful(self, mask: bytes) -> list[int]:
@@ -197,7 +193,6 @@ class KeyGuard:
 
 
 def without(mask: bytes, token_ids: Sequence[int]) -> bytes:
-    """Return a mask without some tokens."""
     bits = bytearray(mask)
     for token_id in token_ids:
         bits[token_id >> 3] &= ~(1 << (token_id & 7))
@@ -205,7 +200,6 @@ def without(mask: bytes, token_ids: Sequence[int]) -> bytes:
 
 
 def _chosen(token_ids: Sequence[int], mask: bytes) -> list[int]:
-    """Return those of some tokens that a mask has."""
     return [token_id for token_id in token_ids if mask[token_id >> 3] >> (token_id & 7) & 1]
 
 

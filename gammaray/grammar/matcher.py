@@ -118,7 +118,6 @@ class _Reader:
     """A matcher, and the guard of its keys: both read the same tokens.
 
     Args:
-        matcher: Of llguidance.
         keys: Keeps keys apart; None if the grammar does so.
     """
 
@@ -136,7 +135,6 @@ class _Reader:
         return " items" in self.matcher.get_error()
 
     def copy(self) -> _Reader:
-        """Return a reader that goes on from here by itself."""
         return _Reader(self.matcher.deep_copy(), None if self.keys is None else self.keys.copy())
 
     def read(self, token_ids: Sequence[int], *, with_masks: bool = False) -> int:
@@ -168,7 +166,6 @@ class _Reader:
         """Return whether a possible token can be followed by a key that its object does not have.
 
         Args:
-            token_id: The token.
             full: Beginnings of keys that have no such end; is added to.
         """
         after = self.copy()
@@ -354,7 +351,6 @@ class GrammarState:
         return found
 
     def _mask(self) -> bytes:
-        """Return the mask after the tokens so far."""
         mask = self._current().mask()
         if self._current().is_error and not self._is_careful:
             self._begin_again()

@@ -462,7 +462,6 @@ def _close(schemas: Sequence[dict[str, Any]], kept: Sequence[_Part]) -> None:
     """Let objects that list properties have no other ones.
 
     Args:
-        schemas: The schemas.
         kept: Those that stay as they are: alternatives of `oneOf`, of which exactly one must match. A value
             that does not match a closed one may match it as it was, beside another one.
     """

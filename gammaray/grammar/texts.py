@@ -54,7 +54,6 @@ def json_rule(schema: Mapping[str, Any] | bool, field: str = "json_schema") -> s
     ignored, as JSON Schema allows.
 
     Args:
-        schema: JSON schema.
         field: Name of the field, for errors.
 
     Raises:

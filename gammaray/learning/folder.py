@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -27,6 +27,8 @@ OPEN, SHARED, _TENANT = "open", "shared", "tenant-"
 
 Consent = Literal["own", "shared"]
 """Which drafter a tenant's streams train: one of its own, or the shared one."""
+
+_Model = TypeVar("_Model", bound=BaseModel)
 
 Status = Literal["candidate", "stable", "former", "rolled back", "retired"]
 
@@ -48,7 +50,6 @@ class RecordName(NamedTuple):
 
     @classmethod
     def parse(cls, path: Path) -> RecordName:
-        """Return what a file's name says."""
         written_at, tenant, session, num_answer = path.stem.split("_")
         return cls(int(written_at), tenant, session, int(num_answer))
 
@@ -139,6 +140,26 @@ class Drafters(BaseModel):
         return 0
 
 
+def _read(kind: type[_Model], path: Path) -> _Model:
+    """Return what a file holds, an empty object without one."""
+    try:
+        return kind.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return kind()
+    except (OSError, ValidationError) as error:
+        raise FailedPreconditionError(f"{path} cannot be read ({type(error).__name__})") from None
+
+
+def _change(kind: type[_Model], path: Path, change: Callable[[_Model], _Model]) -> _Model:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with locked(path, "learn"):
+        before = _read(kind, path)
+        after = change(before)
+        if after != before:
+            replace_file(path, after.model_dump_json(indent=1) + "\n", "learn")
+    return after
+
+
 class DrafterStore:
     """The versions of one drafter on disk; processes change them one after another.
 
@@ -155,16 +176,9 @@ class DrafterStore:
         Raises:
             FailedPreconditionError: The file cannot be read.
         """
-        state = self.path / "state.json"
-        try:
-            return Drafters.model_validate_json(state.read_bytes())
-        except FileNotFoundError:
-            return Drafters()
-        except (OSError, ValidationError) as error:
-            raise FailedPreconditionError(f"{state} cannot be read ({type(error).__name__})") from None
+        return _read(Drafters, self.path / "state.json")
 
     def directory(self, number: int) -> Path:
-        """Return where a version's weights are."""
         return self.path / "versions" / f"{number:06d}"
 
     def publish(self, written: Path, make: Callable[[int], Version]) -> Version | None:
@@ -258,14 +272,7 @@ class DrafterStore:
         return retired
 
     def _change(self, change: Callable[[Drafters], Drafters]) -> Drafters:
-        self.path.mkdir(parents=True, exist_ok=True)
-        state = self.path / "state.json"
-        with locked(state, "learn"):
-            before = self.read()
-            after = change(before)
-            if after != before:
-                replace_file(state, after.model_dump_json(indent=1) + "\n", "learn")
-        return after
+        return _change(Drafters, self.path / "state.json", change)
 
 
 class _Tenants(BaseModel):
@@ -291,13 +298,7 @@ class LearningFolder:
         Raises:
             FailedPreconditionError: The file cannot be read.
         """
-        try:
-            return _Tenants.model_validate_json(self._tenants_file.read_bytes()).tenants
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValidationError) as error:
-            reason = type(error).__name__
-            raise FailedPreconditionError(f"{self._tenants_file} cannot be read ({reason})") from None
+        return _read(_Tenants, self._tenants_file).tenants
 
     def consent(self, tenant: str, to: Consent) -> None:
         """Note that a tenant's streams may be kept and learnt from.
@@ -354,7 +355,4 @@ class LearningFolder:
                 yield DrafterStore(path)
 
     def _change_consents(self, change: Callable[[dict[str, Consent]], dict[str, Consent]]) -> None:
-        self.path.mkdir(parents=True, exist_ok=True)
-        with locked(self._tenants_file, "learn"):
-            tenants = _Tenants(tenants=change(self.consents()))
-            replace_file(self._tenants_file, tenants.model_dump_json(indent=1) + "\n", "learn")
+        _change(_Tenants, self._tenants_file, lambda found: _Tenants(tenants=change(found.tenants)))

@@ -22,11 +22,6 @@ class SpeculationCounters:
     """Sums over the cycles of one completion.
 
     Attributes:
-        cycles: Cycles observed.
-        drafted: Proposed tokens.
-        tested: Proposed tokens that were tested.
-        accepted: Proposed tokens that were accepted.
-        emitted: Tokens emitted.
         accepted_lengths: Entry j: number of cycles in which j tokens were accepted.
         draft_s: Seconds waited for proposals.
         verify_s: Seconds waited for verdicts.
@@ -77,13 +72,8 @@ class SpeculationCounters:
             tested: Proposed tokens that were tested: the accepted ones, plus one if a token was rejected.
             accepted: Proposed tokens that were accepted.
             emitted: Tokens emitted; fewer than accepted + 1 if the completion was truncated.
-            draft_s: Seconds waited for the proposal.
-            verify_s: Seconds waited for the verdict.
-            cycle_s: Seconds of the whole cycle.
             plain_cycle_s: Current seconds of a cycle at gamma 0, or None if unknown.
-            drafter: Kind of the drafter, if anything was proposed.
             draft_worker: Address of the draft worker, "" for none.
-            is_fallback: Whether the drafter that the request allows could not propose.
         """
         if self.cycles > 0 and plain_cycle_s is not None:
             self.decode_s += cycle_s
@@ -176,6 +166,10 @@ class SpeculationCounters:
         )
 
 
+_DEPTH_STRENGTH = 8.0
+"""Weight of the pooled alpha at each depth, in tested tokens."""
+
+
 class AcceptanceEstimator:
     """Estimates acceptance probabilities by depth in the proposal, from recent cycles.
 
@@ -187,7 +181,6 @@ class AcceptanceEstimator:
         decay: Factor on all counts per cycle with tested tokens, in (0, 1]; 0.98 remembers about 50 cycles.
         prior_alpha: Alpha assumed before the first observation, in (0, 1).
         prior_strength: Weight of the prior, in tested tokens.
-        depth_strength: Weight of the pooled alpha at each depth, in tested tokens.
         fleet: Estimator whose current alpha and variation over depth serve as prior instead.
     """
 
@@ -196,10 +189,9 @@ class AcceptanceEstimator:
         decay: float = 0.98,
         prior_alpha: float = 0.7,
         prior_strength: float = 4.0,
-        depth_strength: float = 8.0,
         fleet: AcceptanceEstimator | None = None,
     ) -> None:
-        self._decay, self._depth_strength = decay, depth_strength
+        self._decay = decay
         self._prior_alpha, self._prior_strength, self._fleet = prior_alpha, prior_strength, fleet
         self._accepted: list[float] = []
         self._tested: list[float] = []
@@ -246,7 +238,7 @@ class AcceptanceEstimator:
         rates = []
         for depth, prior in enumerate(priors):
             seen = depth < len(self._tested)
-            accepted = (self._accepted[depth] if seen else 0.0) + self._depth_strength * prior
-            tested = (self._tested[depth] if seen else 0.0) + self._depth_strength
+            accepted = (self._accepted[depth] if seen else 0.0) + _DEPTH_STRENGTH * prior
+            tested = (self._tested[depth] if seen else 0.0) + _DEPTH_STRENGTH
             rates.append(accepted / tested)
         return rates

@@ -26,9 +26,6 @@ class Judgement:
     """The judgement on a candidate: its reasons and warnings in sentences.
 
     Attributes:
-        fitness: The verdict.
-        reasons: Why.
-        warnings: What else to know.
         best_speedup: The largest measured speedup of all temperatures; 0 when there is none.
     """
 
@@ -43,7 +40,6 @@ def judge(result: Mapping[str, Any], min_speedup: float, *, is_exact: bool) -> J
 
     Args:
         result: What `run_bench` returned.
-        min_speedup: The speedup.
         is_exact: Whether the target computes a row with the same bits in every batch, so that any other token
             is a loss; else it may be rounding.
     """

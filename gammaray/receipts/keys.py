@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from gammaray.errors import FailedPreconditionError, InvalidArgumentError
-from gammaray.security.keys import MAX_FILE_BYTES, locked, replace_file
+from gammaray.security.keys import locked, read_bounded, replace_file
 
 _FIELD = "receipt_keys_file"
 _Bytes32 = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{43}$")]
@@ -26,7 +26,6 @@ class ReceiptKey(BaseModel):
     """A key, as a JSON Web Key.
 
     Args:
-        kid: Its id.
         x: The public key, 32 bytes in base64url.
         d: The private key in the same form; None for a former key, and where keys are published.
     """
@@ -97,12 +96,7 @@ def read_receipt_keys(path: Path) -> tuple[ReceiptKey, ...]:
         InvalidArgumentError: It cannot be read, or the last key has no private part.
     """
     allowed = "a file made by `gammaray keys receipts`"
-    try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise InvalidArgumentError(_FIELD, f"{path}, which is too large", allowed)
-        keys = parse_keys(path.read_bytes(), str(path), _FIELD)
-    except OSError as error:
-        raise InvalidArgumentError(_FIELD, f"{path} ({error.strerror})", allowed) from None
+    keys = parse_keys(read_bounded(path, _FIELD, allowed), str(path), _FIELD)
     if not keys or keys[-1].d is None:
         raise InvalidArgumentError(_FIELD, f"{path} without a private key at its end", allowed)
     return keys

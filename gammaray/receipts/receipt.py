@@ -37,15 +37,12 @@ class Receipt(BaseModel):
         tokenizer: SHA-256 of the tokenizer's vocabulary.
         eos_token_ids: Tokens that end a completion, unless `ignore_eos`.
         grammars: Identity of the grammar library (`gammaray.grammar.identity`); empty without a grammar.
-        verification: Verification method.
         prompt_token_ids: The prompt, earlier turns included.
         sampling: Sampling parameters with the seed in use and the grammar, which a JSON schema became.
         max_tokens: Upper bound of emitted tokens, clipped to the context.
         stop: The texts before which the completion ends.
         stop_token_ids: Further tokens that end it.
         ignore_eos: Whether it continues after end-of-sequence tokens.
-        token_ids: The emitted tokens.
-        finish_reason: Why it ended.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
@@ -79,10 +76,8 @@ class SignedReceipt:
     """A receipt and its signature, which `check` compares with keys.
 
     Args:
-        receipt: The receipt.
         kid: Id of the key that signed it, as the header says.
         message: The signed bytes.
-        signature: The signature.
     """
 
     receipt: Receipt

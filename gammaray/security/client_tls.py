@@ -133,7 +133,6 @@ def explain(
 
     Args:
         host: Name or address, without brackets.
-        port: Its port.
         options: TLS options of the failed calls; None: plain text.
         timeout_s: Upper bound of each step, in seconds.
         needs_http2: Whether the calls are gRPC calls.

@@ -40,8 +40,6 @@ class ApiKey(BaseModel):
         id: The public part of the key.
         tenant: Tenant that owns the key: 1 to 32 of a-z 0-9 and -.
         sha256: SHA-256 of the whole key, in hex.
-        created_at: Time of creation.
-        note: Free text.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -81,7 +79,6 @@ def key_id_of(key: str) -> str | None:
 
 
 def is_tenant(name: str) -> bool:
-    """Whether `name` is a valid tenant name."""
     return re.fullmatch(TENANT, name) is not None
 
 
@@ -92,12 +89,9 @@ def read_keys(path: Path) -> tuple[ApiKey, ...]:
         InvalidArgumentError: It cannot be read, or is not a key file; names the place, but never the content.
     """
     allowed = "a key file made by `gammaray keys create`"
+    text = read_bounded(path, "api_keys_file", allowed)
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise InvalidArgumentError("api_keys_file", f"{path}, which is too large", allowed)
-        keys = _KeyFile.model_validate_json(path.read_bytes()).keys
-    except OSError as error:
-        raise InvalidArgumentError("api_keys_file", f"{path} ({error.strerror})", allowed) from None
+        keys = _KeyFile.model_validate_json(text).keys
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         if first["type"] == "json_invalid":
@@ -108,6 +102,20 @@ def read_keys(path: Path) -> tuple[ApiKey, ...]:
     if len({key.id for key in keys}) != len(keys):
         raise InvalidArgumentError("api_keys_file", f"{path}, with a duplicate id", allowed)
     return keys
+
+
+def read_bounded(path: Path, field: str, allowed: str) -> bytes:
+    """Return the content of a key file.
+
+    Raises:
+        InvalidArgumentError: It cannot be read, or is too large; names the field and what is allowed.
+    """
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise InvalidArgumentError(field, f"{path}, which is too large", allowed)
+        return path.read_bytes()
+    except OSError as error:
+        raise InvalidArgumentError(field, f"{path} ({error.strerror})", allowed) from None
 
 
 def create_key(path: Path, tenant: str, note: str = "") -> tuple[ApiKey, str]:

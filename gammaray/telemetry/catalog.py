@@ -17,16 +17,12 @@ _SUFFIXES = {"s": "seconds", "By": "bytes"}
 
 
 class Kind(str, Enum):
-    """Kind of a metric."""
-
     COUNTER = "counter"
     GAUGE = "gauge"
     HISTOGRAM = "histogram"
 
 
 class Role(str, Enum):
-    """Processes that have metrics."""
-
     ORCHESTRATOR = "orchestrator"
     DRAFT = "draft"
     TARGET = "target"
@@ -42,12 +38,7 @@ class Metric:
     """One metric.
 
     Args:
-        name: OpenTelemetry name.
-        kind: Kind of the metric.
         unit: Unit in UCUM, as in OpenTelemetry: s, By, or the counted thing in braces.
-        roles: Processes that have it.
-        meaning: What is counted or measured.
-        labels: Names of its labels.
         buckets: Upper bounds of a histogram's buckets.
     """
 
@@ -258,5 +249,4 @@ _BY_NAME = {metric.name: metric for metric in CATALOG}
 
 
 def by_name(name: str) -> Metric:
-    """Return the metric with the OpenTelemetry name `name`."""
     return _BY_NAME[name]

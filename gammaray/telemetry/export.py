@@ -13,9 +13,7 @@ class MetricsExport:
     """Exports a meter until it is stopped; must be created in the process's event loop.
 
     Args:
-        meter: Meter of the process.
         role: orchestrator, draft or target.
-        model: Name of the served model.
         listen: host:port of the Prometheus endpoint, see `MetricsServer`; empty: none.
         kernel: What computes a worker's model, see `ProcessStatus.kernel`; empty for an orchestrator.
 

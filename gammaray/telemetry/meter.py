@@ -39,7 +39,6 @@ class Histogram:
         self.total = 0.0
 
     def observe(self, value: float) -> None:
-        """Count one value."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
@@ -56,11 +55,9 @@ class Meter:
         self._series: dict[str, dict[tuple[str, ...], Counter | Histogram | Source]] = {}
 
     def counter(self, name: str, **labels: str) -> Counter:
-        """Return the counter of a series."""
         return self._add(name, Kind.COUNTER, labels, Counter())
 
     def histogram(self, name: str, **labels: str) -> Histogram:
-        """Return the histogram of a series."""
         return self._add(name, Kind.HISTOGRAM, labels, Histogram(by_name(name).buckets))
 
     def gauge(self, name: str, read: Source, **labels: str) -> None:

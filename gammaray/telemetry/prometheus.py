@@ -26,7 +26,6 @@ class MetricsServer:
     """Serves a meter's values, and those of the process itself (memory, CPU time, open files).
 
     Args:
-        meter: The meter to serve.
         listen: host:port; port 0 takes any free port, a range `first-last` the first free one.
 
     Raises:

@@ -16,6 +16,5 @@ class SpanIds(RandomIdGenerator):
         self.next_id = 0
 
     def generate_span_id(self) -> int:
-        """Return the id of the next span."""
         span_id, self.next_id = self.next_id, 0
         return span_id or super().generate_span_id()

@@ -46,7 +46,6 @@ def shape_from_proto(block: draft_pb.ProposeBlock | target_pb.HeadDraft, least: 
 
 
 def proposal_to_proto(proposal: Proposal) -> pb.Proposal:
-    """Return the wire form of a proposal."""
     return pb.Proposal(
         token_ids=proposal.token_ids,
         parents=proposal.parents or (),
@@ -119,8 +118,6 @@ def verdict_from_proto(result: target_pb.VerifyResult, vocab_size: int, *, has_l
     """Return the verdict and timing of a worker's answer, without log-probabilities of the prompt.
 
     Args:
-        result: The answer.
-        vocab_size: Vocabulary size of the target.
         has_logprobs: Whether log-probabilities of the emitted tokens were requested; others are ignored.
 
     Raises:

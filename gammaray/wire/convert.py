@@ -27,7 +27,6 @@ from gammaray.wire.enums import (
 
 
 def process_to_proto(process: ProcessStatus) -> gen.ProcessStatus:
-    """Return the wire form of a process's status."""
     worker, speculation = process.worker_totals, process.speculation_totals
     return gen.ProcessStatus(
         **{
@@ -39,7 +38,6 @@ def process_to_proto(process: ProcessStatus) -> gen.ProcessStatus:
 
 
 def process_from_proto(message: gen.ProcessStatus) -> ProcessStatus:
-    """Return the process status of a wire message."""
     values = values_of(message, ProcessStatus)
     if message.HasField("worker_totals"):
         values["worker_totals"] = worker_totals_from_proto(message.worker_totals)
@@ -51,14 +49,13 @@ def process_from_proto(message: gen.ProcessStatus) -> ProcessStatus:
 
 
 def worker_totals_from_proto(message: pb.WorkerTotals) -> WorkerTotals:
-    """Return the totals of a wire message."""
     return WorkerTotals(**values_of(message, WorkerTotals))
 
 
 def values_of(message: Message, kind: type[Any]) -> dict[str, Any]:
-    """Return the values of a dataclass's fields in a message with the same names; None: missing."""
+    """Return the values of a dataclass's fields that a message has under the same names; None: missing."""
     values = {}
-    for name in kind.__dataclass_fields__:
+    for name in kind.__dataclass_fields__.keys() & message.DESCRIPTOR.fields_by_name.keys():
         value = getattr(message, name)
         if message.DESCRIPTOR.fields_by_name[name].has_presence and not message.HasField(name):
             value = None
@@ -69,7 +66,6 @@ def values_of(message: Message, kind: type[Any]) -> dict[str, Any]:
 
 
 def sampling_to_proto(params: SamplingParams) -> pb.SamplingParams:
-    """Return the wire form of sampling parameters."""
     return pb.SamplingParams(**vars(params))
 
 
@@ -88,33 +84,25 @@ def token_ids_from_proto(name: str, ids: Sequence[int]) -> tuple[int, ...]:
     Raises:
         InvalidArgumentError: There are more than a request may have; checked before any is copied.
     """
-    if len(ids) > MAX_TOKEN_IDS:
-        raise InvalidArgumentError(name, f"{len(ids)} token ids", f"at most {MAX_TOKEN_IDS}")
+    _check_count(name, ids)
     return tuple(ids)
 
 
+def _check_count(name: str, ids: Sequence[int]) -> None:
+    if len(ids) > MAX_TOKEN_IDS:
+        raise InvalidArgumentError(name, f"{len(ids)} token ids", f"at most {MAX_TOKEN_IDS}")
+
+
 def request_to_proto(request: t.GenerationRequest) -> gen.GenerateRequest:
-    """Return the wire form of a generation request."""
-    message = gen.GenerateRequest(
-        model=request.model,
-        sampling=sampling_to_proto(request.sampling),
-        max_tokens=request.max_tokens,
-        stop=request.stop,
-        stop_token_ids=request.stop_token_ids,
-        ignore_eos=request.ignore_eos,
-        num_top_logprobs=request.num_top_logprobs,
-        verification=METHODS[request.verification],
-        gamma=gen.GammaPolicy(max_gamma=request.gamma.max_gamma, max_nodes=request.gamma.max_nodes),
-        drafter=DRAFTERS[request.drafter],
-        session_id=request.session_id,
-        turn=request.turn,
-        resume_from=request.resume_from,
-        keep_cache_s=request.keep_cache_s,
-        cache_salt=request.cache_salt,
-        num_prompt_logprobs=request.num_prompt_logprobs,
-        store=None if request.store else False,
-        receipt=request.receipt,
-    )
+    fields = vars(request) | {
+        "sampling": sampling_to_proto(request.sampling),
+        "verification": METHODS[request.verification],
+        "gamma": gen.GammaPolicy(max_gamma=request.gamma.max_gamma, max_nodes=request.gamma.max_nodes),
+        "drafter": DRAFTERS[request.drafter],
+        "store": None if request.store else False,
+    }
+    del fields["prompt"], fields["prediction"]
+    message = gen.GenerateRequest(**fields)
     if request.gamma.fixed is None:
         message.gamma.adaptive = True
     else:
@@ -145,35 +133,22 @@ def request_from_proto(message: gen.GenerateRequest) -> t.GenerationRequest:
         prediction = token_ids_from_proto("prediction", message.prediction.token_ids.ids)
     if message.drafter not in (pb.DRAFTER_KIND_UNSPECIFIED, *DRAFTERS_BACK):
         raise InvalidArgumentError("drafter", message.drafter, f"one of {sorted(DRAFTERS_BACK)}")
+    _check_count("stop_token_ids", message.stop_token_ids)
     fixed = message.gamma.fixed if message.gamma.WhichOneof("policy") == "fixed" else None
-    request = t.GenerationRequest(
-        prompt=prompt,
-        model=message.model,
-        sampling=sampling_from_proto(message.sampling),
-        max_tokens=message.max_tokens if message.HasField("max_tokens") else 128,
-        stop=tuple(message.stop),
-        stop_token_ids=token_ids_from_proto("stop_token_ids", message.stop_token_ids),
-        ignore_eos=message.ignore_eos,
-        num_top_logprobs=message.num_top_logprobs if message.HasField("num_top_logprobs") else None,
-        verification=method_from_proto(message.verification),
-        gamma=t.GammaPolicy(fixed, message.gamma.max_gamma, message.gamma.max_nodes),
-        drafter=DRAFTERS_BACK.get(message.drafter, t.DrafterKind.MODEL),
-        session_id=message.session_id,
-        turn=message.turn,
-        resume_from=message.resume_from if message.HasField("resume_from") else None,
-        keep_cache_s=message.keep_cache_s,
-        cache_salt=message.cache_salt,
-        num_prompt_logprobs=message.num_prompt_logprobs if message.HasField("num_prompt_logprobs") else None,
-        prediction=prediction,
-        store=message.store if message.HasField("store") else True,
-        receipt=message.receipt,
-    )
+    values = values_of(message, t.GenerationRequest) | {
+        "prompt": prompt,
+        "sampling": sampling_from_proto(message.sampling),
+        "verification": method_from_proto(message.verification),
+        "gamma": t.GammaPolicy(fixed, message.gamma.max_gamma, message.gamma.max_nodes),
+        "drafter": DRAFTERS_BACK.get(message.drafter, t.DrafterKind.MODEL),
+        "prediction": prediction,
+    }
+    request = t.GenerationRequest(**{name: value for name, value in values.items() if value is not None})
     request.validate()
     return request
 
 
 def chunk_to_proto(chunk: t.Chunk) -> gen.GenerateResponse:
-    """Return the wire form of a chunk."""
     message = gen.GenerateResponse(
         session_id=chunk.session_id,
         text=chunk.text,
@@ -196,7 +171,6 @@ def chunk_to_proto(chunk: t.Chunk) -> gen.GenerateResponse:
 
 
 def chunk_from_proto(message: gen.GenerateResponse) -> t.Chunk:
-    """Return the chunk of a wire message."""
     return t.Chunk(
         session_id=message.session_id,
         text=message.text,
@@ -222,7 +196,6 @@ def chunk_from_proto(message: gen.GenerateResponse) -> t.Chunk:
 
 
 def token_to_proto(token: t.EmittedToken) -> gen.EmittedToken:
-    """Return the wire form of an emitted token."""
     return gen.EmittedToken(
         token_id=token.token_id,
         origin=ORIGINS[token.origin],
@@ -234,7 +207,6 @@ def token_to_proto(token: t.EmittedToken) -> gen.EmittedToken:
 
 
 def token_from_proto(message: gen.EmittedToken) -> t.EmittedToken:
-    """Return the emitted token of a wire message."""
     return t.EmittedToken(
         token_id=message.token_id,
         origin=origin_from_proto(message.origin),

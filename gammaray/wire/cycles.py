@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from gammaray.types import DrafterKind, TokenOrigin
 from gammaray.v1 import generation_service_pb2 as pb
+from gammaray.wire.convert import values_of
 from gammaray.wire.enums import DRAFTERS_BACK, ORIGINS_BACK
 
 
@@ -18,8 +20,6 @@ class WorkerCall:
         address: host:port of the worker that answered last.
         blocks: Blocks sent: above 1 if the worker lacked tokens, or was replaced by another.
         refed_tokens: Tokens sent again because a worker lacked them.
-        request_bytes: Size of the blocks, in bytes.
-        response_bytes: Size of the answers, in bytes.
         queue_s: Seconds from the block's arrival to its first step.
         compute_s: Seconds of the steps that served it, shared by the batch.
         batch_size: Sessions in the largest of these batches.
@@ -46,7 +46,6 @@ class CycleRecord:
         total_s: Duration in seconds.
         propose_s: Seconds spent waiting for the proposal.
         verify_s: Seconds spent waiting for the verification.
-        turn: Turn of the session.
         epoch: Fencing number of the session's owner; incremented with each takeover.
         base_position: Number of committed tokens before the cycle.
         gamma: Draft tokens requested.
@@ -54,7 +53,6 @@ class CycleRecord:
         drafted: Nodes of the proposal.
         tested: Proposed tokens that were tested.
         accepted: Proposed tokens that were accepted.
-        emitted: Tokens emitted.
         next_origin: Correction or bonus; None if the completion ended before it.
         drafter: Kind of the drafter that proposed.
         draft_failed: Whether the drafter failed, was late or was absent.
@@ -92,39 +90,18 @@ def cycles_from_proto(messages: Iterable[pb.CycleRecord]) -> list[CycleRecord]:
 
 
 def _cycle(message: pb.CycleRecord) -> CycleRecord:
-    return CycleRecord(
-        start_s=message.start_us * 1e-6,
-        total_s=message.total_us * 1e-6,
-        propose_s=message.propose_us * 1e-6,
-        verify_s=message.verify_us * 1e-6,
-        turn=message.turn,
-        epoch=message.epoch,
-        base_position=message.base_position,
-        gamma=message.gamma,
-        gamma_reason=message.gamma_reason,
-        drafted=message.drafted,
-        tested=message.tested,
-        accepted=message.accepted,
-        emitted=message.emitted,
-        next_origin=ORIGINS_BACK.get(message.next_origin),
-        drafter=DRAFTERS_BACK.get(message.drafter, DrafterKind.NONE),
-        draft_failed=message.draft_failed,
-        draft_ahead_hit=message.draft_ahead_hit,
-        drafter_version=message.drafter_version,
-        draft=_call(message.draft) if message.HasField("draft") else None,
-        target=_call(message.target) if message.HasField("target") else None,
-    )
+    names = ("start", "total", "propose", "verify")
+    values = values_of(message, CycleRecord) | {
+        **{f"{name}_s": getattr(message, f"{name}_us") * 1e-6 for name in names},
+        "next_origin": ORIGINS_BACK.get(message.next_origin),
+        "drafter": DRAFTERS_BACK.get(message.drafter, DrafterKind.NONE),
+        "draft": _call(message.draft) if message.HasField("draft") else None,
+        "target": _call(message.target) if message.HasField("target") else None,
+    }
+    return CycleRecord(**values)
 
 
 def _call(message: pb.WorkerCall) -> WorkerCall:
-    return WorkerCall(
-        address=message.address,
-        blocks=message.blocks,
-        refed_tokens=message.refed_tokens,
-        request_bytes=message.request_bytes,
-        response_bytes=message.response_bytes,
-        queue_s=message.timing.queue_us * 1e-6,
-        compute_s=message.timing.compute_us * 1e-6,
-        batch_size=message.timing.batch_size,
-        error=message.error,
-    )
+    timing = message.timing
+    times: dict[str, Any] = {"queue_s": timing.queue_us * 1e-6, "compute_s": timing.compute_us * 1e-6}
+    return WorkerCall(**values_of(message, WorkerCall), **times, batch_size=timing.batch_size)

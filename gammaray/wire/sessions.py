@@ -59,7 +59,6 @@ _STATES_BACK = {value: state for state, value in _STATES.items()}
 
 
 def info_to_proto(info: SessionInfo) -> pb.SessionInfo:
-    """Return the wire form of a session."""
     reason = info.finish_reason
     fields = vars(info) | {
         "state": _STATES[info.state],

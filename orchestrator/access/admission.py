@@ -52,6 +52,10 @@ class Admission:
         max_wait_s: Longest wait of a request.
         tenant_capacity: Most requests of one named tenant that run at once; None for `capacity`. A smaller
             value keeps a tenant whose requests never end from taking every place.
+
+    Attributes:
+        num_running: Requests that hold a place.
+        num_waiting: Requests that wait for one.
     """
 
     def __init__(
@@ -61,18 +65,8 @@ class Admission:
         self._tenant_capacity = tenant_capacity or capacity
         self._tenants: dict[str, _Tenant] = {}
         self._numbers = itertools.count()
-        self._num_running = self._num_waiting = 0
+        self.num_running = self.num_waiting = 0
         self._held_s = FIRST_GUESS_S
-
-    @property
-    def num_running(self) -> int:
-        """Running requests."""
-        return self._num_running
-
-    @property
-    def num_waiting(self) -> int:
-        """Waiting requests."""
-        return self._num_waiting
 
     @property
     def num_tenants(self) -> int:
@@ -82,7 +76,7 @@ class Admission:
     @property
     def retry_after_s(self) -> float:
         """Estimated seconds until a place is free, from recent holding times."""
-        expected = self._held_s * (self._num_waiting + 1) / self._capacity
+        expected = self._held_s * (self.num_waiting + 1) / self._capacity
         return min(MAX_RETRY_S, max(MIN_RETRY_S, expected))
 
     @asynccontextmanager
@@ -112,7 +106,7 @@ class Admission:
             self._make_room(tenant)
             ticket = _Ticket((-caller.priority, next(self._numbers)), asyncio.Future())
             heapq.heappush(tenant.waiting, ticket)
-            self._num_waiting += 1
+            self.num_waiting += 1
             await self._wait(ticket, tenant, caller)
         finally:
             self._forget_idle(caller.tenant)
@@ -143,7 +137,7 @@ class Admission:
 
     def _make_room(self, tenant: _Tenant) -> None:
         """Make room in the queue for a request of `tenant`, if needed by rejecting one of a longer queue."""
-        if self._num_waiting < self._max_waiting:
+        if self.num_waiting < self._max_waiting:
             return
         longest = max(self._tenants.values(), key=lambda other: len(other.waiting))
         if len(longest.waiting) <= len(tenant.waiting) + 1:
@@ -155,33 +149,33 @@ class Admission:
             victim.turn.set_exception(error)
 
     def _exhausted(self, why: str) -> ResourceExhaustedError:
-        counts = f"{self._num_running} requests running, {self._num_waiting} waiting"
+        counts = f"{self.num_running} requests running, {self.num_waiting} waiting"
         return ResourceExhaustedError(f"{why}: {counts}", retry_after_s=self.retry_after_s)
 
     def _drop(self, ticket: _Ticket, tenant: _Tenant) -> None:
         if ticket in tenant.waiting:
             tenant.waiting.remove(ticket)
             heapq.heapify(tenant.waiting)
-            self._num_waiting -= 1
+            self.num_waiting -= 1
 
     def _may_run(self, name: str, tenant: _Tenant) -> bool:
         most = self._tenant_capacity if name else self._capacity
-        return self._num_running < self._capacity and tenant.num_running < most
+        return self.num_running < self._capacity and tenant.num_running < most
 
     def _serve(self, tenant: _Tenant) -> None:
         tenant.num_running += 1
         tenant.last_served = next(self._numbers)
-        self._num_running += 1
+        self.num_running += 1
 
     def _leave(self, name: str) -> None:
         """Release a place and grant it to the next request."""
         self._tenants[name].num_running -= 1
-        self._num_running -= 1
+        self.num_running -= 1
         waiting = [t for name, t in self._tenants.items() if t.waiting and self._may_run(name, t)]
         for tenant in sorted(waiting, key=lambda other: (other.num_running, other.last_served)):
             while tenant.waiting:
                 ticket = heapq.heappop(tenant.waiting)
-                self._num_waiting -= 1
+                self.num_waiting -= 1
                 if not ticket.turn.done():  # else it has just been cancelled
                     self._serve(tenant)
                     ticket.turn.set_result(None)

@@ -163,7 +163,6 @@ def make_authenticator(
     """Return the authenticator for an orchestrator's settings.
 
     Args:
-        settings: The orchestrator's settings.
         probe_key_sha256: SHA-256 of an additional key, with which the launcher monitors the cluster.
         local_only: Reject gRPC calls from other machines, also if the port is bound to all interfaces.
 

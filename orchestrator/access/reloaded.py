@@ -21,7 +21,6 @@ class ReloadedKeys(Generic[Keys]):
     """The keys of a file. It is read again when it changes; if that fails, the previous keys stay valid.
 
     Args:
-        path: The file.
         read: Returns its keys.
         name: Of the keys, for messages.
 

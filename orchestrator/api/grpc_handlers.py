@@ -51,7 +51,6 @@ class Unread:
 
     Args:
         message: Full name of its type.
-        data: Its bytes.
     """
 
     message: str

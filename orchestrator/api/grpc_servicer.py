@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
-from typing import Protocol, TypeVar
+from typing import Any, TypeAlias
 
 import grpc
 from google.protobuf.message import Message
@@ -27,29 +27,28 @@ from orchestrator.text.cpu_threads import INLINE_NUMBERS, in_thread
 
 _logger = logging.getLogger(__name__)
 
+RpcContext: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+"""The context of a call; that of Ray Serve has the methods that are used here, too."""
 
-class RpcContext(Protocol):
-    """The part of a call's context used here, common to grpc.aio and Ray Serve."""
+_Method = Callable[[Any, Any, Caller], Awaitable[Message]]
 
-    def invocation_metadata(self) -> Iterable[tuple[str, str | bytes]] | None:
-        """Return the metadata that the caller sent with the request."""
-        ...
 
-    def peer(self) -> str:
-        """Return the caller's address."""
-        ...
+def _rpc(response: Callable[[], Message]) -> Callable[[_Method], Any]:
+    """Return a decorator that makes a method an RPC with one answer, and that of `response` if it fails."""
 
-    def set_code(self, code: grpc.StatusCode) -> None:
-        """Set the status code of the call."""
-        ...
+    def decorate(method: _Method) -> Any:
+        # Serve passes the context by this name.
+        async def call(self: Any, request: Message | Unread, grpc_context: RpcContext) -> Message:
+            try:
+                caller = caller_of(grpc_context, self._authenticator)
+                return await method(self, await read(request, _itself), caller)
+            except Exception as error:
+                fail(grpc_context, error)
+                return response()
 
-    def set_details(self, details: str) -> None:
-        """Set the status message."""
-        ...
+        return call
 
-    def set_trailing_metadata(self, trailing_metadata: list[tuple[str, str | bytes]]) -> None:
-        """Set the metadata that follows the last message."""
-        ...
+    return decorate
 
 
 class GenerationServicer:
@@ -59,7 +58,6 @@ class GenerationServicer:
     metadata, and with it the error's details, of methods that raise.
 
     Args:
-        backend: Generates the completions.
         find_proxies: Returns the proxy processes that forward to this one; may block, so it runs in a thread.
         authenticator: Checks API keys; None accepts all callers.
     """
@@ -74,11 +72,11 @@ class GenerationServicer:
         self._authenticator = authenticator or Authenticator()
 
     async def generate(
-        self, request: pb.GenerateRequest | Unread, context: RpcContext
+        self, request: pb.GenerateRequest | Unread, grpc_context: RpcContext
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
         """Stream one completion; cancelling the call cancels it."""
         try:
-            caller = caller_of(context, self._authenticator)
+            caller = caller_of(grpc_context, self._authenticator)
             chunks = while_read(self._backend.generate(await read(request, request_from_proto), caller))
             async with aclosing(chunks):
                 async for chunk in chunks:
@@ -88,17 +86,12 @@ class GenerationServicer:
                     else:
                         yield await in_thread(chunk_to_proto, chunk)
         except Exception as error:
-            fail(context, error)
+            fail(grpc_context, error)
 
-    async def get_status(self, _: pb.GetStatusRequest, context: RpcContext) -> pb.GetStatusResponse:
-        """List the processes of the cluster."""
-        try:
-            caller_of(context, self._authenticator)
-            processes = await self._backend.status()
-            processes.extend(await asyncio.to_thread(self._find_proxies))
-        except Exception as error:
-            fail(context, error)
-            return pb.GetStatusResponse()
+    @_rpc(pb.GetStatusResponse)
+    async def get_status(self, _: pb.GetStatusRequest, caller: Caller) -> pb.GetStatusResponse:
+        processes = await self._backend.status()
+        processes.extend(await asyncio.to_thread(self._find_proxies))
         return pb.GetStatusResponse(processes=[process_to_proto(process) for process in processes])
 
 
@@ -124,91 +117,47 @@ def fail(context: RpcContext, error: Exception) -> None:
     context.set_trailing_metadata([(DETAILS_KEY, status.SerializeToString())])
 
 
-_Request = TypeVar("_Request", bound=Message)
-_Response = TypeVar("_Response", bound=Message)
-
-
 class SessionServicer:
     """Serves the RPCs on a caller's sessions.
 
     Args:
-        sessions: Performs the operations.
         authenticator: Checks API keys; None accepts all callers.
     """
 
     def __init__(self, sessions: SessionCalls, authenticator: Authenticator | None = None) -> None:
         self._sessions, self._authenticator = sessions, authenticator or Authenticator()
 
-    async def get_session(
-        self, request: pb.GetSessionRequest | Unread, context: RpcContext
-    ) -> pb.GetSessionResponse:
-        """Return a session's stored state and tokens."""
+    @_rpc(pb.GetSessionResponse)
+    async def get_session(self, asked: pb.GetSessionRequest, caller: Caller) -> pb.GetSessionResponse:
+        info, tokens = await self._sessions.get(asked.session_id, caller)
+        response = pb.GetSessionResponse(session=info_to_proto(info))
+        for start in range(0, len(tokens), REPLAY_TOKENS):
+            response.tokens.extend(map(token_to_proto, tokens[start : start + REPLAY_TOKENS]))
+            await asyncio.sleep(0)
+        return response
 
-        async def answer(asked: pb.GetSessionRequest, caller: Caller) -> pb.GetSessionResponse:
-            info, tokens = await self._sessions.get(asked.session_id, caller)
-            response = pb.GetSessionResponse(session=info_to_proto(info))
-            for start in range(0, len(tokens), REPLAY_TOKENS):
-                response.tokens.extend(map(token_to_proto, tokens[start : start + REPLAY_TOKENS]))
-                await asyncio.sleep(0)
-            return response
-
-        return await self._guarded(request, context, answer, pb.GetSessionResponse())
-
+    @_rpc(pb.GetSessionTraceResponse)
     async def get_session_trace(
-        self, request: pb.GetSessionTraceRequest | Unread, context: RpcContext
+        self, asked: pb.GetSessionTraceRequest, caller: Caller
     ) -> pb.GetSessionTraceResponse:
-        """Return the records of a session's cycles."""
+        return await self._sessions.trace(asked.session_id, caller)
 
-        async def answer(asked: pb.GetSessionTraceRequest, caller: Caller) -> pb.GetSessionTraceResponse:
-            return await self._sessions.trace(asked.session_id, caller)
+    @_rpc(pb.ListSessionsResponse)
+    async def list_sessions(self, asked: pb.ListSessionsRequest, caller: Caller) -> pb.ListSessionsResponse:
+        found = await self._sessions.recent(asked.limit, caller)
+        return pb.ListSessionsResponse(sessions=[info_to_proto(info) for info in found])
 
-        return await self._guarded(request, context, answer, pb.GetSessionTraceResponse())
-
-    async def list_sessions(
-        self, request: pb.ListSessionsRequest | Unread, context: RpcContext
-    ) -> pb.ListSessionsResponse:
-        """List the caller's sessions."""
-
-        async def answer(asked: pb.ListSessionsRequest, caller: Caller) -> pb.ListSessionsResponse:
-            found = await self._sessions.recent(asked.limit, caller)
-            return pb.ListSessionsResponse(sessions=[info_to_proto(info) for info in found])
-
-        return await self._guarded(request, context, answer, pb.ListSessionsResponse())
-
-    async def cancel(self, request: pb.CancelRequest | Unread, context: RpcContext) -> pb.CancelResponse:
+    @_rpc(pb.CancelResponse)
+    async def cancel(self, asked: pb.CancelRequest, caller: Caller) -> pb.CancelResponse:
         """End the current turn of a session."""
+        return pb.CancelResponse(session=info_to_proto(await self._sessions.cancel(asked.session_id, caller)))
 
-        async def answer(asked: pb.CancelRequest, caller: Caller) -> pb.CancelResponse:
-            info = await self._sessions.cancel(asked.session_id, caller)
-            return pb.CancelResponse(session=info_to_proto(info))
-
-        return await self._guarded(request, context, answer, pb.CancelResponse())
-
+    @_rpc(pb.DeleteSessionResponse)
     async def delete_session(
-        self, request: pb.DeleteSessionRequest | Unread, context: RpcContext
+        self, asked: pb.DeleteSessionRequest, caller: Caller
     ) -> pb.DeleteSessionResponse:
-        """Delete a session."""
-
-        async def answer(asked: pb.DeleteSessionRequest, caller: Caller) -> pb.DeleteSessionResponse:
-            return pb.DeleteSessionResponse(existed=await self._sessions.delete(asked.session_id, caller))
-
-        return await self._guarded(request, context, answer, pb.DeleteSessionResponse())
-
-    async def _guarded(
-        self,
-        request: _Request | Unread,
-        context: RpcContext,
-        answer: Callable[[_Request, Caller], Awaitable[_Response]],
-        nothing: _Response,
-    ) -> _Response:
-        """Authenticate the caller and answer; on failure set the call's status and return `nothing`."""
-        try:
-            caller = caller_of(context, self._authenticator)
-            return await answer(await read(request, _itself), caller)
-        except Exception as error:
-            fail(context, error)
-            return nothing
+        return pb.DeleteSessionResponse(existed=await self._sessions.delete(asked.session_id, caller))
 
 
-def _itself(request: _Request) -> _Request:
+def _itself(request: Message) -> Message:
     return request

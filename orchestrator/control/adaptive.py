@@ -118,7 +118,6 @@ class AdaptiveGamma:
         self._largest = 1.0 if cycle.gamma == 0 else max(self._largest, float(cycle.num_drafted))
 
     def _by_model(self) -> Shape:
-        """Return the shape of the model's next proposal."""
         if self._max_gamma == 0:
             return _shape(0, 0, reason=Reason.OFF)
         if not self._costs.is_known:

@@ -180,7 +180,6 @@ class CostModel:
         """Learn from a cycle of any session.
 
         Args:
-            cycle: The cycle.
             was_plain: Whether the session's previous cycle had no proposal of the draft model.
             is_entry: Whether it has the session's first proposal of the draft model.
         """
@@ -277,7 +276,6 @@ class CostModel:
             self._bias = 0.0
 
     def renew(self) -> None:
-        """Draw new `draws`."""
         self.draws = [SCALE * self._rng.gauss(0.0, 1.0) for _ in range(_SIZE + 1)]
         self._renewed_at = self._clock
         self.num_renewed += 1

@@ -12,8 +12,6 @@ from orchestrator.cycle.types import Candidates, Cycle
 
 
 class Reason(str, Enum):
-    """Why a shape was chosen."""
-
     FIXED = "fixed"
     OFF = "off"
     NO_DRAFTER = "no drafter"
@@ -44,7 +42,6 @@ class FixedGamma:
         self._was_plain = True
 
     def next_shape(self, candidates: Candidates) -> Shape:
-        """Return the shape of the next cycle's proposal, which names its drafter."""
         shape, matches = self._shape, candidates.matches
         if shape.depth == 0:
             return shape

@@ -28,7 +28,6 @@ def tree_tokens(
     Args:
         by_depth: Probability that the first child is accepted, at each depth; its length bounds the depth.
         rescue: Probability that the second, third, ... child is accepted, given that no earlier sibling was.
-        max_nodes: Upper bound of nodes.
         least: Nodes with a lower probability are left out; the result then is shorter.
     """
     tokens: list[float] = []
@@ -91,7 +90,6 @@ class TreeModel:
 
         Args:
             by_depth: Probability that the first child is accepted, at each allowed depth.
-            max_nodes: Upper bound of nodes.
         """
         rescue = [hit / tested for hit, tested in zip(self._rescued, self._tested, strict=True)]
         return tree_tokens(by_depth, rescue, max_nodes)

@@ -32,7 +32,6 @@ class SessionHandover:
     draft: str = ""
 
     def to_bytes(self) -> bytes:
-        """Serialise for the store."""
         counters = vars(self.counters) | {
             "cycles_by_drafter": {k.value: count for k, count in self.counters.cycles_by_drafter.items()},
             "draft_workers": sorted(self.counters.draft_workers),

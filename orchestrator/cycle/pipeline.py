@@ -30,10 +30,6 @@ async def run_cycles(
 
     Args:
         session: The session, at its last committed token.
-        drafter: Proposes.
-        verifier: Verifies.
-        store: Stores the tokens of each cycle.
-        controller: Chooses the shape of each proposal.
         on_cycle: Called with each cycle when it has run, before it is stored.
 
     Raises:

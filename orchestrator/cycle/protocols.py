@@ -29,8 +29,6 @@ class Verifier(Protocol):
         """Return the target's verdict on a proposal, which may be empty.
 
         Args:
-            session: The session.
-            proposal: The proposal.
             drafts: The shape within which the target's head drafts before; the proposal is then empty.
 
         Raises:

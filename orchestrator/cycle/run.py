@@ -85,7 +85,7 @@ async def run_cycle(
 
 def _checked(session: Session, proposal: Proposal, shape: Shape) -> Proposal:
     """Return a proposal as it is verified, without distributions that the session does not need."""
-    _within(proposal, shape)
+    within(proposal, shape)
     if session.needs_draft_distributions:
         if len(proposal) > 0 and proposal.draft_distributions is None:
             raise InternalError(
@@ -95,8 +95,12 @@ def _checked(session: Session, proposal: Proposal, shape: Shape) -> Proposal:
     return proposal if proposal.draft_distributions is None else replace(proposal, draft_distributions=None)
 
 
-def _within(proposal: Proposal, shape: Shape) -> Proposal:
-    """Return a proposal after checking its size."""
+def within(proposal: Proposal, shape: Shape) -> Proposal:
+    """Return a proposal after checking its size.
+
+    Raises:
+        InternalError: It is larger than its shape.
+    """
     if proposal.depth > shape.depth:
         raise InternalError(f"the drafter proposed {proposal.depth} levels, {shape.depth} were asked for")
     if len(proposal) > max(shape.depth, shape.max_nodes):
@@ -111,7 +115,7 @@ async def _verify(
     if by_head is not None:
         verdict = await verifier.verify(session, EMPTY, by_head)
         drafted = replace(verdict.drafted or EMPTY, drafter=DrafterKind.HEAD)
-        return _within(drafted, by_head), verdict
+        return within(drafted, by_head), verdict
     try:
         return proposal, await verifier.verify(session, proposal)
     except InvalidArgumentError as error:

@@ -98,12 +98,10 @@ class Session:
 
     @property
     def num_emitted(self) -> int:
-        """Number of tokens emitted so far."""
         return len(self.token_ids) - len(self.prompt)
 
     @property
     def remaining(self) -> int:
-        """Number of tokens that may still be emitted."""
         return self.max_tokens - self.num_emitted
 
     @property
@@ -118,7 +116,6 @@ class Session:
 
     @property
     def is_overdue(self) -> bool:
-        """Whether the caller's deadline has passed."""
         return time.monotonic() >= self.deadline
 
     def left_s(self, timeout_s: float) -> float:

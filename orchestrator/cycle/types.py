@@ -56,7 +56,6 @@ class Call:
         self.is_notice = True
 
     def answered(self, result: Any) -> None:
-        """Record the answer to the last block."""
         self.results.append(result)
         if self._parent is not None:
             self.ended = time.perf_counter()
@@ -146,16 +145,13 @@ class Cycle:
     Args:
         gamma: Depth of the requested proposal.
         num_drafted: Nodes of the verified proposal; 0 if the drafter failed.
-        num_tested: Proposed tokens that were tested.
         num_accepted: Proposed tokens that the target accepted, also those after the end of the completion.
         token_ids: The emitted tokens, at least one.
-        origins: Origin of each emitted token.
         logprobs: One per emitted token if requested, else empty.
         text: Text that became complete in this cycle.
         finish_reason: Set when this cycle ended the completion.
         draft_s: Seconds waited for the proposal.
         verify_s: Seconds waited for the verdict.
-        total_s: Seconds of the whole cycle.
         is_first: Whether it was the session's first cycle, whose waits include the prefill.
         draft_failed: Whether the drafter failed or was late.
         shape: The requested shape with the controller's reason; its depth is `gamma`.

@@ -113,7 +113,6 @@ class Corpus:
 
     @property
     def num_sessions(self) -> int:
-        """Sessions of which outputs are held."""
         return len(self._outputs)
 
     def key_of(self, session: Session) -> Key:
@@ -145,7 +144,6 @@ class Corpus:
         """Return what followed the session's latest tokens in past outputs of its tenant and salt.
 
         Args:
-            session: The session.
             depth: Upper bound of tokens.
             context: The session's latest tokens, if the caller has them.
         """

@@ -41,10 +41,7 @@ class Drafting:
     """Creates the drafters of a replica's sessions, which share statistics of costs and acceptance.
 
     Args:
-        settings: Deadlines and bounds.
-        pool: The draft workers.
         targets: The target workers, of which some may have heads.
-        vocab_size: Vocabulary size of the target.
 
     Attributes:
         costs: Costs and acceptance over all sessions.
@@ -76,10 +73,7 @@ class Drafting:
         """Return the drafters of a session, and what chooses among them.
 
         Args:
-            session: The session.
             request: Says which drafter is allowed, and bounds gamma.
-            spec: Session parameters for the draft worker.
-            prediction: Token ids of the request's prediction.
             grammar: The session's grammar before the first token of the completion; None without one, and
                 where drafting by it would take too long.
         """

@@ -16,11 +16,7 @@ from orchestrator.cycle.types import Match
 
 
 class TextDrafter(Protocol):
-    """Finds continuations in known text. A look-up runs on the event loop: it takes microseconds.
-
-    Attributes:
-        kind: Kind of the matches.
-    """
+    """Finds continuations in known text. A look-up runs on the event loop: it takes microseconds."""
 
     kind: DrafterKind
 

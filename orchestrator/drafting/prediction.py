@@ -32,11 +32,7 @@ async def prediction_ids(request: GenerationRequest, tokenizer: Tokenizer) -> tu
 
 
 class PredictionDrafter:
-    """Follows the completion of one session through its prediction; implements TextDrafter.
-
-    Args:
-        prediction: Token ids of the prediction.
-    """
+    """Follows the completion of one session through its prediction; implements TextDrafter."""
 
     kind = DrafterKind.PREDICTION
 

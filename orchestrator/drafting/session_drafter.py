@@ -22,11 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 class ModelDrafter(Protocol):
-    """Proposes for one session by a model in another process: `RemoteDrafter` and `TargetHead`.
-
-    Attributes:
-        kind: Kind of the model.
-    """
+    """Proposes for one session by a model in another process: `RemoteDrafter` and `TargetHead`."""
 
     kind: DrafterKind
 
@@ -138,21 +134,17 @@ class SessionDrafter:
 
     @property
     def address(self) -> str:
-        """Address of the draft worker in use, "" for none."""
         return "" if self._remote is None else self._remote.address
 
     def prefer(self, session: Session, address: str) -> None:
-        """Use the process at an address if it is usable: it may hold the session's cache."""
         if self._remote is not None:
             self._remote.prefer(session, address)
 
     def leave(self, session: Session) -> None:
-        """Detach from the draft model's process, which keeps the session's cache; returns at once."""
         if self._remote is not None:
             self._remote.leave(session)
 
     def release(self, session: Session) -> None:
-        """Release the session's cache of the draft model; returns at once."""
         if self._remote is not None:
             self._remote.release(session)
 
@@ -167,11 +159,6 @@ class DrafterChoice:
     """Asks a session's drafters what they could propose, and its controller which of it.
 
     Implements the cycle's GammaController.
-
-    Args:
-        session: The session.
-        drafter: Its drafters.
-        controller: Chooses.
     """
 
     def __init__(
@@ -180,9 +167,7 @@ class DrafterChoice:
         self._session, self._drafter, self._controller = session, drafter, controller
 
     def next_shape(self) -> Shape:
-        """Return the shape of the next cycle's proposal, which names its drafter."""
         return self._controller.next_shape(self._drafter.candidates(self._session))
 
     def observe(self, cycle: Cycle) -> None:
-        """Learn from a finished cycle."""
         self._controller.observe(cycle)

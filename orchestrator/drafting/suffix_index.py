@@ -76,7 +76,6 @@ class Context:
 
     @classmethod
     def of(cls, token_ids: Sequence[int]) -> Context:
-        """Return the context at the end of `token_ids`."""
         tokens = array("I", token_ids[-LONGEST:])
         return cls(tokens, _slots(_sums(tokens[-_WINDOW:])))
 
@@ -124,7 +123,6 @@ class SuffixIndex:
         block_size: Positions per block, also the slots of each of its tables: a power of 2, at most 2^15.
 
     Attributes:
-        block_size: As given.
         start: Position of the oldest token that is held.
     """
 
@@ -189,7 +187,6 @@ class SuffixIndex:
         first tokens, so that a repetition is proposed to the full depth.
 
         Args:
-            context: The latest tokens.
             depth: Upper bound of tokens in the chain.
             shortest: Least length of a match, of `LEVELS`.
         """

@@ -6,6 +6,7 @@ so that neither orchestrator nor workers import the other.
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import logging
 import os
@@ -41,14 +42,7 @@ from orchestrator.launcher.preflight import (
     worker_cores,
     worker_gpus,
 )
-from orchestrator.launcher.reaper import (
-    MARK,
-    Guardian,
-    children_named,
-    die_with_parent,
-    end_marked,
-    runs,
-)
+from orchestrator.launcher.reaper import MARK, Guardian, children_named, die_with_parent, end_marked, runs
 from orchestrator.launcher.signals import Stop, StopSignals, silence
 from orchestrator.launcher.trust import Trust, arrange_trust, check_access, reachable
 
@@ -151,9 +145,7 @@ def serve_cluster(
     """Start the cluster, announce it, and monitor it until a signal interrupts.
 
     Args:
-        options: Options of the cluster.
         started: Receives a callback for each started part, which stops it.
-        signals: Signals that interrupt.
         announce: Called once the cluster serves.
 
     Raises:
@@ -179,7 +171,7 @@ def serve_cluster(
         # The password may be in the environment, as GAMMARAY_REDIS_PASSWORD, and the prefix is.
         used = OrchestratorSettings(redis_url=settings.redis_url)
         check_redis(used.redis_login_url)
-        check_unused(used.redis_login_url, Keys(used.redis_prefix))
+        asyncio.run(check_unused(used.redis_login_url, Keys(used.redis_prefix)))
     else:
         from orchestrator.launcher.redis_server import redis_binary
 

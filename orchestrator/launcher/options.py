@@ -17,7 +17,6 @@ class LauncherOptions:
     """Options of the launcher's command line.
 
     Args:
-        cluster: Settings of the cluster.
         wait_ready: Print one line for scripts instead of the endpoints for people.
         die_with_parent: Stop when the parent process ends.
         start_timeout_s: Deadline of the start, in seconds.

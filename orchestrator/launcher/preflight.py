@@ -30,9 +30,6 @@ def worker_cores(
     no worker is pinned.
 
     Args:
-        cores: Available cores.
-        num_targets: Number of target workers.
-        num_drafts: Number of draft workers.
         threads: Arithmetic threads of each worker.
 
     Returns:
@@ -201,9 +198,10 @@ def gpu_share(num_gpus: int, num_workers: int) -> float:
 def worker_gpus(settings: ClusterSettings, num_gpus: int) -> dict[str, float]:
     """Return the number of GPUs, or the share of one, per worker of each role.
 
+    Targets that are spread over several get whole GPUs, and the draft workers share the rest.
+
     Args:
-        settings: Settings of the cluster.
-        num_gpus: GPUs of this machine.
+        num_gpus: GPUs of this machine; with 0 all workers run on the CPU.
 
     Raises:
         InvalidArgumentError: There are too few GPUs.
@@ -212,22 +210,8 @@ def worker_gpus(settings: ClusterSettings, num_gpus: int) -> dict[str, float]:
         num_gpus = 0
     elif settings.device == "cuda" and not num_gpus:
         raise InvalidArgumentError("device", "cuda", "auto or cpu: Ray finds no GPU on this machine")
-    most = settings.target_workers.maximum, settings.draft_workers.maximum
-    return gpus_by_role(num_gpus, *most, settings.tensor_parallel)
-
-
-def gpus_by_role(num_gpus: int, num_targets: int, num_drafts: int, num_ranks: int) -> dict[str, float]:
-    """Return the number of GPUs, or the share of one, per worker of each role.
-
-    Args:
-        num_gpus: GPUs of this machine; with 0 all workers run on the CPU.
-        num_targets: Maximum number of target workers.
-        num_drafts: Maximum number of draft workers.
-        num_ranks: GPUs per target; above 1 targets get whole GPUs and the draft workers share the rest.
-
-    Raises:
-        InvalidArgumentError: There are too few GPUs.
-    """
+    num_targets, num_drafts = settings.target_workers.maximum, settings.draft_workers.maximum
+    num_ranks = settings.tensor_parallel
     if num_gpus == 0 or num_ranks == 1:
         return dict.fromkeys(("target", "draft"), gpu_share(num_gpus, num_targets + num_drafts))
     left = num_gpus - num_targets * num_ranks

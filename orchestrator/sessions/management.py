@@ -33,10 +33,7 @@ class SessionCalls:
     such session (any more).
 
     Args:
-        store: The session store.
-        tokenizer: The target's.
         release: Releases a session on the fleet's workers, see `orchestrator.workers.fleet.Fleet.release`.
-        traces: Store of the sessions' cycle records.
     """
 
     def __init__(

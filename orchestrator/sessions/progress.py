@@ -7,15 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from gammaray.maths.acceptance import SpeculationCounters
-from gammaray.types import (
-    Chunk,
-    DrafterKind,
-    EmittedToken,
-    FinishReason,
-    TokenOrigin,
-    TopLogprob,
-    Usage,
-)
+from gammaray.types import Chunk, DrafterKind, EmittedToken, FinishReason, TokenOrigin, TopLogprob, Usage
 from orchestrator.cycle.session import Session
 from orchestrator.cycle.types import Cycle
 from orchestrator.storage.token_records import StoredToken
@@ -30,7 +22,6 @@ class ChunkBuilder:
 
     Args:
         session: The session; its next cycle starts now.
-        tokenizer: The target's.
         offset: Emitted tokens that the client has already.
         counters: Counters of earlier owners.
         elapsed_s: Seconds that earlier owners took.

@@ -22,7 +22,6 @@ class ReceiptIssuer:
 
     Args:
         keys_file: The file; empty: no receipts are issued.
-        tokenizer: The target's.
         model_name: Name under which the target is served.
 
     Raises:

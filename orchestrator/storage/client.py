@@ -146,10 +146,6 @@ class BatchedScript:
 
     A single call costs the same; of many concurrent calls each costs a fifth. A call may run twice if the
     connection breaks, so the script must be idempotent.
-
-    Args:
-        redis: A connected client.
-        source: The script.
     """
 
     def __init__(self, redis: RetryingRedis, source: str) -> None:

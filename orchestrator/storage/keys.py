@@ -25,7 +25,6 @@ class StoreBounds:
     """Upper bounds of the bytes that are charged for sessions, see `orchestrator.storage.session_scripts`.
 
     Args:
-        redis: A connected client.
         total: Bytes of all sessions; 0 takes half of Redis's `maxmemory`, or 1 GiB if Redis has none or
             it cannot be read.
         tenant_share: Share of the total that one tenant may use, if API keys name tenants.
@@ -44,7 +43,6 @@ class StoreBounds:
         """Run a script that may be refused for exceeding a bound; return its result if it is admitted.
 
         Args:
-            call: Runs the script.
             name: The qualified name of what it stores.
             ttl_ms: Upper bound of the retry delay.
             field: Field of the request that is too large if waiting cannot help.
@@ -135,11 +133,9 @@ class Keys:
 
     @property
     def orchestrators(self) -> str:
-        """The key of the set of orchestrators."""
         return f"{self.prefix}:orchestrators"
 
     def orchestrator(self, name: str) -> str:
-        """Return the key of an orchestrator's state."""
         return f"{self.prefix}:orchestrator:{name}"
 
     @property
@@ -149,7 +145,6 @@ class Keys:
 
     @staticmethod
     def role(worker: bytes) -> str:
-        """Return the role of the worker with this key."""
         return worker.split(b":")[2].decode()
 
 

@@ -24,17 +24,13 @@ LOOK_PERIOD_S = 0.5
 ROLES = ("target", "draft")
 
 
-def check_unused(redis_url: str, keys: Keys) -> None:
-    """Check that no other cluster runs with these keys, before one is started; blocks.
+async def check_unused(redis_url: str, keys: Keys) -> None:
+    """Check that no other cluster runs with these keys, before one is started.
 
     Raises:
         InvalidArgumentError: Orchestrators are announced, and still are after `UNUSED_WAIT_S`.
         UnavailableError: Redis cannot be reached.
     """
-    asyncio.run(_check_unused(redis_url, keys))
-
-
-async def _check_unused(redis_url: str, keys: Keys) -> None:
     redis, since = connect(redis_url), time.monotonic()
     try:
         registry = RedisRegistry(redis, keys)
@@ -56,10 +52,6 @@ class RedisRegistry:
 
     Orchestrators renew `<prefix>:orchestrator:<name>`; their names are the set `<prefix>:orchestrators`.
     Every method raises GammarayError if Redis cannot be reached or refuses the command.
-
-    Args:
-        redis: A connected client.
-        keys: The cluster's keys.
     """
 
     def __init__(self, redis: Redis, keys: Keys = DEFAULT_KEYS) -> None:
@@ -85,12 +77,10 @@ class RedisRegistry:
         await answer(self._redis.sadd(self._keys.orchestrators, name))
 
     async def withdraw(self, name: str) -> None:
-        """Delete an orchestrator's state."""
         await answer(self._redis.delete(self._keys.orchestrator(name)))
         await answer(self._redis.srem(self._keys.orchestrators, name))
 
     async def orchestrators(self) -> dict[str, bytes]:
-        """Return the state of each orchestrator."""
         members: set[Any] = await answer(self._redis.smembers(self._keys.orchestrators))
         names = sorted(str(member, "utf-8", "replace") for member in members)
         if not names:

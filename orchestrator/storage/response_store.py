@@ -8,13 +8,12 @@ than was charged is checked against the bounds; if it does not fit, a short end 
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from gammaray.errors import GammarayError, NotFoundError
+from gammaray.aio import BackgroundTasks
+from gammaray.errors import NotFoundError
 from orchestrator.storage import session_scripts as scripts
 from orchestrator.storage.client import Redis, answer
 from orchestrator.storage.keys import DEFAULT_KEYS, Keys, StoreBounds
@@ -104,10 +103,7 @@ class ResponseStore:
     Every method raises UnavailableError if Redis cannot be reached.
 
     Args:
-        redis: A connected client.
         ttl_s: Seconds that a response is kept after its last change.
-        bounds: Upper bounds of stored bytes.
-        keys: The cluster's keys.
     """
 
     def __init__(
@@ -118,7 +114,7 @@ class ResponseStore:
         self._create = redis.register_script(_CREATE)
         self._finish = redis.register_script(_FINISH)
         self._delete = redis.register_script(_DELETE)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._ending = BackgroundTasks(_log, "the end of a response could not be stored")
 
     async def create(self, name: str, stored: StoredResponse, room: int) -> None:
         """Store a response that begins, and reserve `room` bytes; `name` is qualified and new.
@@ -136,8 +132,6 @@ class ResponseStore:
         """Store the end of a response.
 
         Args:
-            name: The response.
-            response: The response with its output.
             short: What is stored in its place if it takes more than was reserved, and does not fit.
         """
         args = [*self._common(name), *await self._bounds.of(name), response, short]
@@ -148,9 +142,7 @@ class ResponseStore:
 
     def finish_later(self, name: str, response: bytes, short: bytes) -> None:
         """Store the end of a response in the background, as its request is being cancelled."""
-        task = asyncio.create_task(self._logged(self.finish(name, response, short), name))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._ending.start(self.finish(name, response, short), name)
 
     async def read(self, name: str) -> StoredResponse:
         """Return a response.
@@ -171,13 +163,7 @@ class ResponseStore:
 
     async def close(self) -> None:
         """Wait for the writes in the background, which end at the latest when Redis gave them up."""
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._ending.settled()
 
     def _common(self, name: str) -> list[Any]:
         return [name, "", self._ttl_ms, 0]
-
-    async def _logged(self, work: Coroutine[Any, Any, Ending], name: str) -> None:
-        try:
-            await work
-        except GammarayError as error:
-            _log.warning("the end of response %s could not be stored: %s", name, error)

@@ -60,11 +60,9 @@ class StoredSession(SessionInfo):
 
     Args:
         request: The request that began the turn, as passed to the store.
-        digest: Digest of the request.
         prompt: Token ids of the turn's prompt, which includes all earlier turns.
         sample_index: Index of the session among the request's choices.
         max_tokens: Upper bound of emitted tokens, clipped to the context.
-        tokens: The emitted tokens.
         handover: What the owner left for the next one.
         model_identity: Identity of the target that emitted the tokens, also of earlier turns; "" if unknown.
         is_whole: Whether all committed tokens are present.
@@ -82,12 +80,10 @@ class StoredSession(SessionInfo):
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """The emitted tokens' ids."""
         return tuple(token_id for token_id, _, _ in self.tokens)
 
     @property
     def origins(self) -> tuple[TokenOrigin, ...]:
-        """Origins of the emitted tokens."""
         return tuple(origin for _, origin, _ in self.tokens)
 
 
@@ -179,12 +175,9 @@ class RedisStore:
     Every method raises UnavailableError if Redis cannot be reached.
 
     Args:
-        redis: A connected client.
         ttl_s: Seconds that a session is kept after its last change. A running turn renews its ttl at most
             once a second, or ten times per `ttl_s` if that is more often.
         lease_s: Seconds until a lease expires without renewal.
-        bounds: Upper bounds of stored bytes.
-        keys: The cluster's keys.
     """
 
     def __init__(
@@ -311,7 +304,6 @@ class RedisStore:
         A finished session needs no owner; it keeps its epoch.
 
         Args:
-            session_id: The session.
             digest: Digest of its request when it was last read, which saves a look-up; "" if unknown.
 
         Raises:
@@ -343,7 +335,6 @@ class RedisStore:
         """Return a session.
 
         Args:
-            session_id: The session.
             before: An earlier state of it; its request is not read again if it is still the same.
 
         Raises:

@@ -28,10 +28,7 @@ class RedisTraceStore:
     Every method raises UnavailableError if Redis cannot be reached.
 
     Args:
-        redis: A connected client.
         ttl_s: Seconds that a session is kept after its last change.
-        bounds: Upper bounds of stored bytes.
-        keys: The cluster's keys.
     """
 
     def __init__(

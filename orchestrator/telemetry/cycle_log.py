@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from gammaray.aio import BackgroundTasks
 from gammaray.errors import GammarayError
 from gammaray.v1 import generation_service_pb2 as pb
 from orchestrator.cycle.session import Session
@@ -39,10 +39,8 @@ class _Entry:
 
     Args:
         index: Number of the cycle, from 0.
-        cycle: Its results.
         base_position: Tokens committed before it.
         draft: Call to the draft worker; None without one, or while it still prefills a prompt.
-        target: Call to the target worker.
         stored: `time.perf_counter()` when its tokens were stored; 0 when not recorded.
     """
 
@@ -58,9 +56,7 @@ class CycleLog:
     """The cycle log of one session with one owner.
 
     Args:
-        session: The session.
         store: Destination of the records; None for a session that is not stored.
-        in_background: Runs a coroutine to completion, concurrently with the cycles.
         trace: Trace of the spans; None when the session is not sampled.
     """
 
@@ -68,11 +64,11 @@ class CycleLog:
         self,
         session: Session,
         store: RedisTraceStore | None,
-        in_background: Callable[[Coroutine[Any, Any, None]], None],
+        background: BackgroundTasks,
         trace: SessionTrace | None = None,
     ) -> None:
         self._session, self._store, self._trace = session, store, trace
-        self._in_background = in_background
+        self._background = background
         self._clock_ns = time.time_ns() - time.perf_counter_ns()
         self._calls: dict[str, Call] = {}
         self._readings: list[tuple[int, Call]] = []
@@ -91,7 +87,6 @@ class CycleLog:
         return call
 
     def observe(self, cycle: Cycle) -> None:
-        """Log a finished cycle."""
         draft = self._calls.pop("draft", None)
         if draft is not None and not draft.is_over:  # prefills a long prompt concurrently
             self._readings.append((self._num_cycles, draft))
@@ -136,7 +131,7 @@ class CycleLog:
     def _flush(self, count: int) -> None:
         entries, self._entries = self._entries[:count], self._entries[count:]
         if entries and (self._store is not None or self._trace is not None):
-            self._in_background(self._write(entries))
+            self._background.start(self._write(entries), self._session.session_id)
 
     async def _write(self, entries: Sequence[_Entry]) -> None:
         session, trace = self._session, self._trace

@@ -22,11 +22,7 @@ _OUTCOMES = sorted({*_GOOD, *(error.status.name.lower() for error in GammarayErr
 
 
 class OrchestratorMeter:
-    """The metrics of one orchestrator.
-
-    Attributes:
-        meter: Holds the metrics.
-    """
+    """The metrics of one orchestrator."""
 
     def __init__(self) -> None:
         self.meter = meter = Meter()
@@ -59,14 +55,12 @@ class OrchestratorMeter:
             meter.gauge("gammaray.workers", partial(getattr, pool, "num_up"), role=pool.role)
 
     def request(self, request: GenerationRequest) -> RequestMeter:
-        """Return the meter of a request that arrives now."""
         return RequestMeter(self, is_resume=request.resume_from is not None)
 
     def cycle(self, cycle: Cycle, plain_cycle_s: float | None) -> None:
         """Count a cycle as the client sees it: without the tokens after the end of the completion.
 
         Args:
-            cycle: Its results.
             plain_cycle_s: Current seconds of a cycle at gamma 0; None while unknown.
         """
         emitted = len(cycle.token_ids)
@@ -89,7 +83,6 @@ class OrchestratorMeter:
             self.plain_s.value += emitted * plain_cycle_s
 
     def outcome(self, name: str) -> Counter:
-        """Return the counter of requests with an outcome."""
         if name not in self._outcomes:
             self._outcomes[name] = self.meter.counter("gammaray.requests", outcome=name)
         return self._outcomes[name]
@@ -107,7 +100,6 @@ class OrchestratorMeter:
 
     @property
     def totals(self) -> SpeculationTotals:
-        """Totals over all cycles and requests so far."""
         ended = {name: int(counter.value) for name, counter in list(self._outcomes.items())}
         return SpeculationTotals(
             cycles=int(sum(counter.value for counter in self.cycles.values())),
@@ -125,12 +117,7 @@ class OrchestratorMeter:
 
 
 class RequestMeter:
-    """Counts one request; a context manager around its handling.
-
-    Args:
-        shared: The orchestrator's meter.
-        is_resume: Whether the request resumes a session.
-    """
+    """Counts one request; a context manager around its handling."""
 
     def __init__(self, shared: OrchestratorMeter, *, is_resume: bool) -> None:
         self._shared, self._is_resume = shared, is_resume
@@ -140,7 +127,6 @@ class RequestMeter:
         self._finish: FinishReason | None = None
 
     def deliver(self, chunk: Chunk) -> None:
-        """Count a chunk before it is delivered."""
         now = time.perf_counter()
         if self._first:
             self._shared.between_s.observe(now - self._last)

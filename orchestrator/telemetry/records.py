@@ -18,8 +18,6 @@ def cycle_record(
     """Return the record of a cycle.
 
     Args:
-        session: Its session.
-        cycle: Its results.
         base_position: Tokens committed before it.
         draft: Call to the draft worker; None without one.
         target: Call to the target worker; None without one.
@@ -79,7 +77,6 @@ def failed_record(session: Session, calls: Mapping[str, Call], clock_ns: int) ->
 
 
 def worker_call(call: Call) -> pb.WorkerCall:
-    """Return the record of a call."""
     record = pb.WorkerCall(
         address=call.address,
         blocks=len(call.blocks),

@@ -43,13 +43,9 @@ class SessionTrace:
     parent before the parent span exists.
 
     Args:
-        span: The span of the generation.
-        tracer: Creates the other spans.
-        ids: Ids of the tracer's spans.
         started_ns: When the generation began, in nanoseconds since 1970.
 
     Attributes:
-        span: The span of the generation.
         num_cycles: Number of cycles; set at the end.
         readings: Cycles whose propose span covers the prefill of a long prompt.
     """
@@ -79,7 +75,6 @@ class SessionTrace:
 
         Args:
             index: Number of the cycle, from 0.
-            record: Record of the cycle.
             stored_ns: When its tokens were stored, in nanoseconds since 1970; 0 when they were not.
             error: Class of the error that ended it, or empty.
         """
@@ -115,7 +110,6 @@ class SessionTrace:
 
         Args:
             index: Number of the cycle in which it began.
-            call: The call to the worker.
             clock_ns: Nanoseconds since 1970 at which `time.perf_counter()` was 0.
         """
         began = clock_ns + round(call.began * 1e9)

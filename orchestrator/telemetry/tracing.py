@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from opentelemetry.context import Context
 from opentelemetry.trace import SpanKind, Status, StatusCode, get_current_span
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from gammaray.aio import BackgroundTasks
 from gammaray.telemetry import names as t
 from gammaray.telemetry.otel import Telemetry
 from gammaray.types import Chunk, FinishReason, GenerationRequest
@@ -39,7 +40,6 @@ class RequestSpan:
         self._last: Chunk | None = None
 
     def deliver(self, chunk: Chunk) -> None:
-        """Note a chunk before it is delivered."""
         self._last = chunk
 
     def compiled(self, seconds: float) -> None:
@@ -68,13 +68,7 @@ class RequestSpan:
 
 
 class Tracing:
-    """Starts the traces of an orchestrator and decides once per generation whether it is sampled.
-
-    Args:
-        telemetry: Telemetry of this process.
-        store: Stores the records of cycles.
-        model_name: Name of the served target model.
-    """
+    """Starts the traces of an orchestrator and decides once per generation whether it is sampled."""
 
     def __init__(self, telemetry: Telemetry, store: RedisTraceStore, model_name: str) -> None:
         self.is_on = telemetry.tracer is not None
@@ -97,23 +91,20 @@ class Tracing:
         self,
         session: Session,
         span: RequestSpan,
-        in_background: Callable[[Coroutine[Any, Any, None]], None],
+        background: BackgroundTasks,
         *,
         is_stored: bool = True,
     ) -> CycleLog:
         """Open the cycle log of a session.
 
         Args:
-            session: The session, whose calls are logged.
-            span: Span of the generation.
-            in_background: Runs a coroutine to completion, concurrently with the cycles.
             is_stored: Whether the session is stored; else the log has spans only.
         """
         trace = span.trace
         if trace is not None:
             trace.bind(session)
         store = self._store if is_stored else None
-        cycle_log = CycleLog(session, store, in_background, trace)
+        cycle_log = CycleLog(session, store, background, trace)
         session.calls = cycle_log.call
         return cycle_log
 

@@ -193,8 +193,6 @@ def render(
     """Return the prompt that a tokenizer's chat template makes of messages.
 
     Args:
-        tokenizer: A tokenizer of transformers.
-        messages: The conversation.
         tools: Tools in OpenAI's form.
         roles: Which sequences of roles the template renders; the conversation is adapted to them.
 

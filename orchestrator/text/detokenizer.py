@@ -21,9 +21,7 @@ class Detokenizer:
     Special tokens have no text.
 
     Args:
-        tokenizer: The target's tokenizer.
         prompt: Token ids before the completion; they may change the text of its first token.
-        stop: Stop strings.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str] = ()) -> None:
@@ -85,7 +83,6 @@ class _ByteDecoder:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_id: int) -> str:
-        """Add a token; return the characters that it completes."""
         return self._utf8.decode(self._tokenizer.token_bytes(token_id))
 
     def finish(self) -> str:

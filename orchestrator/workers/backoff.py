@@ -37,7 +37,6 @@ class Backoff:
             self._resume_at = time.monotonic() + limit_s
 
     def failed(self, lost_s: float) -> None:
-        """Record a failure that cost `lost_s` seconds."""
         now = time.monotonic()
         if self._failures > 0 and now - lost_s < self._failed_at:
             return  # the call began before the last failure was recorded: the same incident
@@ -54,7 +53,6 @@ class Backoff:
             self._resume_at = 0.0
 
     def succeeded(self) -> None:
-        """Reset the failure count."""
         self._failures = 0
 
 

@@ -61,7 +61,6 @@ class WorkerConnection(Generic[BlockT, ResultT]):
     UnavailableError and the link reconnects with exponential backoff and jitter.
 
     Args:
-        protocol: Which of the two services.
         address: host:port of the worker.
         check: Called with the worker's info on connecting and every two seconds; raises GammarayError to
             refuse the worker.
@@ -71,10 +70,8 @@ class WorkerConnection(Generic[BlockT, ResultT]):
     Attributes:
         info: Last info from the worker; None before the first connection.
         refusal: Why the worker is refused, or None.
-        sessions: Sessions attached to this link.
         prefixes: Prefixes that the worker has processed.
         backoff: Pauses the use of a worker that is connected but late.
-        timeout: Timeout of its answers.
         listeners: Callbacks for unsolicited proposals, by session.
         is_up: Whether calls can be made now.
         pending: Unanswered calls, by request id.

@@ -9,11 +9,12 @@ from enum import Enum
 from functools import partial
 
 from gammaray.blocks import Shape
-from gammaray.errors import DeadlineExceededError, GammarayError, InternalError, UnavailableError
+from gammaray.errors import DeadlineExceededError, GammarayError, UnavailableError
 from gammaray.types import DrafterKind, Proposal
 from gammaray.v1 import draft_service_pb2 as draft_pb
 from gammaray.v1 import types_pb2 as pb
 from gammaray.wire.blocks import proposal_from_proto, shape_to_proto
+from orchestrator.cycle.run import within
 from orchestrator.cycle.session import Session
 from orchestrator.workers.backoff import Backoff
 from orchestrator.workers.connection import WorkerConnection
@@ -44,8 +45,6 @@ class RemoteDrafter(WorkerSession[draft_pb.ProposeBlock, draft_pb.ProposeResult]
     it: until then proposals are empty, so a drafter does not delay the first token.
 
     Args:
-        pool: The draft workers.
-        spec: Session parameters for the worker.
         timeout_s: Upper bound of a proposal's timeout, which adapts to recent answer times.
         prefill_timeout_s: Timeout of the prefill of a long prompt.
         vocab_size: Vocabulary size of the target; proposals with other tokens are refused.
@@ -107,8 +106,8 @@ class RemoteDrafter(WorkerSession[draft_pb.ProposeBlock, draft_pb.ProposeResult]
         start = time.monotonic()
         try:
             result = await self._ask(session, link, link.timeout.wait_s(self._timeout_s))
-            proposal = proposal_from_proto(result.proposal, self._vocab_size)
-            _check_shape(proposal, self._shape)
+            # The cycle checks this too, but without a failure on record the same worker would be used again.
+            proposal = within(proposal_from_proto(result.proposal, self._vocab_size), self._shape)
         except GammarayError as error:
             self._note_failure(session, link, error, time.monotonic() - start)
             raise
@@ -157,7 +156,6 @@ class RemoteDrafter(WorkerSession[draft_pb.ProposeBlock, draft_pb.ProposeResult]
         super()._detach(session)
 
     def release(self, session: Session) -> None:
-        """Release the session's cache on the worker; returns at once."""
         if self._prefill is not None:
             self._prefill.cancel()
             self._prefill = None
@@ -166,7 +164,6 @@ class RemoteDrafter(WorkerSession[draft_pb.ProposeBlock, draft_pb.ProposeResult]
         super().release(session)
 
     def leave(self, session: Session) -> None:
-        """Detach from the worker, which keeps the session's cache for the next owner."""
         if self._prefill is not None:
             self._prefill.cancel()
             self._prefill = None
@@ -211,11 +208,3 @@ class RemoteDrafter(WorkerSession[draft_pb.ProposeBlock, draft_pb.ProposeResult]
         block = shape_to_proto(self._shape)
         block.wants_ahead = True
         return block
-
-
-def _check_shape(proposal: Proposal, shape: Shape) -> None:
-    # The cycle checks this too, but without a failure on record the same worker would be used again.
-    if proposal.depth > shape.depth or len(proposal) > max(shape.depth, shape.max_nodes):
-        raise InternalError(
-            f"the drafter proposed {len(proposal)} nodes in {proposal.depth} levels, asked for were {shape}"
-        )

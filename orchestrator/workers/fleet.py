@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 
 from gammaray.aio import end_tasks
 from gammaray.blocks import OLDEST_PROTOCOL, PROTOCOL
@@ -15,7 +15,7 @@ from gammaray.v1 import draft_service_pb2 as draft_pb
 from gammaray.v1 import target_service_pb2 as target_pb
 from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.protocol import DRAFT, TARGET, WorkerInfo
-from orchestrator.workers.verifier import adapters_of
+from orchestrator.workers.verifier import info_of
 
 _log = logging.getLogger(__name__)
 
@@ -82,13 +82,12 @@ class Fleet:
     @property
     def adapters(self) -> list[str]:
         """Names of the LoRA adapters that targets serve, also of those that are away for a moment."""
-        return sorted({name for link in self.targets.links.values() for name in adapters_of(link)})
+        return sorted({name for link in self.targets.links.values() for name in info_of(link).adapters})
 
     def release(self, session_id: str, epoch: int, *, forget: bool = False) -> None:
         """Release a session on all workers, except caches of newer epochs; returns at once.
 
         Args:
-            session_id: The session.
             epoch: Epoch of the releasing owner; 0 for any.
             forget: Workers drop all its caches, also released ones; otherwise these may serve other sessions
                 with the same prefix.
@@ -98,11 +97,9 @@ class Fleet:
                 link.release(session_id, epoch, forget=forget)
 
     def status(self) -> list[ProcessStatus]:
-        """Return the state of each worker."""
         return [*self.drafts.status(), *self.targets.status()]
 
     async def close(self) -> None:
-        """Close every link."""
         if self._task is not None:
             await end_tasks(self._task)
         await asyncio.gather(self.targets.close(), self.drafts.close())
@@ -132,45 +129,33 @@ class Fleet:
 
     def _check_all(self) -> None:
         for refusal in (*self.targets.refusals(), *self.drafts.refusals()):
-            if isinstance(
-                refusal, InvalidArgumentError
-            ):  # workers of another version come and go in upgrades
+            # Workers of another version come and go in upgrades.
+            if isinstance(refusal, InvalidArgumentError):
                 raise refusal
         for link in self.drafts.links.values():  # some may have connected before any target
             if link.info is not None and link.refusal is None:
                 self._check_draft(link.info)
 
     def _check_target(self, info: WorkerInfo) -> None:
-        _check_protocol("target", info)
-        if info.vocab_size != self._vocab_size:
-            raise InvalidArgumentError(
-                "target",
-                f"{info.model} with {info.vocab_size} token ids",
-                f"a model with the {self._vocab_size} token ids of the one served",
-            )
-        if self._differs(info, self._vocab_sha256):
-            raise InvalidArgumentError(
-                "target",
-                f"{info.model}, whose {info.vocab_size} token ids mean other tokens",
-                "a model with the tokenizer of the one served",
-            )
+        self._check_vocabulary("target", info, {self._vocab_sha256}, "a model", "the served model's")
 
     def _check_draft(self, info: WorkerInfo) -> None:
-        _check_protocol("draft", info)
-        if info.vocab_size != self._vocab_size:
-            raise InvalidArgumentError(
-                "draft",
-                f"{info.model} with {info.vocab_size} token ids",
-                f"a draft model with the target's {self._vocab_size} token ids",
-            )
         targets = [link for link in self.targets.links.values() if link.refusal is None]
         known = {self._vocab_sha256, *(link.info.vocab_sha256 for link in targets if link.info is not None)}
+        self._check_vocabulary("draft", info, known, "a draft model", "the target's")
+
+    def _check_vocabulary(
+        self, role: str, info: WorkerInfo, known: Collection[str], what: str, whose: str
+    ) -> None:
+        """Check that a worker speaks this protocol, and that its token ids mean the same tokens."""
+        _check_protocol(role, info)
+        if info.vocab_size != self._vocab_size:
+            got = f"{info.model} with {info.vocab_size} token ids"
+            raise InvalidArgumentError(role, got, f"{what} with {whose} {self._vocab_size} token ids")
         if any(self._differs(info, vocab_sha256) for vocab_sha256 in known):
-            raise InvalidArgumentError(
-                "draft",
-                f"{info.model}, whose {info.vocab_size} token ids mean other tokens",
-                f"a draft model with the vocabulary of the target ({self._vocab_size} token ids)",
-            )
+            got = f"{info.model}, whose {info.vocab_size} token ids mean other tokens"
+            allowed = f"{what} with {whose} vocabulary ({self._vocab_size} token ids)"
+            raise InvalidArgumentError(role, got, allowed)
 
     @staticmethod
     def _differs(info: WorkerInfo, vocab_sha256: str) -> bool:

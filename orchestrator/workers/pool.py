@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from typing import Generic
 
+from gammaray.aio import BackgroundTasks
 from gammaray.errors import GammarayError, UnavailableError
 from gammaray.security.tls import TlsFiles
 from gammaray.types import ProcessStatus
 from gammaray.wire.convert import worker_totals_from_proto
 from orchestrator.workers.connection import WorkerConnection
 from orchestrator.workers.protocol import BlockT, ResultT, WorkerInfo, WorkerProtocol
+
+_log = logging.getLogger(__name__)
 
 REGISTRY_MISSES = 3
 """A worker missing from the registry this many times in a row is dropped if its link is down."""
@@ -25,11 +29,14 @@ Keys = Callable[[], Sequence[int]]
 workers are eligible."""
 
 
+Suits = Callable[[WorkerConnection[BlockT, ResultT]], bool]
+"""Whether a worker may be chosen."""
+
+
 class WorkerPool(Generic[BlockT, ResultT]):
     """The workers of one role.
 
     Args:
-        protocol: Service of the workers.
         check: Raises GammarayError for a worker that must not be used.
         tls: TLS files of the connections; None for plain text.
     """
@@ -45,7 +52,7 @@ class WorkerPool(Generic[BlockT, ResultT]):
         self._protocol, self._check, self._tls = protocol, check, tls
         self._misses: dict[str, int] = {}
         self._changed = asyncio.Event()
-        self._closing: set[asyncio.Task[None]] = set()
+        self._closing = BackgroundTasks(_log, "failed to close a link")
         self._is_closed = False
 
     def announce(self, addresses: set[str]) -> None:
@@ -61,14 +68,10 @@ class WorkerPool(Generic[BlockT, ResultT]):
         for address in self.links.keys() - addresses:
             self._misses[address] += 1
             if self._misses[address] >= REGISTRY_MISSES and not self.links[address].is_up:
-                task = asyncio.create_task(self.links.pop(address).close())
-                self._closing.add(task)
-                task.add_done_callback(self._closing.discard)
+                self._closing.start(self.links.pop(address).close(), address)
 
     def pick(
-        self,
-        suits: Callable[[WorkerConnection[BlockT, ResultT]], bool] = lambda _: True,
-        keys: Keys = tuple,
+        self, suits: Suits[BlockT, ResultT] = lambda _: True, keys: Keys = tuple
     ) -> WorkerConnection[BlockT, ResultT] | None:
         """Return a usable and suitable worker for a text with these prefix keys; None if there is none.
 
@@ -78,19 +81,14 @@ class WorkerPool(Generic[BlockT, ResultT]):
         return _best([link for link in self.links.values() if link.is_usable and suits(link)], keys)
 
     def pick_any(
-        self,
-        suits: Callable[[WorkerConnection[BlockT, ResultT]], bool] = lambda _: True,
-        keys: Keys = tuple,
+        self, suits: Suits[BlockT, ResultT] = lambda _: True, keys: Keys = tuple
     ) -> WorkerConnection[BlockT, ResultT] | None:
         """Return the worker of `pick`, else a connected one that is paused after being late, or None."""
         late = [link for link in self.links.values() if link.is_up and not link.is_draining and suits(link)]
         return self.pick(suits, keys) or _best(late, keys)
 
     async def wait(
-        self,
-        timeout_s: float,
-        suits: Callable[[WorkerConnection[BlockT, ResultT]], bool] = lambda _: True,
-        keys: Keys = tuple,
+        self, timeout_s: float, suits: Suits[BlockT, ResultT] = lambda _: True, keys: Keys = tuple
     ) -> WorkerConnection[BlockT, ResultT]:
         """Wait for a suitable worker and return it, chosen as by `pick_any`.
 
@@ -101,31 +99,30 @@ class WorkerPool(Generic[BlockT, ResultT]):
         while (link := self.pick_any(suits, keys)) is None:
             if self._is_closed:
                 raise UnavailableError("the orchestrator is shutting down")
-            left_s = deadline - asyncio.get_running_loop().time()
-            self._changed.clear()
-            try:
-                await asyncio.wait_for(self._changed.wait(), left_s)
-            except asyncio.TimeoutError:
-                raise UnavailableError(self._why_none(timeout_s)) from None
+            if not await self._has_changed(deadline):
+                raise UnavailableError(self._why_none(timeout_s))
         return link
 
     async def wait_until_connected(self, timeout_s: float) -> None:
         """Wait until every worker is connected or refused, or `timeout_s` has passed."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         while not all(link.is_up or link.refusal for link in self.links.values()):
-            left_s = deadline - asyncio.get_running_loop().time()
-            self._changed.clear()
-            try:
-                await asyncio.wait_for(self._changed.wait(), left_s)
-            except asyncio.TimeoutError:
+            if not await self._has_changed(deadline):
                 return
 
+    async def _has_changed(self, deadline: float) -> bool:
+        """Wait until a link came up, went down or was refused; return False if the deadline came first."""
+        self._changed.clear()
+        try:
+            await asyncio.wait_for(self._changed.wait(), deadline - asyncio.get_running_loop().time())
+        except asyncio.TimeoutError:
+            return False
+        return True
+
     def refusals(self) -> list[GammarayError]:
-        """Return the errors of the refused workers."""
         return [link.refusal for link in self.links.values() if link.refusal is not None]
 
     def status(self) -> list[ProcessStatus]:
-        """Return the state of each worker."""
         return [self._status(link) for link in self.links.values()]
 
     @property
@@ -156,7 +153,7 @@ class WorkerPool(Generic[BlockT, ResultT]):
         """Close all links; pending `wait` calls fail."""
         self._is_closed = True
         self._changed.set()
-        await asyncio.gather(*(link.close() for link in self.links.values()), *self._closing)
+        await asyncio.gather(*(link.close() for link in self.links.values()), self._closing.settled())
 
     def _why_none(self, timeout_s: float) -> str:
         reasons = [

@@ -32,7 +32,6 @@ class PrefixIndex:
         self._keys: OrderedDict[int, None] = OrderedDict()
 
     def add(self, keys: Sequence[int]) -> None:
-        """Add the prefixes of a text that the worker has processed."""
         for key in reversed(keys):  # the shortest is evicted last: the longer ones need it
             self._keys[key] = None
             self._keys.move_to_end(key)

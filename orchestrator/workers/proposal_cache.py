@@ -42,24 +42,19 @@ class ProposalCache:
         self._vocab_size = vocab_size
         self._epoch, self._base_position = 0, NOTHING
         self.by_outcome: dict[tuple[int, ...], bytes] = {}
-        self._num_seen = self._num_bytes = 0
+        self._num_seen = self.num_bytes = 0
         self._offence: GammarayError | None = None
 
     def expect(self, epoch: int, base_position: int) -> None:
         """Drop all proposals, and accept those for outcomes of the cycle at this position."""
         self._epoch, self._base_position = epoch, base_position
-        self._num_seen = self._num_bytes = 0
+        self._num_seen = self.num_bytes = 0
         self._offence = None
         self.by_outcome.clear()
 
     def expect_nothing(self) -> None:
         """Drop all proposals, and all that arrive before the next `expect`."""
         self.expect(0, NOTHING)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the cached proposals, outcomes included."""
-        return self._num_bytes
 
     def put(self, message: draft_pb.AheadProposal) -> None:
         """Cache a proposal if it is for the current cycle.
@@ -73,14 +68,14 @@ class ProposalCache:
             self._offence = self._judge(message)
             if self._offence is not None:
                 self.by_outcome.clear()
-                self._num_bytes = 0
+                self.num_bytes = 0
         # A message is part of its frame and would keep the whole frame in memory: only its bytes are kept.
         size = message.ByteSize()
-        is_room = len(self.by_outcome) < MAX_KEPT and self._num_bytes + size <= MAX_KEPT_BYTES
+        is_room = len(self.by_outcome) < MAX_KEPT and self.num_bytes + size <= MAX_KEPT_BYTES
         outcome = tuple(message.token_ids) if self._offence is None and is_room else ()
         if outcome and outcome not in self.by_outcome:
             self.by_outcome[outcome] = message.proposal.SerializeToString()
-            self._num_bytes += size
+            self.num_bytes += size
 
     def _judge(self, message: draft_pb.AheadProposal) -> GammarayError | None:
         """Return the error if there are too many proposals, or a size of this one is out of range."""
@@ -104,7 +99,6 @@ class ProposalCache:
 
         Args:
             token_ids: The session's committed tokens.
-            shape: Bounds of the next proposal.
 
         Raises:
             GammarayError: This proposal, or another one for this cycle, is malformed.

@@ -30,7 +30,6 @@ class WorkerProtocol(Generic[BlockT, ResultT]):
         role: "draft" or "target".
         open_stream: Opens the bidirectional stream that carries the frames.
         get_info: Returns the worker's info; waits for the connection for at most the given seconds.
-        make_frame: Builds a request frame.
         ahead_of: Returns the lookahead proposals of a response frame.
     """
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,11 +27,7 @@ from gammaray.grammar.identity import digest_of, grammar_identity
 from gammaray.types import PromptLogprobs, Proposal
 from gammaray.v1 import target_service_pb2 as target_pb
 from gammaray.v1 import types_pb2 as pb
-from gammaray.wire.blocks import (
-    prompt_logprobs_from_proto,
-    proposal_to_proto,
-    verdict_from_proto,
-)
+from gammaray.wire.blocks import prompt_logprobs_from_proto, proposal_to_proto, verdict_from_proto
 from orchestrator.cycle.protocols import Verifier
 from orchestrator.cycle.session import Session
 from orchestrator.text.cpu_threads import INLINE_NUMBERS, in_thread
@@ -51,7 +47,6 @@ class FencedVerifier:
     Only the store decides whether a session was cancelled, never a worker's answer.
 
     Args:
-        verifier: The wrapped verifier.
         renew: Renews the lease; raises if the session cannot be continued.
     """
 
@@ -82,31 +77,25 @@ TargetLink = WorkerConnection[target_pb.VerifyBlock, target_pb.VerifyResult]
 TargetPool = WorkerPool[target_pb.VerifyBlock, target_pb.VerifyResult]
 
 
+def info_of(link: WorkerConnection[Any, Any]) -> target_pb.GetTargetInfoResponse:
+    """Return the worker's last info; an empty one if it is unknown."""
+    info = link.info
+    return info if isinstance(info, target_pb.GetTargetInfoResponse) else target_pb.GetTargetInfoResponse()
+
+
 def identity_of(link: WorkerConnection[Any, Any], adapter: str = "") -> str:
     """Return the identity in the worker's last info, of its model with that adapter; empty if unknown."""
-    if not isinstance(link.info, target_pb.GetTargetInfoResponse):
-        return ""
-    return link.info.adapters.get(adapter, "") if adapter else link.info.model_identity
-
-
-def adapters_of(link: WorkerConnection[Any, Any]) -> Mapping[str, str]:
-    """Return the adapters in the worker's last info, by name with the identity of the model with each."""
-    return link.info.adapters if isinstance(link.info, target_pb.GetTargetInfoResponse) else {}
+    return info_of(link).adapters.get(adapter, "") if adapter else info_of(link).model_identity
 
 
 def has_head(link: WorkerConnection[Any, Any]) -> bool:
     """Return whether the worker's last info names a head that drafts there."""
-    return isinstance(link.info, target_pb.GetTargetInfoResponse) and link.info.head != ""
+    return info_of(link).head != ""
 
 
 def takes_trees(link: WorkerConnection[Any, Any]) -> bool:
     """Return whether the worker's last info says that it verifies trees."""
-    return isinstance(link.info, target_pb.GetTargetInfoResponse) and link.info.takes_trees
-
-
-def grammars_of(link: WorkerConnection[Any, Any]) -> str:
-    """Return the identity of the grammar library in the worker's last info, empty if unknown."""
-    return link.info.grammar_identity if isinstance(link.info, target_pb.GetTargetInfoResponse) else ""
+    return info_of(link).takes_trees
 
 
 def of_identity(identity: str, grammars: str = "", adapter: str = "") -> Callable[[TargetLink], bool]:
@@ -120,9 +109,9 @@ def of_identity(identity: str, grammars: str = "", adapter: str = "") -> Callabl
     """
 
     def suits(link: TargetLink) -> bool:
-        if _differs(grammars_of(link), grammars):
+        if _differs(info_of(link).grammar_identity, grammars):
             return False
-        adapters = adapters_of(link)
+        adapters = info_of(link).adapters
         if adapter:
             return adapter in adapters and identity in ("", adapters[adapter])
         return not identity or identity_of(link) == identity or identity in adapters.values()
@@ -138,13 +127,12 @@ def check_grammars(pool: TargetPool, own: str) -> None:
     """Check that a target worker computes the masks of this orchestrator, if any is connected.
 
     Args:
-        pool: The target workers.
         own: Identity of the orchestrator's grammar library; empty: nothing is checked.
 
     Raises:
         FailedPreconditionError: The grammar libraries of all connected target workers differ.
     """
-    others = {grammars_of(link) for link in pool.links.values() if link.is_up}
+    others = {info_of(link).grammar_identity for link in pool.links.values() if link.is_up}
     if others and all(_differs(other, own) for other in others):
         raise FailedPreconditionError(
             f"grammar: got target workers with {', '.join(map(_short, sorted(others)))}, whose masks differ; "
@@ -180,7 +168,7 @@ def no_worker_error(
 ) -> GammarayError:
     """Return ModelChangedError if only other models are served, else `error`."""
     up = [link for link in pool.links.values() if link.is_up]
-    others = {name for link in up for name in (identity_of(link), *adapters_of(link).values())}
+    others = {name for link in up for name in (identity_of(link), *info_of(link).adapters.values())}
     if not identity or not others or identity in others:
         return error
     return ModelChangedError(session_id, identity, sorted(others))
@@ -199,8 +187,6 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
     """Verifies through a target worker, with failover to another one; implements the cycle's Verifier.
 
     Args:
-        pool: The target workers.
-        spec: Session parameters for the worker.
         timeout_s: Timeout of one verification, without the tokens to read before it.
         wait_s: Seconds to wait for a usable target worker.
     """

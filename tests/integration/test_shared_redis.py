@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 from gammaray.errors import InvalidArgumentError, NotFoundError
@@ -69,16 +67,16 @@ async def test_second_cluster_with_the_same_keys_is_refused(server: RedisServer,
     redis = connect(server.url)
     await redis.flushall()
     registry = RedisRegistry(redis, A)
-    await asyncio.to_thread(check_unused, server.url, A)
+    await check_unused(server.url, A)
     await registry.announce("one", b"state", 60)
     with pytest.raises(InvalidArgumentError) as refused:
-        await asyncio.to_thread(check_unused, server.url, A)
+        await check_unused(server.url, A)
     assert refused.value.field == "redis_url"
     assert "GAMMARAY_REDIS_PREFIX" in refused.value.allowed
     assert "1 orchestrators" in refused.value.allowed
     assert server.url not in str(refused.value)  # it has a password
-    await asyncio.to_thread(check_unused, server.url, B)
+    await check_unused(server.url, B)
     monkeypatch.setattr(registry_module, "UNUSED_WAIT_S", 30.0)
     await registry.announce("one", b"state", 0.5)  # of a cluster that was killed
-    await asyncio.to_thread(check_unused, server.url, A)
+    await check_unused(server.url, A)
     await redis.aclose()

@@ -164,8 +164,6 @@ async def _run(subject: Subject, checks: Sequence[str], others: Sequence[tuple[s
     """Run an audit.
 
     Args:
-        subject: The server.
-        checks: Names of the checks.
         others: The reference and the drafter: URL, directory or empty, and whether it is a directory.
     """
     errors = Console(stderr=True)

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from gammaray.cli.options import Connection, connection_options, form_options
-from gammaray.cli.render import OriginPainter, is_colored, paint
+from gammaray.cli.render import OriginPainter, is_colored, painted
 from gammaray.client.chat import Chat, ChatPiece
 from gammaray.client.structured import OutputOptions
 from gammaray.errors import GammarayError, TlsError, UnavailableError
@@ -94,8 +94,7 @@ def _painted(piece: ChatPiece, painter: OriginPainter | None) -> str:
     if painter is None:
         return piece.text
     reason = None if piece.finish_reason is None else FinishReason(piece.finish_reason)
-    chunk = Chunk("", piece.text, piece.tokens, finish_reason=reason)
-    return "".join(paint(run, source) for run, source in painter.runs(chunk))
+    return painted(Chunk("", piece.text, piece.tokens, finish_reason=reason), painter)
 
 
 def _summary(speculation: dict[str, Any]) -> None:

@@ -15,18 +15,12 @@ from rich.console import Console
 
 from gammaray.checks import FieldRule, Integer, Number
 from gammaray.cli.options import Connection, connection_options, form_options
-from gammaray.cli.render import OriginPainter, is_colored, paint, print_legend, print_summary
+from gammaray.cli.render import OriginPainter, is_colored, painted, print_legend, print_summary
 from gammaray.client.async_client import AsyncClient
 from gammaray.client.completion import Completion, speculation_object
 from gammaray.errors import InvalidArgumentError
 from gammaray.sampling import SAMPLING_RULES, SamplingParams
-from gammaray.types import (
-    MAX_GAMMA,
-    Chunk,
-    DrafterKind,
-    GenerationRequest,
-    VerificationMethod,
-)
+from gammaray.types import MAX_GAMMA, Chunk, DrafterKind, GenerationRequest, VerificationMethod
 
 
 def _gamma(value: str) -> str | int:
@@ -104,8 +98,13 @@ def generate(
     client, colored = connection.client(), is_colored(color)
     if colored and not as_json:
         print_legend(notes)
-    show = None if as_json else _Stream(colored).show
-    completion = asyncio.run(_run(client, text, timeout_s, given, show))
+    painter = OriginPainter() if colored else None
+
+    def show(chunk: Chunk) -> None:
+        # Without `color`, echo strips the escape sequences when the output is not a terminal.
+        click.echo(painted(chunk, painter), nl=chunk.finish_reason is not None, color=True)
+
+    completion = asyncio.run(_run(client, text, timeout_s, given, None if as_json else show))
     if receipt_file is not None:
         with receipt_file.open("a") as file:
             file.write(f"{completion.receipt}\n")
@@ -113,21 +112,6 @@ def generate(
         click.echo(json.dumps(_json(completion, "logprobs" in given), ensure_ascii=False))
     else:
         print_summary(notes, completion)
-
-
-class _Stream:
-    """Writes text as it arrives, plain or coloured by drafter and origin."""
-
-    def __init__(self, colored: bool) -> None:
-        self._painter = OriginPainter() if colored else None
-
-    def show(self, chunk: Chunk) -> None:
-        """Write the chunk's text immediately, and a newline after the last chunk."""
-        text = chunk.text
-        if self._painter is not None:
-            text = "".join(paint(run, source) for run, source in self._painter.runs(chunk))
-        # Without `color`, echo strips the escape sequences when the output is not a terminal.
-        click.echo(text, nl=chunk.finish_reason is not None, color=True)
 
 
 async def _run(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.text import Text
@@ -12,17 +14,22 @@ from gammaray.cli.output import columns, output_console
 from gammaray.receipts.keys import published, rotate
 from gammaray.security.keys import create_key, read_keys, revoke_key
 
-_file = click.option(
-    "--file",
-    "-f",
-    "path",
-    type=click.Path(path_type=Path, dir_okay=False),
-    envvar="GAMMARAY_API_KEYS_FILE",
-    default="gammaray-keys.json",
-    show_default=True,
-    show_envvar=True,
-    help="The key file; orchestrators reload it within a second of a change.",
-)
+
+def _file_option(variable: str, default: str) -> Callable[[Any], Any]:
+    return click.option(
+        "--file",
+        "-f",
+        "path",
+        type=click.Path(path_type=Path, dir_okay=False),
+        envvar=variable,
+        default=default,
+        show_default=True,
+        show_envvar=True,
+        help="The key file; orchestrators reload it within a second of a change.",
+    )
+
+
+_file = _file_option("GAMMARAY_API_KEYS_FILE", "gammaray-keys.json")
 
 
 @click.group()
@@ -69,17 +76,7 @@ def revoke(path: Path, key_id: str) -> None:
 
 
 @keys.command()
-@click.option(
-    "--file",
-    "-f",
-    "path",
-    type=click.Path(path_type=Path, dir_okay=False),
-    envvar="GAMMARAY_RECEIPT_KEYS_FILE",
-    default="gammaray-receipt-keys.json",
-    show_default=True,
-    show_envvar=True,
-    help="The key file; orchestrators reload it within a second of a change.",
-)
+@_file_option("GAMMARAY_RECEIPT_KEYS_FILE", "gammaray-receipt-keys.json")
 def receipts(path: Path) -> None:
     """Add a key that signs receipts from now on, and print the public keys for `gammaray check --key`.
 

@@ -68,7 +68,6 @@ async def _top(client: AsyncClient, timeout_s: float, interval_s: float, once: b
 
 
 async def _watch(client: AsyncClient, timeout_s: float, interval_s: float) -> AsyncIterator[Activity]:
-    """Yield the activity of each interval."""
     before, began = await client.status(timeout_s=timeout_s), time.monotonic()
     while True:
         await asyncio.sleep(interval_s)
@@ -81,7 +80,6 @@ def view(activity: Activity, history: deque[float]) -> RenderableType:
     """Return the display of an interval.
 
     Args:
-        activity: Activity of the interval.
         history: Tokens per second of this and earlier intervals, oldest first.
     """
     total = activity.total

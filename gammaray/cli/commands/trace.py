@@ -27,7 +27,6 @@ def timeline(cycles: Sequence[CycleRecord], bar_width: int = 40) -> RenderableTy
     """Return the timeline of a session, oldest cycle first, with a summary below.
 
     Args:
-        cycles: Cycle records of the session.
         bar_width: Characters of the longest bar; bars share one scale, on which the slowest tenth is cut off.
     """
     parts: list[RenderableType] = [_legend()]

@@ -19,18 +19,12 @@ checks receipts. The page at / prompts for a key itself."""
 
 
 class AccessControl:
-    """ASGI middleware: authenticates the caller, and rejects unknown callers before their body is read.
-
-    Args:
-        app: The protected application.
-        authenticator: Checks API keys.
-    """
+    """ASGI middleware: authenticates the caller, and rejects unknown callers before their body is read."""
 
     def __init__(self, app: ASGIApp, authenticator: Authenticator) -> None:
         self._app, self._authenticator = app, authenticator
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
         if scope["type"] == "http" and scope["path"] not in PUBLIC_PATHS:
             headers = Headers(scope=scope)
             try:

@@ -26,8 +26,6 @@ _MAX_DRAINED_BYTES = 8 * MAX_BODY_BYTES
 
 
 class BodyTooSlowError(GammarayError):
-    """A request body did not arrive in time."""
-
     status: ClassVar[grpc.StatusCode] = grpc.StatusCode.DEADLINE_EXCEEDED
     http_status: ClassVar[int] = 408
 

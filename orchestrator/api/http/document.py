@@ -29,7 +29,6 @@ _RETRY_AFTER = {"Retry-After": {"required": True, "schema": {"type": "integer", 
 
 
 def component(name: str) -> dict[str, Any]:
-    """Return the schema of a component."""
     return {"$ref": f"#/components/schemas/{name}"}
 
 

@@ -70,8 +70,6 @@ _HTTP_NAMES = {
 
 
 class BodyTooLargeError(GammarayError):
-    """A request body is above the limit."""
-
     status: ClassVar[grpc.StatusCode] = grpc.StatusCode.RESOURCE_EXHAUSTED
     http_status: ClassVar[int] = 413
 
@@ -117,7 +115,6 @@ def as_gammaray_error(error: BaseException) -> GammarayError:
 
 
 def error_body(error: GammarayError) -> Error:
-    """Return OpenAI's error object for an error."""
     message, param = str(error), None
     if isinstance(error, InvalidArgumentError):
         param = _HTTP_NAMES.get(error.field, error.field)
@@ -140,7 +137,6 @@ class GuardedRoute(APIRoute):
     """A route that answers every exception, bugs included, with an OpenAI error object."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return the handler."""
         handle = super().get_route_handler()
 
         async def guarded(request: Request) -> Response:
@@ -174,7 +170,6 @@ def install_handlers(app: FastAPI) -> None:
 
 
 def error_response(error: GammarayError) -> JSONResponse:
-    """Return the HTTP response for an error."""
     return JSONResponse(error_body(error), error.http_status, headers=_headers(error))
 
 

@@ -269,7 +269,6 @@ class NamedTool(ClosedModel):
 
     @property
     def called(self) -> str:
-        """The name of its function."""
         return self.function.name
 
 
@@ -282,7 +281,6 @@ class ChosenTool(ChosenName):
 
     @property
     def called(self) -> str:
-        """The name of its function."""
         return self.name
 
 
@@ -326,7 +324,6 @@ def checked_tools(
     """Return the tools that a body defines.
 
     Args:
-        functions: Their functions.
         choice: The choice; None if the request has none.
         field: Name of the field with the function at an index, for errors.
 

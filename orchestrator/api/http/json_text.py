@@ -93,9 +93,6 @@ def _check_values(body: bytes) -> None:
 class EncodedList:
     """A list that is kept as JSON; its items are encoded once, when they are added.
 
-    Args:
-        items: The first items.
-
     Attributes:
         num_bytes: Bytes of its JSON, without the brackets.
     """
@@ -117,7 +114,6 @@ class EncodedList:
             self._parts.append(part)
 
     def pieces(self) -> Iterator[bytes]:
-        """Yield its JSON in pieces."""
         yield b"["
         for index, part in enumerate(self._parts):
             if index:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from gammaray.errors import InvalidArgumentError
+from gammaray.errors import InvalidArgumentError, renaming
 from gammaray.types import (
     MAX_PROMPT_LOGPROBS,
     DrafterKind,
@@ -22,7 +22,7 @@ from orchestrator.api.http.models import (
     OpenAIRequest,
     RequestBody,
 )
-from orchestrator.api.http.structured import grammar_field, grammar_of, naming
+from orchestrator.api.http.structured import grammar_of
 from orchestrator.api.http.tools.calls import CallPlan
 from orchestrator.sessions.lifecycle import check_prompt_length
 
@@ -42,8 +42,6 @@ class ChoicePlan:
 
     Args:
         index: Position among the choices of the response.
-        prompt_index: Index of the prompt that it continues.
-        request: The generation request.
         echo: Text to put before the completion.
         stream_tokens: Whether each streamed piece includes its tokens.
         echo_logprobs: Alternatives per echoed prompt token in `logprobs`; None leaves the prompt out.
@@ -80,7 +78,6 @@ def check_size(plans: Sequence[ChoicePlan], num_bytes: int) -> None:
     """Check that a response that is kept until its end is not too large.
 
     Args:
-        plans: Its choices.
         num_bytes: Its size, as expected or so far.
 
     Raises:
@@ -121,7 +118,7 @@ def completion_choices(
         raise InvalidArgumentError("n", f"{body.n} for {len(body.prompt)} prompts", f"{MAX_CHOICES} in all")
     plans: list[ChoicePlan] = []
     num_logprobs = 0
-    grammar, field = _grammar(body)
+    grammar, field = grammar_of(body)
     for prompt_index, prompt in enumerate(body.prompt):
         requests = _requests(
             *(body, prompt, num_choices, body.logprobs, max_context),
@@ -174,7 +171,6 @@ def chat_choices(
     """Return the choices of a chat request: `n` samples for the rendered `prompt`.
 
     Args:
-        body: The request.
         prompt: Its rendered messages and tools.
         max_context: Longest sequence that the model supports, in tokens.
         calls: The tool calls that a completion may have; None if it has none.
@@ -187,7 +183,7 @@ def chat_choices(
     if body.gammaray.turn:
         raise InvalidArgumentError("turn", body.gammaray.turn, "0: a chat request has the whole conversation")
     num_top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    grammar, field = _grammar(body) if calls is None else _grammar_with_calls(body, prompt, calls)
+    grammar, field = _grammar(body, prompt, calls)
     requests = _requests(
         *(body, prompt, body.n, num_top_logprobs, max_context),
         grammar=grammar,
@@ -249,7 +245,7 @@ def _requests(
         )
         for sample_index in range(body.n)
     ]
-    with naming(grammar_field):
+    with renaming(grammar=grammar_field):
         requests[0].validate()
     return requests
 
@@ -279,17 +275,14 @@ def common_request(body: RequestBody, prompt: str | tuple[int, ...], grammar: st
     )
 
 
-def _grammar(body: OpenAIRequest) -> tuple[str, str]:
-    """Return the grammar that a body asks for, and the field that does; empty if none does."""
-    return grammar_of(body), grammar_field(body)
-
-
-def _grammar_with_calls(body: ChatRequest, prompt: str, calls: CallPlan) -> tuple[str, str]:
-    """Return the grammar of a body with tools, and the field that asks for it."""
+def _grammar(body: ChatRequest, prompt: str, calls: CallPlan | None) -> tuple[str, str]:
+    """Return the grammar of the completions of a chat, and the field that asks for it."""
+    if calls is None:
+        return grammar_of(body)
     if body.structured_outputs is not None:
         allowed = "no value with tools, or tool_choice none; response_format goes with tools"
         raise InvalidArgumentError("structured_outputs", "a value with tools", allowed)
-    answer, field = _grammar(body)
+    answer, field = grammar_of(body)
     if calls.is_forced:
         return calls.grammar(prompt), "tools"
     return calls.grammar(prompt, answer.removeprefix("start: ")), field

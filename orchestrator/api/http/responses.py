@@ -37,7 +37,6 @@ class EchoedPrompt:
     """A prompt whose tokens are included in a completion's log-probabilities.
 
     Args:
-        logprobs: Its log-probabilities.
         num_top: Alternatives per token.
         tokenizer: Spells tokens, and tells the special ones, which decoded text omits.
     """
@@ -174,11 +173,7 @@ def _text(token_bytes: bytes) -> str:
 
 
 class WholeLogprobs:
-    """The log-probabilities of a whole choice, encoded as its tokens arrive: a tenth of the tokens' memory.
-
-    Args:
-        form: Renders them.
-    """
+    """The log-probabilities of a whole choice, encoded as its tokens arrive, in a tenth of their memory."""
 
     def __init__(self, form: LogprobFormat) -> None:
         self._form = form
@@ -193,7 +188,6 @@ class WholeLogprobs:
         return sum(items.num_bytes for items in self._fields.values() if isinstance(items, EncodedList))
 
     def add(self, tokens: Sequence[EmittedToken]) -> None:
-        """Add the next tokens."""
         for name, items in self._form.render(tokens).items():
             if isinstance(items, list):
                 self._fields[name].extend(items)
@@ -251,7 +245,6 @@ class ChoiceState:
         return chunk
 
     def note(self, tokens: Sequence[EmittedToken]) -> None:
-        """Add the next tokens' ids and origins."""
         self.token_ids.extend(token.token_id for token in tokens)
         self.origins.extend(token.origin for token in tokens)
 
@@ -314,6 +307,14 @@ def speculative_decoding(summary: SpeculationSummary) -> types.SpeculativeDecodi
     }
 
 
+def reader_of(plan: ChoicePlan, tokenizer: Tokenizer) -> CallReader | None:
+    """Return what finds the calls of a choice; None if it has none."""
+    if plan.calls is None:
+        return None
+    prompt = plan.request.prompt if isinstance(plan.request.prompt, str) else ""
+    return CallReader(plan.calls, tokenizer.is_special, plan.request.stop, prompt)
+
+
 class Response(ABC):
     """The response to one request: its choices, and their JSON format."""
 
@@ -328,16 +329,9 @@ class Response(ABC):
         plans: Sequence[ChoicePlan],
         tokenizer: Tokenizer,
     ) -> None:
-        """Create an empty response.
-
-        Args:
-            model: Name of the model.
-            plans: The choices.
-            tokenizer: Spells tokens, and tells the special ones.
-        """
         self._tokenizer = tokenizer
         self.states = [
-            ChoiceState(plan, self.new_logprobs(plan), calls=self._new_reader(plan)) for plan in plans
+            ChoiceState(plan, self.new_logprobs(plan), calls=reader_of(plan, tokenizer)) for plan in plans
         ]
         self._num_logprobs = self._num_bytes = 0
         self._head = {"created": int(time.time()), "model": model}
@@ -362,13 +356,6 @@ class Response(ABC):
     @abstractmethod
     def content(self, state: ChoiceState) -> dict[str, Any]:
         """Return the body of a whole choice."""
-
-    def _new_reader(self, plan: ChoicePlan) -> CallReader | None:
-        if plan.calls is None:
-            return None
-        prompt = plan.request.prompt
-        text = prompt if isinstance(prompt, str) else ""
-        return CallReader(plan.calls, self._tokenizer.is_special, plan.request.stop, text)
 
     def openings(self) -> list[dict[str, Any]]:
         """Return the first events of a stream."""
@@ -498,7 +485,6 @@ class Response(ABC):
         return EchoedPrompt(prompt, num_top, self._tokenizer)
 
     def _add_prompt_logprobs(self, state: ChoiceState, body: dict[str, Any], choice: dict[str, Any]) -> None:
-        """Set vLLM's `prompt_logprobs` if it was requested."""
         num_top, prompt = state.plan.prompt_logprobs, state.prompt_logprobs
         if num_top is not None and prompt is not None:
             holder = choice if self.prompt_logprobs_in_choice else body
@@ -534,19 +520,15 @@ class CompletionResponse(Response):
     prompt_logprobs_in_choice = True
 
     def new_logprobs(self, plan: ChoicePlan) -> LogprobFormat | None:
-        """Return the completions format of log-probabilities."""
         return CompletionLogprobs(plan.echo) if plan.request.num_top_logprobs is not None else None
 
     def opening(self, state: ChoiceState) -> dict[str, Any] | None:
-        """Return the echoed prompt, if requested."""
         return {"text": state.plan.echo} if state.plan.echo else None
 
     def delta(self, text: str) -> dict[str, Any]:
-        """Return a share of text."""
         return {"text": text}
 
     def content(self, state: ChoiceState) -> dict[str, Any]:
-        """Return the whole text."""
         return {"text": state.plan.echo + state.text.decode()}
 
 
@@ -559,26 +541,21 @@ class ChatResponse(Response):
     prompt_logprobs_in_choice = False
 
     def new_logprobs(self, plan: ChoicePlan) -> LogprobFormat | None:
-        """Return the chat format of log-probabilities."""
         return ChatLogprobs() if plan.request.num_top_logprobs is not None else None
 
     def opening(self, state: ChoiceState) -> dict[str, Any] | None:
-        """Return the delta with the role, which is sent first."""
         return {"delta": {"role": "assistant", "content": "" if state.calls is None else None}}
 
     def delta(self, text: str) -> dict[str, Any]:
-        """Return a share of text."""
         return {"delta": {"content": text} if text else {}}
 
     def deltas(self, state: ChoiceState, text: str) -> list[dict[str, Any]]:
-        """Return shares of text and of calls."""
         if state.calls is None:
             return super().deltas(state, text)
         found = (_delta(event) for event in state.new_events)
         return [{"delta": delta} for delta in found if delta is not None]
 
     def content(self, state: ChoiceState) -> dict[str, Any]:
-        """Return the whole message."""
         if state.calls is None:
             return {"message": {"role": "assistant", "content": state.text.decode(), "refusal": None}}
         return {"message": _message(state.events)}

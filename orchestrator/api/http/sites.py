@@ -47,7 +47,6 @@ class Hosts:
 
     @property
     def are_any(self) -> bool:
-        """Whether every name is allowed."""
         return "*" in self._names
 
     def check(self, headers: Headers) -> None:
@@ -88,18 +87,12 @@ class Hosts:
 
 
 class SiteControl:
-    """ASGI middleware: rejects requests from pages of other sites.
-
-    Args:
-        app: The protected application.
-        hosts: The names of this server.
-    """
+    """ASGI middleware: rejects requests from pages of other sites."""
 
     def __init__(self, app: ASGIApp, hosts: Hosts) -> None:
         self._app, self._hosts = app, hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
         if scope["type"] == "http":
             try:
                 self._hosts.check(Headers(scope=scope))

@@ -15,7 +15,7 @@ from pydantic_core import to_json
 from starlette.types import Receive, Scope, Send
 
 from gammaray.aio import end_tasks
-from gammaray.errors import InternalError, InvalidArgumentError
+from gammaray.errors import InternalError, InvalidArgumentError, renaming
 from gammaray.types import Chunk, GenerationRequest
 from orchestrator.access.caller import ANONYMOUS, Caller
 from orchestrator.api.backend import Backend
@@ -24,7 +24,6 @@ from orchestrator.api.http.json_text import encode_pieces, sliced
 from orchestrator.api.http.models import StreamOptions
 from orchestrator.api.http.requests import ChoicePlan
 from orchestrator.api.http.responses import Response
-from orchestrator.api.http.structured import naming
 from orchestrator.api.stalls import while_read
 from orchestrator.sessions.lifecycle import REPLAY_TOKENS
 from orchestrator.text.cpu_threads import INLINE_NUMBERS, in_thread
@@ -39,8 +38,6 @@ class EventId:
     """Position of an event in a stream.
 
     Args:
-        session_id: The session.
-        turn: Its turn.
         offset: Emitted tokens up to and including the event.
         has_ended: Whether the event had the finish reason of the turn.
     """
@@ -52,7 +49,6 @@ class EventId:
 
     @classmethod
     def of(cls, chunk: Chunk) -> EventId:
-        """Return the id of a piece's event."""
         offset = chunk.offset + len(chunk.tokens)
         return cls(chunk.session_id, chunk.turn, offset, chunk.finish_reason is not None)
 
@@ -129,26 +125,23 @@ async def generate_all(
     backend: Backend,
     requests: Sequence[GenerationRequest],
     caller: Caller = ANONYMOUS,
-    *,
-    grammar_field: str = "",
 ) -> AsyncIterator[Pieces]:
     """Run the generations concurrently; leaving the context cancels those that still run.
 
     A single one runs in the caller's task, several run in a task each. The iterator raises the first failure
-    of any generation. `grammar_field` names the field of the caller's request that asked for the grammar.
+    of any generation.
     """
-    if len(requests) == 1:
-        generation = while_read(backend.generate(requests[0], caller))
-        async with aclosing(_numbered(generation, grammar_field)) as pieces:
+    generations = [while_read(backend.generate(request, caller)) for request in requests]
+    if len(generations) == 1:
+        (chunks,) = generations
+        async with aclosing(chunks), aclosing((0, chunk) async for chunk in chunks) as pieces:
             yield pieces
         return
     queue: _Queue = asyncio.Queue()
     slots = asyncio.Semaphore(_MAX_HELD)
     tasks = [
-        asyncio.create_task(
-            _pump(while_read(backend.generate(request, caller)), index, queue, slots, grammar_field)
-        )
-        for index, request in enumerate(requests)
+        asyncio.create_task(_pump(generation, index, queue, slots))
+        for index, generation in enumerate(generations)
     ]
     try:
         yield _drain(queue, slots, len(tasks))
@@ -156,29 +149,15 @@ async def generate_all(
         await end_tasks(*tasks, timeout_s=_CLOSE_TIMEOUT_S)
 
 
-async def _numbered(
-    generation: AsyncGenerator[Chunk, None], grammar_field: str
-) -> AsyncGenerator[tuple[int, Chunk], None]:
-    async with aclosing(generation) as chunks:
-        with naming(grammar_field):
-            async for chunk in chunks:
-                yield 0, chunk
-
-
 async def _pump(
-    generation: AsyncGenerator[Chunk, None],
-    index: int,
-    queue: _Queue,
-    slots: asyncio.Semaphore,
-    grammar_field: str,
+    generation: AsyncGenerator[Chunk, None], index: int, queue: _Queue, slots: asyncio.Semaphore
 ) -> None:
     end: Exception | None = InternalError("the generation was cut off")
     try:
-        with naming(grammar_field):
-            async with aclosing(generation) as chunks:
-                async for chunk in chunks:
-                    await slots.acquire()
-                    queue.put_nowait((index, chunk))
+        async with aclosing(generation) as chunks:
+            async for chunk in chunks:
+                await slots.acquire()
+                queue.put_nowait((index, chunk))
         end = None
     except Exception as error:
         end = error
@@ -208,7 +187,6 @@ class JsonPieces(fastapi.Response):
         self._pieces = pieces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the response."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         for piece in sliced(self._pieces):
             await send({"type": "http.response.body", "body": piece, "more_body": True})
@@ -217,9 +195,9 @@ class JsonPieces(fastapi.Response):
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events of one response; an error after the first event is sent as the last event.
+    """Server-sent events of one response.
 
-    Create it with `open`, which waits for the first event: an earlier failure is an ordinary error response.
+    Its creator has waited for the first event, as an earlier failure is an ordinary error response.
     """
 
     media_type = "text/event-stream"
@@ -227,28 +205,6 @@ class EventStream(StreamingResponse):
     def __init__(self, first: bytes, events: AsyncGenerator[bytes, None]) -> None:
         super().__init__(events, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         self._first, self._events = first, events
-
-    @classmethod
-    async def open(
-        cls,
-        backend: Backend,
-        requests: Sequence[GenerationRequest],
-        response: Response,
-        options: StreamOptions,
-        *,
-        caller: Caller = ANONYMOUS,
-        seen: EventId | None = None,
-        grammar_field: str = "",
-    ) -> EventStream:
-        """Start the generations and wait for the first event; `seen` is the last event that the client has.
-
-        See `generate_all` for `grammar_field`.
-
-        Raises:
-            GammarayError: The first failure, if it comes before the first event.
-        """
-        events = _events(backend, requests, response, options, caller, seen, grammar_field)
-        return cls(await anext(events), events)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events until they or the client end; then end the generations.
@@ -266,7 +222,6 @@ class EventStream(StreamingResponse):
             sending.result()
 
     async def stream_response(self, send: Send) -> None:
-        """Send the headers and the events."""
         async with aclosing(self._events):
             await send(
                 {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
@@ -277,15 +232,21 @@ class EventStream(StreamingResponse):
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _events(
+async def response_events(
     backend: Backend,
     requests: Sequence[GenerationRequest],
     response: Response,
     options: StreamOptions,
-    caller: Caller,
-    seen: EventId | None,
-    grammar_field: str,
+    caller: Caller = ANONYMOUS,
+    seen: EventId | None = None,
 ) -> AsyncGenerator[bytes, None]:
+    """Run the generations and yield their events; `seen` is the last one that the client already has.
+
+    An error after the first event is the last event.
+
+    Raises:
+        GammarayError: The first failure, if it comes before the first event.
+    """
     is_padded, is_resumable = options.include_obfuscation, len(requests) == 1 and requests[0].store
 
     def rendered(index: int, chunk: Chunk, *, is_large: bool) -> list[bytes]:
@@ -296,40 +257,36 @@ async def _events(
         last = f"id: {EventId.of(chunk)}\n" if is_resumable else ""
         pieces: list[bytes] = []
         for event, fields in zip(events, [*("" for _ in events[1:]), last], strict=True):
-            data = encode_pieces(event) if is_large else (compact(event),)
+            data = encode_pieces(event) if is_large else (to_json(event),)
             pieces += sse_pieces(data, fields, is_padded=is_padded)
         return list(sliced(pieces))
 
-    async with generate_all(backend, requests, caller, grammar_field=grammar_field) as pieces:
+    async with generate_all(backend, requests, caller) as pieces:
         openings: Sequence[bytes] | None = (
-            [sse(compact(event), is_padded=is_padded) for event in response.openings()] if not seen else []
+            [_sse(event, is_padded=is_padded) for event in response.openings()] if not seen else []
         )
         try:
-            async for index, chunk in pieces:
-                # The last chunk's events have all token ids.
-                num_ids = 0 if chunk.finish_reason is None else chunk.offset + len(chunk.tokens)
-                if chunk.prompt_logprobs is None and num_ids <= INLINE_NUMBERS:
-                    data = rendered(index, chunk, is_large=False)
-                else:  # up to a million numbers: do not block other streams
-                    data = await in_thread(rendered, index, chunk, is_large=True)
-                if openings is not None:
-                    data, openings = [b"".join((*openings, *data[:1])), *data[1:]], None
-                async for piece in yielding(data):
-                    if piece:
-                        yield piece
+            with renaming(grammar=response.states[0].plan.grammar_field):
+                async for index, chunk in pieces:
+                    # The last chunk's events have all token ids.
+                    num_ids = 0 if chunk.finish_reason is None else chunk.offset + len(chunk.tokens)
+                    if chunk.prompt_logprobs is None and num_ids <= INLINE_NUMBERS:
+                        data = rendered(index, chunk, is_large=False)
+                    else:  # up to a million numbers: do not block other streams
+                        data = await in_thread(rendered, index, chunk, is_large=True)
+                    if openings is not None:
+                        data, openings = [b"".join((*openings, *data[:1])), *data[1:]], None
+                    async for piece in yielding(data):
+                        if piece:
+                            yield piece
         except Exception as error:
             if openings is not None:
                 raise
-            yield sse(compact(error_body(as_gammaray_error(error))))
+            yield _sse(error_body(as_gammaray_error(error)))
             return
         if options.include_usage:
-            yield sse(compact(response.usage_event()))
+            yield _sse(response.usage_event())
         yield b"data: [DONE]\n\n"
-
-
-def compact(body: Mapping[str, Any]) -> bytes:
-    """Return a small object as JSON."""
-    return to_json(body)
 
 
 async def yielding(pieces: Iterable[bytes]) -> AsyncIterator[bytes]:
@@ -340,9 +297,8 @@ async def yielding(pieces: Iterable[bytes]) -> AsyncIterator[bytes]:
         yield piece
 
 
-def sse(data: bytes, fields: str = "", *, is_padded: bool = False) -> bytes:
-    """Return the event of a JSON object, see `sse_pieces`."""
-    return b"".join(sse_pieces((data,), fields, is_padded=is_padded))
+def _sse(event: Mapping[str, Any], *, is_padded: bool = False) -> bytes:
+    return b"".join(sse_pieces((to_json(event),), is_padded=is_padded))
 
 
 def sse_pieces(data: Iterable[bytes], fields: str = "", *, is_padded: bool = False) -> list[bytes]:

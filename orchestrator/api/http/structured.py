@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from contextlib import AbstractContextManager
 from typing import Any
 
 from pydantic_core import from_json
 
-from gammaray.errors import InvalidArgumentError, renaming
+from gammaray.errors import InvalidArgumentError
 from gammaray.grammar.texts import JSON_OBJECT, choice_grammar, json_schema_grammar, regex_grammar
 from orchestrator.api.http.fields import ResponseFormat, StructuredOutputs
 from orchestrator.api.http.models import OpenAIRequest
@@ -33,39 +32,25 @@ _GBNF = re.compile(r"^[ \t]*root[ \t]*::=", re.MULTILINE)
 _WIDE_ESCAPE = re.compile(r"\\(?:u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|.)", re.DOTALL)
 
 
-def grammar_field(body: OpenAIRequest) -> str:
-    """Return the field of a body that asks for a grammar; empty if none does.
-
-    Raises:
-        InvalidArgumentError: Several fields do.
-    """
-    asks_for_format = body.response_format is not None and body.response_format.type != "text"
-    if asks_for_format and body.structured_outputs is not None:
-        got = f"{body.response_format.type} with structured_outputs" if body.response_format else ""
-        raise InvalidArgumentError("response_format", got, "one of the two fields")
-    if asks_for_format:
-        return "response_format"
-    return "structured_outputs" if body.structured_outputs is not None else ""
-
-
-def grammar_of(body: OpenAIRequest) -> str:
-    """Return the grammar of the completions of a body; empty if they may be any text.
+def grammar_of(body: OpenAIRequest) -> tuple[str, str]:
+    """Return the grammar of the completions of a body and the field that asks for it; "" for any text.
 
     Raises:
         InvalidArgumentError: A field is invalid, or does not go with another one; the error names it.
     """
-    field = grammar_field(body)
+    form, outputs = body.response_format, body.structured_outputs
+    field = "" if form is None or form.type == "text" else "response_format"
+    if outputs is not None:
+        if form is not None and field:
+            got = f"{form.type} with structured_outputs"
+            raise InvalidArgumentError("response_format", got, "one of the two fields")
+        field = "structured_outputs"
     if field and body.ignore_eos:
         got = f"true with {field}"
         raise InvalidArgumentError("ignore_eos", got, f"false with {field}, which says where the text ends")
-    if body.response_format is not None and field != "structured_outputs":
-        return _of_format(body.response_format)
-    return "" if body.structured_outputs is None else _of_outputs(body.structured_outputs)
-
-
-def naming(field: str) -> AbstractContextManager[None]:
-    """Let errors about the grammar name the field that asked for it, see `grammar_field`."""
-    return renaming("grammar", field)
+    if outputs is not None:
+        return _of_outputs(outputs), field
+    return "" if form is None else _of_format(form), field
 
 
 def _of_format(asked: ResponseFormat) -> str:

@@ -44,7 +44,6 @@ class ResponseBuilder:
         self._logprobs = EncodedList()
 
     def begin(self) -> list[types.Event]:
-        """Begin the stream."""
         return [
             self._event({"type": "response.created", "response": self._snapshot()}),
             self._event({"type": "response.in_progress", "response": self._snapshot()}),

@@ -7,14 +7,14 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
-from gammaray.errors import GammarayError, ResourceExhaustedError
+from gammaray.errors import GammarayError, ResourceExhaustedError, renaming
 from gammaray.types import Chunk
 from orchestrator.access.caller import Caller
 from orchestrator.api.backend import Backend
 from orchestrator.api.http.errors import as_gammaray_error
 from orchestrator.api.http.json_text import INLINE_ENTRIES, encode, encode_pieces, sliced
 from orchestrator.api.http.requests import TOKEN_BYTES, ChoicePlan, check_size
-from orchestrator.api.http.responses import ChatLogprobs, ChoiceState
+from orchestrator.api.http.responses import ChatLogprobs, ChoiceState, reader_of
 from orchestrator.api.http.responses_api import types
 from orchestrator.api.http.responses_api.events import ResponseBuilder
 from orchestrator.api.http.responses_api.records import ResponseRecords
@@ -22,7 +22,6 @@ from orchestrator.api.http.responses_api.requests import ResponsePlan
 from orchestrator.api.http.stream import sse_pieces, yielding
 from orchestrator.api.http.tools.calls import call_id
 from orchestrator.api.http.tools.parser import ArgumentText, CallBegun, CallEnded, CallEvent, PlainText
-from orchestrator.api.http.tools.reading import CallReader
 from orchestrator.api.stalls import while_read
 from orchestrator.text.cpu_threads import in_thread
 
@@ -54,22 +53,14 @@ class ResponseRun:
     told of it. If the client goes earlier, it is stored as cancelled. Bytes for its longest output are
     reserved at the beginning. An output of longer tokens that then does not fit the bounds of stored bytes is
     not stored, and the response has failed.
-
-    Args:
-        backend: Generates the text.
-        plan: The response.
-        caller: The client.
     """
 
     def __init__(self, backend: Backend, plan: ResponsePlan, caller: Caller) -> None:
         self._backend, self._plan, self._caller = backend, plan, caller
         self._records = ResponseRecords(backend, caller)
         self._builder = ResponseBuilder(plan.response)
-        self._state = ChoiceState(ChoicePlan(0, 0, plan.request), None)
-        prompt = plan.request.prompt if isinstance(plan.request.prompt, str) else ""
-        self._reader = None
-        if plan.calls is not None:
-            self._reader = CallReader(plan.calls, backend.tokenizer.is_special, prompt=prompt)
+        choice = ChoicePlan(0, 0, plan.request, calls=plan.calls)
+        self._state = ChoiceState(choice, None, calls=reader_of(choice, backend.tokenizer))
         self._logprobs = ChatLogprobs() if plan.request.num_top_logprobs is not None else None
         self._has_begun = self._has_ended = False
 
@@ -107,7 +98,7 @@ class ResponseRun:
         try:
             generation = self._backend.generate(self._plan.request, self._caller)
             async with aclosing(while_read(generation)) as chunks:
-                with self._plan.naming():
+                with renaming(**self._plan.names):
                     async for chunk in chunks:
                         opening = [] if self._has_begun else await self._begin(chunk)
                         if events := [*opening, *self._read(chunk)]:
@@ -135,8 +126,8 @@ class ResponseRun:
     def _read(self, chunk: Chunk) -> list[types.Event]:
         self._state.add(chunk)
         events: list[types.Event] = []
-        if self._reader is not None:
-            for event in self._reader.read(chunk):
+        if self._state.calls is not None:
+            for event in self._state.new_events:
                 events += self._of(event)
         else:
             logprobs: list[Any] = []
@@ -162,7 +153,6 @@ class ResponseRun:
                 return self._builder.end_item(is_whole=is_whole)
 
     async def _pieces(self) -> list[bytes]:
-        """Return the response as JSON, in pieces."""
         return await self._off_loop(lambda: list(encode_pieces(self._plan.response)))
 
     async def _off_loop(self, work: Callable[[], T]) -> T:

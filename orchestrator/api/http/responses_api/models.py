@@ -32,12 +32,7 @@ from orchestrator.api.http.fields import (
     null_is_absent,
     parse_choice,
 )
-from orchestrator.api.http.models import (
-    MAX_MESSAGES,
-    ObfuscationOptions,
-    RequestBody,
-    body_description,
-)
+from orchestrator.api.http.models import MAX_MESSAGES, ObfuscationOptions, RequestBody, body_description
 from orchestrator.api.http.tools.calls import ChoiceMode, ToolChoice
 
 LOGPROBS = "message.output_text.logprobs"

@@ -28,11 +28,7 @@ Order = Literal["asc", "desc"]
 class Record:
     """A response as read from the store.
 
-    Args:
-        stored: The stored texts.
-
     Attributes:
-        response: The response.
         text: Its JSON.
     """
 
@@ -49,7 +45,6 @@ class Record:
 
     @property
     def size(self) -> int:
-        """Bytes of the stored texts."""
         return len(self._stored.input) + len(self._stored.response)
 
     def break_off(self) -> None:
@@ -60,12 +55,7 @@ class Record:
 
 
 class ResponseRecords:
-    """Calls of one client about stored responses.
-
-    Args:
-        backend: Has the store, and the sessions of the responses.
-        caller: The client.
-    """
+    """Calls of one client about stored responses; each raises UnavailableError if Redis cannot be reached."""
 
     def __init__(self, backend: Backend, caller: Caller) -> None:
         self._backend, self._caller = backend, caller
@@ -77,7 +67,6 @@ class ResponseRecords:
         Raises:
             InvalidArgumentError: Its input, or what its output may take, is too large to be stored.
             ResourceExhaustedError: A bound of stored bytes is reached; has a retry delay.
-            UnavailableError: Redis cannot be reached.
         """
         if len(items) > MAX_STORED_BYTES:
             got = f"{len(items)} bytes with the input of earlier responses"
@@ -85,11 +74,7 @@ class ResponseRecords:
         await self._store.create(self._caller.qualify(response_id), StoredResponse(items, response), room)
 
     async def finish(self, response_id: str, response: bytes, short: bytes) -> Ending:
-        """Store the end of a response, see `ResponseStore.finish`.
-
-        Raises:
-            UnavailableError: Redis cannot be reached.
-        """
+        """Store the end of a response, see `ResponseStore.finish`."""
         return await self._store.finish(self._caller.qualify(response_id), response, short)
 
     def finish_later(self, response_id: str, response: bytes, short: bytes) -> None:
@@ -105,7 +90,6 @@ class ResponseRecords:
 
         Raises:
             NotFoundError: The caller has no such response (any more).
-            UnavailableError: Redis cannot be reached.
         """
         missing = NotFoundError(f"no response {response_id[:80]!r}: it does not exist or has expired", kind)
         try:
@@ -124,7 +108,6 @@ class ResponseRecords:
         Raises:
             NotFoundError: The caller has no such response (any more).
             InvalidArgumentError: The response is in progress.
-            UnavailableError: Redis cannot be reached.
         """
         record = await self.read(response_id, "previous_response")
         if record.response["status"] == "in_progress":
@@ -140,7 +123,6 @@ class ResponseRecords:
         Raises:
             NotFoundError: The caller has no such response (any more).
             InvalidArgumentError: `after` is no item of it.
-            UnavailableError: Redis cannot be reached.
         """
         record = await self.read(response_id)
         items = record.items if record.size <= INLINE_BYTES else await in_thread(lambda: record.items)
@@ -165,7 +147,6 @@ class ResponseRecords:
 
         Raises:
             NotFoundError: The caller has no such response (any more).
-            UnavailableError: Redis cannot be reached.
         """
         await self.read(response_id)
         await self._backend.sessions.delete(response_id, self._caller)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,12 +17,7 @@ from orchestrator.api.http.requests import ChoicePlan, check_size, common_reques
 from orchestrator.api.http.responses_api import types
 from orchestrator.api.http.responses_api.items import conversation, new_id, stored_items
 from orchestrator.api.http.responses_api.models import LOGPROBS, ResponsesRequest, TextFormatInput
-from orchestrator.api.http.tools.calls import (
-    CallPlan,
-    ToolChoice,
-    plan_calls,
-    render_messages,
-)
+from orchestrator.api.http.tools.calls import CallPlan, ToolChoice, plan_calls, render_messages
 
 
 @dataclass(frozen=True)
@@ -33,16 +27,15 @@ class ResponsePlan:
     Args:
         response: The response before its output.
         items: The items before the output, those of earlier responses included.
-        request: The generation request.
         calls: The calls that the model may make; None for none.
-        naming: A context in which errors have the names of the request's fields.
+        names: Names that errors about fields have for the client.
     """
 
     response: types.ResponseObject
     items: list[types.InputListItem]
     request: GenerationRequest
     calls: CallPlan | None
-    naming: Callable[[], Any]
+    names: Mapping[str, str]
 
 
 def plan_response(
@@ -51,8 +44,6 @@ def plan_response(
     """Return the plan of a request.
 
     Args:
-        body: The request.
-        model: The served model.
         earlier: The items of the response that the request continues.
 
     Raises:
@@ -66,22 +57,13 @@ def plan_response(
     messages = conversation(items, len(earlier), body.instructions)
     calls = _calls(body, model)
     rule = _text_rule(body.text.format)
-    asked = "tools" if calls is not None and calls.is_forced else "text.format"
-
-    @contextmanager
-    def naming() -> Iterator[None]:
-        with ExitStack() as names:
-            for field, own in {**_NAMES, "grammar": asked}.items():
-                names.enter_context(renaming(field, own))
-            yield
-
+    names = {**_NAMES, "grammar": "tools" if calls is not None and calls.is_forced else "text.format"}
     response_id = new_id("resp")
-    with naming():
+    with renaming(**names):
+        prompt = render_messages(messages, model.tokenizer, calls)
         if calls is None:
-            prompt = render_messages(messages, model.tokenizer)
             grammar = f"start: {rule}" if rule else ""
         else:
-            prompt = calls.prompt(messages, model.tokenizer)
             grammar = calls.grammar(prompt, rule)
         request = replace(
             common_request(body, prompt, grammar),
@@ -93,7 +75,7 @@ def plan_response(
         request.validate()
         check_size((ChoicePlan(0, 0, request),), expected_bytes(request, model.max_context))
     head = _head(body, request, response_id, body.model or model.model_name)
-    return ResponsePlan(head, items, request, calls, naming)
+    return ResponsePlan(head, items, request, calls, names)
 
 
 _NAMES = {

@@ -19,11 +19,7 @@ from orchestrator.api.http.errors import STATUSES
 from orchestrator.api.http.models import parse_body
 from orchestrator.api.http.responses_api.generation import ResponseRun
 from orchestrator.api.http.responses_api.models import LOGPROBS, Includable, ResponsesRequest
-from orchestrator.api.http.responses_api.records import (
-    MAX_LISTED,
-    Order,
-    ResponseRecords,
-)
+from orchestrator.api.http.responses_api.records import MAX_LISTED, Order, ResponseRecords
 from orchestrator.api.http.responses_api.requests import plan_response
 from orchestrator.api.http.responses_api.types import DeletedResponse, Event
 from orchestrator.api.http.stream import EventStream, JsonPieces
@@ -52,7 +48,6 @@ class _Listing(BaseModel):
 
 
 def add_responses(app: FastAPI, backend: Backend, bodies: BodyReader) -> None:
-    """Add the paths of the Responses API."""
     path, errors = "/v1/responses/{response_id}", (*LOOKING_UP, 404)
     streamed: dict[str, Any] = {
         JSON: "ResponseObject",

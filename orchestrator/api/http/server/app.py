@@ -44,6 +44,7 @@ from orchestrator.api.http.stream import (
     JsonPieces,
     generate_all,
     recall,
+    response_events,
     resumed,
 )
 from orchestrator.api.http.tools.calls import plan_calls, render_messages
@@ -113,32 +114,21 @@ class _VllmCollector:
             "model_name": next((process.model for process in orchestrators), ""),
             "engine": _ENGINE,
         }
-        gauges = (
+        accepted = "Proposed tokens that were accepted and emitted."
+        for name, meaning, values in (
             ("num_requests_running", "Running requests.", [p.sessions for p in orchestrators]),
-            (
-                "num_requests_waiting",
-                "Waiting requests.",
-                [p.num_queued for p in orchestrators],
-            ),
-        )
-        for name, meaning, values in gauges:
-            gauge = GaugeMetricFamily(f"vllm:{name}", meaning, labels=list(labels))
-            gauge.add_metric(list(labels.values()), sum(values))
-            yield gauge
-        counters = (
+            ("num_requests_waiting", "Waiting requests.", [p.num_queued for p in orchestrators]),
             ("generation_tokens", "Tokens emitted.", [own.emitted_tokens for own in totals]),
             ("spec_decode_num_drafts", "Proposals with at least one token.", [own.drafts for own in totals]),
             ("spec_decode_num_draft_tokens", "Proposed tokens.", [own.draft_tokens for own in totals]),
-            (
-                "spec_decode_num_accepted_tokens",
-                "Proposed tokens that were accepted and emitted.",
-                [own.accepted_tokens for own in totals],
-            ),
-        )
-        for name, meaning, values in counters:
-            counter = CounterMetricFamily(f"vllm:{name}", meaning, labels=list(labels))
-            counter.add_metric(list(labels.values()), sum(values))
-            yield counter
+            ("spec_decode_num_accepted_tokens", accepted, [own.accepted_tokens for own in totals]),
+        ):
+            is_gauge = name.startswith("num_requests")
+            family = (GaugeMetricFamily if is_gauge else CounterMetricFamily)(
+                f"vllm:{name}", meaning, labels=list(labels)
+            )
+            family.add_metric(list(labels.values()), sum(values))
+            yield family
         yield self._per_position(labels)
 
     def _per_position(self, labels: dict[str, str]) -> Metric:
@@ -204,7 +194,6 @@ def create_app(
     """Return the ASGI application.
 
     Args:
-        backend: Generates the completions.
         close: Awaited when the application shuts down.
         authenticator: Checks API keys; None accepts all callers.
         max_bodies_bytes: Upper bound on the request bodies held at the same time.
@@ -260,7 +249,7 @@ def _add_generation(app: FastAPI, backend: Backend, bodies: BodyReader) -> None:
         async with bodies.read(request) as data:
             body, plans = await _planned(_plan_chat, backend, data)
         response = ChatResponse(body.model or backend.model_name, plans, backend.tokenizer)
-        with renaming("prompt", "messages"):
+        with renaming(prompt="messages"):
             return await _generate(backend, plans, response, body, request)
 
 
@@ -344,11 +333,7 @@ def _plan_chat(backend: Backend, data: bytes) -> tuple[ChatRequest, list[ChoiceP
     body = parse_body(ChatRequest, data)
     messages, tools = body.conversation(), body.checked_tools()
     calls = plan_calls(tools, body.tool_choice, body.parallel_tool_calls, backend.tokenizer)
-    prompt = (
-        render_messages(messages, backend.tokenizer)
-        if calls is None
-        else calls.prompt(messages, backend.tokenizer)
-    )
+    prompt = render_messages(messages, backend.tokenizer, calls)
     return body, chat_choices(body, prompt, backend.max_context, calls)
 
 
@@ -364,15 +349,14 @@ async def _generate(
     if seen is not None:
         plans = resumed(plans, seen, is_stream=body.stream)
         await recall(response, backend, seen, caller)
-    requests, asked = [plan.request for plan in plans], plans[0].grammar_field
+    requests = [plan.request for plan in plans]
     if body.stream:
-        options = body.stream_options
-        return await EventStream.open(
-            backend, requests, response, options, caller=caller, seen=seen, grammar_field=asked
-        )
-    async with generate_all(backend, requests, caller, grammar_field=asked) as pieces:
-        async for index, chunk in pieces:
-            response.add(index, chunk)
+        events = response_events(backend, requests, response, body.stream_options, caller, seen)
+        return EventStream(await anext(events), events)
+    with renaming(grammar=plans[0].grammar_field):
+        async with generate_all(backend, requests, caller) as pieces:
+            async for index, chunk in pieces:
+                response.add(index, chunk)
     if response.num_entries <= INLINE_ENTRIES:
         return JsonPieces(list(encode_pieces(response.whole())))
     return JsonPieces(await in_thread(lambda: list(encode_pieces(response.whole()))))

@@ -36,7 +36,6 @@ class _Schemas(GenerateJsonSchema):
 
 
 def document(app: FastAPI) -> dict[str, Any]:
-    """Return the document of an application."""
     found = get_openapi(
         title=app.title,
         version=app.version,

@@ -1,6 +1,6 @@
 """What a request's tools mean for its prompt, its grammar and the reading of its completion.
 
-Nothing here depends on the JSON of one API. For each request: `plan_calls`, then `CallPlan.prompt` and
+Nothing here depends on the JSON of one API. For each request: `plan_calls`, then `render_messages` and
 `CallPlan.grammar`, then for each choice a `CallPlan.parser`.
 """
 
@@ -25,7 +25,6 @@ class Tool:
     """A function that the model may call.
 
     Args:
-        name: Its name.
         description: What it does, for the model.
         parameters: JSON schema of its arguments; None: it takes none.
         strict: Whether the client asked for arguments that follow the schema; None: it did not say.
@@ -77,7 +76,6 @@ class CallPlan:
         tools: The tools, at least one.
         choice: Whether the model calls them; not "none".
         is_parallel: Whether a message may have several calls.
-        form: Form of the calls.
     """
 
     tools: tuple[Tool, ...]
@@ -90,21 +88,11 @@ class CallPlan:
         """Whether a grammar enforces a call."""
         return self.choice.mode == "required"
 
-    def prompt(self, messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> str:
-        """Return the prompt of a conversation, see `render_messages`.
-
-        Raises:
-            InvalidArgumentError: The chat template refuses the messages or the tools.
-        """
-        tools = [tool.to_template() for tool in self.tools]
-        rendered = _prompt(messages, tools, self.form, tokenizer)
-        return rendered + self.form.marker_in_prompt if self.is_forced else rendered
-
     def grammar(self, prompt: str, answer: str = "") -> str:
         """Return the grammar of the completion, empty if it is free.
 
         Args:
-            prompt: The result of `prompt`.
+            prompt: The result of `render_messages`.
             answer: Right side of a rule for messages without calls, which the grammar allows unless calls are
                 forced; empty if they are free.
 
@@ -131,7 +119,7 @@ class CallPlan:
 
         Args:
             new_id: Returns the id of the call with this index, see `call_id`.
-            prompt: The result of `prompt`; models with a response template may need it.
+            prompt: The result of `render_messages`; models with a response template may need it.
         """
         max_calls = None if self.is_parallel else 1
         described = self.form.chat.response_template
@@ -160,10 +148,8 @@ def plan_calls(
     """Return the plan of a request's tools; None if no tool can be called.
 
     Args:
-        tools: The tools.
         choice: Whether the model calls them; None: "auto" if there are tools.
         is_parallel: Whether a message may have several calls. One of a named tool has one, as OpenAI's has.
-        tokenizer: Has the model's chat template.
     """
     choice = choice or ToolChoice("auto")
     if not tools or choice.mode == "none":
@@ -172,17 +158,22 @@ def plan_calls(
     return CallPlan(tuple(tools), choice, is_parallel and not choice.name, form)
 
 
-def render_messages(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> str:
-    """Return the prompt of a conversation without tools, whose messages may still have calls and results.
+def render_messages(
+    messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, calls: CallPlan | None = None
+) -> str:
+    """Return the prompt of a conversation.
 
     Args:
         messages: The conversation. Calls have objects as arguments, or texts that are no JSON object.
-        tokenizer: Has the model's chat template.
+        calls: The calls that the completion may have; None for none.
 
     Raises:
-        InvalidArgumentError: The chat template refuses the messages.
+        InvalidArgumentError: The chat template refuses the messages or the tools.
     """
-    return _prompt(messages, (), CallFormat.of(tokenizer.chat_format), tokenizer)
+    if calls is None:
+        return _prompt(messages, (), CallFormat.of(tokenizer.chat_format), tokenizer)
+    prompt = _prompt(messages, [tool.to_template() for tool in calls.tools], calls.form, tokenizer)
+    return prompt + calls.form.marker_in_prompt if calls.is_forced else prompt
 
 
 def _prompt(

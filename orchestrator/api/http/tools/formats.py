@@ -65,10 +65,8 @@ class CallFormat:
     """How a model is told of tools, and writes calls.
 
     Args:
-        family: Form of the calls.
         is_native: Whether the chat template renders tools, calls and results; else this class writes them as
             plain messages.
-        chat: The chat format of the model.
     """
 
     family: CallFamily

@@ -23,7 +23,6 @@ def call_grammar(
     """Return the grammar of at least one call, or of an answer.
 
     Args:
-        form: Form of the calls.
         tools: For each tool that may be called its name, the schema of its arguments, and the name of the
             field with the schema, for errors.
         is_parallel: Whether there may be several calls. Llama's templates refuse messages of several, so that

@@ -89,8 +89,6 @@ class CallParser:
     """Finds the tool calls in one completion.
 
     Args:
-        family: Form of the calls.
-        names: Names of the tools.
         new_id: Returns the id of the call with this index.
         max_calls: Further calls are dropped; None: no bound.
         is_after_marker: Whether the prompt ends with the marker before the calls.
@@ -129,7 +127,6 @@ class CallParser:
 
     @property
     def num_calls(self) -> int:
-        """Number of calls so far."""
         return self._num_seen if self._max_calls is None else min(self._num_seen, self._max_calls)
 
     @property
@@ -163,11 +160,11 @@ class CallParser:
         elif self._state is _State.LEAD or (self._state is _State.OBJECT and not self._is_begun):
             self._cut_call("".join(self._raw))
         elif self._state is _State.TEXT:
-            num_begun = _num_begun(self._pending, self._marker)
-            if num_begun and self._sole_name:
+            num_held = num_begun(self._pending, self._marker)
+            if num_held and self._sole_name:
                 self._begin(self._sole_name)
                 self._emit(CallEnded(self._num_seen - 1, is_whole=False))
-            elif num_begun < MIN_BEGUN:
+            elif num_held < MIN_BEGUN:
                 self._emit(PlainText(self._pending))
         self._pending, self._raw, self._in_arguments = "", [], False
         return self._taken()
@@ -229,7 +226,7 @@ class CallParser:
         pending = self._pending + text[at:]
         found = pending.find(self._marker)
         if found < 0:
-            cut = _before_space(pending, len(pending) - _num_begun(pending, self._marker))
+            cut = _before_space(pending, len(pending) - num_begun(pending, self._marker))
             self._emit(PlainText(pending[:cut]))
             self._pending = pending[cut:]
             return len(text)
@@ -346,7 +343,7 @@ class CallParser:
             self._emit(CallEnded(index, is_whole=False))
             self._state, self._raw, self._in_arguments = _State.TEXT, [], False
             return True
-        kept = _num_begun(raw, CLOSE)
+        kept = num_begun(raw, CLOSE)
         self._emit(ArgumentText(index, raw[: len(raw) - kept]))
         self._raw = list(raw[len(raw) - kept :])
         return True
@@ -443,7 +440,7 @@ def _before_space(text: str, end: int) -> int:
     return start + len(text[start:end].rstrip(_SPACE))
 
 
-def _num_begun(text: str, marker: str) -> int:
+def num_begun(text: str, marker: str) -> int:
     """Return the length of the longest end of a text with which a marker begins."""
     longest = min(len(text), len(marker) - 1)
     return next((length for length in range(longest, 0, -1) if text.endswith(marker[:length])), 0)

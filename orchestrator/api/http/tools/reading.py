@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from gammaray.types import Chunk, EmittedToken
 from orchestrator.api.http.tools.calls import CallPlan, call_id
-from orchestrator.api.http.tools.parser import CallEvent
+from orchestrator.api.http.tools.parser import CallEvent, num_begun
 
 
 class CallReader:
@@ -16,8 +16,6 @@ class CallReader:
     Args:
         plan: The calls that the request allows.
         is_special: Returns whether decoded text omits a token.
-        stop: Stop strings of the request.
-        prompt: The rendered prompt.
     """
 
     def __init__(
@@ -42,7 +40,6 @@ class CallReader:
         return self._parser.is_whole
 
     def read(self, chunk: Chunk) -> list[CallEvent]:
-        """Return what the next chunk adds."""
         self._seed = f"{chunk.session_id}:{chunk.seed}"
         events = self._parser.push(self._with_markers(chunk.tokens, chunk.text))
         return events if chunk.finish_reason is None else events + self._parser.finish()
@@ -54,7 +51,7 @@ class CallReader:
         """
         shown = (token.token_bytes for token in tokens if not self._is_special(token.token_id))
         text = self._held + self._utf8.decode(b"".join(shown))
-        keep = max((_num_begun(text, stop) for stop in self._stop), default=0)
+        keep = max((num_begun(text, stop) for stop in self._stop), default=0)
         text, self._held = text[: len(text) - keep], text[len(text) - keep :]
         self._parser.push(self._with_markers(tokens, text))
 
@@ -76,8 +73,3 @@ class CallReader:
             parts += [text[done - start : position - start], marker]
             done = max(done, position)
         return "".join([*parts, text[done - start :]])
-
-
-def _num_begun(text: str, stop: str) -> int:
-    longest = min(len(text), len(stop) - 1)
-    return next((length for length in range(longest, 0, -1) if text.endswith(stop[:length])), 0)

@@ -38,9 +38,6 @@ class TemplateParser:
         new_id: Returns the id of the call with this index.
         prompt: The rendered prompt, which may begin the message.
         max_calls: Further calls are dropped; None: no bound.
-
-    Attributes:
-        num_calls: Calls so far.
     """
 
     def __init__(

@@ -27,8 +27,8 @@ from orchestrator.launcher.preflight import (
     check_models,
     check_port,
     gpu_share,
-    gpus_by_role,
     vocab_size,
+    worker_gpus,
 )
 from orchestrator.launcher.reaper import (
     MARK,
@@ -134,12 +134,18 @@ def test_gpu_shares_fit_all_workers(num_gpus, num_workers, share):
 
 
 def test_spread_targets_get_whole_gpus_and_drafters_share_the_rest():
-    assert gpus_by_role(4, 1, 2, 1) == {"target": 1.0, "draft": 1.0}
-    assert gpus_by_role(0, 1, 1, 2) == {"target": 0.0, "draft": 0.0}
-    assert gpus_by_role(5, 2, 3, 2) == {"target": 2, "draft": 0.3333}
-    assert gpus_by_role(4, 2, 0, 2)["target"] == 2
+    def gpus(num_gpus, targets, drafts, ranks):
+        settings = ClusterSettings(
+            target_workers=str(targets), draft_workers=str(drafts), tensor_parallel=ranks
+        )
+        return worker_gpus(settings, num_gpus)
+
+    assert gpus(4, 1, 2, 1) == {"target": 1.0, "draft": 1.0}
+    assert gpus(0, 1, 1, 2) == {"target": 0.0, "draft": 0.0}
+    assert gpus(5, 2, 3, 2) == {"target": 2, "draft": 0.3333}
+    assert gpus(4, 2, 0, 2)["target"] == 2
     with pytest.raises(InvalidArgumentError, match="within 4 GPUs"):
-        gpus_by_role(4, 2, 1, 2)
+        gpus(4, 2, 1, 2)
 
 
 FREE_PORTS = (

@@ -1,6 +1,7 @@
 """A generation's cycle log, sampled and not: which spans its cycles, calls and errors become."""
 
 import asyncio
+import logging
 import time
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from gammaray.aio import BackgroundTasks
 from gammaray.telemetry import names as t
 from gammaray.telemetry.span_ids import SpanIds
 from gammaray.types import DrafterKind, GenerationRequest, TokenOrigin, VerificationMethod
@@ -52,11 +54,9 @@ class Generation:
         self.block = VerifyBlock()
 
     async def run(self, caller, error=None):
-        tasks = []
+        background = BackgroundTasks(logging.getLogger(__name__), "the log could not be written")
         async with self._tracing.request(GenerationRequest("Hi"), caller) as span:
-            log = self._tracing.cycle_log(
-                session(), span, lambda work: tasks.append(asyncio.create_task(work)), is_stored=False
-            )
+            log = self._tracing.cycle_log(session(), span, background, is_stored=False)
             call = log.call("target", "h:1")
             call.sent(self.block)
             call.answered(None)
@@ -65,7 +65,7 @@ class Generation:
             if error is not None:
                 log.call("target", "h:2").sent(VerifyBlock())
             log.finish(error)
-            await asyncio.gather(*tasks)
+            await background.settled()
             if error is not None:
                 raise error
 
