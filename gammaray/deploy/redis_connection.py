@@ -253,7 +253,7 @@ class _Pool(BlockingConnectionPool):
     async def get_connection(self, *args: Any, **options: Any) -> Any:
         """Return a connected connection, waiting for one only if all are in use."""
         if not self.can_get_connection():
-            return await super().get_connection(*args, **options)
+            return await super().get_connection(*args, **options)  # type: ignore[no-untyped-call]
         connection = self.get_available_connection()  # type: ignore[no-untyped-call]
         try:
             await self.ensure_connection(connection)

@@ -206,8 +206,8 @@ class BatchedScript:
         self, calls: Sequence[tuple[tuple[Any, ...], object]], command: str, script: str
     ) -> list[Any]:
         async def send() -> list[Any]:
-            pool = self._redis.connection_pool
-            connection, results = await pool.get_connection(), []
+            pool, results = self._redis.connection_pool, list[Any]()
+            connection = await pool.get_connection()  # type: ignore[no-untyped-call]
             try:  # what fails or is cancelled here closes the connection
                 packed = connection.pack_commands([(command, script, *arguments) for arguments, _ in calls])
                 await connection.send_packed_command(packed)
