@@ -198,7 +198,7 @@ def connect(redis_url: str, *, timeout_s: float, num_retries: int, max_connectio
         if parts.scheme in _SENTINEL_SCHEMES:
             pool: Any = _sentinel_pool(parts, options)
         else:
-            pool = BlockingConnectionPool(**{**options, **parse_url(redis_url)})
+            pool = _Pool(**{**options, **parse_url(redis_url)})
         pool.connection_class(**pool.connection_kwargs)  # rejects invalid options of the URL
     except (TypeError, ValueError) as error:  # TypeError: an option that redis-py does not know
         raise InvalidArgumentError("redis_url", without_password(redis_url), ALLOWED_URLS) from error
@@ -246,7 +246,23 @@ def _sentinel_pool(parts: SplitResult, options: dict[str, Any]) -> _SentinelPool
     return _SentinelPool(unquote(service), sentinel, **options)  # type: ignore[no-untyped-call]
 
 
-class _SentinelPool(SentinelConnectionPool, BlockingConnectionPool):
+class _Pool(BlockingConnectionPool):
+    """Gives a free connection at once; redis-py would lock, start a timer and measure the wait first."""
+
+    async def get_connection(self, *args: Any, **options: Any) -> Any:
+        """Return a connected connection, waiting for one only if all are in use."""
+        if not self.can_get_connection():
+            return await super().get_connection(*args, **options)  # type: ignore[no-untyped-call]
+        connection = self.get_available_connection()  # type: ignore[no-untyped-call]
+        try:
+            await self.ensure_connection(connection)
+        except BaseException:
+            await self.release(connection)
+            raise
+        return connection
+
+
+class _SentinelPool(SentinelConnectionPool, _Pool):
     """Connections to the primary according to Sentinel; calls wait for a free one."""
 
     async def aclose(self) -> None:

@@ -10,7 +10,14 @@ from collections.abc import Awaitable, Sequence
 from typing import Any, TypeVar
 
 from redis.asyncio import Redis as Redis
-from redis.exceptions import AuthenticationError, ConnectionError, NoScriptError, RedisError, TimeoutError
+from redis.exceptions import (
+    AuthenticationError,
+    ConnectionError,
+    NoScriptError,
+    RedisError,
+    ResponseError,
+    TimeoutError,
+)
 
 from gammaray.deploy import redis_connection
 from gammaray.deploy.redis_connection import (
@@ -195,10 +202,18 @@ class BatchedScript:
         self, calls: Sequence[tuple[tuple[Any, ...], object]], command: str, script: str
     ) -> list[Any]:
         async def send() -> list[Any]:
-            async with self._redis.pipeline(transaction=False) as pipeline:
-                for arguments, _ in calls:
-                    pipeline.execute_command(command, script, *arguments)
-                results = await pipeline.execute(raise_on_error=False)
+            pool, results = self._redis.connection_pool, list[Any]()
+            connection = await pool.get_connection()  # type: ignore[no-untyped-call]
+            try:  # what fails or is cancelled here closes the connection
+                packed = connection.pack_commands([(command, script, *arguments) for arguments, _ in calls])
+                await connection.send_packed_command(packed)
+                for _ in calls:
+                    try:
+                        results.append(await connection.read_response())
+                    except ResponseError as error:
+                        results.append(error)
+            finally:
+                await pool.release(connection)
             for result in results:
                 if isinstance(result, RedisError) and reply_code(result) in PASSING:
                     raise result

@@ -39,6 +39,10 @@ LIST_PAGE = 200
 
 READ_TRIES = 5
 
+FORMAT = 1
+"""Version of a session's hash, request and tokens, a field of the hash; those of 0.2.0 lack it: version 1.
+A change that orchestrators before it could not read raises it; a new field does not."""
+
 SUMMARY_FIELDS = (
     "digest",
     "epoch",
@@ -136,6 +140,7 @@ def parse(
 def fields_of(session: Session) -> list[Any]:
     """Return the hash fields of a turn as alternating fields and values."""
     fields = {
+        "format": FORMAT,
         "seed": session.params.seed or 0,
         "sample_index": session.params.sample_index,
         "max_tokens": session.max_tokens,
@@ -339,6 +344,7 @@ class RedisStore:
 
         Raises:
             NotFoundError: No such session.
+            FailedPreconditionError: An orchestrator with a newer format of sessions stored it.
             InternalError: Redis lost tokens.
         """
         for _ in range(READ_TRIES):
@@ -346,6 +352,11 @@ class RedisStore:
             fields = dict(zip(pairs[::2], pairs[1::2], strict=True))
             if b"digest" not in fields:  # no session, or one stored by an earlier version
                 raise NotFoundError(f"no session {session_id}", "session")
+            if (stored_in := int(fields.get(b"format", 1))) > FORMAT:
+                raise FailedPreconditionError(
+                    f"format of session {session_id}: got {stored_in}, allowed: up to {FORMAT}; "
+                    "upgrade this orchestrator"
+                )
             digest = fields[b"digest"].decode()
             if before is not None and before.digest == digest:
                 request: Any = pack_request(before.request, before.prompt)

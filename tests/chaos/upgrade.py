@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import select
 import subprocess
 import sys
 import time
@@ -22,6 +23,7 @@ from tests.chaos.load import asks, reference, streams
 from tests.chaos.network.histories import Clients
 from tests.chaos.network.spans import Measured, Span, line, longest_pause, measured, progress, result_of
 from tests.support.cluster.cluster_helpers import info_of
+from tests.support.cluster.served_versions import START_TIMEOUT_S
 
 ROOT = Path(__file__).parents[2]
 BEFORE = "892ee593"
@@ -36,6 +38,9 @@ STEPS: tuple[tuple[str, dict[str, str]], ...] = (
 )
 STAY_S = 6.0
 """How long each mixture serves."""
+
+ANSWER_TIMEOUT_S = START_TIMEOUT_S + 60.0
+"""The cluster's program gives up before, and says why."""
 
 
 @dataclass
@@ -63,9 +68,8 @@ class Versions:
         self.now |= changes
         trees = {role: self._trees[version] for role, version in self.now.items()}
         assert self._process.stdin is not None
-        assert self._process.stdout is not None
         print(json.dumps(trees), file=self._process.stdin, flush=True)
-        assert self._process.stdout.readline() == "deployed\n", "the cluster's program ended"
+        assert _answer(self._process) == ["deployed"], "the cluster's program ended"
         with Client(self.grpc) as client:
             processes = [one for one in client.status(timeout_s=60) if one.role in self.now and one.healthy]
         for one in processes:
@@ -73,6 +77,18 @@ class Versions:
                 assert bool(info_of(one).protocol) == (self.now[one.role] == "new"), one
             elif psutil.pid_exists(one.pid):  # a replaced one is known for some more seconds
                 assert psutil.Process(one.pid).environ()["PYTHONPATH"] == trees[one.role], one
+
+
+def _answer(process: subprocess.Popen[str], timeout_s: float = ANSWER_TIMEOUT_S) -> list[str]:
+    """Return the words of the program's next line, which it writes at once; none if it has ended.
+
+    Raises:
+        AssertionError: No line comes in time.
+    """
+    assert process.stdout is not None
+    is_there, _, _ = select.select([process.stdout], [], [], timeout_s)
+    assert is_there, f"the cluster's program has not answered for {timeout_s:g} s"
+    return process.stdout.readline().split()
 
 
 @contextmanager
@@ -94,9 +110,8 @@ def versions(commit: str, stderr: int | None) -> Iterator[Versions]:
             command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True
         )
         try:
-            assert process.stdout is not None
-            word, http, grpc = process.stdout.readline().split()
-            assert word == "ready"
+            word, http, grpc = _answer(process) or ("the cluster's program ended", "", "")
+            assert word == "ready", word
             trees = {"old": str(old), "new": str(ROOT)}
             now = dict.fromkeys(("orchestrator", *WORKERS), "old")
             cluster = Versions(f"http://{http}", grpc, now, trees, process)

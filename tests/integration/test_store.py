@@ -28,6 +28,7 @@ from gammaray.wire.sessions import SessionState
 from orchestrator.launcher.redis_server import RedisServer
 from orchestrator.sessions.lifecycle import SessionManager
 from orchestrator.storage.client import MAX_CONNECTIONS, answer, connect
+from orchestrator.storage.keys import DEFAULT_KEYS
 from orchestrator.storage.registry import RedisRegistry
 from orchestrator.storage.session_store import RedisStore
 from orchestrator.storage.trace_store import RedisTraceStore
@@ -64,6 +65,18 @@ async def test_store_reads_back_what_was_stored(store):
     assert stored.token_ids == (5, 2**31 + 5, 7, 8)
     assert stored.origins == (ACCEPTED, ACCEPTED, CORRECTION, BONUS)
     assert stored.finish_reason is FinishReason.LENGTH
+
+
+async def test_store_reads_sessions_up_to_its_own_format(store, redis):
+    session = make_session()
+    await store.create(session, b"request")
+    head = DEFAULT_KEYS.of("s")[0]
+    assert await redis.hget(head, "format") == b"1"
+    await redis.hset(head, "format", 2)
+    with pytest.raises(FailedPreconditionError, match="format of session s: got 2, allowed: up to 1"):
+        await store.read("s")
+    await redis.hdel(head, "format")  # as stored by 0.2.0
+    assert (await store.read("s")).epoch == session.epoch
 
 
 async def test_store_finds_no_session_of_an_earlier_version(store, redis):

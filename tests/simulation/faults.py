@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 MAX_FAULTS = 6
 LASTS_S = (0.05, 0.05, 0.5, 0.5, 0.5, 3.0, 3.0, 12.0)
-HORIZON = 2500
+HORIZON = 2000
 """Callbacks after the clients' start within which faults begin: about as many as a run without faults has."""
 
 REFUSALS = (

@@ -1,12 +1,11 @@
 """Faults to plant into the product, of the kinds that reviews found: the simulation must find them.
 
-A mutant is an edit of one module's source, made when it is imported in a process of its own.
+A mutant is an edit of one module's source, in a process of its own.
 """
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
+import importlib
 import multiprocessing
 import sys
 from collections.abc import Callable, Sequence
@@ -167,31 +166,6 @@ MUTANTS = {
 }
 
 
-class _Editor(importlib.abc.MetaPathFinder):
-    """Imports one module with its edit."""
-
-    def __init__(self, mutant: Mutant) -> None:
-        self._mutant = mutant
-        self._name = mutant.path.removesuffix(".py").replace("/", ".")
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != self._name:
-            return None
-        return importlib.machinery.ModuleSpec(
-            fullname, _Edited(edited(self._mutant)), origin=self._mutant.path
-        )
-
-
-class _Edited(importlib.abc.Loader):
-    def __init__(self, source: str) -> None:
-        self._source = source
-
-    def exec_module(self, module: ModuleType) -> None:
-        exec(compile(self._source, module.__name__, "exec"), module.__dict__)
-
-
 def edited(mutant: Mutant) -> str:
     """Return the mutant's source.
 
@@ -211,8 +185,11 @@ _SEED_LIMIT_S = 30.0
 
 
 def plant(name: str) -> None:
-    """Let the product be imported with a fault; call it before anything of it is imported."""
-    sys.meta_path.insert(0, _Editor(MUTANTS[name]))
+    """Import a module of the product with a fault; call it before anything imports that module."""
+    mutant = MUTANTS[name]
+    module = ModuleType(mutant.path.removesuffix(".py").replace("/", "."))
+    sys.modules[module.__name__] = module
+    exec(compile(edited(mutant), mutant.path, "exec"), module.__dict__)
 
 
 def hunt(names: Sequence[str], limit: int) -> int:

@@ -78,7 +78,8 @@ class Network:
         return bool(self.blocked) and (source, target) in self.blocked
 
     def delay_s(self) -> float:
-        return self.rng.uniform(*self.latency_s)
+        least, most = self.latency_s
+        return least + (most - least) * self.rng.random()
 
     def balance(self, name: str, server: Server) -> None:
         """Serve an address with several servers: each call goes to one, as through Serve's proxy."""

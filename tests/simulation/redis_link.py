@@ -303,21 +303,3 @@ class Connection(asyncio.Transport):
 
     def is_closing(self) -> bool:
         return self._is_closing
-
-    def get_extra_info(self, name: str, default: Any = None) -> Any:
-        return default
-
-    def can_write_eof(self) -> bool:
-        return False
-
-    def pause_reading(self) -> None:
-        """Take no notice: replies are small."""
-
-    def resume_reading(self) -> None:
-        """Take no notice: replies are small."""
-
-    def set_protocol(self, protocol: Any) -> None:
-        self._protocol = protocol
-
-    def get_protocol(self) -> Any:
-        return self._protocol
