@@ -147,10 +147,22 @@ def _environment(process: psutil.Process) -> dict[str, str]:
 
 def _signal_all(processes: list[psutil.Process], send: Callable[[psutil.Process], None]) -> None:
     for process in processes:
-        try:
+        _leave_idle_priority(process)
+        with contextlib.suppress(psutil.Error):
             send(process)
-        except psutil.Error:
-            continue
+
+
+def _leave_idle_priority(process: psutil.Process) -> None:
+    """Give a process that trains at idle priority a share of busy processors, which it needs to end.
+
+    Only root may; where it is not allowed, the process ends once a processor has nothing else to do.
+    """
+    if sys.platform != "linux":
+        return
+    with contextlib.suppress(psutil.Error, OSError):
+        for thread in process.threads():
+            if os.sched_getscheduler(thread.id) == os.SCHED_IDLE:
+                os.sched_setscheduler(thread.id, os.SCHED_OTHER, os.sched_param(0))
 
 
 def _guard(cluster_id: str, directory: str) -> None:

@@ -220,6 +220,28 @@ def test_end_marked_finds_orphans_that_ignore_sigterm():
     assert end_marked(cluster_id) == 0
 
 
+IDLE = """
+import os, pathlib, signal, sys
+def end(*_):
+    pathlib.Path(sys.argv[1]).write_text(str(os.sched_getscheduler(0)))
+    sys.exit()
+signal.signal(signal.SIGTERM, end)
+os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+print("up", flush=True)
+signal.pause()
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may take a process out of idle priority")
+def test_end_marked_lets_a_process_at_idle_priority_end_on_a_busy_machine(tmp_path):
+    cluster_id, found = uuid.uuid4().hex, tmp_path / "policy"
+    command, environment = [sys.executable, "-c", IDLE, str(found)], {**os.environ, MARK: cluster_id}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as idle:
+        assert idle.stdout.readline() == "up\n"
+        assert end_marked(cluster_id, grace_s=60) == 1
+    assert found.read_text() == str(os.SCHED_OTHER)
+
+
 UNMARKED_CHILD = """
 import subprocess, sys, time
 print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env={}).pid, flush=True)
