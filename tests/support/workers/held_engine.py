@@ -44,7 +44,7 @@ class HeldEngine:
     def _held_chain(self, feed: Any, *arguments: Any, **options: Any) -> Any:
         """Several forwards in one call: the engine blocks after all of them."""
         token_ids, logits = self._chain(feed, *arguments, **options)
-        self.forwards += [[feed.session_id] for _ in token_ids]
+        self.forwards += [[feed.session_id] for _ in logits]
         self._hold()
         return token_ids, logits
 
