@@ -17,6 +17,10 @@ process at work ends at once, and is there when that one dies."""
 CANNOT_TRAIN = 2
 """Exit status after which it is not started again: this target and drafter cannot be trained."""
 
+_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 20)}
+"""The memory of large tensors goes back to the system; glibc would keep it between the streams that stay:
+200 of SmolLM2 with its head, of 156 MB, took 734 MiB, and take 163 MiB with this."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -56,7 +60,9 @@ class TrainingProcess:
                 if self._stop.is_set():
                     return
                 # PDEATHSIG is about the thread that starts the process: this one, which outlives it.
-                self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL)
+                self._process = subprocess.Popen(
+                    self._command, stdin=subprocess.DEVNULL, env={**_MALLOC, **os.environ}
+                )
             status = self._process.wait()
             if status == CANNOT_TRAIN:
                 _log.error("nothing is trained until this worker starts again: see the error above")
