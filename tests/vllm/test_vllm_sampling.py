@@ -48,8 +48,11 @@ PARAMETERS = {
 
 
 def sessions_of(fields):
-    """Three prompts with the parameters of each case; one is longer than a block of the cache."""
-    rng = random.Random(1)
+    """Three prompts with the parameters of each case; one is longer than a block of the cache.
+
+    No greedy choice of these is within 1e-3 of another one, so that every instruction set makes the same.
+    """
+    rng = random.Random(4)
     prompts = [[rng.randrange(4, 97) for _ in range(length)] for length in (1, 30, 150)]
     return [
         Session(prompt, SamplingParams(**{"seed": seed, **fields}), eos_token_ids=EOS)
