@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
 
 from gammaray.config import DraftSettings, TargetSettings, WorkerSettings, parse_adapters
 from gammaray.demo_pair import early_exit_layers, resolve_model
@@ -30,8 +35,9 @@ def load_target(path: str, settings: TargetSettings, limits: Limits) -> tuple[Vl
     Raises:
         UnsupportedVllmError: vLLM is missing, or in another version.
         InvalidArgumentError: vLLM cannot load the model or the head, there is no GPU, too little memory, or
-            the head is for another target, or cannot learn.
+            the head is for another target, or cannot learn; or vLLM has no kernels for quantised weights.
     """
+    _check_kernels(path, settings.device)
     head = _head(settings.head, path) if settings.head else ""
     if settings.learn:
         check_swapped(settings.learn, head)
@@ -74,6 +80,7 @@ def load_draft(
         InvalidArgumentError: As of `check_draft`; no GPU, or too little memory.
     """
     check_draft(path, target, settings)
+    _check_kernels(path, settings.device)
     engine = VllmEngine(replace(_options(path, settings, limits), is_draft=True))
     digest = vocab_sha256(target or path)
     model = Model(settings.model, engine.vocab_size, engine.max_context, digest, kernel=engine.kernel)
@@ -110,6 +117,19 @@ def check_draft(path: str, target: str, settings: DraftSettings) -> None:
     has_tokens = bool(digest) and own in ("", digest)
     if not has_tokens or target_size(target) not in (0, target_size(path)):
         raise InvalidArgumentError("model", path, f"one of {target}'s vocabulary with vLLM as the engine")
+
+
+def _check_kernels(path: str, device: str) -> None:
+    """Refuse quantised weights on a CPU with AVX2 alone: most fail in the first forward, or are inexact."""
+    is_cpu = device == "cpu" or not torch.cuda.is_available()
+    if not is_cpu or torch.backends.cpu.get_cpu_capability() != "AVX2":
+        return
+    stored: dict[str, Any] = {}
+    with suppress(OSError):  # vLLM says what is missing
+        stored, _ = PretrainedConfig.get_config_dict(path)
+    if "quantization_config" in stored:
+        allowed = "one without quantised weights: vLLM's kernels for those need AVX-512, which this CPU lacks"
+        raise InvalidArgumentError("model", path, allowed)
 
 
 def _options(path: str, settings: WorkerSettings, limits: Limits) -> EngineOptions:

@@ -14,10 +14,13 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from gammaray.config import TargetSettings
+from gammaray.errors import InvalidArgumentError
+from services.vllm.loading import load_target
 from tests.support.engine_helpers import plain_logits, plain_model, tiny_model
 from tests.support.processing_helpers import TOKENS, small_tokenizer
 from tests.support.vllm_helpers import Session, answers, generate
-from tests.vllm.conftest import start_vllm
+from tests.vllm.conftest import LIMITS, start_vllm
 
 Tensors = dict[str, Tensor]
 GROUP = 32
@@ -198,3 +201,11 @@ def test_a_quantised_checkpoint_is_served_as_its_dequantised_form(base, tmp_path
         assert generate(scheduler, [Session(PROMPT)], 16, lambda s: next(proposals, [])) == outputs
     finally:
         scheduler.close()
+
+
+def test_quantised_weights_are_refused_where_vllm_has_no_kernels_for_them(base, tmp_path, monkeypatch):
+    quantised, _ = written(base, tmp_path, "awq")
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX2")
+    with pytest.raises(InvalidArgumentError, match="AVX-512") as refused:
+        load_target(str(quantised), TargetSettings(device="cpu"), LIMITS)
+    assert refused.value.field == "model"
