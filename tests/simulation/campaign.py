@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import gc
 import hashlib
@@ -16,7 +15,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from unittest.mock import patch
 
 import redis.utils
 import torch
@@ -71,9 +69,7 @@ def laboratory() -> Iterator[RealRedis]:
     # redis-py reads the metadata of its package for each connection.
     redis.utils.get_lib_version = functools.cache(redis.utils.get_lib_version)
     hook, sys.unraisablehook = sys.unraisablehook, lambda _: None  # of generators that end with theirs
-    # The weak set that `asyncio.all_tasks` reads costs as much as a callback for each task.
-    name = "_scheduled_tasks" if sys.version_info >= (3, 12) else "_all_tasks"
-    with patch.object(vars(asyncio.tasks)[name], "add", lambda _: None), real_redis() as real:
+    with real_redis() as real:
         run_schedule(0, real, [])  # imports what is imported on first use
         gc.collect()
         gc.freeze()

@@ -17,11 +17,11 @@ import random
 import sys
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextvars import Context, ContextVar, copy_context
 from typing import Any
 from unittest.mock import patch
-from weakref import ref
+from weakref import WeakSet
 
 HANDLE_S = 1e-6
 """Virtual seconds that each callback takes, so that no loop of callbacks stops the clock."""
@@ -47,6 +47,7 @@ class Process:
         is_alive: Whether it was not killed.
         is_paused: Whether it is stopped, as by SIGSTOP; see `SimulatedLoop.pause`.
         ready: Callbacks that may run.
+        tasks: Its tasks, also ended ones while something refers to them.
         context: Context of its callbacks.
     """
 
@@ -54,25 +55,12 @@ class Process:
         self.name = name
         self.is_alive, self.is_paused = True, False
         self.ready: deque[Call] = deque()
-        self._tasks: list[ref[SimulatedTask]] = []
-        self._prune_at = 64
+        self.tasks: WeakSet[SimulatedTask] = WeakSet()
         self.context = copy_context()
         self.context.run(_process.set, self)
 
     def __repr__(self) -> str:
         return self.name
-
-    def add(self, task: SimulatedTask) -> None:
-        """Count a task as one of this process."""
-        if len(self._tasks) == self._prune_at:
-            self._tasks = [one for one in self._tasks if one() is not None]
-            self._prune_at = 2 * len(self._tasks) + 64
-        self._tasks.append(ref(task))
-
-    @property
-    def tasks(self) -> list[SimulatedTask]:
-        """Its tasks, also ended ones while something refers to them."""
-        return [task for one in self._tasks if (task := one()) is not None]
 
 
 _process: ContextVar[Process] = ContextVar("process")
@@ -116,7 +104,7 @@ class SimulatedTask(asyncio.Task):
     def __init__(self, coro: Any, *, loop: SimulatedLoop, context: Context | None, name: str | None) -> None:
         self.number = next(loop.task_numbers)
         self.process = current_process() if context is None else context[_process]
-        self.process.add(self)
+        self.process.tasks.add(self)
         super().__init__(coro, loop=loop, name=name, context=context)
 
     def __hash__(self) -> int:
@@ -183,6 +171,13 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         elif not is_paused and process.is_alive and process.ready:
             self._runnable.append(process)
 
+    def _add(self, call: Call) -> None:
+        process = call.process
+        if process.is_alive:
+            if not process.ready and not process.is_paused:
+                self._runnable.append(process)
+            process.ready.append(call)
+
     def when_step(self, step: int, action: Callable[[], None]) -> None:
         """Call `action` just before the callback of that number."""
         heapq.heappush(self._at_steps, (step, next(self._numbers), action))
@@ -197,11 +192,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
 
     def call_soon(self, callback: Callable[..., Any], *args: Any, context: Context | None = None) -> Any:
         call = Call(callback, args, copy_context() if context is None else context)
-        process = call.process
-        if process.is_alive:
-            if not process.ready and not process.is_paused:
-                self._runnable.append(process)
-            process.ready.append(call)
+        self._add(call)
         return call
 
     call_soon_threadsafe = call_soon
@@ -280,11 +271,8 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
             self.now = max(self.now, timers[0][0])
         while timers and timers[0][0] <= self.now:
             call = heapq.heappop(timers)[2]
-            process = call.process
-            if process.is_alive and not call.is_cancelled:
-                if not process.ready and not process.is_paused:
-                    runnable.append(process)
-                process.ready.append(call)
+            if not call.is_cancelled:
+                self._add(call)
         if not runnable:
             if not timers:
                 raise Stuck("nothing is left to run")
@@ -306,17 +294,6 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
             raise
         except BaseException as error:
             self.errors.append(f"{call.callback} of {process}: {error!r}")
-
-
-async def wait_for(work: Awaitable[Any], timeout_s: float | None) -> Any:
-    """Await as `asyncio.wait_for` of the images' Python, 3.12; earlier ones make a task for each call."""
-    if timeout_s is not None and timeout_s <= 0:
-        return await _wait_for(work, timeout_s)
-    async with asyncio.timeout(timeout_s):
-        return await work
-
-
-_wait_for = asyncio.wait_for
 
 
 @contextlib.contextmanager
@@ -344,7 +321,6 @@ def simulated(seed: int) -> Iterator[SimulatedLoop]:
             patched.enter_context(patch.object(time, name, clock))
         patched.enter_context(patch.object(os, "urandom", common.randbytes))
         patched.enter_context(patch.object(random, "Random", Seeded))
-        patched.enter_context(patch.object(asyncio, "wait_for", wait_for))
         asyncio.events._set_running_loop(loop)  # noqa: SLF001  # what asyncio's own loops call
         hooks = sys.get_asyncgen_hooks()
         sys.set_asyncgen_hooks(finalizer=loop.finish_generator)
