@@ -57,6 +57,11 @@ class RecordName(NamedTuple):
         return f"{'_'.join(map(str, self))}.npz"
 
 
+def stored_streams(records: Path) -> list[Path]:
+    """Return the files of all streams in a folder, also of one whose writer was killed."""
+    return [*records.glob("*.npz"), *records.glob("*.new")]
+
+
 class Version(BaseModel):
     """One version of a drafter.
 
@@ -318,9 +323,10 @@ class LearningFolder:
         """
         if tenant:
             self._change_consents(lambda found: {name: to for name, to in found.items() if name != tenant})
-        for path in self.path.glob("*/records/*.npz"):
-            if RecordName.parse(path).tenant == tenant:
-                path.unlink(missing_ok=True)
+        for records in self.path.glob("*/records"):
+            for path in stored_streams(records):
+                if RecordName.parse(path).tenant == tenant:
+                    path.unlink(missing_ok=True)
         found = {store.path.name: store.retire(tenant) for store in self.stores()}
         return {name: numbers for name, numbers in found.items() if numbers}
 

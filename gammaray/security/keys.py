@@ -196,10 +196,14 @@ def replace_file(path: Path, text: str, field: str) -> None:
     """
     try:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(handle)
-        os.replace(name, path)
+        try:
+            with os.fdopen(handle, "w") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(handle)
+            os.replace(name, path)
+        except OSError:
+            os.unlink(name)
+            raise
     except OSError as error:
         raise InvalidArgumentError(field, f"{path} ({error.strerror})", "a writable file") from None

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gammaray.learning.folder import RecordName
+from gammaray.learning.folder import RecordName, stored_streams
 from services.scheduling.sessions import SessionCopy
 
 MAX_POSITIONS = 640
@@ -113,6 +113,8 @@ class Recorder:
         while (work := self._waiting.get()) is not None:
             try:
                 work()
+            except OSError as error:
+                _log.warning("a stream cannot be kept: %s", error)
             except Exception:  # serving goes on, and so does this thread
                 _log.exception("a stream cannot be kept")
 
@@ -132,20 +134,24 @@ class Recorder:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / str(RecordName(time.time_ns(), tenant, _digest(session.session_id), num_answer))
         temporary = path.with_suffix(".new")
-        with temporary.open("wb") as file:
-            np.savez(
-                file,
-                token_ids=np.asarray(tokens, dtype=np.int32),
-                num_prompt=num_prompt,
-                temperature=session.spec.params.temperature,
-                **stored,
-            )
-        temporary.replace(path)
+        try:
+            with temporary.open("wb") as file:
+                np.savez(
+                    file,
+                    token_ids=np.asarray(tokens, dtype=np.int32),
+                    num_prompt=num_prompt,
+                    temperature=session.spec.params.temperature,
+                    **stored,
+                )
+            temporary.replace(path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
         self._trim(folder)
 
     def _trim(self, folder: Path, tenants: Collection[str] | None = None) -> None:
         oldest, files = time.time_ns() - MAX_AGE_S * 10**9, []
-        for path in sorted(folder.glob("*.npz"), key=RecordName.parse):
+        for path in sorted(stored_streams(folder), key=RecordName.parse):
             name = RecordName.parse(path)
             if name.written_at < oldest or (tenants is not None and name.tenant not in tenants):
                 path.unlink(missing_ok=True)
@@ -162,7 +168,7 @@ class Recorder:
 
 def _forget(folder: Path, session_id: str) -> None:
     digest = _digest(session_id)
-    for path in folder.glob("*.npz"):
+    for path in stored_streams(folder):
         if RecordName.parse(path).session == digest:
             path.unlink(missing_ok=True)
 

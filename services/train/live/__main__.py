@@ -22,6 +22,10 @@ from gammaray.errors import GammarayError, InvalidArgumentError
 
 _PR_SET_PDEATHSIG = 1
 _PERIOD_S = 2.0
+_FAILED_WAIT_S = 60.0
+"""After a round that could not write."""
+
+_log = logging.getLogger(__name__)
 
 
 @click.command()
@@ -75,7 +79,13 @@ def train_until(
         except GammarayError as error:
             raise InvalidArgumentError("learn", drafter, f"one that can be trained ({error})") from error
         while not stopped():
-            if trainer.run_round() is None:
+            try:
+                version = trainer.run_round()
+            except (GammarayError, OSError) as error:  # the disk is full, say
+                _log.error("a version is not published: %s", error)
+                wait(_FAILED_WAIT_S)
+                continue
+            if version is None:
                 wait(_PERIOD_S)
 
 

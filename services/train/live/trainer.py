@@ -139,15 +139,16 @@ class Trainer:
                 return None
             self._step(training, taught)
         after = self._expected(training.drafter, held)
-        self._seen[store.path.name] = RecordName.parse(files[-1]).written_at
         training.tenants |= {RecordName.parse(path).tenant for path in files}
         took = time.perf_counter() - began
         _log.info(
             "%s: %.0f s, expects %.3f tokens, version %d %.3f", store.path.name, took, after, stable, before
         )
-        if after < MIN_GAIN * before:
-            return None
-        return self._publish(store, training, before, after, sum(one.num_answer for one in taught))
+        version = None
+        if after >= MIN_GAIN * before:
+            version = self._publish(store, training, before, after, sum(one.num_answer for one in taught))
+        self._seen[store.path.name] = RecordName.parse(files[-1]).written_at
+        return version
 
     def _new_training(self, store: DrafterStore, number: int) -> _Training:
         """Return the drafter of a version, with an optimizer."""

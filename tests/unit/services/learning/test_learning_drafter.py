@@ -2,6 +2,7 @@
 
 import shutil
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 
 import numpy as np
@@ -30,6 +31,7 @@ from tests.support.learning_helpers import (
     tiny_target,
     useless,
 )
+from tests.support.small_files import largest_file
 from tests.support.workers.redis_helpers import wait_until
 
 COUNT = 110
@@ -168,6 +170,28 @@ def test_training_publishes_what_is_better_on_newer_streams(tmp_path, target, un
         assert store.read().stable == 1
         stopped = Trainer(folder, str(target), str(untrained), lambda: True)
         assert stopped.run_round() is None
+
+
+def test_full_disk_delays_a_version(tmp_path, target, untrained, monkeypatch):
+    monkeypatch.setattr("services.train.live.trainer.MIN_TOKENS", 1000)
+    monkeypatch.setattr("services.train.live.trainer.RATE", 3e-3)
+    with learning(tmp_path, target, untrained, monkeypatch) as scheduler:
+        for seed in range(24):
+            run = begin(scheduler, seed)
+            run_for(run, 64)
+            end(run)
+        wait_until(lambda: len(records(tmp_path)) == 24)
+    store, failures = LearningFolder(tmp_path).store("open"), []
+    with ExitStack() as full_disk:
+        full_disk.enter_context(largest_file(1000))
+
+        def wait(_seconds):
+            failures.append(store.read().versions)
+            full_disk.close()
+
+        train_until(lambda: bool(store.read().versions), wait, tmp_path, str(target), str(untrained))
+    assert failures == [()]
+    assert store.read().candidate == 1
 
 
 def test_tenants_train_apart_and_not_after_they_withdrew(tmp_path, target, untrained, monkeypatch):

@@ -1,16 +1,19 @@
 """Streams on disk: which positions are kept, bounds, and deletion."""
 
+import hashlib
 import time
 
 import numpy as np
 import pytest
 import torch
 
-from gammaray.learning.folder import RecordName
+from gammaray.learning.folder import LearningFolder, RecordName
 from gammaray.types import SamplingParams, VerificationMethod
 from services.learning.records import MAX_AGE_S, MAX_POSITIONS, Buffer, Recorder
 from services.scheduling.sessions import SessionCopy
 from services.scheduling.tasks import SessionSpec
+from tests.support.small_files import largest_file
+from tests.support.workers.redis_helpers import wait_until
 
 
 def states(start, end):
@@ -108,6 +111,33 @@ def test_streams_are_deleted_after_a_day_and_if_their_tenant_withdraws(tmp_path,
     recorder.trim(tmp_path, {""})
     (kept,) = files(tmp_path, recorder)
     assert RecordName.parse(kept) == name
+
+
+def test_full_disk_costs_a_stream_and_leaves_no_part_of_it(tmp_path, recorder, caplog):
+    buffer = Buffer()
+    buffer.take(0, states(0, 50))
+    with largest_file(100):
+        recorder.record(tmp_path, "", copy_of(range(50), 10, "a"), buffer)
+        wait_until(lambda: caplog.records)
+    assert not list(tmp_path.iterdir())
+    recorder.record(tmp_path, "", copy_of(range(50), 10, "b"), buffer)
+    assert len(files(tmp_path, recorder)) == 1
+
+
+def test_what_a_killed_worker_wrote_of_a_stream_leaves_with_its_session_or_tenant(tmp_path, recorder):
+    folder = LearningFolder(tmp_path)
+    folder.consent("acme", "own")
+    records = tmp_path / "tenant-acme" / "records"
+    records.mkdir(parents=True)
+    digest = hashlib.sha256(b"acme:a").hexdigest()[:16]
+    for session in (digest, "0" * 16):
+        (records / str(RecordName(time.time_ns(), "acme", session, 20))).with_suffix(".new").write_bytes(b"")
+    recorder.forget(records, "acme:a")
+    recorder.close()
+    (left,) = records.iterdir()
+    assert RecordName.parse(left).session != digest
+    folder.forget("acme")
+    assert not list(records.iterdir())
 
 
 def test_deleted_session_leaves_also_if_it_waits_for_the_disk(tmp_path, recorder):
