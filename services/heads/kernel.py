@@ -42,14 +42,16 @@ class KernelMap:
     def __init__(self, linear: nn.Linear, library: Any, quantised: Mapping[int, QuantisedMatrix]) -> None:
         self._library, self._size = library, linear.out_features
         self._kept: list[Any] = []
-        self._matrix = Packer(library.gr_panel(), library.gr_lanes(), self._kept, quantised).maps(linear)
+        self._matrix = Packer(library, self._kept, quantised).maps(linear)
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Return the images [rows, outputs] of rows [rows, inputs]."""
         rows = rows.contiguous()
         made = torch.empty(len(rows), self._size)
-        arguments = (len(rows), rows.data_ptr(), made.data_ptr(), kernel_threads())
-        self._library.gr_map(byref(self._matrix), *arguments)
+        matrix = byref(self._matrix)
+        scratch = torch.empty(self._library.gr_map_scratch_size(matrix, len(rows)))
+        places = rows.data_ptr(), made.data_ptr(), scratch.data_ptr()
+        self._library.gr_map(matrix, len(rows), *places, kernel_threads())
         return made
 
 
@@ -126,7 +128,7 @@ def _packed(
     model = NativeModel(
         library, ModelWeights(), config.num_outputs, config.head_dim, head.rotary, max_context
     )
-    packer = Packer(library.gr_panel(), library.gr_lanes(), model.kept, quantised)
+    packer = Packer(library, model.kept, quantised)
     layer = cast(EagleLayer, head.layers[0])
     attention, mlp = layer.self_attn, layer.mlp
     layers = (LayerWeights * 1)(

@@ -103,11 +103,14 @@ _GUESSES = (c_int32, c_void_p, c_int64, c_int32, c_float, c_void_p, c_void_p)
 _FUNCTIONS = {
     "gr_panel": (c_int32,),
     "gr_lanes": (c_int32,),
+    "gr_tile_inputs": (c_int32,),
+    "gr_is_usable": (c_int32,),
     "gr_scratch_size": (c_int64, _MODEL, c_int32, c_int32, c_int32),
     "gr_guesses_float32": _GUESSES,
     "gr_guesses_float64": _GUESSES,
     "gr_forward": (None, _MODEL, _BATCH),
-    "gr_map": (None, POINTER(MatrixWeights), c_int32, c_void_p, c_void_p, c_int32),
+    "gr_map": (None, POINTER(MatrixWeights), c_int32, c_void_p, c_void_p, c_void_p, c_int32),
+    "gr_map_scratch_size": (c_int64, POINTER(MatrixWeights), c_int32),
     "gr_chain": (
         c_int32,
         _MODEL,

@@ -322,7 +322,16 @@ typedef struct {
     float *y;       /* [rows, outputs], rows y_stride apart */
     int64_t x_stride, y_stride;
     int rows, add, chunk_panels;
+    const uint16_t *parts; /* of the rows, see tiles.h */
 } product_task;
+
+#if defined(__AMX_BF16__)
+#include "tiles.h"
+#else
+#define TILE_INPUTS 0
+static int tiles_are_granted(void) { return 1; }
+static int64_t parts_size(int64_t rows, int64_t inputs) { return (void)rows, (void)inputs, 0; }
+#endif
 
 /* The tiles of a group of rows take a block of inputs before the next block, and each fetches its share of that:
  * weights are read from memory once, and while all rows compute. A single tile takes all inputs at once. */
@@ -337,6 +346,12 @@ static void product_chunk(const void *argument, int chunk, int thread) {
     const int end = begin + (left < t->chunk_panels * PANEL ? left : t->chunk_panels * PANEL);
     const char *panel = (const char *)m->panels + begin / PANEL * panel_size(kind, m->inputs);
     (void)thread;
+#if TILE_INPUTS
+    if (kind == BFLOAT16) {
+        tile_chunk(t, begin, end);
+        return;
+    }
+#endif
     for (int first = begin; first < end; first += PANEL, panel += panel_size(kind, m->inputs))
         for (int row = 0, size; row < rows; row += size) {
             size = rows - row < GROUP_ROWS ? rows - row : GROUP_ROWS;
@@ -362,9 +377,14 @@ static void product_chunk(const void *argument, int chunk, int thread) {
 #define CHUNKS_PER_THREAD 4 /* more than one: a late or slow thread takes fewer of them */
 
 static void product(int threads, const gr_matrix *m, int rows, const float *x, int64_t x_stride, float *y,
-                    int64_t y_stride, int add) {
+                    int64_t y_stride, int add, float *scratch) {
     int panels = (m->outputs + PANEL - 1) / PANEL, chunks = threads == 1 ? 1 : CHUNKS_PER_THREAD * threads;
-    product_task t = {m, x, y, x_stride, y_stride, rows, add, (panels + chunks - 1) / chunks};
+    product_task t = {m, x, y, x_stride, y_stride, rows, add, (panels + chunks - 1) / chunks, NULL};
+#if TILE_INPUTS
+    if (m->kind == BFLOAT16) split(rows, m->inputs, x, x_stride, (uint16_t *)(t.parts = parts_in(scratch)));
+#else
+    (void)scratch;
+#endif
     run(product_chunk, &t, (panels + t.chunk_panels - 1) / t.chunk_panels, threads);
 }
 
@@ -418,12 +438,23 @@ static void gate(float *gate_up, int size) {
 
 EXPORT int32_t gr_panel(void) { return PANEL; }
 EXPORT int32_t gr_lanes(void) { return LANES; }
+EXPORT int32_t gr_tile_inputs(void) { return TILE_INPUTS; }
+
+/* Whether this process may use the kernel's instructions. */
+EXPORT int32_t gr_is_usable(void) { return tiles_are_granted(); }
+
+/* Inputs of the largest matrix. */
+static int64_t widest(const gr_model *m) {
+    int64_t width = (m->is_head ? 2 : 1) * m->hidden, mixed = m->heads * m->head_dim;
+    if (width < mixed) width = mixed;
+    return width < m->intermediate ? m->intermediate : width;
+}
 
 /* Numbers of scratch that a forward of `rows` rows up to `position` needs on `threads` threads. */
 EXPORT int64_t gr_scratch_size(const gr_model *m, int32_t rows, int32_t position, int32_t threads) {
     int64_t width = (m->heads + 2 * m->kv_heads) * m->head_dim;
     int64_t per_row = (m->is_head ? 4 : 2) * m->hidden + width + m->heads * m->head_dim + 2 * m->intermediate;
-    return rows * per_row + threads * attention_scratch(position);
+    return rows * per_row + threads * attention_scratch(position) + parts_size(rows, widest(m));
 }
 
 /* Records the rows of `x` for the taps at `layer`. */
@@ -474,7 +505,8 @@ static void forward(const gr_model *m, const gr_batch *b) {
     int width = (m->heads + 2 * m->kv_heads) * m->head_dim, mixed_width = m->heads * m->head_dim;
     float *x = b->scratch, *h = x + (int64_t)rows * hidden, *qkv = h + (int64_t)rows * hidden;
     float *mixed = qkv + (int64_t)rows * width, *gate_up = mixed + (int64_t)rows * mixed_width;
-    float *joined = gate_up + (int64_t)rows * 2 * inner, *scores = joined + (m->is_head ? 2 * rows * hidden : 0);
+    float *joined = gate_up + (int64_t)rows * 2 * inner, *parts = joined + (m->is_head ? 2 * rows * hidden : 0);
+    float *scores = parts + parts_size(rows, widest(m));
     if (m->is_head)
         enter(m, b, x, joined);
     else
@@ -484,14 +516,14 @@ static void forward(const gr_model *m, const gr_batch *b) {
         record(b, i, x, hidden);
         for (int r = 0; !m->is_head && r < rows; r++)
             rms_norm(x + (int64_t)r * hidden, layer->attention_norm, h + (int64_t)r * hidden, hidden, m->norm_eps);
-        product(threads, &layer->qkv, rows, m->is_head ? joined : h, m->is_head ? 2 * hidden : hidden, qkv, width, 0);
+        product(threads, &layer->qkv, rows, m->is_head ? joined : h, m->is_head ? 2 * hidden : hidden, qkv, width, 0, parts);
         attention(threads, m, b, layer, i, qkv, mixed, scores);
-        product(threads, &layer->out, rows, mixed, mixed_width, x, hidden, 1);
+        product(threads, &layer->out, rows, mixed, mixed_width, x, hidden, 1, parts);
         for (int r = 0; r < rows; r++)
             rms_norm(x + (int64_t)r * hidden, layer->mlp_norm, h + (int64_t)r * hidden, hidden, m->norm_eps);
-        product(threads, &layer->gate_up, rows, h, hidden, gate_up, 2 * inner, 0);
+        product(threads, &layer->gate_up, rows, h, hidden, gate_up, 2 * inner, 0, parts);
         for (int r = 0; r < rows; r++) gate(gate_up + (int64_t)r * 2 * inner, inner);
-        product(threads, &layer->down, rows, gate_up, 2 * inner, x, hidden, 1);
+        product(threads, &layer->down, rows, gate_up, 2 * inner, x, hidden, 1, parts);
     }
     if (m->state_is_normed)
         for (int r = 0; r < rows; r++)
@@ -502,7 +534,7 @@ static void forward(const gr_model *m, const gr_batch *b) {
         const float *from = x + (int64_t)b->logit_row[w] * hidden;
         rms_norm(from, m->last_norm, h + (int64_t)w * hidden, hidden, m->norm_eps);
     }
-    product(threads, &m->head, b->wanted, h, hidden, b->logits, m->head.outputs, 0);
+    product(threads, &m->head, b->wanted, h, hidden, b->logits, m->head.outputs, 0, parts);
 }
 
 EXPORT void gr_forward(const gr_model *m, const gr_batch *b) {
@@ -545,9 +577,12 @@ EXPORT int32_t gr_chain(const gr_model *m, const gr_batch *b, int32_t *token, co
     return run;
 }
 
+/* Numbers of scratch that `gr_map` needs. */
+EXPORT int64_t gr_map_scratch_size(const gr_matrix *m, int32_t rows) { return parts_size(rows, m->inputs); }
+
 /* The products of rows [rows, inputs] with a matrix, [rows, outputs], on up to `threads` threads. */
-EXPORT void gr_map(const gr_matrix *m, int32_t rows, const float *x, float *y, int32_t threads) {
-    product(threads, m, rows, x, m->inputs, y, m->outputs, 0);
+EXPORT void gr_map(const gr_matrix *m, int32_t rows, const float *x, float *y, float *scratch, int32_t threads) {
+    product(threads, m, rows, x, m->inputs, y, m->outputs, 0, scratch);
 }
 
 /* ---- noise ---- */

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from services.engine.native.bindings import declare
 from services.engine.native.build import (
+    AMX,
     BASELINE,
     SOURCE_DIR,
     TIMEOUT_S,
@@ -30,9 +31,6 @@ from services.engine.native.build import (
     find_compiler,
     find_library,
 )
-
-# By torch's name of the processor's instruction set.
-_VARIANTS = {"AVX512": "x86-64-v4", "AVX2": "x86-64-v3"}
 
 _log = logging.getLogger(__name__)
 _loaded: Kernel | None = None
@@ -58,13 +56,29 @@ def load_kernel() -> Kernel:
     """Return the kernel for this processor; the first call finds or compiles it."""
     global _loaded
     if _loaded is None:
-        usual = _VARIANTS.get(torch.backends.cpu.get_cpu_capability(), BASELINE)
-        kernel = open_kernel(usual)
-        if kernel.library is None and usual != BASELINE:
-            _log.warning("no CPU kernel for %s (%s), trying the baseline", usual, kernel.reason)
-            kernel = open_kernel(BASELINE)
-        _loaded = kernel
+        for variant in usable_variants():
+            _loaded = open_kernel(variant)
+            if _loaded.library is not None:
+                break
+            _log.warning("no CPU kernel for %s (%s)", variant, _loaded.reason)
+    assert _loaded is not None
     return _loaded
+
+
+def usable_variants() -> list[str]:
+    """Return the variants that this processor can run, the fastest one first."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    found = [AMX] if capability == "AVX512" and " amx_bf16 " in _processor() else []
+    found += {"AVX512": ["x86-64-v4", "x86-64-v3"], "AVX2": ["x86-64-v3"]}.get(capability, [])
+    return [*found, BASELINE]
+
+
+def _processor() -> str:
+    """Return what Linux says about the processors."""
+    try:
+        return Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return ""
 
 
 def use_threads(count: int) -> None:
@@ -92,7 +106,10 @@ def open_kernel(variant: str, cache_dir: str = "") -> Kernel:
             XDG_CACHE_HOME names.
     """
     try:
-        return Kernel(declare(ctypes.CDLL(str(_library(variant, cache_dir)))), variant)
+        library = declare(ctypes.CDLL(str(_library(variant, cache_dir))))
+        if not library.gr_is_usable():
+            return Kernel(None, reason="this system does not allow AMX")
+        return Kernel(library, variant)
     except KernelBuildError as error:
         return Kernel(None, reason=str(error))
     except OSError as error:

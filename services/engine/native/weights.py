@@ -103,7 +103,7 @@ def build_native(
     model = NativeModel(
         library, ModelWeights(), vocab_size, attention.head_dim, body.rotary_emb, loaded.max_context
     )
-    packer = Packer(library.gr_panel(), library.gr_lanes(), model.kept, quantised or {})
+    packer = Packer(library, model.kept, quantised or {})
     layers = (LayerWeights * len(windows))(
         *(_layer(packer, layer, window) for layer, window in zip(parts, windows, strict=True))
     )
@@ -158,12 +158,13 @@ def check_layout(name: str, model: NativeModel) -> None:
             )
 
 
-def pack_panels(weight: Tensor, panel: int, lanes: int) -> Tensor:
+def pack_panels(weight: Tensor, panel: int, lanes: int, tile_inputs: int = 0) -> Tensor:
     """Lay out a float32 weight [outputs, inputs] as panels [ceil(outputs / panel), inputs, panel].
 
     Args:
         panel: Outputs per panel.
         lanes: Lanes of a vector; bfloat16 panels interleave pairs of vectors, see `kernel.c`.
+        tile_inputs: Inputs of a tile of bfloat16 numbers, see `tiles.h`; 0: there are none.
 
     Returns:
         bfloat16 if that is lossless, else float32.
@@ -174,6 +175,10 @@ def pack_panels(weight: Tensor, panel: int, lanes: int) -> Tensor:
     half = panels.bfloat16()
     if not torch.equal(half.float(), panels):
         return panels.contiguous()
+    if tile_inputs:
+        half = nn.functional.pad(half, (0, 0, 0, -inputs % tile_inputs))
+        tiles = half.view(len(half), -1, tile_inputs // 2, 2, 2, 2, lanes)
+        return tiles.permute(0, 4, 1, 5, 2, 6, 3).contiguous()
     return torch.unflatten(half, 2, (-1, 2, lanes)).transpose(3, 4).flatten(2).contiguous()
 
 
@@ -207,14 +212,12 @@ class Packer:
     """Lays out tensors for the kernel.
 
     Attributes:
-        panel: Outputs per panel.
-        lanes: Lanes of a vector.
+        library: The kernel's.
         kept: Receives the owners of the memory.
         quantised: Quantised matrices by the address of the weight, see `quantise_model`; empty: none.
     """
 
-    panel: int
-    lanes: int
+    library: ctypes.CDLL
     kept: list[object]
     quantised: Mapping[int, QuantisedMatrix]
 
@@ -241,13 +244,14 @@ class Packer:
     def matrix(self, parts: Sequence[tuple[Tensor, Tensor | None]]) -> MatrixWeights:
         """Concatenate the outputs of several matrices into one."""
         outputs, inputs = sum(len(weight) for weight, _ in parts), parts[0][0].shape[1]
-        scale = None
+        scale, layout = None, (self.library.gr_panel(), self.library.gr_lanes())
         if self.quantised:
             joined = concatenate([self.quantised[weight.data_ptr()][: len(weight)] for weight, _ in parts])
-            panels = pack_quantised(joined, self.panel, self.lanes)
+            panels = pack_quantised(joined, *layout)
             scale = self.vector(joined.scales) if joined.offsets is None else None
         else:
-            panels = pack_panels(torch.cat([part.float() for part, _ in parts]), self.panel, self.lanes)
+            joined_parts = torch.cat([part.float() for part, _ in parts])
+            panels = pack_panels(joined_parts, *layout, self.library.gr_tile_inputs())
         self.kept.append(panels)
         bias = None
         if any(part is not None for _, part in parts):

@@ -13,8 +13,7 @@ from services.engine.core.batch import SequenceInput
 from services.engine.engine import Engine
 from services.engine.loader import load_engine
 from services.engine.native import weights
-from services.engine.native.build import VARIANTS
-from services.engine.native.library import Kernel, open_kernel
+from services.engine.native.library import open_kernel, usable_variants
 from services.engine.native.runner import NativeRunner
 from tests.support.engine_helpers import LEAN, SUPPORTED, plain_model, random_tokens, tiny_model
 from tests.support.tap_helpers import CheckedTaps, plain_states
@@ -78,20 +77,11 @@ def test_taps_are_the_hidden_states_of_plain_forwards(arch: str, choice: str, tm
     assert run.worst <= TOLERANCE
 
 
-def loadable(variant: str) -> bool:
-    kernel: Kernel = open_kernel(variant)
-    levels = {"x86-64-v3": "AVX2", "x86-64-v4": "AVX512"}
-    usable = torch.backends.cpu.get_cpu_capability()
-    return kernel.library is not None and (variant not in levels or usable in (levels[variant], "AVX512"))
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", usable_variants())
 def test_taps_of_every_instruction_set_are_the_hidden_states(
     variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows of 20 numbers are no whole vectors."""
-    if not loadable(variant):
-        pytest.skip(f"this processor or compiler lacks {variant}")
     monkeypatch.setattr(weights, "load_kernel", lambda *_: open_kernel(variant))
     directory = tiny_model("qwen3", tmp_path, hidden_size=20)
     run = CheckedTaps(native(directory), plain_model(directory), LAYERS)

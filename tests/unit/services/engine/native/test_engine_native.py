@@ -19,8 +19,7 @@ from services.engine.hf.runner import TransformersRunner
 from services.engine.loader import load_engine
 from services.engine.native import library as guesses
 from services.engine.native import weights
-from services.engine.native.build import BASELINE
-from services.engine.native.library import Kernel, open_kernel, top_k_tokens
+from services.engine.native.library import Kernel, open_kernel, top_k_tokens, usable_variants
 from services.engine.native.runner import NativeRunner
 from services.engine.sampling import noise as noise_module
 from services.engine.sampling.noise import Noise, exponential
@@ -68,13 +67,7 @@ def test_native_path_demo_pair_matches_general_path(role: str) -> None:
     assert worst <= 1e-4
 
 
-def variants() -> list[str]:
-    """The kernels that this machine can run."""
-    runs = {"AVX512": ("x86-64-v4", "x86-64-v3"), "AVX2": ("x86-64-v3",)}
-    return [*runs.get(torch.backends.cpu.get_cpu_capability(), ()), BASELINE]
-
-
-@pytest.mark.parametrize("variant", variants())
+@pytest.mark.parametrize("variant", usable_variants())
 @pytest.mark.parametrize("bfloat16", [False, True])
 def test_native_path_every_instruction_set_exact(
     variant: str, bfloat16: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -95,7 +88,7 @@ HEADS = [(4, 2, 64), (2, 1, 128), (20, 1, 8), (6, 2, 24), (3, 3, 40)]
 """Query heads, key heads and their numbers: groups in one part and in two, whole vectors and not."""
 
 
-@pytest.mark.parametrize("variant", variants())
+@pytest.mark.parametrize("variant", usable_variants())
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), HEADS)
 @pytest.mark.parametrize("window", [5, 4096])
 def test_native_path_attention_is_exact_and_independent_of_other_rows(
@@ -175,7 +168,7 @@ def test_native_path_does_not_keep_the_loaded_model(tmp_path: Path, monkeypatch:
     assert engine.num_layers == 3
 
 
-@pytest.mark.parametrize("variant", variants())
+@pytest.mark.parametrize("variant", usable_variants())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("size", [1, 5, 16, 97, 2048])
 def test_top_k_equals_a_sorted_softmax(
@@ -204,7 +197,7 @@ def test_top_k_is_the_same_without_the_kernel(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("noisy", [False, True])
-@pytest.mark.parametrize("variant", variants())
+@pytest.mark.parametrize("variant", usable_variants())
 @pytest.mark.parametrize("first", [(5,), (9, 2, 5)])
 def test_chain_equals_single_steps(
     first: tuple[int, ...], variant: str, noisy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -244,7 +237,7 @@ def test_chain_rejects_the_same_input_as_a_step(tmp_path: Path) -> None:
 PLACES = ((0, 0), (2**64 - 1, 7), (0x299F31D0A4093822, 2**32 - 2), (5, -2))
 
 
-@pytest.mark.parametrize("variant", variants())
+@pytest.mark.parametrize("variant", usable_variants())
 @pytest.mark.parametrize("ids", [None, [70_001, 0, 5, 6, 1_000, 5]])
 def test_compiled_noise_equals_torchs_to_the_bit(
     variant: str, ids: list[int] | None, monkeypatch: pytest.MonkeyPatch

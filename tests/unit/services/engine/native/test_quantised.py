@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_engine_native import variants
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -27,7 +26,7 @@ from services.engine.core.quantised import (
 )
 from services.engine.loader import load_engine, load_worker_engine
 from services.engine.native import weights as packing
-from services.engine.native.library import open_kernel
+from services.engine.native.library import open_kernel, usable_variants
 from services.engine.native.runner import NativeRunner
 from tests.support.engine_helpers import LEAN, CheckedEngine, chained, random_tokens, tiny_model
 
@@ -45,7 +44,7 @@ def random_matrix(outputs: int, inputs: int) -> Tensor:
     return torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(inputs)) * 0.1
 
 
-@pytest.mark.parametrize("variant", variants())
+@pytest.mark.parametrize("variant", usable_variants())
 @pytest.mark.parametrize("weights", KINDS)
 @pytest.mark.parametrize("arch", ["qwen3", "llama-bias"])
 def test_every_instruction_set_runs_the_dequantised_model(
@@ -77,7 +76,7 @@ def test_every_covered_architecture_is_quantised(arch: str, weights: str, tmp_pa
     assert 0 < run.worst <= 1e-4
 
 
-@pytest.mark.parametrize("variant", variants())
+@pytest.mark.parametrize("variant", usable_variants())
 @pytest.mark.parametrize("weights", KINDS)
 def test_chain_equals_single_steps(
     weights: str, variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -6,13 +6,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from ctypes import byref
 from pathlib import Path
 
 import pytest
 import torch
-from test_engine_native import scripted_steps, variants
-from test_products import packed, random
+from test_engine_native import scripted_steps
+from test_products import mapped, packed, random
 from torch import Tensor
 
 from gammaray.config import TargetSettings
@@ -22,7 +21,7 @@ from services.engine.engine import Engine
 from services.engine.hf.runner import TransformersRunner
 from services.engine.loader import load_engine
 from services.engine.native import weights
-from services.engine.native.library import kernel_threads, open_kernel, use_threads
+from services.engine.native.library import kernel_threads, open_kernel, usable_variants, use_threads
 from services.target_worker.loading import load_local_drafter
 from tests.support.engine_helpers import random_tokens, tiny_model
 
@@ -48,7 +47,7 @@ def assert_equal(made: list[Tensor], expected: list[Tensor]) -> None:
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("variant", variants())
+@pytest.mark.parametrize("variant", usable_variants())
 def test_bits_do_not_depend_on_the_number_of_threads(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights, "load_kernel", lambda *_: open_kernel(variant))
     engine = load_engine(resolve_model("demo", "draft"))
@@ -58,7 +57,7 @@ def test_bits_do_not_depend_on_the_number_of_threads(variant: str, monkeypatch: 
         assert_equal(logits(engine), alone)
 
 
-@pytest.mark.parametrize("variant", variants())
+@pytest.mark.parametrize("variant", usable_variants())
 @pytest.mark.parametrize("kind", ["bfloat16", "int8", "int4"])
 def test_products_do_not_depend_on_the_number_of_threads(variant: str, kind: str) -> None:
     """More threads than panels, and panels that do not divide evenly."""
@@ -66,9 +65,7 @@ def test_products_do_not_depend_on_the_number_of_threads(variant: str, kind: str
     assert library is not None
     matrix, _ = packed(library, kind, 100, kept := [])
     rows = random(7, 100)
-    made = torch.empty(20, 7, 97)
-    for threads in range(1, 21):
-        library.gr_map(byref(matrix), 7, rows.data_ptr(), made[threads - 1].data_ptr(), threads)
+    made = torch.stack([mapped(library, matrix, rows, threads)[:-1] for threads in range(1, 21)])
     assert kept
     assert (made == made[0]).all()
 
