@@ -3,7 +3,7 @@
  * What one row (one token) gets does not depend on the rows that come with it, to the last bit: every sum
  * runs over the same numbers in the same order, whatever the number of rows or threads, the batch or the shape of a
  * tree.
- * A product adds up inputs one by one, per output, in one accumulator; attention walks a token's own path from
+ * A product adds up inputs one by one, per output, in one accumulator (on AMX in three); attention walks a token's own path from
  * its first position to its last.
  *
  * Weights lie in panels of PANEL outputs: for each input the PANEL weights side by side, float32, bfloat16 or
@@ -13,7 +13,7 @@
  * worth: the low halves of its 32-bit lanes are the first, the high halves the second, so that a shift or a mask
  * makes float32 numbers of them, without rounding.
  *
- * Plain GCC/Clang vector extensions, but for conversions of integers; the same file is compiled once per
+ * Plain GCC/Clang vector extensions, but for conversions of integers and tiles.h; the same file is compiled once per
  * instruction set, see build.py.
  */
 #define _GNU_SOURCE /* for SCHED_IDLE */

@@ -14,9 +14,11 @@
 #define TILE_ROWS 5 /* 3 * 5 of a tile's 16 rows */
 #define TILE_INPUTS 32
 #define TILE_BYTES 1024
-/* Has the compiler write what a tile instruction reads, of which GCC 12's do not tell it. */
+#define TILE_AHEAD (8 * TILE_BYTES) /* of what is fetched */
+
+/* Has the compiler write what a tile instruction reads: GCC 12 does not know. */
 #define WRITTEN(place) __asm__ volatile("" : : "r"(place) : "memory")
-#define TILE_AHEAD (8 * TILE_BYTES)
+
 _Static_assert(PANEL == 4 * 16, "two halves of two tiles");
 
 typedef struct {
@@ -36,6 +38,7 @@ static int64_t parts_size(int64_t rows, int64_t inputs) { return rows * 3 * padd
 
 static uint16_t *parts_in(float *scratch) { return (uint16_t *)(((uintptr_t)scratch + 63) & ~(uintptr_t)63); }
 
+/* Writes the parts of rows. */
 static void split(int rows, int64_t inputs, const float *x, int64_t x_stride, uint16_t *parts) {
     int64_t width = padded(inputs);
     for (int r = 0; r < rows; r++, x += x_stride, parts += 3 * width)
@@ -52,6 +55,7 @@ static void split(int rows, int64_t inputs, const float *x, int64_t x_stride, ui
         }
 }
 
+/* Tiles 0 to 3 have the sums, 4 and 5 the parts of up to TILE_ROWS rows each, 6 and 7 weights. */
 static void configure(int rows) {
     int second = rows > TILE_ROWS ? rows - TILE_ROWS : 0, first = rows - second;
     int height[8] = {3 * first, 3 * first, 3 * second, 3 * second, 3 * first, 3 * second, 16, 16};
