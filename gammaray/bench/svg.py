@@ -35,9 +35,6 @@ def bar_chart(
         series: Name of a series -> its value in each group; None leaves a bar out.
         unit: Of the values, at the vertical axis.
         base: Value that a line marks, such as 1.0 for ratios.
-        colours: Of the series, in order.
-        width: In pixels.
-        height: In pixels.
     """
     values = [value for found in series.values() for value in found if value is not None]
     top, ticks = _scale(max(values, default=1.0))

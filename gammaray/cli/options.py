@@ -25,11 +25,9 @@ class Connection:
 
     Args:
         address: host:port of the gRPC API, or the URL of the HTTP API.
-        api_key: API key, for clusters that require one.
         tls: Whether to use TLS; None: only if a file or the address implies it.
         ca_file: PEM file of the trusted authorities.
-        cert_file: PEM file of the client certificate.
-        key_file: PEM file of its private key.
+        cert_file: PEM file of the client certificate, and `key_file` that of its private key.
     """
 
     address: str
@@ -41,19 +39,11 @@ class Connection:
     key_file: Path | None
 
     def client(self) -> AsyncClient:
-        """Return a client of the gRPC API.
-
-        Raises:
-            InvalidArgumentError: An option is wrong.
-        """
+        """Return a client of the gRPC API."""
         return AsyncClient(**asdict(self))
 
     def call(self, work: Callable[[AsyncClient], Awaitable[_Result]]) -> _Result:
-        """Connect, do `work`, and return its result.
-
-        Raises:
-            GammarayError: The work failed, or an option is wrong.
-        """
+        """Connect, do `work`, and return its result."""
 
         async def run() -> _Result:
             async with self.client() as client:
@@ -66,7 +56,7 @@ def connection_options(timeout_s: float, *, http: bool = False) -> Callable[[_Fu
     """Add the connection options, which the command receives as one argument, `connection`.
 
     Args:
-        timeout_s: Default of `--timeout`, in seconds.
+        timeout_s: Default of `--timeout`.
         http: The command uses the HTTP API: `--url` instead of `--address`.
     """
     names = ("address", "api_key", "timeout_s", "tls", "ca_file", "cert_file", "key_file")
@@ -187,14 +177,7 @@ def _option(name: str, *others: str, **attributes: Any) -> Callable[[_Function],
 
 
 def read_prompts(path: Path, option: str) -> list[str]:
-    """Return the prompts of a file: one per line, or, in a `.json` file, a list of strings.
-
-    Args:
-        option: Name of the option, for messages.
-
-    Raises:
-        click.BadParameter: The file cannot be read, or contains no prompts.
-    """
+    """Return the prompts of a file: one per line, or, in a `.json` file, a list of strings."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:

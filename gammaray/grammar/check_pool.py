@@ -73,10 +73,7 @@ class GrammarCheck:
 class CheckPool:
     """Up to `num_processes` processes that check grammars for one tokenizer. Thread-safe.
 
-    Args:
-        tokenizer_json: The tokenizer in the format of `tokenizers`.
-        vocab_size: Number of token ids of the model.
-        num_processes: Most checks at once. A process starts when it is first needed.
+    A process starts when it is first needed. `tokenizer_json` is in the format of `tokenizers`.
     """
 
     def __init__(
@@ -160,11 +157,7 @@ def _raise_memory() -> None:
 
 
 class _EndedError(Exception):
-    """A process ended.
-
-    Attributes:
-        by_signal: The signal's number; 0 if it ended otherwise.
-    """
+    """A process ended: by the signal of this number, or otherwise with 0."""
 
     def __init__(self, returncode: int) -> None:
         self.by_signal = max(0, -returncode)
@@ -172,11 +165,7 @@ class _EndedError(Exception):
 
 
 class _Process:
-    """A process of `check_process`; used by one thread at a time.
-
-    Attributes:
-        is_idle: Whether it has started, and waits for a grammar.
-    """
+    """A process of `check_process`, used by one thread at a time; when idle, it waits for a grammar."""
 
     def __init__(self, settings: str) -> None:
         # Without the settings of the parent, which may be secret; `subprocess` does not copy its memory.
@@ -194,11 +183,7 @@ class _Process:
     def ask(self, check: GrammarCheck) -> tuple[list[str] | None, float]:
         """Return the error of a grammar, as what was got and what is allowed, and the check's CPU time.
 
-        Raises:
-            _EndedError: The process has ended.
-            CancelledError: The check was cancelled.
-            ResourceExhaustedError: The check took too long.
-            InvalidArgumentError: llguidance cannot use the tokenizer.
+        Raises `_EndedError`, and the errors of `CheckPool.check`.
         """
         if self._settings is not None:
             self._write(self._settings)

@@ -76,10 +76,6 @@ class HeadLearner(Learner[T]):
 
 
 def check_head(learn: str, head: str) -> None:
-    """Check that a head can learn.
-
-    Raises:
-        InvalidArgumentError: It was not made by `gammaray train`.
-    """
+    """Raise InvalidArgumentError if a head cannot learn, as it was not made by `gammaray train`."""
     if not (names_head(head) and is_own(head)):
         raise InvalidArgumentError("learn", learn, f"empty, as {head} is no head of gammaray train")
