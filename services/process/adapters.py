@@ -25,11 +25,7 @@ def adapter_error(name: str, directory: str, reason: str) -> InvalidArgumentErro
 
 
 def max_rank(directories: Mapping[str, str]) -> int:
-    """Return the setting of vLLM that covers the largest rank of the adapters.
-
-    Raises:
-        InvalidArgumentError: The configuration of one cannot be read, or has another kind or rank.
-    """
+    """Return the setting of vLLM that covers the largest rank of the adapters, whose kind it checks."""
     largest = 1
     for name, directory in directories.items():
         try:

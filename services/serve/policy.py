@@ -17,11 +17,7 @@ from services.serve.autoscaling import Pool, wanted_drafters, wanted_targets
 
 
 class _Policy:
-    """Base: constructed once by Serve from JSON values, then called with an AutoscalingContext.
-
-    Args:
-        settings: Fields of ScalingSettings.
-    """
+    """Base: constructed once by Serve from JSON of ScalingSettings, called with an AutoscalingContext."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._settings = ScalingSettings(**settings)

@@ -80,12 +80,7 @@ class _Training:
 
 
 class Trainer:
-    """Trains the drafters of a folder.
-
-    Raises:
-        FailedPreconditionError: Target or tokenizer has no fingerprint, or other layers than drafters need.
-        InvalidArgumentError: The drafter was not made by `gammaray train`.
-    """
+    """Trains the drafters of a folder, made by `gammaray train` for a target with fingerprints."""
 
     def __init__(
         self, folder: LearningFolder, target: str, drafter: str, stopped: Callable[[], bool]
