@@ -72,7 +72,6 @@ async def run_bench(
 
 
 def _by_category(samples: Samples, categories: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Return each system's speed over gamma 0 by category."""
     found: dict[str, dict[str, float]] = {}
     for category in dict.fromkeys(categories):
         part = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
-from collections.abc import Awaitable, Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -59,7 +59,6 @@ def connection_options(timeout_s: float, *, http: bool = False) -> Callable[[_Fu
         timeout_s: Default of `--timeout`.
         http: The command uses the HTTP API: `--url` instead of `--address`.
     """
-    names = ("address", "api_key", "timeout_s", "tls", "ca_file", "cert_file", "key_file")
     options = (
         _option(
             "--url" if http else "--address",
@@ -95,11 +94,21 @@ def connection_options(timeout_s: float, *, http: bool = False) -> Callable[[_Fu
         click.option("--key-file", type=_FILE, help="PEM file of its private key, if in another file."),
     )
 
+    def connection(given: dict[str, Any]) -> Connection:
+        return Connection(**{field.name: given.pop(field.name) for field in fields(Connection)})
+
+    return _collected("connection", connection, options)
+
+
+def _collected(
+    name: str, collect: Callable[[dict[str, Any]], Any], options: Sequence[Callable[..., Any]]
+) -> Callable[[_Function], _Function]:
+    """Return a decorator that adds options; the command receives as one argument what `collect` takes."""
+
     def decorate(function: _Function) -> _Function:
         @functools.wraps(function)
         def collected(*args: Any, **given: Any) -> Any:
-            connection = Connection(**{name: given.pop(name) for name in names})
-            return function(*args, connection=connection, **given)
+            return function(*args, **{name: collect(given)}, **given)
 
         decorated: Any = collected
         for option in reversed(options):
@@ -126,26 +135,20 @@ def form_options(function: _Function) -> _Function:
         ),
     )
 
-    @functools.wraps(function)
-    def collected(*args: Any, **given: Any) -> Any:
-        schema, regex = given.pop("json_schema"), given.pop("regex")
-        choice, grammar = given.pop("choice"), given.pop("grammar")
-        form = {
-            "json_schema": None if schema is None else _read_json(schema, "--json-schema"),
-            "regex": regex,
-            "choice": choice or None,
-            "grammar": None if grammar is None else _read_text(grammar, "--grammar"),
-        }
-        asked = {name: value for name, value in form.items() if value is not None}
-        if len(asked) > 1:
-            names = " and ".join(f"--{name.replace('_', '-')}" for name in asked)
-            raise click.UsageError(f"{names} exclude each other")
-        return function(*args, form=asked, **given)
+    return _collected("form", _form, options)(function)
 
-    decorated: Any = collected
-    for option in reversed(options):
-        decorated = option(decorated)
-    return decorated  # type: ignore[no-any-return]
+
+def _form(given: dict[str, Any]) -> dict[str, Any]:
+    values = {name: given.pop(name) for name in ("json_schema", "regex", "choice", "grammar")}
+    asked = {name: value for name, value in values.items() if value not in (None, ())}
+    if len(asked) > 1:
+        names = " and ".join(f"--{name.replace('_', '-')}" for name in asked)
+        raise click.UsageError(f"{names} exclude each other")
+    if "json_schema" in asked:
+        asked["json_schema"] = _read_json(asked["json_schema"], "--json-schema")
+    if "grammar" in asked:
+        asked["grammar"] = _read_text(asked["grammar"], "--grammar")
+    return asked
 
 
 def _read_text(path: Path, option: str) -> str:

@@ -137,7 +137,6 @@ class Drafters(BaseModel):
 
 
 def _read(kind: type[_Model], path: Path) -> _Model:
-    """Return what a file holds, an empty object without one."""
     try:
         return kind.model_validate_json(path.read_bytes())
     except FileNotFoundError:

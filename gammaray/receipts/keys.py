@@ -120,7 +120,7 @@ def b64(data: bytes) -> str:
 
 
 def unb64(text: str) -> bytes:
-    """Return the bytes of a text in base64url without padding; ValueError if it is not their only form."""
+    """Return the bytes of canonical base64url without padding; ValueError for any other text."""
     data = base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))
     if b64(data) != text:
         raise ValueError(f"got {text[:20]!r}, allowed: base64url without padding")

@@ -183,7 +183,6 @@ def _fields(data: bytes, descriptor: Descriptor, prefix: str = "") -> Iterator[_
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """Return the varint at a position, and its end position."""
     value = shift = 0
     while at < len(data) and shift < 70:
         byte = data[at]

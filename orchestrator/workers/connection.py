@@ -121,7 +121,7 @@ class WorkerConnection(Generic[BlockT, ResultT]):
             await end_tasks(self._task)
 
     async def call(self, block: BlockT, timeout_s: float) -> ResultT:
-        """Send a block and wait for its answer, `timeout_s` and a short grace; sets its `request_id`."""
+        """Send a block and wait up to `timeout_s` and a short grace for its answer; sets its `request_id`."""
         if not self.is_up:
             raise UnavailableError(f"the {self.role} worker at {self.address} is not connected")
         loop = asyncio.get_running_loop()

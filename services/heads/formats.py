@@ -230,7 +230,6 @@ def _config(
 
 
 def _checked(name: str, config: EagleConfig, target: PretrainedConfig) -> EagleConfig:
-    """Return the configuration if it fits the target."""
     if config.target_hidden_size != target.hidden_size:
         reason = (
             f"it reads states of width {config.target_hidden_size}, the target's are {target.hidden_size}"

@@ -53,7 +53,6 @@ def adapter_sha256(directory: str) -> str:
 
 
 def _file(directory: str, name: str) -> Path:
-    """Return the path of an adapter's file, in a directory or in the hub's cache."""
     path = Path(directory) / name
     if path.is_file() or Path(directory).exists():
         return path

@@ -16,8 +16,8 @@ from gammaray.config import WorkerSettings
 from gammaray.demo_pair import resolve_model
 from gammaray.errors import InvalidArgumentError, UnavailableError
 from gammaray.security.tls import tls_files
-from gammaray.telemetry.export import MetricsExport
 from gammaray.telemetry.otel import Telemetry
+from gammaray.telemetry.prometheus import MetricsExport
 from services.process.registry import Announcer
 from services.process.server import DRAIN_TIMEOUT_S, GrpcServer, is_wildcard, split_address
 from services.scheduling.block_queue import BlockQueue

@@ -51,7 +51,6 @@ def check_file(
 
 
 def _keys(place: str) -> tuple[ReceiptKey, ...]:
-    """Return the keys of a file or URL."""
     try:
         if place.startswith(("http://", "https://")):
             with urlopen(place, timeout=_URL_TIMEOUT_S) as answer:

@@ -27,7 +27,6 @@ class TargetPolicy(_Policy):
     """Policy of target workers."""
 
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
-        """Return the wanted number of replicas, and no state."""
         pool = _pool(context)
         demand.in_flight = pool.in_flight
         return wanted_targets(pool, self._settings), {}
@@ -37,7 +36,6 @@ class DraftPolicy(_Policy):
     """Policy of draft workers."""
 
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
-        """Return the wanted number of replicas, and no state."""
         return wanted_drafters(_pool(context), demand.in_flight, self._settings), {}
 
 

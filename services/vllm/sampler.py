@@ -126,7 +126,6 @@ class StepSampler:
         return verdicts
 
     def _params(self, spec: SessionSpec) -> SamplingParams | None:
-        """Return by what the logits of a session are processed."""
         return spec.params
 
     def _state(self, request_id: str) -> RequestState:
@@ -172,7 +171,7 @@ class BlockSampler(StepSampler):
     def sample(self, logits: Tensor, spec_decode_metadata: Any) -> Any:
         """Return the emitted tokens of each request, as vLLM's `SamplerOutput`.
 
-        Each request has a row of `logits` [rows, vocab_size] more than it has draft tokens by the metadata.
+        A request has one row of `logits` [rows, vocab_size] more than vLLM's metadata has draft tokens of it.
         """
         from vllm.v1.outputs import SamplerOutput
 

@@ -161,7 +161,11 @@ def audit(url: str, **options: Any) -> None:
 
 
 async def _run(subject: Subject, checks: Sequence[str], others: Sequence[tuple[str, bool]]) -> None:
-    """Run an audit; `others` are the reference and the drafter: URL, directory or empty, and which it is."""
+    """Run an audit.
+
+    Args:
+        others: The reference and the drafter: URL, directory or empty, and whether it is a directory.
+    """
     errors = Console(stderr=True)
     bar = Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=errors)
     bar.live.transient = True

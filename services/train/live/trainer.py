@@ -145,13 +145,11 @@ class Trainer:
         return self._publish(store, training, before, after, sum(one.num_answer for one in taught))
 
     def _new_training(self, store: DrafterStore, number: int) -> _Training:
-        """Return the drafter of a version, with an optimizer."""
         drafter = self._drafter(store, number)
         tenants = set(store.read().version(number).tenants) if number else set()
         return _Training(number, drafter, optimizer_of(drafter, RATE), tenants)
 
     def _drafter(self, store: DrafterStore, number: int) -> Trainable:
-        """Return the drafter of a version."""
         directory = str(store.directory(number)) if number else self._base
         drafter: Trainable
         # The ids of its output are taken with the weights.
@@ -204,7 +202,6 @@ class Trainer:
         return version
 
     def _read(self, files: Items[Path]) -> None:
-        """Read new streams."""
         wanted = set(files)
         self._records = {path: one for path, one in self._records.items() if path in wanted}
         for path in files:

@@ -51,8 +51,8 @@ def conversation(
 ) -> list[Mapping[str, Any]]:
     """Return the messages of a conversation, as chat templates take them.
 
-    Calls are part of the assistant's message before them, as the model wrote them. Instructions become a
-    message of the system before the items, of which so many are earlier ones than the input.
+    Calls are part of the assistant's message before them, as the model wrote them. `instructions` become a
+    message of the system before the items, of which the first `num_earlier` are of earlier responses.
     """
     if not items:
         raise InvalidArgumentError("input", "no items", "a text or at least one item")

@@ -78,7 +78,7 @@ class ResponseRecords:
         self._store.finish_later(self._caller.qualify(response_id), response, short)
 
     async def read(self, response_id: str, kind: str = "response") -> Record:
-        """Return a response, or NotFoundError, which says what it is to the caller.
+        """Return a response; `kind` says in NotFoundError what it is to the caller.
 
         One whose orchestrator has died while it was in progress has failed.
         """
