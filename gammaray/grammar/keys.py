@@ -58,7 +58,7 @@ class _Place(NamedTuple):
 
 
 class KeyTokens:
-    """What the tokens of one vocabulary, of these bytes, do to keys."""
+    """What the tokens of one vocabulary, given by their bytes, do to keys."""
 
     def __init__(self, pieces: Sequence[bytes]) -> None:
         self.pieces = pieces

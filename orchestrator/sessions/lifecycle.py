@@ -61,7 +61,7 @@ class ContextLengthError(InvalidArgumentError):
 
 
 def check_prompt_length(num_tokens: int, max_context: int, *, is_least: bool = False) -> None:
-    """Check that a prompt, of at least or exactly so many tokens, leaves room for a token in the context."""
+    """Refuse a prompt of so many tokens, or with `is_least` of at least so many, that fills the context."""
     if num_tokens >= max_context:
         raise ContextLengthError("prompt", num_tokens, max_context, is_least=is_least)
 
