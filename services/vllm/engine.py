@@ -68,7 +68,6 @@ class EngineOptions:
         head: Drafts in the target: see `services.vllm.heads.drafter_config`; empty: nothing does.
         adapters: Directories or hub names of LoRA adapters, by the name that sessions give.
         is_batch_invariant: Whether vLLM computes a row with the same bits in every batch; on GPUs.
-        is_compiled: Whether vLLM compiles the model and captures CUDA graphs.
         learns: Whether the head is one of `gammaray train` whose weights are replaced while it serves.
         is_draft: Whether the model drafts: its requests run freely, and their prompts are short ones after
             what the prefix cache has.
@@ -87,7 +86,6 @@ class EngineOptions:
     head: str = ""
     adapters: Mapping[str, str] = field(default_factory=dict)
     is_batch_invariant: bool = False
-    is_compiled: bool = True
     learns: bool = False
     is_draft: bool = False
 
@@ -390,7 +388,7 @@ def _configuration(options: EngineOptions) -> Any:
         "tensor_parallel_size": options.tensor_parallel,
         "distributed_executor_backend": "mp" if options.tensor_parallel > 1 else "uni",
         "max_logprobs": -1,  # checked by the worker
-        "enforce_eager": device == "cpu" or not options.is_compiled,
+        "enforce_eager": device == "cpu",
         "enable_prefix_caching": True,
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
