@@ -27,7 +27,7 @@ def worker_cores(
     """Assign each role as many exclusive cores as its workers have threads, the first ones to the targets.
 
     Workers of one role share its cores; other processes may run on every core. With fewer cores than threads
-    no worker is pinned, and nothing is returned.
+    no worker is pinned: both roles have no cores.
     """
     of_targets, of_drafts = num_targets * threads, num_drafts * threads
     if len(cores) < of_targets + of_drafts:

@@ -89,6 +89,8 @@ async def answer(call: Awaitable[T]) -> T:
 async def wait_for_redis(redis_url: str, timeout_s: float) -> None:
     """Wait until Redis answers, and check that it is not a Redis Cluster; a timeout of 0 tries once.
 
+    Error messages omit the password of the URL.
+
     Raises:
         InvalidArgumentError: The URL is not a Redis URL, or is that of a Redis Cluster node.
         UnavailableError: Redis does not answer in time, or the password is wrong.
