@@ -19,15 +19,11 @@ END_S = 30.0
 
 
 async def end_tasks(*tasks: asyncio.Task[Any], timeout_s: float = END_S) -> None:
-    """Cancel tasks and wait until all have ended; their exceptions are dropped.
+    """Cancel tasks of the running event loop and wait until all have ended; their exceptions are dropped.
 
     Before Python 3.12 `asyncio.wait_for` swallows a cancellation that arrives together with its result, so
     that a loop around it never ends. Therefore tasks are cancelled repeatedly until they end. Tasks that do
     not end in time are logged as an error, by name, and abandoned, so that a shutdown cannot hang.
-
-    Args:
-        tasks: Tasks of the running event loop; finished ones are allowed.
-        timeout_s: Upper bound of the wait for all of them together, in seconds.
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_s

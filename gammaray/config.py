@@ -55,11 +55,7 @@ class PoolSize:
 
     @classmethod
     def parse(cls, value: object) -> PoolSize:
-        """Parse a number or a text.
-
-        Raises:
-            ValueError: The value is not a pool size.
-        """
+        """Parse a number or a text; ValueError if it is no pool size."""
         if isinstance(value, PoolSize):
             return value
         match = _FORM.fullmatch(str(value))
@@ -101,8 +97,7 @@ _ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
 def parse_adapters(text: str) -> dict[str, str]:
     """Return the directories by name of a text such as `sql=/models/sql,legal=/models/legal`.
 
-    Raises:
-        ValueError: It has another form, a name twice or too many of them; the message says what is allowed.
+    For another form, a name twice or too many of them, ValueError says what is allowed.
     """
     found: dict[str, str] = {}
     for entry in filter(None, map(str.strip, text.split(","))):
@@ -515,11 +510,7 @@ class ScalingSettings(BaseModel):
 
 
 def at_least_one(size: PoolSize) -> PoolSize:
-    """Check that the minimum is 1 or more, and return `size`.
-
-    Raises:
-        ValueError: The minimum is 0.
-    """
+    """Return `size`; ValueError if its minimum is 0."""
     if size.minimum < 1:
         raise ValueError(f"got {size}, allowed: at least 1 at all times")
     return size

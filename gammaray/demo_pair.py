@@ -21,15 +21,11 @@ _PACKAGE = "gammaray_demo_pair"
 
 
 def resolve_model(name: str, role: str = "target", field: str = "model") -> str:
-    """Return the directory or hub name that a model's name stands for.
-
-    Args:
-        name: Directory, hub name or "demo".
-        role: "target" or "draft".
-        field: Name of the setting, for the error.
+    """Return the directory or hub name that a model's name stands for; "demo" stands for one by role.
 
     Raises:
-        InvalidArgumentError: Another role, a GGUF file, or "demo" if the demo pair is not installed.
+        InvalidArgumentError: The `field` names another role, a GGUF file, or "demo" if the demo pair is not
+            installed.
     """
     if is_gguf(name):
         how = "`python -m services.engine.convert FILE.gguf DIRECTORY` makes the directory"
@@ -55,15 +51,7 @@ _EARLY_EXIT = "early-exit:"
 
 
 def early_exit_layers(name: str, num_layers: int | None = None, field: str = "draft") -> int | None:
-    """Return the N of `early-exit:N`; None for any other name.
-
-    Args:
-        num_layers: Layers of the target, if known.
-        field: Name of the setting, for the error.
-
-    Raises:
-        InvalidArgumentError: N is no number from 1 to one less than the target's layers.
-    """
+    """Return the N of `early-exit:N`, below the target's layers if these are known; else None."""
     if not name.startswith(_EARLY_EXIT):
         return None
     number = name.removeprefix(_EARLY_EXIT)

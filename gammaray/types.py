@@ -241,11 +241,7 @@ class GammaPolicy:
     max_nodes: int = 0
 
     def validate(self) -> None:
-        """Check the bounds.
-
-        Raises:
-            InvalidArgumentError: A gamma outside [0, 64], or nodes outside [0, 256].
-        """
+        """Check the bounds: a gamma in [0, 64], and nodes in [0, 256]."""
         if self.fixed is not None:
             check_int("gamma", self.fixed, 0, MAX_GAMMA)
         check_int("max_gamma", self.max_gamma, 0, MAX_GAMMA)
@@ -311,11 +307,7 @@ class GenerationRequest:
     receipt: bool = False
 
     def validate(self) -> None:
-        """Check all fields as far as possible without the model.
-
-        Raises:
-            InvalidArgumentError: Names the first invalid field.
-        """
+        """Check all fields as far as possible without the model; the error names the first invalid one."""
         self._check_session()
         if not self.prompt and self.resume_from is None:
             raise InvalidArgumentError("prompt", "an empty prompt", "at least one token")
@@ -389,11 +381,7 @@ class GenerationRequest:
 
 
 def check_prompt_logprobs(num_top: int, num_tokens: int) -> None:
-    """Check the number of log-probabilities of a prompt.
-
-    Raises:
-        InvalidArgumentError: There are more than `MAX_PROMPT_LOGPROBS`.
-    """
+    """Refuse more log-probabilities of a prompt than `MAX_PROMPT_LOGPROBS`."""
     if num_tokens * (num_top + 1) > MAX_PROMPT_LOGPROBS:
         raise InvalidArgumentError(
             "num_prompt_logprobs",

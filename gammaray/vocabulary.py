@@ -13,12 +13,9 @@ _BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 
 def vocabulary_sha256(vocabulary: Mapping[str, int]) -> str:
-    """Return the SHA-256 of the `id token` lines in order of id, in hexadecimal.
+    """Return the SHA-256 of the `id token` lines in order of id, in hexadecimal, added tokens included.
 
     Orchestrators, targets and drafters are matched by it.
-
-    Args:
-        vocabulary: Id of each token, added tokens included.
     """
     entries = sorted(vocabulary.items(), key=lambda entry: entry[1])
     lines = "".join(f"{token_id} {token}\n" for token, token_id in entries)
@@ -43,12 +40,7 @@ def decoder_kind(tokenizer: Any) -> str:
 
 
 def spell(token: str, kind: str) -> bytes | None:
-    """Return the bytes of a token that is not an added one; None if they are not known.
-
-    Args:
-        token: The token as the tokenizer stores it.
-        kind: The tokenizer's `decoder_kind`.
-    """
+    """Return the bytes of a stored token, not an added one, by its `decoder_kind`; None if unknown."""
     if kind == "byte_level" and all(c in BYTE_OF for c in token):
         return bytes(BYTE_OF[c] for c in token)
     if kind == "byte_fallback":

@@ -69,14 +69,11 @@ def build(
     probe_key_sha256: str = "",
     local_only: bool = False,
 ) -> Application:
-    """Return the application.
+    """Return the application; see `make_authenticator` for its last two arguments.
 
     Args:
-        settings: Fields of `OrchestratorSettings`.
         num_replicas: Number of orchestrators, or its bounds; each has its own streams to the workers.
         scaling: Fields of `ScalingSettings`; used when the bounds differ.
-        probe_key_sha256: As for `make_authenticator`.
-        local_only: As for `make_authenticator`.
     """
     size = PoolSize.parse(num_replicas)
     count: dict[str, Any] = {"num_replicas": size.minimum}
@@ -97,11 +94,7 @@ def build(
 
 
 def orchestrator(args: dict[str, Any]) -> Any:
-    """Return the application of orchestrators.
-
-    Raises:
-        pydantic.ValidationError: A bad argument or setting.
-    """
+    """Return the application of orchestrators."""
     given = OrchestratorArguments(**args)
     OrchestratorSettings(**given.settings)  # fails here: a replica would only log the error
     return build(given.settings, given.replicas, given.scaling)

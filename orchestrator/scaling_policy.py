@@ -14,12 +14,7 @@ IN_FLIGHT = "in_flight"
 
 
 def wanted_orchestrators(num_requests: float, num_now: int, settings: ScalingSettings) -> int:
-    """Return how many orchestrators all requests need; the number shrinks by one at a time.
-
-    Args:
-        num_requests: Running and waiting requests, over all orchestrators.
-        num_now: Number of orchestrators decided last.
-    """
+    """Return how many orchestrators all running and waiting requests need; it shrinks by one at a time."""
     needed = max(1, math.ceil(num_requests / settings.orchestrator_load))
     if needed >= num_now:
         return needed
@@ -28,11 +23,7 @@ def wanted_orchestrators(num_requests: float, num_now: int, settings: ScalingSet
 
 
 class OrchestratorPolicy:
-    """Policy that Serve creates once from JSON values, then calls with an AutoscalingContext.
-
-    Args:
-        settings: Fields of ScalingSettings.
-    """
+    """Policy that Serve creates once from JSON of ScalingSettings, and calls with an AutoscalingContext."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._settings = ScalingSettings(**settings)

@@ -241,12 +241,7 @@ class Orchestrator:
             self.receipts.check()
 
     async def _check_grammar(self, grammar: str, caller: Caller, span: RequestSpan) -> None:
-        """Check a grammar that is not empty, and that target workers compute the same masks.
-
-        Raises:
-            FailedPreconditionError: No connected one does.
-            GammarayError: As `GrammarChecks.check`.
-        """
+        """Check a grammar that is not empty, and that target workers compute the same masks."""
         if not grammar:
             return
         check_grammars(self.fleet.targets, grammar_identity())

@@ -18,7 +18,7 @@ from google.protobuf.message import DecodeError
 from gammaray.aio import end_tasks
 from gammaray.deploy.redis_connection import address_of
 from gammaray.errors import GammarayError
-from gammaray.telemetry.export import MetricsExport
+from gammaray.telemetry.prometheus import MetricsExport
 from gammaray.types import ProcessStatus
 from gammaray.v1 import generation_service_pb2 as pb
 from gammaray.wire.convert import process_from_proto, process_to_proto

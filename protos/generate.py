@@ -30,6 +30,8 @@ def generate(out: Path) -> None:
     ]
     if protoc.main(args) != 0:
         raise SystemExit("protoc failed")
+    for stub in (out / PACKAGE).glob("types_pb2_grpc.py*"):
+        stub.unlink()  # types.proto has no service
 
 
 def check() -> list[str]:

@@ -104,11 +104,7 @@ class Answer:
 
 
 def decoded(data: bytes) -> Any:
-    """Parse JSON.
-
-    Raises:
-        AnswerError: It is none.
-    """
+    """Parse JSON; raises AnswerError if it is none."""
     try:
         return json.loads(data)
     except (ValueError, RecursionError):
@@ -116,11 +112,7 @@ def decoded(data: bytes) -> Any:
 
 
 def parse_answer(body: Any) -> Answer:
-    """Return the answer that a response body of completions or chats holds.
-
-    Raises:
-        AnswerError: A field is malformed.
-    """
+    """Return the answer that a body of completions or chats holds; AnswerError names a malformed field."""
     fields = _an("body", body, dict)
     choices = _an("choices", fields.get("choices"), list)
     if not 1 <= len(choices) <= _MAX_CHOICES:
@@ -142,9 +134,6 @@ def parse_choice(path: str, choice: Mapping[str, Any], message: str) -> Choice:
     Args:
         path: Where it stands, for errors.
         message: Key of a chat's text: "message", in streams "delta".
-
-    Raises:
-        AnswerError: A field is malformed.
     """
     held = choice
     if message in choice:
@@ -178,11 +167,7 @@ def text_of(key: str) -> str:
 
 
 def parse_usage(usage: Any) -> tuple[int, int, int] | None:
-    """Return prompt, completion and total tokens; None if a server reports no usage.
-
-    Raises:
-        AnswerError: A count is none.
-    """
+    """Return prompt, completion and total tokens; None if a server reports no usage."""
     if usage is None:
         return None
     fields = _an("usage", usage, dict)

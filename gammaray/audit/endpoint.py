@@ -262,11 +262,7 @@ async def _read(response: httpx.Response, limit: int | None = None) -> bytes:
 
 
 async def events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Yield the data of server-sent events, one line each, in time that is linear in the stream's length.
-
-    Raises:
-        AnswerError: The stream is longer than `MAX_ANSWER`.
-    """
+    """Yield the data of server-sent events, one line each, in time that is linear in the stream's length."""
     line, total = bytearray(), 0
     async for piece in pieces:
         total += len(piece)

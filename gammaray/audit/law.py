@@ -88,8 +88,7 @@ class Position:
         are lost. Texts with U+FFFD may stand for many tokens and belong to the rest.
 
         Args:
-            cells: The `top_logprobs`.
-            num_listed: Their number n, without an added token.
+            num_listed: Number n of the `cells`, without an added token.
             hidden: Tokens that are not reported when they are drawn, such as an end-of-sequence token. The
                 probabilities are those given that none of them is drawn.
 
@@ -128,10 +127,7 @@ class Position:
     def cell_of(self, token: Hashable, logprob: float | None = None) -> int:
         """Return the cell of a token.
 
-        Args:
-            token: Named as in the cells.
-            logprob: Its own log-probability, if reported. At or below the cut it tells a token of the rest
-                from a listed one of equal text.
+        Its own `logprob`, at or below the cut, tells a token of the rest from a listed one of equal text.
         """
         rest = len(self.probs) - 1
         return rest if logprob is not None and logprob <= self.cut else self.index.get(token, rest)
@@ -220,7 +216,6 @@ class Bets:
     """The bets of all alternatives on one position.
 
     Args:
-        position: Its cells.
         drafted: The cell that a reference drafter proposes; None if not known.
     """
 
@@ -375,8 +370,7 @@ class LawTest(Wealth):
         """Count a token, and return the cells of its position; None if it is hidden or they are not known.
 
         Args:
-            token: What was generated, named as in the cells.
-            cells: The `top_logprobs` of its position.
+            token: What was generated, named as in `cells`, the `top_logprobs` of its position.
             logprob: Its own log-probability, if the server reports it.
             drafted: What a reference drafter proposes there, to bet on a share of its tokens. It must follow
                 from the tokens before alone.
@@ -449,19 +443,7 @@ class IndependenceTest(Wealth):
         logprob: float | None = None,
         other_logprob: float | None = None,
     ) -> None:
-        """Count two tokens at the same place of two choices; their contexts may differ.
-
-        Args:
-            token: What was generated, named as in the cells.
-            cells: The `top_logprobs` of its position.
-            other: What was generated there in the other choice.
-            other_cells: The `top_logprobs` of that position.
-            logprob: The token's own log-probability, if the server reports it.
-            other_logprob: The other token's.
-
-        Raises:
-            InvalidArgumentError: Cells are no log-probabilities of a distribution.
-        """
+        """Count two tokens at one place of two choices, whose contexts may differ; see `LawTest.observe`."""
         if token in self._hidden or other in self._hidden:
             return
         here, there = self._read(cells), self._read(other_cells)
@@ -475,13 +457,9 @@ class IndependenceTest(Wealth):
 
 
 def pair_log_factors(here: Position, there: Position, first: int, second: int) -> list[float]:
-    """Return by what the wealth of each alternative of `IndependenceTest` is multiplied, as a logarithm.
+    """Return the logarithms of what multiplies the wealth of each alternative of `IndependenceTest`.
 
-    Args:
-        here: The cells of one position.
-        there: Those of the other.
-        first: The cell that was drawn here.
-        second: The cell that was drawn there.
+    `first` is the cell that was drawn of `here`, and `second` that of `there`.
     """
     gain = _coupled_ratio(here, there, first, second) - 1.0
     rests = (

@@ -46,11 +46,7 @@ async def check_max_tokens(subject: Subject) -> CheckResult:
 
 
 def num_tokens(answer: Answer) -> int:
-    """Return the first choice's tokens: those listed, else what `usage` says.
-
-    Raises:
-        Undecided: The server reports neither.
-    """
+    """Return the first choice's tokens: those listed, else what `usage` says; Undecided if it has neither."""
     if tokens := answer.choice.tokens:
         return len(tokens)
     if answer.usage is None or len(answer.choices) > 1:

@@ -65,7 +65,6 @@ def judged(compared: Sequence[tuple[float, Token, float]], whose: str, curl: str
     Args:
         compared: Of each token: the difference, the token, and its log-probability in the pass.
         whose: Of whom the pass is, such as "the reference's".
-        curl: Command that asks for a text.
     """
     count = len(compared)
     mean = sum(abs(difference) for difference, _, _ in compared) / count

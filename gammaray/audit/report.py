@@ -51,11 +51,7 @@ def audit_result(findings: Sequence[Finding], **about: Any) -> dict[str, Any]:
 
 
 def audit_page(found: dict[str, Any]) -> str:
-    """Return the page of a result: the table, evidence and commands, and charts of the law.
-
-    Args:
-        found: What `audit_result` returned.
-    """
+    """Return the page of an `audit_result`: the table, evidence and commands, and charts of the law."""
     return document("gammaray audit", "".join(_body(found)))
 
 

@@ -40,11 +40,7 @@ CHECKS: dict[str, Check] = {
 
 
 async def run_audit(subject: Subject, names: Collection[str]) -> AsyncIterator[Finding]:
-    """Run checks in their order, put their findings into `subject.findings`, and yield each.
-
-    Raises:
-        GammarayError: The server cannot be reached at all, or refuses the key.
-    """
+    """Run checks in their order, put their findings into `subject.findings`, and yield each."""
     await subject.probe()
     for name, check in CHECKS.items():
         if name in names:

@@ -39,8 +39,6 @@ class Difference:
 
     Args:
         index: Index of the first different token, of the first different character if tokens are unknown.
-        left: Text there in the first completion.
-        right: Text there in the second one.
         margin: Log-probability of the first one's token minus the second's there; None if unknown.
     """
 

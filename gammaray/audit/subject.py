@@ -64,11 +64,7 @@ class Subject:
                 await endpoint.close()
 
     async def probe(self) -> None:
-        """Find out what the server and the reference support.
-
-        Raises:
-            GammarayError: A server does not answer, or supports neither completions nor chats.
-        """
+        """Find out what the server and the reference support; raises GammarayError if one does not answer."""
         self.no_logprobs, answer = await probe(self.server)
         if self.reference is not None:
             reason, _ = await probe(self.reference)
@@ -107,9 +103,6 @@ async def probe(server: Endpoint) -> tuple[str, Answer]:
 
     Returns:
         Why it has no log-probabilities, or an empty text; and its answer to the plainest request.
-
-    Raises:
-        GammarayError: It does not answer, or supports neither completions nor chats.
     """
     plain = {"max_tokens": 1, "temperature": 0, "logprobs": None}
     try:

@@ -22,11 +22,7 @@ _MAX_DEPTH = 16
 
 
 def page(result: dict[str, Any]) -> str:
-    """Return the page of a result: speed by gamma and category, acceptance by depth, latency percentiles.
-
-    Args:
-        result: What `run_bench` returned, with the provenance that a result file has.
-    """
+    """Return the page of a result of `run_bench` with its provenance: speed, acceptance by depth, latency."""
     found = result["provenance"]
     hardware = found["hardware"]
     models = ", ".join(f"{escape(role)}: {escape(model)}" for role, model in result["models"].items())

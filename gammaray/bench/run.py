@@ -23,7 +23,6 @@ class BenchSettings:
     Attributes:
         workload: Source of the prompts.
         max_tokens: Tokens per completion; end-of-sequence tokens are ignored.
-        repetitions: Repetitions, and so values per metric.
         gammas: In the format of `parse_gamma`; gamma 0 is added.
     """
 
@@ -41,14 +40,9 @@ async def run_bench(
     advance: Callable[[], None],
     show: Callable[[Point], None],
 ) -> dict[str, Any]:
-    """Run the benchmark and return the result, JSON-ready.
+    """Run the benchmark on prompts, each after its category, and return the result, JSON-ready.
 
-    Args:
-        tasks: The prompts, each after the name of its category.
-        show: Called with each finished point.
-
-    Raises:
-        GammarayError: A completion failed.
+    Each finished point is passed to `show`.
     """
     categories, texts = [category for category, _ in tasks], [text for _, text in tasks]
     processes = await client.status()
@@ -78,7 +72,6 @@ async def run_bench(
 
 
 def _by_category(samples: Samples, categories: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Return each system's speed over gamma 0 by category."""
     found: dict[str, dict[str, float]] = {}
     for category in dict.fromkeys(categories):
         part = {

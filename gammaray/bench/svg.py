@@ -13,7 +13,9 @@ COLOURS = ("#8a8f98", "#3b8fd9", "#e08a1e", "#2fa37c", "#b765b5", "#d5603a", "#6
 _STYLE = """text{font:12px system-ui,sans-serif;fill:#1f2328}
 .t{font-size:14px;font-weight:600}.m{fill:#59636e}.g{stroke:#8884;stroke-width:1}.b{stroke:#888;stroke-width:1}
 @media(prefers-color-scheme:dark){text{fill:#e6edf3}.m{fill:#9198a1}}"""
+_WIDTH, _HEIGHT = 760, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 12, 58, 30
+_PLOT_W, _PLOT_H = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
 _MAX_TICKS = 6
 
 
@@ -25,8 +27,6 @@ def bar_chart(
     unit: str = "",
     base: float | None = None,
     colours: Sequence[str] = COLOURS,
-    width: int = 760,
-    height: int = 300,
 ) -> str:
     """Return grouped bars with a number above each.
 
@@ -35,26 +35,22 @@ def bar_chart(
         series: Name of a series -> its value in each group; None leaves a bar out.
         unit: Of the values, at the vertical axis.
         base: Value that a line marks, such as 1.0 for ratios.
-        colours: Of the series, in order.
-        width: In pixels.
-        height: In pixels.
     """
     values = [value for found in series.values() for value in found if value is not None]
     top, ticks = _scale(max(values, default=1.0))
-    plot_w, plot_h = width - _LEFT - _RIGHT, height - _TOP - _BOTTOM
-    group_w = plot_w / max(1, len(groups))
+    group_w = _PLOT_W / max(1, len(groups))
     bar_w = group_w * 0.86 / max(1, len(series))
-    parts = _frame(title, unit, dict(zip(series, cycle(colours), strict=False)), ticks, top, width, height)
+    parts = _frame(title, unit, dict(zip(series, cycle(colours), strict=False)), ticks, top)
     for i, (name, found) in enumerate(series.items()):
         colour = colours[i % len(colours)]
         for j, value in enumerate(found):
             if value is None:
                 continue
             x = _LEFT + group_w * (j + 0.07) + bar_w * i
-            y = _TOP + plot_h * (1 - value / top)
+            y = _TOP + _PLOT_H * (1 - value / top)
             label = escape(f"{name}, {groups[j]}: {_text(value)}")
             parts.append(
-                f'<rect x="{x:.1f}" y="{y:.1f}" width="{bar_w * 0.92:.1f}" height="{_TOP + plot_h - y:.1f}" '
+                f'<rect x="{x:.1f}" y="{y:.1f}" width="{bar_w * 0.92:.1f}" height="{_TOP + _PLOT_H - y:.1f}" '
                 f'fill="{colour}" rx="1.5"><title>{label}</title></rect>'
             )
             if bar_w >= 22:
@@ -62,22 +58,16 @@ def bar_chart(
                 parts.append(f'<text x="{at:.1f}" y="{y - 4:.1f}" text-anchor="middle">{_text(value)}</text>')
     for j, group in enumerate(groups):
         at = _LEFT + group_w * (j + 0.5)
-        parts.append(f'<text x="{at:.1f}" y="{height - 10}" text-anchor="middle">{escape(group)}</text>')
+        parts.append(f'<text x="{at:.1f}" y="{_HEIGHT - 10}" text-anchor="middle">{escape(group)}</text>')
     if base is not None:
-        y = _TOP + plot_h * (1 - base / top)
-        parts.append(f'<path class="b" stroke-dasharray="4 3" d="M{_LEFT} {y:.1f}H{width - _RIGHT}"/>')
-    return _svg(parts, width, height)
+        y = _TOP + _PLOT_H * (1 - base / top)
+        parts.append(f'<path class="b" stroke-dasharray="4 3" d="M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}"/>')
+    size = f'viewBox="0 0 {_WIDTH} {_HEIGHT + 4}" width="{_WIDTH}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size}>'
+    return "\n".join([head, f"<style>{_STYLE}</style>", *parts, "</svg>\n"])
 
 
-def _frame(
-    title: str,
-    unit: str,
-    names: Mapping[str, str],
-    ticks: Sequence[float],
-    top: float,
-    width: int,
-    height: int,
-) -> list[str]:
+def _frame(title: str, unit: str, names: Mapping[str, str], ticks: Sequence[float], top: float) -> list[str]:
     parts = [f'<text class="t" x="{_LEFT}" y="18">{escape(title)}</text>']
     x = float(_LEFT)
     for name, colour in names.items():
@@ -86,15 +76,10 @@ def _frame(
         x += 32 + 6.6 * len(name)
     parts.append(f'<text class="m" x="{_LEFT - 6}" y="{_TOP - 6}" text-anchor="end">{escape(unit)}</text>')
     for tick in ticks:
-        y = _TOP + (height - _TOP - _BOTTOM) * (1 - tick / top)
-        parts.append(f'<path class="g" d="M{_LEFT} {y:.1f}H{width - _RIGHT}"/>')
+        y = _TOP + _PLOT_H * (1 - tick / top)
+        parts.append(f'<path class="g" d="M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}"/>')
         parts.append(f'<text class="m" x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{tick:g}</text>')
     return parts
-
-
-def _svg(parts: Sequence[str], width: int, height: int) -> str:
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height + 4}" width="{width}">'
-    return "\n".join([head, f"<style>{_STYLE}</style>", *parts, "</svg>\n"])
 
 
 def _scale(largest: float) -> tuple[float, list[float]]:

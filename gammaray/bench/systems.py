@@ -76,9 +76,6 @@ class Stack:
         gamma: In the format of `parse_gamma`.
         options: Further options of each request; they replace those above.
         name: Name in results; empty: that of the gamma policy.
-
-    Raises:
-        InvalidArgumentError: `gamma` is malformed.
     """
 
     def __init__(
@@ -95,11 +92,7 @@ class Stack:
         self._options: GenerateOptions = options or {}
 
     async def sample(self, ask: Ask) -> Sample:
-        """Return one completion; its time runs from the call to the last chunk.
-
-        Raises:
-            GammarayError: The completion failed.
-        """
+        """Return one completion; its time runs from the call to the last chunk."""
         token_ids: list[int] = []
         arrivals: list[Arrival] = []
         last: Chunk | None = None
@@ -126,11 +119,7 @@ class Stack:
 
 
 def parse_gamma(text: str) -> GammaPolicy:
-    """Return the policy that `text` names: "4" (a chain), "4x16" (a tree, depth x nodes), or "adaptive".
-
-    Raises:
-        InvalidArgumentError: Anything else.
-    """
+    """Return the policy that `text` names: "4" (a chain), "4x16" (a tree, depth x nodes), or "adaptive"."""
     if text == "adaptive":
         return ADAPTIVE
     depth, separator, nodes = text.partition("x")

@@ -7,9 +7,9 @@ those since the start.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, TypeAlias, TypeVar
 
 from gammaray.types import ProcessStatus, SpeculationTotals, WorkerTotals
 
@@ -88,39 +88,34 @@ class Activity:
 
 def measure(before: Sequence[ProcessStatus], after: Sequence[ProcessStatus], seconds: float) -> Activity:
     """Return the activity between two snapshots of a cluster's status, taken `seconds` apart."""
-    past = {(process.role, process.pid, process.address): process for process in before}
-    orchestrators = [process for process in after if process.role == "orchestrator"]
-    orchestrators.sort(key=lambda process: process.pid)
-    workers = [process for process in after if process.role in ("target", "draft")]
-    spent = [_spent(past, process) for process in orchestrators]
+    past = {_identity(process): process for process in before}
+    pairs = [(past.get(_identity(process), process), process) for process in after]
+    orchestrators = [pair for pair in pairs if pair[1].role == "orchestrator"]
+    orchestrators.sort(key=lambda pair: pair[1].pid)
+    workers = [pair for pair in pairs if pair[1].role in ("target", "draft")]
+    workers.sort(key=lambda pair: (pair[1].role != "target", pair[1].address))
     return Activity(
         seconds,
-        _speculation(0, orchestrators, spent, seconds),
-        tuple(
-            _speculation(process.pid, [process], [own], seconds)
-            for process, own in zip(orchestrators, spent, strict=True)
-        ),
-        tuple(
-            _worker(past, process, seconds)
-            for process in sorted(workers, key=lambda worker: (worker.role != "target", worker.address))
-        ),
+        _speculation(0, orchestrators, seconds),
+        tuple(_speculation(pair[1].pid, [pair], seconds) for pair in orchestrators),
+        tuple(_worker(*pair, seconds) for pair in workers),
     )
 
 
-Past = Mapping[tuple[str, int, str], ProcessStatus]
+Pair: TypeAlias = tuple[ProcessStatus, ProcessStatus]
+"""A process in both snapshots; twice in the second one if it is missing in the first."""
+
 TotalsT = TypeVar("TotalsT", SpeculationTotals, WorkerTotals)
 
 
-def _spent(past: Past, process: ProcessStatus) -> SpeculationTotals:
-    before = past.get((process.role, process.pid, process.address))
-    start = before.speculation_totals if before is not None else process.speculation_totals
-    return _minus(process.speculation_totals or SpeculationTotals(), start or SpeculationTotals())
+def _identity(process: ProcessStatus) -> tuple[str, int, str]:
+    return process.role, process.pid, process.address
 
 
-def _minus(after: TotalsT, before: TotalsT) -> TotalsT:
+def _spent(before: TotalsT | None, after: TotalsT) -> TotalsT:
+    start = asdict(after if before is None else before)
     # Totals of other orchestrators may be a second old, so differences could be negative: clamp to 0.
-    names = [field.name for field in fields(after)]
-    return type(after)(**{name: max(0, getattr(after, name) - getattr(before, name)) for name in names})
+    return type(after)(**{name: max(0, total - start[name]) for name, total in asdict(after).items()})
 
 
 def _sum(totals: Sequence[SpeculationTotals]) -> SpeculationTotals:
@@ -128,35 +123,27 @@ def _sum(totals: Sequence[SpeculationTotals]) -> SpeculationTotals:
     return SpeculationTotals(**{name: sum(getattr(own, name) for own in totals) for name in names})
 
 
-def _speculation(
-    pid: int, processes: Sequence[ProcessStatus], spent: Sequence[SpeculationTotals], seconds: float
-) -> Speculation:
-    now = _sum(spent)
-    ever = _sum([process.speculation_totals or SpeculationTotals() for process in processes])
-
-    def ratio(part: str, whole: str) -> float | None:
-        return _ratio(now, ever, lambda totals: (getattr(totals, part), getattr(totals, whole)))
-
+def _speculation(pid: int, pairs: Sequence[Pair], seconds: float) -> Speculation:
+    totals = [(past.speculation_totals, now.speculation_totals or SpeculationTotals()) for past, now in pairs]
+    spent, ever = _sum([_spent(*pair) for pair in totals]), _sum([now for _, now in totals])
     return Speculation(
         pid=pid,
-        running=sum(process.sessions for process in processes),
-        waiting=sum(process.num_queued for process in processes),
-        tokens_per_s=now.emitted_tokens / seconds,
-        cycles_per_s=now.cycles / seconds,
-        failures_per_s=now.failed_requests / seconds,
-        alpha=ratio("accepted_tokens", "tested_tokens"),
-        acceptance_rate=ratio("accepted_tokens", "draft_tokens"),
-        tokens_per_cycle=ratio("emitted_tokens", "cycles"),
-        gamma=ratio("gamma_sum", "cycles"),
-        speedup=ratio("plain_us", "decode_us"),
+        running=sum(process.sessions for _, process in pairs),
+        waiting=sum(process.num_queued for _, process in pairs),
+        tokens_per_s=spent.emitted_tokens / seconds,
+        cycles_per_s=spent.cycles / seconds,
+        failures_per_s=spent.failed_requests / seconds,
+        alpha=_ratio("accepted_tokens", "tested_tokens", spent, ever),
+        acceptance_rate=_ratio("accepted_tokens", "draft_tokens", spent, ever),
+        tokens_per_cycle=_ratio("emitted_tokens", "cycles", spent, ever),
+        gamma=_ratio("gamma_sum", "cycles", spent, ever),
+        speedup=_ratio("plain_us", "decode_us", spent, ever),
     )
 
 
-def _worker(past: Past, process: ProcessStatus, seconds: float) -> Worker:
+def _worker(before: ProcessStatus, process: ProcessStatus, seconds: float) -> Worker:
     ever = process.worker_totals or WorkerTotals()
-    before = past.get((process.role, process.pid, process.address))
-    start = (before.worker_totals if before is not None else None) or ever
-    now = _minus(ever, start)
+    spent = _spent(before.worker_totals, ever)
     return Worker(
         role=process.role,
         address=process.address,
@@ -164,17 +151,14 @@ def _worker(past: Past, process: ProcessStatus, seconds: float) -> Worker:
         healthy=process.healthy,
         sessions=process.sessions,
         queue=process.num_queued,
-        busy=min(1.0, now.step_us * 1e-6 / seconds),
-        batch=_ratio(now, ever, lambda totals: (totals.step_blocks, totals.steps)),
-        steps_per_s=now.steps / seconds,
+        busy=min(1.0, spent.step_us * 1e-6 / seconds),
+        batch=_ratio("step_blocks", "steps", spent, ever),
+        steps_per_s=spent.steps / seconds,
         cache_use=process.cache_bytes / process.cache_budget_bytes if process.cache_budget_bytes else 0.0,
-        ahead_hit_rate=_ratio(now, ever, lambda totals: (totals.ahead_hits, totals.ahead_lookups)),
+        ahead_hit_rate=_ratio("ahead_hits", "ahead_lookups", spent, ever),
     )
 
 
-def _ratio(now: Any, ever: Any, pair: Callable[[Any], tuple[float, float]]) -> float | None:
-    for totals in (now, ever):
-        part, whole = pair(totals)
-        if whole > 0:
-            return part / whole
-    return None
+def _ratio(part: str, whole: str, *totals: Any) -> float | None:
+    """Return the ratio of two counts, of the first totals in which there is one."""
+    return next((getattr(one, part) / count for one in totals if (count := getattr(one, whole)) > 0), None)

@@ -26,12 +26,7 @@ class NotServedError(FailedPreconditionError):
 
 
 class LocalCluster(NamedTuple):
-    """Where a cluster serves.
-
-    Args:
-        http: Base URL of the HTTP API, as `gammaray up` prints it.
-        grpc: host:port of the gRPC API.
-    """
+    """Where a cluster serves: the base URL of the HTTP API, and host:port of the gRPC API."""
 
     http: str
     grpc: str
@@ -39,10 +34,7 @@ class LocalCluster(NamedTuple):
 
 @asynccontextmanager
 async def local_cluster(*models: str) -> AsyncIterator[LocalCluster]:
-    """Start a cluster, and stop it in the end.
-
-    Args:
-        models: Options of `gammaray up` that name its models.
+    """Start a cluster with the options of `gammaray up` that name its models, and stop it in the end.
 
     Raises:
         NotServedError: It ended before it was ready.

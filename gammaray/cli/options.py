@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
-from collections.abc import Awaitable, Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,11 +25,9 @@ class Connection:
 
     Args:
         address: host:port of the gRPC API, or the URL of the HTTP API.
-        api_key: API key, for clusters that require one.
         tls: Whether to use TLS; None: only if a file or the address implies it.
         ca_file: PEM file of the trusted authorities.
-        cert_file: PEM file of the client certificate.
-        key_file: PEM file of its private key.
+        cert_file: PEM file of the client certificate, and `key_file` that of its private key.
     """
 
     address: str
@@ -41,19 +39,11 @@ class Connection:
     key_file: Path | None
 
     def client(self) -> AsyncClient:
-        """Return a client of the gRPC API.
-
-        Raises:
-            InvalidArgumentError: An option is wrong.
-        """
+        """Return a client of the gRPC API."""
         return AsyncClient(**asdict(self))
 
     def call(self, work: Callable[[AsyncClient], Awaitable[_Result]]) -> _Result:
-        """Connect, do `work`, and return its result.
-
-        Raises:
-            GammarayError: The work failed, or an option is wrong.
-        """
+        """Connect, do `work`, and return its result."""
 
         async def run() -> _Result:
             async with self.client() as client:
@@ -66,10 +56,9 @@ def connection_options(timeout_s: float, *, http: bool = False) -> Callable[[_Fu
     """Add the connection options, which the command receives as one argument, `connection`.
 
     Args:
-        timeout_s: Default of `--timeout`, in seconds.
+        timeout_s: Default of `--timeout`.
         http: The command uses the HTTP API: `--url` instead of `--address`.
     """
-    names = ("address", "api_key", "timeout_s", "tls", "ca_file", "cert_file", "key_file")
     options = (
         _option(
             "--url" if http else "--address",
@@ -105,11 +94,21 @@ def connection_options(timeout_s: float, *, http: bool = False) -> Callable[[_Fu
         click.option("--key-file", type=_FILE, help="PEM file of its private key, if in another file."),
     )
 
+    def connection(given: dict[str, Any]) -> Connection:
+        return Connection(**{field.name: given.pop(field.name) for field in fields(Connection)})
+
+    return _collected("connection", connection, options)
+
+
+def _collected(
+    name: str, collect: Callable[[dict[str, Any]], Any], options: Sequence[Callable[..., Any]]
+) -> Callable[[_Function], _Function]:
+    """Return a decorator that adds options; the command receives as one argument what `collect` takes."""
+
     def decorate(function: _Function) -> _Function:
         @functools.wraps(function)
         def collected(*args: Any, **given: Any) -> Any:
-            connection = Connection(**{name: given.pop(name) for name in names})
-            return function(*args, connection=connection, **given)
+            return function(*args, **{name: collect(given)}, **given)
 
         decorated: Any = collected
         for option in reversed(options):
@@ -136,26 +135,20 @@ def form_options(function: _Function) -> _Function:
         ),
     )
 
-    @functools.wraps(function)
-    def collected(*args: Any, **given: Any) -> Any:
-        schema, regex = given.pop("json_schema"), given.pop("regex")
-        choice, grammar = given.pop("choice"), given.pop("grammar")
-        form = {
-            "json_schema": None if schema is None else _read_json(schema, "--json-schema"),
-            "regex": regex,
-            "choice": choice or None,
-            "grammar": None if grammar is None else _read_text(grammar, "--grammar"),
-        }
-        asked = {name: value for name, value in form.items() if value is not None}
-        if len(asked) > 1:
-            names = " and ".join(f"--{name.replace('_', '-')}" for name in asked)
-            raise click.UsageError(f"{names} exclude each other")
-        return function(*args, form=asked, **given)
+    return _collected("form", _form, options)(function)
 
-    decorated: Any = collected
-    for option in reversed(options):
-        decorated = option(decorated)
-    return decorated  # type: ignore[no-any-return]
+
+def _form(given: dict[str, Any]) -> dict[str, Any]:
+    values = {name: given.pop(name) for name in ("json_schema", "regex", "choice", "grammar")}
+    asked = {name: value for name, value in values.items() if value not in (None, ())}
+    if len(asked) > 1:
+        names = " and ".join(f"--{name.replace('_', '-')}" for name in asked)
+        raise click.UsageError(f"{names} exclude each other")
+    if "json_schema" in asked:
+        asked["json_schema"] = _read_json(asked["json_schema"], "--json-schema")
+    if "grammar" in asked:
+        asked["grammar"] = _read_text(asked["grammar"], "--grammar")
+    return asked
 
 
 def _read_text(path: Path, option: str) -> str:
@@ -187,14 +180,7 @@ def _option(name: str, *others: str, **attributes: Any) -> Callable[[_Function],
 
 
 def read_prompts(path: Path, option: str) -> list[str]:
-    """Return the prompts of a file: one per line, or, in a `.json` file, a list of strings.
-
-    Args:
-        option: Name of the option, for messages.
-
-    Raises:
-        click.BadParameter: The file cannot be read, or contains no prompts.
-    """
+    """Return the prompts of a file: one per line, or, in a `.json` file, a list of strings."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:

@@ -32,16 +32,7 @@ class Program(click.Command):
 
 
 def check_packages(what: str, names: Iterable[str], extra: str) -> None:
-    """Check that packages are installed.
-
-    Args:
-        what: Name of what needs them.
-        names: One module of each.
-        extra: Extra of gammaray that has them.
-
-    Raises:
-        FailedPreconditionError: Some are not.
-    """
+    """Raise FailedPreconditionError if `what` needs packages, one module of each, that are not installed."""
     if missing := [name for name in names if find_spec(name) is None]:
         raise FailedPreconditionError(
             f"{what} needs packages that are not installed ({', '.join(missing)}): "

@@ -71,10 +71,9 @@ _LOOKS: dict[Source, tuple[str, str]] = {
     DrafterKind.GRAMMAR: ("bright_black", "forced by the grammar"),
     TokenOrigin.CORRECTION: ("red", "sampled by the target in place of a rejected token"),
     TokenOrigin.BONUS: ("yellow", "sampled by the target after a completely accepted draft"),
+    TokenOrigin.ACCEPTED: ("bright_green", "proposed and accepted; the drafter is not known"),
 }
-_ACCEPTED = ("bright_green", "proposed and accepted; the drafter is not known")
 _STYLES = {source: Style(color=color) for source, (color, _) in _LOOKS.items()}
-_ACCEPTED_STYLE = Style(color=_ACCEPTED[0])
 _BAR_WIDTH = 30
 # A model's text may contain control characters; on a terminal they are replaced by their Unicode symbols.
 _VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
@@ -87,7 +86,7 @@ def is_colored(color: bool | None) -> bool:
 
 
 def style_of(source: Source) -> Style:
-    return _STYLES.get(source, _ACCEPTED_STYLE)
+    return _STYLES.get(source, _STYLES[TokenOrigin.ACCEPTED])
 
 
 def paint(text: str, source: Source) -> str:
@@ -96,9 +95,8 @@ def paint(text: str, source: Source) -> str:
 
 
 def print_legend(console: Console) -> None:
-    rows = [*((source.value, *look) for source, look in _LOOKS.items()), ("accepted", *_ACCEPTED)]
-    for name, color, meaning in rows:
-        console.print(Text.assemble((f"{name:<10}", color), f"  {meaning}"))
+    for source, (color, meaning) in _LOOKS.items():
+        console.print(Text.assemble((f"{source.value:<10}", color), f"  {meaning}"))
     console.print()
 
 

@@ -36,12 +36,7 @@ def settings_options(settings: type[BaseModel], *, has_types: bool) -> list[clic
 def parse_settings(
     settings: type[SettingsT], prog: str, argv: Sequence[str], others: Sequence[click.Parameter] = ()
 ) -> tuple[SettingsT, dict[str, Any]]:
-    """Return the settings of a process's command line, and the values of its other options.
-
-    Args:
-        prog: Name of the process in the help.
-        argv: The command line, without the name.
-        others: Options that are no settings.
+    """Return the settings of a process's command line, and the values of its `others`, which are no settings.
 
     Raises:
         InvalidArgumentError: An option is unknown or a setting is invalid.
@@ -64,11 +59,7 @@ def parse_settings(
 
 
 def checked_settings(settings: type[SettingsT], given: dict[str, Any]) -> SettingsT:
-    """Return settings from the values of options; other values in `given` are ignored.
-
-    Raises:
-        InvalidArgumentError: A setting is out of bounds, or two exclude each other.
-    """
+    """Return settings from the values of options, others ignored; InvalidArgumentError names a wrong one."""
     values: dict[str, Any] = {
         name: given[name] for name in settings.model_fields if given.get(name) not in (None, ())
     }

@@ -33,12 +33,7 @@ class FloatRange(click.FloatRange):
 
 
 def temperature(text: str) -> float:
-    """Parse a temperature.
-
-    Raises:
-        ValueError: The text is not a number.
-        InvalidArgumentError: The temperature is out of bounds.
-    """
+    """Parse a temperature."""
     value = float(text)
     check_number("temperature", value, 0, 100)
     return value

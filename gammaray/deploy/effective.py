@@ -41,11 +41,7 @@ class OrchestratorArguments(_Arguments):
 
 
 def effective_settings(cluster: ClusterSettings) -> dict[str, Any]:
-    """Return the effective settings of `gammaray up`: arguments, else environment, else defaults.
-
-    Raises:
-        InvalidArgumentError: A setting is out of bounds.
-    """
+    """Return the effective settings of `gammaray up`: arguments, else environment, else defaults."""
     shared = {"redis_url": cluster.redis_url} if cluster.redis_url else {}
     result = {"cluster": cluster.model_dump(mode="json")}
     for role, own in role_settings(cluster).items():
@@ -55,10 +51,7 @@ def effective_settings(cluster: ClusterSettings) -> dict[str, Any]:
 
 
 def effective_of_serve(document: object) -> dict[str, Any]:
-    """Return the effective settings of a Serve configuration: every setting of every role.
-
-    Args:
-        document: The parsed configuration, in the format of `serve_document` and the Helm chart.
+    """Return every setting of every role by a Serve configuration, as of `serve_document` and the chart.
 
     Raises:
         InvalidArgumentError: It is not a configuration of gammaray, or a value in it is not allowed.

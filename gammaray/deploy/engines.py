@@ -33,11 +33,7 @@ def vllm_build() -> tuple[str, str]:
 
 
 def check_vllm_version() -> None:
-    """Check that vLLM is installed in the supported minor version.
-
-    Raises:
-        UnsupportedVllmError: It is not.
-    """
+    """Check that vLLM is installed in the supported minor version, else raise UnsupportedVllmError."""
     version, _ = vllm_build()
     if not version:
         raise UnsupportedVllmError("which is not installed")
@@ -46,12 +42,7 @@ def check_vllm_version() -> None:
 
 
 def check_engine(engine: str, device: str) -> None:
-    """Check that this machine has the packages that an engine needs.
-
-    Raises:
-        UnsupportedVllmError: vLLM is missing, or in another version.
-        InvalidArgumentError: The engine does not run on the device.
-    """
+    """Check that this machine has the packages that an engine needs, and the device."""
     if engine == "native" and device == "cuda":
         raise InvalidArgumentError("device", device, "auto or cpu with the engine native")
     if engine != "vllm":

@@ -93,10 +93,9 @@ _CODE = re.compile(r"(?:Error running script .*? -)?(?P<code>[A-Z]{3,}) ", re.DO
 
 
 class RefusedError(ConnectionError):
-    """Redis answered with a temporary error; the command was not executed, and retries did not help.
+    """Redis answered with a temporary error, whose first word is the `code`, and retries did not help.
 
-    Attributes:
-        code: First word of the reply, in upper case.
+    The command was not executed.
     """
 
     def __init__(self, code: str, message: str) -> None:
@@ -126,9 +125,6 @@ class RetryingRedis(Redis):
     """A client whose calls are repeated while Redis cannot be reached or refuses them temporarily.
 
     A single policy covers connecting and sending; with policies of connections their counts would multiply.
-
-    Attributes:
-        policy: How often, and after which delays.
     """
 
     policy: Retry
@@ -172,18 +168,14 @@ class RetryingRedis(Redis):
 
 
 def connect(redis_url: str, *, timeout_s: float, num_retries: int, max_connections: int = 2) -> RetryingRedis:
-    """Return a client, which connects on first use.
+    """Return a client, which connects on first use, for a URL as in the module's docstring.
 
     Args:
-        redis_url: See the module docstring.
         timeout_s: Upper bound of one attempt to connect, of the wait for one reply, and of the wait for one
             of the connections, in seconds.
         num_retries: Retries of a command while Redis cannot be reached or refuses it temporarily; the delay
             grows from 0.05 s to 0.5 s.
         max_connections: Upper bound of connections; calls wait for a free one.
-
-    Raises:
-        InvalidArgumentError: The URL is not a Redis URL.
     """
     options: dict[str, Any] = {
         "max_connections": max_connections,

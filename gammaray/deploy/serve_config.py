@@ -40,11 +40,9 @@ SHRINK_MARGIN = 0.7
 
 
 def autoscaling_config(role: str, size: PoolSize, settings: ScalingSettings) -> dict[str, Any]:
-    """Return the `autoscaling_config` of a deployment, as JSON values.
+    """Return the `autoscaling_config` of a role's deployment, as JSON values.
 
-    Args:
-        role: "draft", "orchestrator" or "target".
-        size: Bounds; if they are equal, the pool reports its load and keeps its size.
+    If both bounds of its size are equal, the pool reports its load and keeps its size.
     """
     return {
         "min_replicas": size.minimum,

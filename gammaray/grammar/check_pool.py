@@ -23,16 +23,16 @@ import json
 import os
 import selectors
 import signal
-import struct
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 from gammaray.errors import CancelledError, InvalidArgumentError, ResourceExhaustedError, UnavailableError
-from gammaray.grammar.check_process import write_frame
+from gammaray.grammar.check_process import write_line
 
 MAX_CPU_S = 1.0
 """CPU time of the check of a grammar; ordinary ones take a few to 100 ms."""
@@ -73,24 +73,19 @@ class GrammarCheck:
 class CheckPool:
     """Up to `num_processes` processes that check grammars for one tokenizer. Thread-safe.
 
-    Args:
-        tokenizer_json: The tokenizer in the format of `tokenizers`.
-        vocab_size: Number of token ids of the model.
-        num_processes: Most checks at once. A process starts when it is first needed.
+    A process starts when it is first needed. `tokenizer_json` is in the format of `tokenizers`.
     """
 
     def __init__(
         self, tokenizer_json: str, vocab_size: int, eos_token_ids: Iterable[int], num_processes: int = 2
     ) -> None:
-        self._settings = json.dumps(
-            {
-                "tokenizer": tokenizer_json,
-                "vocab_size": vocab_size,
-                "eos_token_ids": sorted(eos_token_ids),
-                "max_cpu_s": MAX_CPU_S,
-                "max_memory_bytes": MAX_MEMORY_BYTES,
-            }
-        )
+        self._settings = {
+            "tokenizer": tokenizer_json,
+            "vocab_size": vocab_size,
+            "eos_token_ids": sorted(eos_token_ids),
+            "max_cpu_s": MAX_CPU_S,
+            "max_memory_bytes": MAX_MEMORY_BYTES,
+        }
         self._idle: list[_Process] = []
         self._threads = ThreadPoolExecutor(num_processes, thread_name_prefix="gammaray-grammar-check")
 
@@ -127,10 +122,11 @@ class CheckPool:
             try:
                 error, cpu_s = process.ask(check)
             except _EndedError as ended:
-                _raise_limit(ended.by_signal)
+                if ended.by_signal == signal.SIGPROF:
+                    raise _too_complex(f"takes more than {MAX_CPU_S:g} s of CPU time") from None
+                if is_last and ended.by_signal in _FAULTS:
+                    raise _too_complex(f"fails, with {MAX_MEMORY_BYTES // 2**20} MiB of memory") from None
                 if is_last:
-                    if ended.by_signal in _FAULTS:
-                        _raise_memory()
                     raise UnavailableError(
                         f"the process that checks grammars ended twice ({ended})"
                     ) from None
@@ -148,23 +144,12 @@ class CheckPool:
         raise AssertionError
 
 
-def _raise_limit(by_signal: int) -> None:
-    if by_signal == signal.SIGPROF:
-        got = f"a grammar whose check takes more than {MAX_CPU_S:g} s of CPU time"
-        raise InvalidArgumentError("grammar", got, "a grammar of less complexity") from None
-
-
-def _raise_memory() -> None:
-    got = f"a grammar whose check fails, with {MAX_MEMORY_BYTES // 2**20} MiB of memory"
-    raise InvalidArgumentError("grammar", got, "a grammar of less complexity") from None
+def _too_complex(what: str) -> InvalidArgumentError:
+    return InvalidArgumentError("grammar", f"a grammar whose check {what}", "a grammar of less complexity")
 
 
 class _EndedError(Exception):
-    """A process ended.
-
-    Attributes:
-        by_signal: The signal's number; 0 if it ended otherwise.
-    """
+    """A process ended: by the signal of this number, or otherwise with 0."""
 
     def __init__(self, returncode: int) -> None:
         self.by_signal = max(0, -returncode)
@@ -172,13 +157,9 @@ class _EndedError(Exception):
 
 
 class _Process:
-    """A process of `check_process`; used by one thread at a time.
+    """A process of `check_process`, used by one thread at a time; when idle, it waits for a grammar."""
 
-    Attributes:
-        is_idle: Whether it has started, and waits for a grammar.
-    """
-
-    def __init__(self, settings: str) -> None:
+    def __init__(self, settings: dict[str, Any]) -> None:
         # Without the settings of the parent, which may be secret; `subprocess` does not copy its memory.
         environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
@@ -188,17 +169,13 @@ class _Process:
             stdout=subprocess.PIPE,
             env=environment,
         )
-        self._settings: str | None = settings
+        self._settings: dict[str, Any] | None = settings
         self.is_idle = False
 
     def ask(self, check: GrammarCheck) -> tuple[list[str] | None, float]:
         """Return the error of a grammar, as what was got and what is allowed, and the check's CPU time.
 
-        Raises:
-            _EndedError: The process has ended.
-            CancelledError: The check was cancelled.
-            ResourceExhaustedError: The check took too long.
-            InvalidArgumentError: llguidance cannot use the tokenizer.
+        Raises `_EndedError`, and the errors of `CheckPool.check`.
         """
         if self._settings is not None:
             self._write(self._settings)
@@ -210,7 +187,7 @@ class _Process:
         check.check_wanted()
         self.is_idle = False
         self._write(check.grammar)
-        error, cpu_s = json.loads(self._read(check, MAX_DURATION_S))
+        error, cpu_s = self._read(check, MAX_DURATION_S)
         self.is_idle = True
         return error, cpu_s
 
@@ -220,24 +197,19 @@ class _Process:
         with contextlib.suppress(OSError):
             self._child.__exit__(None, None, None)  # closes the pipes, and waits
 
-    def _write(self, text: str) -> None:
+    def _write(self, value: Any) -> None:
         assert self._child.stdin is not None
         try:
-            write_frame(self._child.stdin, text)
+            write_line(self._child.stdin, value)
         except OSError:
             raise self._ended() from None
 
-    def _read(self, check: GrammarCheck, timeout_s: float) -> str:
-        header = self._read_bytes(4, check, deadline := time.monotonic() + timeout_s)
-        (length,) = struct.unpack(">I", header)
-        return self._read_bytes(length, check, deadline).decode("utf-8", "surrogatepass")
-
-    def _read_bytes(self, count: int, check: GrammarCheck, deadline: float) -> bytes:
+    def _read(self, check: GrammarCheck, timeout_s: float) -> Any:
         assert self._child.stdout is not None
-        read = bytearray()
+        deadline, read = time.monotonic() + timeout_s, bytearray()
         with selectors.DefaultSelector() as selector:
             selector.register(self._child.stdout, selectors.EVENT_READ)
-            while len(read) < count:
+            while not read.endswith(b"\n"):
                 check.check_wanted()
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
@@ -246,11 +218,11 @@ class _Process:
                     )
                 if not selector.select(min(left_s, _POLL_S)):
                     continue
-                piece = os.read(self._child.stdout.fileno(), count - len(read))
+                piece = os.read(self._child.stdout.fileno(), 2**16)
                 if not piece:
                     raise self._ended()
                 read += piece
-        return bytes(read)
+        return json.loads(read)
 
     def _ended(self) -> _EndedError:
         try:

@@ -58,11 +58,7 @@ class _Place(NamedTuple):
 
 
 class KeyTokens:
-    """What the tokens of one vocabulary do to keys.
-
-    Args:
-        pieces: The bytes of each token.
-    """
+    """What the tokens of one vocabulary, given by their bytes, do to keys."""
 
     def __init__(self, pieces: Sequence[bytes]) -> None:
         self.pieces = pieces
@@ -125,11 +121,7 @@ class KeyTokens:
         return [token_id for token_id, piece in enumerate(self.pieces) if b"," in piece]
 
     def _find_misspelt(self, escape: bytes) -> list[int]:
-        """Return the tokens that put an escape into a key that JSON does not require.
-
-        Args:
-            escape: Begun escape at the end of the key.
-        """
+        """Return the tokens that put an escape into a key, or end a begun one, that JSON does not require."""
         candidates = self._escapes
         if escape:
             # What else follows a begun escape is no JSON, or right.
@@ -155,10 +147,8 @@ class KeyGuard:
     def of(cls, grammar: str, tokens: Callable[[], KeyTokens]) -> KeyGuard | None:
         """Return the guard that a grammar asks for, if any.
 
-        Args:
-            grammar: The grammar. Where it starts with the rule `thought`, the completion begins in a thinking
-                part, which ends with the token </think>.
-            tokens: Returns the vocabulary.
+        Where a grammar starts with the rule `thought`, the completion begins in a thinking part, which ends
+        with the token </think>.
         """
         is_bounded = _mark(BOUNDED_KEYS) in grammar
         if not is_bounded and _mark(FREE_KEYS) not in grammar:

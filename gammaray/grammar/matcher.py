@@ -44,7 +44,6 @@ class GrammarCompiler:
 
     Args:
         tokenizer_json: The tokenizer in the format of `tokenizers`, as `to_str` of its backend gives it.
-        vocab_size: Number of token ids of the model.
         eos_token_ids: Its end-of-sequence tokens; without any, those that llguidance finds.
     """
 
@@ -58,13 +57,10 @@ class GrammarCompiler:
         self._knows_escapes = not self._matcher(json_schema_grammar(True)).is_error()
 
     def check(self, grammar: str) -> None:
-        """Check a grammar: its syntax, its compilation, its first masks and forced text.
+        """Check a grammar, which may be wrong: its syntax, its compilation, its first masks and forced text.
 
         llguidance cannot be interrupted. Grammars of users are checked in a process with limits instead, see
         `gammaray.grammar.check_pool`, which calls this.
-
-        Raises:
-            InvalidArgumentError: The grammar is wrong, unsupported or too complex.
         """
         matcher = self._compile(grammar)
         if not matcher.is_error():
@@ -81,7 +77,6 @@ class GrammarCompiler:
         memory are those of `check_pool`: it repeats a part of the same work.
 
         Args:
-            grammar: In Lark.
             end_token_ids: Tokens that end this completion, where the grammar is complete; None for the
                 end-of-sequence tokens.
 
@@ -115,11 +110,7 @@ class GrammarCompiler:
 
 
 class _Reader:
-    """A matcher, and the guard of its keys: both read the same tokens.
-
-    Args:
-        keys: Keeps keys apart; None if the grammar does so.
-    """
+    """A matcher, and the guard that keeps keys apart, if the grammar needs one: both read the same tokens."""
 
     def __init__(self, matcher: LLMatcher, keys: KeyGuard | None) -> None:
         self.matcher, self.keys = matcher, keys
@@ -165,8 +156,7 @@ class _Reader:
     def _leads_on(self, token_id: int, full: set[bytes]) -> bool:
         """Return whether a possible token can be followed by a key that its object does not have.
 
-        Args:
-            full: Beginnings of keys that have no such end; is added to.
+        Beginnings of keys that have no such end are added to `full`.
         """
         after = self.copy()
         if after.read([token_id]) == 0 or after.keys is None:
@@ -313,21 +303,14 @@ class GrammarState:
     def forced(self, limit: int) -> list[int]:
         """Return the next tokens as far as the grammar leaves no choice, at most `limit`.
 
-        This and what follows is for drafting: an error stays.
-
-        Raises:
-            InvalidArgumentError: The matcher exceeds its limits.
+        This and what follows is for drafting: an error of the matcher, InvalidArgumentError, stays.
         """
         if self.is_ended:
             return []
         return self._renewed().forced(limit)
 
     def count_possible(self, token_ids: Sequence[int]) -> int:
-        """Return how many leading tokens the grammar allows, one end of sequence included.
-
-        Raises:
-            InvalidArgumentError: The matcher exceeds its limits.
-        """
+        """Return how many leading tokens the grammar allows, one end of sequence included."""
         if self.is_ended:
             return 0
         copy = self._renewed().copy()
@@ -337,11 +320,7 @@ class GrammarState:
         return taken + ends
 
     def forced_after(self, token_ids: Sequence[int], limit: int) -> list[int]:
-        """Return `forced` after further tokens, which must be possible; none after an end of sequence.
-
-        Raises:
-            InvalidArgumentError: The matcher exceeds its limits.
-        """
+        """Return `forced` after further tokens, which must be possible; none after an end of sequence."""
         if self.is_ended:
             return []
         copy = self._renewed().copy()

@@ -87,12 +87,8 @@ class _Part(NamedTuple):
 def prepare(root: dict[str, Any], field: str) -> None:
     """Change a schema to one that llguidance follows exactly, which may have fewer texts.
 
-    Args:
-        root: The schema, as `json.loads` returns it.
-        field: Its name, for errors.
-
     Raises:
-        InvalidArgumentError: It has a keyword that cannot be followed, or is nested too deeply.
+        InvalidArgumentError: `field` has a keyword that cannot be followed, or is nested too deeply.
     """
     whole = _Root(root, field)
     for part in reversed(whole.parts([root])):
@@ -128,11 +124,7 @@ class _Root:
         self._num_comparisons = 0
 
     def parts(self, starts: Sequence[Any]) -> list[_Part]:
-        """Return schemas and those that describe parts of their values, also by references.
-
-        Raises:
-            InvalidArgumentError: They are nested too deeply.
-        """
+        """Return schemas and those that describe parts of their values, also by references."""
         found: dict[int, _Part] = {}
         rest = [[_Part(start) for start in starts if isinstance(start, dict)]]
         while rest:
@@ -461,9 +453,8 @@ def _is_scattered(schema: dict[str, Any]) -> bool:
 def _close(schemas: Sequence[dict[str, Any]], kept: Sequence[_Part]) -> None:
     """Let objects that list properties have no other ones.
 
-    Args:
-        kept: Those that stay as they are: alternatives of `oneOf`, of which exactly one must match. A value
-            that does not match a closed one may match it as it was, beside another one.
+    Those in `kept` stay as they are: alternatives of `oneOf`, of which exactly one must match. A value that
+    does not match a closed one may match it as it was, beside another one.
     """
     kept_ids = {id(part.schema) for part in kept}
     for schema in schemas:
@@ -573,8 +564,6 @@ def _check_counts(part: _Part, field: str, *, is_scattered: bool, is_bounded: bo
     several of them.
 
     Args:
-        part: The schema with the bounds.
-        field: Name of the root, for errors.
         is_scattered: Whether the properties of an object may be in several schemas.
         is_bounded: Whether one of them may run out of keys.
     """

@@ -37,11 +37,7 @@ _STYLE = {**_STYLE_1_7, "json_allow_general_unicode_escapes": True}
 
 
 def json_schema_grammar(schema: Mapping[str, Any] | bool, field: str = "json_schema") -> str:
-    """Return the grammar of JSON texts that match a schema, see `json_rule`.
-
-    Raises:
-        InvalidArgumentError: As `json_rule`.
-    """
+    """Return the grammar of JSON texts that match a schema, see `json_rule`."""
     return f"start: {json_rule(schema, field)}"
 
 
@@ -53,11 +49,8 @@ def json_rule(schema: Mapping[str, Any] | bool, field: str = "json_schema") -> s
     because several places describe one object, such as `allOf`. A `format` that llguidance does not know is
     ignored, as JSON Schema allows.
 
-    Args:
-        field: Name of the field, for errors.
-
     Raises:
-        InvalidArgumentError: The schema is no object or boolean, is no JSON, is nested too deeply, or has
+        InvalidArgumentError: `field` is no object or boolean, is no JSON, is nested too deeply, or has
             numbers that are too large in `const`, `enum` or `multipleOf`.
     """
     if not isinstance(schema, (Mapping, bool)):
@@ -84,11 +77,7 @@ def _style_of(style: Mapping[str, Any]) -> str:
 
 
 def regex_grammar(pattern: str, field: str = "regex") -> str:
-    """Return the grammar of texts that match a regular expression as a whole.
-
-    Raises:
-        InvalidArgumentError: It is no text, is empty, or ends within an escape.
-    """
+    """Return the grammar of texts that match a regular expression, not empty, as a whole."""
     if not isinstance(pattern, str) or not pattern:
         raise InvalidArgumentError(field, pattern, "a regular expression")
     check_encodable(field, pattern)
@@ -98,11 +87,7 @@ def regex_grammar(pattern: str, field: str = "regex") -> str:
 
 
 def choice_grammar(choices: Sequence[str], field: str = "choice") -> str:
-    """Return the grammar of a choice among texts.
-
-    Raises:
-        InvalidArgumentError: There is none, or one is no text or empty.
-    """
+    """Return the grammar of a choice among texts, none of them empty."""
     is_list = isinstance(choices, Sequence) and not isinstance(choices, str)
     if not is_list or not choices or not all(isinstance(text, str) and text for text in choices):
         raise InvalidArgumentError(field, choices, "a list of texts, none empty")
@@ -132,11 +117,7 @@ def _in_lark(found: re.Match[str]) -> str:
 
 
 def check_multiples(schema: Any, field: str) -> None:
-    """Check `multipleOf` anywhere in a schema, since references may lead anywhere, see `MAX_MULTIPLE`.
-
-    Raises:
-        InvalidArgumentError: The values are too large.
-    """
+    """Check `multipleOf` anywhere in a schema, since references may lead anywhere, see `MAX_MULTIPLE`."""
     values: set[float] = set()
     rest = [schema]
     while rest:

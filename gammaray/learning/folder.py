@@ -112,11 +112,7 @@ class Drafters(BaseModel):
         return next((one.number for one in self.versions if one.status == "candidate"), None)
 
     def version(self, number: int) -> Version:
-        """Return a version.
-
-        Raises:
-            NotFoundError: There is none of this number.
-        """
+        """Return a version; NotFoundError if there is none of this number."""
         if not 1 <= number <= len(self.versions):
             raise NotFoundError(f"no version {number} of {len(self.versions)}")
         return self.versions[number - 1]
@@ -146,7 +142,6 @@ class Drafters(BaseModel):
 
 
 def _read(kind: type[_Model], path: Path) -> _Model:
-    """Return what a file holds, an empty object without one."""
     try:
         return kind.model_validate_json(path.read_bytes())
     except FileNotFoundError:
@@ -166,32 +161,23 @@ def _change(kind: type[_Model], path: Path, change: Callable[[_Model], _Model]) 
 
 
 class DrafterStore:
-    """The versions of one drafter on disk; processes change them one after another.
-
-    Args:
-        path: FOLDER/NAME.
-    """
+    """The versions of one drafter on disk, in FOLDER/NAME; processes change them one after another."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def read(self) -> Drafters:
-        """Return the versions.
-
-        Raises:
-            FailedPreconditionError: The file cannot be read.
-        """
+        """Return the versions; FailedPreconditionError if the file cannot be read."""
         return _read(Drafters, self.path / "state.json")
 
     def directory(self, number: int) -> Path:
         return self.path / "versions" / f"{number:06d}"
 
     def publish(self, written: Path, make: Callable[[int], Version]) -> Version | None:
-        """Add a version as the candidate.
+        """Add a version, which `make` returns for its number, as the candidate.
 
         Args:
             written: Its directory, which is moved here.
-            make: Returns the version of a number.
 
         Returns:
             The version; None if there is a candidate, or the stable version is pinned.
@@ -219,11 +205,7 @@ class DrafterStore:
     def roll_back(self, number: int, reason: str) -> int:
         """End a version: a candidate, or the stable one, which the nearest version before it replaces.
 
-        Returns:
-            The number of the stable version.
-
-        Raises:
-            NotFoundError: There is no such version.
+        Returns the number of the stable version.
         """
 
         def end(found: Drafters) -> Drafters:
@@ -238,9 +220,7 @@ class DrafterStore:
     def pin(self, number: int) -> None:
         """Make a version stable, and publish no other one until `unpin`; 0 is the drafter of the start.
 
-        Raises:
-            NotFoundError: There is no such version.
-            FailedPreconditionError: It was retired.
+        Raises FailedPreconditionError if it was retired.
         """
 
         def pin(found: Drafters) -> Drafters:
@@ -287,30 +267,18 @@ class _Tenants(BaseModel):
 
 
 class LearningFolder:
-    """What one machine learns from its traffic.
-
-    Args:
-        path: FOLDER.
-    """
+    """What one machine learns from its traffic, in FOLDER."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._tenants_file = path / "tenants.json"
 
     def consents(self) -> dict[str, Consent]:
-        """Return which drafter the streams of each tenant train; of others nothing is kept.
-
-        Raises:
-            FailedPreconditionError: The file cannot be read.
-        """
+        """Return which drafter the streams of each tenant train; of others nothing is kept."""
         return _read(_Tenants, self._tenants_file).tenants
 
     def consent(self, tenant: str, to: Consent) -> None:
-        """Note that a tenant's streams may be kept and learnt from.
-
-        Raises:
-            InvalidArgumentError: The name is no tenant's.
-        """
+        """Note that a tenant's streams may be kept and learnt from."""
         if not is_tenant(tenant):
             raise InvalidArgumentError("tenant", tenant, "1 to 32 of a-z 0-9 and -, not - first")
         self._change_consents(lambda found: {**found, tenant: to})
@@ -318,8 +286,7 @@ class LearningFolder:
     def forget(self, tenant: str) -> dict[str, list[int]]:
         """Withdraw a tenant's consent, and delete its streams and the versions that were trained on them.
 
-        Returns:
-            The numbers of these versions, by drafter.
+        Returns the numbers of these versions, by drafter.
         """
         if tenant:
             self._change_consents(lambda found: {name: to for name, to in found.items() if name != tenant})
@@ -333,9 +300,7 @@ class LearningFolder:
     def drafter_of(self, tenant: str, consents: dict[str, Consent]) -> str | None:
         """Return the drafter that serves a tenant and learns from it; None: that of the start, and nothing.
 
-        Args:
-            tenant: Its name; empty without API keys.
-            consents: What `consents` returned.
+        Without API keys `tenant` is empty; `consents` are those of the folder.
         """
         if not tenant:
             return OPEN
@@ -343,11 +308,7 @@ class LearningFolder:
         return None if to is None else SHARED if to == "shared" else _TENANT + tenant
 
     def store(self, name: str) -> DrafterStore:
-        """Return the versions of a drafter.
-
-        Raises:
-            InvalidArgumentError: The name is no drafter's.
-        """
+        """Return the versions of a drafter; InvalidArgumentError if the name is none's."""
         if name not in (OPEN, SHARED) and not (
             name.startswith(_TENANT) and is_tenant(name.removeprefix(_TENANT))
         ):

@@ -36,10 +36,9 @@ class Judgement:
 
 
 def judge(result: Mapping[str, Any], min_speedup: float, *, is_exact: bool) -> Judgement:
-    """Return the judgement on a candidate, which pays from a speedup of `min_speedup` on.
+    """Return the judgement on a result of `run_bench`, which pays from a speedup of `min_speedup` on.
 
     Args:
-        result: What `run_bench` returned.
         is_exact: Whether the target computes a row with the same bits in every batch, so that any other token
             is a loss; else it may be rounding.
     """

@@ -44,21 +44,13 @@ class ReceiptKey(BaseModel):
         return self.model_copy(update={"d": None})
 
     def sign(self, message: bytes) -> bytes:
-        """Return the signature of a message, 64 bytes; the key must have its private part.
-
-        Raises:
-            FailedPreconditionError: The package cryptography is not installed.
-        """
+        """Return the signature of a message, 64 bytes; the key must have its private part."""
         assert self.d is not None
         signature: bytes = _ed25519().Ed25519PrivateKey.from_private_bytes(unb64(self.d)).sign(message)
         return signature
 
     def has_signed(self, signature: bytes, message: bytes) -> bool:
-        """Whether a signature of a message was made with the private part of this key.
-
-        Raises:
-            FailedPreconditionError: The package cryptography is not installed.
-        """
+        """Whether a signature of a message was made with the private part of this key."""
         public = _ed25519().Ed25519PublicKey.from_public_bytes(unb64(self.x))
         from cryptography.exceptions import InvalidSignature
 
@@ -90,11 +82,7 @@ def parse_keys(text: bytes, where: str, field: str = "key") -> tuple[ReceiptKey,
 
 
 def read_receipt_keys(path: Path) -> tuple[ReceiptKey, ...]:
-    """Return the keys of a file, former ones first; the last one signs.
-
-    Raises:
-        InvalidArgumentError: It cannot be read, or the last key has no private part.
-    """
+    """Return the keys of a file, former ones first; the last one has a private part, and signs."""
     allowed = "a file made by `gammaray keys receipts`"
     keys = parse_keys(read_bounded(path, _FIELD, allowed), str(path), _FIELD)
     if not keys or keys[-1].d is None:
@@ -107,10 +95,6 @@ def rotate(path: Path) -> tuple[ReceiptKey, ...]:
 
     Returns:
         The public parts of all keys, the new one last.
-
-    Raises:
-        InvalidArgumentError: The file cannot be used.
-        FailedPreconditionError: The package cryptography is not installed.
     """
     private = _ed25519().Ed25519PrivateKey.generate()
     x = b64(private.public_key().public_bytes_raw())
@@ -136,11 +120,7 @@ def b64(data: bytes) -> str:
 
 
 def unb64(text: str) -> bytes:
-    """Return the bytes of a text in base64url without padding.
-
-    Raises:
-        ValueError: It is none, or not the only text of these bytes.
-    """
+    """Return the bytes of canonical base64url without padding; ValueError for any other text."""
     data = base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))
     if b64(data) != text:
         raise ValueError(f"got {text[:20]!r}, allowed: base64url without padding")

@@ -73,12 +73,7 @@ class Receipt(BaseModel):
 
 @dataclass(frozen=True)
 class SignedReceipt:
-    """A receipt and its signature, which `check` compares with keys.
-
-    Args:
-        kid: Id of the key that signed it, as the header says.
-        message: The signed bytes.
-    """
+    """A receipt, the id of the key that its header names, the signed bytes, and the signature."""
 
     receipt: Receipt
     kid: str
@@ -87,7 +82,7 @@ class SignedReceipt:
 
     @classmethod
     def parse(cls, text: str) -> SignedReceipt:
-        """Return the receipt of a text; its signature is not checked.
+        """Return the receipt of a text, whose signature is not checked.
 
         Raises:
             InvalidArgumentError: It is no receipt, has been cut, or is of another version.
@@ -115,11 +110,7 @@ class SignedReceipt:
         return cls(receipt, kid, f"{head}.{body}".encode(), signed)
 
     def check(self, keys: tuple[ReceiptKey, ...]) -> None:
-        """Check the signature.
-
-        Raises:
-            InvalidArgumentError: None of the keys has the receipt's id, or its signature is another one.
-        """
+        """Refuse a signature that was not made by the one of the keys that has the receipt's id."""
         key = next((key for key in keys if key.kid == self.kid), None)
         if key is None:
             raise InvalidArgumentError("receipt.kid", self.kid, f"one of {[key.kid for key in keys]}")

@@ -51,11 +51,7 @@ class ClientTls:
     key_file: Path | None = None
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """Return the credentials of a gRPC channel.
-
-        Raises:
-            InvalidArgumentError: A file cannot be read, or holds something else.
-        """
+        """Return the credentials of a gRPC channel; raises what `context` does."""
         self.context()  # validates the files; gRPC accepts any bytes, and fails at the first call
         certificate = None if self.cert_file is None else self.cert_file.read_bytes()
         key = certificate if self.key_file is None else self.key_file.read_bytes()
@@ -63,11 +59,7 @@ class ClientTls:
         return grpc.ssl_channel_credentials(roots, key, certificate)
 
     def context(self) -> ssl.SSLContext:
-        """Return the context of an HTTPS connection.
-
-        Raises:
-            InvalidArgumentError: A file cannot be read, or holds something else.
-        """
+        """Return the context of an HTTPS connection; InvalidArgumentError names a file that is unusable."""
         context = ssl.create_default_context()
         if self.ca_file is not None:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -100,11 +92,7 @@ def client_tls(
     """Return the TLS options of a connection; None for plain text.
 
     Args:
-        tls: Whether to use TLS; None: only if a file or the address implies it.
-        ca_file: See `ClientTls`; implies TLS.
-        cert_file: Likewise.
-        key_file: Likewise.
-        address: Implies TLS if it begins with https:// or grpcs://.
+        tls: Whether to use TLS; None: only if a file, or the address by https:// or grpcs://, implies it.
 
     Raises:
         InvalidArgumentError: Files are given with `tls` disabled, a key without a certificate, or a file that
@@ -132,9 +120,7 @@ def explain(
     Connects to the address and performs a handshake; blocks for at most about `timeout_s` seconds.
 
     Args:
-        host: Name or address, without brackets.
         options: TLS options of the failed calls; None: plain text.
-        timeout_s: Upper bound of each step, in seconds.
         needs_http2: Whether the calls are gRPC calls.
     """
     where = f"{host}:{port}"
@@ -167,11 +153,7 @@ def explain(
 
 
 def _closes(secured: ssl.SSLSocket, timeout_s: float) -> bool:
-    """Whether a server closes the connection without an alert.
-
-    Raises:
-        ssl.SSLError: The server sends an alert.
-    """
+    """Whether a server closes the connection without an alert; an alert raises ssl.SSLError."""
     secured.settimeout(timeout_s)
     try:
         return not secured.recv(1)
@@ -182,13 +164,7 @@ def _closes(secured: ssl.SSLSocket, timeout_s: float) -> bool:
 
 
 def tls_error(where: str, error: ssl.SSLError, *, has_certificate: bool) -> TlsError:
-    """Return the error of a failed handshake.
-
-    Args:
-        where: host:port or URL of the server.
-        error: The error of Python's ssl module.
-        has_certificate: Whether a client certificate was presented.
-    """
+    """Return the error of a failed handshake with a server, host:port or a URL."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return TlsError(where, *_verification(error))
     if isinstance(error, ssl.SSLEOFError):

@@ -105,11 +105,7 @@ def read_keys(path: Path) -> tuple[ApiKey, ...]:
 
 
 def read_bounded(path: Path, field: str, allowed: str) -> bytes:
-    """Return the content of a key file.
-
-    Raises:
-        InvalidArgumentError: It cannot be read, or is too large; names the field and what is allowed.
-    """
+    """Return the content of a key file; InvalidArgumentError if it cannot be read, or is too large."""
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise InvalidArgumentError(field, f"{path}, which is too large", allowed)
@@ -119,11 +115,7 @@ def read_bounded(path: Path, field: str, allowed: str) -> bytes:
 
 
 def create_key(path: Path, tenant: str, note: str = "") -> tuple[ApiKey, str]:
-    """Add a key to a file, which is created if missing; return the entry and the key itself.
-
-    Raises:
-        InvalidArgumentError: The tenant name is invalid, or the file cannot be used.
-    """
+    """Add a key to a file, which is created if missing; return the entry and the key itself."""
     if not is_tenant(tenant):
         raise InvalidArgumentError("tenant", tenant, "1 to 32 of a-z 0-9 and -, not - first")
     check_encodable("note", note)
@@ -147,12 +139,7 @@ def create_key(path: Path, tenant: str, note: str = "") -> tuple[ApiKey, str]:
 
 
 def revoke_key(path: Path, key_id: str) -> ApiKey:
-    """Remove a key from a file and return its entry; servers notice within a second.
-
-    Raises:
-        NotFoundError: The file has no such key.
-        InvalidArgumentError: The file cannot be used.
-    """
+    """Remove a key from a file and return its entry; servers notice within a second."""
     with locked(path, "api_keys_file"):
         keys = read_keys(path)
         found = next((key for key in keys if key.id == key_id), None)
@@ -164,11 +151,7 @@ def revoke_key(path: Path, key_id: str) -> ApiKey:
 
 @contextlib.contextmanager
 def locked(path: Path, field: str) -> Iterator[None]:
-    """Lock a key file against other writers, so that concurrent commands do not lose keys.
-
-    Raises:
-        InvalidArgumentError: Its directory does not exist; names the field.
-    """
+    """Lock a key file against other writers, so that concurrent commands do not lose keys."""
     import fcntl  # not on Windows, where this module must be importable
 
     try:
@@ -189,11 +172,7 @@ def _write(path: Path, keys: Sequence[ApiKey]) -> None:
 
 
 def replace_file(path: Path, text: str, field: str) -> None:
-    """Replace a key file atomically, so that a server never reads a partial one; only its owner can read it.
-
-    Raises:
-        InvalidArgumentError: It cannot be written; names the field.
-    """
+    """Replace a key file atomically: a server never reads a part of one. Only its owner can read it."""
     try:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
         try:

@@ -44,20 +44,12 @@ class TlsFiles:
     key: Path
 
     def read(self) -> tuple[bytes, bytes, bytes]:
-        """Return the contents of authority, certificate and key.
-
-        Raises:
-            InvalidArgumentError: One of them cannot be read, or is not PEM.
-        """
+        """Return the contents of authority, certificate and key; InvalidArgumentError if one is no PEM."""
         return _pem("tls_ca", self.ca), _pem("tls_cert", self.cert), _pem("tls_key", self.key)
 
 
 def tls_files(settings: ServingSettings) -> TlsFiles | None:
-    """Return the files that the settings name, all of which exist; None for plain text.
-
-    Raises:
-        InvalidArgumentError: Only some are named, or one cannot be read.
-    """
+    """Return the files that the settings name, all of which exist; None for plain text."""
     named = {name: getattr(settings, name) for name in ("tls_ca", "tls_cert", "tls_key")}
     if not any(named.values()):
         return None
@@ -92,11 +84,7 @@ def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
 
 
 def dial(address: str, files: TlsFiles | None, options: Sequence[tuple[str, Any]] = ()) -> grpc.aio.Channel:
-    """Return a channel to a worker, in plain text without `files`.
-
-    Raises:
-        InvalidArgumentError: A file cannot be read.
-    """
+    """Return a channel to a worker, in plain text without `files`."""
     if files is None:
         return grpc.aio.insecure_channel(address, options=options)
     ca, cert, key = files.read()
@@ -106,11 +94,7 @@ def dial(address: str, files: TlsFiles | None, options: Sequence[tuple[str, Any]
 
 
 def check_peer(context: grpc.aio.ServicerContext[Any, Any]) -> None:
-    """Check that a call on a TLS port comes from an orchestrator.
-
-    Raises:
-        UnauthenticatedError: The caller's certificate is not an orchestrator's.
-    """
+    """Raise UnauthenticatedError for a call on a TLS port whose certificate is not an orchestrator's."""
     peer = context.auth_context()
     if b"ssl" not in peer.get("transport_security_type", []):
         return

@@ -25,11 +25,7 @@ class Counter:
 
 
 class Histogram:
-    """Number of values per bucket, and their sum.
-
-    Args:
-        bounds: Upper bounds of the buckets, increasing; one more bucket counts larger values.
-    """
+    """Number of values per bucket, by its upper bound in `bounds`, and of larger ones; and their sum."""
 
     __slots__ = ("bounds", "counts", "total")
 

@@ -58,11 +58,7 @@ def exports_traces() -> bool:
 
 
 def process_resource(role: str) -> Resource:
-    """Return this process's resource; `OTEL_SERVICE_NAME` and `OTEL_RESOURCE_ATTRIBUTES` take precedence.
-
-    Args:
-        role: orchestrator, draft or target; the default service name is `gammaray-<role>`.
-    """
+    """Return this process's resource: service `gammaray-<role>` unless the environment names another."""
     from opentelemetry.sdk.resources import Attributes, OTELResourceDetector, Resource
 
     from gammaray import __version__
@@ -82,15 +78,9 @@ def process_resource(role: str) -> Resource:
 class Telemetry:
     """Trace export of a process; created once, before it serves.
 
-    Args:
-        role: orchestrator, draft or target.
-
     Attributes:
         tracer: Creates spans, sampled according to `OTEL_TRACES_SAMPLER`; None if traces are not exported.
         span_ids: Ids of the tracer's spans; None if traces are not exported.
-
-    Raises:
-        InvalidArgumentError: The environment names an unsupported exporter or protocol.
     """
 
     def __init__(self, role: str) -> None:

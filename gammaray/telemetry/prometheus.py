@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import socket
 import threading
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 from wsgiref.simple_server import WSGIServer
 
+from gammaray import __version__
 from gammaray.errors import InvalidArgumentError
 from gammaray.telemetry.catalog import Kind
 from gammaray.telemetry.meter import Histogram, Meter
@@ -58,6 +60,33 @@ class MetricsServer:
         self._server.server_close()
 
 
+class MetricsExport:
+    """Exports a process's meter until it is stopped; must be created in the process's event loop.
+
+    Args:
+        role: orchestrator, draft or target.
+        listen: host:port of the endpoint, see `MetricsServer`; empty: none.
+        kernel: What computes a worker's model, see `ProcessStatus.kernel`; empty for an orchestrator.
+
+    Attributes:
+        address: host:port at which other machines reach the endpoint; empty without one.
+    """
+
+    def __init__(self, meter: Meter, *, role: str, model: str, listen: str, kernel: str = "") -> None:
+        described = {"role": role, "model": model, "version": __version__, "kernel": kernel}
+        meter.gauge("gammaray.info", lambda: 1.0, **described)
+        loop = asyncio.get_running_loop()
+        meter.gauge("gammaray.tasks", lambda: len(asyncio.all_tasks(loop)), role=role)
+        self._server = MetricsServer(meter, listen) if listen else None
+        self.address = self._server.address if self._server is not None else ""
+
+    async def stop(self) -> None:
+        """Stop serving; takes at most about a second."""
+        if self._server is not None:
+            await asyncio.to_thread(self._server.stop)
+            self._server = None
+
+
 def registry(meter: Meter) -> CollectorRegistry:
     """Return the registry for prometheus_client, with the values of `meter` and of the process."""
     from prometheus_client import CollectorRegistry, ProcessCollector
@@ -99,7 +128,6 @@ class _Collector:
 
 
 def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
-    """Return pairs of upper bound and cumulative count."""
     total, pairs = 0, []
     for bound, count in zip((*map(str, histogram.bounds), "+Inf"), list(histogram.counts), strict=True):
         total += count

@@ -6,11 +6,7 @@ from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 
 
 class SpanIds(RandomIdGenerator):
-    """Random ids, unless the id of the next span is given: a block names its parent before that span starts.
-
-    Attributes:
-        next_id: Id of the next span to start; 0 for a random one.
-    """
+    """Random ids, unless the `next_id` is given: a block names its parent before that span starts."""
 
     def __init__(self) -> None:
         self.next_id = 0

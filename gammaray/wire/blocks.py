@@ -29,15 +29,7 @@ def shape_to_proto(shape: Shape) -> draft_pb.ProposeBlock:
 
 
 def shape_from_proto(block: draft_pb.ProposeBlock | target_pb.HeadDraft, least: int = 1) -> Shape:
-    """Return the shape that a block asks for.
-
-    Args:
-        block: The block, or what it asks of a head.
-        least: Lower bound of the depth.
-
-    Raises:
-        InvalidArgumentError: A bound is out of range.
-    """
+    """Return the shape that a block asks for, or asks of a head, with a depth of at least `least`."""
     if not least <= block.gamma <= MAX_GAMMA:
         raise InvalidArgumentError("gamma", block.gamma, f"{least} to {MAX_GAMMA}")
     if block.max_nodes > MAX_NODES:
@@ -117,8 +109,7 @@ def fill_verdict(message: target_pb.Verdict, verdict: Verdict) -> None:
 def verdict_from_proto(result: target_pb.VerifyResult, vocab_size: int, *, has_logprobs: bool) -> Verdict:
     """Return the verdict and timing of a worker's answer, without log-probabilities of the prompt.
 
-    Args:
-        has_logprobs: Whether log-probabilities of the emitted tokens were requested; others are ignored.
+    Log-probabilities of the emitted tokens are ignored unless they were requested.
 
     Raises:
         InternalError: A token is outside the vocabulary, the origin is unknown, or log-probabilities are

@@ -70,20 +70,12 @@ def sampling_to_proto(params: SamplingParams) -> pb.SamplingParams:
 
 
 def sampling_from_proto(message: pb.SamplingParams) -> SamplingParams:
-    """Return the sampling parameters of a wire message; missing fields take their defaults.
-
-    Raises:
-        InvalidArgumentError: A list has too many entries.
-    """
+    """Return the sampling parameters of a wire message; missing fields take their defaults."""
     return SamplingParams.of({field.name: value for field, value in message.ListFields()})
 
 
 def token_ids_from_proto(name: str, ids: Sequence[int]) -> tuple[int, ...]:
-    """Return the token ids of a repeated field.
-
-    Raises:
-        InvalidArgumentError: There are more than a request may have; checked before any is copied.
-    """
+    """Return the token ids of a repeated field; refuse more than a request may have before any is copied."""
     _check_count(name, ids)
     return tuple(ids)
 
@@ -119,11 +111,7 @@ def request_to_proto(request: t.GenerationRequest) -> gen.GenerateRequest:
 
 
 def request_from_proto(message: gen.GenerateRequest) -> t.GenerationRequest:
-    """Return the generation request of a wire message, validated as far as possible without the model.
-
-    Raises:
-        InvalidArgumentError: Names the first invalid field.
-    """
+    """Return the generation request of a wire message, validated as far as possible without the model."""
     prompt: str | tuple[int, ...]
     prompt = message.text
     if message.WhichOneof("prompt") == "token_ids":

@@ -23,11 +23,7 @@ DRAFTERS_BACK: Final = {value: kind for kind, value in DRAFTERS.items()}
 
 
 def method_from_proto(value: int) -> VerificationMethod:
-    """Return the verification method of a wire value; UNSPECIFIED is the default.
-
-    Raises:
-        InvalidArgumentError: The value is unknown to this version.
-    """
+    """Return the verification method of a wire value; UNSPECIFIED is the default."""
     if value == pb.VERIFICATION_METHOD_UNSPECIFIED:
         return VerificationMethod.COUPLED
     if value not in METHODS_BACK:
@@ -36,11 +32,7 @@ def method_from_proto(value: int) -> VerificationMethod:
 
 
 def origin_from_proto(value: pb.TokenOrigin.ValueType) -> TokenOrigin:
-    """Return the token origin of a wire value.
-
-    Raises:
-        InternalError: The origin is missing, or unknown to this version.
-    """
+    """Return the token origin of a wire value; InternalError if it is missing or unknown to this version."""
     if value not in ORIGINS_BACK:
         raise InternalError(f"the peer sent token origin {value}, allowed: {sorted(ORIGINS_BACK)}")
     return ORIGINS_BACK[value]

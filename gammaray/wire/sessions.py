@@ -68,11 +68,7 @@ def info_to_proto(info: SessionInfo) -> pb.SessionInfo:
 
 
 def info_from_proto(message: pb.SessionInfo) -> SessionInfo:
-    """Return the session of a wire message.
-
-    Raises:
-        InternalError: Its state is unknown to this version.
-    """
+    """Return the session of a wire message; InternalError if its state is unknown to this version."""
     if message.state not in _STATES_BACK:
         raise InternalError(f"the server sent session state {message.state}, allowed: {sorted(_STATES_BACK)}")
     values = values_of(message, SessionInfo)

@@ -59,11 +59,7 @@ class Caller:
         return f"{self.tenant}{_SEPARATOR}" if self.tenant else ""
 
     def qualify(self, session_id: str) -> str:
-        """Return the qualified name of a session of this caller.
-
-        Raises:
-            InvalidArgumentError: The name is not a valid session name.
-        """
+        """Return the qualified name of a session of this caller; InvalidArgumentError if it is malformed."""
         check_session_id(session_id)
         return self.prefix + session_id
 
@@ -89,9 +85,6 @@ class Authenticator:
             changes; if that fails, the previous keys stay valid.
         extra: Hashes of further keys by tenant, in addition to the file's.
         local_only: Reject gRPC calls from other machines.
-
-    Raises:
-        InvalidArgumentError: The file cannot be read, or holds no key.
     """
 
     def __init__(
@@ -119,7 +112,6 @@ class Authenticator:
 
         Raises:
             UnauthenticatedError: The required key is missing or wrong, or the call is from another machine.
-            InvalidArgumentError: A gammaray header has an invalid value.
         """
         if self._local_only and peer and not peer.startswith(_LOCAL_PEERS):
             raise UnauthenticatedError("without API keys this cluster serves its own machine only")
@@ -165,9 +157,6 @@ def make_authenticator(
     Args:
         probe_key_sha256: SHA-256 of an additional key, with which the launcher monitors the cluster.
         local_only: Reject gRPC calls from other machines, also if the port is bound to all interfaces.
-
-    Raises:
-        InvalidArgumentError: The key file cannot be read, or holds no key.
     """
     if settings.key_file is None:
         return Authenticator(local_only=local_only)

@@ -18,15 +18,7 @@ Keys = TypeVar("Keys", bound=Sized)
 
 
 class ReloadedKeys(Generic[Keys]):
-    """The keys of a file. It is read again when it changes; if that fails, the previous keys stay valid.
-
-    Args:
-        read: Returns its keys.
-        name: Of the keys, for messages.
-
-    Raises:
-        InvalidArgumentError: The file cannot be read.
-    """
+    """The keys of a file. It is read again when it changes; if that fails, the previous keys stay valid."""
 
     def __init__(self, path: Path, read: Callable[[Path], Keys], name: str) -> None:
         self._path, self._read, self._name = path, read, name

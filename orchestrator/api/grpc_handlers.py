@@ -47,11 +47,7 @@ _ERROR_NAMES = {
 
 @dataclass(frozen=True)
 class Unread:
-    """A request that is not parsed yet, because it is large or unparsable.
-
-    Args:
-        message: Full name of its type.
-    """
+    """A request of a type, by full name, that is not parsed yet, because it is large or unparsable."""
 
     message: str
     data: bytes
@@ -64,11 +60,7 @@ def add_generation_service(servicer: Any, server: grpc.Server) -> None:
 
 
 async def read(request: MessageT | Unread, convert: Callable[[MessageT], T]) -> T:
-    """Return the request converted by `convert`; a large one is parsed and converted off the event loop.
-
-    Raises:
-        InvalidArgumentError: The request cannot be parsed, has too many fields, or `convert` raised it.
-    """
+    """Return the request converted by `convert`; a large one is parsed and converted off the event loop."""
     if isinstance(request, Unread):
         return await in_parser_thread(_parse, request, convert)
     return convert(request)
@@ -191,7 +183,6 @@ def _fields(data: bytes, descriptor: Descriptor, prefix: str = "") -> Iterator[_
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """Return the varint at a position, and its end position."""
     value = shift = 0
     while at < len(data) and shift < 70:
         byte = data[at]

@@ -59,7 +59,6 @@ class GenerationServicer:
 
     Args:
         find_proxies: Returns the proxy processes that forward to this one; may block, so it runs in a thread.
-        authenticator: Checks API keys; None accepts all callers.
     """
 
     def __init__(
@@ -96,11 +95,7 @@ class GenerationServicer:
 
 
 def caller_of(context: RpcContext, authenticator: Authenticator) -> Caller:
-    """Return the authenticated caller; every method calls this first.
-
-    Raises:
-        UnauthenticatedError: The caller cannot be authenticated.
-    """
+    """Return the caller, who is authenticated; every method calls this first."""
     metadata = context.invocation_metadata() or ()
     headers = {name: value for name, value in metadata if isinstance(value, str)}
     return authenticator.identify(headers, context.peer())
@@ -118,11 +113,7 @@ def fail(context: RpcContext, error: Exception) -> None:
 
 
 class SessionServicer:
-    """Serves the RPCs on a caller's sessions.
-
-    Args:
-        authenticator: Checks API keys; None accepts all callers.
-    """
+    """Serves the RPCs on a caller's sessions."""
 
     def __init__(self, sessions: SessionCalls, authenticator: Authenticator | None = None) -> None:
         self._sessions, self._authenticator = sessions, authenticator or Authenticator()

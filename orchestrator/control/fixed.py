@@ -21,16 +21,11 @@ class Reason(str, Enum):
 
 
 class FixedGamma:
-    """Always chooses the same gamma.
+    """Always chooses the same gamma; its cycles teach the costs, too.
 
     The tokens that a grammar forces are proposed alone, the request's prediction while the completion follows
-    it, else the draft model proposes, and while it cannot, the longest match in known text.
-
-    Args:
-        gamma: Depth of the shape.
-        costs: Shared by the sessions of this replica; learns from these cycles too.
-        max_nodes: Above `gamma` for trees of the draft model.
-        reason: Reason to report; by default `FIXED`, or `OFF` for gamma 0.
+    it, else the draft model proposes, and while it cannot, the longest match in known text. Above gamma
+    `max_nodes` is for trees of the draft model.
     """
 
     def __init__(

@@ -28,12 +28,7 @@ TEMPERATURES = (0.0, 0.5)
 
 
 class MatchAcceptance:
-    """Acceptance of a session's matches by class, shrunk towards that of the replica.
-
-    Args:
-        of_replica: Acceptance over all sessions.
-        temperature: Of the request.
-    """
+    """Acceptance of a session's matches by class, shrunk towards that of the replica."""
 
     def __init__(self, of_replica: dict[MatchClass, AcceptanceEstimator], temperature: float) -> None:
         self._of_replica = of_replica

@@ -53,9 +53,7 @@ class TreeModel:
 
     The model assumes the best tree of a given size. A drafter knows where it is unsure, so its trees may be
     better; those of a drafter that builds none are worse. Measured over expected tokens correct for both.
-
-    Args:
-        decay: Factor on all counts per cycle with a tree.
+    All counts decay per cycle with a tree.
     """
 
     def __init__(self, decay: float) -> None:
@@ -70,12 +68,7 @@ class TreeModel:
         return self._emitted / self._expected
 
     def observe(self, levels: Sequence[Level], expected: float) -> None:
-        """Learn from a cycle with a tree.
-
-        Args:
-            levels: The levels that verification visited.
-            expected: Tokens that `expected_tokens` gave for this tree.
-        """
+        """Learn from the levels of a tree that verification visited, and the tokens expected of it."""
         for num_children, rank in levels:
             last = rank if rank >= 0 else num_children - 1
             for sibling in range(1, min(last, len(FIRST_RESCUE)) + 1):
@@ -88,8 +81,7 @@ class TreeModel:
     def expected_tokens(self, by_depth: Sequence[float], max_nodes: int) -> list[float]:
         """Return the expected tokens of the best trees of 1, 2, ... `max_nodes` nodes, without `bias`.
 
-        Args:
-            by_depth: Probability that the first child is accepted, at each allowed depth.
+        `by_depth` is the probability that the first child is accepted, at each allowed depth.
         """
         rescue = [hit / tested for hit, tested in zip(self._rescued, self._tested, strict=True)]
         return tree_tokens(by_depth, rescue, max_nodes)

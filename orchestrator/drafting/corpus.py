@@ -141,12 +141,7 @@ class Corpus:
         self._shrink(indexes, self._max_tokens)
 
     def look_up(self, session: Session, depth: int, context: Context | None = None) -> Match | None:
-        """Return what followed the session's latest tokens in past outputs of its tenant and salt.
-
-        Args:
-            depth: Upper bound of tokens.
-            context: The session's latest tokens, if the caller has them.
-        """
+        """Return what followed the session's latest tokens in past outputs of its tenant and salt."""
         self._drop_expired()
         held = self._by_key.get(self.key_of(session))
         if held is None:
@@ -162,14 +157,7 @@ class Corpus:
             self._drop_erased(entry.held)
 
     async def forget_missing(self, exist: Callable[[Sequence[str]], Awaitable[Sequence[bool]]]) -> None:
-        """Erase the outputs of sessions that no longer exist.
-
-        Args:
-            exist: Returns, for each qualified name, whether there is such a session.
-
-        Raises:
-            GammarayError: As `exist` does; what is known by then is erased.
-        """
+        """Erase the outputs of sessions of which `exist` says, by qualified name, that they are gone."""
         self._drop_expired()
         names = list(self._outputs)
         for start in range(0, len(names), CHECK_PAGE):

@@ -40,12 +40,7 @@ MAX_CORPUS_TOKENS = 2**20
 class Drafting:
     """Creates the drafters of a replica's sessions, which share statistics of costs and acceptance.
 
-    Args:
-        targets: The target workers, of which some may have heads.
-
-    Attributes:
-        costs: Costs and acceptance over all sessions.
-        corpus: Past outputs, in which later sessions of the same tenant look up continuations.
+    Later sessions of a tenant look up continuations in its past outputs, the corpus.
     """
 
     def __init__(
@@ -73,7 +68,6 @@ class Drafting:
         """Return the drafters of a session, and what chooses among them.
 
         Args:
-            request: Says which drafter is allowed, and bounds gamma.
             grammar: The session's grammar before the first token of the completion; None without one, and
                 where drafting by it would take too long.
         """
@@ -102,11 +96,7 @@ class Drafting:
         return drafter, DrafterChoice(session, drafter, controller)
 
     def check(self, request: GenerationRequest) -> None:
-        """Check that a new request can use the drafter that it allows.
-
-        Raises:
-            InvalidArgumentError: It allows a head alone, and no target worker has one.
-        """
+        """Refuse a request that allows a head alone when no target worker has one."""
         if (
             request.drafter is DrafterKind.HEAD
             and not self._has_head

@@ -19,13 +19,10 @@ _log = logging.getLogger(__name__)
 
 
 class GrammarDrafter:
-    """Proposes the forced tokens of one session; implements TextDrafter.
+    """Proposes the forced tokens of one session, by its grammar's own state; implements TextDrafter.
 
     If a proposal exceeds the limits of the grammar, drafting by it ends for the session: nothing is forced
     any more, and proposals are not cut. The target, which has a state of its own, refuses what is impossible.
-
-    Args:
-        state: The grammar before the first token of the completion; not used by anything else.
     """
 
     kind = DrafterKind.GRAMMAR

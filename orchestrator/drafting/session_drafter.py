@@ -34,11 +34,7 @@ class ModelDrafter(Protocol):
         """Start what a proposal needs, and return whether there can be one now."""
 
     async def propose(self, session: Session, shape: Shape) -> Proposal:
-        """Return a proposal within `shape`.
-
-        Raises:
-            GammarayError: There is none.
-        """
+        """Return a proposal within `shape`; GammarayError if there is none."""
 
     def prefer(self, session: Session, address: str) -> None:
         """Use the process at an address if it is usable: it may hold the session's cache."""

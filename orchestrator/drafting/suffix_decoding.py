@@ -17,9 +17,6 @@ class SuffixDrafter:
 
     Of the two continuations the one with the higher expected number of accepted tokens is proposed, of equals
     the one with the longer match.
-
-    Args:
-        corpus: Past outputs; None looks in the session alone.
     """
 
     kind = DrafterKind.SUFFIX

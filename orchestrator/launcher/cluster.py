@@ -62,10 +62,7 @@ def private_directory() -> Path:
 
 
 def serve_environment(directory: Path, host: str) -> dict[str, str]:
-    """Return the environment variables of a cluster that shares no port, file or token with another.
-
-    They are `SERVE_ENVIRONMENT` and the variables that separate clusters on one machine.
-    """
+    """Return the environment of a cluster that shares no port, file or token with another on this machine."""
     metrics, stats, fallback_http, fallback_grpc = free_ports(host, 4)
     haproxy = directory / "h"
     # Replicas of all clusters on a host search ports in the same order, so each cluster starts elsewhere.
@@ -144,12 +141,7 @@ def serve_cluster(
 ) -> NoReturn:
     """Start the cluster, announce it, and monitor it until a signal interrupts.
 
-    Args:
-        started: Receives a callback for each started part, which stops it.
-        announce: Called once the cluster serves.
-
-    Raises:
-        GammarayError: The cluster cannot start, or fails later.
+    `started` receives a callback for each started part, which stops it.
     """
     settings, deadline = options.cluster, time.monotonic() + options.start_timeout_s
     check_access(settings)
@@ -200,11 +192,7 @@ def serve_cluster(
 
 
 def start_ray(directory: Path, started: ExitStack, signals: StopSignals, deadline: float) -> None:
-    """Start a local Ray cluster, with up to `_RAY_TRIES` attempts until the deadline.
-
-    Raises:
-        UnavailableError: Ray does not start.
-    """
+    """Start a local Ray cluster, with up to `_RAY_TRIES` attempts until the deadline."""
     import ray  # reads the environment, so all variables must be set before
 
     started.callback(_stop_ray)
@@ -337,13 +325,7 @@ def _build(
 
 
 def _wait_until_healthy(settings: ClusterSettings, deadline: float, api_key: str | None) -> None:
-    """Wait until both APIs answer and report every worker.
-
-    Raises:
-        BadSettingError: A setting is not allowed.
-        UnavailableError: An application cannot start.
-        DeadlineExceededError: It took too long.
-    """
+    """Wait until both APIs answer and report every worker."""
     from ray import serve
 
     missing = "applications"
@@ -383,11 +365,7 @@ def serve_errors(directory: Path) -> list[str]:
 
 
 def _watch(redis: RedisServer | None) -> NoReturn:
-    """Wait for a signal, or for the end of a process that is not restarted; restart the private Redis.
-
-    Raises:
-        UnavailableError: Such a process ended, or Redis ends repeatedly.
-    """
+    """Wait for a signal, or for the end of a process that is not restarted; restart the private Redis."""
     essential = children_named(_ESSENTIAL)
     while True:
         for process, name in essential.items():

@@ -14,13 +14,7 @@ from gammaray.config import ClusterSettings
 
 @dataclass(frozen=True)
 class LauncherOptions:
-    """Options of the launcher's command line.
-
-    Args:
-        wait_ready: Print one line for scripts instead of the endpoints for people.
-        die_with_parent: Stop when the parent process ends.
-        start_timeout_s: Deadline of the start, in seconds.
-    """
+    """Options of the launcher's command line, see `gammaray.cli.commands.up`."""
 
     cluster: ClusterSettings
     wait_ready: bool
@@ -29,11 +23,7 @@ class LauncherOptions:
 
 
 def parse_options(argv: Sequence[str] | None = None) -> LauncherOptions:
-    """Return the options of a command line; missing ones come from the environment, else the defaults.
-
-    Raises:
-        InvalidArgumentError: An option is unknown, or a setting is out of bounds.
-    """
+    """Return the options of a command line; missing ones come from the environment, else the defaults."""
     arguments = sys.argv[1:] if argv is None else argv
     prog = "python -m orchestrator.launcher.cluster"
     cluster, others = parse_settings(ClusterSettings, prog, arguments, START_OPTIONS)

@@ -27,13 +27,7 @@ def worker_cores(
     """Assign each role as many exclusive cores as its workers have threads, the first ones to the targets.
 
     Workers of one role share its cores; other processes may run on every core. With fewer cores than threads
-    no worker is pinned.
-
-    Args:
-        threads: Arithmetic threads of each worker.
-
-    Returns:
-        The cores of the workers by role, empty if not pinned.
+    no worker is pinned: both roles have no cores.
     """
     of_targets, of_drafts = num_targets * threads, num_drafts * threads
     if len(cores) < of_targets + of_drafts:
@@ -48,11 +42,7 @@ _reservations: dict[int, socket.socket] = {}
 
 
 def check_port(field: str, host: str, port: int) -> None:
-    """Check that a port can be bound; `free_ports` will not return it.
-
-    Raises:
-        InvalidArgumentError: The port is in use, or this user may not bind it.
-    """
+    """Refuse a port that cannot be bound; `free_ports` will not return it."""
     with socket.socket() as probe:
         probe.setsockopt(
             socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
@@ -110,14 +100,9 @@ def _reserve(port: int) -> bool:
 
 
 def check_workers(settings: ClusterSettings) -> None:
-    """Check settings that workers and orchestrators would reject after their start, without loading a model.
+    """Refuse settings that workers and orchestrators would refuse after their start; load no model.
 
-    Args:
-        settings: Settings of the cluster; the environment has the rest of each role's settings.
-
-    Raises:
-        InvalidArgumentError: A setting of a role is out of bounds, or settings exclude each other, or a
-            package is missing.
+    The environment has the rest of each role's settings.
     """
     most = {"target": settings.target_workers.maximum, "draft": settings.draft_workers.maximum}
     for role, given in role_settings(settings).items():
@@ -136,11 +121,7 @@ def _settings_of(role: str, given: Mapping[str, Any]) -> Any:
 
 
 def check_models(target: str, draft: str) -> list[str]:
-    """Check that both models exist; return what is to be said about their vocabularies.
-
-    Raises:
-        InvalidArgumentError: A model cannot be found or read.
-    """
+    """Check that both models exist; return what is to be said about their vocabularies."""
     target_size = vocab_size("target", target)
     if early_exit_layers(draft) is not None:
         config = _config("target", resolve_model(target))
@@ -165,21 +146,13 @@ def drafting_notes(settings: ClusterSettings) -> list[str]:
 
 
 def check_drafting_head(head: str) -> None:
-    """Check that a head in a local directory exists; its format is checked by the worker that loads it.
-
-    Raises:
-        InvalidArgumentError: It does not.
-    """
+    """Check that a head in a local directory exists; its format is checked by the worker that loads it."""
     if head and (head.startswith((".", "/", "~")) or Path(head).is_dir()):
         _config("head", head)
 
 
 def vocab_size(role: str, model: str) -> int:
-    """Return the number of token ids in a model's configuration.
-
-    Raises:
-        InvalidArgumentError: There is no such model, or its configuration has no `vocab_size`.
-    """
+    """Return the number of token ids in a model's configuration."""
     config = _config(role, resolve_model(model, role, role))
     size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
     if not isinstance(size, int):
@@ -196,15 +169,10 @@ def gpu_share(num_gpus: int, num_workers: int) -> float:
 
 
 def worker_gpus(settings: ClusterSettings, num_gpus: int) -> dict[str, float]:
-    """Return the number of GPUs, or the share of one, per worker of each role.
+    """Return the number of this machine's GPUs, or the share of one, per worker of each role.
 
-    Targets that are spread over several get whole GPUs, and the draft workers share the rest.
-
-    Args:
-        num_gpus: GPUs of this machine; with 0 all workers run on the CPU.
-
-    Raises:
-        InvalidArgumentError: There are too few GPUs.
+    Targets that are spread over several get whole GPUs, and the draft workers share the rest. Without a GPU
+    all workers run on the CPU.
     """
     if settings.device == "cpu" or settings.engine == "native":
         num_gpus = 0

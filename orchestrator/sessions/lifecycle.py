@@ -61,14 +61,7 @@ class ContextLengthError(InvalidArgumentError):
 
 
 def check_prompt_length(num_tokens: int, max_context: int, *, is_least: bool = False) -> None:
-    """Check that a prompt leaves room for a token in the model's context.
-
-    Args:
-        is_least: Whether it may have more tokens.
-
-    Raises:
-        ContextLengthError: The prompt is too long.
-    """
+    """Refuse a prompt of so many tokens, or with `is_least` of at least so many, that fills the context."""
     if num_tokens >= max_context:
         raise ContextLengthError("prompt", num_tokens, max_context, is_least=is_least)
 
@@ -84,10 +77,6 @@ async def check_request(
     """Check a request against the served model and its adapters, as far as is possible without tokenising.
 
     A request of many token ids is checked in a thread.
-
-    Raises:
-        NotFoundError: The request names another model.
-        InvalidArgumentError: Names the first wrong field.
     """
     if request.model not in ("", model_name, *adapters):
         served = ", ".join(map(repr, [model_name, *adapters]))

@@ -31,9 +31,6 @@ class SessionCalls:
     Every method raises UnavailableError if Redis cannot be reached, those about one session also
     InvalidArgumentError if its name is malformed, and, but for `delete`, NotFoundError if the caller has no
     such session (any more).
-
-    Args:
-        release: Releases a session on the fleet's workers, see `orchestrator.workers.fleet.Fleet.release`.
     """
 
     def __init__(
@@ -65,11 +62,7 @@ class SessionCalls:
         return records
 
     async def recent(self, limit: int, caller: Caller) -> list[SessionInfo]:
-        """Return the caller's sessions, most recently active first.
-
-        Raises:
-            InvalidArgumentError: `limit` is not in [0, 1000]; 0 means 100.
-        """
+        """Return up to `limit`, in [0, 1000], of the caller's sessions, latest first; 0 means 100."""
         check_int("limit", limit, 0, MAX_LISTED)
         found = await self._store.recent(caller.tenant, limit or DEFAULT_LISTED)
         return [_info(summary, caller) for summary in found]

@@ -21,14 +21,8 @@ class ChunkBuilder:
     tested.
 
     Args:
-        session: The session; its next cycle starts now.
         offset: Emitted tokens that the client has already.
-        counters: Counters of earlier owners.
-        elapsed_s: Seconds that earlier owners took.
-
-    Attributes:
-        counters: Counters of the turn so far.
-        has_ended: Whether the last chunk of the turn was made.
+        counters: Counters of earlier owners, who took `elapsed_s`.
     """
 
     def __init__(

@@ -57,11 +57,7 @@ _UNAVAILABLE = PASSING | {"ASK", "MISCONF", "MOVED", "NOAUTH", "NOPERM", "NOSCRI
 
 
 def connect(redis_url: str) -> RetryingRedis:
-    """Return a client that retries through a restart or failover of Redis; it connects on first use.
-
-    Raises:
-        InvalidArgumentError: The URL is not a Redis URL.
-    """
+    """Return a client that retries through a restart or failover of Redis; it connects on first use."""
     return redis_connection.connect(
         redis_url, timeout_s=CALL_TIMEOUT_S, num_retries=NUM_RETRIES, max_connections=MAX_CONNECTIONS
     )
@@ -91,11 +87,9 @@ async def answer(call: Awaitable[T]) -> T:
 
 
 async def wait_for_redis(redis_url: str, timeout_s: float) -> None:
-    """Wait until Redis answers, and check that it is not a Redis Cluster.
+    """Wait until Redis answers, and check that it is not a Redis Cluster; a timeout of 0 tries once.
 
-    Args:
-        redis_url: URL of Redis; error messages omit its password.
-        timeout_s: Upper bound of the wait, in seconds; 0 tries once.
+    Error messages omit the password of the URL.
 
     Raises:
         InvalidArgumentError: The URL is not a Redis URL, or is that of a Redis Cluster node.
@@ -139,12 +133,7 @@ async def _check_kind(redis: Redis, shown: str) -> None:
 
 
 def check_redis(redis_url: str) -> None:
-    """Check once that Redis answers, before processes that need it are started; blocks.
-
-    Raises:
-        InvalidArgumentError: The URL is not a Redis URL, or is that of a Redis Cluster node.
-        UnavailableError: Redis does not answer.
-    """
+    """Check once that Redis answers, before processes that need it are started; see `wait_for_redis`."""
     asyncio.run(wait_for_redis(redis_url, 0.0))
 
 
@@ -162,11 +151,7 @@ class BatchedScript:
         self._sending: asyncio.Task[None] | None = None
 
     async def call(self, keys: Sequence[str], args: Sequence[Any]) -> Any:
-        """Run the script once and return its answer.
-
-        Raises:
-            RedisError: As raised by any command.
-        """
+        """Run the script once and return its answer."""
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting.append(((len(keys), *keys, *args), future))
         if self._sending is None:

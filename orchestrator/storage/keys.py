@@ -92,8 +92,7 @@ class StoreBounds:
 class Keys:
     """The keys of one cluster: all of its orchestrators and workers have the same prefix, no others do.
 
-    Args:
-        prefix: The setting `redis_prefix`. It has no colon, so that no key of a cluster is one of another.
+    The prefix, the setting `redis_prefix`, has no colon, so that no key of a cluster is one of another.
     """
 
     prefix: str = REDIS_PREFIX

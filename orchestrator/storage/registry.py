@@ -27,9 +27,7 @@ ROLES = ("target", "draft")
 async def check_unused(redis_url: str, keys: Keys) -> None:
     """Check that no other cluster runs with these keys, before one is started.
 
-    Raises:
-        InvalidArgumentError: Orchestrators are announced, and still are after `UNUSED_WAIT_S`.
-        UnavailableError: Redis cannot be reached.
+    Raises InvalidArgumentError if orchestrators are announced, and still are after `UNUSED_WAIT_S`.
     """
     redis, since = connect(redis_url), time.monotonic()
     try:

@@ -101,9 +101,6 @@ class ResponseStore:
     """Stores responses for a time after their last change.
 
     Every method raises UnavailableError if Redis cannot be reached.
-
-    Args:
-        ttl_s: Seconds that a response is kept after its last change.
     """
 
     def __init__(
@@ -129,11 +126,7 @@ class ResponseStore:
         await self._bounds.admitted(lambda: self._create(keys=keys, args=args), name, self._ttl_ms, field)
 
     async def finish(self, name: str, response: bytes, short: bytes) -> Ending:
-        """Store the end of a response.
-
-        Args:
-            short: What is stored in its place if it takes more than was reserved, and does not fit.
-        """
+        """Store the end of a response, or `short` in its place if it takes more than was reserved."""
         args = [*self._common(name), *await self._bounds.of(name), response, short]
         result = scripts.AGAIN
         while result == scripts.AGAIN:
@@ -145,11 +138,7 @@ class ResponseStore:
         self._ending.start(self.finish(name, response, short), name)
 
     async def read(self, name: str) -> StoredResponse:
-        """Return a response.
-
-        Raises:
-            NotFoundError: No such response.
-        """
+        """Return a response, or raise NotFoundError."""
         found: list[Any] = await answer(
             self._redis.hmget(self._keys.response(name)[0], ["input", "response"])
         )

@@ -290,11 +290,7 @@ class RedisStore:
             await self.renew(session)
 
     async def renew(self, session: Session) -> None:
-        """Renew the owner's lease of the session.
-
-        Raises:
-            GammarayError: As in `append`.
-        """
+        """Renew the owner's lease of the session; raises what `append` does."""
         args = [*self._common(session.session_id, session.digest), session.epoch]
         _checked(await answer(self._renew.call(self._keys_of(session), args)), session.session_id)
 
@@ -326,11 +322,7 @@ class RedisStore:
         return _checked(await self._with_digest(session_id, attempt, digest), session_id)
 
     async def cancel(self, session_id: str) -> int:
-        """Cancel the session's turn unless it has ended; return its epoch: no more commits are accepted.
-
-        Raises:
-            NotFoundError: No such session.
-        """
+        """Cancel the session's turn unless it has ended; return its epoch: no more commits are accepted."""
         args = self._common(session_id, "")
         return _checked(
             int(await answer(self._cancel(keys=self._keys.of(session_id), args=args))), session_id
@@ -373,11 +365,7 @@ class RedisStore:
         raise InternalError(f"session {session_id}: Redis lost tokens of it")
 
     async def summary(self, session_id: str) -> SessionInfo:
-        """Return the summary of a session; its tokens are not read.
-
-        Raises:
-            NotFoundError: No such session.
-        """
+        """Return the summary of a session, whose tokens are not read; NotFoundError if there is none."""
         found = await self._summaries([session_id])
         if not found:
             raise NotFoundError(f"no session {session_id}", "session")
@@ -410,8 +398,7 @@ class RedisStore:
     async def reap(self, session_id: str) -> int | None:
         """End the lease of a session if it has expired.
 
-        Returns:
-            The epoch of the former owner, -1 if the session does not exist, None if its owner is alive.
+        Returns the epoch of the former owner, -1 if there is no such session, None if its owner is alive.
         """
         epoch = int(await answer(self._reap.call(self._keys.of(session_id), self._common(session_id, ""))))
         return epoch or None

@@ -22,13 +22,9 @@ _ABSENT = 2**32 - 1
 
 
 class TokenRecords:
-    """Packs and unpacks the tokens of one session.
+    """Packs and unpacks the tokens of one session, in records of `size` bytes.
 
-    Args:
-        num_top_logprobs: None for no log-probabilities, else how many alternatives per token.
-
-    Attributes:
-        size: Bytes of one record.
+    Each has so many alternatives with log-probabilities; None for no log-probabilities.
     """
 
     def __init__(self, num_top_logprobs: int | None) -> None:

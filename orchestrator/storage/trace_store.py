@@ -23,12 +23,9 @@ SHARE = 0.75
 
 
 class RedisTraceStore:
-    """Stores the records of the sessions' cycles.
+    """Stores the records of the sessions' cycles for a time after the last change.
 
     Every method raises UnavailableError if Redis cannot be reached.
-
-    Args:
-        ttl_s: Seconds that a session is kept after its last change.
     """
 
     def __init__(
@@ -41,8 +38,7 @@ class RedisTraceStore:
     async def append(self, session_id: str, epoch: int, records: bytes) -> bool:
         """Append records (a serialised GetSessionTraceResponse) to a session's, as the owner of an epoch.
 
-        Returns:
-            Whether they were stored; False if the session is gone or the bounds are exceeded.
+        Returns whether they were stored: not if the session is gone or the bounds are exceeded.
         """
         bounds = [round(bound * SHARE) for bound in await self._bounds.of(session_id)]
         args = [session_id, "", self._ttl_ms, 0, epoch, records, *bounds]

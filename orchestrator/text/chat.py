@@ -190,11 +190,7 @@ def render(
     tools: Sequence[Mapping[str, Any]] = (),
     roles: Roles = Roles(),
 ) -> str:
-    """Return the prompt that a tokenizer's chat template makes of messages.
-
-    Args:
-        tools: Tools in OpenAI's form.
-        roles: Which sequences of roles the template renders; the conversation is adapted to them.
+    """Return the prompt that a tokenizer's chat template makes of messages, adapted to the roles it renders.
 
     Raises:
         InvalidArgumentError: The model has no chat template, or the template refuses the messages or tools.

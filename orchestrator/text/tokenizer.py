@@ -60,11 +60,7 @@ class Tokenizer:
     """
 
     def __init__(self, model: str) -> None:
-        """Load tokenizer and configuration from a directory or, by name, the hub's cache.
-
-        Raises:
-            InvalidArgumentError: There is no such model, or it has no tokenizer.
-        """
+        """Load tokenizer and configuration from a directory or, by name, the hub's cache."""
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(model)
             config: Any = AutoConfig.from_pretrained(model).get_text_config()
@@ -90,8 +86,7 @@ class Tokenizer:
     def encode(self, text: str, *, is_start: bool = True) -> list[int]:
         """Return the token ids of `text`; if `is_start`, with the tokenizer's special tokens added.
 
-        Raises:
-            InvalidArgumentError: The text has lone surrogates, which are invalid Unicode.
+        Lone surrogates, which are invalid Unicode, raise InvalidArgumentError, here and below.
         """
         try:
             text.encode()
@@ -121,9 +116,6 @@ class Tokenizer:
 
         Concurrent calls for the same text, such as those of a request's choices, share the work. They return
         in different iterations of the event loop, because the callers' next step also scales with the text.
-
-        Raises:
-            InvalidArgumentError: The text has lone surrogates, which are invalid Unicode.
         """
         key = text, is_start
         if (shared := self._encoding.get(key)) is None:
@@ -142,11 +134,7 @@ class Tokenizer:
         return token_ids
 
     async def ids_of(self, text: str | tuple[int, ...], *, is_start: bool) -> tuple[int, ...]:
-        """Return the token ids of a text or of token ids; a long text is tokenised in a thread.
-
-        Raises:
-            InvalidArgumentError: The text has lone surrogates, which are invalid Unicode.
-        """
+        """Return the token ids of a text or of token ids; a long text is tokenised in a thread."""
         if not isinstance(text, str):
             return text
         if len(text) < LONG_TEXT:
@@ -167,27 +155,15 @@ class Tokenizer:
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
     ) -> str:
-        """Return the prompt that the model's chat template makes of `messages` and of OpenAI's `tools`.
-
-        Raises:
-            InvalidArgumentError: The model has no chat template, or the template refuses the messages.
-        """
+        """Return the prompt that the model's chat template makes of `messages` and of OpenAI's `tools`."""
         return render(self._tokenizer, messages, tools, self.chat_format.roles)
 
     def check_pool(self, num_processes: int) -> CheckPool:
-        """Return processes that check grammars; takes some 100 ms for a large vocabulary.
-
-        Raises:
-            InvalidArgumentError: The tokenizer cannot be used.
-        """
+        """Return processes that check grammars; takes some 100 ms for a large vocabulary."""
         return CheckPool(self._definition, self.vocab_size, self.eos_token_ids, num_processes)
 
     def begin_grammar(self, grammar: str) -> GrammarState:
-        """Compile a checked grammar, and return its state before the first token. Thread-safe.
-
-        Raises:
-            InvalidArgumentError: The grammar is wrong or too complex, or the tokenizer cannot be used.
-        """
+        """Compile a checked grammar, and return its state before the first token. Thread-safe."""
         return self._grammars.begin(grammar)
 
     @cached_property

@@ -28,11 +28,7 @@ class Backoff:
         return self._failures == 0 or time.monotonic() >= self._resume_at
 
     def trying(self, limit_s: float) -> None:
-        """Record an attempt: after a failure other callers wait for its outcome.
-
-        Args:
-            limit_s: Seconds after which another caller may try, even without an outcome.
-        """
+        """Record an attempt: after a failure other callers wait for its outcome, for at most `limit_s`."""
         if self._failures > 0:
             self._resume_at = time.monotonic() + limit_s
 
@@ -57,11 +53,7 @@ class Backoff:
 
 
 class AdaptiveTimeout:
-    """Adaptive timeout: a multiple of recent answer times, as TCP's retransmission timeout (RFC 6298).
-
-    Args:
-        least_s: Lower bound of the timeout, in seconds.
-    """
+    """Adaptive timeout: a multiple of recent answer times, as TCP's retransmission timeout (RFC 6298)."""
 
     FACTOR = 4.0
     """Multiple of TCP's timeout: a proposal's time varies with its depth and the worker's other sessions."""

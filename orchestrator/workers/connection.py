@@ -61,11 +61,9 @@ class WorkerConnection(Generic[BlockT, ResultT]):
     UnavailableError and the link reconnects with exponential backoff and jitter.
 
     Args:
-        address: host:port of the worker.
         check: Called with the worker's info on connecting and every two seconds; raises GammarayError to
             refuse the worker.
         on_change: Called when the link came up, went down, or the worker was refused.
-        tls: TLS files of the connection; None for plain text.
 
     Attributes:
         info: Last info from the worker; None before the first connection.
@@ -123,12 +121,7 @@ class WorkerConnection(Generic[BlockT, ResultT]):
             await end_tasks(self._task)
 
     async def call(self, block: BlockT, timeout_s: float) -> ResultT:
-        """Send a block and wait for its answer; sets the block's `request_id`.
-
-        Raises:
-            UnavailableError: The link is down, or its stream broke before the answer.
-            DeadlineExceededError: No answer within `timeout_s` plus a short grace period.
-        """
+        """Send a block and wait up to `timeout_s` and a short grace for its answer; sets its `request_id`."""
         if not self.is_up:
             raise UnavailableError(f"the {self.role} worker at {self.address} is not connected")
         loop = asyncio.get_running_loop()

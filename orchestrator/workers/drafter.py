@@ -85,12 +85,7 @@ class RemoteDrafter(WorkerSession[draft_pb.ProposeBlock, draft_pb.ProposeResult]
         return Readiness.READING
 
     async def propose(self, session: Session, shape: Shape) -> Proposal:
-        """Return a proposal within `shape`; near the end of the draft model's context it is less deep.
-
-        Raises:
-            UnavailableError: No draft worker is usable.
-            GammarayError: The worker failed or was late.
-        """
+        """Return a proposal within `shape`; near the end of the draft model's context it is less deep."""
         readiness = self.prepare(session)
         if readiness is Readiness.READING:
             return Proposal()
@@ -120,9 +115,7 @@ class RemoteDrafter(WorkerSession[draft_pb.ProposeBlock, draft_pb.ProposeResult]
     def _take_prepared(self, session: Session, link: _DraftLink, shape: Shape) -> Proposal | None:
         """Return the lookahead proposal for this cycle's outcome, and notify the worker of its use.
 
-        Raises:
-            GammarayError: The worker sent malformed proposals; the session leaves the worker, as after a
-                malformed answer.
+        After a malformed one the session leaves the worker, as after a malformed answer.
         """
         try:
             proposal = self._prepared.take(session.token_ids, shape)

@@ -30,9 +30,7 @@ class Fleet:
     Args:
         workers: Returns the addresses of the announced workers by role; called once a second. Raises
             GammarayError if the registry cannot be reached, or refuses the command.
-        vocab_size: Number of token ids of the served model.
         vocab_sha256: Hash of its tokenizer's vocabulary; if empty, workers are only compared with each other.
-        tls: TLS files of the connections; None for plain text.
     """
 
     def __init__(
@@ -54,11 +52,7 @@ class Fleet:
         self._has_registry = True
 
     async def start(self, connect_s: float) -> None:
-        """Connect to the known workers within at most `connect_s` seconds, and watch for others.
-
-        Raises:
-            InvalidArgumentError: A connected worker has another vocabulary.
-        """
+        """Connect to the known workers within at most `connect_s` seconds, and watch for others."""
         await self._look_again()
         await self.targets.wait_until_connected(connect_s)
         await self.drafts.wait_until_connected(connect_s)

@@ -34,12 +34,7 @@ Suits = Callable[[WorkerConnection[BlockT, ResultT]], bool]
 
 
 class WorkerPool(Generic[BlockT, ResultT]):
-    """The workers of one role.
-
-    Args:
-        check: Raises GammarayError for a worker that must not be used.
-        tls: TLS files of the connections; None for plain text.
-    """
+    """The workers of one role, except those for which `check` raises GammarayError."""
 
     def __init__(
         self,
@@ -90,11 +85,7 @@ class WorkerPool(Generic[BlockT, ResultT]):
     async def wait(
         self, timeout_s: float, suits: Suits[BlockT, ResultT] = lambda _: True, keys: Keys = tuple
     ) -> WorkerConnection[BlockT, ResultT]:
-        """Wait for a suitable worker and return it, chosen as by `pick_any`.
-
-        Raises:
-            UnavailableError: There was none within `timeout_s`, or the pool was closed.
-        """
+        """Wait for a suitable worker and return it, chosen as by `pick_any`; else UnavailableError."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         while (link := self.pick_any(suits, keys)) is None:
             if self._is_closed:

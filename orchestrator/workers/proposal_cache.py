@@ -26,16 +26,10 @@ NOTHING = -1
 
 
 class ProposalCache:
-    """Lookahead proposals for the current cycle of one session.
+    """Lookahead proposals for the current cycle of one session, by the tokens of the outcome they continue.
 
     With every verification method a proposal is the same whether it was prepared or requested, so using a
     cached one changes its latency only.
-
-    Args:
-        vocab_size: Vocabulary size of the target; proposals with other tokens are refused.
-
-    Attributes:
-        by_outcome: Serialised proposals by the tokens of the outcome that they continue.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -95,13 +89,7 @@ class ProposalCache:
         """Return the proposal for an outcome, None if there is none within `shape`.
 
         A chain that is too long is truncated, which does not depend on its tokens; a chain drafted for a
-        smaller gamma is used as it is.
-
-        Args:
-            token_ids: The session's committed tokens.
-
-        Raises:
-            GammarayError: This proposal, or another one for this cycle, is malformed.
+        smaller gamma is used as it is. A malformed proposal for this cycle is an error.
         """
         if self._offence is not None:
             raise self._offence

@@ -27,7 +27,6 @@ class WorkerProtocol(Generic[BlockT, ResultT]):
     """One worker service.
 
     Args:
-        role: "draft" or "target".
         open_stream: Opens the bidirectional stream that carries the frames.
         get_info: Returns the worker's info; waits for the connection for at most the given seconds.
         ahead_of: Returns the lookahead proposals of a response frame.

@@ -124,14 +124,7 @@ def _differs(theirs: str, own: str) -> bool:
 
 
 def check_grammars(pool: TargetPool, own: str) -> None:
-    """Check that a target worker computes the masks of this orchestrator, if any is connected.
-
-    Args:
-        own: Identity of the orchestrator's grammar library; empty: nothing is checked.
-
-    Raises:
-        FailedPreconditionError: The grammar libraries of all connected target workers differ.
-    """
+    """Refuse if no connected target worker computes the masks of this orchestrator's grammar library."""
     others = {info_of(link).grammar_identity for link in pool.links.values() if link.is_up}
     if others and all(_differs(other, own) for other in others):
         raise FailedPreconditionError(
@@ -186,9 +179,7 @@ RETRY_PAUSE_S = 0.05
 class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult]):
     """Verifies through a target worker, with failover to another one; implements the cycle's Verifier.
 
-    Args:
-        timeout_s: Timeout of one verification, without the tokens to read before it.
-        wait_s: Seconds to wait for a usable target worker.
+    A verification may take `timeout_s`, without the tokens to read before it.
     """
 
     def __init__(
@@ -290,11 +281,7 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
         link: TargetLink,
         result: target_pb.VerifyResult,
     ) -> Verdict:
-        """Return the verdict of a result after validating it.
-
-        Raises:
-            InternalError: The verdict or its log-probabilities are invalid.
-        """
+        """Return the verdict of a result after validating it."""
         vocab_size = link.info.vocab_size if link.info is not None else 0
         try:
             verdict = verdict_from_proto(
@@ -318,11 +305,7 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
         error: GammarayError,
         lost_s: float,
     ) -> None:
-        """Detach the session from a worker that failed.
-
-        Raises:
-            DeadlineExceededError: The worker is late, and there is no other one.
-        """
+        """Detach the session from a worker that failed; raise if it is late and there is no other one."""
         if link.is_up:
             self.release(session)
         else:
@@ -344,11 +327,7 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
 
 
 def _prompt_logprobs(session: Session, link: TargetLink, verdict: target_pb.Verdict) -> PromptLogprobs:
-    """Return the log-probabilities of the prompt after validating them.
-
-    Raises:
-        InternalError: They are invalid.
-    """
+    """Return the log-probabilities of the prompt after validating them."""
     found = prompt_logprobs_from_proto(verdict.prompt_logprobs, session.prompt)
     vocab_size = link.info.vocab_size if link.info is not None else 0
     if (

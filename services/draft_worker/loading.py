@@ -11,15 +11,7 @@ from services.learning.versions import SPAN, is_own, learn
 
 
 def load_learning(path: str, target: str, settings: DraftSettings, engine: Engine) -> LearningDraftModel:
-    """Begin to learn with a draft model.
-
-    Args:
-        target: The target's directory or hub name; "" if the settings do not name it.
-        settings: Of the worker; `learn` is not empty.
-
-    Raises:
-        InvalidArgumentError: It was not made by `gammaray train`, or the settings do not name its target.
-    """
+    """Begin to learn with a draft model of `gammaray train`, whose target the settings name."""
     if not is_own(path):
         raise InvalidArgumentError(
             "learn", settings.learn, f"empty, as {path} is no draft model of gammaray train"

@@ -57,9 +57,7 @@ _log = logging.getLogger(__name__)
 class Lookahead:
     """Prepares the next proposals of sessions, likeliest outcomes over all sessions first.
 
-    Args:
-        max_rows: Upper bound of tokens in one forward.
-        stop: Set while a request waits for the engine.
+    A forward has at most `max_rows` tokens; `stop` is set while a request waits for the engine.
     """
 
     def __init__(self, engine: Engine, max_rows: int, stop: c_int32) -> None:
@@ -79,8 +77,7 @@ class Lookahead:
     def add(self, speculation: Speculation, task: ProposeTask, *, is_hit: bool) -> None:
         """Count the proposal just made for a task, and start preparing those that may follow it.
 
-        Args:
-            is_hit: Whether its proposal needed no forward.
+        It is a hit if it needed no forward.
         """
         self._pending[speculation.session.session_id] = speculation, task
         if speculation.is_continued:

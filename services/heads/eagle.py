@@ -26,19 +26,12 @@ class EagleConfig:
     """Shape and variant of a head.
 
     Attributes:
-        taps: The hidden states that it reads, by the ids of `Engine.tap`.
-        hidden_size: Width of the head.
-        target_hidden_size: Width of each hidden state.
-        intermediate_size: Width of its MLP.
-        num_heads: Heads of the queries.
-        num_kv_heads: Heads of the keys and values.
-        head_dim: Width of a head of the attention.
+        taps: The hidden states that it reads, by the ids of `Engine.tap`, each of `target_hidden_size`.
+        hidden_size: Width of the head; `intermediate_size` is that of its MLP.
         vocab_size: Number of the target's token ids.
         num_outputs: Rows of the head's output matrix; below `vocab_size` for a reduced vocabulary.
         norm_eps: Of all norms of the head.
         rope: Configuration from which the rotary embedding is made.
-        attention_bias: Whether the attention's projections have biases.
-        mlp_bias: Whether the MLP has biases.
         has_head_norms: Whether queries and keys are normalised, as in Qwen3.
         norm_before_fc: Whether all states are normalised together before they are fused.
         fc_norm: Whether each state is normalised on its own before they are fused.
@@ -165,11 +158,7 @@ class EagleHead(nn.Module):
         self.rotary = LlamaRotaryEmbedding(config.rope)
 
     def fuse(self, states: Tensor, fc: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """Return features [..., hidden_size] from the target's states [..., taps, target_hidden_size].
-
-        Args:
-            fc: Computes `fc` in another way.
-        """
+        """Return features [..., hidden_size] from the target's states [..., taps, target_hidden_size]."""
         config = self.config
         if config.fc_norm:
             norms = cast("Iterable[_Norm]", self.fc_norm)

@@ -81,8 +81,7 @@ _OFFICIAL_KEYS = frozenset(
 def kind_of_config(config: Mapping[str, Any], tensors: Collection[str]) -> str:
     """Return the kind of a head: "eagle3", "eagle" (1 and 2), "medusa", "dflash", or its `speculators` type.
 
-    Returns:
-        The kind; empty for a model.
+    It is empty for a model.
     """
     if kind := config.get("speculators_model_type"):
         return str(kind)
@@ -103,11 +102,7 @@ def is_head(folder: Path, tensors: Sequence[str]) -> bool:
 
 
 def read_config(name: str, folder: Path, tensors: Sequence[str], target: PretrainedConfig) -> EagleConfig:
-    """Return the configuration of a head.
-
-    Raises:
-        UnsupportedModelError: The format, a flag or a size is not supported, or does not fit the target.
-    """
+    """Return the configuration of a head; UnsupportedModelError names what does not fit the target."""
     stored = _stored(folder)
     check_fields(name, stored)
     kind = kind_of_config(stored, tensors)
@@ -235,7 +230,6 @@ def _config(
 
 
 def _checked(name: str, config: EagleConfig, target: PretrainedConfig) -> EagleConfig:
-    """Return the configuration if it fits the target."""
     if config.target_hidden_size != target.hidden_size:
         reason = (
             f"it reads states of width {config.target_hidden_size}, the target's are {target.hidden_size}"

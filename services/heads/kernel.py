@@ -56,11 +56,9 @@ class KernelMap:
 
 
 class HeadKernelRunner(NativeRunner):
-    """Runs steps of a head with the compiled kernel.
+    """Runs steps of a head, for which `kernel_obstacle` is empty, with the compiled kernel.
 
     Args:
-        head: A head for which `kernel_obstacle` is empty.
-        max_context: Positions lie below it.
         weights: "auto" (as stored), "int8" or "int4".
     """
 
@@ -81,11 +79,7 @@ class HeadKernelRunner(NativeRunner):
         return self.head.fuse(states, self._fc)
 
     def forward(self, batch: Batch) -> Tensor:
-        """Return the logits [wanted rows, outputs] in float32; writes the new keys, values and states.
-
-        Raises:
-            ValueError: A row has no feature, and its predecessor is fed in the same step.
-        """
+        """Return the logits [wanted rows, outputs] in float32; writes the new keys, values and states."""
         features = self._states.features(batch)
         self._features = features  # the kernel reads them
         states = self._tap_state(batch)

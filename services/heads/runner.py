@@ -44,11 +44,7 @@ class HeadRunner(Runner):
         return self.head.fuse(states.to(weight.device, weight.dtype))
 
     def forward(self, batch: Batch) -> Tensor:
-        """Return the logits [wanted rows, outputs] in float32; writes the new keys, values and states.
-
-        Raises:
-            ValueError: A row has no feature, and its predecessor is fed in the same step.
-        """
+        """Return the logits [wanted rows, outputs] in float32; writes the new keys, values and states."""
         features = self._states.features(batch)
 
         def mix(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -75,18 +71,13 @@ def head_engine(
     weights: str = "auto",
     uses_kernel: bool = True,
 ) -> Engine:
-    """Return an engine that runs a head.
+    """Return an engine that runs a head on its device, in its type.
 
     Args:
-        head: The head, on its device, in its type.
         target_ids: The target's token of each row of its output; None: row i is token i.
         budget_bytes: Upper bound of the caches of all sessions.
         weights: "auto", "int8" or "int4"; the last two need the compiled kernel.
         uses_kernel: Use the compiled kernel where it covers the head.
-
-    Raises:
-        InvalidArgumentError: Weights without a kernel.
-        InvalidModelError: The head computes no finite logits.
     """
     obstacle = kernel_obstacle(head) if uses_kernel else "the engine is transformers"
     if obstacle and weights != "auto":

@@ -41,11 +41,7 @@ class HeadStates:
         return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
 
     def before(self, segment: Segment, rows: Sequence[int]) -> Tensor:
-        """Return the states of the tokens before rows of a segment, [rows, size], contiguous.
-
-        Raises:
-            ValueError: One is not in the cache.
-        """
+        """Return the cached states of the tokens before rows of a segment, [rows, size], contiguous."""
         slots = [_slot_before(segment, row) for row in rows]
         if any(not segment.cache.first <= slot < segment.slot for slot in slots):
             raise ValueError("features: a token has none, and the state before it was not computed")
@@ -63,11 +59,7 @@ class HeadStates:
             segment.cache.data[1:, :, segment.slot : end] = kept
 
     def of_first(self, segment: Segment, count: int) -> Tensor:
-        """Return the feature of the position before each of the first rows of a segment, [count, size].
-
-        Raises:
-            ValueError: As of `features`.
-        """
+        """Return the feature of the position before each of the first rows of a segment, [count, size]."""
         given = segment.features
         num_given = 0 if given is None else len(given)
         like = segment.cache.data

@@ -56,9 +56,9 @@ class Learner(Generic[T]):
 class HeadLearner(Learner[T]):
     """The same of a head, with the hidden states of the target that it reads."""
 
-    def keeps(self, session_id: str, num_tokens: int = 0) -> bool:
-        """Whether the states of a session of so many tokens are buffered."""
-        return self._session(session_id, num_tokens).is_kept
+    def keeps(self, session_id: str) -> bool:
+        """Whether the states of a session, which may begin here, are buffered."""
+        return self._session(session_id, 0).is_kept
 
     def take(self, session_id: str, start: int, states: Tensor) -> None:
         """Keep the states [positions, taps, hidden_size] of committed positions, from `start` on."""
@@ -76,10 +76,6 @@ class HeadLearner(Learner[T]):
 
 
 def check_head(learn: str, head: str) -> None:
-    """Check that a head can learn.
-
-    Raises:
-        InvalidArgumentError: It was not made by `gammaray train`.
-    """
+    """Raise InvalidArgumentError if a head cannot learn, as it was not made by `gammaray train`."""
     if not (names_head(head) and is_own(head)):
         raise InvalidArgumentError("learn", learn, f"empty, as {head} is no head of gammaray train")

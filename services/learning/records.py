@@ -77,11 +77,7 @@ class Buffer:
 
 
 class Recorder:
-    """Writes finished streams to files, in a thread of its own.
-
-    Args:
-        max_bytes: Bound of the files of one drafter.
-    """
+    """Writes finished streams to files, at most `max_bytes` of one drafter, in a thread of its own."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._max_bytes = max_bytes

@@ -27,17 +27,10 @@ _log = logging.getLogger(__name__)
 
 
 class SwappedHead(HeadLearner[str]):
-    """Follows the sessions of an engine, and says which version drafts.
+    """Follows the sessions of an engine, and says which version drafts: that of `number`.
 
     It serves clusters without API keys: with them, sessions of one tenant would draft with what was trained
-    on another one's.
-
-    Args:
-        versions: The directories of the versions.
-        swap: Gives the engine the weights of a directory.
-
-    Attributes:
-        number: Number of the version that drafts.
+    on another one's. `swap` gives the engine the weights of a version's directory.
     """
 
     def __init__(self, versions: Versions[str], swap: Callable[[str], None]) -> None:
@@ -46,11 +39,7 @@ class SwappedHead(HeadLearner[str]):
         self._swap, self._has_warned = swap, False
 
     def take_turns(self, now_s: float) -> None:
-        """Let the version draft whose turn it is at a time.
-
-        Raises:
-            EngineLostError: The engine failed to load it; it is rolled back.
-        """
+        """Let the version draft whose turn it is at a time; one that cannot be loaded is rolled back."""
         number, directory = self.versions.choose(OPEN, "", int(now_s / SPAN_S) * SPAN)
         if number == self.number:
             return
@@ -74,11 +63,9 @@ class SwappedHead(HeadLearner[str]):
 
 
 def check_swapped(learn: str, head: str) -> None:
-    """Check that a head can learn in an engine that has room for one.
+    """Raise InvalidArgumentError if a head cannot learn in an engine that has room for one.
 
-    Raises:
-        InvalidArgumentError: It was not made by `gammaray train`, or has all of the target's tokens: the
-            engine may let it use the target's own output matrix.
+    A head that has all of the target's tokens cannot: the engine may let it use the target's output matrix.
     """
     check_head(learn, head)
     if "d2t" not in tensor_names(Path(head)):

@@ -49,11 +49,7 @@ T = TypeVar("T")
 
 @dataclass
 class _Arms(Generic[T]):
-    """The loaded versions of one drafter.
-
-    Attributes:
-        numbers: Of the stable version and of the candidate; None without one.
-    """
+    """The loaded versions of one drafter: the stable one and the candidate, if any, with their numbers."""
 
     numbers: tuple[int, int | None]
     stable: T
@@ -249,13 +245,7 @@ def is_own(drafter: str) -> bool:
 def learn(
     folder: str, target: str, drafter: str, base: T, load: Callable[[str], T], span: int = SPAN
 ) -> Versions[T]:
-    """Begin to learn with a drafter of `gammaray train`.
-
-    Args:
-        target: Directory or hub name of the target.
-        drafter: Of the drafter of the start.
-        load: Loads the version in a directory, which is for the same target and tokenizer.
-    """
+    """Begin to learn with a drafter of `gammaray train`; versions are for the same target and tokenizer."""
 
     def load_checked(directory: str) -> T:
         if _described(directory) != _described(drafter):

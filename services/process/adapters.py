@@ -25,11 +25,7 @@ def adapter_error(name: str, directory: str, reason: str) -> InvalidArgumentErro
 
 
 def max_rank(directories: Mapping[str, str]) -> int:
-    """Return the setting of vLLM that covers the largest rank of the adapters.
-
-    Raises:
-        InvalidArgumentError: The configuration of one cannot be read, or has another kind or rank.
-    """
+    """Return the setting of vLLM that covers the largest rank of the adapters, whose kind it checks."""
     largest = 1
     for name, directory in directories.items():
         try:
@@ -57,7 +53,6 @@ def adapter_sha256(directory: str) -> str:
 
 
 def _file(directory: str, name: str) -> Path:
-    """Return the path of an adapter's file, in a directory or in the hub's cache."""
     path = Path(directory) / name
     if path.is_file() or Path(directory).exists():
         return path

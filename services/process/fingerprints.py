@@ -43,14 +43,7 @@ _KINDS = ("model.safetensors", "pytorch_model.bin")
 def model_identity(model: str, *, dtype: str, device: str, deterministic: bool) -> str:
     """Return `sha256/dtype`, followed by `/deterministic/device` in that mode.
 
-    Args:
-        model: Directory, or the name of a model in the hub's cache; it has been loaded from there.
-        dtype: Dtype of its arithmetic, such as "float32".
-        device: Type of the device, such as "cpu".
-        deterministic: Whether logits do not depend on the rest of the batch.
-
-    Returns:
-        The identity; empty, with a warning, if the weight files cannot be found or read.
+    It is empty, with a warning, if the weight files of the loaded model cannot be found or read.
     """
     try:
         digest = weights_sha256(model)
@@ -66,12 +59,7 @@ def model_identity(model: str, *, dtype: str, device: str, deterministic: bool) 
 def weights_sha256(model: str) -> str:
     """Return the fingerprint of a model's configuration and weights.
 
-    Args:
-        model: Directory, or the name of a model in the hub's cache.
-
-    Raises:
-        GammarayError, OSError, ValueError, KeyError, TypeError, struct.error: They cannot be found or read
-            (`UNREADABLE`).
+    Errors of missing and unreadable files are those of `UNREADABLE`.
     """
     digest = hashlib.sha256()
     for part in _parts(_folder(model)):
@@ -80,16 +68,9 @@ def weights_sha256(model: str) -> str:
 
 
 def check_drafter(model: str, target: str) -> None:
-    """Check that a drafter was trained for the served target.
+    """Refuse a drafter whose `gammaray.json` names the fingerprint of another target or tokenizer.
 
-    Its `gammaray.json` names the fingerprints of the target and of its tokenizer.
-
-    Args:
-        model: The drafter's directory or hub name; without that file nothing is checked.
-        target: The target's directory or hub name; "" if it is not known: nothing is checked.
-
-    Raises:
-        InvalidArgumentError: It is the drafter of another target, or the file cannot be read.
+    Without that file, or with an unknown target, "", nothing is checked.
     """
     path = _drafter_file(model) if target else None
     if path is None:

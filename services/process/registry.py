@@ -30,9 +30,6 @@ class Announcer:
     Args:
         address: host:port at which orchestrators reach the worker; its info call returns the rest.
         prefix: Beginning of the keys of the worker's cluster.
-
-    Raises:
-        InvalidArgumentError: The URL is not a Redis URL.
     """
 
     def __init__(self, redis_url: str, role: str, address: str, prefix: str = REDIS_PREFIX) -> None:

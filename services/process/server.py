@@ -43,12 +43,7 @@ _OPTIONS = [
 
 
 class GrpcServer:
-    """A grpc.aio server with health and reflection.
-
-    Args:
-        service_names: Full names of the services it will serve.
-        tls: Certificate files for mutual TLS with orchestrators; None is plain text.
-    """
+    """A grpc.aio server of the named services, with health and reflection; without `tls` in plain text."""
 
     def __init__(self, service_names: Sequence[str], tls: TlsFiles | None = None) -> None:
         self._names, self._tls = ("", *service_names), tls
@@ -59,11 +54,7 @@ class GrpcServer:
         reflection.enable_server_reflection(reflected, self.server)
 
     async def start(self, listen: str) -> str:
-        """Bind `listen` (host:port, port 0 takes a free one), serve, and return the bound host:port.
-
-        Raises:
-            InvalidArgumentError: The address cannot be bound.
-        """
+        """Bind `listen` (host:port, port 0 takes a free one), serve, and return the bound host:port."""
         host, _ = split_address("listen", listen)
         try:
             if self._tls is None:
@@ -99,11 +90,7 @@ async def guarded(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
 
 
 def split_address(field: str, address: str) -> tuple[str, int]:
-    """Split `host:port`; an IPv6 host is in brackets.
-
-    Raises:
-        InvalidArgumentError: It does not have that form.
-    """
+    """Split `host:port`; an IPv6 host is in brackets."""
     host, separator, port = address.rpartition(":")
     if not separator or not host or not port.isdecimal() or int(port) > 65535:
         raise InvalidArgumentError(field, address, "host:port")

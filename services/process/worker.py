@@ -16,8 +16,8 @@ from gammaray.config import WorkerSettings
 from gammaray.demo_pair import resolve_model
 from gammaray.errors import InvalidArgumentError, UnavailableError
 from gammaray.security.tls import tls_files
-from gammaray.telemetry.export import MetricsExport
 from gammaray.telemetry.otel import Telemetry
+from gammaray.telemetry.prometheus import MetricsExport
 from services.process.registry import Announcer
 from services.process.server import DRAIN_TIMEOUT_S, GrpcServer, is_wildcard, split_address
 from services.scheduling.block_queue import BlockQueue
@@ -87,12 +87,7 @@ class Worker(ABC, Generic[SettingsT]):
         """Register the service of this kind of worker."""
 
     async def start(self) -> str:
-        """Load the model, serve, announce; returns the server's address.
-
-        Raises:
-            InvalidArgumentError: A setting cannot be used.
-            UnsupportedModelError: The model cannot be served exactly.
-        """
+        """Load the model, serve, announce; returns the server's address."""
         settings = self.settings
         split_address("listen", settings.listen)
         await self.engine.start()
@@ -128,21 +123,12 @@ class Worker(ABC, Generic[SettingsT]):
         return self._model.kernel if self._model is not None else ""
 
     def check(self) -> None:
-        """Raise when the worker can no longer serve.
-
-        Raises:
-            UnavailableError: The engine's thread has ended, or is stuck.
-        """
+        """Raise UnavailableError when the engine's thread has ended, or is stuck."""
         if not self.engine.is_alive or self._is_lost:
             raise UnavailableError(f"the {self.role} worker's engine has stopped")
 
     async def load(self) -> LoadReport:
-        """Return the load since the last call.
-
-        Raises:
-            UnavailableError: The engine's thread has ended.
-            asyncio.TimeoutError: A step takes too long.
-        """
+        """Return the load since the last call; TimeoutError if a step takes too long."""
         counters = await asyncio.wait_for(self.engine.call(lambda s: s.load()), _LOAD_TIMEOUT_S)
         return self._load_reporter.report(counters)
 

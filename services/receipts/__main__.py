@@ -27,17 +27,11 @@ _MAX_KEY_BYTES = 2**20
 def check_file(
     path: Path, target: str, key: str | None = None, margin: float | None = None, *, as_json: bool = False
 ) -> int:
-    """Check the receipts of a file, print what was found, and return the exit status.
+    """Check the receipts of a file, one per line, print what was found, and return the exit status.
 
     Args:
-        path: One receipt per line.
-        target: Directory, hub name or "demo".
         key: File or URL with public keys; None: signatures are not checked.
-        margin: As in `ReceiptChecker`.
         as_json: Whether to print a JSON object per receipt.
-
-    Raises:
-        InvalidArgumentError: There are no receipts, no such keys or no such target.
     """
     keys = None if key is None else _keys(key)
     lines = [line.strip() for line in path.read_text(errors="replace").splitlines() if line.strip()]
@@ -57,7 +51,6 @@ def check_file(
 
 
 def _keys(place: str) -> tuple[ReceiptKey, ...]:
-    """Return the keys of a file or URL."""
     try:
         if place.startswith(("http://", "https://")):
             with urlopen(place, timeout=_URL_TIMEOUT_S) as answer:

@@ -104,9 +104,6 @@ class ReceiptChecker:
     Args:
         target: Directory, hub name or "demo".
         margin: How far two logits may move towards each other; None: by the receipt's dtype (`MARGINS`).
-
-    Raises:
-        InvalidArgumentError: There is no such model, or it cannot be served exactly.
     """
 
     def __init__(self, target: str, margin: float | None = None) -> None:

@@ -29,11 +29,7 @@ TaskT = TypeVar("TaskT", bound=Task)
 
 @dataclass(slots=True, eq=False)
 class Work(Generic[TaskT]):
-    """A block being worked on.
-
-    Args:
-        is_started: Whether a forward has included it.
-    """
+    """A block being worked on; it has started when a forward has included it."""
 
     task: TaskT
     session: SessionCopy

@@ -15,15 +15,11 @@ _log = logging.getLogger(__name__)
 
 
 class Grammars:
-    """Compiles the grammars of sessions; the tokenizer is read for the first one. Thread-safe.
+    """Compiles the grammars of sessions; the target's tokenizer is read for the first one. Thread-safe.
 
     The orchestrator has checked each grammar, in a process with limits, so that to compile it once more is
     bounded (`gammaray.grammar.check_pool`). The parts of Lark that may compile without end are refused here
     as well, before anything is compiled. One compiler serves all sets of end tokens.
-
-    Args:
-        model: Directory or hub name of the target, whose tokenizer is used.
-        vocab_size: Number of the target's token ids.
     """
 
     def __init__(self, model: str, vocab_size: int) -> None:

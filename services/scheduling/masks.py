@@ -33,11 +33,9 @@ class MaskThreads:
         self._slow_thread = ThreadPoolExecutor(1, thread_name_prefix="slow-masks")
 
     def begin(self, session: SessionCopy, compute: Callable[[], None]) -> None:
-        """Begin to compute masks; `session.masking` is their future until they are there.
+        """Begin to compute masks of a session, which nothing may change meanwhile.
 
-        Args:
-            session: The session. Nothing may change it meanwhile.
-            compute: Does it; a GammarayError becomes the future's result.
+        `session.masking` is their future until they are there; its result is None, or a GammarayError.
         """
         threads = self._slow_thread if session.has_slow_masks else self._threads
         session.masking = threads.submit(self._run, session, compute)

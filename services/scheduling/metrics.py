@@ -36,11 +36,7 @@ class AheadStats:
 
 
 class WorkerMeter:
-    """The metrics of one worker; written by the engine's thread.
-
-    Attributes:
-        step_s: Seconds of the steps that served blocks.
-    """
+    """The metrics of one worker; written by the engine's thread."""
 
     def __init__(self, role: str) -> None:
         self.meter = meter = Meter()

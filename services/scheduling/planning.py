@@ -44,11 +44,7 @@ class Limits:
     max_step_s: float = math.inf
 
     def check_proposal(self, num_nodes: int) -> None:
-        """Check that a proposal and the token before it fit into one forward.
-
-        Raises:
-            InvalidArgumentError: They do not.
-        """
+        """Check that a proposal and the token before it fit into one forward."""
         if num_nodes >= self.max_batch_tokens:
             allowed = f"fewer than max_batch_tokens ({self.max_batch_tokens})"
             raise InvalidArgumentError("proposal", f"{num_nodes} nodes", allowed)

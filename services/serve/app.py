@@ -37,14 +37,7 @@ _WORKERS = {
 
 
 class WorkerReplica:
-    """Hosts a worker in a Serve replica.
-
-    Args:
-        cores: CPU cores to pin the process to; empty: it may use all.
-
-    Attributes:
-        worker: The worker; the attribute is deleted when the worker is stopped.
-    """
+    """Hosts a worker in a Serve replica, pinned to some CPU cores if any are named."""
 
     # Serve awaits the constructor; mypy expects one that returns None.
     async def __init__(  # type: ignore[misc]
@@ -107,11 +100,6 @@ def build(
             bounds differ, with the defaults.
         one_per_node: Never put two workers on one Ray node, so that all can listen on the same port.
         cores: CPU cores that each worker's process is pinned to; empty: none.
-
-    Raises:
-        pydantic.ValidationError: A bad setting.
-        ValueError: A bad number of workers.
-        InvalidArgumentError: Several workers on one port.
     """
     application, size = APPLICATIONS[role], PoolSize.parse(num_replicas)
     checked = application.settings(**settings)
@@ -144,20 +132,12 @@ def _health_timeout_s(engine: str) -> float:
 
 
 def draft(args: dict[str, Any]) -> Any:
-    """Return the application of draft workers, as a Serve configuration names it.
-
-    Raises:
-        pydantic.ValidationError: A bad argument or setting.
-    """
+    """Return the application of draft workers, as a Serve configuration names it."""
     return _configured("draft", args)
 
 
 def target(args: dict[str, Any]) -> Any:
-    """Return the application of target workers, as a Serve configuration names it.
-
-    Raises:
-        pydantic.ValidationError: A bad argument or setting.
-    """
+    """Return the application of target workers, as a Serve configuration names it."""
     return _configured("target", args)
 
 

@@ -36,12 +36,7 @@ MAX_HIT_RATE = 0.9
 
 @dataclass(frozen=True)
 class Pool:
-    """A pool, as reported by its workers.
-
-    Args:
-        wanted: Number of workers decided on last.
-        reports: Reports of the running workers that sent one.
-    """
+    """A pool as reported by its running workers; `wanted` is the number decided on last."""
 
     wanted: int
     reports: Sequence[LoadReport]
@@ -83,8 +78,7 @@ def wanted_targets(pool: Pool, settings: ScalingSettings) -> int:
 def wanted_drafters(pool: Pool, demand: float, settings: ScalingSettings) -> int:
     """Return how many draft workers there should be.
 
-    Args:
-        demand: Blocks in flight at the target workers: whether there are sessions to draft for.
+    The demand, blocks in flight at the target workers, says whether there are sessions to draft for.
     """
     least = int(demand > 0)
     if pool.wanted == 0:

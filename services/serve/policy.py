@@ -17,11 +17,7 @@ from services.serve.autoscaling import Pool, wanted_drafters, wanted_targets
 
 
 class _Policy:
-    """Base: constructed once by Serve from JSON values, then called with an AutoscalingContext.
-
-    Args:
-        settings: Fields of ScalingSettings.
-    """
+    """Base: constructed once by Serve from JSON of ScalingSettings, called with an AutoscalingContext."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._settings = ScalingSettings(**settings)
@@ -31,7 +27,6 @@ class TargetPolicy(_Policy):
     """Policy of target workers."""
 
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
-        """Return the wanted number of replicas, and no state."""
         pool = _pool(context)
         demand.in_flight = pool.in_flight
         return wanted_targets(pool, self._settings), {}
@@ -41,7 +36,6 @@ class DraftPolicy(_Policy):
     """Policy of draft workers."""
 
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
-        """Return the wanted number of replicas, and no state."""
         return wanted_drafters(_pool(context), demand.in_flight, self._settings), {}
 
 

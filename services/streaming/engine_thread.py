@@ -35,12 +35,8 @@ Command = Callable[[BlockQueue[Any, Any]], None]
 class EngineThread:
     """Runs a scheduler in its own thread; every method is called from the event loop.
 
-    Args:
-        load: Builds the scheduler, and loads its model, in the thread.
-
-    Attributes:
-        scheduler: The scheduler; None until the model is loaded.
-        ended: Set when the thread ends: stopped, or because the engine is lost.
+    `load` builds the scheduler, and loads its model, in the thread; `ended` is set when the thread ends,
+    stopped or because the engine is lost.
     """
 
     def __init__(self, load: Callable[[], BlockQueue[Any, Any]], name: str) -> None:
@@ -56,11 +52,7 @@ class EngineThread:
         self.ended = asyncio.Event()
 
     async def start(self) -> None:
-        """Start the thread and wait until the model is loaded.
-
-        Raises:
-            Exception: Any error of loading.
-        """
+        """Start the thread and wait until the model is loaded; raises any error of loading."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
         await asyncio.wrap_future(self._loaded)
@@ -103,11 +95,7 @@ class EngineThread:
         self._inbox.put(lambda scheduler: scheduler.release(endings))
 
     async def call(self, function: Callable[[BlockQueue[Any, Any]], T]) -> T:
-        """Run `function` between two steps and return its result.
-
-        Raises:
-            UnavailableError: The thread has ended.
-        """
+        """Run `function` between two steps and return its result; UnavailableError if the thread ended."""
         if not self.is_alive:
             raise UnavailableError("the engine has stopped")
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
@@ -123,11 +111,7 @@ class EngineThread:
         return await asyncio.wrap_future(future)
 
     def look(self, function: Callable[[BlockQueue[Any, Any]], T]) -> T:
-        """Return the result of `function`, which any thread may call, also during a step.
-
-        Raises:
-            UnavailableError: The thread has ended.
-        """
+        """Return the result of `function`, which any thread may call, also during a step."""
         if not self.is_alive or self.scheduler is None:
             raise UnavailableError("the engine has stopped")
         return function(self.scheduler)

@@ -47,11 +47,7 @@ class Model:
 
 
 def task_fields(block: Any, default_timeout_ms: int, deliver: Deliver) -> dict[str, Any]:
-    """Return the fields that a VerifyBlock or ProposeBlock shares with any task.
-
-    Raises:
-        InvalidArgumentError: The spec names an unknown verification method.
-    """
+    """Return the fields that a VerifyBlock or ProposeBlock shares with any task."""
     now = time.monotonic()
     return {
         "request_id": block.request_id,
@@ -106,9 +102,6 @@ async def describe(model: Model, engine: EngineThread) -> dict[str, Any]:
     The answer comes between two steps: an orchestrator leaves a worker that does not give it for some
     seconds. A scheduler that bounds the time of its steps answers during a step, too, since the worker itself
     leaves when one takes longer.
-
-    Raises:
-        UnavailableError: The engine's thread has ended.
     """
 
     def measure(scheduler: BlockQueue[Any, Any]) -> dict[str, Any]:

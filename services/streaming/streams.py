@@ -60,12 +60,8 @@ class Streams:
     ) -> AsyncGenerator[list[Reply], None]:
         """Serve one stream; yields all replies that are ready, in lists.
 
-        Args:
-            requests: Frames of the client: VerifyRequests or ProposeRequests.
-            parse: Turns a block into a validated task; raises a GammarayError for an invalid one.
-
-        Raises:
-            ResourceExhaustedError: A frame has more than MAX_FRAME_BLOCKS blocks or releases.
+        `parse` turns a block of a client's frame into a validated task. A frame with more than
+        MAX_FRAME_BLOCKS blocks or releases is refused.
         """
         stream = BlockStream(self, parse)
         self.open_streams.add(stream)

@@ -28,9 +28,6 @@ TRAINED_WINDOW = 64
 def load_local_drafter(settings: TargetSettings, engine: Engine) -> LocalDrafter:
     """Load the head or draft model that the settings of a target worker name.
 
-    Args:
-        settings: Of the worker; `head` is not empty.
-
     Raises:
         InvalidArgumentError: It is for another target, or no drafter of a kind that can draft here.
         UnsupportedModelError: Its format, a flag, a size or a tensor is not supported.
@@ -43,15 +40,7 @@ def load_local_drafter(settings: TargetSettings, engine: Engine) -> LocalDrafter
 
 
 def load_learning_drafter(settings: TargetSettings, engine: Engine) -> LearningDrafter:
-    """Load the head that the settings of a target worker name, and start to learn.
-
-    Args:
-        settings: Of the worker; `head` and `learn` are not empty.
-
-    Raises:
-        InvalidArgumentError: The head is for another target, or was not made by `gammaray train`.
-        UnsupportedModelError: Its format, a flag, a size or a tensor is not supported.
-    """
+    """Load the head of `gammaray train` that the settings of a target worker name, and start to learn."""
     target, name = _names(settings)
     check_head(settings.learn, name)
     check_drafter(name, target)

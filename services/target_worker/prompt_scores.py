@@ -15,10 +15,9 @@ _SLICE_ROWS = 16
 
 
 class PromptScores:
-    """Collects the log-probabilities of one prompt; chunks may be repeated and come in any order.
+    """Collects the log-probabilities of one prompt and of the `num_top` most likely tokens per position.
 
-    Args:
-        num_top: Most likely tokens to keep per position.
+    Chunks may be repeated and come in any order.
     """
 
     def __init__(self, prompt: Sequence[int], num_top: int, vocab_size: int) -> None:
@@ -48,11 +47,7 @@ class PromptScores:
             self._is_known[first:end] = True
 
     def result(self) -> PromptLogprobs:
-        """Return the columns.
-
-        Raises:
-            InternalError: The logits of some position were never taken in.
-        """
+        """Return the columns, once the logits of all positions were taken in."""
         if not bool(self._is_known.all()):
             raise InternalError(f"{int((~self._is_known).sum())} tokens of the prompt were not scored")
         return PromptLogprobs(

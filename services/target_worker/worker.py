@@ -37,11 +37,7 @@ DEFAULT_TIMEOUT_MS = 60_000
 
 
 class TargetServicer(target_service_pb2_grpc.TargetServiceServicer):
-    """Serves verifications.
-
-    Args:
-        head: Name of the head that drafts in it; empty for none.
-    """
+    """Serves verifications; `head` names the head that drafts in it, if any."""
 
     def __init__(self, streams: Streams, model: Model, head: str = "") -> None:
         self._streams, self._model, self._head = streams, model, head
@@ -109,12 +105,7 @@ class TargetServicer(target_service_pb2_grpc.TargetServiceServicer):
 
 
 def check_identity(block: pb.VerifyBlock, model: Model) -> None:
-    """Refuse a session of another model; its owner may expect the process that had this address before.
-
-    Raises:
-        ModelChangedError: The session's model identity differs.
-        InvalidArgumentError: Its adapter is not served here.
-    """
+    """Refuse a session of another model; its owner may expect the process that had this address before."""
     wanted, adapter = block.spec.model_identity, block.spec.adapter
     found = model.adapters.get(adapter, "") if adapter else model.identity
     if wanted and wanted != found:

@@ -27,12 +27,9 @@ class TrainableDraft(Trainable):
     It is evaluated by one depth: where all tokens before matched, it has read the true text.
 
     Args:
-        target: A causal model with `model.embed_tokens`, `model.layers` and `lm_head`.
+        target: A causal model with `model.embed_tokens`, `model.layers` and `lm_head`, else refused.
         layers: Numbers of the layers to start from.
         target_ids: Ascending ids of the head's rows.
-
-    Raises:
-        FailedPreconditionError: The target has no such parts.
     """
 
     def __init__(self, target: PreTrainedModel, layers: Items[int], target_ids: Tensor) -> None:

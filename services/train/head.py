@@ -52,13 +52,10 @@ class TrainableHead(Trainable):
     """A head that begins near the target's last state; the target's input embedding is not trained.
 
     Args:
-        target: A causal model with layers as Llama's.
+        target: A causal model with layers as Llama's, else refused.
         taps: The states that it reads, the last one after all layers, see `StateStore`.
         target_ids: Ascending ids of the output's rows.
         depth: Depths that are evaluated.
-
-    Raises:
-        FailedPreconditionError: The target has other layers.
     """
 
     def __init__(

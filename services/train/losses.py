@@ -26,13 +26,10 @@ def overlap(wanted: Tensor, found: Tensor) -> Tensor:
 
 
 def coupled(wanted: Tensor, found: Tensor) -> Tensor:
-    """Return the probability that target and drafter draw the same token with the same Gumbel noise.
+    """Return the probability [predictions] that target and drafter draw one token with the same Gumbel noise.
 
-    That is sum_j 1 / sum_i max(p_i / p_j, q_i / q_j).
-    Tokens that are not among `wanted` are taken to belong to one of the two only.
-
-    Returns:
-        [predictions].
+    That is sum_j 1 / sum_i max(p_i / p_j, q_i / q_j). Tokens that are not among `wanted` are taken to belong
+    to one of the two only.
     """
     found = found.exp() * (wanted > 0)
     p_rest, q_rest = (1 - part.sum(-1, keepdim=True) for part in (wanted, found))

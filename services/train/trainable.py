@@ -68,22 +68,13 @@ class Trainable(nn.Module):
 
     @abstractmethod
     def start_from(self, init: str, target: str) -> None:
-        """Take the weights and the output's ids of a trained drafter of the same kind.
-
-        Raises:
-            InvalidArgumentError: It has another shape, or reads other states.
-            UnsupportedModelError: It is not of this kind, or not for the target.
-        """
+        """Take the weights and the output's ids of a trained drafter of the same kind, shape and target."""
 
     @abstractmethod
     def save(self, folder: Path, identity: dict[str, str], name: str, card: dict[str, Any]) -> int:
         """Write a directory in the published format, in bfloat16; files are replaced, the weights first.
 
-        Returns:
-            Size of the weights in bytes.
-
-        Raises:
-            ResourceExhaustedError: The disk is full; what the directory held is intact.
+        Returns the size of the weights in bytes. Where the disk is full, what the directory held is intact.
         """
 
     def take_ids(self, ids: Tensor) -> None:
@@ -131,11 +122,7 @@ def drawn(sequences: Items[SequenceT], num_tokens: int, generator: torch.Generat
 
 
 def fingerprints_of(target: str) -> dict[str, str]:
-    """Return the fingerprints of a target and of its tokenizer, as `Trainable.save` takes them.
-
-    Raises:
-        FailedPreconditionError: One has none.
-    """
+    """Return the fingerprints of a target and of its tokenizer, as `Trainable.save` takes them."""
     identity = model_identity(target, dtype="-", device="cpu", deterministic=False)
     found = {"target": identity.partition("/")[0], "tokenizer": vocab_sha256(target)}
     if not all(found.values()):
@@ -160,14 +147,7 @@ def write_drafter(
     card: dict[str, Any],
     about: str,
 ) -> int:
-    """Write the directory of a drafter; files are replaced one by one, the weights first.
-
-    Returns:
-        Size of the weights in bytes.
-
-    Raises:
-        ResourceExhaustedError: The disk is full; what the directory held is intact.
-    """
+    """Write the directory of a drafter, as `Trainable.save`; return the size of the weights in bytes."""
     stored = {key: _narrow(value).detach().to("cpu").contiguous() for key, value in weights.items()}
     described = {
         "format": 1,

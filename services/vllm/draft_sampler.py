@@ -25,12 +25,11 @@ from services.vllm.sampler import UNUSED_TOKEN, RequestState, StepSampler
 
 
 class _Row(NamedTuple):
-    """The logits after one request's last token.
+    """The logits [1, vocab_size] after one request's last token.
 
     Args:
         at: Index of the request in the batch.
         position: Absolute position of the token to draw.
-        logits: [1, vocab_size].
     """
 
     at: int
@@ -45,12 +44,7 @@ class DraftSampler(StepSampler):
     """Replaces `GPUModelRunner._sample` in the process that has the logits; draws a draft's tokens."""
 
     def sample(self, logits: Tensor, spec_decode_metadata: Any) -> Any:
-        """Return the next token of each request, as vLLM's `SamplerOutput`.
-
-        Args:
-            logits: [requests, vocab_size].
-            spec_decode_metadata: None: no request has draft tokens.
-        """
+        """Return the next token of each request, from logits [requests, vocab_size]."""
         from vllm.v1.outputs import SamplerOutput
 
         assert spec_decode_metadata is None

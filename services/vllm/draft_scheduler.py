@@ -305,7 +305,6 @@ class VllmDraftScheduler(RequestQueue[ProposeTask, _Drafting]):
         return found[: self._ahead_rows]
 
     def _draft_ahead(self) -> None:
-        """Draft a token ahead of the next blocks."""
         going = self._going_ahead()
         self._hold_others(going)
         if not going:
@@ -323,7 +322,6 @@ class VllmDraftScheduler(RequestQueue[ProposeTask, _Drafting]):
                 self._evict(session_id)
 
     def _hold_others(self, going: Sequence[_Ahead] = ()) -> None:
-        """Hold the requests of draft-ahead, except for some."""
         for ahead in self._ahead.values():
             is_held = ahead not in going
             if is_held != ahead.is_held and self.engine.tokens(ahead.request_id) is not None:

@@ -68,7 +68,6 @@ class EngineOptions:
         head: Drafts in the target: see `services.vllm.heads.drafter_config`; empty: nothing does.
         adapters: Directories or hub names of LoRA adapters, by the name that sessions give.
         is_batch_invariant: Whether vLLM computes a row with the same bits in every batch; on GPUs.
-        is_compiled: Whether vLLM compiles the model and captures CUDA graphs.
         learns: Whether the head is one of `gammaray train` whose weights are replaced while it serves.
         is_draft: Whether the model drafts: its requests run freely, and their prompts are short ones after
             what the prefix cache has.
@@ -87,7 +86,6 @@ class EngineOptions:
     head: str = ""
     adapters: Mapping[str, str] = field(default_factory=dict)
     is_batch_invariant: bool = False
-    is_compiled: bool = True
     learns: bool = False
     is_draft: bool = False
 
@@ -122,13 +120,8 @@ class VllmEngine:
     Attributes:
         vocab_size: Token ids lie in [0, vocab_size).
         max_context: Positions lie in [0, max_context).
-        max_proposal: Most tokens of one proposal.
-        device: Type of the device.
-        dtype: Of the arithmetic.
         kernel: For operators: vLLM, its version and device.
-        core: vLLM's `EngineCore`.
         held: Its scheduler, see `services.vllm.held_scheduler`: what runs, and what is told to the sampler.
-        pool: Its KV blocks.
         lost: Why the engine is lost; empty while it is not.
 
     Raises:
@@ -225,17 +218,14 @@ class VllmEngine:
         num_prompt_logprobs: int | None = None,
         is_kept: bool = False,
     ) -> str:
-        """Add a request with a prompt; it runs until its prompt is computed, and then only when posted.
+        """Add a request with a prompt, and return its id.
+
+        It runs until its prompt, of at least one token, is computed, and then only when posted.
 
         Args:
-            token_ids: The prompt, at least one token.
-            spec: The session's parameters, for the sampler.
             salt: Requests with the same salt share the prefix cache.
             num_prompt_logprobs: Alternatives per token of the prompt; None: it is not scored.
             is_kept: Whether it is learnt from.
-
-        Returns:
-            The request's id.
         """
         self._num_opened += 1
         request_id = f"{name}#{self._num_opened}"
@@ -303,8 +293,7 @@ class VllmEngine:
     def load_head(self, directory: str) -> None:
         """Let another version of the head draft from here on; requests keep what was cached.
 
-        Raises:
-            EngineLostError: vLLM failed, and its head may have no weights.
+        Where vLLM fails, its head may have no weights: EngineLostError.
         """
         try:
             self.core.model_executor.collective_rpc("load_head", args=(directory,))
@@ -312,20 +301,12 @@ class VllmEngine:
             raise EngineLostError(f"vLLM cannot load the head {directory}: {error}") from error
 
     def recover(self) -> None:
-        """Drop the prefix cache after a step that failed; no request may be open.
-
-        Raises:
-            EngineLostError: Blocks of the cache are still in use.
-        """
+        """Drop the prefix cache after a step that failed; no request may be open."""
         if not self.held.recover():
             raise EngineLostError("vLLM does not release its KV cache after a step that failed")
 
     def step(self) -> StepResult:
-        """Run one step for the requests that are posted or have a prompt to compute.
-
-        Raises:
-            EngineLostError: A process of vLLM has ended.
-        """
+        """Run one step for the requests that are posted or have a prompt to compute."""
         self.check()
         self.held.num_scheduled, self.held.states = {}, {}
         try:
@@ -407,7 +388,7 @@ def _configuration(options: EngineOptions) -> Any:
         "tensor_parallel_size": options.tensor_parallel,
         "distributed_executor_backend": "mp" if options.tensor_parallel > 1 else "uni",
         "max_logprobs": -1,  # checked by the worker
-        "enforce_eager": device == "cpu" or not options.is_compiled,
+        "enforce_eager": device == "cpu",
         "enable_prefix_caching": True,
         "disable_log_stats": True,
         "use_tqdm_on_load": False,

@@ -84,11 +84,7 @@ def complete_config(config: Any) -> Any:
 
 
 class CoupledDrafts:
-    """Draws a drafter's tokens with the noise of the sessions that they are for.
-
-    Args:
-        sampler: Knows the sessions of the batch, and what the step emitted.
-    """
+    """Draws a drafter's tokens with the noise of the sessions, which the sampler of the step knows."""
 
     def __init__(self, drafter: Any, sampler: BlockSampler) -> None:
         self._drafter, self._sampler, self._depth = drafter, sampler, 0
@@ -122,11 +118,7 @@ class CoupledDrafts:
 
 
 class LearningDrafts(CoupledDrafts):
-    """The same of a head that learns, which hands out the states that it reads.
-
-    Attributes:
-        states: Those of the last step, of the requests that are learnt from.
-    """
+    """The same of a head that learns; hands out the states that it reads of requests that are learnt from."""
 
     def __init__(self, drafter: Any, sampler: BlockSampler) -> None:
         super().__init__(drafter, sampler)
@@ -139,11 +131,9 @@ class LearningDrafts(CoupledDrafts):
 
 
 def replace_weights(model: Any, directory: str, config: Any) -> None:
-    """Give a head the weights of another version of it, where compiled code and CUDA graphs read them.
+    """Give vLLM's head the weights of a checked version, where compiled code and CUDA graphs read them.
 
-    Args:
-        model: vLLM's head, whose embedding is the target's.
-        directory: The version, which was checked; if it was deleted since, the head stays as it is.
+    The head has the target's embedding. If the version was deleted since, the head stays as it is.
     """
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload.inplace import reload_weights

@@ -74,10 +74,7 @@ def load_draft(
 ) -> tuple[Model, VllmDraftScheduler]:
     """Load a draft model on vLLM; return its facts and its scheduler. `target` is "" if it is not known.
 
-    Raises:
-        UnsupportedVllmError: vLLM is missing, or in another version.
-        UnsupportedModelError: vLLM cannot load the model.
-        InvalidArgumentError: As of `check_draft`; no GPU, or too little memory.
+    It raises what `load_target` and `check_draft` do.
     """
     check_draft(path, target, settings)
     _check_kernels(path, settings.device)
@@ -94,16 +91,11 @@ def load_draft(
 
 
 def check_draft(path: str, target: str, settings: DraftSettings) -> None:
-    """Check that vLLM serves a drafter, before it is loaded.
-
-    Args:
-        target: The target's directory or hub name; "" if it is not known.
+    """Check that vLLM serves a drafter, before it is loaded; `target` is "" if it is not known.
 
     Raises:
         InvalidArgumentError: A kind of drafter or a setting that vLLM does not serve, or another vocabulary
             than the target's.
-        NotFoundError: There is no such model.
-        UnsupportedModelError: Its configuration cannot be read.
     """
     for field, value in (("draft_weights", "auto"), ("deterministic", False)):
         if (got := getattr(settings, field)) != value:

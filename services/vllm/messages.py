@@ -67,12 +67,7 @@ class DraftBlock:
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """The next token of a proposal.
-
-    Args:
-        token_id: The draft's choice.
-        distribution: What it was drawn from, where verification needs it.
-    """
+    """The next token of a proposal, and what it was drawn from, where verification needs that."""
 
     token_id: int
     distribution: SparseDistribution | None = None

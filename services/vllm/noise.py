@@ -23,13 +23,7 @@ _WORD = 0xFFFFFFFF
 
 
 class NoiseRows(NamedTuple):
-    """Consecutive positions of one session.
-
-    Args:
-        spec: Its parameters; the seed is set.
-        start: First absolute position.
-        num_rows: Number of positions, at least 1.
-    """
+    """Consecutive positions, at least one, of a session, from the absolute position `start` on."""
 
     session_id: str
     spec: SessionSpec
@@ -38,10 +32,9 @@ class NoiseRows(NamedTuple):
 
 
 class NoiseSource:
-    """Gives the noise of sessions.
+    """Gives the noise of sessions on a device.
 
     Args:
-        device: Where the rows are wanted.
         is_computed: Whether rows are computed without a cache; None: on GPUs, where they are cheaper so.
     """
 
@@ -128,14 +121,11 @@ class _ComputedNoise(Noise):
 
 
 def _gumbel(words: Tensor, groups: Tensor, *, vocab_size: int) -> Tensor:
-    """Return -log E for rows whose key and counter are given, as `Noise.gumbel` does.
+    """Return -log E for rows whose key and counter are given, [rows, vocab_size] float64, as `Noise.gumbel`.
 
     Args:
         words: [rows, 5] int64: low and high word of the seed, position, sample index, stream.
         groups: 0, 1, ... for each four token ids.
-
-    Returns:
-        [rows, vocab_size] float64.
     """
     low, high, position, index, stream = (words[:, at, None] for at in range(5))
     drawn = torch.stack(philox4x32((groups[None], position, index, stream), (low, high)), dim=-1)

@@ -95,11 +95,7 @@ class RequestQueue(BlockQueue[TaskT, RequestWorkT]):
         return ResourceExhaustedError(f"the KV cache budget is too small: {budget} bytes")
 
     def _step_engine(self) -> StepResult | None:
-        """Run a step; None when it failed, in which case all blocks are answered.
-
-        Raises:
-            EngineLostError: No later step can succeed.
-        """
+        """Run a step; None when it failed and a later one can succeed: then all blocks are answered."""
         for work in self._running.values():
             self._note_start(work)
         try:

@@ -88,11 +88,7 @@ class RequestState:
 
 
 class StepSampler:
-    """What both samplers are given for a step, and keep between steps.
-
-    Args:
-        runner: vLLM's model runner, whose batch says which rows are whose.
-    """
+    """What both samplers keep between steps; the batch of vLLM's runner says which rows are whose."""
 
     def __init__(self, runner: Any, vocab_size: int) -> None:
         self._runner, self._vocab_size = runner, vocab_size
@@ -130,7 +126,6 @@ class StepSampler:
         return verdicts
 
     def _params(self, spec: SessionSpec) -> SamplingParams | None:
-        """Return by what the logits of a session are processed."""
         return spec.params
 
     def _state(self, request_id: str) -> RequestState:
@@ -156,12 +151,7 @@ class StepSampler:
 
 
 class _Rows(NamedTuple):
-    """The rows of one block.
-
-    Args:
-        at: Index of the request in the batch.
-        logits: [len(proposal) + 1, vocab_size].
-    """
+    """The rows of one block: the logits [len(proposal) + 1, vocab_size] of request `at` of the batch."""
 
     at: int
     request_id: str
@@ -181,9 +171,7 @@ class BlockSampler(StepSampler):
     def sample(self, logits: Tensor, spec_decode_metadata: Any) -> Any:
         """Return the emitted tokens of each request, as vLLM's `SamplerOutput`.
 
-        Args:
-            logits: [rows, vocab_size]; each request has a row more than it has draft tokens.
-            spec_decode_metadata: vLLM's, None if no request has draft tokens.
+        A request has one row of `logits` [rows, vocab_size] more than vLLM's metadata has draft tokens of it.
         """
         from vllm.v1.outputs import SamplerOutput
 
@@ -193,10 +181,9 @@ class BlockSampler(StepSampler):
         return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=None)
 
     def serve(self, logits: Tensor, drafts: Sequence[int]) -> list[list[int]]:
-        """Verify the posted blocks; return the tokens that each request emits, padded to the same length.
+        """Verify the posted blocks, with so many draft tokens of each request.
 
-        Args:
-            drafts: Number of draft tokens of each request.
+        Returns the tokens that each request emits, padded to the same length.
         """
         request_ids, width = self._runner.input_batch.req_ids[: len(drafts)], max(drafts) + 1
         emitted = [[NO_TOKEN] * width] * len(drafts)
@@ -348,11 +335,10 @@ def gather_logprobs(log_probs: Tensor, num_top: int, token_ids: Tensor) -> Any:
 
     Args:
         log_probs: [rows, vocab_size].
-        num_top: Most likely tokens to keep per row.
         token_ids: [rows], what is scored.
 
     Returns:
-        vLLM's `LogprobsTensors`: column 0 is the scored token, the others are the most likely ones.
+        vLLM's `LogprobsTensors`: column 0 is the scored token, the others are the `num_top` most likely ones.
     """
     from vllm.v1.outputs import LogprobsTensors
 

@@ -45,7 +45,6 @@ class SamplingWorker(PlatformWorker):  # type: ignore[misc]  # vLLM's classes ar
         runner.sampler.gather_logprobs = gather_logprobs
 
     def _make_sampler(self, runner: Any, vocab_size: int) -> BlockSampler | DraftSampler:
-        """Return what samples for the runner."""
         sampler = BlockSampler(runner, vocab_size)
         if not isinstance(runner.drafter, NoProposer):
             CoupledDrafts(runner.drafter, sampler).install()

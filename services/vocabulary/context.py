@@ -41,8 +41,7 @@ class ContextTranslation:
     def follow(self, token_ids: Sequence[int], changed_from: int) -> int:
         """Translate the target's tokens; those before `changed_from` are as in the last call.
 
-        Returns:
-            The number of leading draft tokens that are certainly unchanged.
+        Returns the number of leading draft tokens that are certainly unchanged.
         """
         segments, changed_from = self._segments, min(changed_from, self._num_read)
         while len(segments) > 1 and segments[-1][0] >= changed_from:

@@ -69,13 +69,7 @@ class Intersection:
 
 
 class SharedTokens:
-    """The shared tokens as columns of the draft's logits, in order of the target's ids.
-
-    Attributes:
-        target_ids: The target's id of each column, int64.
-        draft_id_of: Draft token that is fed for a target token.
-        target_size: Number of token ids of the target.
-    """
+    """The shared tokens as columns of the draft's logits, in order of the target's ids."""
 
     def __init__(self, common: Intersection, device: torch.device | str) -> None:
         self.target_ids = torch.tensor(common.target_ids, device=device)

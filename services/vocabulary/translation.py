@@ -12,11 +12,7 @@ from services.vocabulary.intersection import Intersection
 
 
 class Translation:
-    """The vocabularies of a draft and its target.
-
-    Raises:
-        InvalidArgumentError: No token of one is a token of the other.
-    """
+    """The vocabularies of a draft and its target, which share a token."""
 
     def __init__(self, draft: Vocabulary, target: Vocabulary, draft_size: int, target_size: int) -> None:
         self.draft, self.target = draft, target
@@ -38,12 +34,8 @@ def load_translation(draft: str, draft_size: int, target: str) -> Translation:
     """Load the tokenizers of a pair.
 
     Args:
-        draft: Directory or hub name of the draft.
         draft_size: Number of logits of the draft model.
         target: Directory or hub name of the target; a directory may have its tokenizer only.
-
-    Raises:
-        InvalidArgumentError: A tokenizer does not load or cannot be used, or they share no token.
     """
     target_vocabulary = load_vocabulary(target, "target")
     draft_vocabulary = load_vocabulary(draft, "model")
@@ -52,11 +44,7 @@ def load_translation(draft: str, draft_size: int, target: str) -> Translation:
 
 
 def load_vocabulary(model: str, field: str) -> Vocabulary:
-    """Load the vocabulary of a model's tokenizer.
-
-    Raises:
-        InvalidArgumentError: The tokenizer does not load, or the bytes of its tokens are not known.
-    """
+    """Load the vocabulary of a model's tokenizer; the bytes of its tokens have to be known."""
     try:
         return Vocabulary(AutoTokenizer.from_pretrained(model))
     except Exception as error:  # transformers and tokenizers raise different errors for broken files

@@ -59,7 +59,6 @@ def chat(
 
 
 def _read() -> str | None:
-    """Return the next line of user input, None at its end."""
     if not sys.stdin.isatty():
         line = sys.stdin.readline()
         return line.strip() if line else None

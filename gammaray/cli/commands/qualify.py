@@ -93,7 +93,6 @@ def _show(console: Console, name: str, judgement: Judgement) -> None:
 
 
 def _rank(console: Console, found: Sequence[tuple[str, Judgement]]) -> None:
-    """Print the candidates, the best one first."""
     table, order = columns("candidate", "verdict", "best speedup"), list(Fitness)
     for name, judged in sorted(found, key=lambda one: (order.index(one[1].fitness), -one[1].best_speedup)):
         table.add_row(

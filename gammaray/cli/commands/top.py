@@ -77,11 +77,7 @@ async def _watch(client: AsyncClient, timeout_s: float, interval_s: float) -> As
 
 
 def view(activity: Activity, history: deque[float]) -> RenderableType:
-    """Return the display of an interval.
-
-    Args:
-        history: Tokens per second of this and earlier intervals, oldest first.
-    """
+    """Return the display of an interval; `history` are tokens per second up to it, oldest first."""
     total = activity.total
     head = Text.assemble(
         ("gammaray", "bold"),

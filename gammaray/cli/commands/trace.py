@@ -26,8 +26,7 @@ _MAX_NODES_DRAWN = 12
 def timeline(cycles: Sequence[CycleRecord], bar_width: int = 40) -> RenderableType:
     """Return the timeline of a session, oldest cycle first, with a summary below.
 
-    Args:
-        bar_width: Characters of the longest bar; bars share one scale, on which the slowest tenth is cut off.
+    The longest bar has `bar_width` characters; bars share one scale, which cuts off the slowest tenth.
     """
     parts: list[RenderableType] = [_legend()]
     scale_s = sorted(cycle.total_s for cycle in cycles)[int(0.9 * (len(cycles) - 1))] * 1.1

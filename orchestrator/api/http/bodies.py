@@ -37,11 +37,7 @@ class NotJsonError(InvalidArgumentError):
 
 
 class BodyReader:
-    """Reads request bodies and limits their total size.
-
-    Args:
-        max_bytes: Upper bound on the bodies held at the same time.
-    """
+    """Reads request bodies; those held at the same time have at most `max_bytes`."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes

@@ -45,11 +45,9 @@ def route(
 
     Args:
         name: Id of the operation.
-        meaning: What an answer is.
         content: Schema of an answer, or the name of its component, by content type.
         errors: Statuses of failed requests.
         body: Component of the request's body, if it has one.
-        is_resumable: Whether a stream can be resumed.
     """
     answers: dict[int, dict[str, Any]] = {200: {"description": meaning, "content": _content(content)}}
     for status in sorted(errors):
@@ -74,10 +72,9 @@ def route(
 
 
 def event_schema(names: Sequence[str], *, is_named: bool = False, end: str = "") -> dict[str, Any]:
-    """Return the schema of an event of a stream.
+    """Return the schema of an event of a stream, whose data is one of the named components.
 
     Args:
-        names: Components of which one is its data.
         is_named: Whether the event has a name, else it may have an id.
         end: Data of the last event, if it is no JSON.
     """

@@ -75,12 +75,7 @@ class BodyTooLargeError(GammarayError):
 
 
 def invalid_argument(failures: Sequence[Any], body: Any) -> InvalidArgumentError:
-    """Return the first failure of a validation as an error that names the field.
-
-    Args:
-        failures: The failures as pydantic lists them.
-        body: What was validated: a body, or the parameters of a URL.
-    """
+    """Return the first of pydantic's failures, of a body or URL, as an error that names the field."""
     failure = failures[0]
     field = ".".join(map(str, _path(failure["loc"], body))).removesuffix("[]") or "body"
     got, bounds = failure["input"], failure.get("ctx", {})

@@ -190,11 +190,7 @@ def sampling_type(name: str) -> Any:
 
 
 def joined(content: Any, kinds: tuple[str, ...] = ("text",)) -> str:
-    """Return the text of a string or of a list of text parts, whose types are `kinds`.
-
-    Raises:
-        ValueError: It is neither.
-    """
+    """Return the text of a string or of a list of text parts, whose types are `kinds`."""
     parts = [{"type": kinds[0], "text": content}] if isinstance(content, str) else content
     if not isinstance(parts, list) or not all(_is_text_part(part, kinds) for part in parts):
         raise ValueError("a string or a list of text parts (no other kind is supported)")
@@ -212,11 +208,7 @@ def _is_text_part(part: Any, kinds: tuple[str, ...]) -> bool:
 
 
 def is_token_ids(value: Any) -> bool:
-    """Return whether a value is a list of integers.
-
-    Raises:
-        ValueError: It has more of them than a prompt may have.
-    """
+    """Return whether a value is a list of integers, which may not be longer than a prompt."""
     if not isinstance(value, list) or set(map(type, value)) != {int}:
         return False
     if len(value) > MAX_TOKEN_IDS:
@@ -304,11 +296,7 @@ class MessageCall(BaseModel):
 
 
 def parse_choice(value: Any, named: type[NamedTool] | type[ChosenTool] = NamedTool) -> ToolChoice:
-    """Return the choice that a `tool_choice` stands for; `named` is the model of one tool.
-
-    Raises:
-        ValueError: It is none.
-    """
+    """Return the choice that a `tool_choice` stands for; `named` is the model of one tool."""
     for mode in get_args(ChoiceMode):
         if value == mode:
             return ToolChoice(mode)
@@ -321,11 +309,7 @@ def parse_choice(value: Any, named: type[NamedTool] | type[ChosenTool] = NamedTo
 def checked_tools(
     functions: Sequence[FunctionDefinition], choice: ToolChoice | None, field: str = "tools.{}"
 ) -> list[Tool]:
-    """Return the tools that a body defines.
-
-    Args:
-        choice: The choice; None if the request has none.
-        field: Name of the field with the function at an index, for errors.
+    """Return the tools that a body defines; `field` names the field of a function by its index.
 
     Raises:
         InvalidArgumentError: A name occurs twice, a tool is required without tools, the chosen one is
@@ -349,11 +333,7 @@ def checked_tools(
 
 
 def check_schemas(tools: Sequence[Tool]) -> None:
-    """Check the size of the schemas of tools.
-
-    Raises:
-        InvalidArgumentError: They are too long, or nested too deeply.
-    """
+    """Refuse tools whose schemas are too long or nested too deeply."""
     num_chars = 0
     for tool in tools:
         if is_deeper(tool.parameters or {}, _MAX_DEPTH):
@@ -369,13 +349,8 @@ def check_schemas(tools: Sequence[Tool]) -> None:
 def argument_values(calls: Sequence[Sequence[tuple[str, str]]]) -> Iterator[list[dict[str, Any] | str]]:
     """Yield the arguments of the calls of each message: objects, as chat templates take them.
 
-    Arguments that are no JSON object, such as those of a call that was cut, stay texts.
-
-    Args:
-        calls: For each message its calls' arguments, each with the name of the field, for errors.
-
-    Raises:
-        InvalidArgumentError: Arguments are too long in all.
+    Arguments that are no JSON object, such as those of a call that was cut, stay texts. Each call has the
+    name of the field, for the error if all of them are too long together.
     """
     num_chars = 0
     for message in calls:

@@ -91,11 +91,7 @@ def _check_values(body: bytes) -> None:
 
 
 class EncodedList:
-    """A list that is kept as JSON; its items are encoded once, when they are added.
-
-    Attributes:
-        num_bytes: Bytes of its JSON, without the brackets.
-    """
+    """A list that is kept as JSON, of `num_bytes` without brackets; items are encoded once, when added."""
 
     def __init__(self, items: Sequence[Any] = ()) -> None:
         self._parts: list[bytes] = []
@@ -126,20 +122,12 @@ class EncodedList:
 
 
 def encode(value: Any) -> bytes:
-    """Return a value as JSON, the same bytes as starlette's `JSONResponse`, encoded in many short calls.
-
-    Raises:
-        ValueError: A number is not finite.
-    """
+    """Return a value as JSON, the same bytes as starlette's `JSONResponse`, encoded in many short calls."""
     return b"".join(encode_pieces(value))
 
 
 def encode_pieces(value: Any) -> Iterator[bytes]:
-    """Yield the JSON of a value in pieces, see `encode`; lists in it may be `EncodedList`s.
-
-    Raises:
-        ValueError: A number is not finite.
-    """
+    """Yield the JSON of a value in pieces, see `encode`; lists in it may be `EncodedList`s."""
     nested = (dict, list, EncodedList)
     if isinstance(value, EncodedList):
         yield from value.pieces()

@@ -290,11 +290,7 @@ class OpenAIRequest(RequestBody):
 
     @property
     def asked_max_tokens(self) -> int | None:
-        """The limit on emitted tokens under either of its names; None for the rest of the context.
-
-        Raises:
-            InvalidArgumentError: Both names are given and they differ.
-        """
+        """The limit on emitted tokens under either of its names, which must agree; None without one."""
         old, new = self.max_tokens, self.max_completion_tokens
         if old is not None and new is not None and old != new:
             raise InvalidArgumentError("max_tokens", f"{old} with max_completion_tokens {new}", "one of them")
@@ -421,11 +417,7 @@ class ChatRequest(OpenAIRequest):
         return parse_choice(value)
 
     def conversation(self) -> list[dict[str, Any]]:
-        """Return the messages as chat templates take them.
-
-        Raises:
-            InvalidArgumentError: The arguments of the calls are too long in all.
-        """
+        """Return the messages as chat templates take them."""
         arguments = argument_values(
             [
                 [
@@ -438,11 +430,7 @@ class ChatRequest(OpenAIRequest):
         return [message.rendered(own) for message, own in zip(self.messages, arguments, strict=True)]
 
     def checked_tools(self) -> list[Tool]:
-        """Return the tools.
-
-        Raises:
-            InvalidArgumentError: They do not go together, or `tool_choice` does not go with them.
-        """
+        """Return the tools, which must go with each other and with `tool_choice`."""
         return checked_tools([tool.function for tool in self.tools], self.tool_choice, "tools.{}.function")
 
 

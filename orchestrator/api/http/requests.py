@@ -75,14 +75,7 @@ def expected_bytes(request: GenerationRequest, max_context: int) -> int:
 
 
 def check_size(plans: Sequence[ChoicePlan], num_bytes: int) -> None:
-    """Check that a response that is kept until its end is not too large.
-
-    Args:
-        num_bytes: Its size, as expected or so far.
-
-    Raises:
-        InvalidArgumentError: It is; the error names the fields that decide.
-    """
+    """Refuse a response, kept until its end, that is too large; the error names the fields that decide."""
     if num_bytes > MAX_RESPONSE_BYTES:
         request = plans[0].request
         top, count = request.num_top_logprobs, len(plans)
@@ -152,11 +145,7 @@ def completion_choices(
 
 
 def check_num_logprobs(plan: ChoicePlan, num_logprobs: int) -> None:
-    """Check that the number of prompt log-probabilities in one response is within the limit.
-
-    Raises:
-        InvalidArgumentError: The limit is exceeded; the error names the field that requests those of `plan`.
-    """
+    """Refuse too many prompt log-probabilities in a response; the error names the field that asks for it."""
     if num_logprobs > MAX_PROMPT_LOGPROBS:
         raise InvalidArgumentError(
             "echo" if plan.prompt_logprobs is None else "prompt_logprobs",
@@ -168,16 +157,7 @@ def check_num_logprobs(plan: ChoicePlan, num_logprobs: int) -> None:
 def chat_choices(
     body: ChatRequest, prompt: str, max_context: int, calls: CallPlan | None = None
 ) -> list[ChoicePlan]:
-    """Return the choices of a chat request: `n` samples for the rendered `prompt`.
-
-    Args:
-        prompt: Its rendered messages and tools.
-        max_context: Longest sequence that the model supports, in tokens.
-        calls: The tool calls that a completion may have; None if it has none.
-
-    Raises:
-        InvalidArgumentError: A field is invalid; the error names the first one.
-    """
+    """Return the choices of a chat request: `n` samples for its rendered messages and tools."""
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidArgumentError("top_logprobs", f"{body.top_logprobs} without logprobs", "logprobs true")
     if body.gammaray.turn:

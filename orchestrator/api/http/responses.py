@@ -34,12 +34,7 @@ _LOWEST = -9999.0
 
 @dataclass(frozen=True)
 class EchoedPrompt:
-    """A prompt whose tokens are included in a completion's log-probabilities.
-
-    Args:
-        num_top: Alternatives per token.
-        tokenizer: Spells tokens, and tells the special ones, which decoded text omits.
-    """
+    """A prompt whose tokens, with `num_top` alternatives each, are in a completion's log-probabilities."""
 
     logprobs: PromptLogprobs
     num_top: int
@@ -47,12 +42,9 @@ class EchoedPrompt:
 
 
 class CompletionLogprobs:
-    """The format of /v1/completions: parallel lists, and offsets into the text.
+    """The format of /v1/completions: parallel lists, and offsets into the text, after the echoed text.
 
     `text_offset` of a token is the number of characters that the preceding tokens complete.
-
-    Args:
-        echo: Echoed text before the completion; offsets of the prompt's tokens refer to it.
     """
 
     def __init__(self, echo: str = "") -> None:

@@ -50,11 +50,7 @@ class Hosts:
         return "*" in self._names
 
     def check(self, headers: Headers) -> None:
-        """Check `Host` and `Origin` of a request.
-
-        Raises:
-            ForeignSiteError: The request is for another host, or a page of another site sent it.
-        """
+        """Check `Host` and `Origin` of a request, which a page of another site may have sent."""
         if self.are_any:
             return
         host, origin = headers.get("host"), headers.get("origin")

@@ -35,12 +35,7 @@ _FORM = "an id of an event of this server: <session>:<turn>:<tokens>"
 
 @dataclass(frozen=True)
 class EventId:
-    """Position of an event in a stream.
-
-    Args:
-        offset: Emitted tokens up to and including the event.
-        has_ended: Whether the event had the finish reason of the turn.
-    """
+    """Position of an event in a stream: tokens emitted up to and with it, and whether the turn ended."""
 
     session_id: str
     turn: int
@@ -54,11 +49,7 @@ class EventId:
 
     @classmethod
     def parse(cls, text: str) -> EventId:
-        """Return the id in a header.
-
-        Raises:
-            InvalidArgumentError: The text is not an event id of this server.
-        """
+        """Return the id in a header; InvalidArgumentError if it is none of this server."""
         session_id, *rest = text.strip().split(":")
         has_ended = rest[2:] == [_END]
         numbers = rest[:2] if has_ended else rest
@@ -73,11 +64,7 @@ class EventId:
 
 
 def resumed(plans: Sequence[ChoicePlan], seen: EventId, *, is_stream: bool) -> list[ChoicePlan]:
-    """Return the plans of a request that continues after an event.
-
-    Raises:
-        InvalidArgumentError: The request is not a stream of one choice, or is for another session.
-    """
+    """Return the plans of a request that continues after an event: a stream of one choice of its session."""
     if not is_stream:
         raise InvalidArgumentError("Last-Event-ID", "a request without stream", "stream: true")
     if len(plans) != 1:
@@ -94,11 +81,7 @@ def resumed(plans: Sequence[ChoicePlan], seen: EventId, *, is_stream: bool) -> l
 
 
 async def recall(response: Response, backend: Backend, seen: EventId, caller: Caller) -> None:
-    """Add the tokens that the client already has, up to an event, to a response of one choice.
-
-    Raises:
-        NotFoundError: The session does not exist (any more).
-    """
+    """Add the tokens that the client already has, up to an event, to a response of one choice."""
     _, tokens = await backend.sessions.get(seen.session_id, caller)
     for start in range(0, min(seen.offset, len(tokens)), REPLAY_TOKENS):
         response.recall(tokens[start : min(start + REPLAY_TOKENS, seen.offset)])
@@ -242,10 +225,7 @@ async def response_events(
 ) -> AsyncGenerator[bytes, None]:
     """Run the generations and yield their events; `seen` is the last one that the client already has.
 
-    An error after the first event is the last event.
-
-    Raises:
-        GammarayError: The first failure, if it comes before the first event.
+    A first failure before the first event is raised; a later one is the last event.
     """
     is_padded, is_resumable = options.include_obfuscation, len(requests) == 1 and requests[0].store
 
@@ -302,10 +282,9 @@ def _sse(event: Mapping[str, Any], *, is_padded: bool = False) -> bytes:
 
 
 def sse_pieces(data: Iterable[bytes], fields: str = "", *, is_padded: bool = False) -> list[bytes]:
-    """Return the event of a JSON object that has at least one field, in pieces.
+    """Return the event of a JSON object, given in pieces, that has at least one field.
 
     Args:
-        data: The pieces of the object.
         fields: Lines of further fields of the event, such as its id.
         is_padded: Whether a last field `obfuscation` of random characters pads the event to a multiple of
             EVENT_BYTES.

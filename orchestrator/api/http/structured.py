@@ -33,11 +33,7 @@ _WIDE_ESCAPE = re.compile(r"\\(?:u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|.)", re.DOT
 
 
 def grammar_of(body: OpenAIRequest) -> tuple[str, str]:
-    """Return the grammar of the completions of a body and the field that asks for it; "" for any text.
-
-    Raises:
-        InvalidArgumentError: A field is invalid, or does not go with another one; the error names it.
-    """
+    """Return the grammar of the completions of a body and the field that asks for it; "" for any text."""
     form, outputs = body.response_format, body.structured_outputs
     field = "" if form is None or form.type == "text" else "response_format"
     if outputs is not None:

@@ -67,11 +67,7 @@ class Job:
 
 
 class Turns:
-    """A tokenizer's chat template.
-
-    Raises:
-        FailedPreconditionError: It has no chat template.
-    """
+    """A tokenizer's chat template; FailedPreconditionError if it has none, or none that can be used."""
 
     def __init__(self, tokenizer: Any) -> None:
         if not getattr(tokenizer, "chat_template", None):
@@ -81,11 +77,7 @@ class Turns:
         self._tokenizer = tokenizer
 
     def prompt(self, messages: list[dict[str, str]]) -> list[int]:
-        """Return the token ids before the answer to the messages.
-
-        Raises:
-            FailedPreconditionError: The template refuses them.
-        """
+        """Return the token ids before the answer to the messages."""
         return self.encode(self._render(messages))
 
     def encode(self, text: str) -> list[int]:
@@ -94,11 +86,7 @@ class Turns:
         return ids
 
     def user(self, text: str, system: str | None) -> tuple[list[int], list[int]]:
-        """Return the ids up to the end of `text` in a user's turn, and those from there to the answer.
-
-        Raises:
-            FailedPreconditionError: Nothing stands before the user's text in this template, or nothing after.
-        """
+        """Return the ids up to the end of `text` in a user's turn, and those from there to the answer."""
         mark = "\u2402mark\u2403"
         messages = [{"role": "user", "content": mark}]
         if system is not None:

@@ -21,14 +21,10 @@ class StateStore:
     It holds `states.json`, and JOB.npy for each answer: bfloat16 [tokens, taps, hidden_size], as int16.
 
     Args:
-        folder: Created if it does not exist.
-        identity: What the states depend on, such as the target's fingerprint.
+        identity: What the states depend on, such as the target's fingerprint; a folder of another one is
+            refused.
         target: The model that computes them, with its layers in `layers` and its last norm in `norm`.
         taps: j for the state that enters layer j, the number of layers for the one that enters the last norm.
-
-    Raises:
-        FailedPreconditionError: The folder holds states of another target or of other layers.
-        ResourceExhaustedError: The disk is full.
     """
 
     def __init__(
@@ -44,11 +40,7 @@ class StateStore:
             check_meta(folder / "states.json", {"taps": list(taps), **identity})
 
     def of(self, sequences: Items[Sequence]) -> list[Tensor]:
-        """Return the states of sequences, bfloat16 [tokens, taps, hidden_size].
-
-        Raises:
-            ResourceExhaustedError: The disk is full.
-        """
+        """Return the states of sequences, bfloat16 [tokens, taps, hidden_size]."""
         if missing := [one for one in sequences if not self._path(one).exists()]:
             self._compute(missing)
         return [torch.from_numpy(np.load(self._path(one))).view(torch.bfloat16) for one in sequences]

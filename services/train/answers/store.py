@@ -48,20 +48,13 @@ class Sequence:
 
 
 class AnswerStore:
-    """The sequences in a folder.
+    """The sequences in a folder, and the numbers of their jobs.
 
     Args:
-        folder: Created if it does not exist.
-        identity: What the sequences depend on, such as the target's fingerprint.
+        identity: What the sequences depend on, such as the target's fingerprint; a folder of another one is
+            refused.
         top_k: Ids stored per answer token.
         vocab_size: Ids lie below it.
-
-    Attributes:
-        jobs: Numbers of the stored sequences' jobs.
-
-    Raises:
-        FailedPreconditionError: The folder holds sequences of another target.
-        ResourceExhaustedError: The disk is full.
     """
 
     def __init__(self, folder: Path, identity: dict[str, str], top_k: int, vocab_size: int) -> None:
@@ -75,11 +68,7 @@ class AnswerStore:
         self.num_answer_tokens = sum(length - num_prompt for _, length, num_prompt, _ in names)
 
     def append(self, sequence: Sequence) -> None:
-        """Store one sequence.
-
-        Raises:
-            ResourceExhaustedError: The disk is full; the stored sequences are intact.
-        """
+        """Store one sequence; where the disk is full, the stored ones stay intact."""
         temperature = round(1000 * sequence.temperature)
         name = f"{sequence.number}-{len(sequence.token_ids)}-{sequence.num_prompt}-{temperature}.npz"
         temporary = self.folder / f".{name}.new"
@@ -134,11 +123,7 @@ class disk:
 
 
 def check_meta(path: Path, meta: dict[str, Any]) -> None:
-    """Write what the files of a folder depend on, or check that it is what was written.
-
-    Raises:
-        FailedPreconditionError: They depend on something else.
-    """
+    """Write what the files of a folder depend on, or check that it is what was written."""
     if not path.exists():
         write_json(path, meta)
     try:

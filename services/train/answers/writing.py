@@ -50,12 +50,10 @@ class _Running:
 
 
 class Writer:
-    """Generates the answers of jobs and appends them to a store.
+    """Generates the answers of jobs that are not stored yet and appends them to a store.
 
     Args:
-        jobs: Those whose numbers are stored already are skipped.
         eos_token_ids: Tokens that end an answer or a user's turn.
-        max_tokens: Upper bound of an answer's length.
         batch: Answers in progress at once.
         top_k: Ids stored per answer token.
         passages: Where the texts of finished answers go.
@@ -85,16 +83,7 @@ class Writer:
     def write(self, num_tokens: int, until: float, stopped: Callable[[], bool]) -> Iterator[int]:
         """Generate until the store has `num_tokens` answer tokens, `until` is reached, or no job is left.
 
-        Args:
-            num_tokens: Wanted number of stored answer tokens.
-            until: A reading of `time.monotonic`.
-
-        Yields:
-            The number of stored answer tokens, after every step.
-
-        Raises:
-            ResourceExhaustedError: The disk is full.
-            FailedPreconditionError: A prompt does not fit the target's context.
+        Yields the number of stored answer tokens after every step; `until` is a time of `time.monotonic`.
         """
         try:
             while self._store.num_answer_tokens < num_tokens and time.monotonic() < until and not stopped():

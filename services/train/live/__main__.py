@@ -56,11 +56,7 @@ def train_until(
     drafter: str,
     threads: int = 1,
 ) -> None:
-    """Train the drafters of a folder, unless another process does.
-
-    Raises:
-        InvalidArgumentError: The drafter cannot be trained.
-    """
+    """Train the drafters of a folder, unless another process does."""
     # Imported late: at idle priority it may take minutes, in which the worker may end.
     import torch
 

@@ -80,12 +80,7 @@ class _Training:
 
 
 class Trainer:
-    """Trains the drafters of a folder.
-
-    Raises:
-        FailedPreconditionError: Target or tokenizer has no fingerprint, or other layers than drafters need.
-        InvalidArgumentError: The drafter was not made by `gammaray train`.
-    """
+    """Trains the drafters of a folder, made by `gammaray train` for a target with fingerprints."""
 
     def __init__(
         self, folder: LearningFolder, target: str, drafter: str, stopped: Callable[[], bool]
@@ -151,13 +146,11 @@ class Trainer:
         return version
 
     def _new_training(self, store: DrafterStore, number: int) -> _Training:
-        """Return the drafter of a version, with an optimizer."""
         drafter = self._drafter(store, number)
         tenants = set(store.read().version(number).tenants) if number else set()
         return _Training(number, drafter, optimizer_of(drafter, RATE), tenants)
 
     def _drafter(self, store: DrafterStore, number: int) -> Trainable:
-        """Return the drafter of a version."""
         directory = str(store.directory(number)) if number else self._base
         drafter: Trainable
         # The ids of its output are taken with the weights.
@@ -210,7 +203,6 @@ class Trainer:
         return version
 
     def _read(self, files: Items[Path]) -> None:
-        """Read new streams."""
         wanted = set(files)
         self._records = {path: one for path, one in self._records.items() if path in wanted}
         for path in files:

@@ -26,14 +26,7 @@ _STATUSES: Mapping[FinishReason, types.Status] = {
 
 
 class ResponseBuilder:
-    """Makes one response piece by piece; each method returns the events that tell of it.
-
-    Args:
-        response: The response before its output; it is completed in place.
-
-    Attributes:
-        response: The response so far; items are added when they are whole.
-    """
+    """Makes one response piece by piece, in place; each method returns the events that tell of it."""
 
     def __init__(self, response: types.ResponseObject) -> None:
         self.response = response
@@ -130,9 +123,7 @@ class ResponseBuilder:
         return self._logprobs.num_bytes
 
     def stored(self) -> types.ResponseObject:
-        """Return the response as it is stored: without log-probabilities, which are most of its bytes, and
-        without a receipt, which has the prompt.
-        """
+        """Return the response as it is stored: without log-probabilities, most of its bytes, and receipt."""
         kept: types.ResponseObject = {
             **self.response,
             "output": [*map(_without_logprobs, self.response["output"])],

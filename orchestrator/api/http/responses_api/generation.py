@@ -65,22 +65,14 @@ class ResponseRun:
         self._has_begun = self._has_ended = False
 
     async def whole(self) -> list[bytes]:
-        """Return the response as JSON, in pieces.
-
-        Raises:
-            GammarayError: The request is refused, or the generation fails.
-        """
+        """Return the response as JSON, in pieces."""
         async with aclosing(self._events()) as events:
             async for _ in events:
                 pass
         return await self._pieces()
 
     async def stream(self, *, is_padded: bool = False) -> AsyncGenerator[bytes, None]:
-        """Yield the events as they are sent; a failure after the first one is an event.
-
-        Raises:
-            GammarayError: The first failure, if it comes before the first event.
-        """
+        """Yield the events as they are sent; a failure after the first one is an event."""
         try:
             async with aclosing(self._events()) as batches:
                 async for events in batches:

@@ -51,15 +51,8 @@ def conversation(
 ) -> list[Mapping[str, Any]]:
     """Return the messages of a conversation, as chat templates take them.
 
-    Calls are part of the assistant's message before them, as the model wrote them.
-
-    Args:
-        items: The items of earlier responses and of the input.
-        num_earlier: Number of the earlier ones.
-        instructions: Text of a message of the system before the items.
-
-    Raises:
-        InvalidArgumentError: There is no item, or the arguments of the calls are too long in all.
+    Calls are part of the assistant's message before them, as the model wrote them. `instructions` become a
+    message of the system before the items, of which the first `num_earlier` are of earlier responses.
     """
     if not items:
         raise InvalidArgumentError("input", "no items", "a text or at least one item")

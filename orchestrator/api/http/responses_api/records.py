@@ -26,11 +26,7 @@ Order = Literal["asc", "desc"]
 
 
 class Record:
-    """A response as read from the store.
-
-    Attributes:
-        text: Its JSON.
-    """
+    """A response as read from the store: its JSON."""
 
     def __init__(self, stored: StoredResponse) -> None:
         self._stored = stored
@@ -82,14 +78,9 @@ class ResponseRecords:
         self._store.finish_later(self._caller.qualify(response_id), response, short)
 
     async def read(self, response_id: str, kind: str = "response") -> Record:
-        """Return a response. One whose orchestrator has died while it was in progress has failed.
+        """Return a response; `kind` says in NotFoundError what it is to the caller.
 
-        Args:
-            response_id: The caller's name of it.
-            kind: What it is to the caller, for the error.
-
-        Raises:
-            NotFoundError: The caller has no such response (any more).
+        One whose orchestrator has died while it was in progress has failed.
         """
         missing = NotFoundError(f"no response {response_id[:80]!r}: it does not exist or has expired", kind)
         try:
@@ -103,12 +94,7 @@ class ResponseRecords:
         return record
 
     async def items_after(self, response_id: str) -> list[types.InputListItem]:
-        """Return the items of a conversation up to the end of a response.
-
-        Raises:
-            NotFoundError: The caller has no such response (any more).
-            InvalidArgumentError: The response is in progress.
-        """
+        """Return the items of a conversation up to the end of a response, which must not be in progress."""
         record = await self.read(response_id, "previous_response")
         if record.response["status"] == "in_progress":
             raise InvalidArgumentError("previous_response_id", "a response in progress", "one that has ended")
@@ -118,12 +104,7 @@ class ResponseRecords:
     async def input_items(
         self, response_id: str, limit: int, order: Order, after: str | None
     ) -> types.ItemList:
-        """Return a page of the items before a response's output.
-
-        Raises:
-            NotFoundError: The caller has no such response (any more).
-            InvalidArgumentError: `after` is no item of it.
-        """
+        """Return a page of the items before a response's output, from those `after` one of them."""
         record = await self.read(response_id)
         items = record.items if record.size <= INLINE_BYTES else await in_thread(lambda: record.items)
         if order == "desc":
@@ -143,11 +124,7 @@ class ResponseRecords:
         }
 
     async def delete(self, response_id: str) -> None:
-        """Delete a response and its session; one in progress then fails.
-
-        Raises:
-            NotFoundError: The caller has no such response (any more).
-        """
+        """Delete a response and its session; one in progress then fails."""
         await self.read(response_id)
         await self._backend.sessions.delete(response_id, self._caller)
         await self._store.delete(self._caller.qualify(response_id))

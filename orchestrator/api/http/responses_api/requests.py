@@ -41,14 +41,7 @@ class ResponsePlan:
 def plan_response(
     body: ResponsesRequest, model: Backend, earlier: Sequence[types.InputListItem] = ()
 ) -> ResponsePlan:
-    """Return the plan of a request.
-
-    Args:
-        earlier: The items of the response that the request continues.
-
-    Raises:
-        InvalidArgumentError: A field is invalid; the error names the first one.
-    """
+    """Return the plan of a request, which may continue the items of an earlier response."""
     _check_options(body)
     items = [*earlier, *stored_items(body.input)]
     if len(items) > MAX_MESSAGES:

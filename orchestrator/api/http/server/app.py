@@ -88,14 +88,7 @@ def targets(processes: list[ProcessStatus]) -> list[MetricsTarget]:
 
 
 def vllm_metrics(processes: Sequence[ProcessStatus]) -> bytes:
-    """Return vLLM's metrics about requests and speculation, summed over the orchestrators.
-
-    Args:
-        processes: The processes of the cluster; only orchestrators count.
-
-    Returns:
-        The metrics in Prometheus's text format.
-    """
+    """Return vLLM's metrics of requests and speculation, summed over the orchestrators, for Prometheus."""
     registry = CollectorRegistry()
     registry.register(_VllmCollector([process for process in processes if process.role == "orchestrator"]))
     return generate_latest(registry)
@@ -195,8 +188,6 @@ def create_app(
 
     Args:
         close: Awaited when the application shuts down.
-        authenticator: Checks API keys; None accepts all callers.
-        max_bodies_bytes: Upper bound on the request bodies held at the same time.
         allowed_hosts: Names of this server for requests without a key, see `sites.Hosts`.
     """
 

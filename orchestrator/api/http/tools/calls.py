@@ -70,13 +70,7 @@ class ToolChoice:
 
 @dataclass(frozen=True)
 class CallPlan:
-    """Tool calls of one request.
-
-    Args:
-        tools: The tools, at least one.
-        choice: Whether the model calls them; not "none".
-        is_parallel: Whether a message may have several calls.
-    """
+    """Tool calls of one request, whose choice is not "none"; a message may have several if parallel."""
 
     tools: tuple[Tool, ...]
     choice: ToolChoice
@@ -92,7 +86,6 @@ class CallPlan:
         """Return the grammar of the completion, empty if it is free.
 
         Args:
-            prompt: The result of `render_messages`.
             answer: Right side of a rule for messages without calls, which the grammar allows unless calls are
                 forced; empty if they are free.
 
@@ -115,12 +108,7 @@ class CallPlan:
         )
 
     def parser(self, new_id: Callable[[int], str], prompt: str = "") -> CallParser | TemplateParser:
-        """Return the parser of one completion.
-
-        Args:
-            new_id: Returns the id of the call with this index, see `call_id`.
-            prompt: The result of `render_messages`; models with a response template may need it.
-        """
+        """Return the parser of one completion; response templates may need the rendered prompt."""
         max_calls = None if self.is_parallel else 1
         described = self.form.chat.response_template
         if self.form.family is CallFamily.TEMPLATE and described is not None:
@@ -161,11 +149,9 @@ def plan_calls(
 def render_messages(
     messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, calls: CallPlan | None = None
 ) -> str:
-    """Return the prompt of a conversation.
+    """Return the prompt of a conversation, whose completion may have calls.
 
-    Args:
-        messages: The conversation. Calls have objects as arguments, or texts that are no JSON object.
-        calls: The calls that the completion may have; None for none.
+    Arguments of earlier calls are objects, or texts that are no JSON object.
 
     Raises:
         InvalidArgumentError: The chat template refuses the messages or the tools.
@@ -224,10 +210,5 @@ def _quoted(text: str) -> str:
 
 
 def call_id(seed: str, index: int) -> str:
-    """Return the id of a call: the same for the same completion, so that a resumed stream repeats it.
-
-    Args:
-        seed: Names the completion.
-        index: Number of the call in the completion.
-    """
+    """Return the id of a call by its completion and number: a resumed stream repeats it."""
     return f"call_{hashlib.sha256(f'{seed}:{index}'.encode()).hexdigest()[:24]}"

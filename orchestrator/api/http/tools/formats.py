@@ -106,12 +106,9 @@ class CallFormat:
     def messages(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
     ) -> tuple[list[Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
-        """Return the messages and tools to be rendered by the chat template.
+        """Return the messages and tools, in OpenAI's form, to be rendered by the chat template.
 
-        Args:
-            messages: The conversation, with `tool_calls` whose arguments are objects, or texts if they are no
-                JSON object, and `tool_call_id`.
-            tools: Tools in OpenAI's form.
+        Arguments of calls in the messages are objects, or texts if they are no JSON object.
         """
         if not self.is_native:
             return _with_tools(as_texts(messages), tools), ()

@@ -29,9 +29,6 @@ def call_grammar(
             they never have more than one.
         answer: Right side of the rule of messages without calls; empty: there must be a call.
         is_thinking: Whether the prompt ends in a thinking part, which the message continues.
-
-    Raises:
-        InvalidArgumentError: A schema is no schema, or is nested too deeply.
     """
     family = form.family
     key = "parameters" if family is CallFamily.LLAMA else "arguments"

@@ -11,12 +11,7 @@ from orchestrator.api.http.tools.parser import CallEvent, num_begun
 
 
 class CallReader:
-    """Finds the tool calls in the chunks of one completion.
-
-    Args:
-        plan: The calls that the request allows.
-        is_special: Returns whether decoded text omits a token.
-    """
+    """Finds the tool calls in the chunks of one completion; `is_special` tells tokens that text omits."""
 
     def __init__(
         self,

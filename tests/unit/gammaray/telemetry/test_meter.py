@@ -7,9 +7,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from gammaray.errors import InvalidArgumentError
-from gammaray.telemetry.export import MetricsExport
 from gammaray.telemetry.meter import Histogram, Meter
-from gammaray.telemetry.prometheus import MetricsServer
+from gammaray.telemetry.prometheus import MetricsExport, MetricsServer
 from orchestrator.launcher.preflight import free_ports
 
 
