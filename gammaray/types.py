@@ -241,7 +241,7 @@ class GammaPolicy:
     max_nodes: int = 0
 
     def validate(self) -> None:
-        """Check the bounds: a gamma in [0, 64], and nodes in [0, 256]."""
+        """Raise InvalidArgumentError for a gamma outside [0, 64], or nodes outside [0, 256]."""
         if self.fixed is not None:
             check_int("gamma", self.fixed, 0, MAX_GAMMA)
         check_int("max_gamma", self.max_gamma, 0, MAX_GAMMA)
@@ -307,7 +307,7 @@ class GenerationRequest:
     receipt: bool = False
 
     def validate(self) -> None:
-        """Check all fields as far as possible without the model; the error names the first invalid one."""
+        """Check all fields without the model; InvalidArgumentError names the first invalid one."""
         self._check_session()
         if not self.prompt and self.resume_from is None:
             raise InvalidArgumentError("prompt", "an empty prompt", "at least one token")
