@@ -185,7 +185,11 @@ def network_redis(network: Network) -> Iterator[NetworkRedis]:
             servers = tuple(
                 stack.enter_context(RedisServer.start(folder / "disk" / name)) for name in ("one", "two")
             )
-        links = {port_of(server.url): network.link(port_of(server.url), announces=True) for server in servers}
+        # In the small buffers of other connections a copy of all data takes longer than `repl-timeout`.
+        links = {
+            (own := port_of(server.url)): network.link(own, announces=True, bulk=REPLICAS)
+            for server in servers
+        }
         password = str(urlsplit(servers[0].url).password)
         own_urls = {port_of(server.url): server.url for server in servers}
         for server in servers:
@@ -219,7 +223,7 @@ def _configure(server: RedisServer, password: str, link: Link) -> None:
         client.config_set("bind-source-addr", REPLICAS)
         client.config_set("replica-announce-ip", "127.0.0.1")
         client.config_set("replica-announce-port", link.port)
-        client.config_set("repl-timeout", 5)
+        client.config_set("repl-timeout", 15)
         # Redis measures the delay by the wall clock: after a step back the replica would wait as long.
         client.config_set("repl-diskless-sync-delay", 0)
     server.url = f"redis://:{password}@127.0.0.1:{port_of(server.url)}/0"
