@@ -206,21 +206,6 @@ async def test_arguments_that_are_no_json_object_render_as_text(name, subtests):
                 assert "not run" in prompt
 
 
-@pytest.mark.parametrize("name", sorted(TEMPLATES.keys() - {"silent"}))
-async def test_several_calls_without_results_render(name):
-    calls = [
-        {"id": f"c{n}", "type": "function", "function": {"name": "now", "arguments": f'{{"a": {n}{n}}}'}}
-        for n in range(3)
-    ]
-    messages = [
-        {"role": "user", "content": "Times?"},
-        {"role": "assistant", "content": "Well.", "tool_calls": calls},
-        {"role": "user", "content": "Go on."},
-    ]
-    prompt = await prompt_of(TEMPLATES[name], messages, tools=BODY_TOOLS)
-    assert all(str(11 * n) in prompt for n in range(3))
-
-
 ANSWERS = {
     "hermes": (
         'Sure 😀.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich \\ud83d"}}\n'
