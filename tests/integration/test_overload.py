@@ -11,18 +11,11 @@ import pytest
 from gammaray.errors import DeadlineExceededError, FailedPreconditionError, ResourceExhaustedError
 from gammaray.types import DrafterKind, GenerationRequest
 from orchestrator.access.caller import Caller
-from tests.support.workers.scripted_workers import scripted
 from tests.support.workers.service_helpers import running, tokens_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 REQUEST = GenerationRequest("x = ", max_tokens=12, ignore_eos=True, drafter=DrafterKind.NONE)
-
-
-@pytest.fixture
-async def target():
-    async with scripted("target", vocab_size=2048, max_context=2048) as target:
-        yield target
 
 
 async def finish(orchestrator, caller, request=REQUEST):

@@ -45,12 +45,6 @@ pytestmark = pytest.mark.integration
 GREEDY = SamplingParams(temperature=0.0, seed=0)
 
 
-@pytest.fixture
-async def orchestrator(redis_server, workers):
-    async with running(redis_server, *workers) as orchestrator:
-        yield orchestrator
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("params", [SEEDED, GREEDY], ids=["temperature-1", "greedy"])
 async def test_service_tokens_do_not_depend_on_gamma_drafter_or_concurrency(orchestrator, params):

@@ -142,15 +142,3 @@ async def test_release_cancels_a_running_proposal(model):
         assert (await asyncio.wait_for(waiting, ANSWER_TIMEOUT_S)).error.code == CANCELLED
         assert len(engine.forwards) == RUN, "the call of the engine that ran is the last one"
         assert (await draft.info()).num_sessions == 0
-
-
-async def test_epochs_fence_draft_sessions_too(draft):
-    await draft.ask(propose_block(PROMPT, 1, epoch=3))
-    assert (await draft.ask(propose_block(PROMPT, 1, epoch=2))).error.code == 9
-
-
-async def test_worker_requests_all_tokens_of_an_unknown_session(draft):
-    middle = propose_block(PROMPT, 2, context=types.TokenSpan(start=11, token_ids=PROMPT[11:]))
-    result = await draft.ask(middle)
-    assert result.WhichOneof("outcome") == "need"
-    assert result.need.position == 0
