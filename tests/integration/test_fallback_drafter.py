@@ -17,13 +17,7 @@ from orchestrator.cycle.run import run_cycle
 from orchestrator.drafting.session_drafter import DrafterChoice, SessionDrafter
 from orchestrator.drafting.suffix_decoding import SuffixDrafter
 from tests.support.workers.fleet_helpers import clients, emitted, fleet_of, stop_pauses_ending
-from tests.support.workers.scripted_workers import (
-    PROMPT,
-    continuation,
-    make_session,
-    scripted,
-    until,
-)
+from tests.support.workers.scripted_workers import PROMPT, continuation, make_session, scripted, until
 
 pytestmark = pytest.mark.integration
 

@@ -19,12 +19,7 @@ from orchestrator.cycle.session import Session
 from orchestrator.workers import drafter as remote_draft
 from orchestrator.workers.drafter import RemoteDrafter
 from orchestrator.workers.fleet import Fleet
-from orchestrator.workers.proposal_cache import (
-    MAX_KEPT,
-    MAX_KEPT_BYTES,
-    MAX_SEEN,
-    ProposalCache,
-)
+from orchestrator.workers.proposal_cache import MAX_KEPT, MAX_KEPT_BYTES, MAX_SEEN, ProposalCache
 from orchestrator.workers.session_client import session_spec
 from orchestrator.workers.verifier import RemoteVerifier
 from services.speculation.predictions import DRAFT_TOP_K

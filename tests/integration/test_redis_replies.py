@@ -12,13 +12,7 @@ from gammaray.deploy import redis_connection
 from gammaray.errors import InternalError, InvalidArgumentError, ResourceExhaustedError, UnavailableError
 from gammaray.types import ProcessStatus
 from orchestrator.status import Presence
-from orchestrator.storage.client import (
-    BatchedScript,
-    answer,
-    check_redis,
-    connect,
-    wait_for_redis,
-)
+from orchestrator.storage.client import BatchedScript, answer, check_redis, connect, wait_for_redis
 from orchestrator.storage.registry import RedisRegistry
 from orchestrator.workers.fleet import Fleet
 from services.process.registry import Announcer

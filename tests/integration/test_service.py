@@ -12,9 +12,7 @@ import grpc
 import pytest
 
 from gammaray.demo_pair import resolve_model
-from gammaray.errors import (
-    FailedPreconditionError,
-)
+from gammaray.errors import FailedPreconditionError
 from gammaray.types import (
     ADAPTIVE,
     DrafterKind,

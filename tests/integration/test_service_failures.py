@@ -9,11 +9,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from gammaray.config import OrchestratorSettings
-from gammaray.errors import (
-    InvalidArgumentError,
-    NotFoundError,
-    UnavailableError,
-)
+from gammaray.errors import InvalidArgumentError, NotFoundError, UnavailableError
 from gammaray.types import ADAPTIVE, DrafterKind, GammaPolicy, GenerationRequest, SamplingParams
 from orchestrator.service import Orchestrator
 from tests.support.workers.redis_helpers import redis_name, running_redis

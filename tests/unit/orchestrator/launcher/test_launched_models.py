@@ -8,11 +8,7 @@ from gammaray.config import ClusterSettings, PoolSize
 from gammaray.demo_pair import resolve_model
 from gammaray.errors import InvalidArgumentError
 from orchestrator.launcher.options import parse_options
-from orchestrator.launcher.preflight import (
-    check_drafting_head,
-    check_models,
-    drafting_notes,
-)
+from orchestrator.launcher.preflight import check_drafting_head, check_models, drafting_notes
 
 
 def test_gguf_file_is_refused_by_its_setting_with_the_command_that_converts_it(tmp_path):

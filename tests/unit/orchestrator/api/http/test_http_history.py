@@ -8,19 +8,11 @@ import random
 import pytest
 
 from orchestrator.api.http.tools.formats import OPEN, CallFamily, CallFormat
-from orchestrator.text.chat import Roles, SystemRole
+from orchestrator.text.chat import Roles
 from tests.support.http_helpers import complete, events_with_ids
 from tests.support.response_helpers import PATH as RESPONSES
 from tests.support.surface_helpers import ScriptedBackend
-from tests.support.tool_helpers import (
-    BODY_TOOLS,
-    LLAMA,
-    MISTRAL,
-    QWEN,
-    STRICT,
-    XML_RESPONSE,
-    TemplateModel,
-)
+from tests.support.tool_helpers import BODY_TOOLS, LLAMA, MISTRAL, QWEN, STRICT, XML_RESPONSE, TemplateModel
 
 CHATS = "/v1/chat/completions"
 GENERIC = (
@@ -68,20 +60,6 @@ async def prompt_of(model, messages, **body):
     answer = await complete(backend, CHATS, messages=messages, **body)
     assert answer.status_code == 200, answer.text
     return backend.requests[0].prompt
-
-
-@pytest.mark.parametrize(
-    ("name", "roles"),
-    [
-        ("qwen", Roles(False)),
-        ("mistral", Roles(False)),
-        ("strict", Roles(False, SystemRole.FIRST, False)),
-        ("no system", Roles(False, SystemRole.NONE, False)),
-        ("generic", Roles(False)),
-    ],
-)
-def test_roles_are_found_by_rendering(name, roles):
-    assert TEMPLATES[name].chat_format.roles == roles
 
 
 def test_developer_stays_where_the_template_knows_it():
