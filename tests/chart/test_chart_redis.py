@@ -29,12 +29,8 @@ from tests.support.chart.chart_helpers import (
 )
 
 PASSWORDS = [
-    "plain",
-    "p@ss:w/rd#1%41?&=+ x",
-    "'\"\\$(id)`id` $HOME $$ %s\t",
-    "Gänge ☃",
-    "ends with a newline\n",
     "https://user:pass@host/0?db=1",
+    "'\"\\$(id)`id` $HOME $$ %s\tp@ss:w/rd#1%41?&=+ x Gänge ☃, ends with a newline\n",
 ]
 MIB = 2**20
 

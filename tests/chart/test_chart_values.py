@@ -40,11 +40,6 @@ def test_value_without_a_comment_is_refused(tmp_path, text):
         assert read(path) is None
 
 
-@pytest.mark.parametrize("values", VARIANTS.values(), ids=VARIANTS)
-def test_schema_takes_every_variant(values):
-    chart().validate_schema(values)
-
-
 @pytest.mark.parametrize(
     ("values", "reason"),
     [

@@ -17,7 +17,6 @@ OWN_CLUSTERS = (
     "test_distributions",
     "test_lifecycle",
     "test_trust",
-    "test_served_drafters",
     "test_smoke",
 )
 """Files whose tests have clusters of their own, those that take longest first."""

@@ -5,7 +5,8 @@ import pytest
 from orchestrator.storage.client import connect
 from orchestrator.workers.backoff import AdaptiveTimeout
 from tests.support.workers.redis_helpers import running_redis
-from tests.support.workers.service_helpers import worker_process
+from tests.support.workers.scripted_workers import scripted
+from tests.support.workers.service_helpers import running, worker_process
 
 
 @pytest.fixture(autouse=True)
@@ -33,8 +34,22 @@ async def empty(redis):
     await redis.flushall()
 
 
+@pytest.fixture
+async def target():
+    """A scripted target worker with the demo pair's vocabulary."""
+    async with scripted("target", vocab_size=2048, max_context=2048) as target:
+        yield target
+
+
 @pytest.fixture(scope="module")
 def workers():
     """Addresses of a target and a draft worker with the demo pair."""
     with worker_process("target") as (_, target), worker_process("draft") as (_, draft):
         yield target, draft
+
+
+@pytest.fixture
+async def orchestrator(redis_server, workers):
+    """An orchestrator in this process, with these workers."""
+    async with running(redis_server, *workers) as orchestrator:
+        yield orchestrator

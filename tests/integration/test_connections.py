@@ -33,6 +33,14 @@ async def link_to(address: str, check=accept):
         await link.close()
 
 
+@pytest.fixture
+async def pair():
+    """A scripted target worker, and a link to it that is up."""
+    async with scripted("target") as worker, link_to(worker.address) as link:
+        await until(lambda: link.is_up)
+        yield worker, link
+
+
 def block(session_id: str = "s", base: int = 1) -> target_pb.VerifyBlock:
     return target_pb.VerifyBlock(
         session_id=session_id,
@@ -43,106 +51,99 @@ def block(session_id: str = "s", base: int = 1) -> target_pb.VerifyBlock:
     )
 
 
-async def test_link_calls_of_one_tick_leave_in_one_frame():
-    async with scripted("target") as worker, link_to(worker.address) as link:
-        await until(lambda: link.is_up)
-        results = await asyncio.gather(*(link.call(block(f"s{i}", i + 1), 30) for i in range(40)))
-        assert [r.session_id for r in results] == [f"s{i}" for i in range(40)]
-        assert len({r.request_id for r in results}) == 40
-        assert len(worker.frames) == 1
-        assert worker.num_streams == 1
+async def test_link_calls_of_one_tick_leave_in_one_frame(pair):
+    worker, link = pair
+    results = await asyncio.gather(*(link.call(block(f"s{i}", i + 1), 30) for i in range(40)))
+    assert [r.session_id for r in results] == [f"s{i}" for i in range(40)]
+    assert len({r.request_id for r in results}) == 40
+    assert len(worker.frames) == 1
+    assert worker.num_streams == 1
 
 
-async def test_link_large_blocks_are_spread_over_frames():
-    async with scripted("target") as worker, link_to(worker.address) as link:
-        await until(lambda: link.is_up)
-        await asyncio.gather(*(link.call(block(f"s{i}", 400_000), 30) for i in range(6)))
-        assert max(frame.ByteSize() for frame in worker.frames) < 2 * links.MAX_FRAME_BYTES
-        assert len(worker.blocks) == 6
+async def test_link_large_blocks_are_spread_over_frames(pair):
+    worker, link = pair
+    await asyncio.gather(*(link.call(block(f"s{i}", 400_000), 30) for i in range(6)))
+    assert max(frame.ByteSize() for frame in worker.frames) < 2 * links.MAX_FRAME_BYTES
+    assert len(worker.blocks) == 6
 
 
-async def test_link_answers_in_any_order_reach_their_callers():
-    async with scripted("target") as worker, link_to(worker.address) as link:
-        await until(lambda: link.is_up)
-        kept = []
+async def test_link_answers_in_any_order_reach_their_callers(pair):
+    worker, link = pair
+    kept = []
 
-        def all_at_once(b):
-            kept.append(b)
-            stray = target_pb.VerifyResult(request_id=10**9)
-            return [stray, *(worker.work(b) for b in reversed(kept))] if len(kept) == 3 else None
+    def all_at_once(b):
+        kept.append(b)
+        stray = target_pb.VerifyResult(request_id=10**9)
+        return [stray, *(worker.work(b) for b in reversed(kept))] if len(kept) == 3 else None
 
-        worker.on_block = all_at_once
-        calls = []
-        for i in range(3):
-            calls.append(asyncio.create_task(link.call(block(f"s{i}"), 30)))
-            await until(lambda: len(kept) == len(calls))
-        assert [r.session_id for r in await asyncio.gather(*calls)] == ["s0", "s1", "s2"]
-
-
-async def test_link_silent_worker_fails_the_call_at_its_deadline():
-    async with scripted("target") as worker, link_to(worker.address) as link:
-        await until(lambda: link.is_up)
-        worker.on_block = lambda b: None if b.session_id == "silent" else worker.work(b)
-        start = time.monotonic()
-        silent = asyncio.create_task(link.call(block("silent"), 0.3))
-        assert (await link.call(block("other"), 30)).session_id == "other"
-        with pytest.raises(DeadlineExceededError, match=r"no answer within 0\.3 s"):
-            await silent
-        assert 0.3 <= time.monotonic() - start < 20
-        assert link.is_up
-        assert not link.pending
-        worker.delay_s = 0.5
-        with pytest.raises(DeadlineExceededError):
-            await link.call(block("late"), 0.01)
-        worker.delay_s = 0.0
-        assert (await link.call(block("next"), 30)).session_id == "next", "the late answer is dropped"
+    worker.on_block = all_at_once
+    calls = []
+    for i in range(3):
+        calls.append(asyncio.create_task(link.call(block(f"s{i}"), 30)))
+        await until(lambda: len(kept) == len(calls))
+    assert [r.session_id for r in await asyncio.gather(*calls)] == ["s0", "s1", "s2"]
 
 
-async def test_link_cancelled_call_that_was_not_sent_is_never_sent():
-    async with scripted("target") as worker, link_to(worker.address) as link:
-        await until(lambda: link.is_up)
-        call = asyncio.create_task(link.call(block("gone"), 30))
-        await asyncio.sleep(0)  # let it queue its block; the writer has not run yet
-        call.cancel()
-        await asyncio.gather(call, return_exceptions=True)
-        await link.call(block("there"), 30)
-        assert [b.session_id for b in worker.blocks] == ["there"]
-        assert not link.pending
+async def test_link_silent_worker_fails_the_call_at_its_deadline(pair):
+    worker, link = pair
+    worker.on_block = lambda b: None if b.session_id == "silent" else worker.work(b)
+    start = time.monotonic()
+    silent = asyncio.create_task(link.call(block("silent"), 0.3))
+    assert (await link.call(block("other"), 30)).session_id == "other"
+    with pytest.raises(DeadlineExceededError, match=r"no answer within 0\.3 s"):
+        await silent
+    assert 0.3 <= time.monotonic() - start < 20
+    assert link.is_up
+    assert not link.pending
+    worker.delay_s = 0.5
+    with pytest.raises(DeadlineExceededError):
+        await link.call(block("late"), 0.01)
+    worker.delay_s = 0.0
+    assert (await link.call(block("next"), 30)).session_id == "next", "the late answer is dropped"
 
 
-async def test_link_worker_dies_pending_calls_fail_and_it_reconnects():
-    async with scripted("target") as worker, link_to(worker.address) as link:
-        await until(lambda: link.is_up)
-        worker.on_block = lambda b: None
-        calls = [asyncio.create_task(link.call(block(f"s{i}"), 30)) for i in range(3)]
-        await until(lambda: len(worker.blocks) == 3)
-        await worker.stop()
-        for result in await asyncio.gather(*calls, return_exceptions=True):
-            assert isinstance(result, UnavailableError)
-            assert worker.address in str(result)
-        await until(lambda: not link.is_up)
-        with pytest.raises(UnavailableError, match="not connected"):
-            await link.call(block(), 30)
-        worker.on_block = worker.work
-        await worker.start()
-        await until(lambda: link.is_up)
-        assert (await link.call(block("back"), 30)).session_id == "back"
+async def test_link_cancelled_call_that_was_not_sent_is_never_sent(pair):
+    worker, link = pair
+    call = asyncio.create_task(link.call(block("gone"), 30))
+    await asyncio.sleep(0)  # let it queue its block; the writer has not run yet
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+    await link.call(block("there"), 30)
+    assert [b.session_id for b in worker.blocks] == ["there"]
+    assert not link.pending
 
 
-async def test_link_reopens_a_stream_that_the_worker_ended():
-    async with scripted("target") as worker, link_to(worker.address) as link:
-        await until(lambda: link.is_up)
+async def test_link_worker_dies_pending_calls_fail_and_it_reconnects(pair):
+    worker, link = pair
+    worker.on_block = lambda b: None
+    calls = [asyncio.create_task(link.call(block(f"s{i}"), 30)) for i in range(3)]
+    await until(lambda: len(worker.blocks) == 3)
+    await worker.stop()
+    for result in await asyncio.gather(*calls, return_exceptions=True):
+        assert isinstance(result, UnavailableError)
+        assert worker.address in str(result)
+    await until(lambda: not link.is_up)
+    with pytest.raises(UnavailableError, match="not connected"):
+        await link.call(block(), 30)
+    worker.on_block = worker.work
+    await worker.start()
+    await until(lambda: link.is_up)
+    assert (await link.call(block("back"), 30)).session_id == "back"
 
-        def explode(b):
-            raise RuntimeError("a bug in the worker")
 
-        worker.on_block = explode
-        with pytest.raises(UnavailableError):
-            await link.call(block(), 30)
-        worker.on_block = worker.work
-        await until(lambda: link.is_up)
-        assert (await link.call(block(), 30)).session_id == "s"
-        assert worker.num_streams == 2
+async def test_link_reopens_a_stream_that_the_worker_ended(pair):
+    worker, link = pair
+
+    def explode(b):
+        raise RuntimeError("a bug in the worker")
+
+    worker.on_block = explode
+    with pytest.raises(UnavailableError):
+        await link.call(block(), 30)
+    worker.on_block = worker.work
+    await until(lambda: link.is_up)
+    assert (await link.call(block(), 30)).session_id == "s"
+    assert worker.num_streams == 2
 
 
 async def test_link_fails_calls_of_a_stuck_worker_before_the_deadline(monkeypatch):
@@ -175,12 +176,11 @@ async def test_link_does_not_use_a_refused_worker_until_it_is_accepted():
         assert link.refusal is None
 
 
-async def test_link_close_fails_what_is_in_flight():
-    async with scripted("target") as worker, link_to(worker.address) as link:
-        await until(lambda: link.is_up)
-        worker.on_block = lambda b: None
-        call = asyncio.create_task(link.call(block(), 60))
-        await until(lambda: len(worker.blocks) == 1)
-        await link.close()
-        with pytest.raises(UnavailableError, match="closed the link"):
-            await call
+async def test_link_close_fails_what_is_in_flight(pair):
+    worker, link = pair
+    worker.on_block = lambda b: None
+    call = asyncio.create_task(link.call(block(), 60))
+    await until(lambda: len(worker.blocks) == 1)
+    await link.close()
+    with pytest.raises(UnavailableError, match="closed the link"):
+        await call

@@ -17,13 +17,7 @@ from orchestrator.cycle.run import run_cycle
 from orchestrator.drafting.session_drafter import DrafterChoice, SessionDrafter
 from orchestrator.drafting.suffix_decoding import SuffixDrafter
 from tests.support.workers.fleet_helpers import clients, emitted, fleet_of, stop_pauses_ending
-from tests.support.workers.scripted_workers import (
-    PROMPT,
-    continuation,
-    make_session,
-    scripted,
-    until,
-)
+from tests.support.workers.scripted_workers import PROMPT, continuation, make_session, scripted, until
 
 pytestmark = pytest.mark.integration
 
@@ -130,22 +124,6 @@ async def test_fallback_stopped_drafter_costs_one_deadline_and_is_used_when_it_r
         while (await one_cycle(session, drafting, verifier)).drafter is not DrafterKind.MODEL:
             assert time.monotonic() - start < 30.0, "its late answers say that it goes on"
             await asyncio.sleep(0.01)
-
-
-@pytest.mark.slow
-async def test_fallback_backs_off_from_a_drafter_that_is_always_late():
-    async with scripted("target", "draft") as (target, draft), fleet_of(target, draft) as fleet:
-        sessions = [make_session(f"s{index}", max_tokens=100_000) for index in range(4)]
-        pairs = [drafting_of(fleet, session, propose_timeout_s=0.05) for session in sessions]
-        draft.delay_s = 0.5
-        start, cycles = time.monotonic(), 0
-        while time.monotonic() - start < 4:
-            done = await asyncio.gather(*(one_cycle(s, *p) for s, p in zip(sessions, pairs, strict=True)))
-            cycles += len(done)
-            await asyncio.sleep(0.005)
-        assert cycles > 100
-        proposals = [block for block in draft.blocks if block.timeout_ms <= 50]
-        assert len(proposals) <= 4 + 3, "after the first deadline of all, one session at a time tries"
 
 
 async def test_fallback_error_of_one_session_does_not_stop_the_others_or_another_worker():

@@ -8,17 +8,9 @@ from contextlib import AsyncExitStack
 import pytest
 
 from gammaray.blocks import OLDEST_PROTOCOL, PROTOCOL
-from gammaray.errors import (
-    InvalidArgumentError,
-    UnavailableError,
-)
+from gammaray.errors import InvalidArgumentError, UnavailableError
 from tests.support.workers.fleet_helpers import ListRegistry, clients, fleet_of
-from tests.support.workers.scripted_workers import (
-    finish,
-    make_session,
-    scripted,
-    until,
-)
+from tests.support.workers.scripted_workers import finish, make_session, scripted, until
 
 pytestmark = pytest.mark.integration
 

@@ -8,21 +8,14 @@ import time
 
 import pytest
 
-from gammaray.errors import DeadlineExceededError, FailedPreconditionError, ResourceExhaustedError
+from gammaray.errors import DeadlineExceededError, ResourceExhaustedError
 from gammaray.types import DrafterKind, GenerationRequest
 from orchestrator.access.caller import Caller
-from tests.support.workers.scripted_workers import scripted
 from tests.support.workers.service_helpers import running, tokens_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 REQUEST = GenerationRequest("x = ", max_tokens=12, ignore_eos=True, drafter=DrafterKind.NONE)
-
-
-@pytest.fixture
-async def target():
-    async with scripted("target", vocab_size=2048, max_context=2048) as target:
-        yield target
 
 
 async def finish(orchestrator, caller, request=REQUEST):
@@ -53,18 +46,6 @@ async def test_deadline_ends_a_running_request_and_frees_its_slot(redis_server, 
             await finish(orchestrator, Caller(deadline=time.monotonic() + 0.5), request)
         assert time.monotonic() - began < 25, "half of what it would take"
         assert orchestrator.admission.num_running == 0
-
-
-async def test_sessions_of_two_tenants_with_one_name_are_separate(redis_server, target):
-    request = GenerationRequest("x = ", max_tokens=3, session_id="same", drafter=DrafterKind.NONE)
-    async with running(redis_server, target.address, "") as orchestrator:
-        for tenant in ("", "a", "b"):
-            chunks = await finish(orchestrator, Caller(tenant), request)
-            assert {chunk.session_id for chunk in chunks} == {"same"}
-        with pytest.raises(FailedPreconditionError):
-            await finish(orchestrator, Caller("a"), request)
-    names = {block.session_id for block in target.blocks}
-    assert names == {"same", "a:same", "b:same"}
 
 
 async def test_deleting_sessions_frees_stored_bytes(redis_server, target):

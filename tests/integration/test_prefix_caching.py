@@ -20,12 +20,6 @@ ALICE, BOB = Caller("alice"), Caller("bob")
 _numbers = itertools.count()
 
 
-@pytest.fixture
-async def orchestrator(redis_server, workers):
-    async with running(redis_server, *workers) as orchestrator:
-        yield orchestrator
-
-
 def request_of(**fields) -> GenerationRequest:
     """A request whose prompt no other test has had, of some hundred tokens."""
     lines = [f"def area_{next(_numbers)}(width, height):"]

@@ -10,26 +10,25 @@ import pytest
 
 from gammaray.blocks import Shape
 from gammaray.errors import GammarayError
-from gammaray.types import Proposal, SamplingParams, SparseDistribution, VerificationMethod
+from gammaray.types import GammaPolicy, Proposal, SamplingParams, SparseDistribution, VerificationMethod
 from gammaray.v1 import draft_service_pb2 as draft_pb
+from gammaray.v1 import types_pb2 as pb
 from gammaray.wire.blocks import MAX_SUPPORT, proposal_from_proto, proposal_to_proto
 from orchestrator.cycle.run import run_cycle
 from orchestrator.cycle.session import Session
 from orchestrator.workers import drafter as remote_draft
 from orchestrator.workers.drafter import RemoteDrafter
 from orchestrator.workers.fleet import Fleet
-from orchestrator.workers.proposal_cache import (
-    MAX_KEPT,
-    MAX_KEPT_BYTES,
-    MAX_SEEN,
-    ProposalCache,
-)
+from orchestrator.workers.proposal_cache import MAX_KEPT, MAX_KEPT_BYTES, MAX_SEEN, ProposalCache
 from orchestrator.workers.session_client import session_spec
 from orchestrator.workers.verifier import RemoteVerifier
 from services.speculation.predictions import DRAFT_TOP_K
 from tests.support.engine_helpers import plain_model, random_tokens, tiny_model
 from tests.support.workers.fleet_helpers import ListRegistry
-from tests.support.workers.scripted_workers import NoText, Steady
+from tests.support.workers.resume_helpers import request_of
+from tests.support.workers.scripted_workers import NoText, ScriptedWorker, Steady, judge, scripted
+from tests.support.workers.service_helpers import complete, tokens_of
+from tests.support.workers.service_helpers import running as orchestrating
 from tests.support.workers.workers_helpers import running
 
 VOCAB, LENGTH = 97, 60
@@ -219,3 +218,94 @@ async def test_prepared_proposals_change_no_token(monkeypatch, model, method, te
     assert texts[0] == texts[1]
     assert hits[0] == 0
     assert hits[1] >= 3
+
+
+DEMO = {"vocab_size": 2048, "max_context": 1024}
+NUM_TOKENS, GAMMA = 24, 3
+GOOD = pb.Proposal(token_ids=[1, 2, 3])
+
+
+class Pusher(ScriptedWorker):
+    """Answers as a correct drafter does, and sends unrequested proposals in the same frame.
+
+    Attributes:
+        push: Returns the unrequested proposals for a block, its committed tokens and the outcome of its
+            verification.
+    """
+
+    push = staticmethod(lambda block, tokens, outcome: [])
+
+    async def _serve(self, requests, response_type):
+        async for frame in requests:
+            self.frames.append(frame)
+            self.released += [release.session_id for release in frame.releases]
+            for block in frame.blocks:
+                result = self.work(block)
+                yield response_type(results=[result], ahead=self._ahead(block, result))
+
+    def _ahead(self, block, result):
+        if result.WhichOneof("outcome") != "proposal":
+            return []
+        tokens = self.held[block.session_id]
+        proposal = list(result.proposal.token_ids)
+        verdict = judge(tokens, proposal)
+        outcome = [*proposal[: len(verdict.accepted_path)], verdict.next_token_id]
+        return self.push(block, tokens, outcome)
+
+
+def ahead(block, token_ids, proposal=GOOD, **changes):
+    fields = {"session_id": block.session_id, "epoch": block.epoch, "base_position": block.base_position}
+    return draft_pb.AheadProposal(
+        **{**fields, **changes}, token_ids=token_ids, gamma=GAMMA, proposal=proposal
+    )
+
+
+def thousands(block, tokens, outcome):
+    return [ahead(block, [token, other]) for token in range(60) for other in range(60)]
+
+
+def garbage_tokens(block, tokens, outcome):
+    return [ahead(block, outcome, pb.Proposal(token_ids=[2048, 2**32 - 1]))]
+
+
+@pytest.fixture
+async def pusher():
+    worker = Pusher("draft", **DEMO)
+    await worker.start()
+    yield worker
+    await worker.stop()
+
+
+async def tokens_and_summary(redis_server, target, drafters, gamma):
+    addresses = ",".join(worker.address for worker in drafters)
+    async with orchestrating(redis_server, target.address, addresses, propose_timeout_s=30.0) as orchestrator:
+        for other in drafters[1:]:  # the first is chosen first
+            orchestrator.fleet.drafts.links[other.address].sessions |= {"x", "y"}
+        chunks = await complete(orchestrator, request_of(max_tokens=NUM_TOKENS, gamma=GammaPolicy(gamma)))
+    return tokens_of(chunks), chunks[-1].summary
+
+
+@pytest.mark.integration
+async def test_proposals_for_other_sessions_are_dropped(redis_server, pusher):
+    def other_sessions(block, tokens, outcome):
+        return [ahead(block, outcome, session_id=f"{block.session_id}{n}") for n in range(3000)]
+
+    pusher.push = other_sessions
+    async with scripted("target", **DEMO) as target:
+        plain, _ = await tokens_and_summary(redis_server, target, [], 0)
+        tokens, summary = await tokens_and_summary(redis_server, target, [pusher], GAMMA)
+    assert tokens == plain
+    assert summary.model_cycles > 0
+    assert summary.fallback_cycles == 0
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("push", [thousands, garbage_tokens], ids=lambda push: push.__name__)
+async def test_session_moves_from_a_hostile_to_a_good_drafter(redis_server, pusher, push):
+    pusher.push = push
+    async with scripted("target", "draft", **DEMO) as (target, good):
+        plain, _ = await tokens_and_summary(redis_server, target, [], 0)
+        tokens, summary = await tokens_and_summary(redis_server, target, [pusher, good], GAMMA)
+        assert tokens == plain
+        assert good.blocks
+        assert summary.draft_workers == 2

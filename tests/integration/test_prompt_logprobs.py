@@ -7,7 +7,7 @@ import asyncio
 import pytest
 import torch
 
-from gammaray.types import MAX_PROMPT_LOGPROBS, SamplingParams
+from gammaray.types import SamplingParams
 from gammaray.v1 import types_pb2 as types
 from tests.support.engine_helpers import plain_logits, plain_model, random_tokens, tiny_model
 from tests.support.workers.workers_helpers import (
@@ -131,8 +131,3 @@ async def test_more_alternatives_than_allowed_are_refused(model):
         answer = await link.ask(scored_block(LONG, num_top=21))
         assert answer.error.code == INVALID_ARGUMENT
         assert "num_prompt_logprobs" in answer.error.message
-
-
-def test_the_bound_of_all_log_probabilities_fits_a_frame():
-    # A varint of up to 5 bytes and a float64, for each alternative and each token.
-    assert MAX_PROMPT_LOGPROBS * (5 + 8) < 64 * 2**20

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -11,7 +13,7 @@ from gammaray import AsyncClient, UnavailableError
 from gammaray.v1 import generation_service_pb2 as pb
 from orchestrator.launcher.preflight import free_ports
 from tests.support.haproxy_helpers import haproxy
-from tests.support.sdk_helpers import FAST_RETRY, ScriptedService, answer, last, serve
+from tests.support.sdk_helpers import FAST_RETRY, ScriptedService, answer, last, serve, serve_in_thread
 
 pytestmark = pytest.mark.integration
 
@@ -49,6 +51,15 @@ async def test_calls_and_streams_are_tried_again_after_an_error_page(tmp_path):
             async with AsyncClient(proxied, retry=FAST_RETRY) as client:
                 assert [process.role for process in await client.status(timeout_s=30)] == ["target"]
                 assert (await client.complete("Hi")).text == "Hi"
+
+
+def test_lines_of_grpc_do_not_reach_the_terminal():
+    with serve_in_thread(ScriptedService()) as address:
+        command = [sys.executable, "-m", "gammaray", "status", "-a", address, "--tls"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 3
+    assert done.stderr.startswith(f"gammaray: {address}: ")
+    assert done.stderr.count("\n") == 1
 
 
 async def test_error_page_of_a_cluster_without_replicas_is_unavailable(tmp_path):

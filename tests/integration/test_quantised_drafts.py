@@ -48,10 +48,9 @@ def test_tokens_are_those_of_plain_decoding_whatever_the_weights(pairs, temperat
     assert share["int4"] > share["auto"] - 0.15
 
 
-@pytest.mark.parametrize("weights", WEIGHTS[1:])
-async def test_draft_worker_computes_with_the_weights_of_its_option(weights):
-    with worker_process("draft", "demo", "--draft-weights", weights) as (_, address):
+async def test_draft_worker_computes_with_the_weights_of_its_option():
+    with worker_process("draft", "demo", "--draft-weights", "int4") as (_, address):
         link = Link(address, "draft")
-        assert (await link.info()).kernel == f"{load_kernel().variant}, {weights} weights"
+        assert (await link.info()).kernel == f"{load_kernel().variant}, int4 weights"
         assert (await link.ask(propose_block([5, 6, 7], 3))).proposal.token_ids
         await link.close()

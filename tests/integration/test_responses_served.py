@@ -68,17 +68,6 @@ async def test_next_response_reuses_the_cache_of_the_one_before(redis_server, wo
         assert by_items.output_text == second.output_text
 
 
-async def test_unstored_response_leaves_no_key(redis_server, redis, workers):
-    async with served(redis_server, workers) as (_, client):
-        await redis.flushall()
-        answer = await client.responses.create(input="a", store=False, **OPTIONS)
-        assert answer.status in ("completed", "incomplete")
-        keys = [key for key in await redis.keys("*") if b"session" in key or b"response" in key]
-        assert keys == []
-        with pytest.raises(openai.NotFoundError):
-            await client.responses.create(input="b", previous_response_id=answer.id, **OPTIONS)
-
-
 async def test_deleted_while_it_runs_the_response_fails(redis_server, workers):
     options = {**OPTIONS, "max_output_tokens": 400, "extra_body": {"seed": 3, "min_tokens": 400}}
     async with served(redis_server, workers) as (orchestrator, client):

@@ -12,9 +12,7 @@ import grpc
 import pytest
 
 from gammaray.demo_pair import resolve_model
-from gammaray.errors import (
-    FailedPreconditionError,
-)
+from gammaray.errors import FailedPreconditionError
 from gammaray.types import (
     ADAPTIVE,
     DrafterKind,
@@ -43,12 +41,6 @@ from tests.support.workers.service_helpers import (
 pytestmark = pytest.mark.integration
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
-
-
-@pytest.fixture
-async def orchestrator(redis_server, workers):
-    async with running(redis_server, *workers) as orchestrator:
-        yield orchestrator
 
 
 @pytest.mark.slow

@@ -4,28 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from urllib.parse import urlsplit
 
 import pytest
 
 from gammaray.config import OrchestratorSettings
-from gammaray.errors import (
-    InvalidArgumentError,
-    NotFoundError,
-    UnavailableError,
-)
+from gammaray.errors import InvalidArgumentError, NotFoundError, UnavailableError
 from gammaray.types import ADAPTIVE, DrafterKind, GammaPolicy, GenerationRequest, SamplingParams
 from orchestrator.service import Orchestrator
 from tests.support.workers.redis_helpers import redis_name, running_redis
-from tests.support.workers.scripted_workers import scripted, until, until_so
+from tests.support.workers.scripted_workers import until, until_so
 from tests.support.workers.service_helpers import PROMPTS, announced, complete, running, tokens_of
 
 pytestmark = pytest.mark.integration
-
-
-@pytest.fixture
-async def target():
-    async with scripted("target", vocab_size=2048, max_context=2048) as target:
-        yield target
 
 
 @pytest.fixture
@@ -100,6 +91,9 @@ async def test_service_start_waits_for_redis(redis_server, target, caplog):
             request = GenerationRequest(PROMPTS[0], max_tokens=3, ignore_eos=True)
             assert len(tokens_of(await complete(orchestrator, request))) == 3
             await orchestrator.close()
+    assert "responded after" in caplog.text
+    assert urlsplit(url).password
+    assert urlsplit(url).password not in caplog.text
 
 
 @pytest.mark.parametrize("reply", ["NOPERM no permissions", "OOM no memory", "BUSY a script", "ERR a bug"])

@@ -14,7 +14,6 @@ from orchestrator.storage.response_store import ResponseStore, StoredResponse
 from orchestrator.storage.session_store import RedisStore
 from orchestrator.storage.trace_store import RedisTraceStore
 from services.process.registry import Announcer
-from tests.support.workers.redis_helpers import running_redis
 from tests.support.workers.scripted_workers import make_session
 
 pytestmark = pytest.mark.integration
@@ -22,16 +21,10 @@ pytestmark = pytest.mark.integration
 A, B = Keys("prod.gammaray"), Keys("test.gammaray")
 
 
-@pytest.fixture(scope="module")
-def server():
-    with running_redis() as server:
-        yield server
-
-
-async def test_clusters_with_prefixes_of_their_own_share_nothing(server: RedisServer):
-    redis = connect(server.url)
+async def test_clusters_with_prefixes_of_their_own_share_nothing(redis_server: RedisServer):
+    redis = connect(redis_server.url)
     await redis.flushall()
-    announcers = [Announcer(server.url, "target", f"{keys.prefix}:1", keys.prefix) for keys in (A, B)]
+    announcers = [Announcer(redis_server.url, "target", f"{keys.prefix}:1", keys.prefix) for keys in (A, B)]
     try:
         for keys in (A, B):
             store = RedisStore(redis, 60, keys=keys)
@@ -61,22 +54,22 @@ async def test_clusters_with_prefixes_of_their_own_share_nothing(server: RedisSe
         await redis.aclose()
 
 
-async def test_second_cluster_with_the_same_keys_is_refused(server: RedisServer, monkeypatch):
+async def test_second_cluster_with_the_same_keys_is_refused(redis_server: RedisServer, monkeypatch):
     monkeypatch.setattr(registry_module, "UNUSED_WAIT_S", 0.3)
     monkeypatch.setattr(registry_module, "LOOK_PERIOD_S", 0.05)
-    redis = connect(server.url)
+    redis = connect(redis_server.url)
     await redis.flushall()
     registry = RedisRegistry(redis, A)
-    await check_unused(server.url, A)
+    await check_unused(redis_server.url, A)
     await registry.announce("one", b"state", 60)
     with pytest.raises(InvalidArgumentError) as refused:
-        await check_unused(server.url, A)
+        await check_unused(redis_server.url, A)
     assert refused.value.field == "redis_url"
     assert "GAMMARAY_REDIS_PREFIX" in refused.value.allowed
     assert "1 orchestrators" in refused.value.allowed
-    assert server.url not in str(refused.value)  # it has a password
-    await check_unused(server.url, B)
+    assert redis_server.url not in str(refused.value)  # it has a password
+    await check_unused(redis_server.url, B)
     monkeypatch.setattr(registry_module, "UNUSED_WAIT_S", 30.0)
     await registry.announce("one", b"state", 0.5)  # of a cluster that was killed
-    await check_unused(server.url, A)
+    await check_unused(redis_server.url, A)
     await redis.aclose()

@@ -7,22 +7,15 @@ from collections import Counter
 
 import pytest
 
-from gammaray.types import DrafterKind, GammaPolicy, GenerationRequest, TokenOrigin, VerificationMethod
+from gammaray.types import DrafterKind, GenerationRequest, TokenOrigin, VerificationMethod
 from orchestrator.access.caller import Caller
 from orchestrator.drafting.corpus import Corpus
-from tests.support.workers.scripted_workers import scripted
 from tests.support.workers.service_helpers import PROMPTS, SEEDED, running, tokens_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 ALICE, BOB = Caller("alice"), Caller("bob")
 NUM_TOKENS = 48
-
-
-@pytest.fixture
-async def target():
-    async with scripted("target", vocab_size=2048, max_context=2048) as target:
-        yield target
 
 
 @pytest.fixture
@@ -149,24 +142,3 @@ async def test_tokens_name_the_drafter_that_proposed_them_until_they_are_replaye
     again = dataclasses.replace(request, resume_from=0)
     replayed = [token async for chunk in orchestrator.generate(again, ALICE) for token in chunk.tokens]
     assert replayed == [dataclasses.replace(token, drafter=None) for token in tokens]
-
-
-async def test_resumed_turn_has_its_prediction_again(redis_server, target):
-    async with running(redis_server, target.address, "") as one:
-        expected, _, _ = await complete(one, request_of(drafter=DrafterKind.NONE, cache_salt="plain"))
-        request = request_of(
-            session_id="s", prediction=tuple(expected), gamma=GammaPolicy(2), drafter=DrafterKind.PREDICTION
-        )
-        stream, head = one.generate(request, ALICE), []
-        async for chunk in stream:
-            head += [token.token_id for token in chunk.tokens]
-            if len(head) >= 6:
-                break
-        await stream.aclose()
-        await one.leases.settled()
-    async with running(redis_server, target.address, "") as other:
-        resumed = GenerationRequest("", session_id="s", resume_from=len(head))
-        tail, summary, usage = await complete(other, resumed)
-    assert head + tail == expected
-    assert summary.prediction_cycles > 4
-    assert usage.rejected_prediction_tokens == 0

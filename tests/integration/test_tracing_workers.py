@@ -1,18 +1,26 @@
-"""Traces of real processes, as a real OTLP receiver gets them."""
+"""Traces of real processes, as a real OTLP receiver gets them, also over a takeover and of a failure."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
+from contextlib import aclosing
+from pathlib import Path
 
 import pytest
 
-from gammaray.errors import NotFoundError
+from docs.make_telemetry import ATTRIBUTES
+from gammaray.errors import NotFoundError, UnavailableError
 from gammaray.telemetry import names as t
 from gammaray.types import DrafterKind, GammaPolicy, GenerationRequest, SamplingParams
+from gammaray.v1 import types_pb2
 from gammaray.wire.cycles import cycles_from_proto
 from orchestrator.access.caller import ANONYMOUS, Caller
+from services.demo_pair import TARGET_DIR
+from tests.support.head_helpers import bigram_head
 from tests.support.otlp_receiver import receiving
+from tests.support.workers.redis_helpers import running_redis
 from tests.support.workers.service_helpers import PROMPTS, complete, running, tokens_of
 from tests.support.workers.tracing_helpers import (
     ASKING,
@@ -25,8 +33,9 @@ from tests.support.workers.tracing_helpers import (
     named,
     of_trace,
 )
+from tests.support.workers.workers_helpers import Link, verify_block
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300), pytest.mark.slow]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(400), pytest.mark.slow]
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 CALLER_SPAN = "b7ad6b7169203331"
@@ -139,3 +148,132 @@ async def test_records_of_a_session_are_those_of_its_cycles(redis_server, worker
     assert all(cycle.propose_s + cycle.verify_s <= cycle.total_s for cycle in records)
     assert all(cycle.target.compute_s > 0 for cycle in records)
     assert DrafterKind.MODEL in {cycle.drafter for cycle in records}
+
+
+REQUEST = GenerationRequest(
+    PROMPTS[0],
+    model="demo",
+    sampling=SamplingParams(temperature=0.7, seed=11, top_p=0.95, top_k=100),
+    max_tokens=96,
+    stop=("\x00",),
+    ignore_eos=True,
+    gamma=GammaPolicy(fixed=2),
+    session_id="reported",
+)
+
+
+async def test_every_attribute_of_the_catalogue_is_emitted(monkeypatch, tmp_path):
+    with running_redis() as redis, receiving() as (endpoint, receiver):
+        for name, value in _environment(endpoint).items():
+            monkeypatch.setenv(name, value)
+        with exporting_worker("draft", {}) as (_, draft), exporting_worker("target", {}) as (_, survivor):
+            addresses, offset = await _survive_a_target_and_resume(redis, survivor, draft)
+            await _follow_a_grammar(redis, survivor, draft)
+            await _draft_by_a_head(redis, tmp_path)
+            await _ask_without_the_tokens(survivor)
+            await _fail(redis)
+            try:
+                spans = await asyncio.to_thread(receiver.wait, is_complete, TIMEOUT_S)
+            except TimeoutError:
+                spans = list(receiver.spans)
+    assert missing(spans) == set()
+    _check_takeover(spans, addresses, offset)
+    (failed,) = [s for s in named(spans, t.SPAN_GENERATE) if t.ERROR_TYPE in s.attributes]
+    assert failed.is_error
+    assert (failed.attributes[t.ERROR_TYPE], failed.attributes[t.CYCLES]) == ("UnavailableError", 0)
+
+
+def missing(spans):
+    return {attribute.name for attribute in ATTRIBUTES}.difference(*(span.attributes for span in spans))
+
+
+def is_complete(spans):
+    return not missing(spans) and len(turns(spans)) == 2
+
+
+def turns(spans):
+    """Return the two generations of the session that was resumed, the earlier one first."""
+    roots = named(spans, t.SPAN_GENERATE)
+    return [root for root in roots if root.attributes.get(t.SESSION_ID) == REQUEST.session_id]
+
+
+def _check_takeover(spans, addresses, offset):
+    """The first turn goes on at the other target; the second is of another owner, in a trace of its own."""
+    before, after = turns(spans)
+    assert before.attributes[t.FINISH_REASONS] == ["cancelled"]
+    assert after.attributes[t.FINISH_REASONS] == ["length"]
+    assert after.attributes[t.RESUMED_FROM] == offset
+    assert after.trace_id != before.trace_id
+    own = [span for turn in (before, after) for span in of_trace(spans, turn.trace_id)]
+    assert len({span.attributes[t.EPOCH] for span in named(own, t.SPAN_CYCLE)}) == 2
+    found = [span.attributes[t.WORKER_ADDRESS] for span in named(own, t.SPAN_VERIFY, "client")]
+    assert found == sorted(found, key=addresses.index)
+    assert set(found) == set(addresses)
+    assert not after.is_error
+
+
+def _environment(endpoint):
+    return {
+        "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint,
+        "OTEL_BSP_SCHEDULE_DELAY": "100",
+    }
+
+
+async def _survive_a_target_and_resume(redis, survivor, draft):
+    """Return the addresses of both targets, and the number of tokens of the first turn's client."""
+    received = []
+    with exporting_worker("target", {}) as (process, victim):
+        async with running(redis, victim, draft) as orchestrator:
+            async with aclosing(orchestrator.generate(REQUEST, Caller())) as chunks:
+                async for chunk in chunks:
+                    if not received:  # the survivor knows nothing of the session
+                        orchestrator.fleet.targets.announce({survivor})
+                        await orchestrator.fleet.targets.wait_until_connected(TIMEOUT_S)
+                        process.kill()
+                    received += tokens_of([chunk])
+                    if len(received) > 48:
+                        break
+    async with running(redis, survivor, draft) as successor:
+        rest = dataclasses.replace(REQUEST, resume_from=len(received))
+        async for _ in successor.generate(rest, Caller()):
+            pass
+    return [victim, survivor], len(received)
+
+
+async def _follow_a_grammar(redis, target, draft):
+    sampling = SamplingParams(temperature=0.7, seed=11, grammar='start: "x" /[a-z ]{20}/')
+    request = dataclasses.replace(REQUEST, sampling=sampling, stop=(), ignore_eos=False, session_id="")
+    async with running(redis, target, draft) as orchestrator:
+        async for _ in orchestrator.generate(request, SAMPLED):
+            pass
+
+
+async def _draft_by_a_head(redis, folder):
+    head = bigram_head(folder / "head", Path(TARGET_DIR))
+    request = dataclasses.replace(REQUEST, session_id="", drafter=DrafterKind.HEAD)
+    with exporting_worker("target", {"GAMMARAY_HEAD": str(head)}) as (_, target):
+        async with running(redis, target, "") as orchestrator:
+            async for _ in orchestrator.generate(request, SAMPLED):
+                pass
+
+
+async def _ask_without_the_tokens(target):
+    """Workers keep the tokens of evicted sessions: only a worker new to a session lacks tokens."""
+    link = Link(target, "target")
+    try:
+        block = verify_block(
+            [1, 2, 3],
+            session_id="stranger",
+            context=types_pb2.TokenSpan(start=2, token_ids=[3]),
+            trace=types_pb2.TraceContext(traceparent=SAMPLED.traceparent),
+        )
+        assert (await link.ask(block)).need.position == 0
+    finally:
+        await link.close()
+
+
+async def _fail(redis):
+    async with running(redis, "127.0.0.1:1", "", worker_wait_s=0.2) as orchestrator:
+        with pytest.raises(UnavailableError):
+            async for _ in orchestrator.generate(dataclasses.replace(REQUEST, session_id=""), Caller()):
+                pass

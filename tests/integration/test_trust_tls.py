@@ -30,7 +30,6 @@ from services.target_worker.worker import TargetWorker
 from tests.support.docs_commands import commands
 from tests.support.engine_helpers import tiny_model
 from tests.support.tls_helpers import Authority, role_certificates
-from tests.support.workers.redis_helpers import running_redis
 from tests.support.workers.service_helpers import complete, running, tokens_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
@@ -164,13 +163,6 @@ class redis_with_tls:
     def __exit__(self, *_) -> None:
         self._process.terminate()
         self._process.wait(10)
-
-
-async def test_orchestrator_without_its_certificate_finds_no_worker(certificates):
-    async with target("demo", certificates["worker"]) as worker:
-        with running_redis() as server:
-            async with running(server, worker.address, "") as orchestrator:
-                assert not any(p.healthy for p in await orchestrator.status() if p.role == "target")
 
 
 @pytest.mark.parametrize("missing", ["tls_ca", "tls_cert", "tls_key"])

@@ -1,4 +1,4 @@
-"""Drafters and verifiers on scripted workers: feeding, re-feeding, refusals, drafters that fail."""
+"""Drafters and verifiers on scripted workers: feeding, refusals, failover, spreading of sessions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gammaray.errors import (
     InvalidArgumentError,
     ResourceExhaustedError,
 )
-from gammaray.v1 import target_service_pb2 as target_pb
+from gammaray.types import Proposal
 from gammaray.v1 import types_pb2 as pb
 from orchestrator.cycle.run import run_cycle
 from orchestrator.workers.drafter import Readiness
@@ -119,51 +119,6 @@ async def test_remote_block_error_of_the_target_has_its_class(code, error):
         session = make_session()
         with pytest.raises(error, match="because"):
             await finish(session, *clients(fleet, session), 0)
-
-
-@pytest.mark.parametrize(
-    "outcome",
-    [
-        pytest.param({"error": pb.BlockError(code=13, message="broken")}, id="error"),
-        pytest.param({"error": pb.BlockError(code=2**32 - 1, message="x" * 100_000)}, id="error-of-no-code"),
-        pytest.param({"proposal": pb.Proposal(token_ids=[VOCAB])}, id="token-out-of-vocabulary"),
-        pytest.param({"proposal": pb.Proposal(token_ids=[1] * 64)}, id="too-long"),
-        pytest.param({}, id="no-outcome"),
-    ],
-)
-async def test_remote_bad_drafter_reduces_only_speed(outcome):
-    async with scripted("target", "draft") as (target, draft), fleet_of(target, draft) as fleet:
-        draft.on_block = lambda b: draft.result(b, **outcome)
-        session = make_session(max_tokens=12)
-        await finish(session, *clients(fleet, session), 3)
-        assert emitted(session) == continuation(PROMPT, 12)
-
-
-@pytest.mark.parametrize(
-    ("num_top", "changes"),
-    [
-        pytest.param(None, {"next_token_id": VOCAB}, id="token-out-of-vocabulary"),
-        pytest.param(None, {"num_tested": 2**32 - 1}, id="more-tested-than-proposed"),
-        pytest.param(None, {"accepted_path": [7]}, id="path-beyond-the-proposal"),
-        pytest.param(2, {"logprobs": [{"logprob": math.nan}]}, id="nan"),
-        pytest.param(2, {"logprobs": [{}] * 9}, id="too-many"),
-    ],
-)
-async def test_remote_impossible_verdict_is_a_typed_error(num_top, changes):
-    async with scripted("target") as target, fleet_of(target) as fleet:
-
-        def answer(block):
-            result = target.work(block)
-            result.verdict.ClearField(next(iter(changes)))
-            result.verdict.MergeFrom(target_pb.Verdict(**changes))
-            return result
-
-        target.on_block = answer
-        session = make_session()
-        session.num_top_logprobs = num_top
-        with pytest.raises(InternalError):
-            await finish(session, *clients(fleet, session), 0)
-        assert emitted(session) == []
 
 
 @pytest.mark.parametrize(
@@ -278,3 +233,47 @@ async def test_remote_draft_context_ends_before_the_targets():
             assert emitted(session) == continuation(PROMPT, 30)
             assert not any(c.draft_failed for c in cycles)
             assert all(b.base_position + b.gamma <= 20 for b in draft.blocks)
+
+
+async def test_remote_dead_target_is_replaced_without_changing_tokens():
+    async with scripted("target", "target", "draft") as (*targets, draft), fleet_of(*targets, draft) as fleet:
+        session = make_session(max_tokens=200)
+        task = asyncio.create_task(finish(session, *clients(fleet, session), 3))
+        await until(lambda: any(len(t.blocks) > 5 for t in targets))
+        first, second = sorted(targets, key=lambda t: -len(t.blocks))
+        await first.stop()
+        await task
+        assert emitted(session) == continuation(PROMPT, 200)
+        assert second.blocks[0].context.start == 0
+        assert second.blocks[0].HasField("spec")
+
+
+async def test_remote_session_waits_for_the_restart_of_the_only_target():
+    async with scripted("target") as target, fleet_of(target) as fleet:
+        session = make_session(max_tokens=100)
+        task = asyncio.create_task(finish(session, *clients(fleet, session), 0))
+        await until(lambda: len(target.blocks) > 5)
+        await target.stop()
+        await asyncio.sleep(0.1)
+        await target.start()
+        await task
+        assert emitted(session) == continuation(PROMPT, 100)
+
+
+async def test_remote_sessions_stay_and_new_ones_go_to_the_least_loaded():
+    async with scripted("target", "target", "target") as targets, fleet_of(*targets) as fleet:
+        pairs = []
+        for index in range(9):
+            session = make_session(f"s{index}", max_tokens=50)
+            _, verifier = clients(fleet, session)
+            pairs.append((session, verifier))
+            for _ in range(3):
+                verdict = await verifier.verify(session, Proposal())
+                session.commit([verdict.next_token_id])
+        assert [len(t.held) for t in targets] == [3, 3, 3]
+        assert [len(t.blocks) for t in targets] == [9, 9, 9]
+        for session, verifier in pairs:
+            verifier.release(session)
+            verifier.release(session)
+        await until(lambda: all(not t.held for t in targets))
+        assert [len(t.released) for t in targets] == [3, 3, 3]

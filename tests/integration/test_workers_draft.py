@@ -69,25 +69,6 @@ async def test_next_proposal_feeds_only_missing_tokens(sober, model, num_accepte
     assert list(result.proposal.token_ids) == greedy(model, tokens, 3)
 
 
-async def test_proposal_stops_after_end_of_sequence(draft, model):
-    expected = greedy(model, PROMPT, 6)
-    eos = expected[3]
-    spec = spec_message(eos_token_ids=[eos])
-    result = await draft.ask(propose_block(PROMPT, 6, spec=spec))
-    assert list(result.proposal.token_ids) == expected[: expected.index(eos) + 1]
-
-
-async def test_gamma_is_clipped_at_the_end_of_the_context(draft):
-    tokens = random_tokens(CONTEXT - 3, seed=5)
-    assert len((await draft.ask(propose_block(tokens, 8))).proposal.token_ids) == 3
-    for length in (CONTEXT, CONTEXT + 40):
-        tokens = random_tokens(length, seed=5)
-        result = await draft.ask(propose_block(tokens, 8, session_id=f"s{length}"))
-        assert result.WhichOneof("outcome") == "proposal"
-        assert len(result.proposal.token_ids) == 0
-        assert result.num_forwards == 0
-
-
 async def test_rejection_sends_the_distribution_of_each_token(draft):
     spec = spec_message(WARM, VerificationMethod.REJECTION)
     result = await draft.ask(propose_block(PROMPT, 5, spec=spec))
@@ -142,15 +123,3 @@ async def test_release_cancels_a_running_proposal(model):
         assert (await asyncio.wait_for(waiting, ANSWER_TIMEOUT_S)).error.code == CANCELLED
         assert len(engine.forwards) == RUN, "the call of the engine that ran is the last one"
         assert (await draft.info()).num_sessions == 0
-
-
-async def test_epochs_fence_draft_sessions_too(draft):
-    await draft.ask(propose_block(PROMPT, 1, epoch=3))
-    assert (await draft.ask(propose_block(PROMPT, 1, epoch=2))).error.code == 9
-
-
-async def test_worker_requests_all_tokens_of_an_unknown_session(draft):
-    middle = propose_block(PROMPT, 2, context=types.TokenSpan(start=11, token_ids=PROMPT[11:]))
-    result = await draft.ask(middle)
-    assert result.WhichOneof("outcome") == "need"
-    assert result.need.position == 0

@@ -4,7 +4,6 @@ import asyncio
 import json
 import signal
 import socket
-import subprocess
 import sys
 import time
 
@@ -14,13 +13,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from redis.asyncio import Redis
 
-from gammaray.config import DraftSettings, TargetSettings
+from gammaray.config import TargetSettings
 from orchestrator.launcher.preflight import free_ports
 from services.process.main import run
 from tests.support.engine_helpers import random_tokens, tiny_model
 from tests.support.head_helpers import changed
 from tests.support.workers.held_engine import HeldEngine
-from tests.support.workers.process_helpers import START_TIMEOUT_S, spawned
+from tests.support.workers.process_helpers import spawned
 from tests.support.workers.redis_helpers import configured_redis
 from tests.support.workers.scripted_workers import until, until_so
 from tests.support.workers.workers_helpers import Link, propose_block, running, verify_block
@@ -177,18 +176,6 @@ async def test_health_and_reflection_answer(model, role):
         await call.done_writing()
 
 
-def called(role, *options):
-    command = [sys.executable, "-m", f"services.{role}_worker", *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=START_TIMEOUT_S)
-
-
-def test_bad_setting_exits_2_with_one_line():
-    result = called("target", "--threads", "many")
-    assert (result.returncode, result.stdout) == (2, "")
-    assert "threads: got many" in result.stderr
-    assert result.stderr.count("\n") == 1
-
-
 def test_settings_that_cannot_be_used_have_their_exit_status_and_are_named(capsys, tmp_path):
     def config(stored):
         stored["transformer_layer_config"] |= {"num_attention_heads": 1, "num_key_value_heads": 2}
@@ -213,10 +200,3 @@ def test_settings_that_cannot_be_used_have_their_exit_status_and_are_named(capsy
             output, errors = capsys.readouterr()
             assert (found, output) == (status, ""), options
             assert words in errors.splitlines()[-1]
-
-
-def test_help_shows_every_setting():
-    result = called("draft", "--help")
-    assert result.returncode == 0
-    for name in DraftSettings.model_fields:
-        assert f"--{name.replace('_', '-')}" in result.stdout

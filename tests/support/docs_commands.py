@@ -27,7 +27,7 @@ ON_A_CLUSTER = r"(gammaray (status|generate|chat|trace)|curl -s localhost:8000)\
 WITHOUT_A_CLUSTER: Mapping[str, str] = {
     r"kubectl -n gammaray (get|wait|patch|delete) |CLUSTER=\$\(kubectl": "needs a Kubernetes cluster",
     r"helm (history|rollback|uninstall) ": "needs a Kubernetes cluster",
-    r"gammaray (generate|chat) .*--ca-file": "needs TLS in front, see tests/integration/test_tls_proxy.py",
+    r"gammaray (generate|chat) .*--ca-file": "needs TLS in front: tests/unit/gammaray/cli/test_cli_tls.py",
     r"openssl |for role in ": "tests/integration/test_trust_tls.py runs them and uses the certificates",
     r"docker (build|push|run) ": "needs Docker, a registry, or the network",
     r"serve run serve\.yaml": "tests/support/cluster/served_chart.py runs it, on a Ray of its own",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from services.draft_worker.scheduler import DraftScheduler
 from services.engine.core.batch import SequenceInput
+from services.engine.core.kv_cache import CacheShape, CacheStore
+from services.engine.core.model import load_model
 from services.engine.engine import Engine
+from services.engine.hf.probe import probe_model
+from services.engine.hf.runner import TransformersRunner
 from services.scheduling.planning import Limits
 from services.target_worker.scheduler import TargetScheduler
 
@@ -185,38 +189,95 @@ def plain_logits(model: PreTrainedModel, token_ids: Sequence[int]) -> torch.Tens
     return model(torch.tensor([list(token_ids)]), use_cache=False).logits[0].float()
 
 
+def batched_engine(directory: Path, *, batched: bool = True, dtype: str = "float32") -> Engine:
+    """Load transformers' layers with one attention of all sessions, as on GPUs, or with one per session."""
+    loaded = load_model(str(directory), device="cpu", dtype=dtype)
+    layout = probe_model(loaded)
+    shape = CacheShape(layout.num_layers, layout.kv_heads, layout.kv_dim, loaded.dtype, loaded.device)
+    return Engine(
+        TransformersRunner(loaded, layout, batched=batched),
+        CacheStore(shape, 1 << 26),
+        model_name=str(directory),
+        vocab_size=layout.vocab_size,
+        max_context=loaded.max_context,
+    )
+
+
+@torch.no_grad()
+def plain_states(model: PreTrainedModel, token_ids: Sequence[int]) -> torch.Tensor:
+    """Return what enters each layer and the final norm in a plain forward, [tokens, layers + 1, hidden_size].
+
+    `output_hidden_states` has the last state after the norm only, so a hook takes what leaves the last layer.
+    """
+    depth, last = model.config.num_hidden_layers, []
+    stack = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == depth)
+    hook = stack[-1].register_forward_hook(
+        lambda _module, _given, made: last.append(made[0] if isinstance(made, tuple) else made)
+    )
+    output = model(torch.tensor([list(token_ids)]), use_cache=False, output_hidden_states=True)
+    hook.remove()
+    states = [state[0] for state in output.hidden_states[:-1]]
+    return torch.stack([*states, last[0].view(states[0].shape)], dim=1)
+
+
 class CheckedEngine:
     """An engine whose every step is compared with plain forwards of the same tokens.
 
+    Args:
+        taps: Layers whose recorded hidden states are compared, too.
+
     Attributes:
         worst: Largest absolute difference of a logit so far.
+        worst_tap: Largest difference of a hidden state so far, of 1 + the expected number's size.
     """
 
-    def __init__(self, engine: Engine, plain: PreTrainedModel) -> None:
+    def __init__(self, engine: Engine, plain: PreTrainedModel, taps: Sequence[int] = ()) -> None:
         self.engine = engine
-        self.worst = 0.0
-        self._plain = plain
+        self.worst = self.worst_tap = 0.0
+        self._plain, self._layers = plain, list(taps)
+        self._nodes: dict[str, tuple[list[int], list[int]]] = {}
+        if taps:
+            engine.tap(taps)
 
     def step(self, *feeds: SequenceInput) -> list[torch.Tensor]:
-        """Step, and compare each wanted logit with that of its row's own path."""
+        """Step, and compare each wanted logit and each state with those of its row's own path."""
         before = {feed.session_id: list(self.engine.tokens(feed.session_id)) for feed in feeds}
-        results = self.engine.step(feeds)
-        for feed, got in zip(feeds, results, strict=True):
+        results, taps = self.engine.step(feeds), self.engine.taps
+        assert len(taps) == (len(feeds) if self._layers else 0)
+        for index, (feed, got) in enumerate(zip(feeds, results, strict=True)):
             assert got.shape == (feed.num_logits, self.engine.vocab_size)
             assert got.dtype == torch.float32
+            texts = self._texts(before[feed.session_id][: feed.start], feed)
             if feed.num_logits:
-                expected = self._expected(before[feed.session_id][: feed.start], feed)
+                expected = self._rows(plain_logits, texts)[-feed.num_logits :]
                 self.worst = max(self.worst, (got - expected).abs().max().item())
+            if taps:
+                self._compare_taps(taps[index], self._rows(plain_states, texts)[:, self._layers])
         return results
 
-    def _expected(self, context: list[int], feed: SequenceInput) -> torch.Tensor:
-        tokens, parents = list(feed.token_ids), feed.parents or ()
-        chain = context + tokens[: len(tokens) - len(parents)]
-        rows = list(plain_logits(self._plain, chain)[len(context) :]) if chain else []
-        nodes = tokens[len(tokens) - len(parents) :]
-        for node in range(len(parents)):
-            rows.append(plain_logits(self._plain, chain + path_tokens(nodes, parents, node))[-1])
-        return torch.stack(rows[-feed.num_logits :])
+    def _compare_taps(self, got: torch.Tensor, expected: torch.Tensor) -> None:
+        assert got.shape == expected.shape
+        assert (got.dtype, got.device) == (self.engine.dtype, self.engine.device)
+        difference = ((got - expected).abs() / (1 + expected.abs())).max().item()
+        self.worst_tap = max(self.worst_tap, difference)
+
+    def _texts(self, context: list[int], feed: SequenceInput) -> list[tuple[list[int], int]]:
+        """Return the texts whose last rows are those of a feed's tokens, with how many each."""
+        count = len(feed.token_ids) - len(feed.parents or ())
+        chain = context + list(feed.token_ids[:count])
+        kept = self._nodes.get(feed.session_id, ([], []))
+        nodes = [*kept[0][: feed.num_kept], *feed.token_ids[count:]]
+        parents = [*kept[1][: feed.num_kept], *(feed.parents or ())]
+        self._nodes[feed.session_id] = (nodes, parents)
+        trees = [path_tokens(chain, nodes, parents, node) for node in range(feed.num_kept, len(nodes))]
+        return [*([(chain, count)] if count else []), *((text, 1) for text in trees)]
+
+    def _rows(
+        self,
+        forward: Callable[[PreTrainedModel, Sequence[int]], torch.Tensor],
+        texts: list[tuple[list[int], int]],
+    ) -> torch.Tensor:
+        return torch.cat([forward(self._plain, text)[-count:] for text, count in texts])
 
 
 def chained(
@@ -252,12 +313,13 @@ def chained(
     return drawn
 
 
-def path_tokens(nodes: Sequence[int], parents: Sequence[int], node: int) -> list[int]:
+def path_tokens(chain: Sequence[int], nodes: Sequence[int], parents: Sequence[int], node: int) -> list[int]:
+    """Return the tokens up to a node of a tree, which may start from an earlier token of the chain."""
     path: list[int] = []
     while node >= 0:
-        path.append(nodes[node])
+        path.insert(0, nodes[node])
         node = parents[node]
-    return path[::-1]
+    return [*chain[: len(chain) + 1 + node], *path]
 
 
 def random_tokens(count: int, seed: int, vocab_size: int = VOCAB_SIZE) -> list[int]:

@@ -36,6 +36,13 @@ GAMMARAY = {
 CHAT = [{"role": "user", "content": "hi"}]
 
 
+def scope_of(path):
+    """Return the ASGI scope of a POST of JSON from the machine itself."""
+    headers = [(b"content-type", b"application/json"), (b"host", b"localhost")]
+    scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "root_path": ""}
+    return {**scope, "headers": headers, "query_string": b"", "http_version": "1.1", "scheme": "http"}
+
+
 async def call(backend, method="POST", path="/v1/completions", **options):
     transport = httpx.ASGITransport(create_app(backend))
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:

@@ -16,6 +16,11 @@ def document() -> dict:
     return document_of(create_app(ScriptedBackend()))
 
 
+def request_schema(path):
+    """Return the schema of the bodies that are posted to a path."""
+    return document()["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+
+
 def validator(schema) -> Draft202012Validator:
     return Draft202012Validator({**schema, "components": {"schemas": document()["components"]["schemas"]}})
 

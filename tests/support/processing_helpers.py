@@ -1,12 +1,10 @@
-"""Processing of logits to distributions for one cycle, and a slow, simple oracle of its first half."""
+"""Processing of logits to distributions for one cycle, and a small grammar."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import cache
 
-import torch
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
@@ -87,28 +85,3 @@ def path_of(proposal: Proposal, row: int) -> list[int]:
         parent = node - 1 if proposal.parents is None else proposal.parents[node]
         row = parent + 1
     return tokens
-
-
-def edited_row(
-    logits: Tensor, params: SamplingParams, prompt: Sequence[int], output: Sequence[int], eos: Sequence[int]
-) -> Tensor:
-    """Edit one row [vocab_size] from Python lists, in float32; `output` ends with the row's own path."""
-    row = logits.float().clone()
-    for token_id in range(len(row)):
-        not_allowed = params.allowed_token_ids and token_id not in params.allowed_token_ids
-        too_early = token_id in eos and len(output) < params.min_tokens
-        if not_allowed or token_id in params.banned_token_ids or too_early:
-            row[token_id] = -math.inf
-    for token_id, bias in params.logit_bias.items():
-        row[token_id] += bias
-    if params.repetition_penalty != 1:
-        for token_id in {*prompt, *output}:
-            if row[token_id] > 0:
-                row[token_id] /= params.repetition_penalty
-            else:
-                row[token_id] *= params.repetition_penalty
-            row[token_id].clamp_(max=1e8)
-    for token_id in set(output):
-        row[token_id] -= torch.tensor(float(output.count(token_id))) * params.frequency_penalty
-        row[token_id] -= params.presence_penalty
-    return row

@@ -16,10 +16,9 @@ from gammaray.errors import (
 )
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from services.draft_worker.scheduler import DraftScheduler
-from services.engine.core.errors import EngineLostError
 from services.engine.loader import load_engine
 from services.scheduling.grammars import Grammars
-from services.scheduling.tasks import NeedTokens, Release
+from services.scheduling.tasks import Release
 from services.vllm.engine import CPU_DRAFT_BLOCK
 from tests.support.engine_helpers import random_tokens
 from tests.support.processing_helpers import GRAMMAR, follows_grammar
@@ -288,18 +287,6 @@ def test_a_failed_step_fails_its_blocks_and_the_next_ones_are_served(drafts, mon
     assert draft(drafts, sessions, 4) == expected
 
 
-def test_a_lost_engine_ends_the_thread(drafts, monkeypatch):
-    def fail():
-        raise EngineLostError("a process of vLLM has ended")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(drafts.engine, "check", fail)
-        drafts.submit([draft_task(sessions_with(DRAWN, count=1)[0], 4)])
-        with pytest.raises(EngineLostError):
-            drafts.step()
-    drafts.fail_all(InternalError("lost"))
-
-
 def filling(engine, extra: int) -> list[Session]:
     """Return sessions whose prompts fill the cache of a model, and which then need one more block each."""
     per_session = min(range(20, 30), key=lambda count: engine.num_free_blocks % count)
@@ -371,9 +358,3 @@ def test_draft_ahead_gives_its_memory_to_blocks(ahead):
         idle(ahead)
     assert ahead.stats().num_sessions > 5
     assert ahead.stats().num_evictions > 0
-
-
-def test_a_worker_that_lacks_tokens_asks_for_them(drafts):
-    (session,) = sessions_with(DRAWN, count=1)
-    (reply,) = answers(drafts, [draft_task(session, 4, context_start=3, context=session.tokens[3:])])
-    assert reply.outcome == NeedTokens(0)

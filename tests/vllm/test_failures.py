@@ -153,16 +153,3 @@ async def test_an_engine_that_is_lost_ends_its_thread_and_answers_what_waits(sch
         assert await thread.stop(30)
     finally:
         scheduler.engine.lost = ""
-
-
-async def test_an_engine_that_is_lost_while_idle_ends_its_thread(scheduler, monkeypatch):
-    monkeypatch.setattr(type(scheduler), "close", lambda self: None)
-    thread = EngineThread(lambda: scheduler, "engine")
-    await thread.start()
-    try:
-        scheduler.engine.note_loss()
-        thread.check()
-        await asyncio.wait_for(thread.ended.wait(), 30)
-        assert await thread.stop(30)
-    finally:
-        scheduler.engine.lost = ""

@@ -12,9 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from gammaray.config import TargetSettings
 from gammaray.errors import InvalidArgumentError
 from services.demo_pair import TARGET_DIR
 from services.vllm.engine import EngineOptions, VllmEngine
+from services.vllm.loading import load_target
+from tests.vllm.conftest import LIMITS
 
 if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed; to enable: make test-vllm", allow_module_level=True)
@@ -60,6 +63,6 @@ def test_too_little_memory_for_the_cache(demo):
 
 
 def test_device_that_this_build_lacks(demo):
-    assert "device: got cuda, allowed: auto or cpu: the installed vLLM 0.32." in refusal(
-        demo, "--device", "cuda"
-    )
+    words = r"device: got cuda, allowed: auto or cpu: the installed vLLM 0\.32\."
+    with pytest.raises(InvalidArgumentError, match=words):
+        load_target(str(demo), TargetSettings(engine="vllm", device="cuda"), LIMITS)

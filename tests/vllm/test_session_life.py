@@ -13,7 +13,7 @@ from gammaray.errors import (
 )
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from services.scheduling.tasks import NeedTokens, Release
-from tests.support.vllm_helpers import Session, answers, ask, drafted, end, generate, outcomes, prompt
+from tests.support.vllm_helpers import Session, ask, drafted, end, generate, prompt
 
 SAMPLED = SamplingParams(seed=11)
 
@@ -172,14 +172,6 @@ def test_release_cancels_blocks_and_ends_the_request(scheduler):
     assert scheduler.engine.stats().num_sessions == 2
 
 
-def test_release_by_an_old_owner_is_ignored(scheduler):
-    session = Session(prompt(20), SAMPLED, epoch=5)
-    ask(scheduler, session)
-    scheduler.release([Release(session.name, 4)])
-    ask(scheduler, session)
-    assert len(session.output) == 2
-
-
 @pytest.mark.parametrize("how", ["cancelled", "expired"])
 @pytest.mark.parametrize("state", ["first block", "later block"])
 def test_one_block_of_a_batch_ends_early_and_the_others_do_not_notice(scheduler, reference, how, state):
@@ -227,17 +219,6 @@ def test_a_long_prompt_is_cancelled_between_two_of_its_chunks(scheduler, referen
     generate(scheduler, [other, session], 4)
     assert session.output == plain(reference, tokens, 4)
     assert other.output == plain(reference, other.prompt, 4)
-
-
-def test_blocks_of_one_session_are_served_in_order(scheduler, reference):
-    session = Session(prompt(20), SAMPLED)
-    own = plain(reference, session.prompt, 3)
-    tasks = [
-        session.block(),
-        session.block(base_position=21, context_start=20, context=own[:1]),
-        session.block(base_position=22, context_start=21, context=own[1:2]),
-    ]
-    assert [verdict.next_token_id for verdict in outcomes(answers(scheduler, tasks))] == own
 
 
 def test_sessions_that_ended_are_forgotten_by_the_worker_of_vllm(scheduler):

@@ -19,7 +19,6 @@ from gammaray.errors import InvalidArgumentError
 from gammaray.learning.folder import LearningFolder
 from gammaray.types import Proposal, SamplingParams
 from services.engine.core.errors import EngineLostError
-from services.train.live.trainer import Trainer
 from services.vllm.loading import load_target
 from tests.support import vllm_head_helpers as heads
 from tests.support.head_helpers import bigram_head
@@ -32,7 +31,6 @@ from tests.support.learning_helpers import (
     records,
     right_head,
     run_for,
-    serve_until,
     useless,
 )
 from tests.support.target_helpers import Run
@@ -139,33 +137,6 @@ def test_kept_states_and_drafts_of_a_version_are_those_of_the_cpu_engine(
         shared = [at for at in ours.keys() & theirs.keys() if ours[at] and theirs[at]]
         assert len(shared) > 10
         assert [ours[at] for at in shared] == [theirs[at] for at in shared]
-
-
-def test_a_version_is_trained_and_takes_over_in_mid_stream(tmp_path, target, monkeypatch) -> None:
-    monkeypatch.setattr("services.train.live.trainer.MIN_TOKENS", 1000)
-    monkeypatch.setattr("services.train.live.trainer.RATE", 3e-3)
-    head, folder = new_head(tmp_path / "head", target, NUM_OUTPUTS), LearningFolder(tmp_path / "learn")
-    store = folder.store("open")
-    with on_vllm(target, head, folder.path) as scheduler:
-        plain = begin(scheduler, 2)
-        expected = run_for(plain, 200, gamma=0)
-        end(plain, forgets=True)
-        run = begin(scheduler, 2)
-        run_for(run, 100)
-        for seed in range(24):
-            one = begin(scheduler, seed + 10)
-            run_for(one, 64)
-            end(one)
-        wait_until(lambda: len(records(folder.path)) == 24)
-        version = Trainer(folder, str(target), str(head), lambda: False).run_round()
-        assert version is not None
-        assert version.expected > 1.05 * version.parent_expected
-        serve_until(scheduler, lambda: store.read().candidate is None)
-        assert store.read().stable == 1
-        wait_until(lambda: last_version(scheduler) == 1)
-        run_for(run, 200)
-        assert run.output[:200] == expected
-        assert [one.expected for one in store.read().versions] == [version.expected]
 
 
 def last_version(scheduler: Any) -> int:

@@ -17,6 +17,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from unittest.mock import patch
 from urllib.parse import urlsplit
 
 import redis
@@ -51,6 +52,7 @@ class NetworkRedis:
         sentinel_port: Of Sentinel itself.
         disk: The disk of both servers; None: the machine does not let us mount one.
         clock: File with the offset of both servers' clocks, a C long of seconds.
+        clock_variables: Environment variables of servers that follow it.
     """
 
     url: str
@@ -61,6 +63,7 @@ class NetworkRedis:
     sentinel_port: int
     disk: Path | None
     clock: Path
+    clock_variables: dict[str, str]
 
     @property
     def all_links(self) -> list[Link]:
@@ -103,16 +106,21 @@ class NetworkRedis:
         """Kill the primary, whose replica Sentinel promotes; at the end it starts again, as the replica."""
         self.wait_until_replicated()
         primary = self.primary()
-        port, password = port_of(primary.url), str(urlsplit(primary.url).password)
         os.kill(primary.pid, signal.SIGKILL)
         try:
             yield
         finally:
             self.wait_for_failover(primary)
-            primary.url = self.own_urls[port]
-            primary.revive()
-            _configure(primary, password, self.links[port])
-            self.wait_until_replicated()
+            self._restart(primary)
+
+    def _restart(self, server: RedisServer) -> None:
+        """Start an ended server again, and wait until it is the replica."""
+        port, password = port_of(server.url), str(urlsplit(server.url).password)
+        server.url = self.own_urls[port]
+        with patch.dict(os.environ, self.clock_variables):
+            server.revive()
+        _configure(server, password, self.links[port])
+        self.wait_until_replicated()
 
     @contextmanager
     def out_of_memory(self) -> Iterator[None]:
@@ -130,6 +138,9 @@ class NetworkRedis:
         assert self.disk is not None
         with full(self.disk):
             yield
+        for server in self.servers:
+            if not server.is_running:  # a replica that cannot store what the primary stored ends
+                self._restart(server)
 
     @contextmanager
     def other_clock(self, seconds: int) -> Iterator[None]:
@@ -181,7 +192,8 @@ def network_redis(network: Network) -> Iterator[NetworkRedis]:
         (folder / "disk").mkdir()
         disk = stack.enter_context(small_disk(folder / "disk", DISK_MB))
         clock = folder / "clock"
-        with _own_clock(clock):
+        clock_variables = _own_clock(clock)
+        with patch.dict(os.environ, clock_variables):
             servers = tuple(
                 stack.enter_context(RedisServer.start(folder / "disk" / name)) for name in ("one", "two")
             )
@@ -209,7 +221,9 @@ def network_redis(network: Network) -> Iterator[NetworkRedis]:
         )
         sentinel_link = network.link(port)
         url = f"redis+sentinel://:{password}@127.0.0.1:{sentinel_link.port}/{SERVICE}/0"
-        found = NetworkRedis(url, (first, second), links, own_urls, sentinel_link, port, disk, clock)
+        found = NetworkRedis(
+            url, (first, second), links, own_urls, sentinel_link, port, disk, clock, clock_variables
+        )
         found.wait_until_replicated()
         yield found
 
@@ -229,20 +243,13 @@ def _configure(server: RedisServer, password: str, link: Link) -> None:
     server.url = f"redis://:{password}@127.0.0.1:{port_of(server.url)}/0"
 
 
-@contextmanager
-def _own_clock(clock: Path) -> Iterator[None]:
-    """Have processes that start within the context add the seconds in a file to the machine's clock."""
+def _own_clock(clock: Path) -> dict[str, str]:
+    """Return environment variables by which processes add the seconds in a file to the machine's clock."""
     clock.write_bytes(struct.pack("l", 0))
     library = clock.with_suffix(".so")
     command = [sysconfig.get_config_var("CC").split()[0], "-O2", "-shared", "-fPIC", "-o", str(library)]
     subprocess.run([*command, str(Path(__file__).with_name("clock.c"))], check=True, timeout=_TOOL_S)
-    added = {"LD_PRELOAD": str(library), "CLOCK_OFFSET": str(clock)}
-    os.environ.update(added)
-    try:
-        yield
-    finally:
-        for name in added:
-            del os.environ[name]
+    return {"LD_PRELOAD": str(library), "CLOCK_OFFSET": str(clock)}
 
 
 def _client(server: RedisServer) -> redis.Redis:

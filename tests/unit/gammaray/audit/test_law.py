@@ -1,5 +1,6 @@
 """The law's tests: fair bets, whatever the list of a server looks like, and the power that they promise."""
 
+import functools
 import itertools
 import math
 import random
@@ -179,41 +180,33 @@ def test_means_are_at_most_one_with_the_rest_drawn_from_all_other_tokens(log_pro
     assert means(position, masses).max() <= 1 + 1e-9
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.integers(0, 10**6), st.floats(0.3, 4.0))
-def test_rounding_to_bfloat16_makes_no_bet_profitable(seed, exponent):
-    """The mean under the true probabilities is at most 1, though the reported ones are off by up to 0.8 %."""
-    log_probs = law(seed, exponent=exponent)
-    reported = {token: bfloat16(value) for token, value in log_probs.items()}
-    position = Position.read(top(reported), LISTED)
+def half_precision(value):
+    return float(np.float16(value))
+
+
+def largest_mean(log_probs, rounded):
+    """The largest mean of a bet under the true probabilities, if the reported ones are rounded."""
+    position = Position.read(top({token: rounded(value) for token, value in log_probs.items()}), LISTED)
     if position.is_certain:
-        return
+        return 1.0
     masses = [0.0] * len(position.probs)
     for token, value in log_probs.items():
         masses[position.index.get(token, len(masses) - 1)] += math.exp(value)
-    assert means(position, masses).max() <= 1 + 1e-9
+    return means(position, masses).max()
 
 
-def test_rounding_is_recognised_and_costs_something():
-    log_probs = law(3)
-    exact = Position.read(top(log_probs), LISTED)
-    coarse = Position.read({token: bfloat16(value) for token, value in top(log_probs).items()}, LISTED)
-    half = {token: float(np.float16(value)) for token, value in top(log_probs).items()}
-    assert max(exact.errors) == pytest.approx(1e-6)
-    assert max(coarse.errors) > 2**-9
-    assert 2**-12 < max(Position.read(half, LISTED).errors) < 2**-9
-    assert means(coarse, coarse.probs).min() < means(exact, exact.probs).min()
+@pytest.mark.parametrize("rounded", [bfloat16, half_precision])
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10**6), exponent=st.floats(0.3, 4.0))
+def test_rounding_makes_no_bet_profitable(rounded, seed, exponent):
+    """Probabilities reported in bfloat16 are off by up to 0.8 %."""
+    assert largest_mean(law(seed, exponent=exponent), rounded) <= 1 + 1e-9
 
 
 @pytest.mark.parametrize("digits", [1, 2, 3, 4])
 def test_rounding_to_decimals_makes_no_bet_profitable(digits):
     for seed in range(20):
-        log_probs = law(seed)
-        position = Position.read(top({token: round(x, digits) for token, x in log_probs.items()}), LISTED)
-        masses = [0.0] * len(position.probs)
-        for token, value in log_probs.items():
-            masses[position.index.get(token, len(masses) - 1)] += math.exp(value)
-        assert means(position, masses).max() <= 1 + 1e-9
+        assert largest_mean(law(seed), functools.partial(round, ndigits=digits)) <= 1 + 1e-9
 
 
 def test_listed_tokens_of_equal_text_are_one_cell():
@@ -352,15 +345,12 @@ def test_honest_server_is_rejected_with_at_most_alpha():
 
 @pytest.mark.slow
 @pytest.mark.statistical
-@pytest.mark.parametrize("num_tokens", [1000, 3000])
-def test_smallest_detectable_share_is_found_with_the_power_that_is_promised(num_tokens):
+def test_smallest_detectable_share_is_found_with_the_power_that_is_promised():
     """80 % of 200 audits, with three standard errors of 2.8 %; other gamblers help, the grid's gaps cost."""
-    positions, probs, factors = table_of(30)
+    num_tokens, (positions, probs, factors) = 1000, table_of(30)
     test = LawTest(0.005, LISTED)
-    for number in range(num_tokens):
-        test.observe(
-            "none", top(law(number % 30, exponent=1.0 + number % 30 % 5 / 3))
-        ) if number < 30 else None
+    for number in range(30):
+        test.observe("none", top(law(number, exponent=1.0 + number % 5 / 3)))
     share = test.smallest_detectable()["top-1 share"] * math.sqrt(30 / num_tokens)
     biased = probs * (1 - share)
     for number, position in enumerate(positions):
@@ -368,28 +358,6 @@ def test_smallest_detectable_share_is_found_with_the_power_that_is_promised(num_
     rng = np.random.default_rng(6)
     found = sum(largest(biased, factors, rng, num_tokens) >= math.log(200) for _ in range(200)) / 200
     assert 0.71 <= found <= 0.93
-
-
-@pytest.mark.slow
-@pytest.mark.statistical
-@pytest.mark.parametrize(
-    ("power", "share", "limit", "names"),
-    [
-        (1 / 0.9, 0.0, 2000, "temperature 0.9"),
-        (1 / 1.1, 0.0, 2000, "temperature 1."),
-        (1.0, 0.1, 3000, "share"),
-    ],
-)
-def test_faults_are_found(power, share, limit, names):
-    rng, test = random.Random(4), LawTest(0.005, LISTED)
-    while not test.rejected and test.num_tokens < limit:
-        log_probs = law(rng.random(), exponent=1.0 + rng.random())
-        token = draw(rng, log_probs, power)
-        if rng.random() < share:
-            token = max(log_probs, key=log_probs.get)
-        test.observe(token, top(log_probs), log_probs[token])
-    assert test.rejected
-    assert names in test.strongest()
 
 
 @pytest.mark.statistical
@@ -443,21 +411,6 @@ def test_more_tokens_show_smaller_faults():
 # --- Independence
 
 
-@pytest.mark.parametrize("seeds", [(1, 1), (1, 2), (3, 4)])
-def test_bets_on_pairs_are_fair_given_either_token(seeds):
-    here, there = (Position.read(top(law(seed)), LISTED) for seed in seeds)
-    sizes = len(here.probs), len(there.probs)
-    factors = np.array(
-        [[pair_log_factors(here, there, i, j) for j in range(sizes[1])] for i in range(sizes[0])]
-    )
-    for found in (
-        np.einsum("i,ijk->jk", here.probs, np.exp(factors)),
-        np.einsum("j,ijk->ik", there.probs, np.exp(factors)),
-    ):
-        assert found.max() <= 1 + 1e-5
-        assert found.min() > 1 - 1e-4
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_rounding_makes_no_bet_on_pairs_profitable(seed):
     laws = law(seed), law(seed + 1)
@@ -507,16 +460,6 @@ def test_shared_random_numbers_are_found_and_independent_ones_are_not():
     assert some.num_tokens_until_rejected < 400
     assert uniform.num_tokens_until_rejected < 100
     assert "recycled" in equal.strongest()
-
-
-def test_tokens_that_avoid_each_other_are_found():
-    cells = {"a": math.log(0.55), "b": math.log(0.45)}
-    test, rng = IndependenceTest(0.005, 4), random.Random(9)
-    for _ in range(300):
-        point = rng.random()
-        test.observe("ab"[point > 0.55], cells, "ab"[1 - point > 0.55], cells)
-    assert test.rejected
-    assert test.strongest().startswith("alternating")
 
 
 def test_pairs_with_hidden_or_unknown_cells_are_left_out():

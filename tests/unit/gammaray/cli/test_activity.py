@@ -5,13 +5,12 @@ import json
 from collections import deque
 
 import pytest
-from click.testing import CliRunner
 from rich.console import Console
 
-from gammaray.cli import main
 from gammaray.cli.activity import measure
 from gammaray.cli.commands.top import view
 from gammaray.types import ProcessStatus, SpeculationTotals, WorkerTotals
+from tests.support.cli_helpers import invoke
 from tests.support.sdk_helpers import ScriptedService, serve_in_thread
 
 FIRST = SpeculationTotals(
@@ -138,7 +137,7 @@ def address():
 
 
 def test_top_once_json_is_one_object_of_one_interval(address):
-    result = CliRunner().invoke(main, ["top", "--once", "--json", "--interval", "0.2", "-a", address])
+    result = invoke("top", "--once", "--json", "--interval", "0.2", "-a", address)
     assert result.exit_code == 0, result.output
     (line,) = result.stdout.splitlines()
     activity = json.loads(line)
@@ -149,13 +148,7 @@ def test_top_once_json_is_one_object_of_one_interval(address):
 
 
 def test_top_once_prints_a_table_that_a_pipe_can_read(address):
-    result = CliRunner().invoke(main, ["top", "--once", "--interval", "0.1", "-a", address])
+    result = invoke("top", "--once", "--interval", "0.1", "-a", address)
     assert result.exit_code == 0, result.output
     assert "\x1b" not in result.stdout
     assert result.stdout.splitlines()[2].split()[:2] == ["ORCHESTRATOR", "RUNNING"]
-
-
-def test_top_without_a_cluster_is_exit_code_3():
-    result = CliRunner().invoke(main, ["top", "--once", "-a", "127.0.0.1:1", "--timeout", "2"])
-    assert result.exit_code == 3
-    assert "is a cluster running there" in result.stderr

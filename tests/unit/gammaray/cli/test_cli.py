@@ -4,7 +4,6 @@ import json
 import re
 
 import pytest
-from click.testing import CliRunner
 
 import gammaray
 from gammaray import (
@@ -18,8 +17,8 @@ from gammaray import (
     UnauthenticatedError,
     UnavailableError,
 )
-from gammaray.cli import main
 from gammaray.grammar.texts import choice_grammar, json_schema_grammar, regex_grammar
+from tests.support.cli_helpers import invoke
 from tests.support.sdk_helpers import (
     ScriptedService,
     answer,
@@ -44,10 +43,6 @@ STORY = (
         token(" two", TokenOrigin.ACCEPTED, 4, drafter=DrafterKind.SUFFIX),
     ),
 )
-
-
-def invoke(*arguments, **options):
-    return CliRunner().invoke(main, [*map(str, arguments)], prog_name="gammaray", **options)
 
 
 @pytest.fixture
@@ -313,26 +308,6 @@ def test_refused_connection_is_exit_code_3_with_a_hint():
     assert result.exit_code == 3
     assert "gammaray up" in result.stderr
     assert result.stderr.count("\n") == 1
-
-
-def test_wrong_argument_is_exit_code_2_and_named(subtests):
-    for arguments, words in [
-        (["generate", ""], "prompt: got an empty prompt"),
-        (["generate", "Hi", "--temperature", "-1"], "temperature: got -1.0, allowed: a number in [0, 100]"),
-        (["generate", "Hi", "--gamma", "1000000"], "gamma: got 1000000, allowed: an integer in [0, 64]"),
-        (["generate", "Hi", "--gamma", "fast"], "'fast' is neither"),
-        (["generate", "Hi", "--verification", "hope"], "'hope' is not one of 'coupled'"),
-        (["generate", "Hi", "--timeout", "0"], "timeout_s: got 0.0"),
-        (["generate", "Hi", "--address", "nowhere"], "address: got nowhere, allowed: host:port"),
-        (["generate"], "Missing argument 'PROMPT'"),
-        (["status", "--what"], "No such option"),
-        (["dance"], "No such command 'dance'"),
-    ]:
-        with subtests.test(str((arguments, words))[:80]):
-            result = invoke(*arguments)
-            assert result.exit_code == 2
-            assert words in result.stderr
-            assert result.stdout == ""
 
 
 def test_invalid_utf8_on_stdin_is_exit_code_2():

@@ -3,21 +3,18 @@
 import re
 
 import pytest
-from click.testing import CliRunner
 
-from gammaray.cli import main
+from tests.support.cli_helpers import invoke
 
 RAW = re.compile(r"Input should|String should|Value error|validation error|pydantic|got .*got |integer range")
 NOWHERE = "127.0.0.1:1"
-
-
-def invoke(*arguments, **options):
-    return CliRunner().invoke(main, [*map(str, arguments)], prog_name="gammaray", **options)
+URLS = ("h:99999", "ftp://localhost", "https://", "http://a b", "http://h:x", "h:0", "://", "")
+ADDRESSES = ("nowhere", "localhost:99999", "https://", "https://h/path", "http://h:1", "grpc://h")
 
 
 def check(result, words):
     assert result.exit_code == 2, (result.output, result.exception)
-    assert words in result.stderr
+    assert words in " ".join(result.stderr.split())
     assert not RAW.search(result.stderr)
     assert "Traceback" not in result.stderr
 
@@ -75,6 +72,26 @@ def test_settings_of_the_environment(subtests):
         (["chat", "--url", NOWHERE, "--api-key", "a\nb"], "api_key: got a key (not shown)"),
         (["chat", "--url", "http://me:hunter2@h"], "url: got a URL with a user or password"),
         (["qualify", "--target", "", "--draft", "demo"], "target: got an empty text"),
+        (["bench", "--gammas", "fast", "-a", NOWHERE], "got 'fast', allowed: 0 to 64"),
+        (["bench", "--gammas", "65", "-a", NOWHERE], "got '65', allowed: 0 to 64"),
+        (["bench", "--prompts", 25, "-a", NOWHERE], "1<=x<=24"),
+        (["audit", "ftp://x"], "url"),
+        (["audit", "http://x", "--checks", "law,lore"], "lore"),
+        (["audit", "http://x", "--alpha", "0"], "alpha"),
+        (["audit", "http://x", "--concurrency", "0"], "concurrency"),
+        (["audit", "http://x", "--api-key-env", "A B"], "A B"),
+        (["audit", "http://x", "--fields", "[]"], "fields"),
+        (["generate", ""], "prompt: got an empty prompt"),
+        (["generate", "Hi", "--temperature", "-1"], "temperature: got -1.0, allowed: a number in [0, 100]"),
+        (["generate", "Hi", "--gamma", "1000000"], "gamma: got 1000000, allowed: an integer in [0, 64]"),
+        (["generate", "Hi", "--gamma", "fast"], "'fast' is neither"),
+        (["generate", "Hi", "--verification", "hope"], "'hope' is not one of 'coupled'"),
+        (["generate", "Hi", "--timeout", "0"], "timeout_s: got 0.0"),
+        (["generate"], "Missing argument 'PROMPT'"),
+        (["status", "--what"], "No such option"),
+        (["dance"], "No such command 'dance'"),
+        *((["chat", "--url", url], f"url: got {url}, allowed: http://host:port") for url in URLS),
+        *((["status", "-a", at], f"address: got {at}, allowed: host:port") for at in ADDRESSES),
     ],
     ids=str,
 )
@@ -82,6 +99,7 @@ def test_options(tmp_path, monkeypatch, arguments, words):
     monkeypatch.chdir(tmp_path)
     result = invoke(*arguments, input="hi\n")
     check(result, words)
+    assert result.stdout == ""
     assert "hunter2" not in result.output
     assert list(tmp_path.iterdir()) == []
 

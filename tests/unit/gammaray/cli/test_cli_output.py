@@ -7,20 +7,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 import gammaray
 from gammaray import ProcessStatus
 from gammaray.cli import main
 from gammaray.cli.output import columns, output_console
 from gammaray.security.keys import create_key
+from tests.support.cli_helpers import invoke
 from tests.support.sdk_helpers import ScriptedService, serve_in_thread
 
 ROOT = Path(gammaray.__file__).parents[1]
-
-
-def invoke(*arguments, **options):
-    return CliRunner().invoke(main, [*map(str, arguments)], prog_name="gammaray", **options)
 
 
 def test_piped_tables_have_aligned_untruncated_columns_without_boxes_and_colours(capsys):
@@ -50,30 +46,33 @@ def test_keys_in_a_pipe_keep_their_notes(tmp_path):
     assert lines[1].rstrip().endswith(note)
 
 
-def modules_of(*arguments):
-    """Return the modules that a command imports."""
-    script = (
-        "import json, sys\nfrom gammaray.cli import main\n"
-        f"try: main({list(arguments)!r})\nexcept SystemExit: pass\n"
-        "print(json.dumps(sorted(sys.modules)))"
-    )
+def modules_after(*commands):
+    """Return the modules that a process has imported after each of some commands."""
+    script = f"""
+import json, sys
+from gammaray.cli import main
+for arguments in {list(commands)!r}:
+    try:
+        main(arguments)
+    except SystemExit:
+        pass
+    print(json.dumps(["modules", *sys.modules]))
+"""
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=200, cwd=ROOT, check=True
     )
-    return set(json.loads(done.stdout.splitlines()[-1]))
+    return [set(json.loads(line)) for line in done.stdout.splitlines() if line.startswith('["modules"')]
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["dance"]], ids=" ".join)
-def test_help_imports_no_command_and_none_of_their_packages(arguments):
-    found = modules_of(*arguments)
-    assert not found & {"grpc", "google.protobuf", "pydantic", "rich", "yaml", "asyncio"}
-    assert {name for name in found if name.startswith("gammaray.cli.")} == set()
-
-
-@pytest.mark.slow
-def test_help_of_a_command_imports_no_other_command():
+def test_help_imports_no_command_and_none_of_their_packages():
+    """Help of a command imports no other command."""
+    *general, of_config = modules_after(["--help"], ["--version"], ["dance"], ["config", "--help"])
+    assert len(general) == 3
+    for found in general:
+        assert not found & {"grpc", "google.protobuf", "pydantic", "rich", "yaml", "asyncio"}
+        assert {name for name in found if name.startswith("gammaray.cli.")} == set()
     names = {f"gammaray.cli.commands.{name}" for name in main.list_commands(None)}
-    assert modules_of("config", "--help") & names == {"gammaray.cli.commands.config"}
+    assert of_config & names == {"gammaray.cli.commands.config"}
 
 
 @pytest.mark.parametrize("name", main.list_commands(None))

@@ -11,12 +11,11 @@ from types import SimpleNamespace
 
 import grpc
 import pytest
-from click.testing import CliRunner
 
 from gammaray import AsyncClient, Client, InvalidArgumentError, TlsError, UnavailableError
-from gammaray.cli import main
 from gammaray.client.chat import Chat
 from orchestrator.launcher.preflight import free_ports
+from tests.support.cli_helpers import invoke
 from tests.support.sdk_helpers import PROCESSES, ScriptedService, answer, last, serve_in_thread
 from tests.support.tls_front_helpers import certificate, http_front
 from tests.support.tls_helpers import Authority
@@ -45,10 +44,6 @@ def grpc_front(pki, files, *, mutual: bool = False) -> Iterator[str]:
     credentials = grpc.ssl_server_credentials([pair], roots, mutual)
     with serve_in_thread(ScriptedService(answer(last("done"))), credentials) as address:
         yield f"localhost:{address.rpartition(':')[2]}"
-
-
-def invoke(*arguments, **options):
-    return CliRunner().invoke(main, [*map(str, arguments)], prog_name="gammaray", **options)
 
 
 def status(address, *options, **more):
@@ -201,25 +196,6 @@ def test_files_that_cannot_be_used_are_refused_by_name(pki, tmp_path, command, o
     result = command("127.0.0.1:1", *given)
     assert result.exit_code == 2
     assert words in result.stderr
-
-
-@pytest.mark.parametrize(
-    "url",
-    ["localhost:99999", "ftp://localhost", "https://", "http://a b", "http://h:x", "localhost:0", "://", ""],
-)
-def test_chat_with_an_odd_url_is_exit_code_2_and_named(url):
-    result = chat(url)
-    assert result.exit_code == 2
-    assert f"url: got {url}, allowed: http://host:port" in result.stderr
-
-
-@pytest.mark.parametrize(
-    "address", ["localhost:99999", "https://", "https://h/path", "http://h:1", "grpc://h"]
-)
-def test_an_odd_address_is_exit_code_2_and_named(address):
-    result = status(address)
-    assert result.exit_code == 2
-    assert f"address: got {address}, allowed: host:port" in result.stderr
 
 
 def test_options_that_contradict_the_url_are_refused(pki):

@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 import pytest
 from pydantic import BaseModel, TypeAdapter, ValidationError, field_validator
 
-from gammaray import AsyncClient, Client, FinishReason, GenerationRequest, SamplingParams
+from gammaray import AsyncClient, FinishReason, GenerationRequest, SamplingParams
 from gammaray.client.request import build_request
 from gammaray.client.structured import OutputForm
 from gammaray.errors import IncompleteOutputError, InvalidArgumentError
 from gammaray.grammar.texts import choice_grammar, json_schema_grammar, regex_grammar
 from gammaray.types import Chunk
-from tests.support.sdk_helpers import ScriptedService, answer, last, piece, refuse, serve, serve_in_thread
+from tests.support.sdk_helpers import ScriptedService, answer, last, piece, refuse, serve
 
 
 class Person(BaseModel):
@@ -87,11 +87,6 @@ def test_wrong_option_is_named(subtests):
             assert caught.value.allowed
 
 
-def test_whole_request_takes_no_form():
-    with pytest.raises(TypeError, match="regex"):
-        build_request(GenerationRequest("Hi"), regex="a")
-
-
 def cut(text: str, reason: FinishReason = FinishReason.LENGTH) -> Chunk:
     return replace(last(text), finish_reason=reason)
 
@@ -157,13 +152,6 @@ async def test_own_validators_of_a_model_raise_their_error():
     completion, _ = await complete(last('{"name": "Ada", "age": 200}'), json_schema=Person)
     with pytest.raises(ValidationError, match="too old"):
         completion.parsed  # noqa: B018
-
-
-def test_synchronous_client_parses_and_streams():
-    with serve_in_thread(ScriptedService(answer(piece(TEXT[:5]), last(TEXT[5:])))) as address:
-        with Client(address) as client:
-            assert client.complete("Hi", json_schema=Person).parsed.age == 36
-            assert "".join(chunk.text for chunk in client.generate("Hi", json_schema=Person)) == TEXT
 
 
 REFUSAL = InvalidArgumentError("grammar", 'Unimplemented keys: ["not"]', "a grammar that compiles")

@@ -88,17 +88,6 @@ def outputs(texts: list[str], output: tuple[int, ...] = (), tokens: tuple[str, .
             yield from outputs(texts, (*output, token_id), tokens)
 
 
-@pytest.mark.parametrize(("grammar", "texts"), LANGUAGES.items())
-def test_possible_tokens_are_those_of_the_language(grammar, texts):
-    every = list(outputs(texts))
-    assert len(every) > 3
-    for output in every:
-        state = begin(grammar)
-        state.extend(output)
-        assert ids_of(state.masks([()])[0]) == listed(texts, output)
-        assert state.is_complete == (text_of(output) in texts)
-
-
 def test_possible_tokens_of_a_schema_are_those_of_its_documents():
     """Where all documents go on alike, only the tokenizer's own split of the forced text is possible."""
     compiler = small_compiler(JSON_TOKENS, len(JSON_TOKENS), (0, JSON_TOKENS.index("<eot>")))

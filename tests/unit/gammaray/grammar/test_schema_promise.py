@@ -180,7 +180,7 @@ def test_walks_find_repeated_keys_where_no_guard_forbids_them():
 
 
 @pytest.mark.slow
-@settings(max_examples=1500, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
 @given(HARD_SCHEMAS, st.integers(0, 2**32))
 def test_every_completion_of_a_hard_schema_matches_it(schema, seed):
     check(schema, range(seed, seed + 4))

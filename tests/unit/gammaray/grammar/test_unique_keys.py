@@ -15,27 +15,7 @@ from tests.support.grammar_versions import since_1_9
 from tests.support.processing_helpers import small_compiler
 
 TOKENS = (
-    *(
-        "<eos>",
-        "{",
-        "}",
-        "[",
-        "]",
-        '"',
-        "a",
-        "b",
-        "\\",
-        "u",
-        "0",
-        "6",
-        "1",
-        "n",
-        ":",
-        ",",
-        "Ġ",
-        "</think>",
-        "<think>",
-    ),
+    *("<eos>", *'{}[]"ab\\u061n:,Ġ', "</think>", "<think>"),
     *('",Ġ"', '"a":Ġ', '{"a', 'a"', '":Ġ', "\\u", "006", '1,Ġ"a"', '"a"', "1}", '},Ġ"', 'b",Ġ"b'),
 )
 ANY = json_schema_grammar({"type": "object", "additionalProperties": {"enum": [1, "a", {"a": 1}]}})

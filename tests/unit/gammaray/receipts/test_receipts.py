@@ -4,13 +4,12 @@ import json
 import stat
 
 import pytest
-from click.testing import CliRunner
 
-from gammaray.cli import main
 from gammaray.client.request import build_request
 from gammaray.errors import InvalidArgumentError
 from gammaray.receipts.keys import b64, parse_keys, published, read_receipt_keys, rotate, unb64
 from gammaray.receipts.receipt import Receipt, SignedReceipt
+from tests.support.cli_helpers import invoke
 from tests.support.receipt_helpers import made_up_receipt
 
 
@@ -22,10 +21,6 @@ def path(tmp_path):
 @pytest.fixture
 def receipt():
     return made_up_receipt()
-
-
-def invoke(*args):
-    return CliRunner().invoke(main, [str(arg) for arg in args])
 
 
 def test_receipt_survives_its_text(path, receipt):

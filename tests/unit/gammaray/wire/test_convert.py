@@ -176,24 +176,14 @@ def test_types_and_messages_have_the_same_number_of_fields(cls):
 
 
 def test_request_wrong_message_is_refused_and_the_field_named(subtests):
+    """Each field by its check of the type, which test_request.py tests in full."""
     for message, field in [
         (gen.GenerateRequest(), "prompt"),
         (gen.GenerateRequest(token_ids=gen.TokenIds()), "prompt"),
-        (gen.GenerateRequest(text="Hi", max_tokens=0), "max_tokens"),
-        (gen.GenerateRequest(text="Hi", gamma=gen.GammaPolicy(fixed=10**6)), "gamma"),
         (gen.GenerateRequest(text="Hi", gamma=gen.GammaPolicy(max_nodes=257)), "max_nodes"),
         (gen.GenerateRequest(text="Hi", sampling=pb.SamplingParams(temperature=float("nan"))), "temperature"),
-        (gen.GenerateRequest(text="Hi", sampling=pb.SamplingParams(logit_bias={3: 1e9})), "logit_bias[3]"),
-        (gen.GenerateRequest(text="Hi", session_id="../x"), "session_id"),
-        (gen.GenerateRequest(text="Hi", session_id="x", store=False), "store"),
         (gen.GenerateRequest(text="Hi", keep_cache_s=1, store=False), "store"),
         (gen.GenerateRequest(text="Hi", prediction=gen.Prediction(text="x" * (2**16 + 1))), "prediction"),
-        (
-            gen.GenerateRequest(
-                text="Hi", prediction=gen.Prediction(token_ids=gen.TokenIds(ids=[1] * (2**16 + 1)))
-            ),
-            "prediction",
-        ),
     ]:
         with subtests.test(str((message, field))[:80]):
             with pytest.raises(InvalidArgumentError) as caught:

@@ -163,7 +163,7 @@ def test_adaptive_gamma_crowd_gives_tokens_to_those_whose_are_accepted():
 
 
 @pytest.mark.parametrize("num_sessions", [2, 8, 32])
-@pytest.mark.parametrize("strain", [0.0, 0.3, 0.6])
+@pytest.mark.parametrize("strain", [0.0, 0.6])
 def test_adaptive_gamma_crowd_reaches_the_best_common_gamma(num_sessions, strain):
     """Each token costs everybody 4 %, and all steps are slower while sessions draft on shared cores."""
     world, rng = World(alpha=0.75, per_token=0.04, draft=0.03, spikes=0.0, strain=strain), random.Random(1)

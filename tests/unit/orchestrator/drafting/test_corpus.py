@@ -121,34 +121,6 @@ def test_short_outputs_are_not_kept_and_long_ones_from_their_end():
     assert proposed(corpus, "t:3", text[-100:]) == text[-50:-46]
 
 
-def test_a_session_is_forgotten_with_all_its_turns():
-    corpus = corpus_of()
-    corpus.add(session_of("t:1", text_of(0)))
-    corpus.add(session_of("t:2", text_of(1)))
-    corpus.add(session_of("t:1", text_of(2)))
-    corpus.forget("t:1")
-    corpus.forget("t:unknown")
-    assert [proposed(corpus, "t:9", text_of(seed)) for seed in (0, 2)] == [None, None]
-    assert proposed(corpus, "t:9", text_of(1)) == text_of(1)[32:36]
-    corpus.forget("t:2")
-    assert (corpus.num_sessions, corpus.num_tokens) == (0, 0)
-
-
-def test_outputs_expire_with_the_last_turn_of_their_session():
-    clock = Clock()
-    corpus = corpus_of(clock=clock)
-    corpus.add(session_of("t:1", text_of(0)))
-    corpus.add(session_of("t:2", text_of(1)))
-    clock.now_s += TTL_S / 2
-    corpus.add(session_of("t:1", text_of(2)))
-    clock.now_s += TTL_S / 2
-    found = [proposed(corpus, "t:9", text_of(seed)) for seed in range(3)]
-    assert found == [text_of(0)[32:36], None, text_of(2)[32:36]]
-    clock.now_s += TTL_S / 2
-    assert proposed(corpus, "t:9", text_of(0)) is None
-    assert (corpus.num_sessions, corpus.num_tokens) == (0, 0)
-
-
 async def test_sessions_that_the_store_does_not_have_are_forgotten():
     corpus, pages = corpus_of(), []
     names = [f"t:{number}" for number in range(CHECK_PAGE + 50)]

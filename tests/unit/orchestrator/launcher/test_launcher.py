@@ -23,21 +23,8 @@ from gammaray.errors import InvalidArgumentError, UnavailableError
 from orchestrator.launcher import cluster
 from orchestrator.launcher.cluster import private_directory, serve_environment, serve_errors
 from orchestrator.launcher.options import parse_options
-from orchestrator.launcher.preflight import (
-    check_models,
-    check_port,
-    gpu_share,
-    vocab_size,
-    worker_gpus,
-)
-from orchestrator.launcher.reaper import (
-    MARK,
-    Guardian,
-    children_named,
-    end_marked,
-    marked,
-    runs,
-)
+from orchestrator.launcher.preflight import check_models, check_port, gpu_share, vocab_size, worker_gpus
+from orchestrator.launcher.reaper import MARK, Guardian, children_named, end_marked, marked, runs
 from orchestrator.launcher.signals import StopSignals
 from orchestrator.status import find_proxies
 

@@ -11,7 +11,7 @@ import gammaray
 from gammaray.config import ClusterSettings
 from gammaray.deploy.serve_config import role_settings, serve_document
 from gammaray.errors import InvalidArgumentError
-from orchestrator.launcher.preflight import check_port, check_workers, worker_gpus
+from orchestrator.launcher.preflight import check_port, check_workers, worker_cores, worker_gpus
 
 ROOT = Path(gammaray.__file__).parents[1]
 
@@ -99,10 +99,25 @@ def modules_at_the_refusal(*arguments):
     return status, set(names), done.stderr
 
 
-@pytest.mark.parametrize("line", ["--dtype bfloat16 --deterministic", "--http-port 9000 --grpc-port 9000"])
-def test_launcher_refuses_before_anything_slow_is_imported(line):
-    status, modules, printed = modules_at_the_refusal(*line.split())
+def test_launcher_refuses_before_anything_slow_is_imported():
+    status, modules, printed = modules_at_the_refusal("--dtype", "bfloat16", "--deterministic")
     assert status == 2
     assert printed.startswith("gammaray: ")
     assert printed.count("\n") == 1
     assert not modules & {"ray", "torch", "transformers", "fastapi", "redis"}
+
+
+@pytest.mark.parametrize(
+    ("cores", "num_targets", "num_drafts", "threads", "wanted"),
+    [
+        ({1, 0}, 1, 1, 1, {"target": (0,), "draft": (1,)}),
+        ({3, 4, 5, 9}, 2, 1, 1, {"target": (3, 4), "draft": (5,)}),
+        ({0, 1}, 1, 0, 1, {"target": (0,), "draft": ()}),
+        ({0}, 1, 1, 1, {"target": (), "draft": ()}),
+        ({0, 1}, 2, 1, 1, {"target": (), "draft": ()}),
+        ({0, 1, 2, 3, 4}, 1, 1, 2, {"target": (0, 1), "draft": (2, 3)}),
+        ({0, 1, 2}, 1, 1, 2, {"target": (), "draft": ()}),
+    ],
+)
+def test_worker_cores_are_disjoint_or_none(cores, num_targets, num_drafts, threads, wanted):
+    assert worker_cores(cores, num_targets, num_drafts, threads) == wanted

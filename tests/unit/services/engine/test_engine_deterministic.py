@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -115,23 +116,21 @@ def test_bits_that_vary_are_caught(tmp_path: Path) -> None:
         check_deterministic(engine)
 
 
-def test_load_without_the_kernel_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match="needs the compiled CPU kernel: the engine is transf"):
-        load_engine(str(tiny_model("llama", tmp_path)), deterministic=True, engine="transformers")
-
-
-def test_load_half_precision_refused(tmp_path: Path) -> None:
-    directory = tiny_model("llama", tmp_path)
-    with pytest.raises(UnsupportedModelError, match="float32 on CPU"):
-        load_engine(str(directory), deterministic=True, dtype="bfloat16")
-
-
-def test_load_several_threads_refused(tmp_path: Path) -> None:
-    directory = tiny_model("llama", tmp_path)
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"engine": "transformers"}, "needs the compiled CPU kernel: the engine is transf"),
+        ({"dtype": "bfloat16"}, "float32 on CPU"),
+        ({"threads": 2}, "1 thread"),
+    ],
+)
+def test_load_of_what_is_not_deterministic_refused(
+    tmp_path: Path, options: dict[str, Any], reason: str
+) -> None:
     threads = torch.get_num_threads()
     try:
-        with pytest.raises(UnsupportedModelError, match="1 thread"):
-            load_engine(str(directory), deterministic=True, threads=2)
+        with pytest.raises(UnsupportedModelError, match=reason):
+            load_engine(str(tiny_model("llama", tmp_path)), deterministic=True, **options)
     finally:
         torch.set_num_threads(threads)
 

@@ -1,4 +1,8 @@
-"""The engine's logits against the model's own plain forward, for every architecture it serves."""
+"""The engine's logits and hidden states against the model's own plain forward, for every architecture.
+
+On each path: the compiled kernel, transformers' layers with an attention per session, as on CPUs, or with
+one of all sessions, as on GPUs.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +16,14 @@ from services.engine.core import batch as feeds_module
 from services.engine.core.batch import SequenceInput
 from services.engine.hf import attention
 from services.engine.hf import runner as general
+from services.engine.hf.batched_attention import MAX_PADDED_ROWS
 from services.engine.loader import load_engine
+from services.engine.native.runner import NativeRunner
 from tests.support.engine_helpers import (
     LEAN,
     SUPPORTED,
     CheckedEngine,
+    batched_engine,
     plain_logits,
     plain_model,
     random_tokens,
@@ -24,9 +31,16 @@ from tests.support.engine_helpers import (
 )
 
 TOLERANCE = 1e-4
-# Two roots, a chain below one, siblings with equal positions, a leaf deeper than the window is narrow.
-TREE = (-1, -1, 0, 0, 1, 2, 4, 5, 6, 8)
-PATHS = [(arch, "transformers") for arch in SUPPORTED] + [(arch, "native") for arch in LEAN]
+TAP_TOLERANCE = 1e-5
+LAYERS = (2, 3, 0, 1, 2)
+"""Layers whose states are compared: in any order, the last one and one of them twice."""
+
+# Two roots, a chain below one, siblings with equal positions, a leaf deeper than the window of 8.
+TREE = (-1, -1, 0, 0, 1, 2, 4, 5, 6, 8, 9, 10, 11)
+PATHS = [
+    *((arch, path) for path in ("transformers", "batched") for arch in SUPPORTED),
+    *((arch, "native") for arch in LEAN),
+]
 
 
 @pytest.fixture(scope="module")
@@ -46,41 +60,55 @@ class _Directories(dict[str, Path]):
         return self[arch]
 
 
-def checked(directory: Path, choice: str) -> CheckedEngine:
-    engine = load_engine(str(directory), engine=choice)
-    return CheckedEngine(engine, plain_model(directory))
+def checked(directory: Path, path: str, taps: tuple[int, ...] = ()) -> CheckedEngine:
+    engine = batched_engine(directory) if path == "batched" else load_engine(str(directory), engine=path)
+    return CheckedEngine(engine, plain_model(directory), taps)
 
 
-@pytest.mark.parametrize(("arch", "choice"), PATHS)
-def test_engine_session_operations_match_plain_forwards(
-    directories: dict[str, Path], arch: str, choice: str
+@pytest.mark.parametrize(("arch", "path"), PATHS)
+def test_steps_of_several_sessions_match_plain_forwards(
+    directories: dict[str, Path], arch: str, path: str
 ) -> None:
-    run = checked(directories[arch], choice)
-    text = random_tokens(110, 1)
-    run.step(SequenceInput("a", 0, text[:20], 20), SequenceInput("b", 0, text[40:47], 1))
-    run.step(SequenceInput("a", 20, random_tokens(6, 2), 6))
-    # Rollback after wrong tokens, ragged rows, and another session's first chunk.
+    run = checked(directories[arch], path, LAYERS)
+    assert isinstance(run.engine.runner, NativeRunner) == (path == "native")
+    text, tree = random_tokens(128, 1), random_tokens(len(TREE), 4)
     run.step(
-        SequenceInput("a", 20, text[20:21], 1),
-        SequenceInput("b", 4, random_tokens(9, 3), 3),
-        SequenceInput("c", 0, text[:30], 0),
+        SequenceInput("a", 0, text[:70], 3),
+        SequenceInput("b", 0, text[40:47], 1),
+        SequenceInput("c", 0, text[50:73], 0),
     )
     run.step(
-        SequenceInput("c", 30, text[30:61], 1),
-        SequenceInput("a", 21, text[21:26], 5),
-        SequenceInput("b", 13, text[:2], 2),
+        *[SequenceInput(name, n, random_tokens(1, n), 1) for name, n in (("a", 70), ("b", 7), ("c", 23))]
     )
-    tree = random_tokens(len(TREE), 4)
-    run.step(SequenceInput("c", 60, [text[60], *tree], 11, TREE), SequenceInput("a", 26, text[26:70], 44))
-    run.engine.keep_path("c", 61, [0, 2, 5, 7])
-    run.engine.fork("c", "d", 63)
-    run.step(SequenceInput("c", 65, random_tokens(9, 5), 9), SequenceInput("d", 63, random_tokens(3, 6), 3))
+    # Ragged rows, a rollback, a tree and a new session; the lengths call for two groups of padded rows.
     run.step(
-        SequenceInput("a", 70, text[70:110], 2, None),
-        SequenceInput("d", 66, random_tokens(4, 7), 3, (-1, -1, 0)),
+        SequenceInput("c", 24, [5, *tree], len(TREE) + 1, TREE),
+        SequenceInput("d", 0, text[:2], 2),
+        SequenceInput("a", 71, random_tokens(4, 3), 4),
+        SequenceInput("b", 4, random_tokens(9, 5), 9),
     )
-    assert run.engine.tokens("c")[:65] == [*text[:61], tree[0], tree[2], tree[5], tree[7]]
+    run.engine.keep_path("c", 25, [0, 2, 5, 7])
+    assert run.engine.tokens("c")[24:] == [5, tree[0], tree[2], tree[5], tree[7]]
+    run.engine.fork("c", "e", 27)
+    # A chunk that begins behind cached tokens and is longer than padded rows may be, with others.
+    run.step(
+        SequenceInput("d", 2, random_tokens(MAX_PADDED_ROWS + 6, 6), 5),
+        SequenceInput("c", 29, random_tokens(3, 7), 3),
+        SequenceInput("e", 27, random_tokens(6, 8), 4, (-1, -1, 0)),
+    )
+    # Nodes that join the cached tree, one of them after an earlier token of the chain.
+    run.step(
+        SequenceInput("e", 30, random_tokens(3, 6), 3, (2, -3, 1), num_kept=3),
+        SequenceInput("b", 13, random_tokens(2, 3), 1),
+    )
+    run.step(
+        SequenceInput("e", 30, random_tokens(2, 4), 2, (5, 3), num_kept=6),
+        SequenceInput("b", 15, random_tokens(2, 5), 1),
+    )
+    run.step(*[SequenceInput(s, run.engine.length(s), random_tokens(5, 9), 5) for s in "abcde"])
+    run.step(SequenceInput("d", 20, random_tokens(6, 2), 6))
     assert run.worst <= TOLERANCE
+    assert run.worst_tap <= TAP_TOLERANCE
 
 
 @pytest.mark.parametrize("arch", ["mistral", "gemma3"])
@@ -177,16 +205,19 @@ def test_step_logits_can_be_written_to(directories: dict[str, Path]) -> None:
         assert torch.equal(second, kept)
 
 
+@pytest.mark.parametrize("path", ["transformers", "batched"])
 @pytest.mark.parametrize("arch", ["llama", "gemma2", "mixtral", "gpt_oss", "deepseek_v3"])
-def test_bfloat16_stays_within_its_rounding(directories: dict[str, Path], arch: str) -> None:
-    engine = load_engine(str(directories[arch]), dtype="bfloat16")
-    text = random_tokens(30, 1)
-    got = torch.cat(
-        [
-            *engine.step([SequenceInput("a", 0, text[:21], 21)]),
-            *engine.step([SequenceInput("a", 21, text[21:], 9)]),
-        ]
+def test_bfloat16_stays_within_its_rounding(directories: dict[str, Path], arch: str, path: str) -> None:
+    directory = str(directories[arch])
+    engine = (
+        batched_engine(directories[arch], dtype="bfloat16")
+        if path == "batched"
+        else load_engine(directory, dtype="bfloat16")
     )
+    text = random_tokens(30, 1)
+    feeds = [SequenceInput("a", 0, text[:21], 21), SequenceInput("b", 0, text[:9], 1)]
+    got = torch.cat([engine.step(feeds)[0], engine.step([SequenceInput("a", 21, text[21:], 9)])[0]])
     expected = plain_logits(plain_model(directories[arch]).to(torch.bfloat16), text)
     assert got.dtype == torch.float32
+    # Experts may be chosen differently within rounding: compare means.
     assert (got - expected).abs().mean() <= 0.05 * expected.abs().mean()

@@ -153,52 +153,45 @@ def layer(**values):
     }
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (put(speculators_model_type="dflash"), "a DFlash head, served by the engine vllm only"),
-        (put(speculators_model_type="eagle9"), "speculators_model_type is 'eagle9'"),
-        (put(norm_after_everything=True), "flag 'norm_after_everything' is not known"),
-        (drop("norm_before_residual"), "lacks norm_before_residual"),
-        (drop("transformer_layer_config"), "lacks transformer_layer_config"),
-        (put(norm_output="yes"), "norm_output is 'yes'"),
-        (put(eagle_aux_hidden_state_layer_ids=[1, 2, 4]), r"layers \[1, 2, 4\], allowed: \[0, 3\]"),
-        (put(eagle_aux_hidden_state_layer_ids="all"), "layer ids are 'all'"),
-        (put(eagle_aux_hidden_state_layer_ids=[1, 2]), r"fc.weight: got the shape \[32, 96\]"),
-        (put(target_hidden_size=64), "states of width 64"),
-        (put(norm_before_fc=True, fc_norm=True), "exclude each other"),
-        (put(draft_vocab_size=41), r"d2t: got the shape \[40\]"),
-        (layer(vocab_size=98), "98 token ids"),
-        (layer(num_hidden_layers=2), "2 layers"),
-        (layer(hidden_act="gelu"), "hidden_act is 'gelu'"),
-        (layer(model_type="mamba"), "type 'mamba'"),
-        (layer(intermediate_size=64), "mlp"),
-        (layer(layer_types=["sliding_attention"]), "slides"),
-    ],
-)
-def test_configuration_that_is_not_served_is_refused(tmp_path, target, change, reason):
-    folder = changed("llama", tmp_path, config=change)
-    with pytest.raises(UnsupportedModelError, match=reason):
-        load_head(str(folder), target)
-
-
 def nan(stored):
     stored["fc.weight"][0, 0] = torch.nan
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    ("file", "change", "reason"),
     [
-        (drop("fc.weight"), "lacks 1 weights, such as fc.weight"),
-        (drop("d2t"), "d2t: got no tensor"),
-        (drop("lm_head.weight"), "lacks lm_head.weight"),
-        (lambda stored: stored | {"layers.1.mlp.up_proj.weight": torch.ones(2)}, "no place for 1 weights"),
-        (lambda stored: stored | {"d2t": torch.zeros(40, dtype=torch.int64) - 1}, "ascending ids"),
-        (nan, "fc.weight: got numbers that are not finite"),
+        ("config", put(speculators_model_type="dflash"), "a DFlash head, served by the engine vllm only"),
+        ("config", put(speculators_model_type="eagle9"), "speculators_model_type is 'eagle9'"),
+        ("config", put(norm_after_everything=True), "flag 'norm_after_everything' is not known"),
+        ("config", drop("norm_before_residual"), "lacks norm_before_residual"),
+        ("config", drop("transformer_layer_config"), "lacks transformer_layer_config"),
+        ("config", put(norm_output="yes"), "norm_output is 'yes'"),
+        ("config", put(eagle_aux_hidden_state_layer_ids=[1, 2, 4]), r"layers \[1, 2, 4\], allowed: \[0, 3\]"),
+        ("config", put(eagle_aux_hidden_state_layer_ids="all"), "layer ids are 'all'"),
+        ("config", put(eagle_aux_hidden_state_layer_ids=[1, 2]), r"fc.weight: got the shape \[32, 96\]"),
+        ("config", put(target_hidden_size=64), "states of width 64"),
+        ("config", put(norm_before_fc=True, fc_norm=True), "exclude each other"),
+        ("config", put(draft_vocab_size=41), r"d2t: got the shape \[40\]"),
+        ("config", layer(vocab_size=98), "98 token ids"),
+        ("config", layer(num_hidden_layers=2), "2 layers"),
+        ("config", layer(hidden_act="gelu"), "hidden_act is 'gelu'"),
+        ("config", layer(model_type="mamba"), "type 'mamba'"),
+        ("config", layer(intermediate_size=64), "mlp"),
+        ("config", layer(layer_types=["sliding_attention"]), "slides"),
+        ("weights", drop("fc.weight"), "lacks 1 weights, such as fc.weight"),
+        ("weights", drop("d2t"), "d2t: got no tensor"),
+        ("weights", drop("lm_head.weight"), "lacks lm_head.weight"),
+        (
+            "weights",
+            lambda stored: stored | {"layers.1.mlp.up_proj.weight": torch.ones(2)},
+            "no place for 1 weights",
+        ),
+        ("weights", lambda stored: stored | {"d2t": torch.zeros(40, dtype=torch.int64) - 1}, "ascending ids"),
+        ("weights", nan, "fc.weight: got numbers that are not finite"),
     ],
 )
-def test_weights_that_do_not_fit_are_refused(tmp_path, target, change, reason):
-    folder = changed("llama", tmp_path, weights=change)
+def test_files_that_are_not_served_are_refused(tmp_path, target, file, change, reason):
+    folder = changed("llama", tmp_path, **{file: change})
     with pytest.raises(UnsupportedModelError, match=reason):
         load_head(str(folder), target)
 

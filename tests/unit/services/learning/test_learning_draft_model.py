@@ -12,16 +12,11 @@ from services.draft_worker.loading import load_learning
 from services.engine.core.batch import SequenceInput
 from services.engine.loader import DraftVersions, load_engine
 from tests.support.engine_helpers import random_tokens
-from tests.support.learning_helpers import draft_model, draft_scheduler, publish, tiny_target
+from tests.support.learning_helpers import draft_model, draft_scheduler, publish
 from tests.support.vllm_helpers import Session, draft, end
 from tests.support.workers.redis_helpers import wait_until
 
 NUM_SESSIONS, GAMMA = 5, 4
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    return tiny_target(tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture(scope="module")
@@ -32,9 +27,8 @@ def models(tmp_path_factory, target):
 
 
 @pytest.fixture(autouse=True)
-def _often(monkeypatch):
+def _untrained(monkeypatch):
     monkeypatch.setattr("services.learning.versions.trainer_command", lambda *_: None)
-    monkeypatch.setattr("services.learning.versions.PERIOD_S", 0.02)
 
 
 def sessions(texts, tenant=""):

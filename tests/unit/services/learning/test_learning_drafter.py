@@ -28,18 +28,12 @@ from tests.support.learning_helpers import (
     right_head,
     run_for,
     serve_until,
-    tiny_target,
     useless,
 )
 from tests.support.small_files import largest_file
 from tests.support.workers.redis_helpers import wait_until
 
 COUNT = 110
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    return tiny_target(tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture(scope="module", params=["head", "draft model"])
@@ -55,11 +49,6 @@ def drafters(request, tmp_path_factory, target):
 def untrained(request, tmp_path_factory, target):
     folder = tmp_path_factory.mktemp("untrained") / "drafter"
     return new_head(folder, target) if request.param == "head" else draft_model(folder, target, 0.2)
-
-
-@pytest.fixture(autouse=True)
-def _often(monkeypatch):
-    monkeypatch.setattr("services.learning.versions.PERIOD_S", 0.02)
 
 
 def test_versions_that_take_over_change_no_token(tmp_path, target, drafters, monkeypatch):

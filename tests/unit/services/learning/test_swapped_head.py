@@ -2,19 +2,12 @@
 
 import itertools
 
-import pytest
-
 from gammaray.learning.folder import LearningFolder
 from services.engine.core.errors import EngineLostError
 from services.learning.swapped_head import SPAN_S, SwappedHead
 from services.learning.versions import Versions
 from tests.support.learning_helpers import publish
 from tests.support.workers.redis_helpers import wait_until
-
-
-@pytest.fixture(autouse=True)
-def _often(monkeypatch):
-    monkeypatch.setattr("services.learning.versions.PERIOD_S", 0.02)
 
 
 def head_of(path, swap):

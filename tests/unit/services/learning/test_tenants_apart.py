@@ -17,15 +17,10 @@ from services.train.answers.store import Sequence
 from services.train.draft_model import TrainableDraft
 from services.train.live.trainer import Trainer
 from tests.support.engine_helpers import random_tokens
-from tests.support.learning_helpers import TAPS, draft_model, new_head, tiny_target
+from tests.support.learning_helpers import TAPS, draft_model, new_head
 
 SECRET = random_tokens(24, seed=77, vocab_size=97)
 PROMPT = random_tokens(12, seed=78, vocab_size=97)
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    return tiny_target(tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture(autouse=True)

@@ -1,8 +1,6 @@
 """What `gammaray check` says of files without loading a model."""
 
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
@@ -10,6 +8,7 @@ from gammaray.errors import InvalidArgumentError
 from gammaray.receipts.keys import published, read_receipt_keys, rotate
 from services.receipts.__main__ import check_file
 from tests.support.receipt_helpers import made_up_receipt
+from tests.support.scripted_http import scripted
 
 
 @pytest.fixture
@@ -39,23 +38,11 @@ def test_check_refuses_without_loading_a_model(path, receipt, tmp_path, capsys):
 
 
 def test_check_reads_keys_from_a_url(path, receipt, tmp_path, capsys):
-    body = json.dumps(published(rotate(path))).encode()
-
-    class Keys(BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *args):
-            pass
-
+    keys = published(rotate(path))
     rotate(tmp_path / "other.json")
     file = tmp_path / "receipts.txt"
     file.write_text(receipt.signed(read_receipt_keys(tmp_path / "other.json")[0]))
-    with HTTPServer(("127.0.0.1", 0), Keys) as server:
-        url = f"http://127.0.0.1:{server.server_port}/v1/receipts/key"
-        threading.Thread(target=server.handle_request, daemon=True).start()
+    with scripted(lambda path, body: (200, keys)) as (url, _):
         assert check_file(file, "/none", url) == 2
     assert read_receipt_keys(path)[0].kid in capsys.readouterr().out
     with pytest.raises(InvalidArgumentError, match=f"key: got {url}"):

@@ -41,25 +41,7 @@ from tests.support.processing_helpers import small_compiler
 pytestmark = pytest.mark.slow
 
 EOS = 0
-TOKENS = (
-    "<eos>",
-    "q",
-    "x",
-    "y",
-    "qq",
-    "xy",
-    "yq",
-    '"',
-    "[",
-    "]",
-    "{",
-    "}",
-    ":",
-    ",",
-    "0",
-    "1",
-    "Ġ",
-)  # the last one is a space
+TOKENS = ("<eos>", *"qxy", "qq", "xy", "yq", *'"[]{}:,01', "Ġ")  # the last one is a space
 Q = 1
 COUNT = 24
 

@@ -81,17 +81,6 @@ def test_steps_of_many_large_blocks_are_bounded_and_tokens_stay(pair, has_head, 
     assert tokens[0] == tokens[1]
 
 
-def test_small_block_is_served_before_large_ones_that_came_first(pair, monkeypatch):
-    steps = Steps(pair, SLOW, monkeypatch)
-    runs = sessions(steps.scheduler, 13)
-    steps.serve([run.block(Shape(0)) for run in runs])
-    *large, small = runs
-    blocks = [run.block(Shape(0), Proposal(tuple(range(5, 20)))) for run in large]
-    order = [name for name, _ in steps.serve([*blocks, small.block(Shape(0))])]
-    assert order.index(small.name) <= 2  # in the first step, with as many large ones as fit
-    assert order[0] == large[0].name
-
-
 def test_long_block_is_not_starved_by_blocks_that_copy_prefixes(pair):
     scheduler = TargetScheduler(load_engine(pair[0]), Limits(64, 16))
     common = random_tokens(20, seed=0)

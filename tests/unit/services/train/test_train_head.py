@@ -30,11 +30,12 @@ TAPS = (2, 8, 13, NUM_LAYERS)
 def trained(tmp_path_factory):
     """A head after some steps: its folder, and what was told before and after an interruption."""
     folder = tmp_path_factory.mktemp("head")
-    task = make_task(folder, minutes=0.8)
-    first, done = run_until(task, "steps 15 ")
+    first, done = run_until(make_task(folder), "steps 15 ")
     assert not done
+    elapsed_s = json.loads((folder / "work" / "elapsed.json").read_text())
     second = []
-    assert run(task, second.append, lambda: False)
+    # In the second half of the time, in which a head is trained in several steps.
+    assert run(make_task(folder, minutes=(elapsed_s + 10) / 60), second.append, lambda: False)
     return folder, first, second
 
 

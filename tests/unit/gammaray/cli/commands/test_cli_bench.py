@@ -98,24 +98,6 @@ def test_bench_prompt_file_gives_the_prompts(
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (("--gammas", "fast"), "got 'fast', allowed: 0 to 64"),
-        (("--gammas", "65"), "got '65', allowed: 0 to 64"),
-        (("--temperatures", "warm"), "got 'warm', allowed: numbers"),
-        (("--prompts", 25), "1<=x<=24"),
-    ],
-    ids=lambda value: value[0] if isinstance(value, tuple) else None,
-)
-def test_bench_bad_option_ends_with_code_2_naming_what_is_allowed(
-    options: tuple[object, ...], words: str
-) -> None:
-    result = invoke("-a", "127.0.0.1:1", *options)
-    assert result.exit_code == 2
-    assert words in " ".join(result.stderr.replace("│", " ").split())
-
-
-@pytest.mark.parametrize(
     ("name", "text"), [("p.json", "{}"), ("p.json", "["), ("p.json", "[1]"), ("p.txt", "\n")]
 )
 def test_bench_file_without_prompts_ends_with_code_2(tmp_path: Path, name: str, text: str) -> None:
@@ -124,7 +106,3 @@ def test_bench_file_without_prompts_ends_with_code_2(tmp_path: Path, name: str, 
     result = invoke("-a", "127.0.0.1:1", "--prompt-file", path)
     assert result.exit_code == 2
     assert name in result.stderr
-
-
-def test_bench_without_a_server_ends_with_code_3() -> None:
-    assert invoke("-a", "127.0.0.1:1").exit_code == 3

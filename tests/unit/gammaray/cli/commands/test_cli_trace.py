@@ -3,11 +3,10 @@
 import json
 
 import pytest
-from click.testing import CliRunner
 
-from gammaray.cli import main
 from gammaray.v1 import generation_service_pb2 as pb
 from gammaray.v1 import types_pb2
+from tests.support.cli_helpers import invoke
 from tests.support.sdk_helpers import ScriptedService, answer, last, serve_in_thread
 
 
@@ -54,7 +53,7 @@ class RecordingService(ScriptedService):
 
 def trace(cycles: list[pb.CycleRecord], *options: str):
     with serve_in_thread(RecordingService(cycles)) as address:
-        result = CliRunner().invoke(main, ["trace", "s1", "-a", address, *options])
+        result = invoke("trace", "s1", "-a", address, *options)
     assert result.exit_code == 0, result.output
     return result.stdout
 

@@ -8,13 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 import gammaray
-from gammaray.cli import main, program
+from gammaray.cli import program
 from gammaray.cli.commands import up
 from gammaray.config import ClusterSettings, PoolSize
 from orchestrator.launcher.options import parse_options
+from tests.support.cli_helpers import invoke
 
 ROOT = Path(gammaray.__file__).parents[1]
 WAIT_S = 120.0
@@ -92,7 +92,7 @@ def test_up_signals_reach_the_launcher_whose_exit_code_counts(launch, number):
 def test_up_has_an_option_for_every_cluster_setting():
     names = {parameter.name for parameter in up.up.params}
     assert names >= ClusterSettings.model_fields.keys()
-    help_text = CliRunner().invoke(main, ["up", "--help"]).stdout
+    help_text = invoke("up", "--help").stdout
     for name in ClusterSettings.model_fields:
         assert f"--{name.replace('_', '-')}" in help_text
 
@@ -117,7 +117,7 @@ def test_up_without_the_cluster_packages_says_what_to_install(monkeypatch):
     monkeypatch.setattr(
         program, "find_spec", lambda name: None if name in ("ray", "torch") else present(name)
     )
-    result = CliRunner().invoke(main, ["up"])
+    result = invoke("up")
     assert result.exit_code == 1
     assert "not installed (ray, torch)" in result.stderr
     assert "pip install 'gammaray[all]'" in result.stderr

@@ -30,24 +30,27 @@ async def test_completion_returns_text_usage_and_gammaray():
 
 async def test_completion_every_option_reaches_the_orchestrator():
     backend = ScriptedBackend()
+    sampling = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 5,
+        "min_p": 0.1,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.2,
+        "frequency_penalty": 0.3,
+        "min_tokens": 1,
+        "seed": 11,
+    }
     answer = await complete(
         backend,
         prompt=[1, 2, 3],
         max_tokens=2,
-        temperature=0.5,
-        top_p=0.9,
-        top_k=5,
-        min_p=0.1,
-        repetition_penalty=1.1,
-        presence_penalty=0.2,
-        frequency_penalty=0.3,
+        **sampling,
         logit_bias={"7": -100, "8": 1.5},
-        min_tokens=1,
         ignore_eos=True,
         stop_token_ids=[9],
         allowed_token_ids=[4, 7],
         stop=["a", "b"],
-        seed=11,
         logprobs=3,
         user="u",
         metadata={"k": "v"},
@@ -64,19 +67,8 @@ async def test_completion_every_option_reaches_the_orchestrator():
     assert answer.status_code == 200
     (request,) = backend.requests
     assert request.prompt == (1, 2, 3)
-    assert request.sampling == SamplingParams(
-        temperature=0.5,
-        top_p=0.9,
-        top_k=5,
-        min_p=0.1,
-        repetition_penalty=1.1,
-        presence_penalty=0.2,
-        frequency_penalty=0.3,
-        logit_bias={7: -100, 8: 1.5},
-        allowed_token_ids=(4, 7),
-        min_tokens=1,
-        seed=11,
-    )
+    biases = {7: -100, 8: 1.5}
+    assert request.sampling == SamplingParams(**sampling, logit_bias=biases, allowed_token_ids=(4, 7))
     assert (request.max_tokens, request.stop, request.stop_token_ids) == (2, ("a", "b"), (9,))
     assert request.ignore_eos
     assert request.num_top_logprobs == 3

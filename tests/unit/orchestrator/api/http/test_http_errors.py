@@ -18,6 +18,7 @@ from orchestrator.api.http.bodies import MAX_BODY_BYTES
 from orchestrator.api.http.errors import error_body
 from orchestrator.api.http.server.app import create_app
 from tests.support.http_helpers import call
+from tests.support.openapi_helpers import request_schema, validator
 from tests.support.surface_helpers import ScriptedBackend
 
 
@@ -52,10 +53,17 @@ COMPLETIONS = {
     "stop a number": ({"prompt": "x", "stop": 1}, "stop"),
     "logprobs a boolean": ({"prompt": "x", "logprobs": True}, "logprobs"),
     "logit_bias a word": ({"prompt": "x", "logit_bias": {"word": 1}}, "logit_bias"),
+    "logit_bias beyond 100": ({"prompt": "x", "logit_bias": {"1": 101}}, "logit_bias[1]"),
     "logit_bias too many": ({"prompt": "x", "logit_bias": {str(n): 1 for n in range(301)}}, "logit_bias"),
     "logit_bias a list": ({"prompt": "x", "logit_bias": [1]}, "logit_bias"),
+    "stop_token_ids negative": ({"prompt": "x", "stop_token_ids": [-1]}, "stop_token_ids"),
     "stop_token_ids too many": ({"prompt": "x", "stop_token_ids": [1] * 4097}, "stop_token_ids"),
     "best_of above one": ({"prompt": "x", "best_of": 2}, "best_of"),
+    "ignore_eos a number": ({"prompt": "x", "ignore_eos": 1}, "ignore_eos"),
+    "include_usage null": (
+        {"prompt": "x", "stream_options": {"include_usage": None}},
+        "stream_options.include_usage",
+    ),
     "suffix": ({"prompt": "x", "suffix": "y"}, "suffix"),
     "unknown field": ({"prompt": "x", "temprature": 1}, "temprature"),
     "unknown field of no Unicode": ({"prompt": "x", "\ud800": 1}, "body"),
@@ -67,6 +75,7 @@ COMPLETIONS = {
     "gammaray unknown field": ({"prompt": "x", "gammaray": {"speed": 9}}, "gammaray.speed"),
     "gammaray a number": ({"prompt": "x", "gammaray": 3}, "gammaray"),
     "session_id illegal": ({"prompt": "x", "gammaray": {"session_id": "a b"}}, "gammaray.session_id"),
+    "cache_salt too long": ({"prompt": "x", "gammaray": {"cache_salt": "x" * 65}}, "gammaray.cache_salt"),
     "session_id for two": ({"prompt": "x", "n": 2, "gammaray": {"session_id": "a"}}, "gammaray.session_id"),
     "not an object": ([1], "body"),
     "malformed JSON": (b'{"prompt": "x"', "body"),
@@ -118,12 +127,21 @@ CHATS = {
 }
 
 
-async def check_refused(path, content, param):
+BEYOND = (
+    *("prompt with a lone surrogate", "prediction of surrogates", "prediction of many parts"),
+    *("temperature NaN", "max_tokens twice", "n times prompts too large", "session_id for two"),
+    *("refused by the template", "top_logprobs without logprobs"),
+)
+"""What the document cannot express."""
+
+
+async def check_refused(path, content, param, is_documented):
     backend = ScriptedBackend()
     answer = await post(content, path, backend)
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert is_documented is not validator(request_schema(path)).is_valid(content)
     assert error["message"].startswith(f"{param}: got ")
     assert "allowed: " in error["message"]
     assert len(error["message"]) < 500
@@ -133,13 +151,13 @@ async def check_refused(path, content, param):
 async def test_bad_completion_names_the_field(subtests):
     for name, (content, param) in COMPLETIONS.items():
         with subtests.test(name):
-            await check_refused("/v1/completions", content, param)
+            await check_refused("/v1/completions", content, param, name not in BEYOND)
 
 
 async def test_bad_chat_names_the_field(subtests):
     for name, (content, param) in CHATS.items():
         with subtests.test(name):
-            await check_refused("/v1/chat/completions", content, param)
+            await check_refused("/v1/chat/completions", content, param, name not in BEYOND)
 
 
 @pytest.mark.parametrize(

@@ -8,19 +8,11 @@ import random
 import pytest
 
 from orchestrator.api.http.tools.formats import OPEN, CallFamily, CallFormat
-from orchestrator.text.chat import Roles, SystemRole
+from orchestrator.text.chat import Roles
 from tests.support.http_helpers import complete, events_with_ids
 from tests.support.response_helpers import PATH as RESPONSES
 from tests.support.surface_helpers import ScriptedBackend
-from tests.support.tool_helpers import (
-    BODY_TOOLS,
-    LLAMA,
-    MISTRAL,
-    QWEN,
-    STRICT,
-    XML_RESPONSE,
-    TemplateModel,
-)
+from tests.support.tool_helpers import BODY_TOOLS, LLAMA, MISTRAL, QWEN, STRICT, XML_RESPONSE, TemplateModel
 
 CHATS = "/v1/chat/completions"
 GENERIC = (
@@ -68,20 +60,6 @@ async def prompt_of(model, messages, **body):
     answer = await complete(backend, CHATS, messages=messages, **body)
     assert answer.status_code == 200, answer.text
     return backend.requests[0].prompt
-
-
-@pytest.mark.parametrize(
-    ("name", "roles"),
-    [
-        ("qwen", Roles(False)),
-        ("mistral", Roles(False)),
-        ("strict", Roles(False, SystemRole.FIRST, False)),
-        ("no system", Roles(False, SystemRole.NONE, False)),
-        ("generic", Roles(False)),
-    ],
-)
-def test_roles_are_found_by_rendering(name, roles):
-    assert TEMPLATES[name].chat_format.roles == roles
 
 
 def test_developer_stays_where_the_template_knows_it():
@@ -204,21 +182,6 @@ async def test_arguments_that_are_no_json_object_render_as_text(name, subtests):
                 prompt = await prompt_of(TEMPLATES[name], messages, **tools)
                 assert arguments in prompt or json.dumps(arguments, ensure_ascii=False)[1:-1] in prompt
                 assert "not run" in prompt
-
-
-@pytest.mark.parametrize("name", sorted(TEMPLATES.keys() - {"silent"}))
-async def test_several_calls_without_results_render(name):
-    calls = [
-        {"id": f"c{n}", "type": "function", "function": {"name": "now", "arguments": f'{{"a": {n}{n}}}'}}
-        for n in range(3)
-    ]
-    messages = [
-        {"role": "user", "content": "Times?"},
-        {"role": "assistant", "content": "Well.", "tool_calls": calls},
-        {"role": "user", "content": "Go on."},
-    ]
-    prompt = await prompt_of(TEMPLATES[name], messages, tools=BODY_TOOLS)
-    assert all(str(11 * n) in prompt for n in range(3))
 
 
 ANSWERS = {

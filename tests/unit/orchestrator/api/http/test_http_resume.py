@@ -4,8 +4,6 @@ import json
 
 import pytest
 
-from gammaray.errors import InvalidArgumentError
-from orchestrator.api.http.stream import EventId
 from tests.support.http_helpers import CHAT, GAMMARAY, call, events_with_ids
 from tests.support.surface_helpers import ScriptedBackend
 
@@ -128,10 +126,3 @@ async def test_completions_are_stored_unless_refused(store):
     scripted = backend()
     assert (await call(scripted, json={"prompt": "x", "store": store})).status_code == 200
     assert scripted.requests[0].store is True
-
-
-@pytest.mark.parametrize("event_id", [EventId("a.b_c-9", 0, 0), EventId("s", 3, 17, has_ended=True)])
-def test_event_id_round_trip(event_id):
-    assert EventId.parse(str(event_id)) == event_id
-    with pytest.raises(InvalidArgumentError):
-        EventId.parse(f"{event_id}:")

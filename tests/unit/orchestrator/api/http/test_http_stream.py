@@ -8,7 +8,7 @@ import pytest
 from gammaray.errors import UnavailableError
 from orchestrator.api.http.server.app import create_app
 from orchestrator.api.http.stream import EVENT_BYTES
-from tests.support.http_helpers import CHAT, GAMMARAY, complete, events, events_with_ids
+from tests.support.http_helpers import CHAT, GAMMARAY, complete, events, events_with_ids, scope_of
 from tests.support.surface_helpers import PIECES, ScriptedBackend
 
 
@@ -171,17 +171,7 @@ async def test_disconnected_client_ends_the_generation(stream):
     async def send(message):
         started.set()
 
-    scope = {
-        "type": "http",
-        "asgi": {"version": "3.0", "spec_version": "2.3"},
-        "http_version": "1.1",
-        "method": "POST",
-        "path": "/v1/completions",
-        "raw_path": b"/v1/completions",
-        "query_string": b"",
-        "headers": [(b"content-type", b"application/json")],
-    }
-    serving = asyncio.create_task(create_app(backend)(scope, receive, send))
+    serving = asyncio.create_task(create_app(backend)(scope_of("/v1/completions"), receive, send))
     for sample in running:
         await asyncio.wait_for(sample.wait(), 10)
     if stream:

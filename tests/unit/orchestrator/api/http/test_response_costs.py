@@ -13,6 +13,7 @@ from gammaray.types import EmittedToken, FinishReason, TokenOrigin, TopLogprob, 
 from orchestrator.api.http import requests, responses
 from orchestrator.api.http.requests import LOGPROB_BYTES, MAX_RESPONSE_BYTES, TOKEN_BYTES
 from orchestrator.api.http.server.app import create_app
+from tests.support.http_helpers import scope_of
 from tests.support.loop_helpers import MAX_TURN_S, watching
 from tests.support.surface_helpers import SUMMARY, ScriptedBackend
 
@@ -192,8 +193,6 @@ async def test_memory_of_a_response_is_within_its_bound(path, stream):
     backend, num_tokens = LongBackend(), 1024
     app = create_app(backend)
     body = json.dumps({**BODIES[path], "max_tokens": num_tokens, "stream": stream}).encode()
-    headers = [(b"content-type", b"application/json"), (b"host", b"localhost")]
-    scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b""}
     asked = [{"type": "http.request", "body": body, "more_body": False}]
     sent = []
 
@@ -206,7 +205,7 @@ async def test_memory_of_a_response_is_within_its_bound(path, stream):
         sent.append(len(message.get("body", b"")))
 
     async def call():
-        await app({**scope, "raw_path": path.encode(), "root_path": "", "http_version": "1.1"}, receive, send)
+        await app(scope_of(path), receive, send)
 
     await call()  # whatever is made once
     asked.append({"type": "http.request", "body": body, "more_body": False})

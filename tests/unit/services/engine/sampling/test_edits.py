@@ -12,75 +12,30 @@ from services.engine.sampling.edits import LogitEdits, row_paths
 from services.engine.sampling.logits import edited_logits
 from services.scheduling.sessions import SessionTable
 from services.scheduling.tasks import SessionSpec, Task
-from tests.support.processing_helpers import (
-    GRAMMAR,
-    TOKENS,
-    edited_row,
-    follows_grammar,
-    path_of,
-    small_compiler,
-)
+from tests.support.processing_helpers import GRAMMAR, TOKENS, follows_grammar, small_compiler
 
 EOS = (0, 3)
-PROMPT, OUTPUT = [1, 1, 4, 30], [4, 2, 2, 7, 31]
-CHAIN = Proposal((2, 9, 2, 0, 5))
-TREE = Proposal((2, 9, 2, 0, 5, 2), (-1, 0, 0, -1, 2, 4))
-SETTINGS = {
-    "repetition": {"repetition_penalty": 1.4},
-    "repetition_reward": {"repetition_penalty": 0.6},
-    "presence": {"presence_penalty": 0.8},
-    "frequency": {"frequency_penalty": 0.6},
-    "frequency_reward": {"frequency_penalty": -0.6},
-    "few_biases": {"logit_bias": {1: 2.5, 8: -100.0, 11: 100.0}},
-    "many_biases": {"logit_bias": {token_id: token_id / 7 - 3 for token_id in range(0, 40, 2)}},
-    "few_allowed": {"allowed_token_ids": (0, 2, 5, 8, 11)},
-    "many_allowed": {"allowed_token_ids": tuple(range(1, 40))},
-    "few_banned": {"banned_token_ids": (2, 7, 2)},
-    "many_banned": {"banned_token_ids": tuple(range(2, 40))},
-    "allowed_and_banned": {"allowed_token_ids": tuple(range(20)), "banned_token_ids": tuple(range(5, 15))},
-    "min_tokens": {"min_tokens": 8},
-    "everything": {
-        "repetition_penalty": 1.2,
-        "presence_penalty": 0.3,
-        "frequency_penalty": 0.2,
-        "logit_bias": {6: 1.0, 2: -0.3},
-        "banned_token_ids": (9,),
-        "min_tokens": 7,
-    },
-}
+PROMPT = [1, 1, 4, 30]
 
 
-def edits_of(params, tokens, prompt_length, vocab_size, eos=EOS):
-    edits = LogitEdits(params, eos, prompt_length, vocab_size)
+def edits_of(params, tokens, prompt_length, vocab_size):
+    grammar = small_compiler(TOKENS, vocab_size, EOS).begin(params.grammar) if params.grammar else None
+    edits = LogitEdits(params, EOS, prompt_length, vocab_size, grammar=grammar)
     edits.follow(tokens)
     return edits
 
 
-def assert_equals_oracle(edits, params, logits, proposal, prompt, output):
-    rows = edited_logits(logits, edits, row_paths(proposal))
-    for row in range(len(proposal) + 1):
-        path = path_of(proposal, row)
-        assert torch.equal(rows[row], edited_row(logits[row], params, prompt, [*output, *path], EOS)), row
-
-
-@pytest.mark.parametrize("vocab_size", [40, 900], ids=["wide", "narrow"])
-@pytest.mark.parametrize("proposal", [Proposal(), CHAIN, TREE], ids=["plain", "chain", "tree"])
-def test_edits_equal_oracle_to_the_bit(proposal, vocab_size, subtests):
-    for name, setting in SETTINGS.items():
-        with subtests.test(name):
-            torch.manual_seed(1)
-            logits, params = 3 * torch.randn(len(proposal) + 1, vocab_size), SamplingParams(**setting)
-            before = logits.clone()
-            edits = edits_of(params, [*PROMPT, *OUTPUT], len(PROMPT), vocab_size)
-            for _ in range(2):  # a cycle leaves nothing of its proposal
-                assert_equals_oracle(edits, params, logits, proposal, PROMPT, OUTPUT)
-            assert torch.equal(logits, before)
+def assert_as_new(rows, logits, paths, params, tokens, prompt_length):
+    """Check that rows equal those of new edits for each row alone, to the bit."""
+    for row, path in enumerate(paths):
+        new = edits_of(params, tokens, prompt_length, logits.shape[1])
+        assert torch.equal(rows[row], edited_logits(logits[row : row + 1], new, [path])[0]), row
 
 
 @pytest.mark.parametrize("vocab_size", [12, 150, 400], ids=["wide", "widening", "narrow"])
 @pytest.mark.parametrize("seed", range(4))
 def test_edits_follow_commits_and_rollbacks(seed, vocab_size):
-    """Every state after cycles, rejected tokens and new owners equals one that is counted again."""
+    """Every state after cycles, rejected tokens and new owners equals a new one."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     params = SamplingParams(
@@ -105,18 +60,14 @@ def test_edits_follow_commits_and_rollbacks(seed, vocab_size):
             tuple(rng.randrange(vocab_size) for _ in range(size)),
             tuple(rng.randrange(-1, node) for node in range(size)) if rng.random() < 0.5 else None,
         )
-        logits = torch.randn(size + 1, vocab_size)
-        assert_equals_oracle(edits, params, logits, proposal, tokens[:prompt_length], tokens[prompt_length:])
-
-
-def grammar_edits(params, vocab_size):
-    grammar = small_compiler(TOKENS, vocab_size, EOS).begin(GRAMMAR)
-    return LogitEdits(params, EOS, len(PROMPT), vocab_size, grammar=grammar)
+        logits, paths = torch.randn(size + 1, vocab_size), row_paths(proposal)
+        rows = edited_logits(logits, edits, paths)
+        assert_as_new(rows, logits, paths, params, tokens, prompt_length)
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_edits_of_a_grammar_follow_commits_and_rollbacks(seed):
-    """Rows of random trees, prepared or not, equal those of new edits for each row alone, to the bit."""
+    """Rows of random trees, prepared or not."""
     rng, vocab_size = random.Random(seed), 40
     torch.manual_seed(seed)
     params = SamplingParams(
@@ -127,7 +78,7 @@ def test_edits_of_a_grammar_follow_commits_and_rollbacks(seed):
         banned_token_ids=(6,),
         min_tokens=9,
     )
-    edits, output, num_masked = grammar_edits(params, vocab_size), [], 0
+    edits, output, num_masked = edits_of(params, PROMPT, len(PROMPT), vocab_size), [], 0
     for _ in range(25):
         if rng.random() < 0.4:
             del output[rng.randrange(len(output) + 1) :]
@@ -143,10 +94,8 @@ def test_edits_of_a_grammar_follow_commits_and_rollbacks(seed):
         if rng.random() < 0.2:
             edits.prepare([(1,)])  # for another block, whose masks are not used
         rows = edited_logits(logits, edits, paths)
+        assert_as_new(rows, logits, paths, params, [*PROMPT, *output], len(PROMPT))
         for row, path in enumerate(paths):
-            alone = grammar_edits(params, vocab_size)
-            alone.follow([*PROMPT, *output])
-            assert torch.equal(rows[row], edited_logits(logits[row : row + 1], alone, [path])[0]), row
             possible = rows[row].isfinite().nonzero().flatten().tolist()
             for token_id in possible:
                 assert follows_grammar([*output, *path], token_id, EOS), (output, path, token_id)

@@ -100,12 +100,14 @@ def assert_equals_oracle(logits, params, proposal):
         assert [p > 0 for p in got] == [p > 0 for p in expected], f"support of row {row}"
 
 
+@pytest.mark.parametrize("vocab_size", [12, 900], ids=["wide", "narrow"])
 @pytest.mark.parametrize("proposal", [Proposal(), CHAIN, TREE], ids=["plain", "chain", "tree"])
-def test_processing_each_parameter_equals_oracle(proposal, subtests):
+def test_processing_each_parameter_equals_oracle(proposal, vocab_size, subtests):
+    """With edits of a large part of the vocabulary, and of a small one."""
     for name, setting in SETTINGS.items():
         with subtests.test(name):
             torch.manual_seed(len(proposal))
-            logits = 2 * torch.randn(len(proposal) + 1, 12)
+            logits = 2 * torch.randn(len(proposal) + 1, vocab_size)
             assert_equals_oracle(logits, SamplingParams(**setting), proposal)
 
 

@@ -112,13 +112,8 @@ HOSTILE = {
         {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "[" * (2**20 + 1)}]},
         "input.0.arguments",
     ),
-    "deep parameters": ({"tools": [{**TOOL, "parameters": {"a": nested(150)}}]}, "tools.0.parameters"),
     "unknown fields": ({"text": KEYS}, "text.k0"),
-    "unknown fields of a format": ({"text": {"format": {**SCHEMA, **KEYS}}}, "text.format.k0"),
-    "unknown fields of a tool": ({"tools": [KEYS]}, "tools.0.type"),
-    "much metadata": ({"metadata": KEYS}, "metadata"),
     "many wrong items": ({"input": [{}] * 50_000}, "input.0"),
-    "many wrong parts": ({"input": [{"role": "user", "content": [{}] * 50_000}]}, "input.0.content"),
     "many tools": ({"tools": [{**TOOL, "name": f"f{n}"} for n in range(20_000)]}, "tools"),
 }
 

@@ -10,7 +10,7 @@ import pytest
 from gammaray.errors import InvalidArgumentError, UnavailableError
 from gammaray.types import DrafterKind, GammaPolicy
 from orchestrator.api.http.server.app import create_app
-from tests.support.http_helpers import GAMMARAY
+from tests.support.http_helpers import GAMMARAY, scope_of
 from tests.support.response_helpers import check_response, events, get, http_client, respond
 from tests.support.surface_helpers import ScriptedBackend
 
@@ -351,11 +351,7 @@ async def test_client_that_goes_leaves_a_cancelled_response():
     async def send(message):
         sent.append(message)
 
-    headers = [(b"content-type", b"application/json"), (b"host", b"localhost")]
-    scope = {"type": "http", "method": "POST", "path": "/v1/responses", "headers": headers}
-    scope |= {"query_string": b"", "http_version": "1.1", "scheme": "http", "server": ("localhost", 80)}
-    scope |= {"root_path": "", "client": ("127.0.0.1", 1), "raw_path": b"/v1/responses"}
-    running = asyncio.create_task(create_app(backend)(scope, receive, send))
+    running = asyncio.create_task(create_app(backend)(scope_of("/v1/responses"), receive, send))
     await asyncio.wait_for(waiting.wait(), 10)
     left.set()
     await asyncio.wait_for(running, 10)
