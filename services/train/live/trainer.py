@@ -112,7 +112,10 @@ class Trainer:
         if not waiting:
             return None
         new, store, files = max(waiting.values(), key=lambda entry: entry[0])
-        return self._round(store, files) if new >= MIN_TOKENS else None
+        try:
+            return self._round(store, files) if new >= MIN_TOKENS else None
+        except FileNotFoundError:  # a stream was deleted meanwhile
+            return None
 
     def _round(self, store: DrafterStore, files: Items[Path]) -> Version | None:
         stable = store.read().stable
@@ -212,16 +215,13 @@ class Trainer:
                 with np.load(path) as stored:
                     tokens, num_prompt = stored["token_ids"], int(stored["num_prompt"])
                     temperature = float(stored["temperature"])
-                    states = torch.from_numpy(stored["states"]) if self._is_head else None
+                if self._is_head:
+                    ids, logs = self._likeliest(_read_states(path)[num_prompt - 1 : -1, -1].float())
+                else:
+                    ids, logs = tokens[num_prompt:, None], np.zeros((len(tokens) - num_prompt, 1), np.float32)
             except (OSError, ValueError, KeyError):  # deleted meanwhile
                 continue
-            if states is None:
-                ids, logs = tokens[num_prompt:, None], np.zeros((len(tokens) - num_prompt, 1), np.float32)
-            else:
-                states = states.view(torch.bfloat16)
-                ids, logs = self._likeliest(states[num_prompt - 1 :, -1].float())
-                states = torch.cat([states, torch.zeros_like(states[:1])])  # for the last token
-            self._records[path] = Record(tokens, num_prompt, temperature, ids, logs, states=states)
+            self._records[path] = Record(tokens, num_prompt, temperature, ids, logs, path=path)
 
     def _expected(self, drafter: Trainable, held: Items[Record]) -> float:
         """Return the tokens per proposal that coupled verification is expected to accept, at temperature 1.
@@ -244,14 +244,21 @@ class Trainer:
 
 @dataclass(frozen=True)
 class Record(Sequence):
-    """A stream.
+    """A stream, of which a head's states stay in its file: those of all streams would take 256 MiB.
 
     Attributes:
-        states: Of the target, for a head, bfloat16 [tokens, taps, hidden_size]; None: for a draft model.
+        path: Its file.
     """
 
-    states: Tensor | None = field(kw_only=True)
+    path: Path = field(kw_only=True)
 
 
 def _states(sequences: Items[Sequence]) -> list[Tensor]:
-    return [one.states for one in sequences if isinstance(one, Record) and one.states is not None]
+    return [_read_states(one.path) for one in sequences if isinstance(one, Record)]
+
+
+def _read_states(path: Path) -> Tensor:
+    """Return the target's states of a stream, bfloat16 [tokens, taps, hidden_size], 0 for the last token."""
+    with np.load(path) as stored:
+        states = torch.from_numpy(stored["states"]).view(torch.bfloat16)
+    return torch.cat([states, torch.zeros_like(states[:1])])

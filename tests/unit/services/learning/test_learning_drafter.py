@@ -16,6 +16,7 @@ from services.engine.loader import load_engine
 from services.target_worker.loading import load_learning_drafter
 from services.train.live.__main__ import train_until
 from services.train.live.trainer import Trainer
+from services.train.trainable import take_step
 from tests.support.head_helpers import bigram_head
 from tests.support.learning_helpers import (
     begin,
@@ -138,15 +139,19 @@ def test_streams_of_tenants_that_agreed_are_kept_until_they_are_deleted(
     assert not list(tmp_path.glob("tenant-other"))
 
 
+def serve_24(scheduler, folder):
+    for seed in range(24):
+        run = begin(scheduler, seed)
+        run_for(run, 64)
+        end(run)
+    wait_until(lambda: len(records(folder)) == 24)
+
+
 def test_training_publishes_what_is_better_on_newer_streams(tmp_path, target, untrained, monkeypatch):
     monkeypatch.setattr("services.train.live.trainer.MIN_TOKENS", 1000)
     monkeypatch.setattr("services.train.live.trainer.RATE", 3e-3)
     with learning(tmp_path, target, untrained, monkeypatch) as scheduler:
-        for seed in range(24):
-            run = begin(scheduler, seed)
-            run_for(run, 64)
-            end(run)
-        wait_until(lambda: len(records(tmp_path)) == 24)
+        serve_24(scheduler, tmp_path)
         folder = LearningFolder(tmp_path)
         trainer = Trainer(folder, str(target), str(untrained), lambda: False)
         version = trainer.run_round()
@@ -165,11 +170,7 @@ def test_full_disk_delays_a_version(tmp_path, target, untrained, monkeypatch):
     monkeypatch.setattr("services.train.live.trainer.MIN_TOKENS", 1000)
     monkeypatch.setattr("services.train.live.trainer.RATE", 3e-3)
     with learning(tmp_path, target, untrained, monkeypatch) as scheduler:
-        for seed in range(24):
-            run = begin(scheduler, seed)
-            run_for(run, 64)
-            end(run)
-        wait_until(lambda: len(records(tmp_path)) == 24)
+        serve_24(scheduler, tmp_path)
     store, failures = LearningFolder(tmp_path).store("open"), []
     with ExitStack() as full_disk:
         full_disk.enter_context(largest_file(1000))
@@ -181,6 +182,28 @@ def test_full_disk_delays_a_version(tmp_path, target, untrained, monkeypatch):
         train_until(lambda: bool(store.read().versions), wait, tmp_path, str(target), str(untrained))
     assert failures == [()]
     assert store.read().candidate == 1
+
+
+def test_streams_deleted_during_a_round_are_not_trained_on(tmp_path, target, monkeypatch):
+    monkeypatch.setattr("services.train.live.trainer.MIN_TOKENS", 1000)
+    head = new_head(tmp_path / "new", target)
+    with learning(tmp_path, target, head, monkeypatch) as scheduler:
+        serve_24(scheduler, tmp_path)
+    trainer = Trainer(LearningFolder(tmp_path), str(target), str(head), lambda: False)
+
+    def step(*given):
+        for path in sorted(records(tmp_path))[:6]:
+            path.unlink()
+        monkeypatch.undo()
+        take_step(*given)
+
+    monkeypatch.setattr("services.train.live.trainer.take_step", step)
+    assert trainer.run_round() is None, "it would read their states"
+    monkeypatch.setattr("services.train.live.trainer.MIN_TOKENS", 1000)
+    monkeypatch.setattr("services.train.live.trainer.MIN_GAIN", 0.0)
+    version = trainer.run_round()
+    assert version is not None
+    assert version.tokens <= 14 * 64
 
 
 def test_tenants_train_apart_and_not_after_they_withdrew(tmp_path, target, untrained, monkeypatch):
