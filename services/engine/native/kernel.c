@@ -329,7 +329,6 @@ typedef struct {
 #include "tiles.h"
 #else
 #define TILE_INPUTS 0
-static int tiles_are_granted(void) { return 1; }
 static int64_t parts_size(int64_t rows, int64_t inputs) { return (void)rows, (void)inputs, 0; }
 #endif
 
@@ -439,9 +438,6 @@ static void gate(float *gate_up, int size) {
 EXPORT int32_t gr_panel(void) { return PANEL; }
 EXPORT int32_t gr_lanes(void) { return LANES; }
 EXPORT int32_t gr_tile_inputs(void) { return TILE_INPUTS; }
-
-/* Whether this process may use the kernel's instructions. */
-EXPORT int32_t gr_is_usable(void) { return tiles_are_granted(); }
 
 /* Inputs of the largest matrix. */
 static int64_t widest(const gr_model *m) {

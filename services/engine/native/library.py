@@ -8,6 +8,7 @@ sources, flags and compiler, so that a change of any of them causes a recompilat
 from __future__ import annotations
 
 import ctypes
+import functools
 import logging
 import os
 import tempfile
@@ -31,6 +32,9 @@ from services.engine.native.build import (
     find_compiler,
     find_library,
 )
+
+_REQUEST_TILES = 158, 0x1023, 18
+"""The system call arch_prctl(ARCH_REQ_XCOMP_PERM, XTILEDATA) of x86-64."""
 
 _log = logging.getLogger(__name__)
 _loaded: Kernel | None = None
@@ -68,17 +72,19 @@ def load_kernel() -> Kernel:
 def usable_variants() -> list[str]:
     """Return the variants that this processor can run, the fastest one first."""
     capability = torch.backends.cpu.get_cpu_capability()
-    found = [AMX] if capability == "AVX512" and " amx_bf16 " in _processor() else []
+    found = [AMX] if capability == "AVX512" and _has_tiles() else []
     found += {"AVX512": ["x86-64-v4", "x86-64-v3"], "AVX2": ["x86-64-v3"]}.get(capability, [])
     return [*found, BASELINE]
 
 
-def _processor() -> str:
-    """Return what Linux says about the processors."""
+@functools.cache
+def _has_tiles() -> bool:
+    """Whether the processor has AMX; Linux gives its tiles to all threads of a process that asks."""
     try:
-        return Path("/proc/cpuinfo").read_text()
+        flags = Path("/proc/cpuinfo").read_text().split()
     except OSError:
-        return ""
+        return False
+    return "amx_bf16" in flags and ctypes.CDLL(None).syscall(*map(ctypes.c_long, _REQUEST_TILES)) == 0
 
 
 def use_threads(count: int) -> None:
@@ -101,15 +107,12 @@ def open_kernel(variant: str, cache_dir: str = "") -> Kernel:
     """Find or compile one variant of the kernel.
 
     Args:
-        variant: A name of `services.engine.native.build.VARIANTS`.
+        variant: One of `usable_variants()`.
         cache_dir: Folder of compiled kernels; empty: gammaray/kernel in the user's cache folder, which
             XDG_CACHE_HOME names.
     """
     try:
-        library = declare(ctypes.CDLL(str(_library(variant, cache_dir))))
-        if not library.gr_is_usable():
-            return Kernel(None, reason="this system does not allow AMX")
-        return Kernel(library, variant)
+        return Kernel(declare(ctypes.CDLL(str(_library(variant, cache_dir)))), variant)
     except KernelBuildError as error:
         return Kernel(None, reason=str(error))
     except OSError as error:

@@ -8,9 +8,6 @@
  * Weights lie in halves of panels, these by blocks of TILE_INPUTS inputs, the last one filled up with zeros: two tiles
  * for 16 outputs each, whose 16 rows have two inputs of all outputs side by side.
  */
-#include <sys/syscall.h>
-#include <unistd.h>
-
 #define TILE_ROWS 5 /* 3 * 5 of a tile's 16 rows */
 #define TILE_INPUTS 32
 #define TILE_BYTES 1024
@@ -27,9 +24,6 @@ typedef struct {
     uint16_t row_bytes[16];
     uint8_t rows[16];
 } tile_config;
-
-/* Asks the kernel for the tiles of all threads of this process; returns whether they can be used. */
-static int tiles_are_granted(void) { return !syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18); }
 
 static int64_t padded(int64_t inputs) { return (inputs + TILE_INPUTS - 1) / TILE_INPUTS * TILE_INPUTS; }
 
