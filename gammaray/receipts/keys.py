@@ -82,7 +82,11 @@ def parse_keys(text: bytes, where: str, field: str = "key") -> tuple[ReceiptKey,
 
 
 def read_receipt_keys(path: Path) -> tuple[ReceiptKey, ...]:
-    """Return the keys of a file, former ones first; the last one has a private part, and signs."""
+    """Return the keys of a file, former ones first; the last one signs.
+
+    Raises:
+        InvalidArgumentError: It cannot be read, or the last key has no private part.
+    """
     allowed = "a file made by `gammaray keys receipts`"
     keys = parse_keys(read_bounded(path, _FIELD, allowed), str(path), _FIELD)
     if not keys or keys[-1].d is None:
@@ -95,6 +99,10 @@ def rotate(path: Path) -> tuple[ReceiptKey, ...]:
 
     Returns:
         The public parts of all keys, the new one last.
+
+    Raises:
+        InvalidArgumentError: The file cannot be used.
+        FailedPreconditionError: The package cryptography is not installed.
     """
     private = _ed25519().Ed25519PrivateKey.generate()
     x = b64(private.public_key().public_bytes_raw())

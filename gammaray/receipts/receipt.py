@@ -110,7 +110,7 @@ class SignedReceipt:
         return cls(receipt, kid, f"{head}.{body}".encode(), signed)
 
     def check(self, keys: tuple[ReceiptKey, ...]) -> None:
-        """Refuse a signature that was not made by the one of the keys that has the receipt's id."""
+        """Raise InvalidArgumentError unless the key with the receipt's id made the signature."""
         key = next((key for key in keys if key.kid == self.kid), None)
         if key is None:
             raise InvalidArgumentError("receipt.kid", self.kid, f"one of {[key.kid for key in keys]}")

@@ -114,7 +114,8 @@ class Trainer:
         new, store, files = max(waiting.values(), key=lambda entry: entry[0])
         try:
             return self._round(store, files) if new >= MIN_TOKENS else None
-        except FileNotFoundError:  # a stream was deleted meanwhile
+        except FileNotFoundError as error:  # a stream was deleted meanwhile
+            _log.info("%s: a round ends early: %s", store.path.name, error)
             return None
 
     def _round(self, store: DrafterStore, files: Items[Path]) -> Version | None:
