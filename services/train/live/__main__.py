@@ -11,7 +11,7 @@ import logging
 import os
 import signal
 import sys
-import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -36,16 +36,14 @@ _log = logging.getLogger(__name__)
 @click.option("--parent", type=int, required=True, help="Process id of the worker.")
 def _learn(folder: Path, target: str, drafter: str, threads: int, parent: int) -> None:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s learning: %(message)s")
-    stop = threading.Event()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # as SIGTERM: it may end at any moment, also in a long step
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     os.nice(19)
     if os.getppid() != parent:
         return
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
-    train_until(lambda: stop.is_set() or os.getppid() != parent, stop.wait, folder, target, drafter, threads)
+    train_until(lambda: os.getppid() != parent, time.sleep, folder, target, drafter, threads)
 
 
 def train_until(

@@ -1,6 +1,9 @@
 """The training process is started again when it ends, unless it cannot train, and ends with its worker."""
 
 import json
+import os
+import signal
+import subprocess
 import sys
 import time
 
@@ -69,3 +72,27 @@ def test_drafter_that_cannot_be_trained_ends_with_that_status(tmp_path):
     status, message = failure_of(failed.value)
     assert status == CANNOT_TRAIN
     assert str(head) in message
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_ends_it_in_the_middle_of_a_step(tmp_path, number):
+    code = """
+import runpy
+import services.train.live.trainer as trainer
+
+def train(*_):
+    print("in a step", flush=True)
+    sum(range(10 ** 12))  # an operation in C, which no Python code interrupts
+
+trainer.Trainer = train
+runpy.run_module("services.train.live", run_name="__main__")
+"""
+    given = f"--folder {tmp_path} --target - --drafter - --threads 1 --parent {os.getpid()}"
+    command = [sys.executable, "-c", code, *given.split()]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "in a step\n"
+        process.send_signal(number)
+        try:
+            assert process.wait(timeout=20) == -number
+        finally:
+            process.kill()
