@@ -23,7 +23,7 @@ from benchmarks.chart import ADAPTIVE, by_category  # noqa: E402
 from benchmarks.prompts import CATEGORIES  # noqa: E402
 
 RESULTS = HERE.parent / "benchmarks" / "results"
-SPEED = "peers-2026-11-27-5"
+SPEED = "peers-2026-11-27-6"
 PLAIN = "gammaray-0"
 
 Result = dict[str, Any]
