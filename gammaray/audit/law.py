@@ -109,7 +109,7 @@ class Position:
         for token, value in pairs:
             if value > cut and not (isinstance(token, str) and "\ufffd" in token):
                 found[token] = found.get(token, 0.0) + math.exp(value)
-                errors[token] = max(errors.get(token, 0.0), absolute + relative * abs(value))
+                errors[token] = max(errors.get(token, 0.0), math.expm1(absolute + relative * abs(value)))
         total = math.fsum(found.values())
         if total > 1 + _EXCESS + 2 * absolute + 4 * relative:
             raise InvalidArgumentError("cells", f"probabilities of {total:.4f} together", "at most 1")

@@ -205,8 +205,11 @@ def test_rounding_makes_no_bet_profitable(rounded, seed, exponent):
 
 @pytest.mark.parametrize("digits", [1, 2, 3, 4])
 def test_rounding_to_decimals_makes_no_bet_profitable(digits):
+    rounded = functools.partial(round, ndigits=digits)
     for seed in range(20):
-        assert largest_mean(law(seed), functools.partial(round, ndigits=digits)) <= 1 + 1e-9
+        assert largest_mean(law(seed), rounded) <= 1 + 1e-9
+    for seed in (183, 210):  # with one digit nearly all are off by 0.05
+        assert largest_mean(law(seed, exponent=1.0), rounded) <= 1 + 1e-9
 
 
 def test_listed_tokens_of_equal_text_are_one_cell():
