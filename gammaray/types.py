@@ -119,7 +119,7 @@ class SpeculationTotals:
 
 @dataclass(frozen=True)
 class ProcessStatus:
-    """One process of the cluster; `role` is orchestrator, draft, target, redis or proxy.
+    """One process of the cluster; `role` is orchestrator, draft, target or redis.
 
     `num_queued` counts waiting or running blocks of a worker, and waiting requests of an orchestrator. Only
     workers have `cache_bytes` (KV cache in use, of `cache_budget_bytes`), `worker_totals` and `kernel` (the

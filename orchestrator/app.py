@@ -17,11 +17,10 @@ from gammaray.config import OrchestratorSettings, PoolSize, ScalingSettings
 from gammaray.deploy.effective import OrchestratorArguments
 from gammaray.deploy.serve_config import APPLICATIONS, autoscaling_config
 from orchestrator.access.caller import make_authenticator
-from orchestrator.api.grpc_servicer import GenerationServicer, SessionServicer
+from orchestrator.api.grpc_servicer import GenerationServicer
 from orchestrator.api.http.server.app import create_app
 from orchestrator.scaling_policy import IN_FLIGHT
 from orchestrator.service import Orchestrator
-from orchestrator.status import find_proxies
 
 # Above the orchestrator's own limit, which rejects excess requests with a retry delay. Serve would queue them
 # without a limit.
@@ -41,18 +40,16 @@ class OrchestratorDeployment:
     async def __serve_build_asgi_app__(self) -> FastAPI:
         # Serve awaits this after the constructor and before any request, in the loop that serves them.
         self._orchestrator = orchestrator = await Orchestrator.start(self._settings)
-        authenticator = self._authenticator
-        generation = GenerationServicer(orchestrator, find_proxies, authenticator)
-        sessions = SessionServicer(orchestrator.sessions, authenticator)
+        servicer = GenerationServicer(orchestrator, self._authenticator)
         # Serve finds the gRPC methods by these names, those of GenerationService.
-        self.Generate, self.GetStatus = generation.generate, generation.get_status
-        self.GetSession, self.GetSessionTrace = sessions.get_session, sessions.get_session_trace
-        self.ListSessions = sessions.list_sessions
-        self.Cancel, self.DeleteSession = sessions.cancel, sessions.delete_session
+        self.Generate, self.GetStatus = servicer.generate, servicer.get_status
+        self.GetSession, self.GetSessionTrace = servicer.get_session, servicer.get_session_trace
+        self.ListSessions = servicer.list_sessions
+        self.Cancel, self.DeleteSession = servicer.cancel, servicer.delete_session
         return create_app(
             orchestrator,
             close=orchestrator.close,
-            authenticator=authenticator,
+            authenticator=self._authenticator,
             allowed_hosts=self._settings.allowed_hosts,
         )
 

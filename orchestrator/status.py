@@ -1,4 +1,4 @@
-"""Status of an orchestrator and of its cluster: proxies, metrics, and its entry in the registry."""
+"""Status of an orchestrator and of its cluster: its metrics, and its entry in the registry."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ import asyncio
 import contextlib
 import logging
 import os
-import re
 import uuid
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-import psutil
 from google.protobuf.message import DecodeError
 
 from gammaray.aio import end_tasks
@@ -169,58 +166,3 @@ class StatusBoard:
         except (GammarayError, asyncio.TimeoutError):
             return ProcessStatus("redis", 0, address, "", False, 0)
         return ProcessStatus("redis", int(info.get("process_id", 0)), address, "", True, 0)
-
-
-_HTTP_BIND = re.compile(r"^frontend http_frontend\s+bind (\S+)", re.MULTILINE)
-_TITLES = ("ray::HAProxyManager", "ray::ProxyActor")
-
-
-def find_proxies() -> list[ProcessStatus]:
-    """Return the proxies that share this process's Ray node, found among the node's processes.
-
-    Serve does not expose their pids. The node's raylet is the parent of replicas and of Serve's proxy actors;
-    HAProxy is a child of a proxy actor, and its configuration file has its listen address.
-    """
-    found = []
-    for process in _children(os.getppid()):  # a process may end while it is inspected
-        title = " ".join(_command(process))
-        if not title.startswith(_TITLES):
-            continue
-        found.append(ProcessStatus("proxy", process.pid, "", "", _is_alive(process), 0))
-        for child in _children(process.pid, recursive=True):
-            if address := _haproxy_address(_command(child)):
-                found.append(ProcessStatus("proxy", child.pid, address, "", _is_alive(child), 0))
-    return found
-
-
-def _children(pid: int, *, recursive: bool = False) -> list[psutil.Process]:
-    try:
-        return list(psutil.Process(pid).children(recursive))
-    except psutil.Error:
-        return []
-
-
-def _command(process: psutil.Process) -> list[str]:
-    try:
-        return list(process.cmdline())
-    except psutil.Error:
-        return []
-
-
-def _is_alive(process: psutil.Process) -> bool:
-    try:
-        return bool(process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.Error:
-        return False
-
-
-def _haproxy_address(command: Sequence[str]) -> str:
-    """Return the HTTP address of the HAProxy with this command line, "" if it is not an HAProxy."""
-    if "-f" not in command[:-1]:
-        return ""
-    try:
-        config = Path(command[command.index("-f") + 1]).read_text()
-    except OSError:
-        return ""
-    match = _HTTP_BIND.search(config)
-    return match[1] if match else ""

@@ -929,7 +929,7 @@ class ProcessStatus(_message.Message):
     ACCEPTED_PER_POSITION_FIELD_NUMBER: _builtins.int
     KERNEL_FIELD_NUMBER: _builtins.int
     role: _builtins.str
-    """One of orchestrator, draft, target, redis, proxy."""
+    """One of orchestrator, draft, target, redis."""
     pid: _builtins.int
     """Operating-system process id, 0 when unknown."""
     address: _builtins.str

@@ -12,7 +12,6 @@ import grpc
 from google.protobuf.message import Message
 
 from gammaray.errors import GammarayError, InternalError
-from gammaray.types import ProcessStatus
 from gammaray.v1 import generation_service_pb2 as pb
 from gammaray.wire.convert import chunk_to_proto, process_to_proto, request_from_proto, token_to_proto
 from gammaray.wire.rpc_errors import DETAILS_KEY, error_to_status
@@ -22,7 +21,6 @@ from orchestrator.api.backend import Backend
 from orchestrator.api.grpc_handlers import Unread, read
 from orchestrator.api.stalls import while_read
 from orchestrator.sessions.lifecycle import REPLAY_TOKENS
-from orchestrator.sessions.management import SessionCalls
 from orchestrator.text.cpu_threads import INLINE_NUMBERS, in_thread
 
 _logger = logging.getLogger(__name__)
@@ -56,19 +54,10 @@ class GenerationServicer:
 
     A method that fails sets the status and returns instead of raising, because Ray Serve drops the trailing
     metadata, and with it the error's details, of methods that raise.
-
-    Args:
-        find_proxies: Returns the proxy processes that forward to this one; may block, so it runs in a thread.
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        find_proxies: Callable[[], list[ProcessStatus]] = list,
-        authenticator: Authenticator | None = None,
-    ) -> None:
-        self._backend, self._find_proxies = backend, find_proxies
-        self._authenticator = authenticator or Authenticator()
+    def __init__(self, backend: Backend, authenticator: Authenticator | None = None) -> None:
+        self._backend, self._authenticator = backend, authenticator or Authenticator()
 
     async def generate(
         self, request: pb.GenerateRequest | Unread, grpc_context: RpcContext
@@ -89,9 +78,39 @@ class GenerationServicer:
 
     @_rpc(pb.GetStatusResponse)
     async def get_status(self, _: pb.GetStatusRequest, caller: Caller) -> pb.GetStatusResponse:
-        processes = await self._backend.status()
-        processes.extend(await asyncio.to_thread(self._find_proxies))
-        return pb.GetStatusResponse(processes=[process_to_proto(process) for process in processes])
+        return pb.GetStatusResponse(processes=map(process_to_proto, await self._backend.status()))
+
+    @_rpc(pb.GetSessionResponse)
+    async def get_session(self, asked: pb.GetSessionRequest, caller: Caller) -> pb.GetSessionResponse:
+        info, tokens = await self._backend.sessions.get(asked.session_id, caller)
+        response = pb.GetSessionResponse(session=info_to_proto(info))
+        for start in range(0, len(tokens), REPLAY_TOKENS):
+            response.tokens.extend(map(token_to_proto, tokens[start : start + REPLAY_TOKENS]))
+            await asyncio.sleep(0)
+        return response
+
+    @_rpc(pb.GetSessionTraceResponse)
+    async def get_session_trace(
+        self, asked: pb.GetSessionTraceRequest, caller: Caller
+    ) -> pb.GetSessionTraceResponse:
+        return await self._backend.sessions.trace(asked.session_id, caller)
+
+    @_rpc(pb.ListSessionsResponse)
+    async def list_sessions(self, asked: pb.ListSessionsRequest, caller: Caller) -> pb.ListSessionsResponse:
+        found = await self._backend.sessions.recent(asked.limit, caller)
+        return pb.ListSessionsResponse(sessions=[info_to_proto(info) for info in found])
+
+    @_rpc(pb.CancelResponse)
+    async def cancel(self, asked: pb.CancelRequest, caller: Caller) -> pb.CancelResponse:
+        """End the current turn of a session."""
+        info = await self._backend.sessions.cancel(asked.session_id, caller)
+        return pb.CancelResponse(session=info_to_proto(info))
+
+    @_rpc(pb.DeleteSessionResponse)
+    async def delete_session(
+        self, asked: pb.DeleteSessionRequest, caller: Caller
+    ) -> pb.DeleteSessionResponse:
+        return pb.DeleteSessionResponse(existed=await self._backend.sessions.delete(asked.session_id, caller))
 
 
 def caller_of(context: RpcContext, authenticator: Authenticator) -> Caller:
@@ -110,44 +129,6 @@ def fail(context: RpcContext, error: Exception) -> None:
     context.set_code(error.status)
     context.set_details(status.message)
     context.set_trailing_metadata([(DETAILS_KEY, status.SerializeToString())])
-
-
-class SessionServicer:
-    """Serves the RPCs on a caller's sessions."""
-
-    def __init__(self, sessions: SessionCalls, authenticator: Authenticator | None = None) -> None:
-        self._sessions, self._authenticator = sessions, authenticator or Authenticator()
-
-    @_rpc(pb.GetSessionResponse)
-    async def get_session(self, asked: pb.GetSessionRequest, caller: Caller) -> pb.GetSessionResponse:
-        info, tokens = await self._sessions.get(asked.session_id, caller)
-        response = pb.GetSessionResponse(session=info_to_proto(info))
-        for start in range(0, len(tokens), REPLAY_TOKENS):
-            response.tokens.extend(map(token_to_proto, tokens[start : start + REPLAY_TOKENS]))
-            await asyncio.sleep(0)
-        return response
-
-    @_rpc(pb.GetSessionTraceResponse)
-    async def get_session_trace(
-        self, asked: pb.GetSessionTraceRequest, caller: Caller
-    ) -> pb.GetSessionTraceResponse:
-        return await self._sessions.trace(asked.session_id, caller)
-
-    @_rpc(pb.ListSessionsResponse)
-    async def list_sessions(self, asked: pb.ListSessionsRequest, caller: Caller) -> pb.ListSessionsResponse:
-        found = await self._sessions.recent(asked.limit, caller)
-        return pb.ListSessionsResponse(sessions=[info_to_proto(info) for info in found])
-
-    @_rpc(pb.CancelResponse)
-    async def cancel(self, asked: pb.CancelRequest, caller: Caller) -> pb.CancelResponse:
-        """End the current turn of a session."""
-        return pb.CancelResponse(session=info_to_proto(await self._sessions.cancel(asked.session_id, caller)))
-
-    @_rpc(pb.DeleteSessionResponse)
-    async def delete_session(
-        self, asked: pb.DeleteSessionRequest, caller: Caller
-    ) -> pb.DeleteSessionResponse:
-        return pb.DeleteSessionResponse(existed=await self._sessions.delete(asked.session_id, caller))
 
 
 def _itself(request: Message) -> Message:

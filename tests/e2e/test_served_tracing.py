@@ -52,7 +52,7 @@ def test_trace_of_a_grpc_caller_spans_the_processes_of_the_cluster(cluster, coll
     services = {span.resource["service.name"]: span.resource["process.pid"] for span in spans}
     assert services.keys() == SERVICES
     known = {process.role: process.pid for process in cluster.status()}
-    assert known.keys() == {"orchestrator", "draft", "target", "redis", "proxy"}
+    assert known.keys() == {"orchestrator", "draft", "target", "redis"}
     assert services == {f"gammaray-{role}": known[role] for role in ("orchestrator", "draft", "target")}
     assert untraced.session_id not in {span.attributes.get(t.SESSION_ID) for span in receiver.spans}
 

@@ -17,7 +17,7 @@ from gammaray.v1 import generation_service_pb2_grpc as generation
 from gammaray.v1.draft_service_pb2_grpc import add_DraftServiceServicer_to_server
 from gammaray.v1.target_service_pb2_grpc import add_TargetServiceServicer_to_server
 from orchestrator import service
-from orchestrator.api.grpc_servicer import GenerationServicer, SessionServicer
+from orchestrator.api.grpc_servicer import GenerationServicer
 from orchestrator.service import Orchestrator
 from orchestrator.text.tokenizer import Tokenizer
 from services.draft_worker.worker import DraftServicer
@@ -126,10 +126,9 @@ class Api(generation.GenerationServiceServicer):
     """What `orchestrator.app` passes on from Serve."""
 
     def __init__(self, orchestrator: Orchestrator) -> None:
-        sessions = SessionServicer(orchestrator.sessions)
-        self.Generate = GenerationServicer(orchestrator).generate
-        self.Cancel = sessions.cancel
-        self.DeleteSession = sessions.delete_session
+        servicer = GenerationServicer(orchestrator)
+        self.Generate = servicer.generate
+        self.Cancel, self.DeleteSession = servicer.cancel, servicer.delete_session
 
 
 class Replica:

@@ -79,7 +79,7 @@ class Observer:
     def _all(self) -> list[ProcessStatus]:
         """Return every process: those of the status, with the workers' own reports, and the rest."""
         with Client(self._grpc) as client:
-            known = [asked(process) for process in client.status() if process.role != "proxy"]
+            known = [asked(process) for process in client.status()]
         pids = {process.pid for process in known}
         try:
             launcher = psutil.Process(self._launcher_pid)

@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from gammaray.errors import DeadlineExceededError, InvalidArgumentError, ResourceExhaustedError
-from gammaray.types import FinishReason, ProcessStatus
+from gammaray.types import FinishReason
 from gammaray.v1 import generation_service_pb2 as pb
 from gammaray.wire.convert import chunk_from_proto
 from orchestrator.api.grpc_handlers import Unread
@@ -119,18 +119,12 @@ async def test_closed_call_ends_the_generation():
     assert backend.num_open == 0
 
 
-async def test_status_lists_the_proxies_last():
-    proxy = ProcessStatus("proxy", 7, "127.0.0.1:8000", "", True, 0)
-    servicer = GenerationServicer(ScriptedBackend(), lambda: [proxy])
-    answer = await servicer.get_status(pb.GetStatusRequest(), Context())
-    assert [process.role for process in answer.processes] == ["orchestrator", "target", "proxy"]
-
-
 async def test_status_failing_ends_the_call_with_the_error():
-    def find():
-        raise DeadlineExceededError("slow")
+    class Slow(ScriptedBackend):
+        async def status(self):
+            raise DeadlineExceededError("slow")
 
     context = Context()
-    answer = await GenerationServicer(ScriptedBackend(), find).get_status(pb.GetStatusRequest(), context)
+    answer = await GenerationServicer(Slow()).get_status(pb.GetStatusRequest(), context)
     assert not answer.processes
     assert context.code is grpc.StatusCode.DEADLINE_EXCEEDED

@@ -26,7 +26,6 @@ from orchestrator.launcher.options import parse_options
 from orchestrator.launcher.preflight import check_models, check_port, gpu_share, vocab_size, worker_gpus
 from orchestrator.launcher.reaper import MARK, Guardian, children_named, end_marked, marked, runs
 from orchestrator.launcher.signals import StopSignals
-from orchestrator.status import find_proxies
 
 
 def model(folder, **config):
@@ -295,19 +294,6 @@ def test_children_named_leaves_out_one_that_ends_while_it_is_looked_at(monkeypat
         assert child.pid in {process.pid for process in children_named([name])}
         child.communicate()
     assert child.pid not in {process.pid for process in children_named([name])}
-
-
-def test_find_proxies_survives_a_proxy_that_ends_while_it_is_looked_at(monkeypatch):
-    class Proxy(Vanished):
-        def cmdline(self):
-            return ["ray::HAProxyManager"]
-
-    real = psutil.Process
-    monkeypatch.setattr(real, "children", lambda self, recursive=False: [Vanished(), Proxy()])
-    monkeypatch.setattr(psutil, "Process", lambda pid: Vanished() if pid == Vanished.pid else real(pid))
-    assert [(found.role, found.pid, found.healthy) for found in find_proxies()] == [
-        ("proxy", Vanished.pid, False)
-    ]
 
 
 @pytest.mark.parametrize(
