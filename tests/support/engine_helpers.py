@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from services.draft_worker.scheduler import DraftScheduler
 from services.engine.core.batch import SequenceInput
-from services.engine.core.kv_cache import CacheShape, CacheStore
+from services.engine.core.kv_cache import CacheShape
 from services.engine.core.model import load_model
 from services.engine.engine import Engine
 from services.engine.hf.probe import probe_model
@@ -196,7 +196,8 @@ def flash_engine(directory: Path, dtype: str = "float32") -> Engine:
     shape = CacheShape(layout.num_layers, layout.kv_heads, layout.kv_dim, loaded.dtype, loaded.device)
     return Engine(
         TransformersRunner(loaded, layout, flash=True),
-        CacheStore(shape, 1 << 26),
+        shape,
+        1 << 26,
         model_name=str(directory),
         vocab_size=layout.vocab_size,
         max_context=loaded.max_context,
