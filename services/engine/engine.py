@@ -18,12 +18,15 @@ from gammaray.errors import InvalidArgumentError
 from services.engine.core.batch import Batch, Runner, SequenceInput, Taps, plan_batch
 from services.engine.core.device import on_device
 from services.engine.core.drafter import DraftFormat
-from services.engine.core.errors import CacheGapError
-from services.engine.core.kv_cache import CacheStats, CacheStore, Source
+from services.engine.core.kv_cache import CacheShape, CacheStore
 
 
-class Engine:
+class Engine(CacheStore):
     """One model and the caches of its sessions; built by `services.engine.loader`.
+
+    Args:
+        shape: Of the caches.
+        budget_bytes: Upper bound of all sessions' keys and values together, enforced when caches grow.
 
     Attributes:
         vocab_size: Token ids lie in [0, vocab_size).
@@ -42,20 +45,22 @@ class Engine:
     def __init__(
         self,
         runner: Runner,
-        store: CacheStore,
+        shape: CacheShape,
+        budget_bytes: int,
         *,
         model_name: str,
         vocab_size: int,
         max_context: int,
         kernel: str = "",
     ) -> None:
+        super().__init__(shape, budget_bytes)
         self.model_name = model_name
         self.vocab_size = vocab_size
         self.max_context = max_context
         self.kernel = kernel
-        self.num_layers = store.shape.num_layers
-        self.device = store.shape.device
-        self.dtype = store.shape.dtype
+        self.num_layers = shape.num_layers
+        self.device = shape.device
+        self.dtype = shape.dtype
         self.runner = runner
         self.mask_token: int | None = None
         self.taps: list[Tensor] = []
@@ -63,7 +68,6 @@ class Engine:
         self._draft: DraftFormat | None = None
         self._chain_ids: Tensor | None = None
         self._has_all_tokens = True
-        self._store = store
         self._runner_of: Callable[[str], Runner] | None = None
 
     def serve_versions(self, runner_of: Callable[[str], Runner]) -> None:
@@ -215,103 +219,10 @@ class Engine:
         Raises:
             CacheFullError: They do not fit the cache budget; nothing was changed.
         """
-        (cache,) = self._store.reserve_all({session_id: len(token_ids)})
+        (cache,) = self.reserve_all({session_id: len(token_ids)})
         cache.truncate(0)
         cache.tokens.extend(token_ids)
         cache.first = len(token_ids)
-
-    def length(self, session_id: str) -> int:
-        """Return how many tokens of the session's chain are cached; 0 when unknown or evicted."""
-        cache = self._store.get(session_id)
-        return 0 if cache is None else len(cache.tokens)
-
-    def tokens(self, session_id: str) -> Sequence[int]:
-        """Return the session's cached tokens in chain order; a view that the next call may change."""
-        cache = self._store.get(session_id)
-        return () if cache is None else cache.tokens
-
-    def truncate(self, session_id: str, length: int, num_nodes: int = 0) -> None:
-        """Keep the first `length` tokens of a session; the cost depends only on the tokens dropped.
-
-        Args:
-            length: Tokens of the chain to keep.
-            num_nodes: Tree nodes to keep, of those after the whole chain.
-
-        Raises:
-            ValueError: `length` is negative.
-        """
-        if length < 0:
-            raise ValueError(f"length: got {length}, allowed: at least 0")
-        cache = self._store.get(session_id)
-        if cache is not None:
-            cache.truncate(length, num_nodes)
-
-    def keep_path(self, session_id: str, base: int, path: Sequence[int], keep: Sequence[int] = ()) -> None:
-        """Make the nodes of `path`, after they were fed, positions base, base + 1, ... of the chain.
-
-        Args:
-            base: Position of the path's first node: the number of tokens before it.
-            path: Indices of the accepted nodes, each the child of the one before.
-            keep: Indices, ascending, of nodes to keep as a tree after the new chain; all others are dropped.
-
-        Raises:
-            CacheGapError: The session has no cache.
-            ValueError: `base`, `path` or `keep` do not match the fed tokens.
-        """
-        cache = self._store.get(session_id)
-        if cache is None:
-            raise CacheGapError(session_id, 0)
-        cache.keep_path(base, path, keep)
-
-    def fork(self, source: Source, copy: str, length: int, keep: frozenset[str] = frozenset()) -> None:
-        """Make `copy`'s cache the first `length` tokens of `source`, a session or a retained cache.
-
-        Raises:
-            CacheGapError: `source` has fewer.
-            CacheFullError: Both together, with the sessions to `keep`, exceed the budget.
-        """
-        self._store.fork(source, copy, length, keep)
-
-    def share(self, session_id: str, salt: str | None) -> None:
-        """Let only sessions with this salt copy this session's cache, until it ends; None: no session."""
-        self._store.share(session_id, salt)
-
-    def longest_prefix(self, token_ids: Sequence[int], salt: str) -> tuple[Source, int]:
-        """Return the cache with this salt that shares the longest prefix, and the prefix's length."""
-        return self._store.longest_prefix(token_ids, salt)
-
-    def release(self, session_id: str) -> None:
-        """End a session and free its cache; unknown ones are ignored."""
-        self._store.release(session_id)
-
-    def retain(self, session_id: str, salt: str) -> None:
-        """End a session; while memory allows, retain its cache for sessions with this salt and prefix."""
-        self._store.retain(session_id, salt)
-
-    def forget(self, session_id: str) -> None:
-        """End a session and free its cache and all retained caches of it."""
-        self._store.forget(session_id)
-
-    def drop_retained(self) -> None:
-        """Free all retained caches of ended sessions."""
-        self._store.drop_retained()
-
-    def num_nodes(self, session_id: str) -> int:
-        """Return how many tree nodes are cached after the session's chain."""
-        cache = self._store.get(session_id)
-        return 0 if cache is None else len(cache.tree_tokens)
-
-    def has_room(self, session_id: str, num_tokens: int) -> bool:
-        """Return whether a session can hold that many tokens and nodes without evicting another session."""
-        return self._store.has_room(session_id, num_tokens)
-
-    def limit_cache(self, num_bytes: int) -> None:
-        """Set the upper bound in bytes of all sessions' keys and values, enforced when caches next grow."""
-        self._store.budget_bytes = num_bytes
-
-    def stats(self) -> CacheStats:
-        """Return the counters of the cache."""
-        return self._store.stats()
 
     def _new_taps(self, rows: int) -> Taps | None:
         if not self._tapped:
@@ -341,4 +252,4 @@ class Engine:
 
     def _plan(self, feeds: Sequence[SequenceInput]) -> Batch:
         num_ids = max(self.vocab_size, -1 if self.mask_token is None else self.mask_token + 1)
-        return plan_batch(feeds, self._store, num_ids, self.max_context)
+        return plan_batch(feeds, self, num_ids, self.max_context)

@@ -18,7 +18,7 @@ from services.engine.core.batch import Runner
 from services.engine.core.device import on_device, raise_if_lost
 from services.engine.core.drafter import DraftFormat, load_drafter
 from services.engine.core.errors import UnsupportedModelError
-from services.engine.core.kv_cache import CacheShape, CacheStore
+from services.engine.core.kv_cache import CacheShape
 from services.engine.core.model import LoadedModel, embeddings, load_model
 from services.engine.core.quantised import QuantisedMatrix, quantise_model
 from services.engine.core.shapes import check_token_map, check_weights, input_names
@@ -79,10 +79,9 @@ def load_engine(
     runner, shape, kernel = _choose_runner(loaded, layout, obstacle, quantised)
     if runner.has_kernel:
         use_threads(threads)
-    store = CacheStore(shape, cache_budget_bytes)
     kernel = ", ".join([kernel, *_weights_note(loaded, weights)])
     sizes = {"vocab_size": layout.vocab_size, "max_context": loaded.max_context}
-    built = Engine(runner, store, model_name=model, kernel=kernel, **sizes)
+    built = Engine(runner, shape, cache_budget_bytes, model_name=model, kernel=kernel, **sizes)
     _log_kernel(built)
     with _first_forwards(loaded):
         check_model(built, loaded)
@@ -114,7 +113,7 @@ def _load(
 
 
 def load_worker_engine(path: str, settings: WorkerSettings, draft_for: str | None = None) -> Engine:
-    """Load a model with a worker's settings, in one process.
+    """Load a model with a worker's settings; without a cache budget, by the free memory.
 
     Raises:
         UnsupportedModelError: It cannot be served exactly; the reason is in the error.
@@ -132,7 +131,9 @@ def load_worker_engine(path: str, settings: WorkerSettings, draft_for: str | Non
         weights=settings.draft_weights if isinstance(settings, DraftSettings) else "auto",
         draft_for=draft_for,
     )
-    limit_cache(engine, settings)
+    given = settings.cache_budget_mb
+    num_bytes = None if given is None else given << 20
+    engine.budget_bytes = cache_budget(engine.device, num_bytes, settings.cache_memory_share)
     return engine
 
 
@@ -181,13 +182,6 @@ class DraftVersions:
         layer_of = self._layout.layer_of
         layer_of = {id(new): layer_of[id(old)] for old, new in places if id(old) in layer_of}
         return _choose_runner(loaded, replace(self._layout, layer_of=layer_of), obstacle, quantised)[0]
-
-
-def limit_cache(engine: Engine, settings: WorkerSettings) -> None:
-    """Set a loaded engine's cache budget from the worker's settings, or from the free memory."""
-    given = settings.cache_budget_mb
-    num_bytes = None if given is None else given << 20
-    engine.limit_cache(cache_budget(engine.device, num_bytes, settings.cache_memory_share))
 
 
 @contextmanager

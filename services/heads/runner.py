@@ -9,7 +9,7 @@ from gammaray.errors import InvalidArgumentError
 from services.engine.core.batch import Batch, Runner, SequenceInput
 from services.engine.core.drafter import DraftFormat
 from services.engine.core.errors import InvalidModelError
-from services.engine.core.kv_cache import CacheShape, CacheStore
+from services.engine.core.kv_cache import CacheShape
 from services.engine.core.shapes import weights_file
 from services.engine.engine import Engine
 from services.engine.hf.attention import LayerInput, attend
@@ -86,7 +86,8 @@ def head_engine(
     runner = HeadRunner(head) if obstacle else HeadKernelRunner(name, head, max_context, weights)
     engine = Engine(
         runner,
-        CacheStore(runner.cache_shape, budget_bytes),
+        runner.cache_shape,
+        budget_bytes,
         model_name=name,
         vocab_size=head.config.vocab_size,
         max_context=max_context,

@@ -148,8 +148,9 @@ class _Run:
             jobs = chat_jobs(Turns(tokenizer), chats, _TEMPERATURES)
         else:
             jobs = file_jobs(tokenizer, texts, _TEMPERATURES)
-        engine = load_engine(self.path, device=task.device, threads=task.threads)
-        engine.limit_cache(_CACHE_BYTES)
+        engine = load_engine(
+            self.path, device=task.device, threads=task.threads, cache_budget_bytes=_CACHE_BYTES
+        )
         writer = Writer(
             engine,
             self.store,

@@ -23,7 +23,7 @@ from tests.support.workers.workers_helpers import (
 pytestmark = pytest.mark.integration
 
 PROMPT = random_tokens(12, seed=3)
-FAILED_PRECONDITION, CANCELLED = 9, 1
+FAILED_PRECONDITION, RESOURCE_EXHAUSTED, CANCELLED = 9, 8, 1
 
 
 @pytest.fixture(scope="module")
@@ -266,3 +266,17 @@ async def test_target_release_of_a_former_owner_is_ignored(target):
     assert (await target.info()).num_sessions == 2
     await target.release("mine", epoch=3)
     await target.until(lambda info: info.num_sessions == 1)
+
+
+async def test_sessions_that_do_not_fit_together_are_served_one_after_another(model):
+    prompts = [random_tokens(40, seed=seed) for seed in range(4)]
+    async with running("target", model) as (target, worker):
+        alone = [await target.ask(verify_block(p, session_id=f"a{i}")) for i, p in enumerate(prompts)]
+        await target.release("a0", "a1", "a2", "a3")
+        engine = worker.engine.scheduler.engine
+        engine.budget_bytes = 3 * 64 * engine.shape.slot_bytes  # for three of them
+        answers = await target.ask(*(verify_block(p, session_id=f"b{i}") for i, p in enumerate(prompts)))
+        assert [answer.verdict for answer in answers] == [answer.verdict for answer in alone]
+        too_long = await target.ask(verify_block(random_tokens(200, seed=1), session_id="c"))
+        assert too_long.error.code == RESOURCE_EXHAUSTED
+        assert (await target.ask(verify_block(prompts[0], session_id="d"))).verdict == alone[0].verdict

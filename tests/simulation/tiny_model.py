@@ -17,7 +17,7 @@ from torch import Tensor
 from gammaray.errors import InternalError, UnavailableError
 from services.draft_worker.scheduler import DraftScheduler
 from services.engine.core.batch import Batch, Runner, Segment
-from services.engine.core.kv_cache import CacheShape, CacheStore
+from services.engine.core.kv_cache import CacheShape
 from services.engine.engine import Engine
 from services.engine.sampling.noise import Noise
 from services.scheduling.block_queue import BlockQueue
@@ -72,8 +72,9 @@ class TinyRunner(Runner):
 
 
 def _engine(table: Tensor, cache_bytes: int) -> Engine:
-    store = CacheStore(CacheShape(1, 1, 1, torch.float32, torch.device("cpu")), cache_bytes)
-    return Engine(TinyRunner(table), store, model_name="tiny", vocab_size=VOCAB_SIZE, max_context=MAX_CONTEXT)
+    shape = CacheShape(1, 1, 1, torch.float32, torch.device("cpu"))
+    sizes = {"vocab_size": VOCAB_SIZE, "max_context": MAX_CONTEXT}
+    return Engine(TinyRunner(table), shape, cache_bytes, model_name="tiny", **sizes)
 
 
 def target_scheduler(cache_bytes: int) -> TargetScheduler:

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from services.draft_worker.scheduler import DraftScheduler
 from services.engine.core.batch import SequenceInput
-from services.engine.core.kv_cache import CacheShape, CacheStore
+from services.engine.core.kv_cache import CacheShape
 from services.engine.core.model import load_model
 from services.engine.engine import Engine
 from services.engine.hf.probe import probe_model
@@ -189,14 +189,15 @@ def plain_logits(model: PreTrainedModel, token_ids: Sequence[int]) -> torch.Tens
     return model(torch.tensor([list(token_ids)]), use_cache=False).logits[0].float()
 
 
-def batched_engine(directory: Path, *, batched: bool = True, dtype: str = "float32") -> Engine:
-    """Load transformers' layers with one attention of all sessions, as on GPUs, or with one per session."""
+def flash_engine(directory: Path, dtype: str = "float32") -> Engine:
+    """Load transformers' layers with a causal kernel for chunks of prompts, as on GPUs."""
     loaded = load_model(str(directory), device="cpu", dtype=dtype)
     layout = probe_model(loaded)
     shape = CacheShape(layout.num_layers, layout.kv_heads, layout.kv_dim, loaded.dtype, loaded.device)
     return Engine(
-        TransformersRunner(loaded, layout, batched=batched),
-        CacheStore(shape, 1 << 26),
+        TransformersRunner(loaded, layout, flash=True),
+        shape,
+        1 << 26,
         model_name=str(directory),
         vocab_size=layout.vocab_size,
         max_context=loaded.max_context,

@@ -80,28 +80,63 @@ class CacheStore:
         self._retained = PrefixCache()
         self._salts: dict[str, str] = {}
 
-    def __len__(self) -> int:
-        return len(self._sessions)
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of the sessions, without retained caches."""
-        return self._used_slots * self.shape.slot_bytes
-
-    @property
-    def retained_bytes(self) -> int:
-        """Bytes retained of ended sessions, which are freed when sessions need them."""
-        return self._retained.num_slots * self.shape.slot_bytes
-
     def stats(self) -> CacheStats:
-        """Return the counters."""
-        return CacheStats(
-            len(self), self.used_bytes, self.budget_bytes, self.num_evictions, self.retained_bytes
-        )
+        """Return the counters of the cache."""
+        used = self._used_slots * self.shape.slot_bytes
+        retained = self._retained.num_slots * self.shape.slot_bytes
+        return CacheStats(len(self._sessions), used, self.budget_bytes, self.num_evictions, retained)
 
     def get(self, session_id: str) -> SessionCache | None:
         """Return a session's cache, None when it is unknown or was evicted."""
         return self._sessions.get(session_id)
+
+    def length(self, session_id: str) -> int:
+        """Return how many tokens of the session's chain are cached; 0 when unknown or evicted."""
+        cache = self.get(session_id)
+        return 0 if cache is None else len(cache.tokens)
+
+    def tokens(self, session_id: str) -> Sequence[int]:
+        """Return the session's cached tokens in chain order; a view that the next call may change."""
+        cache = self.get(session_id)
+        return () if cache is None else cache.tokens
+
+    def num_nodes(self, session_id: str) -> int:
+        """Return how many tree nodes are cached after the session's chain."""
+        cache = self.get(session_id)
+        return 0 if cache is None else len(cache.tree_tokens)
+
+    def truncate(self, session_id: str, length: int, num_nodes: int = 0) -> None:
+        """Keep the first `length` tokens of a session; the cost depends only on the tokens dropped.
+
+        Args:
+            length: Tokens of the chain to keep.
+            num_nodes: Tree nodes to keep, of those after the whole chain.
+
+        Raises:
+            ValueError: `length` is negative.
+        """
+        if length < 0:
+            raise ValueError(f"length: got {length}, allowed: at least 0")
+        cache = self.get(session_id)
+        if cache is not None:
+            cache.truncate(length, num_nodes)
+
+    def keep_path(self, session_id: str, base: int, path: Sequence[int], keep: Sequence[int] = ()) -> None:
+        """Make the nodes of `path`, after they were fed, positions base, base + 1, ... of the chain.
+
+        Args:
+            base: Position of the path's first node: the number of tokens before it.
+            path: Indices of the accepted nodes, each the child of the one before.
+            keep: Indices, ascending, of nodes to keep as a tree after the new chain; all others are dropped.
+
+        Raises:
+            CacheGapError: The session has no cache.
+            ValueError: `base`, `path` or `keep` do not match the fed tokens.
+        """
+        cache = self.get(session_id)
+        if cache is None:
+            raise CacheGapError(session_id, 0)
+        cache.keep_path(base, path, keep)
 
     def reserve_all(self, wanted: dict[str, int], keep: frozenset[str] = frozenset()) -> list[SessionCache]:
         """Make room for each session's slots, evicting sessions outside `wanted` and `keep` if necessary.
@@ -126,8 +161,8 @@ class CacheStore:
 
     def has_room(self, session_id: str, num_slots: int) -> bool:
         """Whether the session can have that many slots without evicting another session."""
-        missing = self._missing_slots(session_id, num_slots)
-        return self.used_bytes + missing * self.shape.slot_bytes <= self.budget_bytes
+        needed = self._used_slots + self._missing_slots(session_id, num_slots)
+        return needed * self.shape.slot_bytes <= self.budget_bytes
 
     def share(self, session_id: str, salt: str | None) -> None:
         """Let only sessions with this salt copy this session's cache, now and later; None: no session."""
@@ -225,8 +260,8 @@ class CacheStore:
 
     def _has_room_keeping(self, retained: SessionCache, session_id: str, num_slots: int) -> bool:
         """Whether a session can have the slots without dropping `retained` or another session."""
-        missing = self._missing_slots(session_id, num_slots) + retained.capacity
-        return self.used_bytes + missing * self.shape.slot_bytes <= self.budget_bytes
+        needed = self._used_slots + self._missing_slots(session_id, num_slots) + retained.capacity
+        return needed * self.shape.slot_bytes <= self.budget_bytes
 
     def _missing_slots(self, session_id: str, num_slots: int) -> int:
         session = self._sessions.get(session_id)
@@ -252,13 +287,14 @@ class CacheStore:
     def _evict(self, allowed_bytes: int, pinned: set[str]) -> None:
         """Drop retained caches, then unpinned sessions, until the rest of them fits `allowed_bytes`."""
         others = [name for name in self._sessions if name not in pinned]
-        held = sum(self._sessions[name].capacity for name in others) * self.shape.slot_bytes
-        while self._retained and held + self.retained_bytes > allowed_bytes:
+        slot_bytes = self.shape.slot_bytes
+        held = sum(self._sessions[name].capacity for name in others) * slot_bytes
+        while self._retained and held + self._retained.num_slots * slot_bytes > allowed_bytes:
             self._retained.drop_oldest()
         for name in others:
             if held <= allowed_bytes:
                 return
-            held -= self._sessions[name].capacity * self.shape.slot_bytes
+            held -= self._sessions[name].capacity * slot_bytes
             self._drop(name)
             self.num_evictions += 1
 

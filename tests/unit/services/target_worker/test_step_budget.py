@@ -86,7 +86,7 @@ def test_long_block_is_not_starved_by_blocks_that_copy_prefixes(pair):
     common = random_tokens(20, seed=0)
     short = [Run(scheduler, [*common, token_id], SamplingParams(seed=1), salt="s") for token_id in (5, 6)]
     short[0].cycle(Shape(0))
-    scheduler.engine.limit_cache(2 * scheduler.stats().cache_bytes)
+    scheduler.engine.budget_bytes = 2 * scheduler.stats().cache_bytes
     short[1].cycle(Shape(0))
     long = Run(scheduler, random_tokens(60, seed=1), SamplingParams(seed=1))
     scheduler.submit([long.block(Shape(0))])
