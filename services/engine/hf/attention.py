@@ -1,4 +1,8 @@
-"""The attention function installed in transformers models: packed rows over the engine's own KV cache."""
+"""The attention function installed in transformers models: packed rows over the engine's own KV cache.
+
+`attend` calls torch once per session; `services.engine.hf.batched_attention` attends for all sessions at
+once.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,12 @@ from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface
 
 from services.engine.core.batch import Batch, Segment
+
+
+def bias_of(allowed: Tensor) -> Tensor:
+    """Bias to add to scores: 0 where `allowed`, else -inf."""
+    return torch.zeros(allowed.shape, device=allowed.device).masked_fill_(~allowed, float("-inf"))
+
 
 ATTENTION_NAME = "gammaray"
 
@@ -99,40 +109,45 @@ class LayerInput:
 def attend(batch: Batch, layer: int, given: LayerInput, *, flash: bool = False) -> Tensor:
     """Attend per session over its slots, after writing this layer's new keys and values there.
 
-    Args:
-        flash: Let a causal kernel mask a chain that sees all slots before it, as a prompt's chunk does. A
-            mask [rows, slots] rules out torch's flash kernels, and takes as much memory as the scores.
-
     Returns:
         [1, rows, num_heads, value_dim].
     """
     num_heads, rows, value_dim = given.query.shape[1], given.query.shape[2], given.value.shape[3]
     output = given.query.new_zeros(rows, num_heads, value_dim)
-    for index, segment in enumerate(batch.segments):
-        here = slice(segment.row, segment.row + segment.count)
-        mixed = _attend_segment(batch, index, layer, given, flash=flash)
-        output[here] = mixed.transpose(0, 1)
+    for index in range(len(batch.segments)):
+        attend_segment(batch, index, layer, given, output, flash=flash)
     return output[None]
 
 
-def _attend_segment(batch: Batch, index: int, layer: int, given: LayerInput, *, flash: bool) -> Tensor:
-    """Return one session's attention, [num_heads, its rows, value_dim]."""
+def attend_segment(
+    batch: Batch, index: int, layer: int, given: LayerInput, output: Tensor, *, flash: bool
+) -> None:
+    """Attend for one session of a step, after writing this layer's new keys and values to its cache.
+
+    Args:
+        output: [rows, num_heads, value_dim], of which the segment's rows are written.
+        flash: Let a causal kernel mask a chain that sees all slots before it, as a prompt's chunk does. A
+            mask [rows, slots] rules out torch's flash kernels, and takes as much memory as the scores.
+    """
     segment = batch.segments[index]
     num_heads, count = given.query.shape[1], segment.count
     num_kv_heads, key_dim, value_dim = given.key.shape[1], given.key.shape[3], given.value.shape[3]
-    here, end = slice(segment.row, segment.row + count), segment.slot + count
+    here = slice(segment.row, segment.row + count)
+    end = segment.slot + count
     slots = _written_slots(segment, layer, given)
     keys, values = slots[0][:, :end], slots[1][:, :end]
     plain = given.softcap is None and given.sinks is None
     if flash and plain and count > 1 and _is_causal(segment, given.window):
-        return F.scaled_dot_product_attention(
+        mixed = F.scaled_dot_product_attention(
             given.query[:, :, here],
             keys[None],
             values[None],
             attn_mask=causal_lower_right(count, end),
             scale=given.scale,
             enable_gqa=num_heads != num_kv_heads,
-        )[0]
+        )
+        output[here] = mixed[0].transpose(0, 1)
+        return
     # Heads of a group share keys and values: stack their rows instead of copying keys and values.
     queries = given.query[0, :, here].reshape(num_kv_heads, -1, key_dim)
     mask = batch.mask(index, given.window, queries.device)
@@ -143,8 +158,9 @@ def _attend_segment(batch: Batch, index: int, layer: int, given: LayerInput, *, 
             queries[None], keys[None], values[None], attn_mask=mask, scale=given.scale
         )[0]
     else:
-        mixed = _explicit_attention(queries, keys, values, mask, given, count)
-    return mixed.reshape(num_heads, count, value_dim)
+        bias = None if mask is None else bias_of(mask)
+        mixed = explicit_attention(queries, keys, values, bias, stacked_sinks(given, count), given)
+    output[here] = mixed.reshape(num_heads, count, value_dim).transpose(0, 1)
 
 
 def _written_slots(segment: Segment, layer: int, given: LayerInput) -> tuple[Tensor, Tensor]:
@@ -165,30 +181,42 @@ def _is_causal(segment: Segment, window: int | None) -> bool:
     return segment.parents is None and segment.cache.first == 0 and (window is None or window >= end)
 
 
-def _explicit_attention(
-    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, given: LayerInput, count: int
+def explicit_attention(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+    given: LayerInput,
 ) -> Tensor:
     """Attention with softcap and sinks, softmax in float32.
 
     Args:
-        queries: [kv_heads, group * count, key_dim].
-        keys: [kv_heads, slots, key_dim].
-        values: [kv_heads, slots, value_dim].
-        mask: The slots that a row sees, [group * count, slots]; None for all.
-        given: The layer's arguments, for scale, softcap and sinks.
+        queries: [..., stacked rows, key_dim].
+        keys: [..., slots, key_dim].
+        values: [..., slots, value_dim].
+        bias: Added to the scores [..., stacked rows, slots]; None for nothing.
+        sinks: [..., stacked rows, 1]; None for none.
+        given: The layer's arguments, for scale and softcap.
 
     Returns:
-        [kv_heads, group * count, value_dim].
+        [..., stacked rows, value_dim].
     """
     scores = torch.matmul(queries, keys.transpose(-2, -1)).mul_(given.scale)
     if given.softcap is not None:
         scores = torch.tanh(scores / given.softcap) * given.softcap
-    if mask is not None:
-        scores = scores.masked_fill_(~mask, float("-inf"))
-    if given.sinks is None:
+    if bias is not None:
+        scores = scores + bias
+    if sinks is None:
         probs = torch.softmax(scores, dim=-1, dtype=torch.float32)
     else:
-        per_head = given.sinks.view(len(queries), -1, 1).to(queries.dtype)
-        scores = torch.cat((scores, per_head.repeat_interleave(count, dim=1)), dim=-1)
-        probs = torch.softmax(scores, dim=-1, dtype=torch.float32)[..., :-1]
+        probs = torch.softmax(torch.cat((scores, sinks), dim=-1), dim=-1, dtype=torch.float32)[..., :-1]
     return torch.matmul(probs.to(values.dtype).contiguous(), values)
+
+
+def stacked_sinks(given: LayerInput, count: int) -> Tensor | None:
+    """Each stacked row's sink [kv_heads, group * count, 1]."""
+    if given.sinks is None:
+        return None
+    per_head = given.sinks.view(given.key.shape[1], -1, 1).to(given.query.dtype)
+    return per_head.repeat_interleave(count, dim=1)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from services.engine.core.batch import Batch, Runner
 from services.engine.core.model import LoadedModel
 from services.engine.hf.attention import LayerInput, attend
+from services.engine.hf.batched_attention import StepAttention
 from services.engine.hf.probe import ModelLayout, handling
 from services.engine.hf.taps import TapPoints, find_tap_points
 
@@ -22,7 +23,8 @@ class TransformersRunner(Runner):
 
     Args:
         loaded: The model, switched to the engine's attention.
-        flash: Attend for prompts by a flash kernel where a layer allows one; None: on a GPU.
+        batched: Attend for all sessions at once, and for prompts by a flash kernel; None: on a GPU. On a CPU
+            calls cost little, and what batching copies costs more.
     """
 
     def __init__(
@@ -30,12 +32,12 @@ class TransformersRunner(Runner):
         loaded: LoadedModel,
         layout: ModelLayout,
         *,
-        flash: bool | None = None,
+        batched: bool | None = None,
     ) -> None:
         self._loaded, self._module = loaded, loaded.module
         self._device = loaded.device
         self._layout = layout
-        self._flash = loaded.device.type != "cpu" if flash is None else flash
+        self._batched = loaded.device.type != "cpu" if batched is None else batched
         parameters = inspect.signature(loaded.module.forward).parameters
         self._keeps_rows = "logits_to_keep" in parameters
 
@@ -48,23 +50,40 @@ class TransformersRunner(Runner):
         return self._tap_points if isinstance(self._tap_points, str) else ""
 
     def forward(self, batch: Batch) -> Tensor:
-        def handler(module: nn.Module, given: LayerInput, _: dict[str, Any]) -> Tensor:
-            return attend(batch, self._layout.layer_of[id(module)], given, flash=self._flash)
-
-        arguments: dict[str, Any] = {}
         rows = batch.logit_rows
+        arguments: dict[str, Any] = {}
         wanted = None if rows is None else torch.tensor(rows, dtype=torch.long, device=self._device)
         if self._keeps_rows and wanted is not None:
             arguments["logits_to_keep"] = wanted
+        logits = self._run(batch, batch.token_ids, batch.positions, arguments)
+        if wanted is not None and not self._keeps_rows:
+            logits = logits[wanted]
+        return logits
+
+    def _run(
+        self, batch: Batch, token_ids: list[int], positions: list[int], arguments: dict[str, Any]
+    ) -> Tensor:
+        layout, step = self._layout, None
+        if self._batched and len(batch.segments) > 1:
+            step = StepAttention(batch, layout.num_layers, layout.kv_heads, layout.kv_dim)
+
+        def handler(module: nn.Module, given: LayerInput, _: dict[str, Any]) -> Tensor:
+            layer = layout.layer_of[id(module)]
+            if step is not None:
+                return step.attend(layer, given)
+            return attend(batch, layer, given, flash=self._batched)
+
         with handling(handler), self._recording(batch):
             output = self._module(
-                torch.tensor([batch.token_ids], device=self._device),
-                position_ids=torch.tensor([batch.positions], device=self._device),
+                torch.tensor([token_ids], device=self._device),
+                position_ids=torch.tensor([positions], device=self._device),
                 use_cache=False,
                 **arguments,
             )
-        logits: Tensor = output.logits[0, :, : self._layout.vocab_size].float()
-        return logits if wanted is None or self._keeps_rows else logits[wanted]
+        if step is not None:
+            step.store()
+        logits: Tensor = output.logits[0, :, : self._layout.vocab_size]
+        return logits.float()
 
     @cached_property
     def _tap_points(self) -> TapPoints | str:

@@ -1,6 +1,7 @@
 """The engine's logits and hidden states against the model's own plain forward, for every architecture.
 
-On each path: the compiled kernel, transformers' layers as on CPUs, or with a causal kernel, as on GPUs.
+On each path: the compiled kernel, transformers' layers with an attention per session, as on CPUs, or with
+one of all sessions, as on GPUs.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from services.engine.core import batch as feeds_module
 from services.engine.core.batch import SequenceInput
 from services.engine.hf import attention
 from services.engine.hf import runner as general
+from services.engine.hf.batched_attention import MAX_PADDED_ROWS
 from services.engine.loader import load_engine
 from services.engine.native.runner import NativeRunner
 from tests.support.engine_helpers import (
     LEAN,
     SUPPORTED,
     CheckedEngine,
-    flash_engine,
+    batched_engine,
     plain_logits,
     plain_model,
     random_tokens,
@@ -36,7 +38,7 @@ LAYERS = (2, 3, 0, 1, 2)
 # Two roots, a chain below one, siblings with equal positions, a leaf deeper than the window of 8.
 TREE = (-1, -1, 0, 0, 1, 2, 4, 5, 6, 8, 9, 10, 11)
 PATHS = [
-    *((arch, path) for path in ("transformers", "flash") for arch in SUPPORTED),
+    *((arch, path) for path in ("transformers", "batched") for arch in SUPPORTED),
     *((arch, "native") for arch in LEAN),
 ]
 
@@ -59,7 +61,7 @@ class _Directories(dict[str, Path]):
 
 
 def checked(directory: Path, path: str, taps: tuple[int, ...] = ()) -> CheckedEngine:
-    engine = flash_engine(directory) if path == "flash" else load_engine(str(directory), engine=path)
+    engine = batched_engine(directory) if path == "batched" else load_engine(str(directory), engine=path)
     return CheckedEngine(engine, plain_model(directory), taps)
 
 
@@ -78,7 +80,7 @@ def test_steps_of_several_sessions_match_plain_forwards(
     run.step(
         *[SequenceInput(name, n, random_tokens(1, n), 1) for name, n in (("a", 70), ("b", 7), ("c", 23))]
     )
-    # Ragged rows, a rollback, a tree and a new session.
+    # Ragged rows, a rollback, a tree and a new session; the lengths call for two groups of padded rows.
     run.step(
         SequenceInput("c", 24, [5, *tree], len(TREE) + 1, TREE),
         SequenceInput("d", 0, text[:2], 2),
@@ -88,9 +90,9 @@ def test_steps_of_several_sessions_match_plain_forwards(
     run.engine.keep_path("c", 25, [0, 2, 5, 7])
     assert run.engine.tokens("c")[24:] == [5, tree[0], tree[2], tree[5], tree[7]]
     run.engine.fork("c", "e", 27)
-    # A chunk that begins behind cached tokens, with others.
+    # A chunk that begins behind cached tokens and is longer than padded rows may be, with others.
     run.step(
-        SequenceInput("d", 2, random_tokens(70, 6), 5),
+        SequenceInput("d", 2, random_tokens(MAX_PADDED_ROWS + 6, 6), 5),
         SequenceInput("c", 29, random_tokens(3, 7), 3),
         SequenceInput("e", 27, random_tokens(6, 8), 4, (-1, -1, 0)),
     )
@@ -203,14 +205,15 @@ def test_step_logits_can_be_written_to(directories: dict[str, Path]) -> None:
         assert torch.equal(second, kept)
 
 
-@pytest.mark.parametrize("path", ["transformers", "flash"])
+@pytest.mark.parametrize("path", ["transformers", "batched"])
 @pytest.mark.parametrize("arch", ["llama", "gemma2", "mixtral", "gpt_oss", "deepseek_v3"])
 def test_bfloat16_stays_within_its_rounding(directories: dict[str, Path], arch: str, path: str) -> None:
     directory = str(directories[arch])
-    if path == "flash":
-        engine = flash_engine(directories[arch], dtype="bfloat16")
-    else:
-        engine = load_engine(directory, dtype="bfloat16")
+    engine = (
+        batched_engine(directories[arch], dtype="bfloat16")
+        if path == "batched"
+        else load_engine(directory, dtype="bfloat16")
+    )
     text = random_tokens(30, 1)
     feeds = [SequenceInput("a", 0, text[:21], 21), SequenceInput("b", 0, text[:9], 1)]
     got = torch.cat([engine.step(feeds)[0], engine.step([SequenceInput("a", 21, text[21:], 9)])[0]])
@@ -218,20 +221,3 @@ def test_bfloat16_stays_within_its_rounding(directories: dict[str, Path], arch: 
     assert got.dtype == torch.float32
     # Experts may be chosen differently within rounding: compare means.
     assert (got - expected).abs().mean() <= 0.05 * expected.abs().mean()
-
-
-@pytest.mark.parametrize(("arch", "masked"), [("llama", False), ("mistral", True), ("gpt_oss", True)])
-def test_chunks_on_gpus_have_a_mask_only_if_their_layers_need_one(
-    directories: dict[str, Path], arch: str, masked: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, masks, right = checked(directories[arch], "flash"), [], batch.allowed_slots
-
-    def noted(*given):  # type: ignore[no-untyped-def]
-        masks.append(right(*given))
-        return masks[-1]
-
-    monkeypatch.setattr(batch, "allowed_slots", noted)
-    run.step(SequenceInput("a", 0, random_tokens(20, 1), 2))
-    run.step(SequenceInput("b", 0, random_tokens(1, 3), 1), SequenceInput("a", 20, random_tokens(30, 2), 2))
-    assert run.worst <= TOLERANCE
-    assert any(mask is not None for mask in masks) == masked
