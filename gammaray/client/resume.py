@@ -56,7 +56,8 @@ async def stream_completion(
     """
     if request.store:
         request = replace(request, session_id=request.session_id or uuid.uuid4().hex)
-    budget = _RetryBudget(transport, transport.deadline(timeout_s))
+    has_started = request.resume_from is not None  # maybe in another process
+    budget = _RetryBudget(transport, transport.deadline(timeout_s), has_started)
     offset = request.resume_from or 0
     while True:
         asked_to_end = num_cancellations()
@@ -97,13 +98,14 @@ class _RetryBudget:
 
     Args:
         deadline: Deadline of the completion, as `time.monotonic()`.
+        has_started: Whether the server has accepted the completion.
     """
 
-    def __init__(self, transport: Transport, deadline: float) -> None:
+    def __init__(self, transport: Transport, deadline: float, has_started: bool) -> None:
         self.deadline = deadline
         self._transport, self._policy = transport, transport.retry
         self._since, self._failures, self._internal = time.monotonic(), 0, 0
-        self._has_started = False
+        self._has_started = has_started
 
     def progressed(self) -> None:
         """Reset the budget: a chunk has arrived."""
@@ -133,7 +135,7 @@ class _RetryBudget:
         policy = self._policy
         if policy.max_attempts == 1 or self._internal >= policy.max_attempts:
             return True
-        if self._has_started or self._transport.has_answered:
+        if self._transport.has_answered:
             return resume_at - self._since > policy.resume_s
         return self._failures >= policy.max_attempts  # the cluster has never answered
 

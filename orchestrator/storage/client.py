@@ -46,8 +46,9 @@ CALL_TIMEOUT_S = 3.0
 MAX_CONNECTIONS = 32
 """Requests in a burst wait for a free connection: calls take a fraction of a millisecond."""
 
-OOM_RETRY_AFTER_S = 5.0
-"""Retry delay for clients after Redis was out of memory: sessions that expire free some."""
+OOM_RETRY_AFTER_S = 2.0
+"""Retry delay for clients after Redis was out of memory: sessions that expire free some. Streams pause as
+long."""
 
 WAIT_PERIOD_S = 0.5
 CHECK_TIMEOUT_S = 5.0

@@ -15,7 +15,7 @@ import sys
 def main() -> int:
     """Run the command; return 1 if a seed failed, or a mutant was not found."""
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
-    parser.add_argument("--seeds", default="0:200", help="A:B, the seeds from A up to B (default: 0:200)")
+    parser.add_argument("--seeds", default="0:200", help="A:B, from A up to B, or A,B,... (default: 0:200)")
     parser.add_argument("--mutants", nargs="*", metavar="NAME", help="plant these faults; none named: all")
     parser.add_argument("--limit", type=int, default=2000, help="seeds after which a mutant counts as missed")
     parser.add_argument(
@@ -36,7 +36,7 @@ def main() -> int:
     from tests.simulation.campaign import laboratory, run_seeds, shortest
 
     first, _, end = options.seeds.partition(":")
-    seeds = range(int(first), int(end) if end else int(first) + 1)
+    seeds = range(int(first), int(end)) if end else [int(seed) for seed in first.split(",")]
     with laboratory() as real:
         report = run_seeds(seeds, real, ends_at_failure=bool(options.plant))
         print(report)

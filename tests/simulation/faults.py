@@ -220,7 +220,7 @@ def _end_session(run: Run, fault: Fault) -> None:
                     await client.cancel(stream.name)
                     return
                 await client.delete_session(stream.name)
-                again = f"another {fault.where[0]}'s"
+                again = f"another {fault.where[0]}'s {len(run.streams)}"  # it may be deleted twice
                 run.streams[again] = Stream(draw_stream(run.rng, stream.name).turns, is_second=True)
                 run.start_client(again)
 

@@ -17,6 +17,7 @@ from gammaray.errors import (
     InternalError,
     NotFoundError,
     ResourceExhaustedError,
+    UnavailableError,
 )
 from gammaray.types import Chunk, FinishReason
 from tests.simulation.cluster import ORCHESTRATORS, SERVE, WORKERS, Cluster
@@ -197,7 +198,10 @@ class Run:
         stream.received += tokens
         self.digest.update(f"{stream.name} {tokens} {self.loop.now}".encode())
         is_deleted = stream.name in self.deleted and not stream.is_second  # it may resume the second one
-        if tuple(stream.received) != stream.expected[: len(stream.received)] and not is_deleted:
+        # Redis lost the end of a turn, which another client then ended: the next one follows what was left.
+        is_cut = stream.turn > 0 and self.has_lost_writes and stream.name in self.cancelled
+        is_right = tuple(stream.received) == stream.expected[: len(stream.received)]
+        if not (is_right or is_deleted or is_cut):
             self.fail(f"{stream.name}: other tokens than plain decoding's from {start} on")
         reason = chunk.finish_reason
         if reason is not None and (stream.is_last or reason is not FinishReason.LENGTH):
@@ -229,13 +233,13 @@ class Run:
 
     async def _check_progress(self) -> None:
         """Check that after the last fault every stream goes on, and that a new one runs."""
-        counts = {name: len(stream.received) for name, stream in self.streams.items()}
+        places = {name: stream.place for name, stream in self.streams.items()}
         self.streams["probe"] = draw_stream(self.rng, "s-probe", NUM_PROBED)
         self.start_client("probe")
         if await self._until(lambda: not self._running, self.loop.now + PROGRESS_S):
             return
         for name, stream in self.streams.items():
-            if not stream.ended and len(stream.received) == counts.get(name, 0):
+            if not stream.ended and stream.place == places.get(name, (0, 0)):
                 self.fail(f"{stream.name}: no progress within {PROGRESS_S:g} s after the last fault")
 
     @property
@@ -267,6 +271,8 @@ class Run:
             allowed |= {FailedPreconditionError}
         if self.was_full or self.cluster.max_requests == 1:
             allowed |= {ResourceExhaustedError}
+        if "failed to connect" in str(error) and not stream.received:
+            allowed |= {UnavailableError}  # a client that no server ever answered tries five times
         if "planted" in str(error) and not stream.received:
             allowed |= {InternalError}  # a step that fails is a bug of a worker; only a begun stream goes on
         is_cancelled = stream.ended == FinishReason.CANCELLED.value and stream.name in self.cancelled

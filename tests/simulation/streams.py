@@ -49,6 +49,11 @@ class Stream:
         return self.turns[self.turn][1]
 
     @property
+    def place(self) -> tuple[int, int]:
+        """The turn, and how many tokens of it the client has."""
+        return self.turn, len(self.received)
+
+    @property
     def is_last(self) -> bool:
         return self.turn + 1 == len(self.turns)
 

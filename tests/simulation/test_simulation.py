@@ -31,6 +31,15 @@ def test_no_schedule_loses_repeats_or_changes_a_token():
 
 
 @pytest.mark.integration
+@pytest.mark.timeout(TIMEOUT_S)
+def test_seeds_that_failed_before_hold():
+    """Redis is out of memory (372); a step fails as another process of the client resumes (2316, 3743)."""
+    run = simulate("--seeds", "372,2316,3743")
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.startswith("3 schedules")
+
+
+@pytest.mark.integration
 def test_a_seed_gives_one_schedule():
     digests = [re.findall("digest ([0-9a-f]+)", simulate("--seeds", "20:24").stdout) for _ in range(2)]
     assert len(digests[0]) == 1

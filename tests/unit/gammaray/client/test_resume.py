@@ -6,7 +6,7 @@ import sys
 import grpc
 import pytest
 
-from gammaray import AsyncClient, RetryPolicy
+from gammaray import AsyncClient, GenerationRequest, RetryPolicy
 from gammaray.client.transport import Transport
 from gammaray.errors import (
     CancelledError,
@@ -113,6 +113,19 @@ async def test_resume_waits_for_a_server_that_is_full(error):
     service = ScriptedService(breaking((2, UnavailableError("gone")), (2, error)))
     async with serve(service) as address, AsyncClient(address, retry=FAST_RETRY) as client:
         assert (await client.complete("Hi")).text == "".join(WORDS)
+
+
+@pytest.mark.parametrize("start", [0, 2])
+@pytest.mark.parametrize(
+    "error",
+    [InternalError("bug"), ResourceExhaustedError("full", 0.01), DeadlineExceededError("late")],
+    ids=str,
+)
+async def test_new_process_that_resumes_waits_as_the_first_one_would(error, start):
+    service = ScriptedService(breaking((start, error)))
+    request = GenerationRequest("Hi", session_id="s", resume_from=start)
+    async with serve(service) as address, AsyncClient(address, retry=FAST_RETRY) as client:
+        assert pieces_of([chunk async for chunk in client.generate(request)]) == WORDS[start:]
 
 
 GONE, BUG = UnavailableError("gone"), InternalError("bug")

@@ -60,7 +60,7 @@ def test_each_version_proposes_what_it_proposes_alone(tmp_path, target, models, 
     """Versions take over in the middle of sessions, two draft in one batch, and caches are not mixed."""
     monkeypatch.setattr("services.learning.versions.CANARY_SHARE", 0.5)
     monkeypatch.setattr("services.draft_worker.loading.SPAN", 16)
-    # All of what is drafted ahead is waited for: at idle priority that may take minutes beside other programs.
+    # The test waits for what is drafted ahead: at idle priority it may take minutes beside other programs.
     monkeypatch.setattr("services.draft_worker.lookahead.can_use_idle_priority", lambda: False)
     alone = [draft_scheduler(model, target) for model in models]
     scheduler = draft_scheduler(models[0], target, tmp_path, ahead_rows=8)
