@@ -146,6 +146,8 @@ class RetryingRedis(Redis):
                 return await call()
             except AuthenticationError as error:
                 raise UnavailableError(f"Redis refuses the password: {error}") from error
+            except RuntimeError as error:  # of uvloop, for a write to an idle connection that was reset
+                raise ConnectionError(f"the connection was reset: {error}") from error
             except RedisError as error:
                 if isinstance(error, ConnectionError) and isinstance(error.__cause__, asyncio.TimeoutError):
                     raise UnavailableError(f"Redis does not respond: {error}") from error

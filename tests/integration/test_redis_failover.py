@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 import pytest
 import redis as sync_redis
+import uvloop
 
 from gammaray.deploy import redis_connection
 from gammaray.deploy.redis_connection import address_of
@@ -69,6 +70,28 @@ async def test_commits_continue_at_the_new_primary_of_the_host_name():
                 (left,) = [client for client in replica.client_list() if client["flags"] == "N"]
                 assert left["id"] == str(replica.client_id())
             await redis.aclose()
+
+
+@pytest.mark.parametrize("run", [uvloop.run, asyncio.run], ids=["uvloop", "asyncio"])
+def test_commits_continue_after_idle_connections_were_reset(redis_server, run):
+    """Ray Serve runs orchestrators on uvloop, which raises its own errors for closed connections."""
+
+    async def commit_after_reset():
+        async with redis_name(redis_server) as (name, url):
+            redis = connect(url)
+            await redis.flushall()
+            store, session = RedisStore(redis, ttl_s=60), make_session()
+            await store.create(session, b"")
+            for token_id in (1, 2):
+                await asyncio.gather(*(answer(redis.set(f"k{i}", i)) for i in range(4)))
+                assert name.reset() > 1
+                await asyncio.sleep(0.05)
+                await commit(store, session, [token_id])
+            await asyncio.gather(*(answer(redis.get(f"k{i}")) for i in range(4)))
+            assert (await store.read("s")).token_ids == (1, 2)
+            await redis.aclose()
+
+    run(commit_after_reset())
 
 
 async def test_commit_under_way_waits_for_the_new_primary():

@@ -163,6 +163,9 @@ MUTANTS = {
         "if session is not None and task.epoch < session.epoch:",
         "if False:",
     ),
+    "a reset of an idle connection to Redis is not retried": Mutant(
+        "gammaray/deploy/redis_connection.py", "except RuntimeError as error:", "except ImportError as error:"
+    ),
 }
 
 

@@ -260,16 +260,18 @@ class RedisServer:
 
 
 class Connection(asyncio.Transport):
-    """One TCP connection, as its client's transport; bytes arrive in order, or not at all after a break."""
+    """One TCP connection, as its client's uvloop transport; bytes arrive in order, none after a break."""
 
     def __init__(self, loop: SimulatedLoop, server: RedisServer, client: Process, protocol: Any) -> None:
         super().__init__()
         self._loop, self._server, self.client, self._protocol = loop, server, client, protocol
-        self._is_closing = self._is_reset = False
+        self._is_closing = self._is_reset = self._is_lost = False
         self.wire = Wire(server.network, client, server.process)
         self.unread = b""
 
     def write(self, data: Any) -> None:
+        if self._is_lost:
+            raise RuntimeError("unable to perform operation on <TCPTransport>; the handler is closed")
         if not self._is_closing:
             self.wire.send(0, partial(self._arrive, 0, bytes(data)))
 
@@ -292,14 +294,18 @@ class Connection(asyncio.Transport):
             self._is_closing = True
             delay_s = self._server.network.delay_s()
             error = ConnectionResetError("the connection was reset")
-            self._loop.call_later(delay_s, self._protocol.connection_lost, error, context=self.client.context)
+            self._loop.call_later(delay_s, self._lose, error, context=self.client.context)
 
     def close(self) -> None:
         if not self._is_closing:
             self._is_closing = True
-            self._loop.call_soon(self._protocol.connection_lost, None)
+            self._loop.call_soon(self._lose, None)
 
     abort = close
 
     def is_closing(self) -> bool:
         return self._is_closing
+
+    def _lose(self, error: Exception | None) -> None:
+        self._is_lost = True
+        self._protocol.connection_lost(error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import struct
 import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -50,6 +51,17 @@ class RedisName:
         self.reply = ""
         self.refused: list[str] = []
         self.port = 0
+        self._open: set[asyncio.StreamWriter] = set()
+
+    def reset(self) -> int:
+        """End all connections by RST, as load balancers and NAT end idle ones; return their number."""
+        number = len(self._open)
+        for writer in self._open:
+            end = writer.get_extra_info("socket")
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            writer.transport.abort()
+        self._open.clear()
+        return number
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Carry one connection: command by command, so that any of them can be refused."""
@@ -58,6 +70,7 @@ class RedisName:
         except OSError:
             writer.close()
             return
+        self._open.add(writer)
         try:
             while True:
                 command, words = await _read_command(reader)
@@ -70,6 +83,7 @@ class RedisName:
         except (OSError, asyncio.IncompleteReadError):
             pass
         finally:
+            self._open.discard(writer)
             downstream.close()
             writer.close()
 
