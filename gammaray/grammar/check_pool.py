@@ -102,7 +102,7 @@ class CheckPool:
             InvalidArgumentError: The grammar is wrong, unsupported, or exceeds the limits, or llguidance
                 cannot use the tokenizer.
             ResourceExhaustedError: The check took too long without having used its CPU time.
-            UnavailableError: The process was ended from outside, twice.
+            UnavailableError: The process was ended from outside, twice, or cannot be started.
         """
         return self.submit(GrammarCheck(grammar)).result()
 
@@ -163,12 +163,15 @@ class _Process:
         # Without the settings of the parent, which may be secret; `subprocess` does not copy its memory.
         environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-        self._child = subprocess.Popen(
-            [sys.executable, "-m", "gammaray.grammar.check_process"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-        )
+        try:
+            self._child = subprocess.Popen(
+                [sys.executable, "-m", "gammaray.grammar.check_process"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=environment,
+            )
+        except OSError as error:  # no descriptor, process or memory is left
+            raise UnavailableError(f"the process that checks grammars does not start: {error}") from error
         self._settings: dict[str, Any] | None = settings
         self.is_idle = False
 
@@ -207,7 +210,7 @@ class _Process:
     def _read(self, check: GrammarCheck, timeout_s: float) -> Any:
         assert self._child.stdout is not None
         deadline, read = time.monotonic() + timeout_s, bytearray()
-        with selectors.DefaultSelector() as selector:
+        with selectors.PollSelector() as selector:  # which takes no descriptor of its own
             selector.register(self._child.stdout, selectors.EVENT_READ)
             while not read.endswith(b"\n"):
                 check.check_wanted()

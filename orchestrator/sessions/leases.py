@@ -96,3 +96,5 @@ async def repeat(work: Callable[[], Coroutine[Any, Any, None]], period_s: float)
             await work()
         except GammarayError as error:
             _log.warning("%s: %s", work.__name__.strip("_"), error)
+        except Exception:  # a bug in one round must not let all leases expire
+            _log.exception("%s failed", work.__name__.strip("_"))

@@ -168,6 +168,9 @@ class WorkerConnection(Generic[BlockT, ResultT]):
             except asyncio.CancelledError:
                 self._lose(UnavailableError("the orchestrator closed the link"))
                 raise
+            except Exception as error:  # such as a message that cannot be parsed, which gRPC returns as None
+                _log.exception("%s worker at %s", self.role, self.address)
+                self._lose(error)
             delay = min(RECONNECT_CAP_S, RECONNECT_BASE_S * 2 ** min(self._failures, 10))
             self._failures += 1
             await asyncio.sleep(delay * random.uniform(0.5, 1.5))

@@ -55,19 +55,26 @@ class TrainingProcess:
 
     def _run(self) -> None:
         wait_s = FIRST_WAIT_S
-        while True:
-            with self._starting:
-                if self._stop.is_set():
+        while not self._stop.is_set():
+            try:
+                status = self._run_once()
+            except OSError as error:  # no descriptor, process or memory is left
+                _log.warning("training cannot start: %s; it is tried again in %g s", error, wait_s)
+            else:
+                if status == CANNOT_TRAIN:
+                    _log.error("nothing is trained until this worker starts again: see the error above")
                     return
-                # PDEATHSIG is about the thread that starts the process: this one, which outlives it.
-                self._process = subprocess.Popen(
-                    self._command, stdin=subprocess.DEVNULL, env={**_MALLOC, **os.environ}
-                )
-            status = self._process.wait()
-            if status == CANNOT_TRAIN:
-                _log.error("nothing is trained until this worker starts again: see the error above")
-                return
-            if status and not self._stop.is_set():
-                _log.warning("training ended with status %d; it starts again in %g s", status, wait_s)
+                if status and not self._stop.is_set():
+                    _log.warning("training ended with status %d; it starts again in %g s", status, wait_s)
             self._stop.wait(wait_s)
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+
+    def _run_once(self) -> int:
+        with self._starting:
+            if self._stop.is_set():
+                return 0
+            # PDEATHSIG is about the thread that starts the process: this one, which outlives it.
+            self._process = subprocess.Popen(
+                self._command, stdin=subprocess.DEVNULL, env={**_MALLOC, **os.environ}
+            )
+        return self._process.wait()

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -84,7 +85,7 @@ class TrainableDraft(Trainable):
             self.output.data.copy_(stored["lm_head.weight"])
             layers = {key[6:]: value.float() for key, value in stored.items() if key.startswith("model.")}
             self.model.load_state_dict(layers)
-        except (OSError, RuntimeError, KeyError) as error:
+        except (OSError, RuntimeError, KeyError, SafetensorError) as error:
             raise InvalidArgumentError("init", init, f"a drafter of the same shape ({error})") from error
 
     def save(self, folder: Path, identity: dict[str, str], name: str, card: dict[str, Any]) -> int:

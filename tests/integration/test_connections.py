@@ -6,6 +6,7 @@ import asyncio
 import time
 from contextlib import asynccontextmanager
 
+import grpc
 import pytest
 
 from gammaray.errors import DeadlineExceededError, InvalidArgumentError, UnavailableError
@@ -144,6 +145,34 @@ async def test_link_reopens_a_stream_that_the_worker_ended(pair):
     await until(lambda: link.is_up)
     assert (await link.call(block(), 30)).session_id == "s"
     assert worker.num_streams == 2
+
+
+async def test_link_survives_a_message_that_cannot_be_parsed():
+    num_streams = 0
+
+    async def info(_request, _context):
+        return target_pb.GetTargetInfoResponse().SerializeToString()
+
+    async def verify(requests, _context):
+        nonlocal num_streams
+        num_streams += 1
+        if num_streams == 1:
+            yield b"\xff\xff\xff"
+        async for _ in requests:
+            pass
+
+    handlers = {
+        "GetTargetInfo": grpc.unary_unary_rpc_method_handler(info),
+        "Verify": grpc.stream_stream_rpc_method_handler(verify),
+    }
+    server = grpc.aio.server()
+    service = "gammaray.v1.TargetService"
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with link_to(f"127.0.0.1:{port}") as link:
+        await until(lambda: num_streams == 2 and link.is_up)
+    await server.stop(0)
 
 
 async def test_link_fails_calls_of_a_stuck_worker_before_the_deadline(monkeypatch):

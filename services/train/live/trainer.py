@@ -22,6 +22,7 @@ from itertools import accumulate
 from operator import mul
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -220,7 +221,7 @@ class Trainer:
                     ids, logs = self._likeliest(_read_states(path)[num_prompt - 1 : -1, -1].float())
                 else:
                     ids, logs = tokens[num_prompt:, None], np.zeros((len(tokens) - num_prompt, 1), np.float32)
-            except (OSError, ValueError, KeyError):  # deleted meanwhile
+            except (OSError, EOFError, ValueError, KeyError, BadZipFile):  # deleted, or cut by a lost machine
                 continue
             self._records[path] = Record(tokens, num_prompt, temperature, ids, logs, path=path)
 

@@ -15,10 +15,11 @@ import pytest
 from tokenizers import Tokenizer
 
 from gammaray.demo_pair import resolve_model
-from gammaray.errors import InvalidArgumentError
+from gammaray.errors import InvalidArgumentError, UnavailableError
 from gammaray.grammar import check_pool
 from gammaray.grammar.check_pool import CheckPool, GrammarCheck
 from orchestrator.grammar_checks import MAX_FOLLOWED_S
+from tests.support.small_files import no_descriptors
 
 pytestmark = pytest.mark.slow
 
@@ -135,6 +136,15 @@ def test_grammar_is_checked_again_after_its_process_was_killed(make_pool, monkey
         assert result.result() < 0.5
     (second,) = children()
     assert second.pid != first.pid
+
+
+def test_check_is_refused_while_no_process_can_start(make_pool):
+    pool = make_pool()
+    with pytest.raises(UnavailableError, match="does not start"), no_descriptors():
+        pool.check('start: "a"')
+    pool.check('start: "a"')
+    with no_descriptors():
+        pool.check('start: "b"')  # by the process that there is
 
 
 def test_cancelled_check_ends_its_process(make_pool, monkeypatch):

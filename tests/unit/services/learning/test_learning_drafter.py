@@ -7,13 +7,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from gammaray.blocks import Shape
 from gammaray.config import TargetSettings
 from gammaray.errors import InvalidArgumentError
 from gammaray.learning.folder import LearningFolder, RecordName
+from services.engine.core.model import load_model
 from services.engine.loader import load_engine
 from services.target_worker.loading import load_learning_drafter
+from services.train.draft_model import TrainableDraft
 from services.train.live.__main__ import train_until
 from services.train.live.trainer import Trainer
 from services.train.trainable import take_step
@@ -147,12 +150,20 @@ def serve_24(scheduler, folder):
     wait_until(lambda: len(records(folder)) == 24)
 
 
+def cut_some(paths):
+    """Leave files as a machine does that loses power: one is empty, of one the end is missing."""
+    empty, half = sorted(paths)[:2]
+    empty.write_bytes(b"")
+    half.write_bytes(half.read_bytes()[: half.stat().st_size // 2])
+
+
 def test_training_publishes_what_is_better_on_newer_streams(tmp_path, target, untrained, monkeypatch):
     monkeypatch.setattr("services.train.live.trainer.MIN_TOKENS", 1000)
     monkeypatch.setattr("services.train.live.trainer.RATE", 3e-3)
     with learning(tmp_path, target, untrained, monkeypatch) as scheduler:
         serve_24(scheduler, tmp_path)
         folder = LearningFolder(tmp_path)
+        cut_some(records(tmp_path))
         trainer = Trainer(folder, str(target), str(untrained), lambda: False)
         version = trainer.run_round()
         assert version is not None
@@ -164,6 +175,15 @@ def test_training_publishes_what_is_better_on_newer_streams(tmp_path, target, un
         assert store.read().stable == 1
         stopped = Trainer(folder, str(target), str(untrained), lambda: True)
         assert stopped.run_round() is None
+
+
+def test_training_from_a_cut_draft_model_is_refused(tmp_path, target):
+    model = load_model(str(target), device="cpu", dtype="float32").module
+    cut = draft_model(tmp_path / "cut", target) / "model.safetensors"
+    cut.write_bytes(cut.read_bytes()[:-100])
+    drafter = TrainableDraft(model, (0, 1), torch.arange(97))
+    with pytest.raises(InvalidArgumentError, match="allowed: a drafter of the same shape"):
+        drafter.start_from(str(cut.parent), str(target))
 
 
 def test_full_disk_delays_a_version(tmp_path, target, untrained, monkeypatch):

@@ -15,6 +15,7 @@ from gammaray.errors import InvalidArgumentError
 from services.learning.process import CANNOT_TRAIN, TrainingProcess
 from services.train.live.__main__ import train_until
 from tests.support.learning_helpers import new_head, tiny_target
+from tests.support.small_files import no_descriptors
 from tests.support.workers.redis_helpers import wait_until
 
 
@@ -34,6 +35,16 @@ def test_killed_process_starts_again_and_close_ends_it(tmp_path, running):
     wait_until(lambda: len(pids()) == 2)
     process.close()
     assert not any(psutil.pid_exists(pid) for pid in pids())
+
+
+def test_process_starts_once_there_are_descriptors_again(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("services.learning.process.FIRST_WAIT_S", 0.05)
+    noted = tmp_path / "noted"
+    with no_descriptors():
+        process = TrainingProcess([sys.executable, "-c", "import sys; open(sys.argv[1], 'w')", str(noted)])
+        wait_until(lambda: any("cannot start" in message for message in caplog.messages))
+    wait_until(noted.exists)
+    process.close()
 
 
 def test_training_gives_memory_back_unless_the_environment_says_otherwise(tmp_path, monkeypatch):
