@@ -11,7 +11,6 @@ gammaray.Client is the same without `async` and `await`.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator, Collection
 from contextlib import aclosing
@@ -247,7 +246,7 @@ class AsyncClient:
                 if healthy.issuperset(roles):
                     return processes
                 missing = f"no healthy {', '.join(sorted(set(roles) - healthy))}"
-            await asyncio.sleep(min(0.2, max(0.0, deadline - time.monotonic())))
+            await self._transport.pause(min(0.2, max(0.0, deadline - time.monotonic())))
         raise DeadlineExceededError(f"not ready after {timeout_s:g} s: {missing}")
 
     async def close(self) -> None:

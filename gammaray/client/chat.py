@@ -161,7 +161,7 @@ class Chat:
         except urllib.error.HTTPError as error:
             if "json" not in error.headers.get_content_type() and (cause := self._tls_cause(None)):
                 raise cause from None  # proxies answer plain text on a TLS port with an HTML page
-            raise _error(error, error.read()) from None
+            raise _error(error) from None
         except (OSError, ValueError, HTTPException) as error:
             failure = error.reason if isinstance(error, urllib.error.URLError) else error
             if cause := self._tls_cause(failure):
@@ -229,10 +229,11 @@ def _drafter(token: dict[str, Any]) -> DrafterKind | None:
         return None
 
 
-def _error(error: urllib.error.HTTPError, page: bytes) -> GammarayError:
+def _error(error: urllib.error.HTTPError) -> GammarayError:
+    kind = {401: UnauthenticatedError, 503: UnavailableError}.get(error.code)
     try:
-        message = str(json.loads(page)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return InternalError(f"the server responds with {error.code} {error.reason}")
-    kinds = {401: UnauthenticatedError, 503: UnavailableError}
-    return kinds.get(error.code, GammarayError)(message)
+        message = str(json.loads(error.read())["error"]["message"])
+    except (OSError, HTTPException, ValueError, KeyError, TypeError, RecursionError):
+        # A proxy's page, or the server died after the headers.
+        return (kind or InternalError)(f"the server responds with {error.code} {error.reason}")
+    return (kind or GammarayError)(message)

@@ -84,7 +84,7 @@ async def stream_completion(
             if not request.store and offset > 0:
                 lost = f"the stream broke after {offset} tokens; it is not stored and cannot be resumed"
                 raise UnavailableError(f"{lost}: {error}") from error
-        await asyncio.sleep(pause_s)
+        await transport.pause(pause_s)
         if request.store:
             request = replace(request, resume_from=offset)
 

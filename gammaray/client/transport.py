@@ -194,7 +194,17 @@ class Transport:
                 has_time = time.monotonic() + delay_s < deadline and attempt < self.retry.max_attempts
                 if self.is_closed or not has_time:
                     raise
-            await asyncio.sleep(delay_s)
+            await self.pause(delay_s)
+
+    async def pause(self, delay_s: float) -> None:
+        """Wait before the next attempt of a call.
+
+        Raises:
+            CancelledError: The client was closed meanwhile.
+        """
+        await asyncio.sleep(delay_s)
+        if self.is_closed:
+            raise CancelledError("the client was closed")
 
     async def close(self) -> None:
         """Close the channel; calls in flight are cancelled."""

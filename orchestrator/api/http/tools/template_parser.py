@@ -27,6 +27,9 @@ from orchestrator.api.http.tools.parser import (
 
 _CALLS = "tool_calls"
 _WORD = re.compile(r"[A-Za-z0-9_.\-]+")
+_MALFORMED = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
+"""What transformers raises for a call: also for deep nesting, groups of a pattern that did not match, and
+schemas that are none, which are not checked unless a call is forced."""
 
 
 class TemplateParser:
@@ -50,8 +53,11 @@ class TemplateParser:
         max_calls: int | None = None,
     ) -> None:
         loaded = load_response_template(dict(template))
-        self._fields, prefix = loaded.fields, _begun(loaded, prompt)
-        self._parser: Any = ResponseParser(loaded, prefix=prefix, tools=[dict(tool) for tool in tools])
+        self._fields, parser = loaded.fields, partial(ResponseParser, loaded, tools=[*map(dict, tools)])
+        try:
+            self._parser: Any = parser(prefix=_begun(loaded, prompt))
+        except _MALFORMED:  # an earlier call, where results do not begin another message
+            self._parser = parser(prefix="")
         self._names = {tool["function"]["name"] for tool in tools}
         self._new_id, self._max_calls = new_id, max_calls
         self._held = ""  # read, and not known yet to be text
@@ -86,7 +92,7 @@ class TemplateParser:
             return []
         try:
             ended = self._parser.finalize()[1]
-        except ValueError:
+        except _MALFORMED:
             return self._named_call() if is_in_call else self._text(self._held)
         if is_in_call and not self._is_closed():
             return self._cut_call(ended)
@@ -124,7 +130,7 @@ class TemplateParser:
     def _read(self, feed: Callable[[], Sequence[Mapping[str, Any]]]) -> list[CallEvent]:
         try:
             events = feed()
-        except ValueError:  # the call that ends here is malformed
+        except _MALFORMED:  # the call that ends here
             self._is_broken = True
             return self._text(self._held)
         return [found for event in events for found in self._converted(event)]
@@ -183,7 +189,7 @@ def _call(value: Any, names: set[str]) -> tuple[str, str] | None:
         return None
     try:
         return name, json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    except ValueError:
+    except _MALFORMED:
         return None
 
 

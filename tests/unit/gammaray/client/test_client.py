@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from dataclasses import dataclass, field
 
 import pytest
 
@@ -13,6 +14,7 @@ from gammaray import (
     InternalError,
     InvalidArgumentError,
     ProcessStatus,
+    RetryPolicy,
     SamplingParams,
     UnauthenticatedError,
     UnavailableError,
@@ -155,6 +157,28 @@ async def test_generate_closed_client_raises_cancelled():
         with pytest.raises(CancelledError):
             async for _ in chunks:
                 pass
+
+
+@dataclass(frozen=True)
+class ToldRetry(RetryPolicy):
+    """Tells when a call waits for its next attempt."""
+
+    waits: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def delay_s(self, attempt):
+        self.waits.set()
+        return 0.1
+
+
+@pytest.mark.parametrize("method", ["complete", "status", "wait_ready"])
+async def test_client_that_is_closed_while_a_call_waits_to_retry_raises_cancelled(method):
+    retry = ToldRetry()
+    client = AsyncClient("127.0.0.1:1", retry=retry)
+    call = asyncio.create_task(client.complete("Hi") if method == "complete" else getattr(client, method)())
+    await asyncio.wait_for(retry.waits.wait(), 30)
+    await client.close()
+    with pytest.raises(CancelledError, match="the client was closed"):
+        await asyncio.wait_for(call, 30)
 
 
 async def test_call_after_close_raises():

@@ -2,6 +2,7 @@
 
 import json
 import socket
+import threading
 from contextlib import ExitStack
 
 import pytest
@@ -10,7 +11,14 @@ from pydantic import BaseModel
 
 from gammaray.cli import main
 from gammaray.client.chat import Chat
-from gammaray.errors import GammarayError, IncompleteOutputError, InvalidArgumentError, UnavailableError
+from gammaray.errors import (
+    GammarayError,
+    IncompleteOutputError,
+    InternalError,
+    InvalidArgumentError,
+    UnauthenticatedError,
+    UnavailableError,
+)
 from gammaray.grammar.texts import choice_grammar, json_schema_grammar, regex_grammar
 from tests.support.surface_helpers import ScriptedBackend
 from tests.support.tls_front_helpers import http_front
@@ -142,6 +150,42 @@ def test_chat_without_a_server_ends_with_3():
     result = chat(url, "hi\n")
     assert result.exit_code == 3
     assert "is a cluster running there?" in result.stderr
+
+
+REFUSALS = [(503, UnavailableError), (401, UnauthenticatedError), (502, InternalError)]
+BODIES = {
+    "cut": ("json", 100, b'{"error"'),
+    "silent": ("json", 100, None),
+    "empty": ("json", 0, b""),
+    "nested too deeply": ("json", 100_000, b"[" * 100_000),
+    "page": ("html", 4, b"Busy"),
+}
+
+
+@pytest.mark.parametrize(("code", "kind"), REFUSALS, ids=["503", "401", "502"])
+@pytest.mark.parametrize(("form", "length", "body"), BODIES.values(), ids=BODIES)
+def test_refusal_whose_body_cannot_be_read_has_the_class_of_its_status(code, kind, form, length, body):
+    head = f"HTTP/1.1 {code} Oops\r\nContent-Type: text/{form}\r\nContent-Length: {length}\r\n\r\n"
+    asked = threading.Event()
+
+    def refuse(server):
+        connection, _ = server.accept()
+        with connection:
+            connection.recv(65536)
+            connection.sendall(head.encode() + (body or b""))
+            if body is None:
+                asked.wait(30)
+        server.close()  # the client may ask again, whether TLS is the cause
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        thread = threading.Thread(target=refuse, args=(server,))
+        thread.start()
+        with pytest.raises(GammarayError, match=f"responds with {code} Oops") as caught:
+            list(Chat(url, timeout_s=0.5 if body is None else 30).ask("hi"))
+        asked.set()
+        thread.join()
+    assert type(caught.value) is kind
 
 
 def test_closed_response_keeps_its_text_in_the_conversation(serve):

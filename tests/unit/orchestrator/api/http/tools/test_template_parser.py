@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import reduce
 
 import pytest
 from transformers import PreTrainedTokenizerFast
@@ -52,8 +53,8 @@ TYPED = [
 ]
 
 
-def run(template, pieces, prompt=PROMPT, **options):
-    parser = TemplateParser(template, TYPED, lambda index: f"c{index}", prompt=prompt, **options)
+def run(template, pieces, prompt=PROMPT, tools=TYPED, **options):
+    parser = TemplateParser(template, tools, lambda index: f"c{index}", prompt=prompt, **options)
     events = [event for piece in pieces for event in parser.push(piece)] + parser.finish()
     text, calls = assembled(events)
     assert parser.num_calls == len(calls)
@@ -133,6 +134,59 @@ def test_every_split_gives_the_calls(subtests):
                 cuts = sorted(rng.sample(range(len(text) + 1), min(3, len(text))))
                 pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
                 assert run(template, pieces) == (found, calls)
+
+
+def json_call(argument):
+    return f'[CALL]{{"name": "now", "arguments": {{"a": {argument}}}}}[/CALL]'
+
+
+def tools_with(schema):
+    parameters = {"type": "object", "properties": {"a": schema}}
+    return [{"type": "function", "function": {"name": "now", "parameters": parameters}}]
+
+
+def named(arguments="{content}", **content):
+    """Return a template of calls whose name is in the opening tag."""
+    calls = {
+        "open_pattern": r"\[CALL(?: (?P<name>\w+))?\]",
+        "close": "[/CALL]",
+        "repeats": True,
+        "transform": {"type": "function", "function": {"name": "{name}", "arguments": arguments}},
+    }
+    return {**JSON, "fields": {**JSON["fields"], "tool_calls": {**calls, **content}}}
+
+
+DEEP = "[" * 1500
+DEEP_ARGUMENTS = reduce(lambda inner, _: {"a": inner}, range(300), "{content}")
+INLINE = {"tag_pattern": r"<(?P<key>\w+)>(?P<value>\d+)?", "value_parser": {"name": "text"}}
+MALFORMED = {
+    "nested too deeply": (JSON, {}, json_call(DEEP + "]" * len(DEEP))),
+    "text of an array that is nested too deeply": (JSON, {"type": "array"}, json_call(f'"{DEEP}"')),
+    "nested too deeply with what the template adds": (
+        named(DEEP_ARGUMENTS, content="json"),
+        {},
+        f"[CALL now]{'[' * 750}{']' * 750}[/CALL]",
+    ),
+    "without a part that the pattern of calls has": (named(content="json"), {}, "[CALL]{}[/CALL]"),
+    "without a part that the pattern of arguments has": (
+        named(content="xml-inline", content_args=INLINE),
+        {},
+        "[CALL now]<a>[/CALL]",
+    ),
+    "of a schema that is none": (JSON, {"anyOf": 5}, json_call('"x"')),
+}
+
+
+@pytest.mark.parametrize(("template", "schema", "call"), MALFORMED.values(), ids=MALFORMED)
+def test_malformed_call_is_text(template, schema, call):
+    tools = tools_with(schema)
+    for pieces in ([f"a{call}b"], ["a", *call, "b"]):
+        assert run(template, pieces, tools=tools) == (f"a{call}b", [])
+    assert run(template, ["Hi"], f"{PROMPT}{call}<tool>", tools) == ("Hi", [])
+
+
+def test_call_that_is_cut_where_it_is_nested_too_deeply_has_its_name():
+    assert run(JSON, ["a" + json_call(DEEP).partition("}")[0]]) == ("a", [("c0", "now", "", False)])
 
 
 def test_message_that_the_prompt_begins():
