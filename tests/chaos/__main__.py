@@ -35,7 +35,7 @@ from tests.chaos.chaos_clusters import KINDS, started
 from tests.chaos.network import network_run
 from tests.chaos.network.network_run import NetworkOptions, stage_of
 from tests.chaos.network.spans import table as table_of
-from tests.chaos.report import figures, table
+from tests.chaos.report import figures, table, tracebacks
 from tests.chaos.run import Options, Outcome, run
 
 RECOVERY_VLLM_S = 240.0
@@ -120,7 +120,10 @@ def _run_upgrade(given: argparse.Namespace) -> int:
 
 def _run(name: str, options: Options, other_target: str | None, engine: str) -> Outcome:
     with complaints() as stderr, started(name, stderr, other_target, engine) as scene:
-        return asyncio.run(run(scene, options, lambda line: print(line, flush=True)))
+        outcome = asyncio.run(run(scene, options, lambda line: print(line, flush=True)))
+        if outcome.tally.lost:
+            print(tracebacks(), file=sys.stderr)
+        return outcome
 
 
 @contextmanager

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import re
+import tempfile
 from collections import Counter
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from tests.chaos.pauses import Row, rows
 from tests.chaos.run import Options, Outcome
+
+MAX_TRACEBACKS = 3
+_RECORD = re.compile(r"^(?=[A-Z]+ \d{4}-)", re.MULTILINE)  # the start of a record in a log of Ray Serve
 
 HEAD = (
     "victim",
@@ -46,6 +52,17 @@ def table(outcome: Outcome) -> str:
         *(f"wrong: {difference}" for difference in tally.wrong),
     ]
     return "\n".join(text)
+
+
+def tracebacks() -> str:
+    """Return the last exceptions in the logs of this machine's clusters, whose directories end with them."""
+    records = [
+        record
+        for path in Path(tempfile.gettempdir()).glob("gammaray-*/ray/session_latest/logs/serve/*.log")
+        for record in _RECORD.split(path.read_text(errors="replace"))
+        if "Traceback" in record
+    ]
+    return "\n".join(records[-MAX_TRACEBACKS:])
 
 
 def figures(outcome: Outcome, options: Options) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from tests.chaos.network.network_run import NetworkOptions, links_to
 from tests.chaos.network.troubles import Stage
 from tests.chaos.other_vocabulary import with_fewer_merges
 from tests.chaos.pauses import Event, pause_s, rows
+from tests.chaos.report import tracebacks
 from tests.chaos.run import Options, Outcome, run
 from tests.chaos.victims import EVERYWHERE, ROLES, SPECIAL, Action, plan
 
@@ -65,6 +66,8 @@ def chaos(
         try:
             with started(name, complaints.fileno()) as scene:
                 outcome = asyncio.run(run(scene, options, print))
+                if outcome.tally.lost:
+                    print(tracebacks())
                 after(scene)
         except BaseException:
             print((tmp_path / "complaints").read_text()[-4000:])
