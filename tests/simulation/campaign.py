@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import psutil
 import redis.utils
 import torch
 
@@ -60,8 +61,8 @@ def laboratory() -> Iterator[RealRedis]:
     Redis shares the core: it runs only while the simulation waits for it, and to wake another core takes four
     times as long as a command.
     """
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[os.getpid() % len(cores)]})
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {psutil.Process().cpu_num()})  # where the scheduler has put it, beside others
     torch.set_num_threads(1)
     logging.disable(logging.ERROR)
     # Coroutines that end with their simulation.
