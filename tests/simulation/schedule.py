@@ -197,11 +197,10 @@ class Run:
             self.fail(f"{stream.name}: a chunk at {chunk.offset}, the client has {start} tokens")
         stream.received += tokens
         self.digest.update(f"{stream.name} {tokens} {self.loop.now}".encode())
-        is_deleted = stream.name in self.deleted and not stream.is_second  # it may resume the second one
         # Redis lost the end of a turn, which another client then ended: the next one follows what was left.
         is_cut = stream.turn > 0 and self.has_lost_writes and stream.name in self.cancelled
         is_right = tuple(stream.received) == stream.expected[: len(stream.received)]
-        if not (is_right or is_deleted or is_cut):
+        if not (is_right or is_cut or self._may_resume_second(stream)):
             self.fail(f"{stream.name}: other tokens than plain decoding's from {start} on")
         reason = chunk.finish_reason
         if reason is not None and (stream.is_last or reason is not FinishReason.LENGTH):
@@ -255,12 +254,17 @@ class Run:
     def _check_ends(self) -> None:
         for stream in self.streams.values():
             if stream.ended == FinishReason.LENGTH.value:
-                if len(stream.received) != len(stream.expected):
+                is_whole = len(stream.received) == len(stream.expected)
+                if not (is_whole or self._may_resume_second(stream)):
                     self.fail(
                         f"{stream.name}: ended with {len(stream.received)} of {len(stream.expected)} tokens"
                     )
             elif not self._is_excused(stream):
                 self.fail(f"{stream.name}: ended with {stream.ended}: {stream.error}")
+
+    def _may_resume_second(self, stream: Stream) -> bool:
+        """Whether the stream may have resumed a session that began after its own was deleted."""
+        return stream.name in self.deleted and not stream.is_second
 
     def _is_excused(self, stream: Stream) -> bool:
         """Whether a stream may end without all its tokens."""
