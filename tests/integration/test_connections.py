@@ -170,9 +170,11 @@ async def test_link_survives_a_message_that_cannot_be_parsed():
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    async with link_to(f"127.0.0.1:{port}") as link:
-        await until(lambda: num_streams == 2 and link.is_up)
-    await server.stop(0)
+    try:
+        async with link_to(f"127.0.0.1:{port}") as link:
+            await until(lambda: num_streams == 2 and link.is_up)
+    finally:
+        await server.stop(0)
 
 
 async def test_link_fails_calls_of_a_stuck_worker_before_the_deadline(monkeypatch):

@@ -178,6 +178,7 @@ def test_refusal_whose_body_cannot_be_read_has_the_class_of_its_status(code, kin
         server.close()  # the client may ask again, whether TLS is the cause
 
     with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(30)
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
         thread = threading.Thread(target=refuse, args=(server,))
         thread.start()
