@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from gammaray.aio import end_tasks
 from gammaray.errors import DeadlineExceededError, FailedPreconditionError, InvalidArgumentError
 from gammaray.grammar.check_pool import CheckPool, GrammarCheck
-from gammaray.grammar.identity import grammar_identity
-from gammaray.grammar.matcher import GrammarState
+from gammaray.grammar.matcher import GrammarState, grammar_identity
 from orchestrator.access.admission import Admission
 from orchestrator.access.caller import Caller
 from orchestrator.text.cpu_threads import NUM_COMPILER_THREADS, in_compiler_thread, in_thread
@@ -101,9 +100,9 @@ class GrammarChecks:
         try:
             state.extend(token_ids)
         except InvalidArgumentError as error:
-            library = grammar_identity().partition("/")[2]
             raise FailedPreconditionError(
-                f"grammar: the tokens of the session do not follow it with {library}: got {error.got}"
+                f"grammar: the tokens of the session do not follow it with {grammar_identity()}: "
+                f"got {error.got}"
             ) from error
         return state
 

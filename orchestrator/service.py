@@ -16,8 +16,7 @@ from gammaray.config import OrchestratorSettings
 from gammaray.demo_pair import resolve_model
 from gammaray.deploy.redis_connection import RetryingRedis
 from gammaray.errors import CancelledError, NotFoundError
-from gammaray.grammar.identity import grammar_identity
-from gammaray.grammar.matcher import GrammarState
+from gammaray.grammar.matcher import GrammarState, grammar_identity
 from gammaray.security.tls import tls_files
 from gammaray.telemetry.otel import Telemetry
 from gammaray.types import Chunk, DrafterKind, FinishReason, GenerationRequest, ProcessStatus
@@ -145,7 +144,6 @@ class Orchestrator:
         redis = connect(settings.redis_login_url)
         try:
             tokenizer = await asyncio.to_thread(Tokenizer, resolve_model(settings.model))
-            await asyncio.to_thread(grammar_identity)  # remembered: later calls take no time
             orchestrator = cls(settings, redis, tokenizer)
             await orchestrator.fleet.start(CONNECT_S)
             await orchestrator._board.start(settings.metrics_listen)
@@ -241,7 +239,7 @@ class Orchestrator:
             self.receipts.check()
 
     async def _check_grammar(self, grammar: str, caller: Caller, span: RequestSpan) -> None:
-        """Check a grammar that is not empty, and that target workers compute the same masks."""
+        """Check a grammar that is not empty, and that target workers have the same library."""
         if not grammar:
             return
         check_grammars(self.fleet.targets, grammar_identity())

@@ -7,13 +7,12 @@ rollback, failover and resumed sessions replay tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property
+from functools import cache
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from gammaray.errors import InvalidArgumentError
-from gammaray.grammar.keys import KeyGuard, KeyTokens, without
 from gammaray.grammar.syntax import check_syntax
-from gammaray.grammar.texts import json_schema_grammar, without_unicode_escapes
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -36,6 +35,12 @@ The time of a step grows with the third power of the items in a row: the ambiguo
 """
 
 
+@cache
+def grammar_identity() -> str:
+    """Return the grammar library and its version: processes with the same one compute the same masks."""
+    return f"llguidance-{version('llguidance')}"
+
+
 class GrammarCompiler:
     """Checks and compiles grammars for one tokenizer. Thread-safe.
 
@@ -54,7 +59,6 @@ class GrammarCompiler:
         eos = sorted(set(eos_token_ids)) or None
         self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=eos)
         self._eos = frozenset(self._tokenizer.eos_tokens)
-        self._knows_escapes = not self._matcher(json_schema_grammar(True)).is_error()
 
     def check(self, grammar: str) -> None:
         """Check a grammar, which may be wrong: its syntax, its compilation, its first masks and forced text.
@@ -86,90 +90,19 @@ class GrammarCompiler:
         matcher = self._compile(grammar)
         _check(matcher)
         ends = self._eos if end_token_ids is None else frozenset(end_token_ids)
-        keys = KeyGuard.of(grammar, lambda: self._key_tokens)
-        beginning = _Reader(matcher, keys)
-        return GrammarState(beginning, lambda: self._compile(grammar), self._vocab_size, ends, self._eos)
-
-    @cached_property
-    def _key_tokens(self) -> KeyTokens:
-        return KeyTokens([self._tokenizer.decode_bytes([token_id]) for token_id in range(self._vocab_size)])
+        return GrammarState(matcher, lambda: self._compile(grammar), self._vocab_size, ends, self._eos)
 
     def _compile(self, grammar: str) -> LLMatcher:
         """Return the matcher of a grammar after its first mask, which may find an error of its own."""
+        from llguidance import LLMatcher, LLParserLimits
+
         check_syntax(grammar, self._tokenizer)
-        matcher = self._matcher(grammar if self._knows_escapes else without_unicode_escapes(grammar))
+        limits = LLParserLimits(**_LIMITS, verbose_errors=False)
+        text = LLMatcher.grammar_from_lark(grammar)
+        matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=limits)
         if not matcher.is_error():
             matcher.compute_bitmask()
         return matcher
-
-    def _matcher(self, grammar: str) -> LLMatcher:
-        from llguidance import LLMatcher, LLParserLimits
-
-        limits = LLParserLimits(**_LIMITS, verbose_errors=False)
-        return LLMatcher(self._tokenizer, LLMatcher.grammar_from_lark(grammar), log_level=0, limits=limits)
-
-
-class _Reader:
-    """A matcher, and the guard that keeps keys apart, if the grammar needs one: both read the same tokens."""
-
-    def __init__(self, matcher: LLMatcher, keys: KeyGuard | None) -> None:
-        self.matcher, self.keys = matcher, keys
-
-    @property
-    def is_error(self) -> bool:
-        """Whether the matcher failed, which it does for good."""
-        return bool(self.matcher.is_error())
-
-    @property
-    def is_error_its_own(self) -> bool:
-        """Whether an error is the parser's, of which each copy has its own; copies share the lexer."""
-        return " items" in self.matcher.get_error()
-
-    def copy(self) -> _Reader:
-        return _Reader(self.matcher.deep_copy(), None if self.keys is None else self.keys.copy())
-
-    def read(self, token_ids: Sequence[int], *, with_masks: bool = False) -> int:
-        """Read tokens up to an impossible one, after which the reader is of no use; return how many."""
-        if with_masks:
-            return next((n for n, one in enumerate(token_ids) if not self._read_one(one)), len(token_ids))
-        taken: int = self.matcher.try_consume_tokens(list(token_ids))
-        return taken if self.keys is None else self.keys.extend(token_ids[:taken])
-
-    def _read_one(self, token_id: int) -> bool:
-        self.matcher.compute_bitmask()
-        return self.read([token_id]) == 1
-
-    def mask(self) -> bytes:
-        """Return the possible tokens, those of the end as the matcher has them; check `is_error` then."""
-        mask: bytes = self.matcher.compute_bitmask()
-        if self.keys is None or self.is_error:
-            return mask
-        mask, full = self.keys.restrict(mask), set[bytes]()
-        ends = [token_id for token_id in self.keys.doubtful(mask) if not self._leads_on(token_id, full)]
-        return without(mask, ends) if ends else mask
-
-    def forced(self, limit: int) -> list[int]:
-        """Return the next tokens as far as there is no choice."""
-        found: list[int] = self.matcher.compute_ff_tokens()[:limit]
-        return found if self.keys is None else found[: self.keys.copy().extend(found)]
-
-    def _leads_on(self, token_id: int, full: set[bytes]) -> bool:
-        """Return whether a possible token can be followed by a key that its object does not have.
-
-        Beginnings of keys that have no such end are added to `full`.
-        """
-        after = self.copy()
-        if after.read([token_id]) == 0 or after.keys is None:
-            return False
-        if after.keys.key in full:
-            return False
-        mask = after.keys.restrict(after.matcher.compute_bitmask())
-        doubtful = after.keys.doubtful(mask)
-        found = int.from_bytes(mask, "little").bit_count() > len(doubtful)
-        found = found or any(after._leads_on(one, full) for one in doubtful)
-        if not found and after.keys.key is not None:
-            full.add(after.keys.key)
-        return found
 
 
 class GrammarState:
@@ -183,8 +116,8 @@ class GrammarState:
     the number of rows and the state of the lexer alone).
 
     Args:
-        beginning: A reader at its beginning.
-        compile_matcher: Returns another matcher at its beginning.
+        beginning: A matcher at its beginning.
+        compile_matcher: Returns another one.
         vocab_size: Number of token ids of the model; no other one is possible.
         eos_token_ids: Tokens that end the completion. They are possible where the grammar is complete, and
             whatever follows one is not tested.
@@ -193,7 +126,7 @@ class GrammarState:
 
     def __init__(
         self,
-        beginning: _Reader,
+        beginning: LLMatcher,
         compile_matcher: Callable[[], LLMatcher],
         vocab_size: int,
         eos_token_ids: frozenset[int],
@@ -203,11 +136,10 @@ class GrammarState:
         self._matcher_eos = matcher_eos
         self._ends = _bits(eos_token_ids, vocab_size)
         self._no_ends = _bits(matcher_eos - eos_token_ids, vocab_size)
-        self._keys = None if beginning.keys is None else beginning.keys.copy()  # at its beginning
-        self._reader: _Reader | None = beginning  # None: a new one has to read the tokens
+        self._matcher: LLMatcher | None = beginning  # None: a new one has to read the tokens
         self._read: list[int] = []  # tokens up to the first end of sequence
         self._num_tokens = 0  # these, and those from the end of sequence on
-        self._is_careful = False  # whether the reader follows the tokens as gamma 0 does, and nothing else
+        self._is_careful = False  # whether the matcher follows the tokens as gamma 0 does, and nothing else
 
     def __len__(self) -> int:
         return self._num_tokens
@@ -220,11 +152,11 @@ class GrammarState:
         """
         if not self.is_ended:
             tokens = token_ids[: self._end_of(token_ids)]
-            reader = self._current()
-            taken = reader.read(tokens, with_masks=self._is_careful)
+            matcher = self._current()
+            taken = self._read_by(matcher, tokens)
             is_end = taken == len(token_ids) or token_ids[taken] in self._eos
-            if not is_end and not self._exceeds(reader):
-                self._reader = None
+            if not is_end and not self._exceeds(matcher):
+                self._matcher = None
                 got = f"token {token_ids[taken]} at {self._num_tokens + taken} of the completion"
                 raise InvalidArgumentError("grammar", got, "a token that follows the grammar")
             self._read += tokens
@@ -234,7 +166,7 @@ class GrammarState:
         """Drop the tokens from `length` on."""
         if length < len(self._read):
             del self._read[length:]
-            self._reader = None
+            self._matcher = None
         self._num_tokens = min(self._num_tokens, length)
 
     @property
@@ -245,7 +177,7 @@ class GrammarState:
     @property
     def is_complete(self) -> bool:
         """Whether the tokens so far are a text of the grammar."""
-        return bool(self._current().matcher.is_accepting())
+        return bool(self._current().is_accepting())
 
     def masks(self, paths: Sequence[Sequence[int]]) -> list[bytes | None]:
         """Return the possible tokens after each path that follows the tokens so far.
@@ -266,21 +198,21 @@ class GrammarState:
         if self.is_ended:
             return masks
         known = None
-        if any(len(path) == 0 for path in paths) or self._current().is_error:
+        if any(len(path) == 0 for path in paths) or self._current().is_error():
             known = self._mask()
         if self._is_careful:
             ended = None if known is None else self._with_ends(known, self._current())
             return [TOO_COMPLEX if len(path) else ended for path in paths]
         masks = [TOO_COMPLEX] * len(paths)
-        # Each entry: a reader, its mask if known, the number of tokens it read, and the paths that begin so.
+        # Each entry: a matcher, its mask if known, the number of tokens it read, and the paths that begin so.
         open_nodes = [(self._current(), known, 0, list(range(len(paths))))]
         while open_nodes and not self._is_careful:
-            reader, mask, depth, indexes = open_nodes.pop()
+            matcher, mask, depth, indexes = open_nodes.pop()
             here = [index for index in indexes if len(paths[index]) == depth]
             if here and mask is None:
-                mask = self._mask_of(reader)
+                mask = self._mask_of(matcher)
             for index in here:
-                masks[index] = self._with_ends(mask, reader) if mask else mask
+                masks[index] = self._with_ends(mask, matcher) if mask else mask
             if mask == TOO_COMPLEX:
                 continue
             branches: dict[int, list[int]] = {}
@@ -292,7 +224,7 @@ class GrammarState:
                     branch = None
                 else:
                     is_last = number == len(branches) and depth > 0
-                    branch = self._after(reader if is_last else reader.copy(), token_id, mask)
+                    branch = self._after(matcher if is_last else matcher.deep_copy(), token_id, mask)
                 if branch is not None:
                     open_nodes.append((branch, None, depth + 1, below))
                 else:
@@ -307,51 +239,51 @@ class GrammarState:
         """
         if self.is_ended:
             return []
-        return self._renewed().forced(limit)
+        return _forced(self._renewed(), limit)
 
     def count_possible(self, token_ids: Sequence[int]) -> int:
         """Return how many leading tokens the grammar allows, one end of sequence included."""
         if self.is_ended:
             return 0
-        copy = self._renewed().copy()
-        taken = copy.read(token_ids[: self._end_of(token_ids)])
+        copy = self._renewed().deep_copy()
+        taken = _read(copy, token_ids[: self._end_of(token_ids)])
         self._check(copy)
-        ends = taken < len(token_ids) and token_ids[taken] in self._eos and copy.matcher.is_accepting()
+        ends = taken < len(token_ids) and token_ids[taken] in self._eos and copy.is_accepting()
         return taken + ends
 
     def forced_after(self, token_ids: Sequence[int], limit: int) -> list[int]:
         """Return `forced` after further tokens, which must be possible; none after an end of sequence."""
         if self.is_ended:
             return []
-        copy = self._renewed().copy()
-        taken = copy.read(token_ids[: self._end_of(token_ids)])
-        found = copy.forced(limit) if taken == len(token_ids) else []
+        copy = self._renewed().deep_copy()
+        taken = _read(copy, token_ids[: self._end_of(token_ids)])
+        found = _forced(copy, limit) if taken == len(token_ids) else []
         self._check(copy)
         return found
 
     def _mask(self) -> bytes:
-        mask = self._current().mask()
-        if self._current().is_error and not self._is_careful:
+        mask: bytes = self._current().compute_bitmask()
+        if self._current().is_error() and not self._is_careful:
             self._begin_again()
-            mask = self._current().mask()
+            mask = self._current().compute_bitmask()
         self._check(self._current())
         return mask
 
-    def _mask_of(self, copy: _Reader) -> bytes:
+    def _mask_of(self, copy: LLMatcher) -> bytes:
         """Return the mask of a copy, empty if it exceeds the limits."""
-        mask = copy.mask()
-        if not copy.is_error:
+        mask: bytes = copy.compute_bitmask()
+        if not copy.is_error():
             return mask
-        if not copy.is_error_its_own:
+        if not _is_error_its_own(copy):
             self._begin_again()
         return TOO_COMPLEX
 
-    def _with_ends(self, mask: bytes, reader: _Reader) -> bytes:
-        """Return a mask of a reader with the tokens that end this completion."""
+    def _with_ends(self, mask: bytes, matcher: LLMatcher) -> bytes:
+        """Return a mask of a matcher with the tokens that end this completion."""
         if self._eos == self._matcher_eos:
             return mask
         bits = int.from_bytes(mask, "little") & ~self._no_ends
-        if reader.matcher.is_accepting():
+        if matcher.is_accepting():
             bits |= self._ends
         return bits.to_bytes(len(mask), "little")
 
@@ -364,45 +296,53 @@ class GrammarState:
             return False
         return mask is None or _allows(mask, token_id) or int.from_bytes(mask, "little").bit_count() == 1
 
-    def _after(self, copy: _Reader, token_id: int, mask: bytes | None) -> _Reader | None:
+    def _after(self, copy: LLMatcher, token_id: int, mask: bytes | None) -> LLMatcher | None:
         """Return a copy that read a token, or exceeds its limits; None if the token is not possible."""
-        if not copy.matcher.try_consume_tokens([token_id]):
+        if not copy.try_consume_tokens([token_id]):
             is_allowed = mask is not None and _allows(mask, token_id)
             if not self._exceeds(copy) and not is_allowed:
                 return None
-            if not copy.is_error_its_own:
+            if not _is_error_its_own(copy):
                 self._begin_again()
-        elif copy.keys is not None and not copy.keys.extend([token_id]):
-            return None
         return copy
 
-    def _current(self) -> _Reader:
-        """Return the reader after the tokens so far, which may be in error."""
-        while self._reader is None:
-            reader = _Reader(self._compile(), None if self._keys is None else self._keys.copy())
-            taken = reader.read(self._read, with_masks=self._is_careful)
+    def _current(self) -> LLMatcher:
+        """Return the matcher after the tokens so far, which may be in error."""
+        while self._matcher is None:
+            matcher = self._compile()
+            taken = self._read_by(matcher, self._read)
             if taken == len(self._read):
-                self._reader = reader
+                self._matcher = matcher
             elif self._is_careful:
-                reader.matcher.consume_token(self._read[taken])  # becomes an error, if it is none yet
-                self._reader = reader
+                matcher.consume_token(self._read[taken])  # becomes an error, if it is none yet
+                self._matcher = matcher
             else:
                 self._begin_again()
-        return self._reader
+        return self._matcher
 
-    def _renewed(self) -> _Reader:
-        """Return the reader after the tokens so far with the limits of a step, which tokens spend."""
-        self._current().matcher.compute_bitmask()
+    def _read_by(self, matcher: LLMatcher, token_ids: Sequence[int]) -> int:
+        """Let a matcher read tokens up to an impossible one, with a mask before each if it is careful."""
+        if not self._is_careful:
+            return _read(matcher, token_ids)
+        for count, token_id in enumerate(token_ids):
+            matcher.compute_bitmask()
+            if not matcher.try_consume_tokens([token_id]):
+                return count
+        return len(token_ids)
+
+    def _renewed(self) -> LLMatcher:
+        """Return the matcher after the tokens so far with the limits of a step, which tokens spend."""
+        self._current().compute_bitmask()
         self._check(self._current())
         return self._current()
 
-    def _exceeds(self, reader: _Reader) -> bool:
-        """Return whether a reader that refuses a token does so because it exceeds its limits."""
-        reader.matcher.compute_bitmask()  # a lexer beyond its limits refuses every token; a mask reports it
-        return reader.is_error
+    def _exceeds(self, matcher: LLMatcher) -> bool:
+        """Return whether a matcher that refuses a token does so because it exceeds its limits."""
+        matcher.compute_bitmask()  # a lexer beyond its limits refuses every token; a mask reports it
+        return bool(matcher.is_error())
 
     def _begin_again(self) -> None:
-        self._is_careful, self._reader = True, None
+        self._is_careful, self._matcher = True, None
 
     def _end_of(self, token_ids: Sequence[int]) -> int:
         """Return the index of the first end of sequence or id that is no token."""
@@ -413,10 +353,25 @@ class GrammarState:
         ends = token_id in self._eos or token_id in self._matcher_eos
         return ends or not 0 <= token_id < self._vocab_size
 
-    def _check(self, reader: _Reader) -> None:
+    def _check(self, matcher: LLMatcher) -> None:
         # An error stays, and the mask would then be the end of sequence alone.
-        if reader.is_error:
-            raise InvalidArgumentError("grammar", _reason(reader.matcher), "a grammar of less complexity")
+        if matcher.is_error():
+            raise InvalidArgumentError("grammar", _reason(matcher), "a grammar of less complexity")
+
+
+def _read(matcher: LLMatcher, token_ids: Sequence[int]) -> int:
+    """Let a matcher read tokens up to an impossible one; return how many."""
+    return int(matcher.try_consume_tokens(list(token_ids)))
+
+
+def _forced(matcher: LLMatcher, limit: int) -> list[int]:
+    """Return the next tokens as far as there is no choice."""
+    return list(matcher.compute_ff_tokens()[:limit])
+
+
+def _is_error_its_own(matcher: LLMatcher) -> bool:
+    """Return whether an error is the parser's, of which each copy has its own; copies share the lexer."""
+    return " items" in matcher.get_error()
 
 
 def _check(matcher: LLMatcher) -> None:

@@ -8,10 +8,8 @@ https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
-from decimal import Decimal
 from typing import Any
 
 from gammaray.checks import check_encodable
@@ -21,19 +19,8 @@ from gammaray.grammar.schemas import MAX_DEPTH, prepare
 JSON_OBJECT: Mapping[str, Any] = {"type": "object"}
 """Schema of any JSON object."""
 
-MAX_MULTIPLE = 10_000
-"""Upper bound of the product of the different values of `multipleOf` in a schema, decimal points left out.
-
-llguidance 1.9.1 may need a state for each remainder, and none of its limits applies: with 1,000,003 beside a
-string it takes 10 s and 300 MB, with 2,147,483,647 it does not end.
-"""
-
-THOUGHT_RULE = "thought"
-"""Name of the rule with which a grammar starts where the completion begins in a thinking part."""
-
-# What `json.dumps` writes, whether or not it escapes non-ASCII characters; no endless whitespace.
-_STYLE_1_7 = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-_STYLE = {**_STYLE_1_7, "json_allow_general_unicode_escapes": True}
+# What `json.dumps(..., ensure_ascii=False)` writes; no endless whitespace.
+_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "coerce_one_of": True}
 
 
 def json_schema_grammar(schema: Mapping[str, Any] | bool, field: str = "json_schema") -> str:
@@ -62,18 +49,8 @@ def json_rule(schema: Mapping[str, Any] | bool, field: str = "json_schema") -> s
         raise InvalidArgumentError(field, f"a value that is no JSON ({error})", "a JSON schema") from None
     except RecursionError:
         raise _too_deep(field) from None
-    check_multiples(copied, field)
     prepare(copied, field)
     return f"%json {_escaped(json.dumps({**copied, 'x-guidance': _STYLE}))}"
-
-
-def without_unicode_escapes(grammar: str) -> str:
-    """Return a grammar for llguidance 1.7, which has no escapes of printable characters in strings."""
-    return grammar.replace(_style_of(_STYLE), _style_of(_STYLE_1_7))
-
-
-def _style_of(style: Mapping[str, Any]) -> str:
-    return f'"x-guidance": {json.dumps(style)}'
 
 
 def regex_grammar(pattern: str, field: str = "regex") -> str:
@@ -114,42 +91,6 @@ _IN_LARK = {"/": r"\/", "\n": r"\n", "<": r"\x3c", ">": r"\x3e"}
 
 def _in_lark(found: re.Match[str]) -> str:
     return _IN_LARK.get(found.group()[-1], found.group())
-
-
-def check_multiples(schema: Any, field: str) -> None:
-    """Check `multipleOf` anywhere in a schema, since references may lead anywhere, see `MAX_MULTIPLE`."""
-    values: set[float] = set()
-    rest = [schema]
-    while rest:
-        value = rest.pop()
-        if isinstance(value, dict):
-            rest += value.values()
-            if type(value.get("multipleOf")) in (int, float):
-                values.add(value["multipleOf"])
-        elif isinstance(value, list):
-            rest += value
-    if math.prod(map(_without_point, values)) > MAX_MULTIPLE:
-        got = f"multipleOf {', '.join(map(repr, sorted(values)))}"
-        raise InvalidArgumentError(
-            field, got, f"a product of at most {MAX_MULTIPLE}, decimal points left out"
-        )
-    decimals = [max(0, -int(Decimal(repr(value)).as_tuple().exponent)) for value in values]
-    scaled = (
-        _without_point(value) * 10 ** (max(decimals) - own)
-        for value, own in zip(values, decimals, strict=True)
-    )
-    if len(values) > 1 and math.prod(scaled) >= 2**32:
-        # llguidance computes their common multiple in 32 bits.
-        got = f"multipleOf {', '.join(map(repr, sorted(values)))}"
-        raise InvalidArgumentError(field, got, "values whose numbers of decimals differ less")
-
-
-def _without_point(value: float) -> int:
-    if isinstance(value, float) and not math.isfinite(value):
-        return MAX_MULTIPLE + 1
-    number = Decimal(repr(value)).as_tuple()
-    size: int = int("".join(map(str, number.digits))) * 10 ** max(0, int(number.exponent))
-    return max(1, size)
 
 
 def _too_deep(field: str) -> InvalidArgumentError:

@@ -36,7 +36,7 @@ class Receipt(BaseModel):
             checkpoint's SHA-256, "/", the dtype, and more in deterministic mode and with an adapter.
         tokenizer: SHA-256 of the tokenizer's vocabulary.
         eos_token_ids: Tokens that end a completion, unless `ignore_eos`.
-        grammars: Identity of the grammar library (`gammaray.grammar.identity`); empty without a grammar.
+        grammars: The grammar library and its version; empty without a grammar.
         prompt_token_ids: The prompt, earlier turns included.
         sampling: Sampling parameters with the seed in use and the grammar, which a JSON schema became.
         max_tokens: Upper bound of emitted tokens, clipped to the context.

@@ -452,8 +452,8 @@ class GetTargetInfoResponse(_message.Message):
     head: _builtins.str
     """The head that drafts in this worker, as given at startup; empty for none."""
     grammar_identity: _builtins.str
-    """Fingerprint of the masks that it computes for grammars: `sha256/library-version`. Workers with the same SHA-256
-    allow the same tokens. Empty if unknown.
+    """Grammar library and its version, such as `llguidance-1.7.6`. Workers with the same one allow the same tokens. Empty
+    if unknown.
     """
     takes_trees: _builtins.bool
     """Whether the worker verifies trees. Without, every proposal that it gets is a chain. Default false."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gammaray.errors import InvalidArgumentError
-from gammaray.grammar.identity import grammar_identity
+from gammaray.grammar.matcher import grammar_identity
 from gammaray.receipts.keys import ReceiptKey, read_receipt_keys
 from gammaray.receipts.receipt import Receipt
 from gammaray.types import Chunk

@@ -23,7 +23,7 @@ from gammaray.errors import (
     ModelChangedError,
     UnavailableError,
 )
-from gammaray.grammar.identity import digest_of, grammar_identity
+from gammaray.grammar.matcher import grammar_identity
 from gammaray.types import PromptLogprobs, Proposal
 from gammaray.v1 import target_service_pb2 as target_pb
 from gammaray.v1 import types_pb2 as pb
@@ -120,22 +120,17 @@ def of_identity(identity: str, grammars: str = "", adapter: str = "") -> Callabl
 
 
 def _differs(theirs: str, own: str) -> bool:
-    return bool(theirs and own and digest_of(theirs) != digest_of(own))
+    return bool(theirs and own and theirs != own)
 
 
 def check_grammars(pool: TargetPool, own: str) -> None:
-    """Refuse if no connected target worker computes the masks of this orchestrator's grammar library."""
+    """Refuse if no connected target worker has this orchestrator's grammar library."""
     others = {info_of(link).grammar_identity for link in pool.links.values() if link.is_up}
     if others and all(_differs(other, own) for other in others):
         raise FailedPreconditionError(
-            f"grammar: got target workers with {', '.join(map(_short, sorted(others)))}, whose masks differ; "
-            f"allowed: the grammar library of this orchestrator, {_short(own)}"
+            f"grammar: got target workers with {', '.join(sorted(others))}, whose masks may differ; "
+            f"allowed: the grammar library of this orchestrator, {own}"
         )
-
-
-def _short(identity: str) -> str:
-    digest, _, library = identity.partition("/")
-    return f"{library} ({digest[:12]})"
 
 
 async def check_served(pool: TargetPool, session_id: str, identity: str, timeout_s: float) -> None:
@@ -208,7 +203,7 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
 
         Raises:
             UnavailableError: No target worker within `wait_s`, or workers keep failing.
-            FailedPreconditionError: The session has a grammar, and the workers compute other masks.
+            FailedPreconditionError: The session has a grammar, and the workers have another grammar library.
             ModelChangedError: The connected workers serve other models than the session's.
             GammarayError: The error that the worker answered.
         """

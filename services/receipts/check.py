@@ -20,7 +20,7 @@ from gammaray.checks import check_token_ids
 from gammaray.config import TargetSettings, settings_error
 from gammaray.demo_pair import resolve_model
 from gammaray.errors import GammarayError, InvalidArgumentError, NotFoundError
-from gammaray.grammar.identity import digest_of, grammar_identity
+from gammaray.grammar.matcher import grammar_identity
 from gammaray.receipts.receipt import Receipt
 from gammaray.types import FinishReason, Proposal, VerificationMethod
 from gammaray.vocabulary import Vocabulary
@@ -132,10 +132,7 @@ class ReceiptChecker:
             "model_identity": (weights or "none", self._weights),
             "tokenizer": (receipt.tokenizer, self._tokenizer),
             "eos_token_ids": (set(receipt.eos_token_ids), set(self._eos) or set(receipt.eos_token_ids)),
-            "grammars": (
-                digest_of(receipt.grammars),
-                digest_of(grammar_identity()) if receipt.sampling.grammar else "",
-            ),
+            "grammars": (receipt.grammars, grammar_identity() if receipt.sampling.grammar else ""),
         }
         for field, (got, own) in given.items():
             if got != own:

@@ -12,7 +12,7 @@ from gammaray.blocks import Verdict
 from gammaray.checks import check_int
 from gammaray.config import TargetSettings, parse_adapters
 from gammaray.errors import InvalidArgumentError, ModelChangedError
-from gammaray.grammar.identity import grammar_identity
+from gammaray.grammar.matcher import grammar_identity
 from gammaray.types import MAX_NODES, MAX_TOP_LOGPROBS, check_prompt_logprobs
 from gammaray.v1 import target_service_pb2, target_service_pb2_grpc
 from gammaray.v1 import target_service_pb2 as pb
@@ -41,7 +41,6 @@ class TargetServicer(target_service_pb2_grpc.TargetServiceServicer):
 
     def __init__(self, streams: Streams, model: Model, head: str = "") -> None:
         self._streams, self._model, self._head = streams, model, head
-        self._grammars = grammar_identity()
 
     async def Verify(
         self, request_iterator: AsyncIterator[pb.VerifyRequest], context: grpc.aio.ServicerContext
@@ -65,7 +64,7 @@ class TargetServicer(target_service_pb2_grpc.TargetServiceServicer):
             is_draining=self._streams.is_leaving,
             model_identity=self._model.identity,
             head=self._head,
-            grammar_identity=self._grammars,
+            grammar_identity=grammar_identity(),
             takes_trees=self._model.takes_trees,
             adapters=self._model.adapters,
         )

@@ -199,7 +199,7 @@ CHANGES = {
     "dtype": (lambda r: {"model_identity": r.model_identity[:64] + "/int3"}, "refused", "int3"),
     "tokenizer": (with_fields(tokenizer="00"), "refused", "tokenizer: got"),
     "eos": (with_fields(eos_token_ids=(5,)), "refused", "eos_token_ids: got"),
-    "grammars": (with_fields(grammars="00/llguidance-0"), "refused", "grammars: got"),
+    "grammars": (with_fields(grammars="llguidance-0"), "refused", "grammars: got"),
     "token id": (with_fields(token_ids=(2**31,), max_tokens=1), "refused", "token_ids: got"),
     "no prompt": (with_fields(prompt_token_ids=()), "refused", "and a prompt"),
     "length": (lambda r: {"prompt_token_ids": r.prompt_token_ids * 9999}, "refused", "context"),

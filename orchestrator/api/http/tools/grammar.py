@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gammaray.grammar.texts import THOUGHT_RULE, json_rule, literal
+from gammaray.grammar.texts import json_rule, literal
 from orchestrator.api.http.tools.formats import CLOSE, OPEN, CallFamily, CallFormat
 
 MAX_CALLS = 16
@@ -41,8 +41,8 @@ def call_grammar(
     lines += ["message: calls | answer", f"answer: {answer}"] if answer else ["message: calls"]
     if not form.can_think or form.marker_in_prompt:
         return "\n".join(["start: message", *lines])
-    thought = [f"{THOUGHT_RULE}: TEXT </think> /[ \\n]{{0,4}}/", "TEXT: /(.|\\n)*/"]
-    start = f"{THOUGHT_RULE} message" if is_thinking else f"(<think> {THOUGHT_RULE})? message"
+    thought = ["thought: TEXT </think> /[ \\n]{0,4}/", "TEXT: /(.|\\n)*/"]
+    start = "thought message" if is_thinking else "(<think> thought)? message"
     return "\n".join([f"start: {start}", *lines, *thought])
 
 

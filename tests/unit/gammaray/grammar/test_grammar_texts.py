@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import json
 import re
-import time
 from enum import Enum
 from functools import cache
 from pathlib import Path
@@ -28,7 +27,6 @@ from gammaray.grammar.texts import (
     json_schema_grammar,
     literal,
     regex_grammar,
-    without_unicode_escapes,
 )
 from tests.support.schema_helpers import TEXTS, closed, variations, with_values
 
@@ -41,16 +39,7 @@ def demo() -> tuple[Tokenizer, LLTokenizer]:
     return tokenizer, LLTokenizer(text)
 
 
-@cache
-def knows_escapes() -> bool:
-    """Return whether llguidance lets texts escape printable characters, as it does from 1.9 on."""
-    return not LLMatcher(
-        demo()[1], LLMatcher.grammar_from_lark(json_schema_grammar(True)), log_level=0
-    ).is_error()
-
-
 def compiled(grammar: str) -> LLMatcher:
-    grammar = grammar if knows_escapes() else without_unicode_escapes(grammar)
     matcher = LLMatcher(demo()[1], LLMatcher.grammar_from_lark(grammar), log_level=0)
     if not matcher.is_error():
         matcher.compute_bitmask()
@@ -79,15 +68,11 @@ THOROUGH = settings(max_examples=100)
 
 
 @THOROUGH
-@given(with_values(), st.booleans())
-def test_schema_grammar_has_the_values_that_match_it(drawn, escapes):
+@given(with_values())
+def test_schema_grammar_has_the_values_that_match_it(drawn):
     schema, value = drawn
-    # Characters of constants and patterns are not written as escapes, except for DEL, which always is.
-    text = json.dumps(value, ensure_ascii=escapes and not FIXED.search(str(schema)))
-    assert follows(json_schema_grammar(schema), text.replace("\x7f", "\\u007f")) == [True]
-
-
-FIXED = re.compile("'(const|enum|pattern|properties)'")
+    text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    assert follows(json_schema_grammar(schema), text) == [True]
 
 
 @THOROUGH
@@ -108,44 +93,22 @@ RESTRICTIONS = {
     "dependentRequired": {"a": ["b"]},
     "dependentSchemas": {"a": {"required": ["b"]}},
     "dependencies": {"a": ["b"]},
+    "unevaluatedProperties": False,
     "$dynamicRef": "#a",
     "type": "text",
-    "pattern": "^(?=a)",
-    "minimum": 2**64,
-    "const": 2**64,
     "minProperties": 2,
     "maxProperties": 2,
 }
 
 
-def test_restriction_that_cannot_be_followed_is_refused_with_its_place(subtests):
-    for keyword in RESTRICTIONS:
+def test_restriction_that_cannot_be_followed_is_refused_by_name(subtests):
+    for keyword, value in RESTRICTIONS.items():
+        properties = {"a": {}, "b": {}, "c": {}} if keyword.endswith("Properties") else {}
+        schema = {"properties": {"x.y": {"items": {"properties": properties, keyword: value}}}}
         with subtests.test(keyword):
-            properties = {"a": {}, "b": {}, "c": {}} if keyword.endswith("Properties") else {}
-            inner = {"properties": properties, keyword: RESTRICTIONS[keyword], "then": {"required": ["a"]}}
-            schema = {
-                "$ref": "#/$defs/A",
-                "$defs": {"A": {"properties": {"x.y": {"items": {"anyOf": [{}, inner]}}}}},
-            }
-            with pytest.raises(InvalidArgumentError) as caught:
-                json_schema_grammar(schema, "tools.2.parameters")
-            assert caught.value.field == f"tools.2.parameters.$defs.A.properties.x.y.items.anyOf.1.{keyword}"
-            assert keyword in str(caught.value)
+            assert keyword.removeprefix("min").removeprefix("max") in refusal(json_schema_grammar(schema))
 
 
-def test_unevaluated_properties_of_several_schemas_are_refused():
-    schema = {"allOf": [{"properties": {"a": {}}}], "unevaluatedProperties": False}
-    with pytest.raises(InvalidArgumentError, match=r"^json_schema\.unevaluatedProperties"):
-        json_schema_grammar(schema)
-
-
-NAMED = {
-    "type": "object",
-    "properties": {"a": {"type": "null"}, "z": {}},
-    "propertyNames": {"$ref": "#/$defs/Names"},
-    "additionalProperties": {"type": "integer"},
-    "$defs": {"Names": {"title": "Names", "type": "string", "enum": ["a", "b"]}},
-}
 KINDS = [
     {
         "type": "object",
@@ -162,9 +125,9 @@ FOLLOWED = {
         ["null"],
         [],
     ),
-    "names of properties can be listed": (
-        *(NAMED, ['{"a": null, "b": 1}', '{"b": 2}']),
-        ['{"a": 1}', '{"z": 1}', '{"c": 1}'],
+    "of several alternatives that match one is enough": (
+        *({"oneOf": [{"type": "number"}, {"type": "integer"}]}, ["1", "0.5"]),
+        ["null"],
     ),
     "alternatives with a discriminator are closed": (
         *({"oneOf": KINDS}, ['{"kind": "x", "a": 1}', '{"kind": "y", "b": 1}']),
@@ -195,29 +158,13 @@ def test_schema_is_followed(schema, good, bad):
 
 
 ANYTHING = [
-    *({"uniqueItems": False}, {"uniqueItems": True, "maxItems": 1}, {"minItems": 0}, {"minContains": 2}),
-    *(
-        {"contains": {"type": "null"}, "minContains": 0},
-        {"additionalItems": False},
-        {"unevaluatedItems": True},
-    ),
-    *(
-        {"propertyNames": names}
-        for names in (True, {}, {"type": "string"}, {"type": "string", "minLength": 0})
-    ),
-    *({"propertyNames": {"$ref": "#/$defs/A"}, "$defs": {"A": {"type": "string"}}}, {"minProperties": 0}),
-    *({"dependentRequired": {}}, {"dependentSchemas": {"a": True}}, {"dependencies": {"a": []}}),
-    *({"unevaluatedProperties": {}}, {"not": False}, {"if": {"type": "null"}}, {"then": {}, "else": False}),
-    *({"if": {"type": "null"}, "then": {}, "else": True}, {"minLength": 0}, {"maxLength": 2.0**40}),
-    *(
-        {"minimum": -(2**63), "maximum": 2**63 - 1},
-        {"maximum": 2**64 - 1},
-        {"minimum": -1.7976931348623157e308},
-    ),
+    *({"uniqueItems": False}, {"minItems": 0}, {"additionalItems": False}, {"unevaluatedItems": True}),
+    *({"propertyNames": names} for names in (True, {}, {"type": "string"})),
+    *({"minProperties": 0}, {"unevaluatedProperties": {}}, {"minLength": 0}),
+    *({"minimum": -(2**63), "maximum": 2**63 - 1}, {"maximum": 2**64 - 1}),
     *({"format": "password"}, {"default": 1, "examples": [1], "deprecated": True, "$comment": "c"}),
-    *({"readOnly": True, "writeOnly": True, "contentEncoding": "base64", "contentSchema": {"not": {}}},),
-    *({"discriminator": {"propertyName": "a"}, "nullable": True, "x-own": 1}, {"$dynamicAnchor": "a"}),
-    *({"type": "integer", "uniqueItems": True, "propertyNames": {"format": "uuid"}, "contains": {}},),
+    {"readOnly": True, "writeOnly": True, "contentEncoding": "base64", "contentSchema": {"not": {}}},
+    {"discriminator": {"propertyName": "a"}, "nullable": True, "x-own": 1},
 ]
 
 
@@ -228,43 +175,16 @@ def test_keywords_that_restrict_nothing_are_accepted(subtests):
 
 
 @pytest.mark.parametrize(
-    ("names", "good", "bad"),
-    [({"pattern": "^k[0-9]+$"}, "k12", "12"), ({"minLength": 2, "maxLength": 3}, "\u00e9\U0001f600", "a")],
-)
-def test_names_of_properties_can_have_a_pattern_or_lengths(names, good, bad):
-    grammar = json_schema_grammar(
-        {"type": "object", "propertyNames": names, "additionalProperties": {"const": 1}}
-    )
-    texts = (json.dumps({name: 1}, ensure_ascii=False) for name in (good, bad))
-    assert follows(grammar, *texts, json.dumps({good: 2}, ensure_ascii=False)) == [True, False, False]
-
-
-@pytest.mark.parametrize(
     ("bound", "good", "bad"),
     [
-        ({"minimum": 2**53 + 1}, 2**53 + 2, 2**53),
-        ({"maximum": -(2**53) - 1}, -(2**53) - 2, -(2**53)),
-        ({"exclusiveMaximum": 2**53 + 1}, 2**53 - 1, 2**53 + 1),
-        ({"maximum": 2**63 - 1}, 2**62, 2**63),
-        ({"minimum": -(2**63)}, -(2**62), -(2**63) - 1),
-        ({"maximum": 2**64 - 1}, 2**62, 2**64),
+        ({"maximum": 2**63 - 1}, 2**52, 2**53 + 1),
+        ({"minimum": -(2**63)}, -(2**52), -(2**53) - 1),
     ],
     ids=str,
 )
-def test_bounds_of_large_integers_are_exact(bound, good, bad):
+def test_large_bounds_are_tightened_to_exact_ones(bound, good, bad):
     grammar = json_schema_grammar({"type": "integer", **bound})
     assert follows(grammar, str(good), str(bad)) == [True, False]
-
-
-def test_alternatives_that_may_overlap_are_not_made_exclusive_by_closing_them():
-    """Both alternatives match an object with a and b, since the first one allows further properties."""
-    first = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-    second = {"type": "object", "properties": {"a": {}, "b": {}}, "required": ["a", "b"]}
-    for options in (
-        [first, second],
-        [{"properties": {"x": one}, "required": ["x"], "type": "object"} for one in (first, second)],
-    ):
-        assert "oneOf" in refusal(json_schema_grammar({"oneOf": options}))
 
 
 @pytest.mark.parametrize(
@@ -272,8 +192,8 @@ def test_alternatives_that_may_overlap_are_not_made_exclusive_by_closing_them():
     [
         ({"$ref": "#/$defs/none"}, "/$defs/none"),
         ({"$ref": "http://localhost/schema"}, "http://localhost/schema"),
-        ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "oneOf"),
         ({"type": "string", "pattern": "a(b"}, "unclosed group"),
+        ({"type": "string", "pattern": "^(?=a)"}, "look-around"),
         (False, "Unsatisfiable"),
         ({"$ref": "#"}, "NoExtension"),
         ({"allOf": [{"$ref": "#"}]}, "NoExtension"),
@@ -300,30 +220,22 @@ def test_value_that_is_no_schema_is_named(subtests):
         *([], None, "object", 5, {"const": {1, 2}}, {"const": float("nan")}, {"maximum": float("inf")}),
         *(nested(MAX_DEPTH + 1), nested(100_000), CIRCLE),
         *(
-            {"multipleOf": 2**31},
-            {"multipleOf": 1000003.5},
-            {"allOf": [{"multipleOf": 997}, {"multipleOf": 991}]},
+            {"const": 2**53 + 1},
+            {"enum": [1, [{"a": -(2**53) - 1}]]},
+            {"const": 1e300},
+            {"minimum": 2**53 + 1},
         ),
-        *({"$ref": "#/x", "x": {"multipleOf": 10**4 + 1}}, {"multipleOf": 1e300}, {"multipleOf": 10**400}),
-        *({"const": 2**53 + 1}, {"enum": [1, [{"a": -(2**53) - 1}]]}, {"const": 1e300}),
     ]
     for number, schema in enumerate(cases):
         with subtests.test(number=number):
             with pytest.raises(InvalidArgumentError) as caught:
                 json_schema_grammar(schema, "mine")
-            assert caught.value.field.split(".")[0] == "mine"
+            assert caught.value.field == "mine"
             assert caught.value.allowed
 
 
 def test_deepest_schema_is_accepted():
     assert follows(json_schema_grammar(nested(MAX_DEPTH)), "[" * MAX_DEPTH + '""' + "]" * MAX_DEPTH) == [True]
-
-
-def test_wide_schema_takes_little_time():
-    schema = {"anyOf": [{"properties": {f"p{n}": {"format": "x"}}} for n in range(20_000)]}
-    began = time.process_time()
-    json_schema_grammar(schema)
-    assert time.process_time() - began < 2
 
 
 OPEN = [
@@ -352,10 +264,9 @@ def test_objects_that_list_their_properties_have_no_others(subtests):
             )
 
 
-def test_strings_may_have_escapes_but_no_lone_surrogate():
-    texts = ('"\\u00e9"', '"é"', '"\\ud83d\\ude00"', '"\\ud83d"', '"\\ude00\\ud83d"', '"\t"')
-    expected = [knows_escapes(), True, knows_escapes(), False, False, False]
-    assert follows(json_schema_grammar({"type": "string"}), *texts) == expected
+def test_strings_have_the_escapes_that_they_need():
+    texts = ('"é"', '"\\n"', '"\\u00e9"', '"\\ud83d"', '"\t"')
+    assert follows(json_schema_grammar({"type": "string"}), *texts) == [True, True, False, False, False]
 
 
 @pytest.mark.parametrize("kind", ["binary", "password", "", None, ["date"], {}])
