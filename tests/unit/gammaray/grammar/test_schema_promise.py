@@ -1,4 +1,4 @@
-"""Completions that end match their schema, read with `anyOf` for `oneOf`: random schemas, and random walks."""
+"""Completions that end match their schema, with `anyOf` for `oneOf`: random schemas, and random walks."""
 
 from __future__ import annotations
 
