@@ -157,9 +157,7 @@ class StructuredOutputs(StrictModel):
     )
     regex: str = Field("", description="Regular expression of the whole completion.")
     choice: Annotated[list[str], FailFast()] = Field(default=[], description="The possible completions.")
-    grammar: str = Field(
-        "", description="Grammar in the Lark syntax of llguidance, or GBNF, whose first rule is `root`."
-    )
+    grammar: str = Field("", description="Grammar in the Lark syntax of llguidance.")
     json_object: bool = Field(False, description="Any JSON object.")
     disable_any_whitespace: bool = Field(
         False, description="Ignored: JSON has the whitespace of Python's `json.dumps` in any case."
