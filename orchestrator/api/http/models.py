@@ -23,13 +23,12 @@ from pydantic import (
     model_validator,
 )
 
-from gammaray.checks import Integer, Number, TokenIds
+from gammaray.checks import Integer, TokenIds
 from gammaray.errors import InvalidArgumentError
 from gammaray.sampling import SAMPLING_RULES, SamplingParams
 from gammaray.types import (
     MAX_CACHE_SALT,
     MAX_GAMMA,
-    MAX_KEEP_CACHE_S,
     MAX_NODES,
     MAX_STOP,
     MAX_STOP_TOKEN_IDS,
@@ -135,9 +134,6 @@ class GammarayOptions(StrictModel):
     turn: Annotated[
         int, Integer(0, 2**31 - 1, "Above 0, continues the session's previous turn. Not for chats.")
     ] = 0
-    keep_cache_s: Annotated[
-        float, Number(0, MAX_KEEP_CACHE_S, "Seconds for which workers keep caches for the next turn.")
-    ] = 0.0
     cache_salt: str = Field(
         "",
         description="Caches are shared only with requests of the same salt.",

@@ -249,7 +249,6 @@ def common_request(body: RequestBody, prompt: str | tuple[int, ...], grammar: st
         drafter=DrafterKind(options.drafter),
         session_id=options.session_id,
         turn=options.turn,
-        keep_cache_s=options.keep_cache_s,
         cache_salt=options.cache_salt,
         receipt=options.receipt,
     )
