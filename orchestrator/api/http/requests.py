@@ -262,6 +262,5 @@ def _grammar(body: ChatRequest, prompt: str, calls: CallPlan | None) -> tuple[st
         allowed = "no value with tools, or tool_choice none; response_format goes with tools"
         raise InvalidArgumentError("structured_outputs", "a value with tools", allowed)
     answer, field = grammar_of(body)
-    if calls.is_forced:
-        return calls.grammar(prompt), "tools"
-    return calls.grammar(prompt, answer.removeprefix("start: ")), field
+    grammar = calls.grammar(prompt, answer.removeprefix("start: "))
+    return grammar, "tools" if calls.is_forced else field

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic_core import from_json
 
 from gammaray.errors import InvalidArgumentError
-from gammaray.grammar.texts import JSON_OBJECT, choice_grammar, json_schema_grammar, regex_grammar
+from gammaray.grammar.texts import (
+    JSON_OBJECT,
+    choice_grammar,
+    json_rule,
+    json_schema_grammar,
+    regex_grammar,
+)
 from orchestrator.api.http.fields import ResponseFormat, StructuredOutputs
 from orchestrator.api.http.models import OpenAIRequest
 
@@ -39,15 +46,28 @@ def grammar_of(body: OpenAIRequest) -> tuple[str, str]:
 
 
 def _of_format(asked: ResponseFormat) -> str:
-    given = asked.json_schema
-    field = "response_format.json_schema"
-    if asked.type == "json_schema":
-        if given is None:
-            raise InvalidArgumentError(field, "nothing", "a value; it is required with type json_schema")
-        return json_schema_grammar(given.json_schema, f"{field}.schema")
-    if given is not None:
-        raise InvalidArgumentError(field, f"a schema with type {asked.type}", "no value, or type json_schema")
-    return "" if asked.type == "text" else json_schema_grammar(JSON_OBJECT)
+    given, field = asked.json_schema, "response_format.json_schema"
+    schema = None if given is None else given.json_schema
+    rule = format_rule(asked.type, schema, f"{field}.schema", {field: given is not None})
+    return f"start: {rule}" if rule else ""
+
+
+def format_rule(kind: str, schema: Any, field: str, given: Mapping[str, bool]) -> str:
+    """Return the right side of the rule for texts of a format; empty for any text.
+
+    Args:
+        kind: text, json_object or json_schema.
+        schema: That of json_schema; `field` names it for errors.
+        given: Whether the fields that json_schema requires, and the others do not have, are given.
+    """
+    for name, is_given in given.items():
+        if kind == "json_schema" and not is_given:
+            raise InvalidArgumentError(name, "nothing", "a value; it is required with type json_schema")
+        if kind != "json_schema" and is_given:
+            raise InvalidArgumentError(name, f"a value with type {kind}", "no value, or type json_schema")
+    if kind == "text":
+        return ""
+    return json_rule(schema, field) if kind == "json_schema" else json_rule(JSON_OBJECT)
 
 
 def _of_outputs(asked: StructuredOutputs) -> str:

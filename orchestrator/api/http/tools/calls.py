@@ -26,14 +26,12 @@ class Tool:
     Args:
         description: What it does, for the model.
         parameters: JSON schema of its arguments; None: it takes none.
-        strict: Whether the client asked for arguments that follow the schema; None: it did not say.
         field: Name of the request's field with the schema, for errors.
     """
 
     name: str
     description: str = ""
     parameters: Mapping[str, Any] | None = None
-    strict: bool | None = None
     field: str = "tools"
 
     @property
