@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from gammaray.checks import check_encodable, check_int, check_number, check_session_id, check_token_ids
+from gammaray.checks import check_encodable, check_int, check_session_id, check_token_ids
 from gammaray.errors import InvalidArgumentError
 from gammaray.sampling import MAX_LOGIT_BIAS, SamplingParams
 
@@ -149,7 +149,6 @@ MAX_TOP_LOGPROBS = 20
 MAX_PROMPT_LOGPROBS = 2**20
 """Upper bound of a prompt's log-probabilities: number of tokens x (requested alternatives + 1)."""
 
-MAX_KEEP_CACHE_S = 3600
 MAX_CACHE_SALT = 64
 MAX_STOP = 16
 MAX_STOP_TOKEN_IDS = 4096
@@ -271,7 +270,6 @@ class GenerationRequest:
         turn: Turn of the session; above 0 the prompt continues the finished previous turn.
         resume_from: Resume the turn after this many of its tokens; None begins it. When resuming, the prompt
             may be omitted; otherwise the request must equal the one that began the turn.
-        keep_cache_s: Seconds for which the workers keep their caches for the next turn, in [0, 3600].
         cache_salt: The workers' caches are shared only with requests of the same salt; at most 64 characters.
         num_prompt_logprobs: None for no log-probabilities of the prompt, else the number of alternatives, in
             [0, 20]. The prompt is then recomputed, even if it is cached.
@@ -279,8 +277,8 @@ class GenerationRequest:
             proposed where the completion follows it, and affects speed only. At most 65,536 characters or
             token ids.
         store: Whether the session is stored. A completion that is not stored has no session: it cannot be
-            resumed, continued, listed, cancelled or traced. Only without `session_id`, `turn`, `resume_from`
-            and `keep_cache_s`.
+            resumed, continued, listed, cancelled or traced. Only without `session_id`, `turn` and
+            `resume_from`.
         receipt: Whether the last chunk has a signed receipt (`gammaray.receipts`). Only with coupled
             verification, and if the server has a key for receipts.
     """
@@ -299,7 +297,6 @@ class GenerationRequest:
     session_id: str = ""
     turn: int = 0
     resume_from: int | None = None
-    keep_cache_s: float = 0.0
     cache_salt: str = ""
     num_prompt_logprobs: int | None = None
     prediction: str | tuple[int, ...] = ""
@@ -354,7 +351,6 @@ class GenerationRequest:
     def _check_session(self) -> None:
         check_session_id(self.session_id)
         check_int("turn", self.turn, 0, 2**31 - 1)
-        check_number("keep_cache_s", self.keep_cache_s, 0, MAX_KEEP_CACHE_S)
         if len(self.cache_salt) > MAX_CACHE_SALT:
             got = f"{len(self.cache_salt)} characters"
             raise InvalidArgumentError("cache_salt", got, f"at most {MAX_CACHE_SALT} characters")
@@ -372,7 +368,6 @@ class GenerationRequest:
             "session_id": bool(self.session_id),
             "turn": self.turn > 0,
             "resume_from": self.resume_from is not None,
-            "keep_cache_s": self.keep_cache_s > 0,
         }
         for name, is_given in given.items():
             if is_given:

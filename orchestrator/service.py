@@ -369,7 +369,7 @@ class _RunningTurn:
         plain_cycle_s = self._service.plain_cycle_s
         self._service.meter.cycle(cycle, plain_cycle_s)
         if cycle.finish_reason is not None:
-            self._end_caches()
+            self._release()
             if self._request.store:
                 self._service.corpus.add(self._session)
         chunk = self._progress.chunk(cycle, plain_cycle_s)
@@ -382,16 +382,10 @@ class _RunningTurn:
         self._error = error
         return self._progress.piece((), "", FinishReason.CANCELLED)
 
-    def _end_caches(self) -> None:
-        """Free the workers' caches of an ended turn, now or after the request's `keep_cache_s`."""
-        session, keep_s = self._session, self._request.keep_cache_s
-        if keep_s > 0:
-            self._drafter.leave(session)
-            self._verifier.leave(session)
-            self._service.leases.release_later(session, keep_s)
-        else:
-            self._drafter.release(session)
-            self._verifier.release(session)
+    def _release(self) -> None:
+        """Release the session on its workers, which keep its caches as long as none needs the memory."""
+        self._drafter.release(self._session)
+        self._verifier.release(self._session)
 
     def _handover(self) -> bytes:
         return SessionHandover(
@@ -412,5 +406,4 @@ class _RunningTurn:
         if isinstance(error, NotFoundError):  # deleted; workers may have received its tokens again since
             self._service.fleet.release(session.session_id, session.epoch, forget=True)
         session.state = self._handover()
-        self._drafter.release(session)
-        self._verifier.release(session)
+        self._release()

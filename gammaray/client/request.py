@@ -60,7 +60,6 @@ class GenerateOptions(SamplingOptions, total=False):
     drafter: DrafterKind | Literal["model", "head", "suffix", "prediction", "grammar", "none"]
     session_id: str
     turn: int
-    keep_cache_s: float
     cache_salt: str
     prediction: str | Sequence[int]
     store: bool

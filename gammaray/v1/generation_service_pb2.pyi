@@ -111,7 +111,6 @@ class GenerateRequest(_message.Message):
     SESSION_ID_FIELD_NUMBER: _builtins.int
     TURN_FIELD_NUMBER: _builtins.int
     RESUME_FROM_FIELD_NUMBER: _builtins.int
-    KEEP_CACHE_S_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     NUM_PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     PREDICTION_FIELD_NUMBER: _builtins.int
@@ -143,8 +142,6 @@ class GenerateRequest(_message.Message):
     began the turn; if the prompt is omitted they are ignored. Needs `session_id`. FAILED_PRECONDITION if the
     session is at another turn, was begun by another request, or has fewer tokens.
     """
-    keep_cache_s: _builtins.float
-    """Seconds to keep the workers' caches for the next turn after this one has finished. Range [0, 3600]. Default 0."""
     cache_salt: _builtins.str
     """The workers' caches are shared only with the tenant's requests of the same salt. The empty string is a salt as
     well. At most 64 characters.
@@ -156,8 +153,8 @@ class GenerateRequest(_message.Message):
     """
     store: _builtins.bool
     """Whether the session is stored. A completion that is not stored has no session: it cannot be resumed, continued,
-    listed, cancelled or traced, `session_id` of its pieces is empty, and `session_id`, `turn`, `resume_from` and
-    `keep_cache_s` must be absent. Default true.
+    listed, cancelled or traced, `session_id` of its pieces is empty, and `session_id`, `turn` and `resume_from`
+    must be absent. Default true.
     """
     receipt: _builtins.bool
     """Return a signed receipt. INVALID_ARGUMENT if the server has no key for receipts, or with another verification method
@@ -207,7 +204,6 @@ class GenerateRequest(_message.Message):
         session_id: _builtins.str = ...,
         turn: _builtins.int = ...,
         resume_from: _builtins.int | None = ...,
-        keep_cache_s: _builtins.float = ...,
         cache_salt: _builtins.str = ...,
         num_prompt_logprobs: _builtins.int | None = ...,
         prediction: Global___Prediction | None = ...,
@@ -216,7 +212,7 @@ class GenerateRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_num_top_logprobs", b"_num_top_logprobs", "_resume_from", b"_resume_from", "_store", b"_store", "gamma", b"gamma", "max_tokens", b"max_tokens", "num_prompt_logprobs", b"num_prompt_logprobs", "num_top_logprobs", b"num_top_logprobs", "prediction", b"prediction", "prompt", b"prompt", "resume_from", b"resume_from", "sampling", b"sampling", "store", b"store", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_num_top_logprobs", b"_num_top_logprobs", "_resume_from", b"_resume_from", "_store", b"_store", "cache_salt", b"cache_salt", "drafter", b"drafter", "gamma", b"gamma", "ignore_eos", b"ignore_eos", "keep_cache_s", b"keep_cache_s", "max_tokens", b"max_tokens", "model", b"model", "num_prompt_logprobs", b"num_prompt_logprobs", "num_top_logprobs", b"num_top_logprobs", "prediction", b"prediction", "prompt", b"prompt", "receipt", b"receipt", "resume_from", b"resume_from", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "store", b"store", "text", b"text", "token_ids", b"token_ids", "turn", b"turn", "verification", b"verification"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_num_top_logprobs", b"_num_top_logprobs", "_resume_from", b"_resume_from", "_store", b"_store", "cache_salt", b"cache_salt", "drafter", b"drafter", "gamma", b"gamma", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "model", b"model", "num_prompt_logprobs", b"num_prompt_logprobs", "num_top_logprobs", b"num_top_logprobs", "prediction", b"prediction", "prompt", b"prompt", "receipt", b"receipt", "resume_from", b"resume_from", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "store", b"store", "text", b"text", "token_ids", b"token_ids", "turn", b"turn", "verification", b"verification"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015

@@ -31,8 +31,5 @@ class TargetHead:
     def prefer(self, session: Session, address: str) -> None:
         """Do nothing: the target worker is the verifier's choice."""
 
-    def leave(self, session: Session) -> None:
-        """Do nothing: the target worker keeps the hidden states with the session."""
-
     def release(self, session: Session) -> None:
         """Do nothing: the target worker releases them with the session."""

@@ -39,9 +39,6 @@ class ModelDrafter(Protocol):
     def prefer(self, session: Session, address: str) -> None:
         """Use the process at an address if it is usable: it may hold the session's cache."""
 
-    def leave(self, session: Session) -> None:
-        """Detach from the process, which keeps the session's cache; returns at once."""
-
     def release(self, session: Session) -> None:
         """Release the session's cache; returns at once."""
 
@@ -135,10 +132,6 @@ class SessionDrafter:
     def prefer(self, session: Session, address: str) -> None:
         if self._remote is not None:
             self._remote.prefer(session, address)
-
-    def leave(self, session: Session) -> None:
-        if self._remote is not None:
-            self._remote.leave(session)
 
     def release(self, session: Session) -> None:
         if self._remote is not None:

@@ -61,11 +61,6 @@ class LeaseManager:
         """Detach a session whose turn has not ended from its owner in the store; returns at once."""
         self._ending.start(self._store.detach(session), session.session_id)
 
-    def release_later(self, session: Session, delay_s: float) -> None:
-        """Free the workers' caches of a session after `delay_s`, unless it has a newer epoch by then."""
-        loop = asyncio.get_running_loop()
-        loop.call_later(delay_s, self._release, session.session_id, session.epoch)
-
     async def _renew_all(self) -> None:
         async def renew(session: Session) -> None:
             try:

@@ -156,12 +156,6 @@ class RemoteDrafter(WorkerSession[draft_pb.ProposeBlock, draft_pb.ProposeResult]
             self._link.listeners.pop(session.session_id, None)
         super().release(session)
 
-    def leave(self, session: Session) -> None:
-        if self._prefill is not None:
-            self._prefill.cancel()
-            self._prefill = None
-        super().leave(session)
-
     def _suits(self, link: _DraftLink) -> bool:
         return link.is_usable and (link.address not in self._pauses or self._pauses[link.address].ready)
 

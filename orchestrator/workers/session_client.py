@@ -50,10 +50,6 @@ class WorkerSession(ABC, Generic[BlockT, ResultT]):
             self._link.release(session.session_id, session.epoch)
             self._link = None
 
-    def leave(self, session: Session) -> None:
-        """Detach from the worker, which keeps the session's cache for the next owner."""
-        self._detach(session)
-
     def prefer(self, session: Session, address: str) -> None:
         """Use the worker at an address if it is usable: it may hold the session's cache."""
         link = self._pool.links.get(address)

@@ -263,7 +263,6 @@ async def test_options_change_no_token(api):
         {"gamma": "adaptive", "max_gamma": 64},
         {"max_gamma": 0, "max_nodes": 256},
         *({"drafter": kind.value} for kind in DrafterKind if kind not in absent),
-        {"keep_cache_s": 3600.0},
         {"cache_salt": "s" * 64},
         {"stream_tokens": True},
     )

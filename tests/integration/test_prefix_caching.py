@@ -78,10 +78,10 @@ async def test_a_session_deleted_while_running_leaves_no_cache(orchestrator):
     assert (await ask(orchestrator, other, ALICE))[1].cached_tokens == 0
 
 
-async def test_a_kept_turn_counts_as_cached(orchestrator):
-    first = request_of(session_id="turns", keep_cache_s=60.0)
+async def test_the_next_turn_computes_only_new_tokens(orchestrator):
+    first = request_of(session_id="turns")
     _, usage = await ask(orchestrator, first, BOB)
-    second = dataclasses.replace(first, prompt="\n\n\nimport os", turn=1, keep_cache_s=0.0)
+    second = dataclasses.replace(first, prompt="\n\n\nimport os", turn=1)
     assert (await ask(orchestrator, second, BOB))[1].cached_tokens >= usage.prompt_tokens + 23
 
 

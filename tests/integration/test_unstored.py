@@ -102,7 +102,7 @@ async def test_worker_that_dropped_it_gets_its_tokens_again(redis_server, worker
 
 def test_session_that_is_named_must_be_stored():
     named = {"session_id": "mine"}
-    for fields in (named, {**named, "turn": 1}, {"resume_from": 0}, {"keep_cache_s": 1.0}):
+    for fields in (named, {**named, "turn": 1}, {"resume_from": 0}):
         with pytest.raises(InvalidArgumentError, match="is no session to name or resume") as caught:
             replace(UNSTORED, **fields).validate()
         assert caught.value.field == "store"

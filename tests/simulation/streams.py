@@ -74,7 +74,7 @@ def draw_stream(rng: random.Random, name: str, num_tokens: int = NUM_TOKENS) -> 
     if rng.random() < 0.7:
         return Stream([(request, expected)])
     half = num_tokens // 2
-    first = replace(request, max_tokens=half, keep_cache_s=rng.choice((0.0, 0.5)))
+    first = replace(request, max_tokens=half)
     second = replace(request, prompt=(5, 6, 7), max_tokens=half, turn=1)
     more = plain_tokens((*prompt, *expected[:half], 5, 6, 7), temperature, seed, half)
     return Stream([(first, expected[:half]), (second, more)])

@@ -45,7 +45,7 @@ async def first_said(grpc: str, http: str) -> Expected:
     completions = await reference(grpc, samples())
     async with AsyncClient(grpc) as client, httpx.AsyncClient(base_url=http, timeout=120) as web:
         chats = {(text, t): await chat(web, text, t) for text in CHATS for t in (0.0, 1.0)}
-        talks = {t: await turns(client, t, f"soak-first-{t:g}", 0.0) for t in (0.0, 1.0)}
+        talks = {t: await turns(client, t, f"soak-first-{t:g}") for t in (0.0, 1.0)}
     return Expected(completions, chats, talks)
 
 
@@ -67,9 +67,7 @@ async def chat(http: httpx.AsyncClient, text: str, temperature: float) -> str:
     return str(answer.json()["choices"][0]["message"]["content"])
 
 
-async def turns(
-    client: AsyncClient, temperature: float, session_id: str, keep_cache_s: float
-) -> list[tuple[int, ...]]:
+async def turns(client: AsyncClient, temperature: float, session_id: str) -> list[tuple[int, ...]]:
     found = []
     for turn, prompt in enumerate(TURNS):
         said = await client.complete(
@@ -80,7 +78,6 @@ async def turns(
             seed=30 + turn,
             max_tokens=40,
             ignore_eos=True,
-            keep_cache_s=keep_cache_s if turn + 1 < len(TURNS) else 0.0,
         )
         found.append(tuple(token.token_id for token in said.tokens))
     return found

@@ -11,9 +11,8 @@ import grpc
 from fastapi import Request
 
 from gammaray.errors import GammarayError, InvalidArgumentError, ResourceExhaustedError
+from orchestrator.api.http.document import JSON
 from orchestrator.api.http.errors import BodyTooLargeError
-
-JSON = "application/json"
 
 MAX_BODY_BYTES = 8 * 2**20
 """Largest request body: room for the largest prompt (1 MiB) with every character escaped."""

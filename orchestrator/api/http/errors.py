@@ -60,8 +60,8 @@ _HTTP_NAMES = {
     **{
         name: f"gammaray.{name}"
         for name in (
-            *("verification", "drafter", "gamma", "max_gamma", "max_nodes", "session_id"),
-            *("turn", "keep_cache_s", "cache_salt"),
+            *("verification", "drafter", "gamma", "max_gamma", "max_nodes"),
+            *("session_id", "turn", "cache_salt"),
         )
     },
     "num_top_logprobs": "top_logprobs",

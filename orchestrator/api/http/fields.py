@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError, model_validator
@@ -56,21 +56,16 @@ def with_one_unknown(model: type[BaseModel], fields: Mapping[str, Any]) -> dict[
     return known if unknown is None else {**known, unknown: fields[unknown]}
 
 
-class ClosedModel(BaseModel):
-    """An object of a body; it has no unknown fields."""
+class StrictModel(BaseModel):
+    """An object of a body; it has no unknown fields, and null means that a field is absent."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
-
-    @model_validator(mode="before")
-    @classmethod
-    def _prepared(cls, value: Any) -> Any:
-        return with_one_unknown(cls, value) if isinstance(value, dict) else value
-
-
-class StrictModel(ClosedModel):
-    """An object of a body; null means that a field is absent."""
-
-    model_config = ConfigDict(json_schema_extra=null_is_absent)
+    model_config = ConfigDict(
+        strict=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        protected_namespaces=(),
+        json_schema_extra=null_is_absent,
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -157,9 +152,7 @@ class StructuredOutputs(StrictModel):
     )
     regex: str = Field("", description="Regular expression of the whole completion.")
     choice: Annotated[list[str], FailFast()] = Field(default=[], description="The possible completions.")
-    grammar: str = Field(
-        "", description="Grammar in the Lark syntax of llguidance, or GBNF, whose first rule is `root`."
-    )
+    grammar: str = Field("", description="Grammar in the Lark syntax of llguidance.")
     json_object: bool = Field(False, description="Any JSON object.")
     disable_any_whitespace: bool = Field(
         False, description="Ignored: JSON has the whitespace of Python's `json.dumps` in any case."
@@ -245,13 +238,13 @@ class ToolInput(FunctionDefinition, FunctionKind):
     """A function that the model may call, in the Responses API."""
 
 
-class ChosenName(ClosedModel):
+class ChosenName(StrictModel):
     """The name of a function."""
 
     name: str
 
 
-class NamedTool(ClosedModel):
+class NamedTool(StrictModel):
     """The tool that the model must call."""
 
     form: ClassVar[str] = '{"type": "function", "function": {"name": name}}'
@@ -316,7 +309,7 @@ def checked_tools(
             unknown, or their schemas are too long or nested too deeply.
     """
     tools = [
-        Tool(own.name, own.description, own.parameters, own.strict, f"{field.format(index)}.parameters")
+        Tool(own.name, own.description, own.parameters, f"{field.format(index)}.parameters")
         for index, own in enumerate(functions)
     ]
     names = [tool.name for tool in tools]
@@ -346,22 +339,19 @@ def check_schemas(tools: Sequence[Tool]) -> None:
                 raise InvalidArgumentError(tool.field, got, f"at most {MAX_SCHEMA_CHARS} in all tools")
 
 
-def argument_values(calls: Sequence[Sequence[tuple[str, str]]]) -> Iterator[list[dict[str, Any] | str]]:
-    """Yield the arguments of the calls of each message: objects, as chat templates take them.
+def parse_arguments(functions: Iterable[tuple[str, dict[str, Any]]]) -> None:
+    """Replace the arguments of called functions, which are texts, by objects, as chat templates take them.
 
-    Arguments that are no JSON object, such as those of a call that was cut, stay texts. Each call has the
-    name of the field, for the error if all of them are too long together.
+    Arguments that are no JSON object, such as those of a call that was cut, stay texts. Each function comes
+    with the name of the field of its arguments, for the error if all of them are too long together.
     """
     num_chars = 0
-    for message in calls:
-        found = []
-        for field, arguments in message:
-            num_chars += len(arguments)
-            if num_chars > MAX_ARGUMENT_CHARS:
-                got = f"more than {MAX_ARGUMENT_CHARS} characters of arguments so far"
-                raise InvalidArgumentError(field, got, f"at most {MAX_ARGUMENT_CHARS} in all calls")
-            found.append(_parsed(arguments))
-        yield found
+    for field, function in functions:
+        num_chars += len(function["arguments"])
+        if num_chars > MAX_ARGUMENT_CHARS:
+            got = f"more than {MAX_ARGUMENT_CHARS} characters of arguments so far"
+            raise InvalidArgumentError(field, got, f"at most {MAX_ARGUMENT_CHARS} in all calls")
+        function["arguments"] = _parsed(function["arguments"])
 
 
 def _parsed(arguments: str) -> dict[str, Any] | str:

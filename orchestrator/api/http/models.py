@@ -8,7 +8,7 @@ differ from the requested one. null means absent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
@@ -23,13 +23,12 @@ from pydantic import (
     model_validator,
 )
 
-from gammaray.checks import Integer, Number, TokenIds
+from gammaray.checks import Integer, TokenIds
 from gammaray.errors import InvalidArgumentError
 from gammaray.sampling import SAMPLING_RULES, SamplingParams
 from gammaray.types import (
     MAX_CACHE_SALT,
     MAX_GAMMA,
-    MAX_KEEP_CACHE_S,
     MAX_NODES,
     MAX_STOP,
     MAX_STOP_TOKEN_IDS,
@@ -39,7 +38,6 @@ from orchestrator.api.http.errors import invalid_argument
 from orchestrator.api.http.fields import (
     MAX_CHOICES,
     MAX_TOOLS,
-    ClosedModel,
     FunctionTool,
     MessageCall,
     NamedTool,
@@ -52,11 +50,11 @@ from orchestrator.api.http.fields import (
     StructuredOutputs,
     TextPart,
     answer_part,
-    argument_values,
     checked_tools,
     is_token_ids,
     joined,
     null_is_absent,
+    parse_arguments,
     parse_choice,
     sampling_type,
     with_one_unknown,
@@ -135,9 +133,6 @@ class GammarayOptions(StrictModel):
     turn: Annotated[
         int, Integer(0, 2**31 - 1, "Above 0, continues the session's previous turn. Not for chats.")
     ] = 0
-    keep_cache_s: Annotated[
-        float, Number(0, MAX_KEEP_CACHE_S, "Seconds for which workers keep caches for the next turn.")
-    ] = 0.0
     cache_salt: str = Field(
         "",
         description="Caches are shared only with requests of the same salt.",
@@ -160,7 +155,7 @@ class GammarayOptions(StrictModel):
         raise ValueError('an integer in [0, 64] or "adaptive"')
 
 
-class ObfuscationOptions(ClosedModel):
+class ObfuscationOptions(StrictModel):
     """OpenAI's `stream_options` of a response."""
 
     include_obfuscation: bool = Field(
@@ -372,18 +367,11 @@ class ChatMessage(BaseModel):
     def _join_parts(cls, value: Any) -> str:
         return joined(value)
 
-    def rendered(self, arguments: Sequence[Mapping[str, Any] | str]) -> dict[str, Any]:
-        """Return the message as chat templates take it, with the arguments of its calls as objects."""
+    def rendered(self) -> dict[str, Any]:
+        """Return the message as chat templates take it, with the arguments of its calls as texts."""
         message: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.tool_calls:
-            message["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": call.function.name, "arguments": own},
-                }
-                for call, own in zip(self.tool_calls, arguments, strict=True)
-            ]
+            message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
         if self.role == "tool" and self.tool_call_id:
             message["tool_call_id"] = self.tool_call_id
         return message
@@ -418,16 +406,13 @@ class ChatRequest(OpenAIRequest):
 
     def conversation(self) -> list[dict[str, Any]]:
         """Return the messages as chat templates take them."""
-        arguments = argument_values(
-            [
-                [
-                    (f"messages.{index}.tool_calls.{number}.function.arguments", call.function.arguments)
-                    for number, call in enumerate(message.tool_calls)
-                ]
-                for index, message in enumerate(self.messages)
-            ]
+        messages = [message.rendered() for message in self.messages]
+        parse_arguments(
+            (f"messages.{index}.tool_calls.{number}.function.arguments", call["function"])
+            for index, message in enumerate(messages)
+            for number, call in enumerate(message.get("tool_calls", ()))
         )
-        return [message.rendered(own) for message, own in zip(self.messages, arguments, strict=True)]
+        return messages
 
     def checked_tools(self) -> list[Tool]:
         """Return the tools, which must go with each other and with `tool_choice`."""

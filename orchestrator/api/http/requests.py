@@ -249,7 +249,6 @@ def common_request(body: RequestBody, prompt: str | tuple[int, ...], grammar: st
         drafter=DrafterKind(options.drafter),
         session_id=options.session_id,
         turn=options.turn,
-        keep_cache_s=options.keep_cache_s,
         cache_salt=options.cache_salt,
         receipt=options.receipt,
     )
@@ -263,6 +262,5 @@ def _grammar(body: ChatRequest, prompt: str, calls: CallPlan | None) -> tuple[st
         allowed = "no value with tools, or tool_choice none; response_format goes with tools"
         raise InvalidArgumentError("structured_outputs", "a value with tools", allowed)
     answer, field = grammar_of(body)
-    if calls.is_forced:
-        return calls.grammar(prompt), "tools"
-    return calls.grammar(prompt, answer.removeprefix("start: ")), field
+    grammar = calls.grammar(prompt, answer.removeprefix("start: "))
+    return grammar, "tools" if calls.is_forced else field

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import re
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic_core import from_json
 
 from gammaray.errors import InvalidArgumentError
-from gammaray.grammar.texts import JSON_OBJECT, choice_grammar, json_schema_grammar, regex_grammar
+from gammaray.grammar.texts import (
+    JSON_OBJECT,
+    choice_grammar,
+    json_rule,
+    json_schema_grammar,
+    regex_grammar,
+)
 from orchestrator.api.http.fields import ResponseFormat, StructuredOutputs
 from orchestrator.api.http.models import OpenAIRequest
-
-MAX_GBNF = 2**14
-"""Upper bound of the characters of a grammar in GBNF: they are converted in about 20 ms."""
-
-MAX_GBNF_RULES = 256
-"""Upper bound of its rules: the time to convert them grows with their square."""
 
 # Attributes of `StructuredOutputs` of which one is given, with their names in bodies.
 _KINDS = {
@@ -26,10 +26,6 @@ _KINDS = {
     "grammar": "grammar",
     "json_object": "json_object",
 }
-
-_GBNF = re.compile(r"^[ \t]*root[ \t]*::=", re.MULTILINE)
-"""The rule that every grammar in GBNF has; no line of one in Lark begins like this."""
-_WIDE_ESCAPE = re.compile(r"\\(?:u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|.)", re.DOTALL)
 
 
 def grammar_of(body: OpenAIRequest) -> tuple[str, str]:
@@ -50,15 +46,28 @@ def grammar_of(body: OpenAIRequest) -> tuple[str, str]:
 
 
 def _of_format(asked: ResponseFormat) -> str:
-    given = asked.json_schema
-    field = "response_format.json_schema"
-    if asked.type == "json_schema":
-        if given is None:
-            raise InvalidArgumentError(field, "nothing", "a value; it is required with type json_schema")
-        return json_schema_grammar(given.json_schema, f"{field}.schema")
-    if given is not None:
-        raise InvalidArgumentError(field, f"a schema with type {asked.type}", "no value, or type json_schema")
-    return "" if asked.type == "text" else json_schema_grammar(JSON_OBJECT)
+    given, field = asked.json_schema, "response_format.json_schema"
+    schema = None if given is None else given.json_schema
+    rule = format_rule(asked.type, schema, f"{field}.schema", {field: given is not None})
+    return f"start: {rule}" if rule else ""
+
+
+def format_rule(kind: str, schema: Any, field: str, given: Mapping[str, bool]) -> str:
+    """Return the right side of the rule for texts of a format; empty for any text.
+
+    Args:
+        kind: text, json_object or json_schema.
+        schema: That of json_schema; `field` names it for errors.
+        given: Whether the fields that json_schema requires, and the others do not have, are given.
+    """
+    for name, is_given in given.items():
+        if kind == "json_schema" and not is_given:
+            raise InvalidArgumentError(name, "nothing", "a value; it is required with type json_schema")
+        if kind != "json_schema" and is_given:
+            raise InvalidArgumentError(name, f"a value with type {kind}", "no value, or type json_schema")
+    if kind == "text":
+        return ""
+    return json_rule(schema, field) if kind == "json_schema" else json_rule(JSON_OBJECT)
 
 
 def _of_outputs(asked: StructuredOutputs) -> str:
@@ -78,7 +87,9 @@ def _of_outputs(asked: StructuredOutputs) -> str:
         case "choice":
             return choice_grammar(asked.choice, field)
         case "grammar":
-            return _lark(asked.grammar, field)
+            if not asked.grammar.strip():
+                raise InvalidArgumentError(field, asked.grammar, "a grammar")
+            return asked.grammar
         case _:
             return json_schema_grammar(JSON_OBJECT)
 
@@ -90,31 +101,3 @@ def _decoded(schema: Any, field: str) -> Any:
         return from_json(schema)
     except ValueError as error:
         raise InvalidArgumentError(field, f"malformed JSON ({error})", "a JSON schema") from None
-
-
-def _lark(grammar: str, field: str) -> str:
-    if not grammar.strip():
-        raise InvalidArgumentError(field, grammar, "a grammar")
-    if _GBNF.search(grammar) is None:
-        return grammar
-    for got, limit, noun in (
-        (len(grammar), MAX_GBNF, "characters"),
-        (grammar.count("::="), MAX_GBNF_RULES, "rules"),
-    ):
-        if got > limit:
-            raise InvalidArgumentError(field, f"{got} {noun} of GBNF", f"at most {limit}")
-    from llguidance.gbnf_to_lark import gbnf_to_lark  # only these requests need it
-
-    try:
-        return gbnf_to_lark(_WIDE_ESCAPE.sub(_character, grammar))
-    except Exception as error:  # of several kinds, Exception itself among them
-        raise InvalidArgumentError(field, f"GBNF that is wrong ({error})", "GBNF or Lark") from None
-
-
-def _character(escape: re.Match[str]) -> str:
-    r"""Return the character of an escape `\u` or `\U`, which llguidance's converter writes wrongly."""
-    digits = escape[1] or escape[2]
-    code = int(digits, 16) if digits else 0
-    if not digits or code > 0x10FFFF or 0xD800 <= code < 0xE000:
-        return escape.group()
-    return chr(code) if code > 0x7F else f"\\x{code:02x}"

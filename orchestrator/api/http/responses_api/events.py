@@ -146,12 +146,12 @@ class ResponseBuilder:
         short.pop("gammaray", None)
         return short
 
-    @property
-    def end(self) -> tuple[str, int]:
-        """Type and number of the last event, which has the whole response."""
+    def end(self) -> types.Event:
+        """Return the last event, which has the whole response."""
         status = self.response["status"]
         kind = status if status in ("completed", "failed") else "incomplete"
-        return f"response.{kind}", self._num_events
+        event: types.Event = self._event({"type": f"response.{kind}", "response": self.response})
+        return event
 
     @property
     def _index(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -39,13 +39,6 @@ def rendered(event: types.Event, *, is_padded: bool = False) -> list[bytes]:
     return sse_pieces(encode_pieces(event), f"event: {event['type']}\n", is_padded=is_padded)
 
 
-def last_event(end: tuple[str, int], response: Iterable[bytes]) -> list[bytes]:
-    """Return the last event as it is sent, see `ResponseBuilder.end`; `response` is JSON in pieces."""
-    kind, number = end
-    head = b'{"type":"%b","sequence_number":%d,"response":' % (kind.encode(), number)
-    return sse_pieces((head, *response, b"}"), f"event: {kind}\n")
-
-
 class ResponseRun:
     """Generates one response.
 
@@ -69,7 +62,7 @@ class ResponseRun:
         async with aclosing(self._events()) as events:
             async for _ in events:
                 pass
-        return await self._pieces()
+        return await self._off_loop(lambda: list(encode_pieces(self._plan.response)))
 
     async def stream(self, *, is_padded: bool = False) -> AsyncGenerator[bytes, None]:
         """Yield the events as they are sent; a failure after the first one is an event."""
@@ -82,7 +75,8 @@ class ResponseRun:
         except Exception:
             if not self._has_begun:
                 raise
-        async for piece in yielding(sliced(last_event(self._builder.end, await self._pieces()))):
+        end = self._builder.end()
+        async for piece in yielding(sliced(await self._off_loop(lambda: rendered(end)))):
             yield piece
 
     async def _events(self) -> AsyncGenerator[Sequence[types.Event], None]:
@@ -143,9 +137,6 @@ class ResponseRun:
                 return self._builder.add_arguments(text)
             case CallEnded(_, is_whole):
                 return self._builder.end_item(is_whole=is_whole)
-
-    async def _pieces(self) -> list[bytes]:
-        return await self._off_loop(lambda: list(encode_pieces(self._plan.response)))
 
     async def _off_loop(self, work: Callable[[], T]) -> T:
         """Run what takes time by the number of tokens; in a thread if there are many."""

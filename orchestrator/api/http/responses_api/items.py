@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gammaray.errors import InvalidArgumentError
-from orchestrator.api.http.fields import argument_values
+from orchestrator.api.http.fields import parse_arguments
 from orchestrator.api.http.json_text import EncodedList
 from orchestrator.api.http.responses_api import types
 from orchestrator.api.http.responses_api.models import (
@@ -57,8 +57,7 @@ def conversation(
     if not items:
         raise InvalidArgumentError("input", "no items", "a text or at least one item")
     messages: list[dict[str, Any]] = []
-    calls: list[tuple[dict[str, Any], list[tuple[str, str]]]] = []  # functions, with their argument texts
-
+    functions: list[tuple[str, dict[str, Any]]] = []
     if instructions:
         messages.append({"role": "system", "content": instructions})
     for number, item in enumerate(items):
@@ -68,15 +67,12 @@ def conversation(
         elif item["type"] == "function_call":
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
-            function: dict[str, Any] = {"name": item["name"]}
+            function: dict[str, Any] = {"name": item["name"], "arguments": item["arguments"]}
             call = {"id": item["call_id"], "type": "function", "function": function}
             messages[-1].setdefault("tool_calls", []).append(call)
             own = f"input.{number - num_earlier}.arguments"
-            path = "previous_response_id" if number < num_earlier else own
-            calls.append((function, [(path, item["arguments"])]))
+            functions.append(("previous_response_id" if number < num_earlier else own, function))
         else:
             messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]})
-    found = argument_values([texts for _, texts in calls])
-    for (function, _), (arguments,) in zip(calls, found, strict=True):
-        function["arguments"] = arguments
+    parse_arguments(functions)
     return list(messages)

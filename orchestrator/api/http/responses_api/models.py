@@ -174,7 +174,7 @@ class TextFormatInput(StrictModel):
         None,
         alias="schema",
         description="The JSON schema; only with type json_schema.",
-        json_schema_extra={"type": "object"},
+        json_schema_extra={"type": ["object", "boolean"]},
     )
     strict: bool | None = Field(None, description="Ignored: the completion matches the schema in any case.")
 

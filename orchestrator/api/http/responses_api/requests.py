@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gammaray.errors import InvalidArgumentError, renaming
-from gammaray.grammar.texts import JSON_OBJECT, json_rule
 from gammaray.types import GenerationRequest
 from orchestrator.api.backend import Backend
 from orchestrator.api.http.fields import ToolInput, checked_tools
@@ -17,6 +16,7 @@ from orchestrator.api.http.requests import ChoicePlan, check_size, common_reques
 from orchestrator.api.http.responses_api import types
 from orchestrator.api.http.responses_api.items import conversation, new_id, stored_items
 from orchestrator.api.http.responses_api.models import LOGPROBS, ResponsesRequest, TextFormatInput
+from orchestrator.api.http.structured import format_rule
 from orchestrator.api.http.tools.calls import CallPlan, ToolChoice, plan_calls, render_messages
 
 
@@ -102,21 +102,9 @@ def _calls(body: ResponsesRequest, model: Backend) -> CallPlan | None:
 
 def _text_rule(asked: TextFormatInput) -> str:
     """Return the right side of the grammar's rule for the text; empty if it is free."""
-    is_schema = asked.type == "json_schema"
-    for field, is_given in (("name", bool(asked.name)), ("schema", asked.json_schema is not None)):
-        if is_schema and not is_given:
-            allowed = "a value; it is required with type json_schema"
-            raise InvalidArgumentError(f"text.format.{field}", "nothing", allowed)
-        if is_given and not is_schema:
-            got = f"a value with type {asked.type}"
-            raise InvalidArgumentError(f"text.format.{field}", got, "no value, or type json_schema")
-    if asked.type == "text":
-        return ""
-    if not is_schema:
-        return json_rule(JSON_OBJECT)
-    if not isinstance(asked.json_schema, dict):
-        raise InvalidArgumentError("text.format.schema", asked.json_schema, "a JSON schema, an object")
-    return json_rule(asked.json_schema, "text.format.schema")
+    field = "text.format.schema"
+    given = {"text.format.name": bool(asked.name), field: asked.json_schema is not None}
+    return format_rule(asked.type, asked.json_schema, field, given)
 
 
 def _head(

@@ -35,16 +35,12 @@ class _Reading(BaseModel):
     includes: list[Includable] = Field([], alias="include[]")
 
 
-class _Listing(BaseModel):
+class _Listing(_Reading):
     """Parameters of the URL of a response's input."""
-
-    model_config = ConfigDict(extra="forbid")
 
     limit: int = Field(20, ge=1, le=MAX_LISTED)
     order: Order = "desc"
     after: str | None = None
-    include: list[Includable] = []
-    includes: list[Includable] = Field([], alias="include[]")
 
 
 def add_responses(app: FastAPI, backend: Backend, bodies: BodyReader) -> None:

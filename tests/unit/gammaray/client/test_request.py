@@ -37,7 +37,7 @@ def test_request_every_option_sets_its_field():
         "grammar": "",  # tests/unit/gammaray/client/test_structured.py; it does not go with ignore_eos
     }
     same = {"max_tokens": 5, "ignore_eos": True, "store": True, "model": "demo"}
-    same |= {"session_id": "mine", "turn": 2, "keep_cache_s": 1.5, "cache_salt": "apart"}
+    same |= {"session_id": "mine", "turn": 2, "cache_salt": "apart"}
     others = {  # option: given, field, expected
         "stop": ("end", "stop", ("end",)),
         "stop_token_ids": ([9], "stop_token_ids", (9,)),

@@ -286,6 +286,7 @@ def test_wrong_grammars_are_refused_with_the_reason(subtests):
         ("", "grammar"),
         ("start: missing", "missing"),
         ('start: "a', "grammar"),
+        ('root ::= "a"', "grammar"),  # GBNF
         ("start: A\nA: /a(?=b)/", "look"),
         ("start: A\nA: /a\\1/", "grammar"),
         ('start: %json {"$ref": "#/$defs/none"}', "none"),

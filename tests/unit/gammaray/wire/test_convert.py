@@ -182,7 +182,6 @@ def test_request_wrong_message_is_refused_and_the_field_named(subtests):
         (gen.GenerateRequest(token_ids=gen.TokenIds()), "prompt"),
         (gen.GenerateRequest(text="Hi", gamma=gen.GammaPolicy(max_nodes=257)), "max_nodes"),
         (gen.GenerateRequest(text="Hi", sampling=pb.SamplingParams(temperature=float("nan"))), "temperature"),
-        (gen.GenerateRequest(text="Hi", keep_cache_s=1, store=False), "store"),
         (gen.GenerateRequest(text="Hi", prediction=gen.Prediction(text="x" * (2**16 + 1))), "prediction"),
     ]:
         with subtests.test(str((message, field))[:80]):

@@ -57,7 +57,7 @@ async def test_generate_unparsable_request_is_rejected():
         response async for response in GenerationServicer(ScriptedBackend()).generate(request, context)
     ] == []
     assert context.code is grpc.StatusCode.INVALID_ARGUMENT
-    assert context.error.field == "text"
+    assert context.error.field == "request"
 
 
 async def test_generate_error_details_fit_the_header_limit():

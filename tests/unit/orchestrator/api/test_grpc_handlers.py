@@ -49,21 +49,14 @@ async def test_readable_request_is_read(text):
 
 
 @pytest.mark.parametrize(
-    ("data", "field"),
-    [
-        (b"\x12\x02\xff\xfe", "text"),
-        (b"\x12\x01x\x32\x01\xff", "stop"),
-        (b"\x0a\x01\xc3", "model"),
-        (b"\xff\xff\xff", "request"),
-        (b"\x12\x05ab", "request"),
-    ],
+    "data", [b"\x12\x02\xff\xfe", b"\x12\x01x\x32\x01\xff", b"\xff\xff\xff", b"\x12\x05ab"]
 )
 @pytest.mark.parametrize("is_large", [False, True])
-async def test_unreadable_request_names_the_field(data, field, is_large):
+async def test_unreadable_request_is_refused(data, is_large):
     salt = pb.GenerateRequest(cache_salt="x" * 100_000).SerializeToString() if is_large else b""
     with pytest.raises(InvalidArgumentError) as caught:
         await parsed(salt + data)
-    assert caught.value.field == field
+    assert caught.value.field == "request"
 
 
 def unpacked(number, count):
@@ -73,19 +66,19 @@ def unpacked(number, count):
 
 HUGE = {
     "biases": (
-        {"sampling": {"logit_bias": dict.fromkeys(range(5000), 1.0)}},
+        {"sampling": {"logit_bias": dict.fromkeys(range(30_000), 1.0)}},
         b"",
-        "logit_bias: got more than 300 entries, allowed: at most 300",
+        "request: got more than 65536 fields",
     ),
     "prompt ids": (
-        {"token_ids": {"ids": [200] * (2**20 + 1)}},
+        {"token_ids": {"ids": [200] * (2**21 + 1)}},
         b"",
-        "prompt: got 1048577 token ids, allowed: at most 1048576",
+        "request: got more than 2097152 numbers in packed lists",
     ),
-    "stop ids": (
-        {"stop_token_ids": [3] * (2**20 + 5)},
+    "ids of two lists": (
+        {"token_ids": {"ids": [200] * 2**20}, "stop_token_ids": [3] * (2**20 + 1)},
         b"",
-        "stop_token_ids: got 1048581 token ids, allowed: at most 1048576",
+        "request: got more than 2097152 numbers in packed lists",
     ),
     "fields": ({}, unpacked(7, 70_000), "request: got more than 65536 fields"),
     "unknown fields": ({}, b"\xf8\x07\x01" * 70_000, "request: got more than 65536 fields"),

@@ -113,10 +113,10 @@ async def test_invalid_last_event_id_is_rejected(last_id, fields, status, param)
 
 async def test_turns_are_for_completions_and_not_for_chats():
     scripted = backend()
-    turn = {"session_id": "mine", "turn": 2, "keep_cache_s": 5.0}
+    turn = {"session_id": "mine", "turn": 2}
     assert (await call(scripted, json={"prompt": "x", "gammaray": turn})).status_code == 200
     (request,) = scripted.requests
-    assert (request.session_id, request.turn, request.keep_cache_s) == ("mine", 2, 5.0)
+    assert (request.session_id, request.turn) == ("mine", 2)
     answer = await call(scripted, path=CHATS, json={"messages": CHAT, "gammaray": turn})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "gammaray.turn")
 

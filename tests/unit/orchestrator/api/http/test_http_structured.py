@@ -6,11 +6,9 @@ import json
 import time
 
 import pytest
-from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from gammaray.errors import InvalidArgumentError
 from gammaray.grammar.texts import choice_grammar, json_schema_grammar, regex_grammar
-from tests.support.grammar_versions import since_1_9
 from tests.support.http_helpers import CHAT, call, complete, events
 from tests.support.openapi_helpers import validator
 from tests.support.surface_helpers import ScriptedBackend
@@ -23,7 +21,6 @@ both = pytest.mark.parametrize("path", BODIES)
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
 NAMED = {"name": "person", "schema": SCHEMA}
 LARK = 'start: "yes" | NO\nNO: /no+/'
-GBNF = 'root ::= "yes" | no\nno ::= "n" [o]+ # long\n'
 OBJECT = json_schema_grammar({"type": "object"})
 
 
@@ -142,21 +139,6 @@ WRONG = {
     "grammar empty": (outputs(grammar=" \n"), f"{OUTPUTS}.grammar", False),
     "grammar of a surrogate": (outputs(grammar='start: "\ud800"'), "body", False),
     "grammar too long": (outputs(grammar="start: " + '"a" ' * 2**17), OUTPUTS, False),
-    "GBNF without a rule": (outputs(grammar="root ::= other"), f"{OUTPUTS}.grammar", False),
-    "GBNF that ends early": (outputs(grammar='root ::= "a\\'), f"{OUTPUTS}.grammar", False),
-    "GBNF too long": (outputs(grammar="root ::= " + '"a" ' * 2**13), f"{OUTPUTS}.grammar", False),
-    "GBNF of many rules": (
-        outputs(
-            grammar="root ::= r0\n" + "".join(f"r{n} ::= r{n + 1}\n" for n in range(900)) + 'r900 ::= "x"'
-        ),
-        f"{OUTPUTS}.grammar",
-        False,
-    ),
-    "GBNF nested": (
-        outputs(grammar="root ::= " + "(" * 4000 + '"a"' + ")" * 4000),
-        f"{OUTPUTS}.grammar",
-        False,
-    ),
 }
 
 
@@ -251,56 +233,3 @@ async def test_form_goes_with_other_fields(more):
     answer = await complete(backend, prompt=[1, 2], response_format={"type": "json_object"}, **more)
     assert answer.status_code == 200, answer.text
     assert backend.requests[0].sampling.grammar == OBJECT
-
-
-async def grammar_of_gbnf(grammar):
-    backend = ScriptedBackend()
-    answer = await complete(backend, prompt="x", structured_outputs={"grammar": grammar})
-    assert answer.status_code == 200, answer.text
-    return backend.requests[0].sampling.grammar
-
-
-def follows(grammar, text):
-    """Return whether a text is one of a grammar's, byte for byte."""
-    matcher = LLMatcher(_bytes(), LLMatcher.grammar_from_lark(grammar), log_level=0)
-    assert not matcher.is_error(), matcher.get_error()
-    token_ids = list(text.encode())
-    return matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting()
-
-
-def _bytes():
-    """Return a tokenizer with a token for each byte."""
-
-    class Bytes:
-        eos_token_id, bos_token_id = 256, None
-        tokens = (*(bytes([code]) for code in range(256)), b"<end>")
-        special_token_ids = (256,)
-
-        def __call__(self, text):
-            return list(text.encode() if isinstance(text, str) else text)
-
-    return LLTokenizer(TokenizerWrapper(Bytes()))
-
-
-@pytest.mark.parametrize(
-    ("grammar", "good", "bad"),
-    [
-        (GBNF, "noo", "n"),
-        ('# a comment\n  root ::= ("a" | b)+\nb ::= [x-z]{2}\n', "axya", "x"),
-        pytest.param(
-            r'root ::= "\u00e9\u4e2d\U0001F600\x41\n" [\u0041-\u0043]', "é中😀A\nB", "é", marks=since_1_9
-        ),
-        ('root ::= "/" "<[1]>" [^"\\\\/]+', "/<[1]>ab", "/"),
-    ],
-)
-async def test_gbnf_is_converted(grammar, good, bad):
-    converted = await grammar_of_gbnf(grammar)
-    assert (follows(converted, good), follows(converted, bad)) == (True, False)
-
-
-@pytest.mark.parametrize(
-    "grammar",
-    [LARK, 'start: "root ::= x"', 'start: a\na: "x"\n// root ::= "x"', "start ::= x", 'rooted ::= "a"'],
-)
-async def test_other_grammars_are_lark(grammar):
-    assert await grammar_of_gbnf(grammar) == grammar

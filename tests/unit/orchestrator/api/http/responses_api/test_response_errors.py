@@ -87,7 +87,6 @@ async def test_fields_that_do_not_go_together_are_named(subtests):
         ({"include": ["message.output_text.logprobs"], "tools": [TOOL]}, "include"),
         ({"gammaray": {"session_id": "mine"}}, "gammaray.session_id"),
         ({"gammaray": {"stream_tokens": True}}, "gammaray.stream_tokens"),
-        ({"gammaray": {"keep_cache_s": 1.0}, "store": False}, "store"),
         ({"instructions": "\ud800"}, "body"),
     ]:
         with subtests.test(str((wrong, param))[:80]):

@@ -73,14 +73,14 @@ async def test_response_has_every_field():
 
 async def test_options_reach_the_orchestrator():
     backend = ScriptedBackend()
-    options = {"gamma": 3, "drafter": "none", "cache_salt": "apart", "keep_cache_s": 2.0}
+    options = {"gamma": 3, "drafter": "none", "cache_salt": "apart"}
     sampling = {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "seed": 11, "logit_bias": {"7": 1.5}}
     answer = await respond(backend, input="x", max_output_tokens=2, gammaray=options, user="u", **sampling)
     (request,) = backend.requests
     assert request.session_id == answer.json()["id"]
     assert request.max_tokens == 2
     assert (request.gamma, request.drafter) == (GammaPolicy(fixed=3), DrafterKind.NONE)
-    assert (request.cache_salt, request.keep_cache_s) == ("apart", 2.0)
+    assert request.cache_salt == "apart"
     assert (request.sampling.top_p, request.sampling.top_k, request.sampling.seed) == (0.9, 5, 11)
     assert request.sampling.logit_bias == {7: 1.5}
 
