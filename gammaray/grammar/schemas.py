@@ -1,12 +1,13 @@
 """Prepares a JSON schema for llguidance, which refuses keywords that it does not know.
 
-Keywords that restrict nothing are dropped, objects that list their properties are closed, and `oneOf` is read
-as `anyOf` by llguidance itself (see the style in `gammaray.grammar.texts`).
+Keywords that restrict nothing are dropped, and objects that list their properties are closed. `oneOf` becomes
+`anyOf` where its alternatives exclude each other, as those with a discriminator do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import combinations
 from typing import Any
 
 from gammaray.errors import InvalidArgumentError
@@ -47,12 +48,15 @@ def prepare(root: dict[str, Any], field: str) -> None:
     """Change a schema to one that llguidance follows, which may have fewer texts.
 
     Raises:
-        InvalidArgumentError: `field` is nested too deeply, or has a number that is too large.
+        InvalidArgumentError: `field` is nested too deeply, has a number that is too large, or a `oneOf` whose
+            alternatives may match the same value.
     """
     schemas = list(_schemas(root, field))
     is_scattered = any(map(_is_scattered, schemas))
     for schema in schemas:
         _simplify(schema, field)
+        if "oneOf" in schema:
+            _rename_exclusive(schema, root, field)
         if not is_scattered and _lists_all_properties(schema):
             schema.setdefault("additionalProperties", False)
 
@@ -119,3 +123,59 @@ def _lists_all_properties(schema: dict[str, Any]) -> bool:
     if not isinstance(known, dict) or not isinstance(required, list) or "patternProperties" in schema:
         return False
     return all(isinstance(name, str) and name in known for name in required)
+
+
+def _rename_exclusive(schema: dict[str, Any], root: dict[str, Any], field: str) -> None:
+    options = schema["oneOf"]
+    known = [_resolved(one, root) for one in options] if isinstance(options, list) else []
+    if "anyOf" in schema or not all(_exclude(*pair) for pair in combinations(known, 2)):
+        got = "oneOf with alternatives that may match the same value"
+        raise InvalidArgumentError(field, got, "anyOf, or alternatives with different types or constants")
+    schema["anyOf"] = schema.pop("oneOf")
+
+
+def _resolved(schema: Any, root: dict[str, Any]) -> dict[str, Any]:
+    """Return an alternative, or what its reference leads to; empty if that is not known."""
+    reference = schema.get("$ref") if isinstance(schema, dict) else None
+    if isinstance(reference, str):
+        _, _, name = reference.rpartition("#/$defs/")
+        definitions = root.get("$defs")
+        schema = definitions.get(name) if isinstance(definitions, dict) else None
+    return schema if isinstance(schema, dict) else {}
+
+
+def _exclude(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Return whether it is sure that no value matches both."""
+    types, others = _types(one), _types(other)
+    if types and others and not types & others:
+        return True
+    if {"object"} not in (types, others):
+        return False
+    return any(
+        not values & other_values
+        for name in (*_required(one), *_required(other))
+        if (values := _texts(one, name)) and (other_values := _texts(other, name))
+    )
+
+
+def _types(schema: dict[str, Any]) -> set[str]:
+    """Return the types of a schema with integers as numbers; empty if it names none."""
+    types = schema.get("type", [])
+    names = [types] if isinstance(types, str) else types if isinstance(types, list) else []
+    return {"number" if name == "integer" else name for name in names if isinstance(name, str)}
+
+
+def _required(schema: dict[str, Any]) -> list[str]:
+    names = schema.get("required")
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+
+
+def _texts(schema: dict[str, Any], name: str) -> set[str]:
+    """Return the texts that a property has to be; empty if it may be another value."""
+    properties = schema.get("properties")
+    given = properties.get(name) if isinstance(properties, dict) else None
+    if not isinstance(given, dict):
+        return set()
+    values = [given["const"]] if "const" in given else given.get("enum")
+    is_texts = isinstance(values, list) and all(isinstance(value, str) for value in values)
+    return set(values) if is_texts else set()  # type: ignore[arg-type]

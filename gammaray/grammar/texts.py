@@ -20,7 +20,7 @@ JSON_OBJECT: Mapping[str, Any] = {"type": "object"}
 """Schema of any JSON object."""
 
 # What `json.dumps(..., ensure_ascii=False)` writes; no endless whitespace.
-_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "coerce_one_of": True}
+_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 def json_schema_grammar(schema: Mapping[str, Any] | bool, field: str = "json_schema") -> str:
@@ -37,8 +37,7 @@ def json_rule(schema: Mapping[str, Any] | bool, field: str = "json_schema") -> s
     ignored, as JSON Schema allows.
 
     Raises:
-        InvalidArgumentError: `field` is no object or boolean, is no JSON, is nested too deeply, or has
-            numbers that are too large in `const`, `enum` or `multipleOf`.
+        InvalidArgumentError: `field` is no object or boolean, or is no JSON; and what `prepare` raises.
     """
     if not isinstance(schema, (Mapping, bool)):
         raise InvalidArgumentError(field, type(schema).__name__, "a JSON schema, which is an object")
