@@ -128,7 +128,7 @@ class ResponseFormat(StrictModel):
 
 
 def _describe_outputs(schema: dict[str, Any]) -> None:
-    kinds = [name for name in schema["properties"] if name != "disable_any_whitespace"]
+    kinds = list(schema["properties"])
     null_is_absent(schema)
     schema["oneOf"] = [
         {
@@ -140,7 +140,7 @@ def _describe_outputs(schema: dict[str, Any]) -> None:
 
 
 class StructuredOutputs(StrictModel):
-    """vLLM's `structured_outputs`: exactly one of the fields, besides `disable_any_whitespace`."""
+    """vLLM's `structured_outputs`: exactly one of the fields."""
 
     model_config = ConfigDict(json_schema_extra=_describe_outputs)
 
@@ -154,9 +154,6 @@ class StructuredOutputs(StrictModel):
     choice: Annotated[list[str], FailFast()] = Field(default=[], description="The possible completions.")
     grammar: str = Field("", description="Grammar in the Lark syntax of llguidance.")
     json_object: bool = Field(False, description="Any JSON object.")
-    disable_any_whitespace: bool = Field(
-        False, description="Ignored: JSON has the whitespace of Python's `json.dumps` in any case."
-    )
 
 
 def _biases(limit: int) -> BeforeValidator:

@@ -8,7 +8,6 @@ differ from the requested one. null means absent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
@@ -65,11 +64,14 @@ from orchestrator.api.http.tools.calls import ChoiceMode, Tool, ToolChoice
 MAX_MESSAGES = 2**14
 """Messages of one chat: rendering this many takes a tenth of a second."""
 
+# Fields whose values cannot change the completion. Bodies may have some of them as fields, here and below.
 _IGNORED = frozenset(
     {
+        "max_tool_calls",  # of hosted tools
         "metadata",
         "parallel_tool_calls",  # no effect without tools
         "prompt_cache_key",
+        "prompt_cache_options",
         "prompt_cache_retention",
         "safety_identifier",
         "service_tier",
@@ -78,32 +80,27 @@ _IGNORED = frozenset(
 )
 # Unsupported fields, with the values that have no effect.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "audio": (),
+    "background": (False,),
     "best_of": (1,),
+    "context_management": ([],),
     "function_call": ("none",),
     "functions": ([],),
     "modalities": (["text"],),
+    "reasoning": ({}, {"effort": None}, {"effort": "none"}),
     "reasoning_effort": ("none",),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "verbosity": (),
-    "web_search_options": (),
+    "truncation": ("disabled",),
 }
 
 
-def body_description(
-    ignored: Collection[str], neutral: Mapping[str, tuple[Any, ...]]
-) -> Callable[[dict[str, Any]], None]:
-    """Return what adds to a model's schema what `parse_body` accepts besides the model's fields."""
-
-    def describe(schema: dict[str, Any]) -> None:
-        null_is_absent(schema)
-        others: dict[str, Any] = {name: {"description": "Ignored."} for name in sorted(ignored)}
-        others |= {name: {"enum": [*values, None]} for name, values in neutral.items()}
-        schema["properties"] = {**others, **schema["properties"]}
-
-    return describe
+def _describe_body(schema: dict[str, Any]) -> None:
+    """Add what a body may have besides a model's fields."""
+    null_is_absent(schema)
+    others: dict[str, Any] = {name: {"description": "Ignored."} for name in sorted(_IGNORED)}
+    others |= {name: {"enum": [*values, None]} for name, values in _NEUTRAL.items()}
+    schema["properties"] = {**others, **schema["properties"]}
 
 
 class GammarayOptions(StrictModel):
@@ -193,15 +190,9 @@ else:
 
 
 class RequestBody(_SamplingFields):
-    """Fields common to all requests for text.
+    """Fields common to all requests for text."""
 
-    Attributes:
-        ignored: Names of ignored fields.
-        neutral: Unsupported fields, with the values that have no effect.
-    """
-
-    ignored: ClassVar[Collection[str]] = _IGNORED
-    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = _NEUTRAL
+    model_config = ConfigDict(json_schema_extra=_describe_body)
 
     model: str = Field("", description="Name of the served model or of one of its LoRA adapters, or empty.")
     stream: bool = Field(False, description="Whether to stream the response as server-sent events.")
@@ -211,22 +202,18 @@ class RequestBody(_SamplingFields):
     @classmethod
     def _prepared(cls, value: dict[str, Any]) -> dict[str, Any]:
         """Drop the fields that are null or have no effect."""
-        known, fields = cls.model_fields, {}
+        fields = {}
         for name, field in value.items():
-            if field is None or (name in cls.ignored and name not in known):
-                continue
-            if name in cls.neutral and name not in known:
-                if not _is_any_of(field, cls.neutral[name]):
-                    raise InvalidArgumentError(name, field, "no value; this server does not support it")
-                continue
-            fields[name] = field
-        return with_one_unknown(cls, fields)
+            if name in cls.model_fields or name not in _IGNORED | _NEUTRAL.keys():
+                fields[name] = field
+            elif name in _NEUTRAL and field is not None and not _is_any_of(field, _NEUTRAL[name]):
+                raise InvalidArgumentError(name, field, "no value; this server does not support it")
+        return with_one_unknown(cls, {name: field for name, field in fields.items() if field is not None})
 
 
 class OpenAIRequest(RequestBody):
     """Fields common to completions and chat completions."""
 
-    model_config = ConfigDict(json_schema_extra=body_description(_IGNORED, _NEUTRAL))
     default_max_tokens: ClassVar[int | None] = None
 
     n: int = Field(1, ge=1, le=MAX_CHOICES, description="Samples per prompt; each is a separate session.")

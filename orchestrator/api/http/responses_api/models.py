@@ -6,8 +6,7 @@ accepted and ignored, as the model does not see it again.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -32,7 +31,7 @@ from orchestrator.api.http.fields import (
     null_is_absent,
     parse_choice,
 )
-from orchestrator.api.http.models import MAX_MESSAGES, ObfuscationOptions, RequestBody, body_description
+from orchestrator.api.http.models import MAX_MESSAGES, ObfuscationOptions, RequestBody
 from orchestrator.api.http.tools.calls import ChoiceMode, ToolChoice
 
 LOGPROBS = "message.output_text.logprobs"
@@ -43,28 +42,6 @@ MAX_METADATA = 16
 MAX_METADATA_KEY, MAX_METADATA_VALUE = 64, 512
 
 _PART_KINDS = ("input_text", "output_text", "text")
-
-_IGNORED = frozenset(
-    {
-        "max_tool_calls",  # of hosted tools
-        "prompt_cache_key",
-        "prompt_cache_options",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "service_tier",
-        "user",
-    }
-)
-# Unsupported fields, with the values that have no effect.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "background": (False,),
-    "context_management": ([],),
-    "conversation": (),
-    "moderation": (),
-    "prompt": (),
-    "reasoning": ({}, {"effort": None}, {"effort": "none"}),
-    "truncation": ("disabled",),
-}
 
 
 class TextInputPart(BaseModel):
@@ -188,10 +165,6 @@ class TextOptions(StrictModel):
 
 class ResponsesRequest(RequestBody):
     """Body of POST /v1/responses."""
-
-    model_config = ConfigDict(json_schema_extra=body_description(_IGNORED, _NEUTRAL))
-    ignored: ClassVar[Collection[str]] = _IGNORED
-    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = _NEUTRAL
 
     input: Annotated[
         list[InputItem],

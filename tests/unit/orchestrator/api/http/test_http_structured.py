@@ -35,7 +35,6 @@ def outputs(**fields):
 OTHERS_OF_VLLM = {
     **dict.fromkeys(("json", "choice", "grammar")),
     "json_object": False,
-    "disable_any_whitespace": True,
 }
 FORMS = {
     "text": ({"response_format": {"type": "text"}}, ""),

@@ -131,7 +131,7 @@ async def test_hostile_body_is_refused_soon(name):
     [
         {"prompt_cache_key": "k", "safety_identifier": "s", "service_tier": "auto", "max_tool_calls": 3},
         {"prompt_cache_options": "x", "prompt_cache_retention": "x", "user": "x"},
-        {"background": False, "truncation": "disabled", "conversation": None, "reasoning": {}},
+        {"background": False, "truncation": "disabled", "reasoning": {}},
         {"include": ["reasoning.encrypted_content"], "tools": [], "tool_choice": "none"},
         {"text": None, "metadata": None, "stream_options": None, "instructions": None},
         {"tools": [{**TOOL, "parameters": None, "strict": None, "description": None}]},
