@@ -14,7 +14,6 @@ from llguidance import LLMatcher, LLTokenizer
 from gammaray.demo_pair import resolve_model
 from gammaray.errors import InvalidArgumentError
 from gammaray.grammar.syntax import check_syntax
-from tests.support.grammar_versions import since_1_9
 
 SPECIAL = "&~<[;]>|^/\"\\' #%@{}().:,=-_!?+*059azAZé\t"
 """Characters that mean something to the lexer, and a few others."""
@@ -83,12 +82,6 @@ def test_the_same_characters_elsewhere_are_none(subtests):
         with subtests.test(grammar[:80]):
             assert refused(grammar) == ""
             assert compiles(grammar)
-
-
-@since_1_9
-def test_a_range_of_repetitions_is_no_complement():
-    assert refused('start: "x" ~ 2..3') == ""
-    assert compiles('start: "x" ~ 2..3')
 
 
 @pytest.mark.parametrize(

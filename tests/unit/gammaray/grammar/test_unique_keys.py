@@ -53,12 +53,6 @@ def test_token_that_completes_a_repeated_key_is_not_possible():
     assert '1,Ġ"a"' not in possible(state)
 
 
-def test_keys_of_other_objects_are_not_repeated_ones():
-    state = begin(ANY)
-    state.extend(spelt('{"b": {"a": 1}, "a": {"a": 1}}'))
-    assert state.is_complete
-
-
 def test_keys_have_only_the_escapes_that_they_need():
     state = begin(ANY)
     state.extend(spelt('{"\\'))

@@ -17,14 +17,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from gammaray.config import ClusterSettings, PoolSize
+from gammaray.config import ClusterSettings
 from gammaray.deploy.serve_config import role_settings, serve_document
 from gammaray.errors import InvalidArgumentError, UnavailableError
 from orchestrator.launcher import cluster
 from orchestrator.launcher.cluster import private_directory, serve_environment, serve_errors
 from orchestrator.launcher.options import parse_options
 from orchestrator.launcher.preflight import check_models, check_port, gpu_share, vocab_size, worker_gpus
-from orchestrator.launcher.reaper import MARK, Guardian, children_named, end_marked, marked, runs
+from orchestrator.launcher.reaper import MARK, children_named, end_marked, marked, runs
 from orchestrator.launcher.signals import StopSignals
 
 
@@ -32,21 +32,6 @@ def model(folder, **config):
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     return str(folder)
-
-
-def test_given_options_are_applied(monkeypatch):
-    monkeypatch.setenv("GAMMARAY_GRPC_PORT", "9100")
-    line = "--target a --draft b --draft-workers 0:2 --target-workers 3 --orchestrators 4 --http-port 81"
-    options = parse_options(
-        [*line.split(), "--redis-url", "redis://h:1/0", "--deterministic", "--wait-ready"]
-    )
-    cluster = options.cluster
-    assert (cluster.target, cluster.draft) == ("a", "b")
-    sizes = cluster.draft_workers, cluster.target_workers
-    assert (*sizes, cluster.orchestrators) == (PoolSize(0, 2), PoolSize(3), 4)
-    assert (cluster.http_port, cluster.grpc_port, cluster.redis_url) == (81, 9100, "redis://h:1/0")
-    assert cluster.deterministic
-    assert options.wait_ready
 
 
 @pytest.mark.parametrize(
@@ -266,15 +251,6 @@ def test_guardian_cleans_up_after_a_launcher_that_was_killed(tmp_path):
         time.sleep(0.05)
     assert marked(cluster_id) == []
     assert not directory.exists()
-
-
-@pytest.mark.slow
-def test_guardian_that_is_dismissed_cleans_up_and_ends(tmp_path):
-    cluster_id = uuid.uuid4().hex
-    guardian = Guardian(cluster_id, tmp_path / "cluster")
-    start_orphan(cluster_id)
-    guardian.dismiss(timeout_s=100)
-    assert marked(cluster_id) == []
 
 
 class Vanished:
