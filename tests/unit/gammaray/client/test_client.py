@@ -10,16 +10,13 @@ from gammaray import (
     AsyncClient,
     CancelledError,
     DeadlineExceededError,
-    GenerationRequest,
     InternalError,
     InvalidArgumentError,
     ProcessStatus,
     RetryPolicy,
-    SamplingParams,
     UnauthenticatedError,
     UnavailableError,
 )
-from gammaray.wire.convert import request_to_proto
 from tests.support.sdk_helpers import (
     NO_RETRY,
     PROCESSES,
@@ -35,20 +32,6 @@ from tests.support.sdk_helpers import (
     silent,
     token,
 )
-
-
-async def test_generate_options_reach_the_server():
-    service = ScriptedService()
-    async with serve(service) as address, AsyncClient(address) as client:
-        stream = client.generate("Hi", max_tokens=5, temperature=0.5, seed=3, stop=["a", "b"], gamma=4)
-        async for _ in stream:
-            pass
-    sampling = SamplingParams(temperature=0.5, seed=3)
-    expected = request_to_proto(GenerationRequest("Hi", sampling=sampling, max_tokens=5, stop=("a", "b")))
-    expected.gamma.fixed = 4
-    expected.session_id = service.requests[0].session_id  # drawn by the client, to find its way back
-    assert expected.session_id
-    assert service.requests == [expected]
 
 
 async def test_calls_carry_the_application_and_the_key():
