@@ -32,6 +32,14 @@ def test_bar_chart_heights_are_proportional_to_the_values() -> None:
     assert "prefers-color-scheme:dark" in svg
 
 
+@pytest.mark.parametrize("largest", [0.0, 0.003, 0.99, 1.0, 7.3, 1234.5])
+def test_bars_stay_in_the_picture_at_every_scale(largest: float) -> None:
+    root = ElementTree.fromstring(bar_chart("t", ["g"], {"s": [largest]}))
+    (bar,) = (rect for rect in root.iter(f"{SVG}rect") if rect.find(f"{SVG}title") is not None)
+    assert float(bar.attrib["y"]) >= 58 - 0.1
+    assert 2 <= sum(path.attrib.get("class") == "g" for path in root.iter(f"{SVG}path")) <= 8
+
+
 def row(name: str, over_plain: float) -> dict[str, Any]:
     return {
         "system": f"gammaray-{name}",

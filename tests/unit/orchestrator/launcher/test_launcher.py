@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from gammaray.config import ClusterSettings
+from gammaray.config import ClusterSettings, PoolSize
 from gammaray.deploy.serve_config import role_settings, serve_document
 from gammaray.errors import InvalidArgumentError, UnavailableError
 from orchestrator.launcher import cluster
@@ -32,6 +32,21 @@ def model(folder, **config):
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     return str(folder)
+
+
+def test_given_options_are_applied(monkeypatch):
+    monkeypatch.setenv("GAMMARAY_GRPC_PORT", "9100")
+    line = "--target a --draft b --draft-workers 0:2 --target-workers 3 --orchestrators 4 --http-port 81"
+    options = parse_options(
+        [*line.split(), "--redis-url", "redis://h:1/0", "--deterministic", "--wait-ready"]
+    )
+    cluster = options.cluster
+    assert (cluster.target, cluster.draft) == ("a", "b")
+    sizes = cluster.draft_workers, cluster.target_workers
+    assert (*sizes, cluster.orchestrators) == (PoolSize(0, 2), PoolSize(3), 4)
+    assert (cluster.http_port, cluster.grpc_port, cluster.redis_url) == (81, 9100, "redis://h:1/0")
+    assert cluster.deterministic
+    assert options.wait_ready
 
 
 @pytest.mark.parametrize(

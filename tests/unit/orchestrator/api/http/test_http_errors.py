@@ -49,6 +49,7 @@ COMPLETIONS = {
     "stop_token_ids negative": ({"prompt": "x", "stop_token_ids": [-1]}, "stop_token_ids"),
     "stop_token_ids too many": ({"prompt": "x", "stop_token_ids": [1] * 4097}, "stop_token_ids"),
     "best_of above one": ({"prompt": "x", "best_of": 2}, "best_of"),
+    "ignore_eos a number": ({"prompt": "x", "ignore_eos": 1}, "ignore_eos"),
     "include_usage null": (
         {"prompt": "x", "stream_options": {"include_usage": None}},
         "stream_options.include_usage",
