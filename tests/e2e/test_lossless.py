@@ -8,7 +8,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gammaray import AsyncClient
 from services.demo_pair import TARGET_DIR
-from tests.support.cluster.cluster_helpers import is_without_model, undisturbed_completion
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("idle_afterwards"), pytest.mark.timeout(600)]
 
@@ -20,9 +19,6 @@ PROMPTS = [
     '"""Parse ',
     "é = 'ünïcödé'\n",
 ]
-
-
-REPEATING = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n\n\ndef mul(a, b):\n"
 
 
 @pytest.fixture(scope="module")
@@ -50,23 +46,3 @@ async def test_greedy_equals_transformers_generate(cluster, greedy, gamma):
         runs = [client.complete(prompt, temperature=0, max_tokens=48, gamma=gamma) for prompt in PROMPTS]
         made = await asyncio.gather(*runs)
     assert [[token.token_id for token in one.tokens] for one in made] == greedy
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-async def test_every_drafter_gives_the_same_text_and_the_summary_names_it(cluster, temperature):
-    async with AsyncClient(cluster.grpc) as client:
-
-        async def run(drafter, **options):
-            options = {"seed": 7, "max_tokens": 96, "ignore_eos": True, "temperature": temperature, **options}
-            return await client.complete(REPEATING, drafter=drafter, **options)
-
-        plain = await run("none")
-        assert plain.summary.plain_cycles == plain.summary.cycles == 96
-        suffix = await run("suffix", gamma=4)
-        assert suffix.summary.suffix_cycles > 0
-        assert suffix.summary.model_cycles == suffix.summary.fallback_cycles == 0
-        assert suffix.summary.suffix_cycles + suffix.summary.plain_cycles == suffix.summary.cycles
-        model = await undisturbed_completion(lambda: run("model", gamma=4), is_without_model)
-        assert model.summary.model_cycles > 0
-        assert model.summary.draft_workers == 1
-        assert model.text == suffix.text == plain.text

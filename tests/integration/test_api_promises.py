@@ -153,13 +153,6 @@ async def test_allowed_tokens_bias_and_least_tokens_hold(api):
     assert (on["usage"]["completion_tokens"], on["choices"][0]["finish_reason"]) == (5, "length")
 
 
-async def test_stop_token_ends_the_completion(api):
-    token_ids = (await api.complete(seed=5))["gammaray"]["token_ids"]
-    found = await api.complete(seed=5, stop_token_ids=[token_ids[3]])
-    assert found["gammaray"]["token_ids"] == token_ids[: token_ids.index(token_ids[3]) + 1]
-    assert found["choices"][0]["finish_reason"] == "stop"
-
-
 async def test_drawn_seed_is_below_2_to_the_53_and_reproduces_the_tokens(api):
     seeds = []
     for call in (api.complete, api.chat, api.respond):
@@ -320,8 +313,3 @@ async def generate(api, **fields):
 async def test_grpc_and_http_give_the_same_tokens(api):
     chunks, _ = await generate(api, text=PROMPT, max_tokens=12, sampling={"seed": 9})
     assert "".join(chunk.text for chunk in chunks) == await api.text(seed=9)
-
-
-async def test_grpc_default_is_128_tokens(api):
-    chunks, _ = await generate(api, text=PROMPT, sampling={"seed": 3, "temperature": 0.0})
-    assert sum(len(chunk.tokens) for chunk in chunks) == 128 or chunks[-1].finish_reason.value == "stop"

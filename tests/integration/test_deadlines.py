@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 
 import pytest
@@ -48,10 +47,3 @@ async def test_expired_deadline_makes_no_call():
         with pytest.raises(DeadlineExceededError):
             await finish(session, *clients(fleet, session), 0)
         assert not target.blocks
-
-
-def test_without_a_deadline_timeouts_stay_as_they_are():
-    session = make_session()
-    assert session.deadline == math.inf
-    assert session.left_s(60) == 60
-    assert not session.is_overdue

@@ -7,9 +7,8 @@ import time
 
 import pytest
 
-from gammaray.blocks import Verdict
 from gammaray.errors import UnavailableError
-from gammaray.types import DrafterKind, TokenOrigin
+from gammaray.types import DrafterKind
 from gammaray.v1 import types_pb2 as pb
 from orchestrator.control.costs import CostModel
 from orchestrator.control.fixed import FixedGamma
@@ -48,18 +47,6 @@ async def run(session, drafting, verifier):
     return cycles
 
 
-class Repeats:
-    """A target that emits 1, 2, 3, 1, 2, 3 ... for any context."""
-
-    async def verify(self, session, proposal, drafts=None):
-        base, path = session.num_committed, []
-        for node, token_id in enumerate(proposal.token_ids):
-            if token_id != (base + node) % 3:
-                return Verdict(tuple(path), (base + node) % 3, TokenOrigin.CORRECTION, node + 1)
-            path.append(node)
-        return Verdict(tuple(path), (base + len(path)) % 3, TokenOrigin.BONUS, len(path))
-
-
 @pytest.mark.parametrize("top", sorted(set(DrafterKind) - {DrafterKind.HEAD}))
 async def test_fallback_is_lossless_for_every_requested_drafter(top):
     async with scripted("target", "draft") as (target, draft), fleet_of(target, draft) as fleet:
@@ -69,21 +56,6 @@ async def test_fallback_is_lossless_for_every_requested_drafter(top):
         assert (len(draft.blocks) > 0) is (top is DrafterKind.MODEL)
         assert {cycle.drafter for cycle in cycles} <= {top, DrafterKind.NONE}
         assert not any(cycle.is_fallback for cycle in cycles)
-
-
-async def test_fallback_look_up_is_accepted_in_repeating_text():
-    async with fleet_of() as fleet:
-        session = make_session(max_tokens=60, prompt=(0, 1, 2, 0, 1, 2))
-        drafting, _ = drafting_of(fleet, session)
-        cycles = await run(session, drafting, Repeats())
-        assert emitted_after(session, 6) == [i % 3 for i in range(60)]
-        assert all(cycle.is_fallback for cycle in cycles)
-        assert sum(cycle.num_accepted for cycle in cycles) > 30
-        assert {cycle.drafter for cycle in cycles[:-1]} == {DrafterKind.SUFFIX}
-
-
-def emitted_after(session, num_prompt):
-    return session.token_ids[num_prompt:]
 
 
 async def test_fallback_applies_in_the_cycle_that_loses_its_drafter_and_recovers():

@@ -46,27 +46,6 @@ def message(token_ids, proposal, *, epoch=1, base_position=4):
     )
 
 
-def test_prepared_proposal_is_used_only_for_its_outcome():
-    prepared = ProposalCache(VOCAB)
-    prepared.expect(1, 4)
-    prepared.put(message([7, 8], Proposal((1, 2, 3))))
-    tokens = [0, 0, 0, 0, 7, 8]
-    assert prepared.take(tokens, Shape(3)) == Proposal((1, 2, 3))
-    assert prepared.take([0, 0, 0, 0, 7, 9], Shape(3)) is None
-    assert prepared.take([0, 0, 0, 0, 7], Shape(3)) is None
-    assert prepared.take([0, 0, 0, 0], Shape(3)) is None
-    prepared.expect(1, 6)
-    assert prepared.take(tokens, Shape(3)) is None
-
-
-@pytest.mark.parametrize("stale", [{"epoch": 2}, {"base_position": 3}])
-def test_prepared_for_another_cycle_is_dropped(stale):
-    prepared = ProposalCache(VOCAB)
-    prepared.expect(1, 4)
-    prepared.put(message([7], Proposal((1,)), **stale))
-    assert prepared.take([0, 0, 0, 0, 7], Shape(3)) is None
-
-
 def test_prepared_chain_is_cut_with_its_distributions_and_too_large_trees_are_skipped():
     prepared = ProposalCache(VOCAB)
     prepared.expect(1, 4)

@@ -12,14 +12,12 @@ import httpx
 import pytest
 from transformers import AutoTokenizer
 
-from gammaray.client.completion import Completion
 from gammaray.demo_pair import resolve_model
 from gammaray.errors import InvalidArgumentError
 from gammaray.grammar.texts import json_schema_grammar
 from gammaray.receipts.keys import published, read_receipt_keys, rotate
 from gammaray.receipts.receipt import Receipt, SignedReceipt
 from gammaray.types import DrafterKind, FinishReason, GammaPolicy, SamplingParams, VerificationMethod
-from gammaray.wire.convert import chunk_from_proto, chunk_to_proto
 from orchestrator.access.caller import ANONYMOUS
 from orchestrator.api.http.server.app import create_app
 from services.receipts.check import ReceiptChecker
@@ -287,12 +285,6 @@ async def test_http_answers_have_receipts(orchestrator, checker, keys_file, path
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == "receipt"
     assert "receipt" not in stored.get("gammaray", {})
-
-
-async def test_sdk_completion_has_the_receipt(orchestrator, checker, keys_file):
-    chunks = await complete(orchestrator, request_of(receipt=True))
-    completion = Completion.from_chunks(chunk_from_proto(chunk_to_proto(chunk)) for chunk in chunks)
-    assert completion.receipt == chunks[-1].receipt
 
 
 @pytest.mark.slow

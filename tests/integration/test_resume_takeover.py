@@ -230,18 +230,6 @@ async def test_delete_ends_the_stream_and_frees_everything(pair, redis):
     assert await sessions_on(one, 0) == 0
 
 
-async def test_list_begins_with_the_most_recently_active_session(pair):
-    one, other = pair
-    requests = [request_of(max_tokens=3) for _ in range(3)]
-    for request in requests:
-        await complete(one, request)
-        await settled(one)
-    names = [info.session_id for info in await other.sessions.recent(3, ANONYMOUS)]
-    assert names == [request.session_id for request in reversed(requests)]
-    with pytest.raises(InvalidArgumentError, match="limit"):
-        await other.sessions.recent(1001, ANONYMOUS)
-
-
 async def test_stream_that_is_not_read_loses_its_place_and_is_resumed(pair, monkeypatch):
     one, other = pair
     monkeypatch.setattr(stalls, "READ_TIMEOUT_S", 0.2)

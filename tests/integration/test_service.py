@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import os
 import time
 from contextlib import aclosing
 
 import grpc
 import pytest
 
-from gammaray.demo_pair import resolve_model
 from gammaray.errors import FailedPreconditionError
 from gammaray.types import (
     ADAPTIVE,
@@ -25,17 +22,14 @@ from gammaray.types import (
 )
 from gammaray.wire.sessions import SessionState
 from orchestrator.storage.session_store import RedisStore
-from orchestrator.text.cpu_threads import INLINE_NUMBERS
 from orchestrator.workers.protocol import DRAFT, TARGET
-from tests.support.workers.scripted_workers import until, until_so
+from tests.support.workers.scripted_workers import until_so
 from tests.support.workers.service_helpers import (
     PROMPTS,
     SEEDED,
     complete,
-    running,
     text_of,
     tokens_of,
-    worker_process,
 )
 
 pytestmark = pytest.mark.integration
@@ -126,34 +120,6 @@ async def test_service_stores_tokens_before_it_sends_them(orchestrator, redis):
         await complete(orchestrator, request)
 
 
-@pytest.fixture(scope="module")
-def plain():
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    torch.set_num_threads(1)
-    return AutoModelForCausalLM.from_pretrained(resolve_model("demo"), dtype=torch.float32)
-
-
-def plain_log_probs(plain, token_ids):
-    import torch
-
-    with torch.no_grad():
-        return plain(torch.tensor([token_ids])).logits[0].double().log_softmax(-1)
-
-
-async def test_service_prompt_logprobs_of_thousands_are_those_of_transformers(orchestrator, plain):
-    """More numbers than are converted on the event loop."""
-    prompt = tuple(5 + 7 * n % 2000 for n in range(300))
-    assert 20 * len(prompt) > INLINE_NUMBERS
-    request = GenerationRequest(prompt, sampling=SEEDED, max_tokens=1, num_prompt_logprobs=20)
-    (first, *_), expected = await complete(orchestrator, request), plain_log_probs(plain, prompt)
-    found = first.prompt_logprobs
-    own = [expected[entry, token_id].item() for entry, token_id in enumerate(prompt[1:])]
-    assert found.logprobs == pytest.approx(own, abs=1e-4)
-    assert found.top_logprobs == pytest.approx(expected[:-1].topk(20).values.flatten().tolist(), abs=1e-4)
-
-
 async def test_service_completion_ends_at_the_context(orchestrator):
     prompt = tuple([5] * (orchestrator.max_context - 6))
     request = GenerationRequest(prompt, sampling=GREEDY, max_tokens=100, ignore_eos=True)
@@ -208,33 +174,3 @@ async def test_service_ended_request_frees_the_workers(orchestrator, redis, how)
     assert stored.finish_reason is (FinishReason.LENGTH if how == "finished" else None)
     assert stored.state is not SessionState.RUNNING
     assert orchestrator.admission.num_running == 0
-
-
-async def test_service_status_names_every_process(orchestrator, workers, redis_server):
-    status = {process.role: process for process in await orchestrator.status()}
-    assert sorted(status) == ["draft", "orchestrator", "redis", "target"]
-    assert all(process.healthy and process.pid > 0 for process in status.values())
-    assert status["orchestrator"].pid == os.getpid()
-    assert status["redis"].pid == redis_server.pid
-    assert (status["target"].address, status["draft"].address) == workers
-    assert status["target"].model == "demo"
-
-
-@pytest.mark.slow
-async def test_service_draft_worker_killed_in_flight_changes_no_token(redis_server, workers):
-    request = GenerationRequest(
-        PROMPTS[1], sampling=SEEDED, max_tokens=300, ignore_eos=True, gamma=GammaPolicy(4)
-    )
-    with worker_process("draft") as (process, draft):
-        async with running(redis_server, workers[0], draft) as orchestrator:
-            chunks = await complete(
-                orchestrator, request, lambda count: process.kill() if count == 5 else None
-            )
-            await until(lambda: orchestrator.fleet.drafts.num_up == 0)
-            draft_status = [p for p in await orchestrator.status() if p.role == "draft"]
-            assert not any(p.healthy for p in draft_status)
-            plain = await complete(orchestrator, dataclasses.replace(request, drafter=DrafterKind.NONE))
-    assert tokens_of(chunks) == tokens_of(plain)
-    early = [token for chunk in chunks[:5] for token in chunk.tokens]
-    assert any(token.origin is TokenOrigin.ACCEPTED for token in early)
-    assert chunks[-1].summary.fallback_cycles > 0

@@ -112,11 +112,6 @@ async def test_service_reports_its_status_for_any_redis_reply(redis_server, targ
         await orchestrator.close()
 
 
-async def test_service_start_with_an_unknown_model_names_it(redis_server):
-    with pytest.raises(InvalidArgumentError, match="no/such-model"):
-        await Orchestrator.start(OrchestratorSettings(redis_url=redis_server.url, model="no/such-model"))
-
-
 async def test_service_loss_of_redis_fails_the_request_and_frees_the_workers(target):
     with running_redis() as server:
         async with running(server, target.address, "") as orchestrator:

@@ -17,7 +17,6 @@ import orchestrator.launcher.redis_server as redis_server
 from gammaray.errors import (
     CancelledError,
     FailedPreconditionError,
-    InvalidArgumentError,
     NotFoundError,
     UnavailableError,
 )
@@ -132,15 +131,6 @@ async def test_store_stale_owner_is_refused(store):
     assert (await store.read("s")).token_ids == (1, 2, 3)
     with pytest.raises(NotFoundError):
         await store.take_over("unknown")
-
-
-async def test_store_replay_of_the_last_commit_changes_nothing(store):
-    session = make_session()
-    await store.create(session, b"")
-    await commit(store, session, [1])
-    await commit(store, session, [2, 3], [ACCEPTED, BONUS])
-    await store.append(session, [2, 3], [ACCEPTED, BONUS])  # the answer got lost, the client tried again
-    assert (await store.read("s")).token_ids == (1, 2, 3)
 
 
 @pytest.mark.parametrize(
@@ -337,14 +327,6 @@ async def test_store_session_keeps_its_adapter(store):
     assert plain.session.adapter == ""
 
 
-async def test_store_survives_a_flushed_script_cache(store, redis):
-    session = make_session()
-    await store.create(session, b"")
-    await redis.script_flush()
-    await commit(store, session, [1])
-    assert (await store.read("s")).token_ids == (1,)
-
-
 async def test_store_retries_during_a_short_pause_of_redis(store, redis_server):
     session = make_session()
     await store.create(session, b"")
@@ -352,19 +334,6 @@ async def test_store_retries_during_a_short_pause_of_redis(store, redis_server):
     asyncio.get_running_loop().call_later(0.5, os.kill, redis_server.pid, signal.SIGCONT)
     await commit(store, session, [1])
     assert (await store.read("s")).token_ids == (1,)
-
-
-@pytest.mark.slow
-async def test_store_without_redis_is_unavailable():
-    client = connect("redis://127.0.0.1:1/0")
-    with pytest.raises(UnavailableError, match="Redis cannot be reached"):
-        await answer(client.ping())
-    await client.aclose()
-
-
-def test_invalid_redis_url_is_rejected():
-    with pytest.raises(InvalidArgumentError, match="redis://host:port/db"):
-        connect("http://127.0.0.1")
 
 
 async def test_registry_lists_live_workers_by_role(redis):

@@ -245,27 +245,6 @@ async def test_takeover_of_a_session_replaced_meanwhile_is_rejected(redis, redis
         await opener_of(Slow(redis, 60), tokenizer).open(replace(asked, resume_from=0), 2048, ALICE)
 
 
-async def test_callers_without_keys_have_the_bound_of_all(redis):
-    need = SESSION_OVERHEAD + 8 * PLAIN + REQUEST_OVERHEAD + 4 + len(b"request") + 12
-    store = store_of(redis, need, 0.1)
-    await store.create(session_of("a"), b"request")
-    with pytest.raises(ResourceExhaustedError, match=f"of all tenants: {need} of {need} bytes"):
-        await store.create(session_of("b"), b"request")
-
-
-async def test_requests_are_rejected_until_sessions_expire(redis):
-    need = SESSION_OVERHEAD + 8 * PLAIN + REQUEST_OVERHEAD + 4 + len(b"request") + 12
-    store = store_of(redis, need, ttl_s=1)
-    session = session_of("alice:a")
-    await store.create(session, b"request")
-    await store.detach(session)
-    with pytest.raises(ResourceExhaustedError) as refused:
-        await store.create(session_of("alice:b", prompt=(4, 5, 6)), b"request")
-    assert refused.value.retry_after_s == 1
-    await asyncio.sleep(1.05)
-    await store.create(session_of("alice:b", prompt=(4, 5, 6)), b"request")
-
-
 async def test_many_expired_sessions_are_freed_before_a_request_is_rejected(redis):
     """More than one script takes off at once."""
     many = store_of(redis)
@@ -307,19 +286,6 @@ async def test_bytes_for_future_tokens_are_reserved_while_a_turn_has_an_owner(re
     assert running.finish_reason is FinishReason.LENGTH
     assert await used(redis) == 2 * own + 901 * PLAIN
     assert await redis.hget("gammaray:stored:used", ":+") is None
-
-
-async def test_reaping_frees_reserved_bytes_and_a_slow_owner_can_continue(redis):
-    store = RedisStore(redis, 60, lease_s=0.1)
-    session = session_of("alice:a", 1000)
-    await store.create(session, b"request")
-    reserved = await used(redis)
-    await asyncio.sleep(0.2)
-    assert await store.reap("alice:a") == session.epoch
-    assert await used(redis) == reserved - 1000 * PLAIN
-    await commit(store, session, [1, 2])
-    assert await used(redis) == reserved
-    assert await store.running() == ["alice:a"]
 
 
 async def test_bound_follows_the_memory_limit_of_redis(redis):

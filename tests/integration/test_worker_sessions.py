@@ -49,15 +49,6 @@ async def test_remote_session_is_lossless_and_sends_only_missing_tokens(gamma):
         assert all(block.gamma <= gamma for block in draft.blocks)
 
 
-async def test_remote_many_sessions_at_once_share_streams_and_frames():
-    async with scripted("target", "draft") as (target, draft), fleet_of(target, draft) as fleet:
-        sessions = [make_session(f"s{i}", max_tokens=20) for i in range(30)]
-        await asyncio.gather(*(finish(s, *clients(fleet, s), 4) for s in sessions))
-        assert all(emitted(s) == continuation(PROMPT, 20) for s in sessions)
-        assert target.num_streams == draft.num_streams == 1
-        assert len(target.frames) < len(target.blocks) / 5
-
-
 async def test_remote_evicted_session_is_fed_again():
     async with scripted("target", "draft") as (target, draft), fleet_of(target, draft) as fleet:
         work = {worker: worker.work for worker in (target, draft)}

@@ -10,7 +10,6 @@ from gammaray.types import SamplingParams, VerificationMethod
 from tests.support.engine_helpers import plain_model, random_tokens, tiny_model
 from tests.support.workers.workers_helpers import (
     ANSWER_TIMEOUT_S,
-    Driver,
     accepted_in_plain_tokens,
     propose_block,
     running,
@@ -22,7 +21,6 @@ pytestmark = pytest.mark.integration
 # Sizes that deterministic mode supports: with it proposals are bit-identical, distributions included.
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "max_position_embeddings": 256}
 PROMPT = random_tokens(12, seed=3)
-LENGTH = 40
 SHAPES = [(1, 3), (3, 8), (4, 12), (6, 40)]
 
 
@@ -74,30 +72,6 @@ async def test_other_methods_never_get_a_tree(pair):
         proposal = (await draft.ask(block)).proposal
         assert len(proposal.token_ids) == 3
         assert not proposal.parents
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", list(VerificationMethod))
-async def test_ahead_on_and_off_emit_the_same_tokens(models, method):
-    """Rejection and naive included: their proposals and distributions are the same."""
-    settings = {"deterministic": True}
-    async with (
-        running("target", models[0], **settings) as (target, _),
-        running("draft", models[1], **settings) as (ahead, worker),
-        running("draft", models[1], **settings, draft_ahead=False) as (fresh, _),
-    ):
-        for seed in range(3):
-            emitted = []
-            for draft in (ahead, fresh):
-                params = SamplingParams(temperature=0.8, seed=seed)
-                name = f"{seed}-{len(emitted)}"
-                driver = Driver(
-                    target, draft, PROMPT, params, method, gamma=3, session_id=name, keep_proposals=True
-                )
-                emitted.append((await driver.generate(LENGTH), driver.proposals))
-            assert emitted[0] == emitted[1]
-        assert (await stats(worker)).forwards > 5
-        assert (await stats(worker)).lookups > 20
 
 
 async def test_idle_worker_sleeps_when_its_ahead_work_is_done(pair):

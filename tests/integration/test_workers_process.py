@@ -108,19 +108,6 @@ async def test_draining_worker_sends_a_notice_and_then_rejects_new_blocks(model,
         assert await stopping
 
 
-async def test_draining_worker_finishes_running_blocks(model):
-    async with running("draft", model) as (link, worker):
-        await link.ask(propose_block(PROMPT, 2))
-        stopping = asyncio.create_task(worker.stop())
-        await link.until(lambda info: info.is_draining)
-        assert (await link.ask(propose_block(PROMPT, 2))).WhichOneof("outcome") == "proposal"
-        other = Link(worker.address, "draft")
-        with pytest.raises(grpc.aio.AioRpcError, match="shutting down"):
-            await other.call.read()
-        await other.close()
-        assert await stopping
-
-
 async def test_drain_gives_up_after_its_timeout(model, monkeypatch):
     monkeypatch.setattr("services.process.worker.DRAIN_TIMEOUT_S", 0.05)
     async with running("target", model, max_batch_tokens=16) as (link, worker):

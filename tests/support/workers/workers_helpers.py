@@ -112,7 +112,6 @@ class Driver:
         params: Sampling parameters, with a seed.
         max_nodes: Above `gamma` for trees.
         accepted: Accepted tokens so far.
-        proposals: Received proposals, if `keep_proposals` is set.
     """
 
     target: Link
@@ -128,8 +127,6 @@ class Driver:
     held: dict[bool, int] = field(default_factory=dict)
     accepted: int = 0
     num_needs: int = 0
-    keep_proposals: bool = False
-    proposals: list[Proposal] = field(default_factory=list)
 
     async def generate(self, count: int) -> list[int]:
         """Return `count` emitted tokens, or fewer when one of `eos_token_ids` was emitted."""
@@ -148,10 +145,7 @@ class Driver:
             self.draft, draft_pb.ProposeBlock, gamma=self.gamma, max_nodes=self.max_nodes
         )
         assert result.WhichOneof("outcome") == "proposal", result
-        proposal = proposal_from_proto(result.proposal, 2**31)
-        if self.keep_proposals:
-            self.proposals.append(proposal)
-        return proposal
+        return proposal_from_proto(result.proposal, 2**31)
 
     async def verify(self, proposal: Proposal) -> Any:
         """Run the second half of a cycle, commit, and return the verdict."""

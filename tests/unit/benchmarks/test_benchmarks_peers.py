@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.peers.figures import decode_bounds, decode_speeds, equality, figures
-from benchmarks.peers.run import Settings, has_changed_tokens, references
+from benchmarks.peers.run import Settings, has_changed_tokens
 from benchmarks.peers.stacks import with_server_times
 from gammaray.bench.measure import Turn
 from gammaray.bench.systems import Sample
@@ -63,17 +63,6 @@ def test_equality_ends_at_the_references_end_of_sequence_token() -> None:
     (differs,) = equality(samples, {"differs": "emits it"}, frozenset({0}))
     assert banned["equal"] == 1
     assert differs["equal"] == 0
-
-
-def test_references_greedy_chain_every_system_to_generate() -> None:
-    chain = {
-        "lookup-8": "generate",
-        "gammaray-0": "generate",
-        "gammaray-suffix": "gammaray-0",
-        "llama.cpp": "generate",
-        "llama.cpp-draft-4": "llama.cpp",
-    }
-    assert references(("generate", *chain), 0.0) == chain
 
 
 @pytest.mark.parametrize(("system", "reference", "changed"), [

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from gammaray.bench.rows import gap_figures, gaps, percentile
+from gammaray.bench.rows import gap_figures, gaps
 from gammaray.bench.systems import Arrival
 from tests.support.theory import expected_tokens
 
@@ -35,17 +35,3 @@ def test_gap_figures_of_cycles_have_the_mean_of_their_tokens() -> None:
     assert figures["mean_ms"] == pytest.approx(20.0 / expected_tokens(0.8, 5), rel=0.02)
     assert figures["p50_ms"] == 0.0
     assert figures["p99_ms"] == pytest.approx(20.0)
-
-
-def test_gap_figures_nothing_between_tokens_is_none() -> None:
-    assert gap_figures([]) is None
-    assert gap_figures([[(0.5, 4)], []]) is None
-
-
-@pytest.mark.parametrize(
-    ("values", "q", "wanted"),
-    [([3.0], 99, 3.0), ([1.0, 2.0], 50, 1.5), ([2.0, 0.0, 1.0], 0, 0.0), ([0.0, 1.0, 2.0], 100, 2.0),
-     (list(range(101)), 95, 95.0)],
-)  # fmt: skip
-def test_percentile_is_linear_between_neighbours(values: list[float], q: float, wanted: float) -> None:
-    assert percentile(values, q) == pytest.approx(wanted)

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from gammaray.bench.measure import PLAIN, Samples, Turn, differences, first_difference, loads, measure
+from gammaray.bench.measure import PLAIN, Samples, Turn, differences, loads, measure
 from gammaray.bench.rows import row
-from gammaray.bench.systems import Ask, Sample, parse_gamma
-from gammaray.errors import InternalError, InvalidArgumentError
-from gammaray.types import ADAPTIVE, GammaPolicy, SpeculationSummary
+from gammaray.bench.systems import Ask, Sample
+from gammaray.errors import InternalError
+from gammaray.types import SpeculationSummary
 
 BASES = {"over_generate": "generate", "over_plain": PLAIN}
 
@@ -123,12 +123,6 @@ def test_row_takes_the_ratio_within_each_repetition() -> None:
     assert figures["speculation"] is None
 
 
-def test_row_without_the_base_system_has_no_ratio() -> None:
-    figures = row("gammaray-4", samples(gammaray_4=[1.0]), BASES)
-    assert figures["over_generate"] is None
-    assert figures["over_plain"] is None
-
-
 def test_row_joins_summaries_as_ratios_of_sums() -> None:
     # 9 of 18 tested and 6 of 6 tested: alpha is 15 / 24, not the mean of .5 and 1.
     poor = replace(
@@ -169,16 +163,6 @@ def test_differences_names_system_prompt_and_first_different_token() -> None:
     assert found["different"] == [{"system": PLAIN, "repetition": 0, "prompt": 1, "token": 1}]
 
 
-@pytest.mark.parametrize(
-    ("left", "right", "wanted"),
-    [((1, 2), (1, 2), None), ((1, 2), (3, 2), 0), ((1, 2), (1, 2, 3), 2), ((), (), None), ((1,), (), 0)],
-)
-def test_first_difference_is_an_index_or_the_shorter_length(
-    left: tuple[int, ...], right: tuple[int, ...], wanted: int | None
-) -> None:
-    assert first_difference(left, right) == wanted
-
-
 async def test_measure_at_once_keeps_that_many_in_flight_and_times_the_whole() -> None:
     system = SlowSystem()
     result = await measure([system], [Ask("p", 8), Ask("q", 8)], 1, lambda: None, concurrency=4)
@@ -201,19 +185,3 @@ def test_loads_gives_each_session_two_completions_under_their_own_seeds() -> Non
     assert loads(asks, 1) == [[asks[0]], [asks[1]]]
     (load,) = loads(asks, 3)
     assert [(ask.prompt, ask.seed) for ask in load] == list(zip("pqpqpq", range(6), strict=True))
-
-
-@pytest.mark.parametrize(("text", "policy"), [
-    ("0", GammaPolicy(fixed=0)),
-    ("4", GammaPolicy(fixed=4)),
-    ("4x16", GammaPolicy(fixed=4, max_nodes=16)),
-    ("adaptive", ADAPTIVE),
-])  # fmt: skip
-def test_parse_gamma_names_chains_trees_and_adaptive(text: str, policy: GammaPolicy) -> None:
-    assert parse_gamma(text) == policy
-
-
-@pytest.mark.parametrize("text", ["", "x", "4x", "fast", "65", "4x257", "-1"])
-def test_parse_gamma_anything_else_raises(text: str) -> None:
-    with pytest.raises(InvalidArgumentError):
-        parse_gamma(text)

@@ -56,13 +56,6 @@ def test_turns_whose_plain_completion_is_a_loop_are_left_out_of_every_system() -
     assert loops_line(loops) == "1 of 2 completions repeat themselves (loops): left out of the figures"
 
 
-def test_several_in_flight_are_counted_and_kept() -> None:
-    kept, loops = without_loops({"llama.cpp": [[turn(READ, LOOP, LOOP)]]})
-    assert len(kept["llama.cpp"][0]) == 1
-    assert loops["num_loops"] == 2
-    assert loops_line(loops).endswith("in the figures")
-
-
 def test_figures_of_loops_alone_keep_them() -> None:
     kept, loops = without_loops({PLAIN: [[turn(LOOP), turn(LOOP)]]})
     assert len(kept[PLAIN][0]) == 2

@@ -9,12 +9,9 @@ from pathlib import Path
 import pytest
 
 import gammaray
-from gammaray import ProcessStatus
 from gammaray.cli import main
 from gammaray.cli.output import columns, output_console
-from gammaray.security.keys import create_key
 from tests.support.cli_helpers import invoke
-from tests.support.sdk_helpers import ScriptedService, serve_in_thread
 
 ROOT = Path(gammaray.__file__).parents[1]
 
@@ -27,23 +24,6 @@ def test_piped_tables_have_aligned_untruncated_columns_without_boxes_and_colours
     output_console().print(table)
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     assert lines == [f"{'NAME':<302}HEADING", f"{'a':<302}b", f"{long}  c d"]
-
-
-def test_status_in_a_pipe_keeps_long_values_whole():
-    processes = [ProcessStatus("target", 1, f"{'h' * 120}:1", "m" * 150, True, 0)]
-    with serve_in_thread(ScriptedService(status=lambda _: processes)) as address:
-        lines = invoke("status", "-a", address, env={"COLUMNS": "80"}).stdout.splitlines()
-    assert len(lines) == 2
-    assert lines[1].split() == ["target", "1", f"{'h' * 120}:1", "m" * 150, "yes", "0", "-", "-"]
-    assert lines[0].index("MODEL") == lines[1].index("mmm")
-
-
-def test_keys_in_a_pipe_keep_their_notes(tmp_path):
-    note = "[red]not a colour[/] " * 10 + "│"
-    create_key(tmp_path / "keys.json", "acme", note)
-    lines = invoke("keys", "list", "--file", tmp_path / "keys.json").stdout.splitlines()
-    assert len(lines) == 2
-    assert lines[1].rstrip().endswith(note)
 
 
 def modules_after(*commands):

@@ -10,16 +10,13 @@ from gammaray import (
     AsyncClient,
     CancelledError,
     DeadlineExceededError,
-    GenerationRequest,
     InternalError,
     InvalidArgumentError,
     ProcessStatus,
     RetryPolicy,
-    SamplingParams,
     UnauthenticatedError,
     UnavailableError,
 )
-from gammaray.wire.convert import request_to_proto
 from tests.support.sdk_helpers import (
     NO_RETRY,
     PROCESSES,
@@ -30,40 +27,11 @@ from tests.support.sdk_helpers import (
     endless,
     happens,
     last,
-    numbered,
     piece,
     serve,
     silent,
     token,
 )
-
-
-async def test_generate_several_chunks_yields_them_as_sent():
-    chunks = [piece("Hello"), piece(", "), last("world", token("world", logprob=-0.5))]
-    async with serve(ScriptedService(answer(*chunks))) as address, AsyncClient(address) as client:
-        assert [chunk async for chunk in client.generate("Hi")] == numbered(chunks)
-
-
-async def test_generate_options_reach_the_server():
-    service = ScriptedService()
-    async with serve(service) as address, AsyncClient(address) as client:
-        stream = client.generate("Hi", max_tokens=5, temperature=0.5, seed=3, stop=["a", "b"], gamma=4)
-        async for _ in stream:
-            pass
-    sampling = SamplingParams(temperature=0.5, seed=3)
-    expected = request_to_proto(GenerationRequest("Hi", sampling=sampling, max_tokens=5, stop=("a", "b")))
-    expected.gamma.fixed = 4
-    expected.session_id = service.requests[0].session_id  # drawn by the client, to find its way back
-    assert expected.session_id
-    assert service.requests == [expected]
-
-
-async def test_generate_whole_request_is_sent_as_it_is():
-    service = ScriptedService()
-    request = GenerationRequest((1, 2, 3), session_id="mine")
-    async with serve(service) as address, AsyncClient(address) as client:
-        await client.complete(request)
-    assert service.requests == [request_to_proto(request)]
 
 
 async def test_calls_carry_the_application_and_the_key():
@@ -114,17 +82,6 @@ async def test_generate_message_above_grpcs_default_limit_arrives():
     async with serve(ScriptedService(answer(last(text, token("x"))))) as address:
         async with AsyncClient(address) as client:
             assert (await client.complete("Hi")).text == text
-
-
-async def test_generate_bad_argument_raises_at_once_and_sends_nothing():
-    service = ScriptedService()
-    async with serve(service) as address, AsyncClient(address) as client:
-        with pytest.raises(InvalidArgumentError) as caught:
-            client.generate("Hi", temperature=-1)
-        with pytest.raises(InvalidArgumentError):
-            client.generate(GenerationRequest(""))
-    assert (caught.value.field, caught.value.got) == ("temperature", "-1")
-    assert service.requests == []
 
 
 async def test_generate_break_cancels_on_the_server():
@@ -181,13 +138,6 @@ async def test_client_that_is_closed_while_a_call_waits_to_retry_raises_cancelle
         await asyncio.wait_for(call, 30)
 
 
-async def test_call_after_close_raises():
-    client = AsyncClient("127.0.0.1:1")
-    await client.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        await client.status()
-
-
 @pytest.mark.parametrize("per_call", [True, False], ids=["of the call", "of the client"])
 async def test_generate_deadline_ends_the_call_on_both_sides(per_call):
     service = ScriptedService(silent)
@@ -199,19 +149,6 @@ async def test_generate_deadline_ends_the_call_on_both_sides(per_call):
             await client.complete("Hi", timeout_s=call_s)
         assert 0.9 <= time.monotonic() - started < 60
         assert await happens(service.cancelled)
-
-
-async def test_concurrent_generations_do_not_mix():
-    async def echo(request, attempt):
-        for character in request.text:
-            yield piece(character)
-            await asyncio.sleep(0)
-        yield last("")
-
-    async with serve(ScriptedService(echo)) as address, AsyncClient(address) as client:
-        prompts = [f"prompt number {number}" for number in range(8)]
-        completions = await asyncio.gather(*map(client.complete, prompts))
-    assert [completion.text for completion in completions] == prompts
 
 
 async def test_wait_ready_cluster_that_starts_returns_when_a_target_is_healthy():

@@ -12,7 +12,6 @@ from pydantic import BaseModel, TypeAdapter, ValidationError, field_validator
 
 from gammaray import AsyncClient, FinishReason, GenerationRequest, SamplingParams
 from gammaray.client.request import build_request
-from gammaray.client.structured import OutputForm
 from gammaray.errors import IncompleteOutputError, InvalidArgumentError
 from gammaray.grammar.texts import choice_grammar, json_schema_grammar, regex_grammar
 from gammaray.types import Chunk
@@ -172,17 +171,6 @@ async def test_refusal_of_the_server_names_the_option(options, field, chunks):
         with pytest.raises(InvalidArgumentError) as caught:
             await client.complete("Hi", **options)
     assert (caught.value.field, caught.value.got) == (field, REFUSAL.got)
-
-
-def test_http_fields_are_those_of_the_api():
-    assert OutputForm.of({}).http_fields == {}
-    assert OutputForm.of({"regex": "a"}).http_fields == {"structured_outputs": {"regex": "a"}}
-    assert OutputForm.of({"choice": ["a"]}).http_fields == {"structured_outputs": {"choice": ["a"]}}
-    assert OutputForm.of({"grammar": "g"}).http_fields == {"structured_outputs": {"grammar": "g"}}
-    asked = OutputForm.of({"json_schema": Person}).http_fields["response_format"]
-    schema = {"name": "Person", "schema": Person.model_json_schema(), "strict": True}
-    assert asked == {"type": "json_schema", "json_schema": schema}
-    assert OutputForm.of({"json_schema": SCHEMA}).http_fields["response_format"]["json_schema"]["name"]
 
 
 def test_schema_without_types_needs_no_pydantic():

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -108,20 +107,6 @@ def test_sync_client_is_shared_by_threads():
         with ThreadPoolExecutor(4) as pool:
             completions = list(pool.map(client.complete, prompts))
     assert [completion.text for completion in completions] == prompts
-
-
-def test_sync_close_twice_is_fine():
-    client = Client("127.0.0.1:1")
-    client.close()
-    client.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        client.status()
-
-
-def test_sync_clients_share_one_thread():
-    with Client("127.0.0.1:1"), Client("127.0.0.1:2"):
-        names = [thread.name for thread in threading.enumerate()]
-    assert names.count("gammaray-client") == 1
 
 
 def test_sync_clients_that_open_and_close_in_threads_print_nothing():

@@ -18,7 +18,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from gammaray.demo_pair import resolve_model
 from gammaray.errors import InvalidArgumentError
 from gammaray.grammar.matcher import GrammarCompiler, GrammarState
-from gammaray.grammar.texts import JSON_OBJECT, choice_grammar, json_schema_grammar
+from gammaray.grammar.texts import choice_grammar, json_schema_grammar
 from tests.support.processing_helpers import small_compiler, small_tokenizer
 
 EOS = (0, 3)
@@ -176,22 +176,6 @@ def test_forced_tokens_have_no_alternative():
     assert state.is_complete
 
 
-def test_forced_tokens_of_a_schema_are_its_names():
-    tokenizer, compiler = demo()
-    schema = {
-        "type": "object",
-        "properties": {"temperature": {"type": "integer"}},
-        "required": ["temperature"],
-    }
-    state = compiler.begin(json_schema_grammar(schema))
-    forced = state.forced(99)
-    assert tokenizer.decode(forced).startswith('{"temperature')
-    state.extend(forced)
-    rest = tokenizer.encode('{"temperature": 12}').ids[len(forced) :]
-    state.extend(rest)
-    assert state.is_complete
-
-
 def test_possible_part_of_a_draft_ends_with_an_end_of_sequence():
     state = begin("start: /(ab|ba){1,2}c?/")
     assert state.count_possible([4, 4, 6, 0, 1]) == 4  # a b a b c, the end; not what follows
@@ -226,19 +210,6 @@ def test_every_end_of_sequence_ends_the_text(eos):
     assert state.is_complete
 
 
-def test_ids_beyond_the_tokenizer_and_special_tokens_are_never_possible():
-    tokenizer, compiler = demo()
-    special = {token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
-    state = compiler.begin(json_schema_grammar(JSON_OBJECT))
-    for text in ("", '{"a', '{"a": "b', '{"a": "b \\u00', '{"a": 1', '{"a": 1}'):
-        state.truncate(0)
-        state.extend(tokenizer.encode(text, add_special_tokens=False).ids)
-        possible = ids_of(state.masks([()])[0])
-        assert not special & set(possible) - ({0} if text.endswith("}") else set())
-    small = begin("start: /[ab]+/")
-    assert max(ids_of(small.masks([()])[0])) < len(TOKENS)
-
-
 @pytest.mark.parametrize("wrong", [-1, len(TOKENS) + 3, 2**31, 2**32, 2**70])
 def test_id_that_is_no_token_is_impossible_and_changes_nothing(wrong):
     state = begin("start: /(ab|ba){1,2}c?/")
@@ -267,18 +238,6 @@ def test_special_token_is_impossible_where_its_text_is_possible(grammar):
     assert state.count_possible([3, 6]) == 1
     with pytest.raises(InvalidArgumentError, match=r"^grammar: got token 6 at 3"):
         state.extend([2, 6])
-
-
-def test_hard_strings_follow_a_schema(subtests):
-    tokenizer, compiler = demo()
-    grammar = json_schema_grammar({"type": "object", "properties": {"s": {"type": "string"}}})
-    for value in ("", '"', "\\", '\\\\"', " ", "\x7f", "a\tb\nc", "</s>", "\U0001f600", "é\u0301"):
-        text = json.dumps({"s": value}, ensure_ascii=False).replace("\x7f", "\\u007f")  # escaped only
-        tokens = tokenizer.encode(text, add_special_tokens=False).ids
-        with subtests.test(text):
-            state = compiler.begin(grammar)
-            state.extend(tokens)
-            assert state.is_complete
 
 
 def test_wrong_grammars_are_refused_with_the_reason(subtests):
@@ -328,9 +287,3 @@ def test_tokens_that_end_a_completion_are_as_those_of_a_compiler_that_has_them(e
                 assert one.count_possible([token_id]) == other.count_possible([token_id])
                 one.extend([token_id])
                 other.extend([token_id])
-
-
-def test_end_token_outside_of_the_vocabulary_is_ignored():
-    compiler = small_compiler(TOKENS, len(TOKENS) + 3, EOS)
-    masks = [compiler.begin("start: /a?/", ends).masks([()]) for ends in ((0, 10**6), (0,))]
-    assert masks[0] == masks[1]

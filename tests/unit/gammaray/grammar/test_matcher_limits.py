@@ -13,7 +13,6 @@ from tokenizers import Tokenizer
 from gammaray.demo_pair import resolve_model
 from gammaray.errors import InvalidArgumentError
 from gammaray.grammar.matcher import TOO_COMPLEX, GrammarCompiler, GrammarState
-from gammaray.grammar.texts import json_schema_grammar
 
 # Its states are built as they are met, so that random text soon spends the limits of a step.
 MANY_STATES = "start: /(.*a.{8}b|.*c.{7}d)*/"
@@ -154,18 +153,3 @@ def test_rules_that_cannot_drop_a_proposal_are_refused_wherever_they_are():
         else:
             with pytest.raises(InvalidArgumentError, match=r"^grammar: got a rule with max_tokens= or stop="):
                 compiler().check(grammar)
-
-
-def test_right_recursion_ends_in_an_error():
-    state = compiler().begin('start: a\na: "x" a | ""')
-    with pytest.raises(InvalidArgumentError, match=r"^grammar: .*(items|left-recursive)"):
-        follow(state, "x", 2000)
-    assert len(state) > 100
-
-
-def test_many_optional_properties_are_possible():
-    names = [f"p{index}" for index in range(100)]
-    schema = {"type": "object", "properties": {name: {"type": "boolean"} for name in names}}
-    state = compiler().begin(json_schema_grammar(schema))
-    state.extend(ids('{"p3": true, "p99": false}'))
-    assert state.is_complete

@@ -87,20 +87,6 @@ def test_counters_tell_the_tokens_of_the_prediction_from_those_of_other_drafters
     assert cycles == (2, 1, 1, 1)
 
 
-def test_counters_without_cycles_have_no_ratios():
-    summary = SpeculationCounters().summary(total_s=0.0)
-    assert (summary.alpha, summary.acceptance_rate, summary.speedup_estimate) == (None, None, None)
-    assert (summary.cycles, summary.tokens_per_cycle, summary.gamma_mean) == (0, 0.0, 0.0)
-    assert summary.accepted_lengths == ()
-
-
-def test_counters_plain_cycles_test_nothing():
-    counters = counted([(0, 0)] * 3, 0)
-    assert counters.alpha is None
-    assert counters.summary(1.0).speedup_estimate is None
-    assert counters.summary(1.0).accepted_lengths == (3,)
-
-
 def test_counters_speedup_skips_the_first_cycle_and_uses_current_plain_costs():
     counters = SpeculationCounters()
     # (tokens, seconds, seconds of a plain cycle then): a prefill, then a quiet and a busy moment.
@@ -132,25 +118,6 @@ def test_estimator_uses_shared_statistics_before_its_own_samples():
     assert estimator.by_depth(3) == pytest.approx(fleet.by_depth(3))
 
 
-def test_counters_clock_jitter_gives_no_negative_time():
-    assert counted([(1, 1)], 1).summary(total_s=0.005).other_ms == 0.0
-
-
-def test_estimator_before_observation_is_the_prior():
-    estimator = AcceptanceEstimator(prior_alpha=0.6)
-    assert estimator.alpha == pytest.approx(0.6)
-    assert estimator.by_depth(3) == pytest.approx([0.6] * 3)
-    assert estimator.by_depth(0) == []
-
-
-def test_estimator_constant_alpha_is_found():
-    estimator = AcceptanceEstimator(decay=1.0)
-    for tested, accepted in cycles([0.8] * 5, 4000):
-        estimator.observe(tested, accepted)
-    assert estimator.alpha == pytest.approx(0.8, abs=0.015)
-    assert estimator.by_depth(5) == pytest.approx([0.8] * 5, abs=0.03)
-
-
 def test_estimator_alpha_that_falls_with_depth_is_followed():
     falling = [0.9, 0.7, 0.5, 0.3]
     estimator = AcceptanceEstimator(decay=1.0)
@@ -158,39 +125,3 @@ def test_estimator_alpha_that_falls_with_depth_is_followed():
         estimator.observe(tested, accepted)
     assert estimator.by_depth(4) == pytest.approx(falling, abs=0.03)
     assert estimator.alpha > falling[-1] + 0.2  # one alpha for all depths would be far off
-
-
-def test_estimator_untested_depths_follow_the_pooled_alpha():
-    estimator = AcceptanceEstimator(decay=1.0)
-    for _ in range(1000):
-        estimator.observe(2, 2)
-    assert min(estimator.by_depth(8)) > 0.95
-
-
-def test_estimator_forgets_at_the_rate_of_its_decay():
-    estimator = AcceptanceEstimator(decay=0.9)
-    for _ in range(200):
-        estimator.observe(4, 4)
-    before = estimator.alpha
-    for _ in range(40):
-        estimator.observe(1, 0)
-    assert before > 0.9
-    assert estimator.alpha < 0.35
-
-
-def test_estimator_plain_cycles_change_nothing():
-    estimator = AcceptanceEstimator()
-    estimator.observe(3, 2)
-    before = estimator.by_depth(5)
-    for _ in range(100):
-        estimator.observe(0, 0)
-    assert estimator.by_depth(5) == before
-
-
-def test_estimator_gives_probabilities_after_anything():
-    rng, estimator = random.Random(3), AcceptanceEstimator()
-    for _ in range(500):
-        gamma = rng.randrange(0, 9)
-        accepted = rng.randint(0, gamma)
-        estimator.observe(min(accepted + 1, gamma), accepted)
-        assert all(0 <= probability <= 1 for probability in estimator.by_depth(10))

@@ -9,7 +9,7 @@ import pytest
 
 import gammaray
 from gammaray.errors import InvalidArgumentError
-from gammaray.telemetry.otel import Telemetry, exports_traces, process_resource
+from gammaray.telemetry.otel import Telemetry, exports_traces
 from tests.support.otlp_receiver import receiving
 
 ROOT = Path(gammaray.__file__).parents[1]
@@ -69,16 +69,6 @@ def test_telemetry_without_variables_loads_no_sdk():
         env={"PATH": ""},
     )
     assert result.stdout.strip() == "None None False"
-
-
-def test_process_resource_names_the_role_unless_the_environment_does(monkeypatch):
-    assert process_resource("target").attributes["service.name"] == "gammaray-target"
-    monkeypatch.setenv("OTEL_SERVICE_NAME", "ours")
-    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=test")
-    attributes = process_resource("target").attributes
-    assert attributes["service.name"] == "ours"
-    assert attributes["deployment.environment.name"] == "test"
-    assert attributes["service.namespace"] == "gammaray"
 
 
 async def test_shutdown_flushes_queued_spans(monkeypatch):

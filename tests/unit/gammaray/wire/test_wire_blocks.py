@@ -151,6 +151,13 @@ def law(ids=(1, 2), weights=(3, 5), bits=3):
     return pb.SparseDistribution(token_ids=ids, weights=weights, weight_bits=bits)
 
 
+WRONG_LAWS = {
+    "weight_bits": [law(bits=0), law(bits=25)],
+    "token_ids": [law(ids=(1, 1)), law(ids=(1, VOCAB)), law(ids=(1,))],
+    "weights": [law(weights=(3, 4)), law(weights=(0, 8)), law(ids=(), weights=())],
+}
+
+
 def test_proposal_of_a_hostile_drafter_is_refused(subtests):
     for proposal, field in [
         (pb.Proposal(token_ids=[1, VOCAB]), "proposal.token_ids"),
@@ -162,37 +169,10 @@ def test_proposal_of_a_hostile_drafter_is_refused(subtests):
         (pb.Proposal(token_ids=[1], parents=[-2]), "proposal.parents[0]"),
         (pb.Proposal(token_ids=[1, 2], draft_distributions=[law()]), "proposal.draft_distributions"),
         (pb.Proposal(draft_distributions=[law()]), "proposal.draft_distributions"),
-        (
-            pb.Proposal(token_ids=[1], draft_distributions=[law(bits=0)]),
-            "proposal.draft_distributions.weight_bits",
-        ),
-        (
-            pb.Proposal(token_ids=[1], draft_distributions=[law(bits=25)]),
-            "proposal.draft_distributions.weight_bits",
-        ),
-        (
-            pb.Proposal(token_ids=[1], draft_distributions=[law(ids=(1, 1))]),
-            "proposal.draft_distributions.token_ids",
-        ),
-        (
-            pb.Proposal(token_ids=[1], draft_distributions=[law(ids=(1, VOCAB))]),
-            "proposal.draft_distributions.token_ids",
-        ),
-        (
-            pb.Proposal(token_ids=[1], draft_distributions=[law(ids=(1,))]),
-            "proposal.draft_distributions.token_ids",
-        ),
-        (
-            pb.Proposal(token_ids=[1], draft_distributions=[law(weights=(3, 4))]),
-            "proposal.draft_distributions.weights",
-        ),
-        (
-            pb.Proposal(token_ids=[1], draft_distributions=[law(weights=(0, 8))]),
-            "proposal.draft_distributions.weights",
-        ),
-        (
-            pb.Proposal(token_ids=[1], draft_distributions=[law(ids=(), weights=())]),
-            "proposal.draft_distributions.weights",
+        *(
+            (pb.Proposal(token_ids=[1], draft_distributions=[wrong]), f"proposal.draft_distributions.{name}")
+            for name, laws in WRONG_LAWS.items()
+            for wrong in laws
         ),
     ]:
         with subtests.test(str((proposal, field))[:80]):

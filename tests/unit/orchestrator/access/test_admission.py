@@ -7,7 +7,7 @@ import time
 import pytest
 
 from gammaray.errors import DeadlineExceededError, ResourceExhaustedError
-from orchestrator.access.admission import MAX_RETRY_S, MIN_RETRY_S, Admission
+from orchestrator.access.admission import Admission
 from orchestrator.access.caller import Caller
 
 
@@ -82,19 +82,6 @@ async def test_slots_are_given(limits, asked, at_once, in_the_end):
     assert requests.served == in_the_end.split()
 
 
-async def test_full_queue_rejects_with_a_retry_delay():
-    requests = Requests(max_waiting=1)
-    await requests.ask("1")
-    await requests.ask("2")
-    await requests.ask("3")
-    ((name, error),) = requests.refused
-    assert name == "3"
-    assert isinstance(error, ResourceExhaustedError)
-    assert MIN_RETRY_S <= error.retry_after_s <= MAX_RETRY_S
-    await requests.end_all()
-    assert requests.served == ["1", "2"]
-
-
 async def test_full_queue_rejects_a_request_of_the_longest_queue():
     requests = Requests(max_waiting=3)
     for index in range(4):
@@ -126,17 +113,6 @@ async def test_deadline_of_the_caller_ends_the_wait():
         ("3", DeadlineExceededError),
     ]
     await requests.end_all()
-
-
-async def test_cancelled_wait_leaves_no_state():
-    requests = Requests()
-    await requests.ask("1", "a")
-    waiting = await requests.ask("2", "b")
-    waiting.cancel()
-    await asyncio.wait([waiting], timeout=5)
-    assert requests.admission.num_waiting == 0
-    await requests.end_all()
-    assert requests.served == ["1"]
 
 
 async def test_request_cancelled_when_granted_passes_its_slot_on():

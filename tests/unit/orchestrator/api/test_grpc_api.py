@@ -1,11 +1,9 @@
 """The gRPC API over a scripted orchestrator: what a call yields, and how it ends."""
 
-import asyncio
-
 import grpc
 import pytest
 
-from gammaray.errors import DeadlineExceededError, InvalidArgumentError, ResourceExhaustedError
+from gammaray.errors import DeadlineExceededError, InvalidArgumentError
 from gammaray.types import FinishReason
 from gammaray.v1 import generation_service_pb2 as pb
 from gammaray.wire.convert import chunk_from_proto
@@ -67,15 +65,6 @@ async def test_generate_error_details_fit_the_header_limit():
     assert sum(len(value) for _, value in context.trailers) < 1200
 
 
-async def test_generate_exhausted_has_a_retry_delay():
-    def before(request, number):
-        raise ResourceExhaustedError("full", retry_after_s=2.5)
-
-    _, context = await generate(ScriptedBackend(before), text="x")
-    assert context.code is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert context.error.retry_after_s == 2.5
-
-
 @pytest.mark.parametrize(
     ("error", "code"),
     [
@@ -92,39 +81,3 @@ async def test_generate_failing_midway_keeps_earlier_chunks(error, code):
     assert [chunk.text for chunk in chunks] == ["caf"]
     assert context.code is code
     assert "secret" not in context.details
-
-
-async def test_cancelled_call_ends_the_generation():
-    started = asyncio.Event()
-
-    def before(request, number):
-        if number == 1:
-            started.set()
-            return asyncio.sleep(30)
-
-    backend = ScriptedBackend(before)
-    call = asyncio.create_task(generate(backend, text="x"))
-    await asyncio.wait_for(started.wait(), 10)
-    call.cancel()
-    await asyncio.wait([call], timeout=10)
-    assert call.cancelled()
-    assert backend.num_open == 0
-
-
-async def test_closed_call_ends_the_generation():
-    backend = ScriptedBackend()
-    responses = GenerationServicer(backend).generate(pb.GenerateRequest(text="x"), Context())
-    await anext(responses)
-    await responses.aclose()
-    assert backend.num_open == 0
-
-
-async def test_status_failing_ends_the_call_with_the_error():
-    class Slow(ScriptedBackend):
-        async def status(self):
-            raise DeadlineExceededError("slow")
-
-    context = Context()
-    answer = await GenerationServicer(Slow()).get_status(pb.GetStatusRequest(), context)
-    assert not answer.processes
-    assert context.code is grpc.StatusCode.DEADLINE_EXCEEDED

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import random
 from dataclasses import replace
 
 import pytest
 
 from gammaray.blocks import Shape, VerifyTiming
-from orchestrator.control.adaptive import AdaptiveGamma
 from orchestrator.control.costs import HOLD, CostModel
 from orchestrator.control.fixed import FixedGamma
 from tests.support.control_simulation import UNIT_S, Lone, World, crowd, drive, make_cycle
@@ -48,13 +46,6 @@ def test_costs_learn_what_catching_up_takes():
     assert played(World(catch_up=0.0, spikes=0.0), 900).catch_up_s < 0.2 * UNIT_S
 
 
-def test_costs_are_unknown_before_anything_was_measured():
-    costs = CostModel()
-    assert costs.plain_cycle_s is None
-    assert not costs.is_known
-    assert costs.tokens_per_s == 0
-
-
 def test_costs_of_a_plain_cycle_follow_from_proposals_of_different_lengths():
     world, costs, session = World(spikes=0.0), CostModel(random.Random(1)), Lone(random.Random(1))
     for index in range(10 * HOLD):
@@ -89,28 +80,6 @@ def test_first_children_are_counted_up_to_the_first_failure(levels, counted):
     assert cycle.first_children == counted
 
 
-def test_costs_take_one_hiccup_for_noise_and_a_series_for_a_change():
-    costs = played(World(noise=0.05, spikes=0.0), 300)
-    before = seconds(costs, 0)
-    plain = make_cycle(Shape(0), (), 0, draft=0.0, verify=40.0, other=0.0)
-    costs.observe(plain, was_plain=True)
-    assert seconds(costs, 0) < 1.5 * before
-    for _ in range(6 * HOLD):
-        costs.observe(plain, was_plain=True)
-    assert costs.plain_cycle_s == pytest.approx(40.0 * UNIT_S, rel=0.2)
-
-
-def test_costs_take_the_load_from_the_batch():
-    world, costs = World(alpha=0.75, per_token=0.04, spikes=0.0), CostModel(random.Random(1))
-    controllers = [FixedGamma(3, costs) for _ in range(8)]
-    crowd(controllers, [world] * 8, 100, random.Random(1))
-    assert costs.num_waiting == pytest.approx(7.0, rel=0.1)
-    assert costs.others_rows == pytest.approx(21.0, rel=0.1)
-    lone = CostModel(random.Random(1))
-    drive(FixedGamma(3, lone), world, 100, Lone(random.Random(1)))
-    assert lone.num_waiting == lone.others_rows == 0
-
-
 def test_costs_keep_the_prompts_of_others_out_of_speed_and_rows():
     world = World(alpha=0.75, per_token=0.04, spikes=0.0)
     plain, busy = CostModel(random.Random(1)), CostModel(random.Random(1))
@@ -130,27 +99,6 @@ def test_costs_keep_the_prompts_of_others_out_of_speed_and_rows():
     assert busy.mean.others_prompt == pytest.approx(0.04 * UNIT_S, rel=0.25)
 
 
-def test_samples_spread_around_what_is_believed_and_stay_possible():
-    costs = played(World(), 300)
-    samples = []
-    for _ in range(400):
-        costs.renew()
-        samples.append(costs.sample())
-    assert all(value >= 0 for sample in samples for value in sample)
-    fixed = [sample.fixed for sample in samples]
-    assert sum(fixed) / len(fixed) == pytest.approx(costs.mean.fixed, rel=0.1)
-    assert len({round(value / costs.mean.fixed, 6) for value in fixed}) > 100
-
-
-def test_draws_are_held_for_some_cycles_and_shared_steps_count_once():
-    costs = CostModel(random.Random(1))
-    drive(FixedGamma(2, costs), World(), 10 * HOLD, Lone(random.Random(1)))
-    assert costs.num_renewed == pytest.approx(11, abs=1)
-    shared = CostModel(random.Random(1))
-    crowd([FixedGamma(2, shared)] * 8, [World()] * 8, 10 * HOLD, random.Random(1))
-    assert shared.num_renewed == pytest.approx(11, abs=1)
-
-
 def test_plain_cycles_bring_back_what_was_assumed_of_drafting():
     costs = CostModel(random.Random(1))
     drive(FixedGamma(4, costs), World(draft=5.0, alpha=0.05), 100, Lone(random.Random(1)))
@@ -159,18 +107,3 @@ def test_plain_cycles_bring_back_what_was_assumed_of_drafting():
     drive(FixedGamma(0, costs), World(), 2000, Lone(random.Random(2)))
     assert costs.mean.forward < 0.3 * dear
     assert costs.acceptance.alpha > 2 * alpha
-
-
-def test_covariance_stays_symmetric_and_positive():
-    costs = CostModel(random.Random(2))
-    controllers = [AdaptiveGamma(8, costs, 16) for _ in range(3)]
-    world = World(noise=0.8, spikes=0.1, slow=6.0)
-    for controller in controllers:
-        drive(controller, world, 400, Lone(random.Random(2)))
-        drive(controller, World(), 400, Lone(random.Random(3)))
-    for i, row in enumerate(costs.covariance):
-        assert row[i] > 0
-        for j, value in enumerate(row):
-            bound = math.sqrt(row[i] * costs.covariance[j][j])
-            assert abs(value) <= 1.0001 * bound
-            assert value == pytest.approx(costs.covariance[j][i], abs=1e-6 * bound)

@@ -7,7 +7,7 @@ from gammaray.config import ClusterSettings, OrchestratorSettings
 from gammaray.errors import InvalidArgumentError, UnauthenticatedError
 from gammaray.security.keys import create_key, hash_key
 from orchestrator.access.caller import Authenticator, make_authenticator
-from orchestrator.launcher.trust import arrange_trust, check_access, reachable
+from orchestrator.launcher.trust import arrange_trust, check_access
 
 
 @pytest.fixture
@@ -64,13 +64,6 @@ def test_arrange_trust_without_keys_stays_on_this_machine():
         with pytest.raises(UnauthenticatedError):
             door.identify({}, peer)
     assert Authenticator().identify({}, "ipv4:10.0.0.1:5").tenant == ""
-
-
-@pytest.mark.parametrize(
-    ("host", "address"), [("0.0.0.0", "127.0.0.1"), ("10.0.0.1", "10.0.0.1"), ("localhost", "localhost")]
-)
-def test_reachable_is_the_address_for_local_connections(host, address):
-    assert reachable(host) == address
 
 
 def test_settings_do_not_show_the_password_of_redis():

@@ -24,7 +24,7 @@ from orchestrator.launcher import cluster
 from orchestrator.launcher.cluster import private_directory, serve_environment, serve_errors
 from orchestrator.launcher.options import parse_options
 from orchestrator.launcher.preflight import check_models, check_port, gpu_share, vocab_size, worker_gpus
-from orchestrator.launcher.reaper import MARK, Guardian, children_named, end_marked, marked, runs
+from orchestrator.launcher.reaper import MARK, children_named, end_marked, marked, runs
 from orchestrator.launcher.signals import StopSignals
 
 
@@ -266,15 +266,6 @@ def test_guardian_cleans_up_after_a_launcher_that_was_killed(tmp_path):
         time.sleep(0.05)
     assert marked(cluster_id) == []
     assert not directory.exists()
-
-
-@pytest.mark.slow
-def test_guardian_that_is_dismissed_cleans_up_and_ends(tmp_path):
-    cluster_id = uuid.uuid4().hex
-    guardian = Guardian(cluster_id, tmp_path / "cluster")
-    start_orphan(cluster_id)
-    guardian.dismiss(timeout_s=100)
-    assert marked(cluster_id) == []
 
 
 class Vanished:

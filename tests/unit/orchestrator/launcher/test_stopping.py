@@ -1,12 +1,9 @@
 """Signals that stop the launcher: delivered once, never lost, and not taken from other handlers."""
 
-import signal
 import subprocess
 import sys
 
 import pytest
-
-from orchestrator.launcher.signals import Stop, StopSignals
 
 SCRIPT = """
 import os, signal, sys
@@ -73,15 +70,3 @@ except Stop:
 @pytest.mark.parametrize("body", STOPPED.values(), ids=STOPPED)
 def test_signal_is_never_lost(body):
     assert run(body).returncode == 7
-
-
-def test_check_without_a_signal_does_nothing():
-    before = signal.getsignal(signal.SIGTERM)
-    signals = StopSignals()
-    signals.check()
-    with signals.kept():
-        assert signal.signal(signal.SIGTERM, signal.SIG_IGN) == before
-    assert signal.getsignal(signal.SIGTERM) == before
-    signals.came = True
-    with pytest.raises(Stop):
-        signals.check()

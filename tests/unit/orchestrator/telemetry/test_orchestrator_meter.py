@@ -155,13 +155,6 @@ async def test_request_has_its_latencies():
     assert first_s + between_s <= duration_s <= elapsed_s
 
 
-async def test_resume_is_no_first_token():
-    service = Service(chunk(1), chunk(1, LENGTH))
-    async for _ in service.generate(GenerationRequest("", session_id="s", resume_from=3)):
-        pass
-    assert samples(service.meter)["time_to_first_token",] == (0, 0.0)
-
-
 @pytest.mark.parametrize(
     ("error", "outcome"),
     [

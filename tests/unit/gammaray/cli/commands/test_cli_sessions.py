@@ -5,7 +5,7 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from gammaray import Client, SessionInfo, SessionState
+from gammaray import SessionInfo, SessionState
 from gammaray.cli import main
 from gammaray.errors import InternalError
 from gammaray.types import EmittedToken, FinishReason, TokenOrigin
@@ -76,20 +76,6 @@ def test_resume_cancel_and_delete(run, service):
     assert run("cancel", "old") == "old: finished (cancelled), 2 tokens\n"
     assert run("delete", "old") == "old: deleted\n"
     assert run("delete", "none") == "none: not found\n"
-
-
-def test_clients_return_sessions_and_tokens(service):
-    with serve_in_thread(service) as address, Client(address) as client:
-        assert client.get_session("mine") == (RUNNING, (TOKEN,))
-        assert client.list_sessions() == [RUNNING, CANCELLED, DETACHED]
-        assert client.cancel("old") == CANCELLED
-        assert client.delete_session("old")
-        assert not client.delete_session("none")
-
-
-@pytest.mark.parametrize("info", [RUNNING, CANCELLED, DETACHED], ids=lambda info: info.session_id)
-def test_session_round_trip_through_the_wire_format(info):
-    assert info_from_proto(info_to_proto(info)) == info
 
 
 def test_session_in_an_unknown_state_is_refused():

@@ -89,10 +89,6 @@ def test_trace_shows_errors_and_owners():
     assert "1 proposals prepared ahead" in output
 
 
-def test_trace_reports_a_session_without_cycles():
-    assert trace([]) == "no cycles yet\n"
-
-
 def test_trace_last_and_json_give_the_latest_cycles():
     output = json.loads(trace([cycle(0), cycle(1), cycle(2)], "--last", "2", "--json"))
     assert output["session_id"] == "s1"

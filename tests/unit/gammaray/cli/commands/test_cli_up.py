@@ -10,11 +10,9 @@ from pathlib import Path
 import pytest
 
 import gammaray
-from gammaray.cli import program
 from gammaray.cli.commands import up
 from gammaray.config import ClusterSettings, PoolSize
 from orchestrator.launcher.options import parse_options
-from tests.support.cli_helpers import invoke
 
 ROOT = Path(gammaray.__file__).parents[1]
 WAIT_S = 120.0
@@ -89,14 +87,6 @@ def test_up_signals_reach_the_launcher_whose_exit_code_counts(launch, number):
     assert process.returncode == 7
 
 
-def test_up_has_an_option_for_every_cluster_setting():
-    names = {parameter.name for parameter in up.up.params}
-    assert names >= ClusterSettings.model_fields.keys()
-    help_text = invoke("up", "--help").stdout
-    for name in ClusterSettings.model_fields:
-        assert f"--{name.replace('_', '-')}" in help_text
-
-
 def test_up_options_are_those_that_the_launcher_knows(monkeypatch):
     options = parse_options(GIVEN)
     cluster = options.cluster
@@ -110,14 +100,3 @@ def test_up_options_are_those_that_the_launcher_knows(monkeypatch):
             field = ClusterSettings.model_fields.get(option.name)
             value = () if option.is_flag else (str(field.default if field else 5),)
             parse_options([name, *value])
-
-
-def test_up_without_the_cluster_packages_says_what_to_install(monkeypatch):
-    present = program.find_spec
-    monkeypatch.setattr(
-        program, "find_spec", lambda name: None if name in ("ray", "torch") else present(name)
-    )
-    result = invoke("up")
-    assert result.exit_code == 1
-    assert "not installed (ray, torch)" in result.stderr
-    assert "pip install 'gammaray[all]'" in result.stderr

@@ -99,14 +99,6 @@ async def test_completion_defaults_are_those_of_openai():
     assert request.gamma == GammaPolicy()
 
 
-@pytest.mark.parametrize("body", [{"max_tokens": 2}, {"max_completion_tokens": 2}])
-async def test_max_tokens_under_either_name_bounds_the_completion(body):
-    for path, prompt in (("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", {"messages": CHAT})):
-        answer = await complete(ScriptedBackend(), path, **prompt, **body)
-        assert answer.json()["usage"]["completion_tokens"] == 2
-        assert answer.json()["choices"][0]["finish_reason"] == "length"
-
-
 async def test_chat_without_max_tokens_asks_for_the_context():
     backend = ScriptedBackend()
     await complete(backend, "/v1/chat/completions", messages=CHAT)
@@ -225,10 +217,3 @@ async def test_adapters_are_models_that_a_request_may_name():
     refused = await complete(backend, prompt="x", model="poems")
     assert refused.status_code == 404
     assert refused.json()["error"]["code"] == "model_not_found"
-
-
-async def test_health_needs_a_target_worker():
-    assert (await call(ScriptedBackend(), "GET", "/health")).status_code == 200
-    answer = await call(ScriptedBackend(healthy=False), "GET", "/health")
-    assert answer.status_code == 503
-    assert answer.headers["retry-after"] == "1"

@@ -55,14 +55,6 @@ async def test_echo_of_no_tokens_is_the_prompt_alone():
     assert backend.requests[0].max_tokens == 1
 
 
-async def test_prompt_logprobs_have_vllms_form_in_the_choices():
-    answer = await complete(ScriptedBackend(), prompt=PROMPT, n=2, prompt_logprobs=1)
-    check_answer("/v1/completions", answer.json())
-    for choice in answer.json()["choices"]:
-        assert choice["prompt_logprobs"] == RANKED
-        assert choice["logprobs"] is None
-
-
 async def test_prompt_logprobs_and_echo_have_each_their_own_number():
     body = {"prompt": PROMPT, "echo": True, "logprobs": 1, "prompt_logprobs": 0, "max_tokens": 0}
     (choice,) = (await complete(ScriptedBackend(), **body)).json()["choices"]
@@ -168,15 +160,3 @@ async def test_choices_of_a_whole_response_count_each():
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt_logprobs")
     body = {"prompt": [7] * 50, "n": 128, "prompt_logprobs": 20, "max_tokens": 1}
     assert len((await complete(Long(), **body)).json()["choices"]) == 128
-
-
-async def test_streams_contain_prompt_logprobs_in_their_first_piece():
-    body = {"prompt": PROMPT, "echo": True, "logprobs": 1, "prompt_logprobs": 1}
-    *chunks, _ = await events(ScriptedBackend(), **body)
-    check_events("/v1/completions", chunks)
-    opening, first, *later = [json.loads(chunk)["choices"][0] for chunk in chunks]
-    assert (opening["text"], opening["logprobs"]) == ("<7><8><9>", None)
-    assert first["logprobs"]["tokens"] == [*LOGPROBS["tokens"], "caf"]
-    assert first["prompt_logprobs"] == RANKED
-    assert not any("prompt_logprobs" in choice for choice in later)
-    assert later[0]["logprobs"]["text_offset"] == [12]

@@ -74,16 +74,6 @@ async def test_obfuscated_events_have_sizes_that_do_not_follow_the_text(path, bo
     assert [event["choices"] for _, event, _ in padded] == [event["choices"] for _, event, _ in plain]
 
 
-async def test_stream_of_samples_interleaves_and_finishes_each():
-    *chunks, done = await events(ScriptedBackend(), prompt="x", n=2)
-    assert done == "[DONE]"
-    parsed = [json.loads(chunk)["choices"][0] for chunk in chunks]
-    for index in (0, 1):
-        own = [choice for choice in parsed if choice["index"] == index]
-        assert "".join(choice["text"] for choice in own) == "café"
-        assert [choice["finish_reason"] for choice in own] == [None, "stop"]
-
-
 async def test_stream_contains_requested_tokens():
     *chunks, _ = await events(ScriptedBackend(), prompt="x", gammaray={"stream_tokens": True})
     parsed = [json.loads(chunk) for chunk in chunks]
@@ -98,12 +88,6 @@ async def test_stream_of_chat_begins_with_the_role():
     role, first, last, _ = await events(ScriptedBackend(), "/v1/chat/completions", messages=CHAT)
     deltas = [json.loads(event)["choices"][0]["delta"] for event in (role, first, last)]
     assert deltas == [{"role": "assistant", "content": ""}, {"content": "caf"}, {"content": "é"}]
-
-
-async def test_stream_with_logprobs_covers_every_token():
-    *chunks, _ = await events(ScriptedBackend(), prompt="x", logprobs=0)
-    offsets = [json.loads(chunk)["choices"][0]["logprobs"]["text_offset"] for chunk in chunks]
-    assert offsets == [[0], [3], [4]]
 
 
 def fail_at(chunk):

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 
-import httpx
 import pytest
-from openai import AsyncOpenAI
 
-from orchestrator.api.http.server.app import create_app
 from tests.support.http_helpers import CHAT, complete, events_with_ids
 from tests.support.openapi_helpers import document, validator
 from tests.support.surface_helpers import ScriptedBackend
-from tests.support.tool_helpers import BODY_TOOLS, LLAMA_CHAT, MISTRAL_CHAT, QWEN_CHAT, WEATHER
+from tests.support.tool_helpers import BODY_TOOLS, LLAMA_CHAT, MISTRAL_CHAT, QWEN_CHAT
 
 CHATS = "/v1/chat/completions"
 TEXT = (
@@ -138,29 +135,6 @@ async def test_call_that_is_cut_has_reason_length_and_the_part_of_its_arguments(
     assert len(calls) == 2
 
 
-async def test_call_that_ends_at_a_stop_string_has_reason_stop():
-    data = TEXT.encode()
-    for end in range(len(data) + 1):
-        scripted = Backend(pieces=[data[:end]])
-        (choice,) = (await answered(scripted, max_tokens=9))["choices"]
-        calls = named(choice["message"].get("tool_calls", []))
-        is_whole = bool(calls) and all(is_json(arguments) for _, arguments in calls)
-        assert choice["finish_reason"] == "stop" or is_whole
-        assert "tool_call>" not in (choice["message"]["content"] or "")
-    assert choice["finish_reason"] == "tool_calls"
-
-
-async def test_forced_call_that_is_cut_has_its_name():
-    now = {"type": "function", "function": {"name": "now"}}
-    for end in range(1, 60):
-        text = '<tool_call>\n{"name": "now", "arguments": {"a": 1}}\n</tool_call>'[:end]
-        scripted = Backend(pieces=[text.encode(), b"never"])
-        (choice,) = (await answered(scripted, max_tokens=1, tool_choice=now))["choices"]
-        ((name, arguments),) = named(choice["message"]["tool_calls"])
-        assert (name, choice["message"]["content"], choice["finish_reason"]) == ("now", None, "length")
-        assert '{"a": 1}'.startswith(arguments)
-
-
 async def test_nothing_follows_calls():
     for rest in (
         "\nDone.",
@@ -171,22 +145,6 @@ async def test_nothing_follows_calls():
         (choice,) = (await answered(backend(TEXT + rest)))["choices"]
         assert (choice["message"]["content"], choice["finish_reason"]) == ("Sure 😀.", "tool_calls")
         assert named(choice["message"]["tool_calls"]) == FOUND
-
-
-async def test_arguments_that_are_no_json_are_no_tool_calls():
-    for wrong in ('{"a" 1}', '{"a": "\n"}', "{a}", '{"a": 1,}'):
-        text = f'<tool_call>{{"name": "now", "arguments": {wrong}}}</tool_call>'
-        (choice,) = (await answered(backend(text)))["choices"]
-        assert choice["finish_reason"] == "stop"
-        assert [name for name, _ in named(choice["message"]["tool_calls"])] == ["now"]
-
-
-def is_json(text):
-    try:
-        json.loads(text)
-    except ValueError:
-        return False
-    return True
 
 
 async def test_each_choice_has_calls_of_its_own():
@@ -209,17 +167,6 @@ async def test_logprobs_cover_every_token_once():
     ]
     assert streamed == whole
     assert b"".join(bytes(entry["bytes"]) for entry in whole) == TEXT.encode()
-
-
-async def test_usage_comes_once_at_the_end():
-    options = {"include_usage": True}
-    events = await events_with_ids(backend(), CHATS, messages=CHAT, tools=BODY_TOOLS, stream_options=options)
-    bodies = [json.loads(data) for _, data in events if data != "[DONE]"]
-    assert [bool(body.get("usage")) for body in bodies] == [False] * (len(bodies) - 1) + [True]
-    assert bodies[-1]["choices"] == []
-    options["continuous_usage_stats"] = True
-    events = await events_with_ids(backend(), CHATS, messages=CHAT, tools=BODY_TOOLS, stream_options=options)
-    assert all(json.loads(data)["usage"]["total_tokens"] for _, data in events[1:-1])
 
 
 @pytest.mark.parametrize("size", [1, 4, 9])
@@ -479,24 +426,3 @@ async def test_document_describes_requests_and_responses(text):
     piece = content["text/event-stream"]["schema"]["properties"]["data"]["anyOf"][1]["contentSchema"]
     for _, data in (await events_with_ids(backend(text), CHATS, **body))[:-1]:
         validator(piece).validate(json.loads(data))
-
-
-@pytest.fixture
-async def client():
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(create_app(backend()))) as http:
-        yield AsyncOpenAI(api_key="none", base_url="http://localhost/v1", http_client=http)
-
-
-async def test_openai_client_reads_calls(client):
-    arguments = {"model": "scripted", "messages": CHAT, "tools": BODY_TOOLS}
-    whole = (await client.chat.completions.create(**arguments)).choices[0]
-    async with client.chat.completions.stream(**arguments) as stream:
-        kinds = [event.type async for event in stream]
-        streamed = (await stream.get_final_completion()).choices[0]
-    assert kinds.count("tool_calls.function.arguments.done") == 2
-    for choice in (whole, streamed):
-        calls = [(one.function.name, one.function.arguments) for one in choice.message.tool_calls]
-        assert (choice.finish_reason, choice.message.content, calls) == ("tool_calls", "Sure 😀.", FOUND)
-    answer = [*CHAT, whole.message, {"role": "tool", "tool_call_id": "x", "content": json.dumps(WEATHER)}]
-    again = await client.chat.completions.create(**{**arguments, "messages": answer})
-    assert again.choices[0].message.tool_calls
