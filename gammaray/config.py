@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import quote
@@ -203,25 +202,18 @@ class _Settings(BaseSettings):
         return given
 
 
-def settings_error(
-    error: ValidationError,
-    settings: type[BaseModel] | None = None,
-    where: str = "",
-    show: Callable[[Any, str], Any] = lambda value, name: value,
-) -> InvalidArgumentError:
+def settings_error(error: ValidationError, settings: type[BaseModel] | None = None) -> InvalidArgumentError:
     """Convert the first failure of a validation to an error that names the field.
 
     Args:
         settings: The validated class; for an unknown field the error suggests the nearest one of it.
-        where: Name of the object that holds the fields; prefixed to the field's name.
-        show: Takes a value and the field's name, returns the value as it may be shown (secrets redacted).
     """
     first = error.errors(include_url=False)[0]
-    field = ".".join([*filter(None, [where]), *map(str, first["loc"])])
+    field = ".".join(map(str, first["loc"]))
     own = _OWN_MESSAGE.fullmatch(first["msg"])
     if own:
         return InvalidArgumentError(field, own["got"], own["allowed"])
-    got = "nothing" if first["type"] == "missing" else show(first["input"], field)
+    got = "nothing" if first["type"] == "missing" else first["input"]
     got = "an empty text" if got == "" else got
     if first["type"] == "extra_forbidden":
         known = sorted(settings.model_fields) if settings is not None else []

@@ -23,7 +23,6 @@ _COMMANDS = {
     "bench": "Measure a running cluster: speed, acceptance and latency by gamma.",
     "chat": "Chat with the model.",
     "check": "Check receipts of completions against the target.",
-    "config": "Print the effective settings of every process.",
     "drafters": "List, pin and roll back the drafters that a machine learns.",
     "generate": "Stream a completion of PROMPT.",
     "keys": "Create, list and revoke API keys; keys for receipts.",

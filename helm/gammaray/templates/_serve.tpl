@@ -1,7 +1,7 @@
 {{/* The Serve configuration: the generated one with this release's models, replicas, devices and settings. */}}
 {{- define "gammaray.serveConfig" -}}
 {{- $generated := include "gammaray.generated" . | fromYaml -}}
-{{- $serve := $generated.serve -}}
+{{- $serve := include "gammaray.serve" . | fromYaml -}}
 {{- $applications := list -}}
 {{- range $application := $serve.applications -}}
 {{- $role := get $generated.roles $application.name -}}
@@ -39,7 +39,7 @@
 {{- end -}}
 {{- $_ := set $settings "device" (ternary "cuda" "cpu" (gt (int $values.gpus) 0)) -}}
 {{- $_ := set $deployment.ray_actor_options "num_gpus" (int $values.gpus) -}}
-{{- if hasKey $settings "tensor_parallel" -}}
+{{- if eq $role "target" -}}
 {{- $_ := set $settings "tensor_parallel" (max 1 (int $values.gpus)) -}}
 {{- end -}}
 {{- end -}}
