@@ -28,7 +28,6 @@ from gammaray.errors import (
     UnavailableError,
 )
 from gammaray.security.client_tls import ClientTls, client_tls, explain, tls_error
-from gammaray.types import DrafterKind, EmittedToken, TokenOrigin
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -47,13 +46,11 @@ class ChatPiece:
 
     Args:
         text: Its text.
-        tokens: The tokens of this text.
         finish_reason: In the last piece: why the answer ended.
         speculation: In the last piece: the response object `gammaray`.
     """
 
     text: str
-    tokens: tuple[EmittedToken, ...] = ()
     finish_reason: str | None = None
     speculation: dict[str, Any] = field(default_factory=dict)
 
@@ -146,8 +143,7 @@ class Chat:
         return form.parsed(said, reason)
 
     def _pieces(self, messages: list[dict[str, str]], form: OutputForm) -> Iterator[ChatPiece]:
-        extra = {**self._options.get("gammaray", {}), "stream_tokens": True}
-        body = {**self._options, **form.http_fields, "messages": messages, "stream": True, "gammaray": extra}
+        body = {**self._options, **form.http_fields, "messages": messages, "stream": True}
         context = None if self._tls is None else self._tls.context()
         try:
             with urllib.request.urlopen(
@@ -211,22 +207,8 @@ def _piece(event: dict[str, Any]) -> ChatPiece:
         raise GammarayError(event["error"]["message"])
     if not event["choices"]:
         return ChatPiece("")
-    (choice,), own = event["choices"], event.get("gammaray", {})
-    tokens = tuple(
-        EmittedToken(
-            token["id"], TokenOrigin(token["origin"]), bytes(token["bytes"]), drafter=_drafter(token)
-        )
-        for token in own.get("tokens", ())
-    )
-    return ChatPiece(choice["delta"].get("content", ""), tokens, choice["finish_reason"], own)
-
-
-def _drafter(token: dict[str, Any]) -> DrafterKind | None:
-    """Return the drafter of a token; None for a missing one, and for a kind of a later version."""
-    try:
-        return DrafterKind(token.get("drafter"))
-    except ValueError:
-        return None
+    (choice,) = event["choices"]
+    return ChatPiece(choice["delta"].get("content", ""), choice["finish_reason"], event.get("gammaray", {}))
 
 
 def _error(error: urllib.error.HTTPError) -> GammarayError:
