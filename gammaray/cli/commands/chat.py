@@ -12,7 +12,7 @@ from gammaray.cli.options import Connection, connection_options, form_options
 from gammaray.cli.render import printable
 from gammaray.client.chat import Chat
 from gammaray.client.structured import OutputOptions
-from gammaray.errors import GammarayError, TlsError, UnavailableError
+from gammaray.errors import GammarayError, UnavailableError
 from gammaray.types import DrafterKind, VerificationMethod
 
 _HELP = "/reset starts a new chat, /exit quits, Ctrl-C stops a response."
@@ -76,7 +76,7 @@ def _answer(conversation: Chat, text: str, form: OutputOptions) -> None:
     except KeyboardInterrupt:
         pieces.close()  # type: ignore[attr-defined]
         click.echo()
-    except (TlsError, UnavailableError):
+    except UnavailableError:
         raise
     except GammarayError as error:
         click.echo(f"gammaray: {error}", err=True)
