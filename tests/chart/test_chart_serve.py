@@ -122,11 +122,10 @@ def test_keys_and_certificates_are_where_they_are_mounted():
     for role in ("orchestrator", "draft", "target"):
         mounted = [mount["mountPath"] for mount in container(group[role]["template"])["volumeMounts"]]
         shown = settings(role, EVERYTHING)
-        paths = [shown[name] for name in ("tls_ca", "tls_cert", "tls_key")]
         keys = [shown[name] for name in ("api_keys_file", "receipt_keys_file") if name in shown]
         assert len(keys) == (2 if role == "orchestrator" else 0)
-        assert all(path.rpartition("/")[0] in mounted for path in (*paths, *keys))
-        names = ("tls_ca", "tls_cert", "tls_key", "api_keys_file", "receipt_keys_file")
+        assert {shown["tls_dir"], *(path.rpartition("/")[0] for path in keys)} <= set(mounted)
+        names = ("tls_dir", "api_keys_file", "receipt_keys_file")
         assert all(name not in settings(role) for name in names)
 
 

@@ -28,7 +28,7 @@ WITHOUT_A_CLUSTER: Mapping[str, str] = {
     r"kubectl -n gammaray (get|wait|patch|delete) |CLUSTER=\$\(kubectl": "needs a Kubernetes cluster",
     r"helm (history|rollback|uninstall) ": "needs a Kubernetes cluster",
     r"gammaray (generate|chat) .*--ca-file": "needs TLS in front: tests/unit/gammaray/cli/test_cli_tls.py",
-    r"openssl |for role in ": "tests/integration/test_trust_tls.py runs them and uses the certificates",
+    r"openssl |mkdir |for role in ": "tests/integration/test_trust_tls.py runs them and uses what they make",
     r"docker (build|push|run) ": "needs Docker, a registry, or the network",
     r"serve run ": "tests/support/cluster/served_chart.py does, on a Ray of its own",
     r"((OTEL|GAMMARAY)_\w+=\S+ )*gammaray up\b": "tests/e2e start clusters by it; each takes a minute",

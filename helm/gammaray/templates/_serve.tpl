@@ -44,7 +44,7 @@
 {{- end -}}
 {{- end -}}
 {{- if $.Values.workerTls.enabled -}}
-{{- $settings = mergeOverwrite $settings (dict "tls_ca" "/etc/gammaray/tls/ca.crt" "tls_cert" "/etc/gammaray/tls/tls.crt" "tls_key" "/etc/gammaray/tls/tls.key") -}}
+{{- $settings = mergeOverwrite $settings (dict "tls_dir" "/etc/gammaray/tls") -}}
 {{- end -}}
 {{- $_ := set $args "settings" (mergeOverwrite $settings $values.settings) -}}
 {{- if ne (toString $values.workers) "0" -}}

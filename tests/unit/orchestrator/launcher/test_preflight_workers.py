@@ -39,7 +39,7 @@ def test_settings_that_do_not_fit_the_devices_are_refused_with_the_reason():
     [
         ({"THREADS": "0"}, "threads"),
         ({"THREADS": "2", "DETERMINISTIC": "1"}, "threads"),
-        ({"MAX_TENANT_SHARE": "inf"}, "max_tenant_share"),
+        ({"CACHE_MEMORY_SHARE": "inf"}, "cache_memory_share"),
         ({"SESSION_TTL_S": "0"}, "session_ttl_s"),
     ],
     ids=str,
