@@ -145,6 +145,7 @@ def totals(kind):
         t.ProcessStatus,
         *(text, counts, text, text, st.booleans(), counts, text, counts, counts, counts),
         *(totals(WorkerTotals), totals(SpeculationTotals)),
+        st.lists(counts).map(tuple),
     )
 )
 def test_process_status_round_trip(process):

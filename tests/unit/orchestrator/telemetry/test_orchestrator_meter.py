@@ -197,6 +197,6 @@ def test_totals_are_the_counters():
     for _ in range(3):
         meter.cycle(cycle((ACCEPTED, CORRECTION), tested=2), 0.003)
     totals = meter.totals
-    assert (totals.cycles, totals.draft_tokens, totals.tested_tokens) == (3, 12, 6)
+    assert (totals.cycles, totals.drafts, totals.draft_tokens, totals.tested_tokens) == (3, 3, 12, 6)
     assert (totals.accepted_tokens, totals.emitted_tokens, totals.gamma_sum) == (3, 6, 15)
     assert (totals.decode_us, totals.plain_us) == (18_000, 18_000)
