@@ -54,6 +54,19 @@ Counting takes 5 us per cycle in an orchestrator, 1.4 us per step and block in a
 An accepted token after the end of a completion was not emitted and is not counted. So over any set of
 completions the counters of tokens are the sums of what the API's own summaries say.
 
+## By vLLM's names
+
+`GET /metrics` of the HTTP API has metrics that clients and dashboards for vLLM read, with vLLM's labels
+`model_name` and `engine` (always 0). They are sums over all orchestrators, whichever of them answers:
+
+* counters: `vllm:spec_decode_num_drafts_total`, `vllm:spec_decode_num_draft_tokens_total`,
+  `vllm:spec_decode_num_accepted_tokens_total`, `vllm:spec_decode_num_accepted_tokens_per_pos_total` (also by
+  `position`, from 0), `vllm:generation_tokens_total`;
+* gauges: `vllm:num_requests_running`, `vllm:num_requests_waiting`.
+
+The path needs a key where the API does. It answers 503 while Redis cannot be reached, which knows the other
+orchestrators. They have vLLM's definitions, but for accepted tokens after the end of a completion.
+
 ## All processes
 
 Every process also has `process_cpu_seconds_total`, `process_resident_memory_bytes` and the other process

@@ -105,6 +105,7 @@ class SpeculationTotals:
     """Totals of an orchestrator's cycles since its start; see the proto of the same name."""
 
     cycles: int = 0
+    drafts: int = 0
     draft_tokens: int = 0
     tested_tokens: int = 0
     accepted_tokens: int = 0
@@ -122,7 +123,8 @@ class ProcessStatus:
 
     `num_queued` counts waiting or running blocks of a worker, and waiting requests of an orchestrator. Only
     workers have `cache_bytes` (KV cache in use, of `cache_budget_bytes`), `worker_totals` and `kernel` (the
-    implementation of the model's forward pass), only orchestrators `speculation_totals`.
+    implementation of the model's forward pass), only orchestrators `speculation_totals` and
+    `accepted_per_position` (entry j: accepted tokens at depth j + 1).
     """
 
     role: str
@@ -137,6 +139,7 @@ class ProcessStatus:
     cache_budget_bytes: int = 0
     worker_totals: WorkerTotals | None = None
     speculation_totals: SpeculationTotals | None = None
+    accepted_per_position: tuple[int, ...] = ()
     kernel: str = ""
 
 

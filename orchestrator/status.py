@@ -138,6 +138,7 @@ class StatusBoard:
             metrics_address=self._export.address if self._export is not None else "",
             num_queued=self._admission.num_waiting,
             speculation_totals=self._meter.totals,
+            accepted_per_position=self._meter.accepted_per_position,
         )
 
     async def all(self) -> list[ProcessStatus]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,12 +85,8 @@ def _guidellm(server: Server, folder: Path) -> Outcome:
 
 
 def _aiperf(server: Server, folder: Path) -> Outcome:
-    _run(
-        *("aiperf", folder, "aiperf", "profile", "--model", server.model),
-        *("--url", f"http://{server.address}", "--endpoint-type", "completions", "--streaming"),
-        *("--tokenizer", str(server.tokenizer), "--extra-inputs", "temperature:0"),
-        *("--concurrency", "2", "--random-seed", "1", "--ui", "simple"),
-        *("--output-artifact-dir", str(folder)),
+    _run_aiperf(
+        *(server, folder, "completions"),
         *("--synthetic-input-tokens-mean", str(TOKENS), "--output-tokens-mean", str(TOKENS)),
         *("--extra-inputs", "ignore_eos:true", "--request-count", str(REQUESTS)),
     )
@@ -98,9 +95,48 @@ def _aiperf(server: Server, folder: Path) -> Outcome:
     if not panel:
         raise ClientError("AIPerf's speculative-decoding panel is empty")
     figures = {name: value.get("avg", value) for name, value in panel.items() if isinstance(value, dict)}
+    return Outcome(*_aiperf_counts(report), figures)
+
+
+def _speed_bench(server: Server, folder: Path) -> Outcome:
+    rows = TASKS / "coding.jsonl"
+    count = len(rows.read_text().splitlines())
+    _run_aiperf(
+        *(server, folder, "chat"),
+        *("--custom-dataset-type", "speed_bench_coding", "--input-file", str(rows)),
+        *("--extra-inputs", f"max_completion_tokens:{TOKENS}", "--request-count", str(count)),
+    )
+    _run("aiperf", folder, "aiperf", "speed-bench-report", str(folder), "--format", "csv")
+    metrics = _read(folder / "server_metrics_export.json")["metrics"]
+    counters = {
+        name.removeprefix("vllm:"): metrics[name]["series"][0]["stats"]["total"]
+        for name in sorted(metrics)
+        if name.startswith("vllm:spec_decode_num_") and not name.endswith("per_pos")
+    }
+    if len(counters) != 3:
+        raise ClientError(f"AIPerf found these of vLLM's counters of speculation: {sorted(counters)}")
+    report = _read(folder / "profile_export_aiperf.json")
+    with (folder / "speed_bench_report.csv").open(newline="") as file:
+        (row,) = csv.DictReader(file)
+    if not row.get("coding"):
+        raise ClientError(f"AIPerf's report has no acceptance length: {row}")
+    return Outcome(*_aiperf_counts(report), {"accept_length": float(row["coding"]), **counters})
+
+
+def _run_aiperf(server: Server, folder: Path, endpoint: str, *options: str) -> None:
+    _run(
+        *("aiperf", folder, "aiperf", "profile", "--model", server.model),
+        *("--url", f"http://{server.address}", "--endpoint-type", endpoint, "--streaming"),
+        *("--tokenizer", str(server.tokenizer), "--extra-inputs", "temperature:0"),
+        *("--concurrency", "2", "--random-seed", "1", "--ui", "simple"),
+        *("--output-artifact-dir", str(folder), *options),
+    )
+
+
+def _aiperf_counts(report: Mapping[str, Any]) -> tuple[int, int]:
     succeeded = round(report["request_count"]["avg"])
     failed = round((report.get("error_request_count") or {}).get("avg", 0))
-    return Outcome(succeeded, succeeded + failed, figures)
+    return succeeded, succeeded + failed
 
 
 def _evalscope(server: Server, folder: Path) -> Outcome:
@@ -237,6 +273,7 @@ def _only(folder: Path, pattern: str) -> Path:
 PROGRAMS = (
     Program("GuideLLM", "guidellm", _guidellm),
     Program("AIPerf profile", "aiperf", _aiperf),
+    Program("AIPerf speed-bench-report", "aiperf", _speed_bench),
     Program("EvalScope perf", "evalscope", _evalscope),
     Program("lm-eval generation", "lm-eval", _lm_eval_generation),
     Program("lm-eval log-likelihood", "lm-eval", _lm_eval_likelihood),

@@ -926,6 +926,7 @@ class ProcessStatus(_message.Message):
     CACHE_BUDGET_BYTES_FIELD_NUMBER: _builtins.int
     WORKER_TOTALS_FIELD_NUMBER: _builtins.int
     SPECULATION_TOTALS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_PER_POSITION_FIELD_NUMBER: _builtins.int
     KERNEL_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """One of orchestrator, draft, target, redis."""
@@ -959,6 +960,10 @@ class ProcessStatus(_message.Message):
     def speculation_totals(self) -> _types_pb2.SpeculationTotals:
         """Orchestrators: totals of their cycles since their start."""
 
+    @_builtins.property
+    def accepted_per_position(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Orchestrators: entry j is the number of accepted tokens at depth j + 1 of proposals since their start."""
+
     def __init__(
         self,
         *,
@@ -974,11 +979,12 @@ class ProcessStatus(_message.Message):
         cache_budget_bytes: _builtins.int = ...,
         worker_totals: _types_pb2.WorkerTotals | None = ...,
         speculation_totals: _types_pb2.SpeculationTotals | None = ...,
+        accepted_per_position: _abc.Iterable[_builtins.int] | None = ...,
         kernel: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_speculation_totals", b"_speculation_totals", "_worker_totals", b"_worker_totals", "speculation_totals", b"speculation_totals", "worker_totals", b"worker_totals"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_speculation_totals", b"_speculation_totals", "_worker_totals", b"_worker_totals", "address", b"address", "cache_budget_bytes", b"cache_budget_bytes", "cache_bytes", b"cache_bytes", "healthy", b"healthy", "kernel", b"kernel", "metrics_address", b"metrics_address", "model", b"model", "num_queued", b"num_queued", "pid", b"pid", "role", b"role", "sessions", b"sessions", "speculation_totals", b"speculation_totals", "worker_totals", b"worker_totals"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_speculation_totals", b"_speculation_totals", "_worker_totals", b"_worker_totals", "accepted_per_position", b"accepted_per_position", "address", b"address", "cache_budget_bytes", b"cache_budget_bytes", "cache_bytes", b"cache_bytes", "healthy", b"healthy", "kernel", b"kernel", "metrics_address", b"metrics_address", "model", b"model", "num_queued", b"num_queued", "pid", b"pid", "role", b"role", "sessions", b"sessions", "speculation_totals", b"speculation_totals", "worker_totals", b"worker_totals"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__speculation_totals: _TypeAlias = _typing.Literal["speculation_totals"]  # noqa: Y015
     _WhichOneofArgType__speculation_totals: _TypeAlias = _typing.Literal["_speculation_totals", b"_speculation_totals"]  # noqa: Y015

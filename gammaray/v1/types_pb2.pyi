@@ -711,6 +711,7 @@ class SpeculationTotals(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CYCLES_FIELD_NUMBER: _builtins.int
+    DRAFTS_FIELD_NUMBER: _builtins.int
     DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     TESTED_TOKENS_FIELD_NUMBER: _builtins.int
     ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
@@ -722,6 +723,8 @@ class SpeculationTotals(_message.Message):
     FAILED_REQUESTS_FIELD_NUMBER: _builtins.int
     cycles: _builtins.int
     """Cycles run, those of gamma 0 included."""
+    drafts: _builtins.int
+    """Proposals with at least one token."""
     draft_tokens: _builtins.int
     """Proposed tokens."""
     tested_tokens: _builtins.int
@@ -744,6 +747,7 @@ class SpeculationTotals(_message.Message):
         self,
         *,
         cycles: _builtins.int = ...,
+        drafts: _builtins.int = ...,
         draft_tokens: _builtins.int = ...,
         tested_tokens: _builtins.int = ...,
         accepted_tokens: _builtins.int = ...,
@@ -756,7 +760,7 @@ class SpeculationTotals(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "cycles", b"cycles", "decode_us", b"decode_us", "draft_tokens", b"draft_tokens", "emitted_tokens", b"emitted_tokens", "failed_requests", b"failed_requests", "gamma_sum", b"gamma_sum", "plain_us", b"plain_us", "requests", b"requests", "tested_tokens", b"tested_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "cycles", b"cycles", "decode_us", b"decode_us", "draft_tokens", b"draft_tokens", "drafts", b"drafts", "emitted_tokens", b"emitted_tokens", "failed_requests", b"failed_requests", "gamma_sum", b"gamma_sum", "plain_us", b"plain_us", "requests", b"requests", "tested_tokens", b"tested_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

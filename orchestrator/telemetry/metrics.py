@@ -26,7 +26,8 @@ class OrchestratorMeter:
 
     def __init__(self) -> None:
         self.meter = meter = Meter()
-        self._num_drafted = 0
+        self._num_drafts = self._num_drafted = 0
+        self._positions: list[int] = []
         self.tested = meter.counter("gammaray.spec_decode.num_tested_tokens")
         self.accepted = meter.counter("gammaray.spec_decode.num_accepted_tokens")
         self.tokens = {kind: meter.counter("gammaray.tokens", origin=kind.value) for kind in TokenOrigin}
@@ -67,9 +68,11 @@ class OrchestratorMeter:
         self.cycles[cycle.drafter].value += 1
         self.fallbacks.value += cycle.is_fallback
         if cycle.num_drafted > 0:
+            self._num_drafts += 1
             self._num_drafted += cycle.num_drafted
             self.tested.value += min(cycle.num_tested, emitted)
             self.accepted.value += accepted
+            self._accepted_up_to(accepted)
         self.tokens[TokenOrigin.ACCEPTED].value += accepted
         if emitted > accepted:
             self.tokens[cycle.origins[-1]].value += emitted - accepted
@@ -84,11 +87,23 @@ class OrchestratorMeter:
             self._outcomes[name] = self.meter.counter("gammaray.requests", outcome=name)
         return self._outcomes[name]
 
+    def _accepted_up_to(self, num_accepted: int) -> None:
+        positions = self._positions
+        positions += [0] * (num_accepted - len(positions))
+        for position in range(num_accepted):
+            positions[position] += 1
+
+    @property
+    def accepted_per_position(self) -> tuple[int, ...]:
+        """Accepted tokens by depth in the proposal, from depth 1."""
+        return tuple(self._positions)
+
     @property
     def totals(self) -> SpeculationTotals:
         ended = {name: int(counter.value) for name, counter in list(self._outcomes.items())}
         return SpeculationTotals(
             cycles=int(sum(counter.value for counter in self.cycles.values())),
+            drafts=self._num_drafts,
             draft_tokens=self._num_drafted,
             tested_tokens=int(self.tested.value),
             accepted_tokens=int(self.accepted.value),

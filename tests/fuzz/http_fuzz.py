@@ -81,7 +81,7 @@ PATHS = [
     "/v1/models/x",
     "/v1/sessions",
     "/v1/sessions/x",
-    "/metrics/targets",
+    "/metrics",
     "/v1/../",
     "/%00",
 ]

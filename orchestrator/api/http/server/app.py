@@ -1,4 +1,4 @@
-"""The OpenAI-compatible HTTP API over any `Backend`, the addresses of metrics and the page at `/`."""
+"""The OpenAI-compatible HTTP API over any `Backend`, its metrics endpoints and the page at `/`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from functools import cache
 from importlib.resources import files
@@ -16,11 +16,13 @@ from typing import Any, TypeVar, cast
 import fastapi
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from gammaray import __version__
 from gammaray.errors import NotFoundError, UnavailableError, renaming
 from gammaray.receipts.keys import published
-from gammaray.types import ProcessStatus
+from gammaray.types import ProcessStatus, SpeculationTotals
 from orchestrator.access.caller import Authenticator
 from orchestrator.api.backend import Backend
 from orchestrator.api.http.auth import DOCUMENT_PATH, RECEIPT_KEYS_PATH, AccessControl, caller_of
@@ -48,9 +50,22 @@ from orchestrator.api.http.stream import (
 from orchestrator.api.http.tools.calls import plan_calls, render_messages
 from orchestrator.text.cpu_threads import INLINE_BYTES, in_parser_thread, in_thread
 
+_ENGINE = "0"
+"""Value of vLLM's label `engine`: all orchestrators together count as one engine."""
 
-def add_metrics_targets(app: FastAPI, backend: Backend) -> None:
-    """Add GET /metrics/targets for the `http_sd_configs` of Prometheus."""
+
+def add_metrics(app: FastAPI, backend: Backend) -> None:
+    """Add GET /metrics, and GET /metrics/targets for the `http_sd_configs` of Prometheus."""
+
+    meaning = "vLLM's metrics about requests and speculation, in Prometheus's text format."
+
+    @app.get("/metrics", **route("scrapeMetrics", meaning, {"text/plain": TEXT}))
+    async def metrics() -> fastapi.Response:
+        processes = await backend.status()
+        if any(process.role == "redis" and not process.healthy for process in processes):
+            # Without the other orchestrators the sums would fall, which a scraper interprets as a restart.
+            raise UnavailableError("Redis, which lists the other orchestrators, cannot be reached")
+        return fastapi.Response(vllm_metrics(processes), media_type=CONTENT_TYPE_LATEST)
 
     meaning = "Processes that serve metrics."
     content = {JSON: {"type": "array", "items": component("MetricsTarget")}}
@@ -70,6 +85,56 @@ def targets(processes: list[ProcessStatus]) -> list[MetricsTarget]:
         for process in processes
         if process.metrics_address
     ]
+
+
+def vllm_metrics(processes: Sequence[ProcessStatus]) -> bytes:
+    """Return vLLM's metrics of requests and speculation, summed over the orchestrators, for Prometheus."""
+    registry = CollectorRegistry()
+    registry.register(_VllmCollector([process for process in processes if process.role == "orchestrator"]))
+    return generate_latest(registry)
+
+
+class _VllmCollector:
+    """Converts the states of orchestrators to prometheus_client's metric families."""
+
+    def __init__(self, orchestrators: Sequence[ProcessStatus]) -> None:
+        self._orchestrators = orchestrators
+
+    def collect(self) -> Iterator[Metric]:
+        orchestrators = self._orchestrators
+        totals = [process.speculation_totals or SpeculationTotals() for process in orchestrators]
+        labels = {
+            "model_name": next((process.model for process in orchestrators), ""),
+            "engine": _ENGINE,
+        }
+        accepted = "Proposed tokens that were accepted and emitted."
+        for name, meaning, values in (
+            ("num_requests_running", "Running requests.", [p.sessions for p in orchestrators]),
+            ("num_requests_waiting", "Waiting requests.", [p.num_queued for p in orchestrators]),
+            ("generation_tokens", "Tokens emitted.", [own.emitted_tokens for own in totals]),
+            ("spec_decode_num_drafts", "Proposals with at least one token.", [own.drafts for own in totals]),
+            ("spec_decode_num_draft_tokens", "Proposed tokens.", [own.draft_tokens for own in totals]),
+            ("spec_decode_num_accepted_tokens", accepted, [own.accepted_tokens for own in totals]),
+        ):
+            is_gauge = name.startswith("num_requests")
+            family = (GaugeMetricFamily if is_gauge else CounterMetricFamily)(
+                f"vllm:{name}", meaning, labels=list(labels)
+            )
+            family.add_metric(list(labels.values()), sum(values))
+            yield family
+        yield self._per_position(labels)
+
+    def _per_position(self, labels: dict[str, str]) -> Metric:
+        counts = [process.accepted_per_position for process in self._orchestrators]
+        family = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Accepted tokens by their depth in the proposal, from 0.",
+            labels=[*labels, "position"],
+        )
+        for position in range(max(map(len, counts), default=0)):
+            total = sum(own[position] for own in counts if position < len(own))
+            family.add_metric([*labels.values(), str(position)], total)
+        return family
 
 
 _INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
@@ -152,7 +217,7 @@ def create_app(
     _add_generation(app, backend, bodies)
     add_responses(app, backend, bodies)
     _add_information(app, backend)
-    add_metrics_targets(app, backend)
+    add_metrics(app, backend)
     return app
 
 

@@ -260,6 +260,7 @@ def test_status_json_has_the_documented_shape(story):
         "cache_budget_bytes": 0,
         "worker_totals": None,
         "speculation_totals": None,
+        "accepted_per_position": [],
         "kernel": "",
     }
     assert [other["role"] for other in others] == ["target", "draft"]

@@ -64,9 +64,10 @@ def test_cycle_counters_equal_the_summary_of_the_client():
     meter.cycle(cycle((ACCEPTED,) * 4 + (BONUS,), tested=4), 0.003)
     meter.cycle(cycle((BONUS,), drafted=0, tested=0, is_fallback=True), 0.003)
     found = samples(meter)
-    assert meter.totals.draft_tokens == 8
+    assert (meter.totals.drafts, meter.totals.draft_tokens) == (2, 8)
     assert found["spec_decode.num_tested_tokens",] == 7
     assert found["spec_decode.num_accepted_tokens",] == 6
+    assert meter.accepted_per_position == (2, 2, 1, 1)
     assert [found["tokens", kind.value] for kind in (ACCEPTED, CORRECTION, BONUS)] == [6, 1, 2]
     assert [found["cycles", kind] for kind in ("model", "suffix", "none")] == [2, 0, 1]
     assert found["cycle.fallbacks",] == 1
