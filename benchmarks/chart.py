@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.svg import COLOURS, bar_chart
+from gammaray.bench.svg import COLOURS, bar_chart
 from gammaray.bench.systems import stack_name
 
 ADAPTIVE = stack_name("adaptive")

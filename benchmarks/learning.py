@@ -34,8 +34,8 @@ from rich.console import Console
 from benchmarks.cluster import at_once, run_or_exit, running_cluster
 from benchmarks.prompts import load_tasks
 from benchmarks.provenance import make_parser, write_result
-from benchmarks.svg import bar_chart
 from gammaray import AsyncClient
+from gammaray.bench.svg import bar_chart
 from gammaray.bench.systems import Ask, Stack
 from gammaray.bench.tables import plain_table
 from gammaray.learning.folder import OPEN, DrafterStore, LearningFolder

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from benchmarks.cluster import connected, run_or_exit
 from benchmarks.provenance import make_parser, write_result
-from benchmarks.workloads import WORKLOADS, prompts
+from benchmarks.workloads import WORKLOADS, tasks
 from gammaray.bench.run import BenchSettings, run_bench
 from gammaray.bench.tables import show_point
 from gammaray.demo_pair import DEMO_PAIR
@@ -31,7 +31,7 @@ async def run(target: str, draft: str, settings: BenchSettings, num_prompts: int
         ClusterError: The cluster did not start, or did not end all of its processes.
         GammarayError: A completion failed.
     """
-    console, found = Console(), prompts(settings.workload, num_prompts)
+    console, found = Console(), tasks(settings.workload, num_prompts)
     console.print("starting the cluster ...")
     async with connected(target, draft) as client:
         return await run_bench(

@@ -56,7 +56,12 @@ _REPEATED_LINES = 4
 
 
 def prompts(name: str, count: int) -> list[str]:
-    """Return the first `count` prompts of a workload.
+    """Return the first `count` prompts of a workload, see `tasks`."""
+    return [text for _, text in tasks(name, count)]
+
+
+def tasks(name: str, count: int) -> list[tuple[str, str]]:
+    """Return the first `count` prompts of a workload, each after the name of its category.
 
     Raises:
         ValueError: An unknown workload, or more prompts than it has.
@@ -70,14 +75,14 @@ def prompts(name: str, count: int) -> list[str]:
 
 
 @cache
-def _workload(name: str) -> tuple[str, ...]:
+def _workload(name: str) -> tuple[tuple[str, str], ...]:
     if name == "mixed":
         sets = (_workload(part) for part in _MAKERS)
         return tuple(p for p in chain.from_iterable(zip_longest(*sets)) if p is not None)
     # Prompts are taken from the documents in turn, so that a short list already has many sources.
     per_document = [_spread(_MAKERS[name](document)) for document in _held_out()]
     rounds = chain.from_iterable(zip_longest(*per_document))
-    return tuple(dict.fromkeys(p for p in rounds if p is not None))
+    return tuple((name, p) for p in dict.fromkeys(p for p in rounds if p is not None))
 
 
 @cache

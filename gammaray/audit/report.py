@@ -1,16 +1,19 @@
-"""An audit's findings as a table and as JSON."""
+"""An audit's findings as a table, as JSON, and as one self-contained HTML page."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from html import escape
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
+from rich.markup import escape as plain
 
 from gammaray.audit.findings import Finding, Status
 from gammaray.audit.run import overall
+from gammaray.bench.page import document
+from gammaray.bench.svg import bar_chart
 from gammaray.cli.output import columns
 
 _STYLES = {
@@ -29,8 +32,7 @@ def show(console: Console, findings: Sequence[Finding]) -> None:
     for found in findings:
         status = found.result.status
         shown = f"[{_STYLES[status]}]{status.value}[/]"
-        summary = escape(found.result.summary)
-        table.add_row(found.check, shown, str(found.requests), str(found.tokens), summary)
+        table.add_row(found.check, shown, str(found.requests), str(found.tokens), plain(found.result.summary))
     console.print(table)
     for found in findings:
         if found.result.curl:
@@ -46,3 +48,50 @@ def audit_result(findings: Sequence[Finding], **about: Any) -> dict[str, Any]:
     for check in checks:
         check["result"]["status"] = check["result"]["status"].value
     return {**about, "result": overall(findings).value, "checks": checks}
+
+
+def audit_page(found: dict[str, Any]) -> str:
+    """Return the page of an `audit_result`: the table, evidence and commands, and charts of the law."""
+    return document("gammaray audit", "".join(_body(found)))
+
+
+def _body(found: dict[str, Any]) -> Iterator[str]:
+    checks: list[dict[str, Any]] = found["checks"]
+    yield f"<h1>gammaray audit: {escape(found['result'])}</h1><p>{escape(found['url'])}, model "
+    yield f"{escape(found['model'] or 'of the server')}<br>{escape(found['date_utc'])}</p>"
+    yield "<table><tr><th>check</th><th>result</th><th>requests</th><th>tokens</th><th>found</th></tr>"
+    for check in checks:
+        result = check["result"]
+        cells = (check["check"], result["status"], check["requests"], check["tokens"], result["summary"])
+        yield f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in cells)}</tr>"
+    yield "</table>"
+    for check in checks:
+        if curl := check["result"]["curl"]:
+            yield f"<h2>{escape(check['check'])}</h2><p>{escape(check['result']['summary'])}</p>"
+            yield f"<p><code>{escape(curl)}</code></p>"
+    law: dict[str, Any] = next(
+        (check["result"]["evidence"] for check in checks if check["check"] == "law"), {}
+    )
+    if law:
+        yield from _law(law)
+    yield bar_chart(
+        "Tokens by check", [c["check"] for c in checks], {"tokens": [c["tokens"] for c in checks]}
+    )
+
+
+def _law(law: dict[str, Any]) -> Iterator[str]:
+    bins = [found for found in law["by_probability"] if found["expected"] >= 5]
+    yield "<h2>law</h2>"
+    yield bar_chart(
+        "Generated tokens over expected ones, by the probability that the server reports",
+        [f"to {found['to']:g}" for found in bins],
+        {"observed / expected": [found["observed"] / found["expected"] for found in bins]},
+        base=1.0,
+    )
+    path = law["path"][:: max(1, len(law["path"]) // 12)]
+    yield bar_chart(
+        "Evidence against the server (log e-value, where above 0); the line is the alarm",
+        [str(tokens) for tokens, _ in path],
+        {"log e-value": [*(max(0.0, value) for _, value in path)], "alarm": [law["threshold"]] * len(path)},
+        base=law["threshold"],
+    )

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from gammaray.bench.loops import without_loops
-from gammaray.bench.measure import PLAIN, differences, measure
+from gammaray.bench.measure import PLAIN, Samples, differences, measure
 from gammaray.bench.prompts import fingerprint
 from gammaray.bench.rows import row
 from gammaray.bench.systems import Ask, Stack
@@ -36,20 +36,21 @@ class BenchSettings:
 async def run_bench(
     client: AsyncClient,
     settings: BenchSettings,
-    prompts: Sequence[str],
+    tasks: Sequence[tuple[str, str]],
     advance: Callable[[], None],
     show: Callable[[Point], None],
 ) -> dict[str, Any]:
-    """Run the benchmark and return the result, JSON-ready.
+    """Run the benchmark on prompts, each after its category, and return the result, JSON-ready.
 
     Each finished point is passed to `show`.
     """
+    categories, texts = [category for category, _ in tasks], [text for _, text in tasks]
     processes = await client.status()
     models = {process.role: process.model for process in processes if process.model}
     points = []
     systems = [Stack(gamma, client) for gamma in dict.fromkeys(("0", *settings.gammas))]
     for temperature in settings.temperatures:
-        asks = [Ask(text, settings.max_tokens, temperature, seed) for seed, text in enumerate(prompts)]
+        asks = [Ask(text, settings.max_tokens, temperature, seed) for seed, text in enumerate(texts)]
         samples = await measure(systems, asks, settings.repetitions, advance)
         kept, loops = without_loops(samples)
         rows = [row(system.name, kept) for system in systems]
@@ -58,12 +59,27 @@ async def run_bench(
             "rows": rows,
             "equality": differences(samples, {name: PLAIN for name in samples if name != PLAIN}),
             "loops": loops,
+            "categories": _by_category(kept, [categories[i] for i in loops["kept"]]),
         }
         show(point)
         points.append(point)
     return {
         "models": models,
         "settings": asdict(settings),
-        "workload_fingerprint": fingerprint(prompts),
+        "workload_fingerprint": fingerprint(texts),
         "points": points,
     }
+
+
+def _by_category(samples: Samples, categories: Sequence[str]) -> dict[str, dict[str, float]]:
+    found: dict[str, dict[str, float]] = {}
+    for category in dict.fromkeys(categories):
+        part = {
+            system: [
+                [turn for turn, name in zip(turns, categories, strict=True) if name == category]
+                for turns in repetitions
+            ]
+            for system, repetitions in samples.items()
+        }
+        found[category] = {system: row(system, part)["over_plain"]["median"] for system in part}
+    return found

@@ -34,7 +34,7 @@ def _system(row: Row) -> str:
     return str(row["system"])
 
 
-_SPEED: _Columns = {
+SPEED: _Columns = {
     "system": _system,
     "tok/s": _figure("tokens_per_s", "median", digits=1),
     "x gamma 0": _figure("over_plain", "median"),
@@ -43,6 +43,8 @@ _SPEED: _Columns = {
     "accepted": _figure("speculation", "acceptance_rate"),
     "gamma": _figure("speculation", "gamma_mean"),
 }
+"""Speed and acceptance: also the table of the page."""
+
 _LATENCY: _Columns = {
     "system": _system,
     "first p50": _figure("first_token_ms", "p50", digits=1),
@@ -69,7 +71,7 @@ def plain_table(title: str, columns: Sequence[str]) -> Table:
 def show_point(console: Console, point: dict[str, Any]) -> None:
     """Print the tables of one temperature: speed, latency, and the time of each phase of a cycle."""
     rows: Sequence[Row] = point["rows"]
-    console.print(_table(f"temperature {point['temperature']:g}", rows, _SPEED))
+    console.print(_table(f"temperature {point['temperature']:g}", rows, SPEED))
     streamed = [row for row in rows if row["between_tokens"] is not None]
     console.print(_table("First token, gaps between tokens (ms)", streamed, _LATENCY))
     speculative = [row for row in rows if row["speculation"] is not None]

@@ -21,7 +21,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from gammaray.audit.endpoint import Endpoint, Spent
 from gammaray.audit.findings import Status
-from gammaray.audit.report import audit_result, show
+from gammaray.audit.report import audit_page, audit_result, show
 from gammaray.audit.run import CHECKS, overall, run_audit
 from gammaray.audit.subject import Subject, default_prompts, read_prompts
 from gammaray.cli.local_cluster import local_cluster
@@ -122,6 +122,7 @@ def _fields(context: click.Context, parameter: click.Parameter, value: str) -> d
     "--seed", type=IntRange(0, 2**31), default=1, show_default=True, help="First seed of the requests."
 )
 @click.option("--json", "json_file", type=_FILE, help="File for the result.")
+@click.option("--html", "html_file", type=_FILE, help="File for a page with charts.")
 def audit(url: str, **options: Any) -> None:
     """Check from outside whether a server's text follows its model.
 
@@ -152,6 +153,8 @@ def audit(url: str, **options: Any) -> None:
     found = audit_result(findings, **about, date_utc=date, is_complete=interrupted is None)
     if options["json_file"] is not None:
         options["json_file"].write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    if options["html_file"] is not None:
+        options["html_file"].write_text(audit_page(found), encoding="utf-8")
     if interrupted is not None:
         raise interrupted
     click.get_current_context().exit(EXIT_CODES[overall(findings)])

@@ -11,8 +11,9 @@ import click
 from rich.console import Console
 from rich.progress import Progress
 
+from gammaray.bench.page import page
 from gammaray.bench.prompts import NUM_PROMPTS, own_prompts
-from gammaray.bench.provenance import write_result
+from gammaray.bench.provenance import provenance, write_result
 from gammaray.bench.run import BenchSettings, run_bench
 from gammaray.bench.systems import parse_gamma
 from gammaray.bench.tables import show_point
@@ -57,12 +58,18 @@ def _gamma(text: str) -> str:
     callback=list_of(temperature, "numbers such as 0 or 0.7"),
 )
 @click.option("--json", "out", type=click.Path(dir_okay=False, path_type=Path), help="File for the result.")
+@click.option(
+    "--html",
+    "page_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="File for a page with charts: speed by gamma and category, acceptance by depth, latency.",
+)
 def bench(**options: Any) -> None:
     """Measure a running cluster: speed, acceptance and latency by gamma.
 
     Each prompt is completed by every system before the next prompt; ratios are taken within a repetition.
     """
-    prompts, workload = _prompts(options)
+    found, workload = _tasks(options)
     settings = BenchSettings(
         workload=workload,
         max_tokens=options["tokens"],
@@ -70,29 +77,32 @@ def bench(**options: Any) -> None:
         gammas=options["gammas"],
         temperatures=options["temperatures"],
     )
-    result = asyncio.run(_measure(options, settings, prompts))
+    result = asyncio.run(_measure(options, settings, found))
     if options["out"] is not None:
         click.echo(f"written: {write_result('bench', result, options['out'])}")
+    if options["page_file"] is not None:
+        options["page_file"].write_text(page({"provenance": provenance(), **result}), encoding="utf-8")
+        click.echo(f"written: {options['page_file']}")
 
 
 async def _measure(
-    options: dict[str, Any], settings: BenchSettings, prompts: Sequence[str]
+    options: dict[str, Any], settings: BenchSettings, found: Sequence[tuple[str, str]]
 ) -> dict[str, Any]:
     console = output_console()
-    completions = len({"0", *settings.gammas}) * settings.repetitions * len(prompts)
+    completions = len({"0", *settings.gammas}) * settings.repetitions * len(found)
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("completions", total=completions * len(settings.temperatures))
         async with options["connection"].client() as client:
             return await run_bench(
-                *(client, settings, prompts),
+                *(client, settings, found),
                 advance=lambda: progress.advance(task),
                 show=lambda point: show_point(console, point),
             )
 
 
-def _prompts(options: dict[str, Any]) -> tuple[list[str], str]:
-    """Return the prompts, and the name of their source."""
+def _tasks(options: dict[str, Any]) -> tuple[list[tuple[str, str]], str]:
+    """Return the prompts, each after its category, and the name of their source."""
     path: Path | None = options["prompt_file"]
     if path is None:
         return own_prompts(options["num_prompts"]), "own"
-    return read_prompts(path, "--prompt-file"), path.name
+    return [("given", text) for text in read_prompts(path, "--prompt-file")], path.name

@@ -43,8 +43,9 @@ _RESULT = click.Option(
 def qualify(**options: Any) -> None:
     check_packages("qualify", CLUSTER_PACKAGES, "all")
     task = checked_settings(QualifyTask, options)
-    given = Path(task.prompts)
-    prompts = read_prompts(given, "--prompts") if task.prompts else own_prompts(task.num_prompts)
+    prompts = own_prompts(task.num_prompts)
+    if task.prompts:
+        prompts = [("given", text) for text in read_prompts(Path(task.prompts), "--prompts")]
     candidates = [("draft", name) for name in task.draft] + [("head", name) for name in task.head]
     console, found = output_console(), []
     for role, name in candidates:
@@ -62,7 +63,7 @@ def qualify(**options: Any) -> None:
 
 
 async def _qualified(
-    task: QualifyTask, role: str, name: str, prompts: Sequence[str], console: Console
+    task: QualifyTask, role: str, name: str, prompts: Sequence[tuple[str, str]], console: Console
 ) -> tuple[Judgement, dict[str, Any]]:
     gammas = tuple(map(str, task.gammas))
     settings = BenchSettings(

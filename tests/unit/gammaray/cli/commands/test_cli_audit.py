@@ -42,11 +42,11 @@ LACKING = ("law", "independence", "top-p", "top-k", "min-p", "penalties", "logpr
 
 
 def test_missing_features_are_not_possible_and_never_passed(tmp_path):
-    file = tmp_path / "a.json"
+    files = tmp_path / "a.json", tmp_path / "a.html"
     with scripted(without_logprobs) as (url, _):
         names = [*LACKING, "seed", "choices", "stop", "max-tokens"]
-        audit(url, "--checks", ",".join(names), "--json", file)
-    found = json.loads(file.read_text())
+        audit(url, "--checks", ",".join(names), "--json", files[0], "--html", files[1])
+    found = json.loads(files[0].read_text())
     statuses = {check["check"]: check["result"]["status"] for check in found["checks"]}
     assert {name: statuses[name] for name in (*LACKING, "seed", "choices")} == dict.fromkeys(
         (*LACKING, "seed", "choices"), "not possible"
@@ -56,6 +56,9 @@ def test_missing_features_are_not_possible_and_never_passed(tmp_path):
     assert "unknown: seed" in reasons["seed"]
     assert found["model"] == "tiny"
     assert statuses["stop"] == statuses["max-tokens"] == "passed"
+    page = files[1].read_text()
+    assert "not possible" in page
+    assert not re.search(r"(src|href)=", page)
 
 
 def test_failed_check_is_exit_code_1_with_evidence_and_command():

@@ -52,7 +52,7 @@ def test_options_become_clusters_and_measurements(invoke, tmp_path):
     assert started == [("--target", "t", "--draft", "d"), ("--target", "t", "--head", "h")]
     settings, texts = asked[0]
     assert (settings.gammas, settings.temperatures, settings.max_tokens) == (("2", "4"), (0.7,), 8)
-    assert texts == ["one", "two"]
+    assert texts == [("given", "one"), ("given", "two")]
     ranking = done.stdout[done.stdout.index("candidate") :]
     assert ranking.index("draft d") < ranking.index("head h")
 
