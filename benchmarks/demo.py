@@ -34,7 +34,6 @@ from gammaray import AsyncClient
 from gammaray.bench.measure import measure
 from gammaray.bench.systems import Ask, Sample, Stack
 from gammaray.bench.tables import plain_table
-from gammaray.cli.render import OriginPainter, print_legend, style_of
 from gammaray.client.request import GenerateOptions
 from gammaray.errors import InvalidArgumentError
 from gammaray.types import SpeculationSummary
@@ -188,19 +187,16 @@ async def demo(console: Console, scene: Scene) -> int:
 
 
 async def _stream(client: AsyncClient, console: Console, scene: Scene) -> None:
-    """Stream one completion, each token in the colour of its drafter or origin."""
+    """Stream one completion."""
     text, ask = scene.streamed
     options: GenerateOptions = {**scene.options}
     if ask.prediction:
         options["prediction"] = ask.prediction
-    print_legend(console)
-    painter = OriginPainter()
     console.print(text, style="bold", end="", markup=False, highlight=False)
     async for chunk in client.generate(
         ask.prompt, max_tokens=ask.max_tokens, temperature=ask.temperature, seed=ask.seed, **options
     ):
-        for run, source in painter.runs(chunk):
-            console.print(run, style=style_of(source), end="", markup=False, highlight=False, soft_wrap=True)
+        console.print(chunk.text, end="", markup=False, highlight=False, soft_wrap=True)
     console.print("\n")
 
 

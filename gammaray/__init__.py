@@ -25,7 +25,6 @@ if TYPE_CHECKING:
         ModelChangedError,
         NotFoundError,
         ResourceExhaustedError,
-        TlsError,
         UnauthenticatedError,
         UnavailableError,
     )
@@ -77,7 +76,6 @@ __all__ = [
     "SessionInfo",
     "SessionState",
     "SpeculationSummary",
-    "TlsError",
     "TokenOrigin",
     "TopLogprob",
     "UnauthenticatedError",

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import quote
@@ -203,25 +202,18 @@ class _Settings(BaseSettings):
         return given
 
 
-def settings_error(
-    error: ValidationError,
-    settings: type[BaseModel] | None = None,
-    where: str = "",
-    show: Callable[[Any, str], Any] = lambda value, name: value,
-) -> InvalidArgumentError:
+def settings_error(error: ValidationError, settings: type[BaseModel] | None = None) -> InvalidArgumentError:
     """Convert the first failure of a validation to an error that names the field.
 
     Args:
         settings: The validated class; for an unknown field the error suggests the nearest one of it.
-        where: Name of the object that holds the fields; prefixed to the field's name.
-        show: Takes a value and the field's name, returns the value as it may be shown (secrets redacted).
     """
     first = error.errors(include_url=False)[0]
-    field = ".".join([*filter(None, [where]), *map(str, first["loc"])])
+    field = ".".join(map(str, first["loc"]))
     own = _OWN_MESSAGE.fullmatch(first["msg"])
     if own:
         return InvalidArgumentError(field, own["got"], own["allowed"])
-    got = "nothing" if first["type"] == "missing" else show(first["input"], field)
+    got = "nothing" if first["type"] == "missing" else first["input"]
     got = "an empty text" if got == "" else got
     if first["type"] == "extra_forbidden":
         known = sorted(settings.model_fields) if settings is not None else []
@@ -347,11 +339,11 @@ class ServingSettings(_Settings):
         description="host:port of the Prometheus endpoint; port 0 uses a free port, a range like 9464-9479 "
         "its first free port, empty: none.",
     )
-    tls_ca: str = Field(
-        "", description="PEM file of the CA for TLS between orchestrators and workers; empty: no TLS."
+    tls_dir: str = Field(
+        "",
+        description="Folder for TLS between orchestrators and workers, with ca.crt, the CA, and tls.crt and "
+        "tls.key, this process's certificate, see docs/security.md; empty: no TLS.",
     )
-    tls_cert: str = Field("", description="PEM file of this process's certificate, see docs/security.md.")
-    tls_key: str = Field("", description="PEM file of its private key.")
     redis_url: str = Field("", repr=False)
     redis_password: str = Field(
         "",
@@ -471,23 +463,10 @@ class OrchestratorSettings(ServingSettings, _AccessSettings):
     session_ttl_s: int = Field(
         3600, ge=1, description="Time after which a finished or abandoned session expires."
     )
-    max_stored_mb: int = Field(
-        0,
-        ge=0,
-        description="Upper bound of all stored sessions, in MiB; more are rejected. 0: half of Redis's "
-        "maxmemory, or 1024 if it has none.",
-    )
     max_concurrent_requests: int = Field(
         256,
         ge=1,
         description="Running requests per replica; as many wait in a queue that is fair between tenants.",
-    )
-    max_tenant_share: float = Field(
-        0.9,
-        gt=0,
-        le=1,
-        description="Share of running requests, stored bytes and kept outputs that one tenant may have, if "
-        "API keys are required. The default leaves a tenth to others, and little idle where there are none.",
     )
 
 

@@ -9,7 +9,6 @@
     │   └── ModelChangedError     the session's target model is not served any more
     ├── DeadlineExceededError     the call exceeded its deadline
     ├── UnavailableError          a worker or the cluster cannot be reached; retrying may help
-    ├── TlsError                  TLS with the server fails; retrying does not help
     ├── CancelledError            the caller cancelled
     ├── IncompleteOutputError     a text was cut before its JSON was complete
     └── InternalError             a bug or a broken peer
@@ -36,7 +35,6 @@ __all__ = [
     "ModelChangedError",
     "NotFoundError",
     "ResourceExhaustedError",
-    "TlsError",
     "UnauthenticatedError",
     "UnavailableError",
     "error_class",
@@ -153,25 +151,6 @@ class UnavailableError(GammarayError):
 
     status = grpc.StatusCode.UNAVAILABLE
     http_status = 503
-
-
-class TlsError(GammarayError):
-    """TLS with the server fails, because of a certificate or because one side uses plain text.
-
-    Raised by clients. Not retried, since only other certificates or options help.
-
-    Attributes:
-        address: The server, host:port or a URL.
-        cause: Why it fails.
-        remedy: How to fix it, with the command-line option and the client argument.
-    """
-
-    status = grpc.StatusCode.UNAVAILABLE
-    http_status = 503
-
-    def __init__(self, address: str, cause: str, remedy: str) -> None:
-        self.address, self.cause, self.remedy = address, cause, remedy
-        super().__init__(f"{address}: {cause}; {remedy}")
 
 
 class CancelledError(GammarayError):

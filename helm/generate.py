@@ -3,7 +3,8 @@
     python helm/generate.py [--check]
 
 Sources are the Python package (names, ports, environment, settings with their bounds and defaults) and the
-comments of values.yaml. Results are files/gammaray.yaml, values.schema.json and README.md of the chart.
+comments of values.yaml. Results are values.schema.json, README.md and two files in files/ of the chart:
+gammaray.yaml and serve.yaml, the Serve configuration with which a cluster without Kubernetes begins, too.
 """
 
 from __future__ import annotations
@@ -18,13 +19,9 @@ import yaml
 from values_doc import Value, read_values
 from values_schema import values_schema
 
-from gammaray.config import METRICS_PORT, ClusterSettings
-from gammaray.deploy.serve_config import (
-    APPLICATIONS,
-    SERVE_ENVIRONMENT,
-    WORKER_PORT,
-    serve_document,
-)
+from gammaray.config import METRICS_PORT
+from gammaray.demo_pair import DEMO_PAIR
+from gammaray.deploy.serve_config import APPLICATIONS, GRPC_SERVICERS, SERVE_ENVIRONMENT, WORKER_PORT
 from gammaray.security.tls import ORCHESTRATOR_NAME, WORKER_NAME
 
 CHART = Path(__file__).parent / "gammaray"
@@ -51,20 +48,53 @@ def generated() -> dict[Path, str]:
     values = read_values(CHART / "values.yaml")
     return {
         CHART / "files" / "gammaray.yaml": f"# {NOTE}\n{yaml.safe_dump(base(), sort_keys=False)}",
+        CHART / "files" / "serve.yaml": f"# {NOTE}\n{yaml.safe_dump(serve(), sort_keys=False)}",
         CHART / "values.schema.json": json.dumps(values_schema(values), indent=1) + "\n",
         CHART / "README.md": (CHART / "README.md.gotmpl").read_text().replace("{{ values }}", table(values)),
     }
 
 
 def base() -> dict[str, Any]:
-    """Return the names, ports and settings of the package that the templates use."""
-    defaults: dict[str, Any] = {}
+    """Return the names, ports and environment of the package that the templates use."""
     return {
         "names": {"orchestrator": ORCHESTRATOR_NAME, "worker": WORKER_NAME},
         "ports": {"worker": WORKER_PORT, "metrics": METRICS_PORT},
         "roles": {application.name: role for role, application in APPLICATIONS.items()},
         "environment": dict(SERVE_ENVIRONMENT),
-        "serve": serve_document(ClusterSettings(**defaults)),
+    }
+
+
+def serve() -> dict[str, Any]:
+    """Return the Serve configuration of a cluster of several machines, each dedicated to one role.
+
+    The URL of Redis comes from the environment (GAMMARAY_REDIS_URL), since it may contain a password.
+    """
+
+    def arguments(role: str) -> dict[str, Any]:
+        settings = {"model": DEMO_PAIR, "metrics_listen": f"0.0.0.0:{METRICS_PORT}"}
+        if role == "orchestrator":
+            return {"settings": settings, "replicas": 1}
+        return {"settings": {**settings, "listen": f"0.0.0.0:{WORKER_PORT}"}, "workers": "1"}
+
+    return {
+        "proxy_location": "EveryNode",
+        "http_options": {"host": "0.0.0.0", "port": 8000},
+        "grpc_options": {"port": 9000, "grpc_servicer_functions": list(GRPC_SERVICERS)},
+        "applications": [
+            {
+                "name": application.name,
+                "route_prefix": application.route_prefix,
+                "import_path": application.import_path,
+                "args": arguments(role),
+                "deployments": [
+                    {
+                        "name": application.deployment,
+                        "ray_actor_options": {"num_cpus": 0, "resources": {application.resource: 1}},
+                    }
+                ],
+            }
+            for role, application in APPLICATIONS.items()
+        ],
     }
 
 

@@ -28,7 +28,7 @@ OVERRIDES = {
 
 _OF_CHART = {
     *("model", "device", "listen", "redis_url", "redis_password", "redis_prefix"),
-    *("api_keys_file", "receipt_keys_file", "metrics_listen", "tls_ca", "tls_cert", "tls_key"),
+    *("api_keys_file", "receipt_keys_file", "metrics_listen", "tls_dir"),
 }
 """Settings that the templates set; values must not contain them."""
 

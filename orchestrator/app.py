@@ -14,8 +14,7 @@ from ray import serve
 from ray.serve import Application
 
 from gammaray.config import OrchestratorSettings, PoolSize, ScalingSettings
-from gammaray.deploy.effective import OrchestratorArguments
-from gammaray.deploy.serve_config import APPLICATIONS, autoscaling_config
+from gammaray.deploy.serve_config import APPLICATIONS, OrchestratorArguments, autoscaling_config
 from orchestrator.access.caller import make_authenticator
 from orchestrator.api.grpc_servicer import GenerationServicer
 from orchestrator.api.http.server.app import create_app

@@ -21,7 +21,7 @@ from gammaray.security.tls import tls_files
 from gammaray.telemetry.otel import Telemetry
 from gammaray.types import Chunk, DrafterKind, FinishReason, GenerationRequest, ProcessStatus
 from orchestrator.access.admission import Admission
-from orchestrator.access.caller import ANONYMOUS, Caller
+from orchestrator.access.caller import ANONYMOUS, TENANT_SHARE, Caller
 from orchestrator.cycle.handover import SessionHandover
 from orchestrator.cycle.pipeline import run_cycles
 from orchestrator.cycle.session import Session
@@ -100,7 +100,7 @@ class Orchestrator:
         self.max_context = tokenizer.max_context
         self.vocab_size = tokenizer.vocab_size
         self._settings, self._redis, self.tokenizer = settings, redis, tokenizer
-        bounds = StoreBounds(redis, settings.max_stored_mb * 2**20, settings.max_tenant_share)
+        bounds = StoreBounds(redis)
         keys = Keys(settings.redis_prefix)
         self.store = RedisStore(redis, settings.session_ttl_s, bounds=bounds, keys=keys)
         self.unstored = UnstoredSessions()
@@ -109,7 +109,7 @@ class Orchestrator:
             settings.max_concurrent_requests,
             settings.max_concurrent_requests,  # as many may wait
             MAX_WAIT_S,
-            math.ceil(settings.max_tenant_share * settings.max_concurrent_requests),
+            math.ceil(TENANT_SHARE * settings.max_concurrent_requests),
         )
         records = RedisTraceStore(redis, settings.session_ttl_s, bounds, keys)
         self.meter = OrchestratorMeter()

@@ -23,7 +23,6 @@ _COMMANDS = {
     "bench": "Measure a running cluster: speed, acceptance and latency by gamma.",
     "chat": "Chat with the model.",
     "check": "Check receipts of completions against the target.",
-    "config": "Print the effective settings of every process.",
     "drafters": "List, pin and roll back the drafters that a machine learns.",
     "generate": "Stream a completion of PROMPT.",
     "keys": "Create, list and revoke API keys; keys for receipts.",
@@ -47,7 +46,7 @@ class _Gammaray(click.Group):
         if name not in _COMMANDS:
             return None
         if name != "up":
-            # gRPC's log lines on failed handshakes say less than our errors; set before gRPC is imported.
+            # Errors have what gRPC logs on failed handshakes; set before gRPC is imported.
             os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
         module = {"status": "top", "drafters": "train"}.get(name, name)
         command: click.Command = getattr(import_module(f"gammaray.cli.commands.{module}"), name)
@@ -83,12 +82,10 @@ def failure_of(error: Exception) -> tuple[int, str] | None:
     """Return exit status and message of an error; None for errors that are not gammaray's."""
     if isinstance(error, (click.ClickException, click.exceptions.Exit, click.Abort)):
         return None
-    from gammaray.errors import GammarayError, InvalidArgumentError, TlsError, UnavailableError
+    from gammaray.errors import GammarayError, InvalidArgumentError, UnavailableError
 
     if isinstance(error, UnavailableError):
         return 3, f"{error} (is a cluster running there? `gammaray up` starts one)"
-    if isinstance(error, TlsError):
-        return 3, str(error)
     if isinstance(error, InvalidArgumentError):
         return 2, str(error)
     return (1, str(error)) if isinstance(error, GammarayError) else None

@@ -82,8 +82,6 @@ class AsyncClient:
 
     Raises:
         InvalidArgumentError: A malformed address, key or timeout, or a file that cannot be used.
-
-    Calls raise TlsError if a certificate is not accepted or one side uses plain text.
     """
 
     def __init__(

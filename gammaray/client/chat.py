@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -27,8 +26,7 @@ from gammaray.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
-from gammaray.security.client_tls import ClientTls, client_tls, explain, tls_error
-from gammaray.types import DrafterKind, EmittedToken, TokenOrigin
+from gammaray.security.client_tls import ClientTls, client_tls
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -37,8 +35,6 @@ __all__ = ["Chat", "ChatPiece"]
 
 _ALLOWED_URL = "http://host:port or https://host:port"
 _MAX_TIMEOUT_S = 7 * 86_400.0
-_EXPLAIN_S = 3.0
-"""Upper bound of each step when diagnosing a failed TLS handshake, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +43,11 @@ class ChatPiece:
 
     Args:
         text: Its text.
-        tokens: The tokens of this text.
         finish_reason: In the last piece: why the answer ended.
         speculation: In the last piece: the response object `gammaray`.
     """
 
     text: str
-    tokens: tuple[EmittedToken, ...] = ()
     finish_reason: str | None = None
     speculation: dict[str, Any] = field(default_factory=dict)
 
@@ -119,8 +113,7 @@ class Chat:
 
         Raises:
             InvalidArgumentError: The form is wrong.
-            UnavailableError: The server does not answer, or the stream broke.
-            TlsError: A certificate is not accepted, or one side uses plain text.
+            UnavailableError: The server does not answer, TLS with it fails, or the stream broke.
             GammarayError: The server returned an error.
         """
         form = OutputForm.of(options)
@@ -146,8 +139,7 @@ class Chat:
         return form.parsed(said, reason)
 
     def _pieces(self, messages: list[dict[str, str]], form: OutputForm) -> Iterator[ChatPiece]:
-        extra = {**self._options.get("gammaray", {}), "stream_tokens": True}
-        body = {**self._options, **form.http_fields, "messages": messages, "stream": True, "gammaray": extra}
+        body = {**self._options, **form.http_fields, "messages": messages, "stream": True}
         context = None if self._tls is None else self._tls.context()
         try:
             with urllib.request.urlopen(
@@ -159,26 +151,12 @@ class Chat:
                     if line.startswith(b"data: "):
                         yield _piece(json.loads(line.removeprefix(b"data: ")))
         except urllib.error.HTTPError as error:
-            if "json" not in error.headers.get_content_type() and (cause := self._tls_cause(None)):
-                raise cause from None  # proxies answer plain text on a TLS port with an HTML page
             raise _error(error) from None
         except (OSError, ValueError, HTTPException) as error:
             failure = error.reason if isinstance(error, urllib.error.URLError) else error
-            if cause := self._tls_cause(failure):
-                raise cause from None
             reason = str(failure) or type(failure).__name__
             raise UnavailableError(f"{self._url}: {reason}") from None
         raise UnavailableError(f"{self._url}: the response ended early")
-
-    def _tls_cause(self, failure: BaseException | str | None) -> GammarayError | None:
-        """Return the TLS error that caused a failed request, if any."""
-        if isinstance(failure, ssl.SSLError) and not isinstance(failure, ssl.SSLEOFError):
-            return tls_error(self._url, failure, has_certificate=bool(self._tls and self._tls.cert_file))
-        if isinstance(failure, (TimeoutError, ConnectionRefusedError)):
-            return None
-        place = urlsplit(self._url)
-        port = place.port or (80 if self._tls is None else 443)
-        return explain(str(place.hostname), port, self._tls, _EXPLAIN_S, needs_http2=False)
 
     def _request(self, body: dict[str, Any]) -> urllib.request.Request:
         headers = {"Content-Type": "application/json"}
@@ -211,22 +189,8 @@ def _piece(event: dict[str, Any]) -> ChatPiece:
         raise GammarayError(event["error"]["message"])
     if not event["choices"]:
         return ChatPiece("")
-    (choice,), own = event["choices"], event.get("gammaray", {})
-    tokens = tuple(
-        EmittedToken(
-            token["id"], TokenOrigin(token["origin"]), bytes(token["bytes"]), drafter=_drafter(token)
-        )
-        for token in own.get("tokens", ())
-    )
-    return ChatPiece(choice["delta"].get("content", ""), tokens, choice["finish_reason"], own)
-
-
-def _drafter(token: dict[str, Any]) -> DrafterKind | None:
-    """Return the drafter of a token; None for a missing one, and for a kind of a later version."""
-    try:
-        return DrafterKind(token.get("drafter"))
-    except ValueError:
-        return None
+    (choice,) = event["choices"]
+    return ChatPiece(choice["delta"].get("content", ""), choice["finish_reason"], event.get("gammaray", {}))
 
 
 def _error(error: urllib.error.HTTPError) -> GammarayError:

@@ -18,15 +18,13 @@ from gammaray.checks import check_api_key, check_timeout
 from gammaray.errors import (
     CancelledError,
     DeadlineExceededError,
-    GammarayError,
     InvalidArgumentError,
-    TlsError,
     UnavailableError,
 )
-from gammaray.security.client_tls import ClientTls, explain
+from gammaray.security.client_tls import ClientTls
 from gammaray.v1.generation_service_pb2_grpc import GenerationServiceStub
 from gammaray.wire.metadata import APPLICATION, MAX_TIMEOUT_MS, TIMEOUT_HEADER, trace_metadata
-from gammaray.wire.rpc_errors import error_from_rpc, is_from_gammaray
+from gammaray.wire.rpc_errors import error_from_rpc
 
 __all__ = ["RetryPolicy", "Transport"]
 
@@ -43,16 +41,8 @@ CHANNEL_OPTIONS = (
 )
 
 _PASSING = (UnavailableError, CancelledError, DeadlineExceededError)
-_EXPLAIN_S = 3.0
-"""Upper bound of each step when diagnosing a failed TLS handshake, in seconds."""
-
-_EXPLAIN_PLAIN_S = 1.0
-"""The same after a call in plain text."""
-
 _SCHEME = re.compile(r"(?P<scheme>https|grpcs|grpc)://(?P<place>[^/?#@\s]+)/?")
-_ADDRESS = re.compile(
-    r"(?!(?:https?|grpcs?)://)(?:\S*[/\[\]])?(?P<host>[^\s/\[\]]+)\]?:(?P<port>[0-9]{1,5})|unix:\S+"
-)
+_ADDRESS = re.compile(r"(?!(?:https?|grpcs?)://)(?:\S*[/\[\]])?[^\s/\[\]]+\]?:(?P<port>[0-9]{1,5})|unix:\S+")
 _ALLOWED = "host:port, or https://host:port for TLS"
 _TLS_PORT = 443
 
@@ -114,18 +104,16 @@ class Transport:
         credentials: grpc.ChannelCredentials | None,
         tls: ClientTls | None = None,
     ) -> None:
-        self.address, self._place, needs_tls = _parsed(address)
+        self.address, needs_tls = _parsed(address)
         if needs_tls is False and (tls or credentials):
             raise InvalidArgumentError("address", f"{address} with TLS options", _ALLOWED)
-        self._tls = None if credentials else tls
-        self._is_explicable = credentials is None  # `explain` cannot use gRPC credentials
         self._metadata = [("application", APPLICATION)]
         if api_key is not None:
             check_api_key(api_key)
             self._metadata.append(("authorization", f"Bearer {api_key}"))
         self._timeout_s = check_timeout("timeout_s", timeout_s)
         self.retry = retry
-        self._credentials = credentials if self._tls is None else self._tls.channel_credentials()
+        self._credentials = credentials if tls is None else tls.channel_credentials()
         self._channel: grpc.aio.Channel | None = None
         self._stub: GenerationServiceStub | None = None
         self.is_closed = False
@@ -162,9 +150,7 @@ class Transport:
                 raise CancelledError("the client was closed") from None
             raise
         except grpc.aio.AioRpcError as failure:
-            error = error_from_rpc(failure)
-            error.__cause__ = failure
-            raise await self._tls_cause(error, deadline) or error from failure
+            raise error_from_rpc(failure) from failure
         finally:
             call.cancel()
 
@@ -212,18 +198,6 @@ class Transport:
         if self._channel is not None:
             await self._channel.close(None)
 
-    async def _tls_cause(self, error: GammarayError, deadline: float) -> TlsError | None:
-        """Return the TLS error that caused a failed call at a cluster that never answered, if any."""
-        if self.has_answered or self._place is None or not self._is_explicable or is_from_gammaray(error):
-            return None
-        left_s = deadline - time.monotonic()
-        if not isinstance(error, UnavailableError):
-            return None
-        if "Connection refused" not in str(error):  # which may be of one of several addresses of a name
-            self._is_explicable = self._tls is not None  # one check suffices to tell TLS from plain text
-        bound_s = max(0.1, min(_EXPLAIN_S if self._tls else _EXPLAIN_PLAIN_S, left_s))
-        return await asyncio.to_thread(explain, *self._place, self._tls, bound_s, needs_http2=True)
-
     def _rpc(self, method: str) -> Any:
         if self.is_closed:
             raise RuntimeError("the client is closed")
@@ -242,8 +216,8 @@ async def _only(call: Any) -> AsyncIterator[Any]:
     yield await call
 
 
-def _parsed(address: str) -> tuple[str, tuple[str, int] | None, bool | None]:
-    """Return gRPC's target, host and port if there are any, and whether the scheme implies TLS."""
+def _parsed(address: str) -> tuple[str, bool | None]:
+    """Return gRPC's target, and whether the scheme implies TLS."""
     needs_tls, target = None, address
     if scheme := _SCHEME.fullmatch(address):
         needs_tls, target = scheme["scheme"] != "grpc", scheme["place"]
@@ -252,8 +226,6 @@ def _parsed(address: str) -> tuple[str, tuple[str, int] | None, bool | None]:
     match = _ADDRESS.fullmatch(target)
     if match is None:
         raise InvalidArgumentError("address", address, _ALLOWED)
-    if match["port"] is None:
-        return target, None, needs_tls
-    if not 1 <= int(match["port"]) <= 65535:
+    if match["port"] is not None and not 1 <= int(match["port"]) <= 65535:
         raise InvalidArgumentError("address", address, f"{_ALLOWED}, with a port from 1 to 65535")
-    return target, (match["host"], int(match["port"])), needs_tls
+    return target, needs_tls

@@ -7,10 +7,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from gammaray.config import (
-    METRICS_PORT,
     ClusterSettings,
     DraftSettings,
     OrchestratorSettings,
@@ -18,9 +19,9 @@ from gammaray.config import (
     ScalingSettings,
     TargetSettings,
     WorkerSettings,
+    at_least_one,
     parse_adapters,
 )
-from gammaray.demo_pair import DRAFTER_FILE, early_exit_layers
 from gammaray.wire.metadata import APPLICATION
 
 _POLICIES = {
@@ -147,6 +148,29 @@ APPLICATIONS: Final[Mapping[str, ServeApplication]] = {
 """Every application by role, in start order."""
 
 
+class _Arguments(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    settings: dict[str, Any] = Field(description="Fields of the role's settings.")
+    scaling: dict[str, Any] | None = Field(None, description="Fields of ScalingSettings; None: the defaults.")
+
+
+class WorkerArguments(_Arguments):
+    """Arguments of a worker pool's application in a Serve configuration."""
+
+    workers: PoolSize = Field(
+        "1", validate_default=True, description="Number of workers, N or MIN:MAX to scale between."
+    )
+
+
+class OrchestratorArguments(_Arguments):
+    """Arguments of the orchestrator's application in a Serve configuration."""
+
+    replicas: Annotated[PoolSize, AfterValidator(at_least_one)] = Field(
+        "1", validate_default=True, description="Number of orchestrators, N or MIN:MAX to scale between."
+    )
+
+
 def role_settings(cluster: ClusterSettings) -> dict[str, dict[str, Any]]:
     """Return what a cluster's settings determine per role; the rest is left to environment and defaults."""
     worker: dict[str, Any] = {"engine": cluster.engine, "device": cluster.device, "dtype": cluster.dtype}
@@ -178,50 +202,3 @@ def _absolute_adapters(lora: str) -> str:
 def _mapped(cluster: ClusterSettings) -> dict[str, Any]:
     """Return the setting that names the target for draft workers."""
     return {} if cluster.draft == cluster.target else {"target": cluster.target}
-
-
-def serve_document(cluster: ClusterSettings) -> dict[str, Any]:
-    """Return the Serve configuration of a cluster of several machines, each dedicated to one role.
-
-    The URL of Redis comes from the environment (GAMMARAY_REDIS_URL), since it may contain a password.
-    """
-    own = role_settings(cluster)
-    # Draft workers may lack the target's files; an ordinary draft that needs them has its environment.
-    if early_exit_layers(cluster.draft) is None and not (Path(cluster.draft) / DRAFTER_FILE).is_file():
-        own["draft"].pop("target", None)
-    for settings in own.values():
-        for field in ("engine", "dtype", "draft_weights"):
-            # auto is not included: the workers read it from their environment, which may differ by role.
-            if settings.get(field) == "auto":
-                del settings[field]
-    scraped = {"metrics_listen": f"0.0.0.0:{METRICS_PORT}"}
-    reachable = {"listen": f"0.0.0.0:{WORKER_PORT}", **scraped}
-    pools = {"target": cluster.target_workers, "draft": cluster.draft_workers}
-    # Targets report their load even if only drafters scale: an empty drafter pool scales up on that load.
-    scaling: dict[str, Any] = {"scaling": {}} if any(pool.is_elastic for pool in pools.values()) else {}
-    args = {
-        role: {"settings": own[role] | reachable, "workers": str(pool), **scaling}
-        for role, pool in pools.items()
-    }
-    args["orchestrator"] = {"settings": own["orchestrator"] | scraped, "replicas": cluster.orchestrators}
-    return {
-        "proxy_location": "EveryNode",
-        "http_options": {"host": "0.0.0.0", "port": cluster.http_port},
-        "grpc_options": {"port": cluster.grpc_port, "grpc_servicer_functions": list(GRPC_SERVICERS)},
-        "applications": [
-            {
-                "name": application.name,
-                "route_prefix": application.route_prefix,
-                "import_path": application.import_path,
-                "args": args[role],
-                "deployments": [
-                    {
-                        "name": application.deployment,
-                        "ray_actor_options": {"num_cpus": 0, "resources": {application.resource: 1}},
-                    }
-                ],
-            }
-            for role, application in APPLICATIONS.items()
-            if role not in pools or pools[role].maximum
-        ],
-    }

@@ -1,8 +1,4 @@
-"""TLS of a client: trusted authorities, client certificate, and diagnosis of failed handshakes.
-
-gRPC reports at most one line of its TLS library for a failed handshake, without the cause. `explain` performs
-a separate handshake with the same files, and returns the cause and the option that fixes it.
-"""
+"""TLS of a client: trusted authorities and client certificate."""
 
 from __future__ import annotations
 
@@ -10,30 +6,12 @@ import ssl
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from socket import create_connection
 
 import grpc
 
-from gammaray.errors import InvalidArgumentError, TlsError
-
-_READ_S = 0.5
-"""Wait for a server to reject a client certificate, in seconds; in TLS 1.3 this follows the handshake."""
+from gammaray.errors import InvalidArgumentError
 
 _PEM = "a PEM file"
-_PLAIN = "the server uses TLS and was called in plain text", "use TLS: --tls, or tls=True"
-_USE_CERT = "provide one: --cert-file and --key-file, or cert_file= and key_file="
-_CERT_REQUIRED = ("CERTIFICATE_REQUIRED", "HANDSHAKE_FAILURE", "CERTIFICATE_UNKNOWN", "NO_CERTIFICATE")
-_CLIENT_CERT = (
-    "UNKNOWN_CA",
-    "BAD_CERTIFICATE",
-    "CERTIFICATE_EXPIRED",
-    "CERTIFICATE_REVOKED",
-    "UNSUPPORTED_CERTIFICATE",
-    "ACCESS_DENIED",
-    "DECRYPT_ERROR",
-)
-# Error codes of OpenSSL's X509_verify_cert.
-_EXPIRED, _NOT_YET_VALID, _HOST_MISMATCH, _ADDRESS_MISMATCH = 10, 9, 62, 64
 
 
 @dataclass(frozen=True)
@@ -110,89 +88,6 @@ def client_tls(
     options = ClientTls(*(Path(file) if file else None for file in files.values()))
     options.context()
     return options
-
-
-def explain(
-    host: str, port: int, options: ClientTls | None, timeout_s: float, *, needs_http2: bool
-) -> TlsError | None:
-    """Return why calls to an address fail if TLS is the cause, else None.
-
-    Connects to the address and performs a handshake; blocks for at most about `timeout_s` seconds.
-
-    Args:
-        options: TLS options of the failed calls; None: plain text.
-        needs_http2: Whether the calls are gRPC calls.
-    """
-    where = f"{host}:{port}"
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if options is None else options.context()
-    if options is None:
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    context.set_alpn_protocols(["h2"] if needs_http2 else ["http/1.1"])
-    try:
-        with create_connection((host, port), timeout_s) as plain:
-            with context.wrap_socket(plain, server_hostname=host) as secured:
-                if options is None:
-                    return TlsError(where, *_PLAIN)
-                is_closed = _closes(secured, min(_READ_S, timeout_s))
-                if needs_http2 and secured.selected_alpn_protocol() != "h2":
-                    cause = "the server does not offer HTTP/2 (ALPN protocol h2), which gRPC needs"
-                    return TlsError(where, cause, "use the gRPC port: --address, or address=")
-                if is_closed:
-                    # In TLS 1.3 a client certificate is checked last, and not every server sends an alert.
-                    verb = "refuses the" if options.cert_file else "requires a"
-                    cause = f"the server ends the connection, and likely {verb} client certificate"
-                    return TlsError(where, cause, _USE_CERT)
-    except ssl.SSLError as error:
-        if options is None:
-            # A server that requires a client certificate also uses TLS; a plain-text server sends no alert.
-            return TlsError(where, *_PLAIN) if "ALERT" in (error.reason or "") else None
-        return tls_error(where, error, has_certificate=options.cert_file is not None)
-    except OSError:
-        return None  # the port is closed, or the server closed the connection: not a TLS failure
-    return None
-
-
-def _closes(secured: ssl.SSLSocket, timeout_s: float) -> bool:
-    """Whether a server closes the connection without an alert; an alert raises ssl.SSLError."""
-    secured.settimeout(timeout_s)
-    try:
-        return not secured.recv(1)
-    except (ssl.SSLEOFError, ConnectionError):
-        return True
-    except TimeoutError:
-        return False
-
-
-def tls_error(where: str, error: ssl.SSLError, *, has_certificate: bool) -> TlsError:
-    """Return the error of a failed handshake with a server, host:port or a URL."""
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return TlsError(where, *_verification(error))
-    if isinstance(error, ssl.SSLEOFError):
-        cause = "the server closed the connection during the handshake"
-        return TlsError(where, cause, "check that the port uses TLS, and whether it requires a certificate")
-    reason = _reason(error)
-    upper = reason.upper().replace(" ", "_")
-    if not has_certificate and any(part in upper for part in _CERT_REQUIRED):
-        return TlsError(where, "the server requires a client certificate", _USE_CERT)
-    if "ALERT" in upper and any(part in upper for part in (*_CLIENT_CERT, *_CERT_REQUIRED)):
-        return TlsError(where, f"the server refuses the client certificate ({reason})", _USE_CERT)
-    if any(part in upper for part in ("WRONG_VERSION_NUMBER", "UNKNOWN_PROTOCOL", "HTTP_REQUEST")):
-        return TlsError(where, "the server does not use TLS", "omit the TLS options, or use its TLS port")
-    return TlsError(where, f"the handshake failed ({reason})", "check the TLS options and the server's log")
-
-
-def _verification(error: ssl.SSLCertVerificationError) -> tuple[str, str]:
-    """Return cause and remedy if a server's certificate is not accepted."""
-    code, message = error.verify_code, error.verify_message.rstrip(".")
-    if code == _EXPIRED:
-        return "the server's certificate has expired", "renew it; no option disables this check"
-    if code == _NOT_YET_VALID:
-        return "the server's certificate is not valid yet", "check the clocks of both machines"
-    if code in (_HOST_MISMATCH, _ADDRESS_MISMATCH) or "match" in message.lower():
-        remedy = "use a host name in the certificate: --address (--url of chat), or address="
-        return f"the server's certificate is for another host ({message})", remedy
-    remedy = "provide the file of its CA: --ca-file, or ca_file="
-    return f"the server's certificate is not signed by a trusted CA ({message})", remedy
 
 
 def _system_roots() -> bytes | None:

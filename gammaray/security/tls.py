@@ -45,20 +45,14 @@ class TlsFiles:
 
     def read(self) -> tuple[bytes, bytes, bytes]:
         """Return the contents of authority, certificate and key; InvalidArgumentError if one is no PEM."""
-        return _pem("tls_ca", self.ca), _pem("tls_cert", self.cert), _pem("tls_key", self.key)
+        return _pem(self.ca), _pem(self.cert), _pem(self.key)
 
 
 def tls_files(settings: ServingSettings) -> TlsFiles | None:
-    """Return the files that the settings name, all of which exist; None for plain text."""
-    named = {name: getattr(settings, name) for name in ("tls_ca", "tls_cert", "tls_key")}
-    if not any(named.values()):
+    """Return the files in the folder that the settings name, all of which exist; None for plain text."""
+    if not settings.tls_dir:
         return None
-    for name, value in named.items():
-        if not value:
-            raise InvalidArgumentError(
-                name, "nothing", "a PEM file, as the other two of tls_ca, tls_cert, tls_key"
-            )
-    files = TlsFiles(*(Path(value) for value in named.values()))
+    files = TlsFiles(*(Path(settings.tls_dir, name) for name in ("ca.crt", "tls.crt", "tls.key")))
     files.read()
     return files
 
@@ -109,11 +103,11 @@ def _configuration(contents: tuple[bytes, bytes, bytes]) -> Any:
     return grpc.ssl_server_certificate_configuration([(key, cert)], ca)
 
 
-def _pem(field: str, path: Path) -> bytes:
+def _pem(path: Path) -> bytes:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise InvalidArgumentError(field, f"{path} ({error.strerror})", "a PEM file") from None
+        raise InvalidArgumentError("tls_dir", f"{path} ({error.strerror})", "a PEM file") from None
     if b"-----BEGIN " not in content:
-        raise InvalidArgumentError(field, f"{path}, which is none", "a PEM file")
+        raise InvalidArgumentError("tls_dir", f"{path}, which is none", "a PEM file")
     return content

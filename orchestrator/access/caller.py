@@ -25,6 +25,11 @@ PRIORITY_HEADER = "gammaray-priority"
 
 MAX_PRIORITY = 10
 
+TENANT_SHARE = 0.9
+"""Share of running requests, stored bytes and kept outputs that one tenant may have, where keys name tenants.
+
+It leaves a tenth to others, and little idle where there are none."""
+
 PROBE_TENANT = "gammaray-probe"
 """Tenant that owns the launcher's key."""
 

@@ -10,6 +10,7 @@ from gammaray.grammar.matcher import GrammarState
 from gammaray.types import DrafterKind, GenerationRequest, VerificationMethod
 from gammaray.v1 import draft_service_pb2 as draft_pb
 from gammaray.v1 import types_pb2 as pb
+from orchestrator.access.caller import TENANT_SHARE
 from orchestrator.control.adaptive import AdaptiveGamma
 from orchestrator.control.costs import CostModel
 from orchestrator.control.fixed import FixedGamma, Reason
@@ -55,7 +56,7 @@ class Drafting:
         self.costs = CostModel()
         # Proposals from past outputs are a shared cache: without prefix caching nothing is shared.
         max_tokens = MAX_CORPUS_TOKENS if settings.prefix_caching else 0
-        self.corpus = Corpus(max_tokens, settings.max_tenant_share, settings.session_ttl_s)
+        self.corpus = Corpus(max_tokens, TENANT_SHARE, settings.session_ttl_s)
 
     def open(
         self,

@@ -10,12 +10,12 @@ from typing import Any
 
 from gammaray.config import REDIS_PREFIX
 from gammaray.errors import GammarayError, InvalidArgumentError, ResourceExhaustedError
-from orchestrator.access.caller import tenant_of
+from orchestrator.access.caller import TENANT_SHARE, tenant_of
 from orchestrator.storage import session_scripts as scripts
 from orchestrator.storage.client import Redis, answer
 
 DEFAULT_TOTAL = 2**30
-"""Bound of all stored bytes if neither a setting nor Redis defines one."""
+"""Bound of all stored bytes if Redis has no limit of memory."""
 
 READ_PERIOD_S = 30.0
 """Seconds between reads of Redis's memory limit."""
@@ -30,7 +30,7 @@ class StoreBounds:
         tenant_share: Share of the total that one tenant may use, if API keys name tenants.
     """
 
-    def __init__(self, redis: Redis, total: int = 0, tenant_share: float = 0.5) -> None:
+    def __init__(self, redis: Redis, total: int = 0, tenant_share: float = TENANT_SHARE) -> None:
         self._redis, self._given, self._tenant_share = redis, total, tenant_share
         self._derived, self._read_at = DEFAULT_TOTAL, 0.0
 
@@ -64,15 +64,15 @@ class StoreBounds:
     ) -> ResourceExhaustedError | InvalidArgumentError:
         bound, total = await self.of(name)
         tenant = tenant_of(name)
-        whose, setting = f"of tenant {tenant}", "max_tenant_share"
+        whose = f"of tenant {tenant}"
         if code == scripts.OVER_ALL or not tenant:
-            bound, whose, setting = total, "of all tenants", "max_stored_mb"
+            bound, whose = total, "of all tenants"
         if need > bound:  # waiting does not help
-            allowed = f"{bound} bytes of stored sessions {whose} ({setting})"
+            allowed = f"{bound} bytes of stored sessions {whose}"
             return InvalidArgumentError(field, f"a request that may store {need} bytes", allowed)
         retry_s = math.ceil(min(wait_ms, ttl_ms) / 1e3)
         return ResourceExhaustedError(
-            f"stored sessions {whose}: {used} of {bound} bytes ({setting}) are in use, this request needs "
+            f"stored sessions {whose}: {used} of {bound} bytes are in use, this request needs "
             f"{need} more; retry in {retry_s} s, or delete sessions",
             float(retry_s),
         )

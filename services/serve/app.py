@@ -12,9 +12,8 @@ import ray.util
 from ray import serve
 
 from gammaray.config import PoolSize, ScalingSettings, WorkerSettings
-from gammaray.deploy.effective import WorkerArguments
 from gammaray.deploy.engines import vllm_build
-from gammaray.deploy.serve_config import APPLICATIONS, autoscaling_config
+from gammaray.deploy.serve_config import APPLICATIONS, WorkerArguments, autoscaling_config
 from gammaray.errors import InvalidArgumentError
 from services.process.server import DRAIN_TIMEOUT_S, split_address
 

@@ -195,7 +195,7 @@ def test_notes_contain_the_next_commands():
     notes = render_texts()["NOTES.txt"]
     assert f"kubectl --namespace {NAMESPACE} wait rayservice/{NAME}" in notes
     assert "gammaray generate" in notes
-    assert "gammaray config -" in notes
+    assert f"get rayservice {NAME} --output jsonpath='{{.spec.serveConfigV2}}'" in notes
     assert f"helm test {RELEASE} --namespace {NAMESPACE}" in notes
     assert "NOTE: requests need no API key" in notes
     secured = merged({"apiKeysSecret": {"name": "k"}}, {"redis": {"urlSecret": {"name": "r"}}})

@@ -6,7 +6,6 @@ import math
 import pytest
 import yaml
 
-from gammaray.deploy.effective import effective_of_serve
 from gammaray.deploy.serve_config import APPLICATIONS, SERVE_ENVIRONMENT, WORKER_PORT
 from tests.support.chart.chart_helpers import (
     CHART,
@@ -113,9 +112,8 @@ def test_probe_of_a_worker_with_tls_needs_no_certificate():
 
 @variants
 def test_each_replica_uses_the_resources_of_one_pod(values):
-    serve = yaml.safe_load(render(values)["configmap-serve.yaml"]["data"]["serve.yaml"])
     of_role = {application.name: application for application in APPLICATIONS.values()}
-    for entry in serve["applications"]:
+    for entry in serve_config(values)["applications"]:
         application = of_role[entry["name"]]
         group = groups(values)[application.role]
         (deployment,) = entry["deployments"]
@@ -297,6 +295,3 @@ def test_orchestrators_have_the_bounds_asked_for(replicas, bounds):
     assert args.get("scaling") == ({"orchestrator_load": 7} if scales else None)
     assert "scaling" not in application("draft", values)["args"]  # workers that stay report nothing
     assert render(values)["pdb-orchestrator.yaml"]["spec"]["minAvailable"] == bounds[0] - 1
-    shown = effective_of_serve(serve_config(values))["orchestrator"]
-    assert shown["replicas"] == args["replicas"]
-    assert ("scaling" in shown) is scales

@@ -4,12 +4,9 @@ import importlib
 
 import pytest
 import yaml
-from click.testing import CliRunner
 
-from gammaray.cli import main
-from gammaray.config import ClusterSettings, OrchestratorSettings
-from gammaray.deploy.effective import effective_of_serve
-from gammaray.deploy.serve_config import GRPC_SERVICERS, serve_document
+from gammaray.config import OrchestratorSettings, PoolSize
+from gammaray.deploy.serve_config import GRPC_SERVICERS
 from tests.support.chart.chart_helpers import (
     CHART,
     EVERYTHING,
@@ -22,7 +19,9 @@ from tests.support.chart.chart_helpers import (
     render,
     serve_config,
 )
+from tests.support.serve_helpers import schema_of
 
+SERVE = CHART / "files" / "serve.yaml"
 variants = pytest.mark.parametrize("values", VARIANTS.values(), ids=VARIANTS)
 
 
@@ -31,24 +30,19 @@ def settings(role, values=None):
 
 
 @variants
-def test_configuration_of_the_chart_is_parsed_by_gammaray_config(values):
-    text = render(values)["configmap-serve.yaml"]["data"]["serve.yaml"]
-    result = CliRunner().invoke(main, ["config", "-"], input=text)
-    assert result.exit_code == 0, result.output
-    shown = yaml.safe_load(result.output)
+def test_builders_accept_the_configuration_of_the_chart(values):
     models = {"target": "demo", "draft": "demo", **values.get("models", {})}
-    assert (
-        shown["target"]["settings"]["model"] == shown["orchestrator"]["settings"]["model"] == models["target"]
-    )
-    if "draft" in shown:
-        assert shown["draft"]["settings"]["model"] == models["draft"]
-
-
-@variants
-def test_configmap_and_rayservice_have_the_same_configuration(values):
-    manifests = render(values)
-    own = manifests["rayservice.yaml"]["spec"]["serveConfigV2"]
-    assert manifests["configmap-serve.yaml"]["data"]["serve.yaml"] == own
+    for entry in serve_config(values)["applications"]:
+        role = entry["name"].removeprefix("gammaray-")
+        assert entry["args"]["settings"]["model"] == models.get(role, models["target"])
+        module, _, function = entry["import_path"].partition(":")
+        built = schema_of(getattr(importlib.import_module(module), function)(entry["args"]))
+        assert built.name == entry["deployments"][0]["name"]
+        if role in models:
+            assert built.max_replicas_per_node == 1
+        number = PoolSize.parse(entry["args"]["workers" if role in models else "replicas"])
+        if number.is_elastic:
+            assert built.autoscaling_config.max_replicas == number.maximum
 
 
 @variants
@@ -65,10 +59,11 @@ def test_configuration_is_valid_by_serves_own_schema(values):
 def test_default_configuration_differs_from_the_package_only_as_needed():
     """With the values that say what the package's defaults say, nothing else is different."""
     values = {"orchestrator": {"replicas": 1}, "draft": {"gpus": 0}, "target": {"gpus": 0}}
-    own, package = serve_config(values), serve_document(ClusterSettings(device="cpu"))
+    own, package = serve_config(values), yaml.safe_load(SERVE.read_text())
     for entry in own["applications"]:
         entry["deployments"][0]["ray_actor_options"].pop("num_gpus", None)
-        entry["args"]["settings"].pop("allowed_hosts", None)
+        for name in ("allowed_hosts", "device", "tensor_parallel"):
+            entry["args"]["settings"].pop(name, None)
     assert own == package
 
 
@@ -89,8 +84,6 @@ def test_http_api_without_keys_allows_the_names_of_its_service_and_ingress():
 def test_draft_workers_know_the_targets_tokenizer_where_the_models_differ():
     models = {"models": {"target": "team/large", "draft": "team/small"}}
     assert settings("draft", models)["target"] == "team/large"
-    shown = effective_of_serve(serve_config(models))
-    assert shown["draft"]["settings"]["target"] == "team/large"
     assert "target" not in settings("draft")
     assert "target" not in settings("target", models)
     for given in ("", "/tokenizers/large"):
@@ -116,7 +109,6 @@ OWN_ENGINE = {"engine": "vllm", "draft": {"settings": {"engine": "native"}}}
 )
 def test_settings_follow_the_values_and_gpus_of_the_pool(role, values, expected):
     assert settings(role, values).items() >= expected.items()
-    assert effective_of_serve(serve_config(values))[role]["settings"].items() >= expected.items()
 
 
 def test_fixed_pools_report_their_load_if_others_scale():
@@ -130,11 +122,10 @@ def test_keys_and_certificates_are_where_they_are_mounted():
     for role in ("orchestrator", "draft", "target"):
         mounted = [mount["mountPath"] for mount in container(group[role]["template"])["volumeMounts"]]
         shown = settings(role, EVERYTHING)
-        paths = [shown[name] for name in ("tls_ca", "tls_cert", "tls_key")]
         keys = [shown[name] for name in ("api_keys_file", "receipt_keys_file") if name in shown]
         assert len(keys) == (2 if role == "orchestrator" else 0)
-        assert all(path.rpartition("/")[0] in mounted for path in (*paths, *keys))
-        names = ("tls_ca", "tls_cert", "tls_key", "api_keys_file", "receipt_keys_file")
+        assert {shown["tls_dir"], *(path.rpartition("/")[0] for path in keys)} <= set(mounted)
+        names = ("tls_dir", "api_keys_file", "receipt_keys_file")
         assert all(name not in settings(role) for name in names)
 
 
@@ -150,10 +141,8 @@ def test_head_can_build_every_application_without_torch():
         "find = PathFinder.find_spec\n"
         "def hide(name, *rest): return None if name.partition('.')[0] == 'torch' else find(name, *rest)\n"
         "PathFinder.find_spec = hide\n"
-        "import services.serve.app, orchestrator.app\n"
-        "from gammaray.config import ClusterSettings\n"
-        "from gammaray.deploy.serve_config import serve_document\n"
-        "for entry in serve_document(ClusterSettings())['applications']:\n"
+        "import services.serve.app, orchestrator.app, yaml\n"
+        f"for entry in yaml.safe_load(open({str(SERVE)!r}))['applications']:\n"
         "    module, _, function = entry['import_path'].partition(':')\n"
         "    getattr(sys.modules[module], function)(entry['args'])\n"
         "print('built')\n"

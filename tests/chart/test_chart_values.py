@@ -98,5 +98,5 @@ def test_chart_package_contains_the_files_that_templates_read(tmp_path):
         for path in (CHART / "templates").iterdir()
         for name in re.findall(r'Files\.Get "([^"]+)"', path.read_text())
     }
-    assert {"files/gammaray.yaml", "files/alerts.yaml", "files/redis.sh"} <= read
+    assert {"files/gammaray.yaml", "files/serve.yaml", "files/alerts.yaml", "files/redis.sh"} <= read
     assert read <= {file["name"] for file in again.files}

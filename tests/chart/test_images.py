@@ -147,8 +147,10 @@ def test_copied_files_exist_and_are_not_ignored():
 
 
 def test_ports_are_those_of_the_package():
-    ports = yaml.safe_load((CHART / "files/gammaray.yaml").read_text())
+    generated, serve = (
+        yaml.safe_load((CHART / "files" / name).read_text()) for name in ("gammaray.yaml", "serve.yaml")
+    )
     exposed = {name: [line for line in history(name) if line.startswith("EXPOSE")] for name in IMAGES}
-    http, grpc = ports["serve"]["http_options"]["port"], ports["serve"]["grpc_options"]["port"]
+    http, grpc = serve["http_options"]["port"], serve["grpc_options"]["port"]
     assert exposed["orchestrator"] == [f"EXPOSE {http} {grpc}"]
-    assert exposed["worker-gpu"] == exposed["worker-cpu"] == [f"EXPOSE {ports['ports']['worker']}"]
+    assert exposed["worker-gpu"] == exposed["worker-cpu"] == [f"EXPOSE {generated['ports']['worker']}"]

@@ -1,6 +1,5 @@
 """A cluster with API keys and worker TLS, called by tenants and by clients without keys."""
 
-import dataclasses
 from pathlib import Path
 
 import httpx
@@ -32,8 +31,7 @@ def keys(key_file):
 def guarded(keys, key_file):
     files = role_certificates(Authority(key_file.parent, "ca"))["both"]
     with pytest.MonkeyPatch.context() as environment:
-        for name, path in dataclasses.asdict(files).items():
-            environment.setenv(f"GAMMARAY_TLS_{name.upper()}", str(path))
+        environment.setenv("GAMMARAY_TLS_DIR", str(files.cert.parent))
         with running_cluster("--api-keys-file", str(key_file)) as cluster:
             yield cluster
 

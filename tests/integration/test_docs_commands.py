@@ -99,16 +99,6 @@ def test_commands_of_a_block_run_in_their_order(block, shell):
         assert ended.returncode == 0, f"{command}\n{ended.stdout}{ended.stderr}"
 
 
-def test_written_serve_configuration_is_valid(shell):
-    """What `serve run` is given next."""
-    from ray.serve.schema import ServeDeploySchema
-
-    ((_, command),) = [(page, command) for page, command in ALL if "config --serve" in command]
-    assert shell(command).returncode == 0
-    parsed = ServeDeploySchema.model_validate(yaml.safe_load((shell.folder / "serve.yaml").read_text()))
-    assert len(parsed.applications) == 3
-
-
 @of_kind("rendered")
 def test_chart_renders_with_the_values_of_a_command(page, command):
     words = shlex.split(command.replace("\\\n", " "))

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from functools import partial
 
 import pytest
 
 from gammaray.errors import DeadlineExceededError, ResourceExhaustedError
 from gammaray.types import DrafterKind, GenerationRequest
+from orchestrator import service
 from orchestrator.access.caller import Caller
+from orchestrator.storage.keys import StoreBounds
 from tests.support.workers.service_helpers import running, tokens_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
@@ -48,9 +51,9 @@ async def test_deadline_ends_a_running_request_and_frees_its_slot(redis_server, 
         assert orchestrator.admission.num_running == 0
 
 
-async def test_deleting_sessions_frees_stored_bytes(redis_server, target):
-    settings = {"max_stored_mb": 1, "max_tenant_share": 0.1}
-    async with running(redis_server, target.address, "", **settings) as orchestrator:
+async def test_deleting_sessions_frees_stored_bytes(redis_server, target, monkeypatch):
+    monkeypatch.setattr(service, "StoreBounds", partial(StoreBounds, total=2**20, tenant_share=0.1))
+    async with running(redis_server, target.address, "") as orchestrator:
         names = []
 
         async def fill():

@@ -58,7 +58,7 @@ def test_lines_of_grpc_do_not_reach_the_terminal():
         command = [sys.executable, "-m", "gammaray", "status", "-a", address, "--tls"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 3
-    assert done.stderr.startswith(f"gammaray: {address}: ")
+    assert done.stderr.startswith("gammaray: ")
     assert done.stderr.count("\n") == 1
 
 

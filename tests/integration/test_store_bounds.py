@@ -206,7 +206,6 @@ async def test_tenant_over_its_bound_is_rejected_with_a_retry_delay(redis):
     for part in (
         "tenant alice",
         f"{own + 3 * need} of {own + 3 * need} bytes",
-        "max_tenant_share",
         str(need),
     ):
         assert part in str(refused.value)
@@ -214,7 +213,7 @@ async def test_tenant_over_its_bound_is_rejected_with_a_retry_delay(redis):
         await store.read("alice:more")
     for index in range(3):
         await store.create(session_of(f"bob:{index}"), b"request")
-    with pytest.raises(ResourceExhaustedError, match=r"of all tenants: .*max_stored_mb"):
+    with pytest.raises(ResourceExhaustedError, match="of all tenants: "):
         await store.create(session_of("carol:0"), b"request")
     await store.delete("alice:1")
     await store.create(session_of("alice:more"), b"request")

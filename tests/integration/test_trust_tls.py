@@ -46,7 +46,7 @@ def model(tmp_path_factory):
 
 
 def named(files: TlsFiles) -> dict[str, str]:
-    return {f"tls_{name}": str(path) for name, path in dataclasses.asdict(files).items()}
+    return {"tls_dir": str(files.cert.parent)}
 
 
 @asynccontextmanager
@@ -165,27 +165,22 @@ class redis_with_tls:
         self._process.wait(10)
 
 
-@pytest.mark.parametrize("missing", ["tls_ca", "tls_cert", "tls_key"])
-def test_settings_with_half_of_the_files_are_refused(certificates, missing):
-    settings = TargetSettings(**{**named(certificates["worker"]), missing: ""})
-    with pytest.raises(InvalidArgumentError, match=missing):
-        tls_files(settings)
-    settings = TargetSettings(**{**named(certificates["worker"]), missing: "/no/such/file"})
-    with pytest.raises(InvalidArgumentError, match=missing):
-        tls_files(settings)
+@pytest.mark.parametrize("missing", ["ca.crt", "tls.crt", "tls.key"])
+def test_folder_without_one_of_the_files_is_refused(certificates, tmp_path, missing):
+    folder = shutil.copytree(certificates["worker"].cert.parent, tmp_path / "folder")
+    (folder / missing).unlink()
+    with pytest.raises(InvalidArgumentError, match=f"tls_dir: got .*{missing}"):
+        tls_files(TargetSettings(tls_dir=str(folder)))
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
 async def test_certificates_of_the_documented_commands_are_accepted(model, tmp_path):
-    documented = [line for _, line in commands() if re.match("openssl |for role in ", line)]
+    documented = [line for _, line in commands() if re.match("openssl |mkdir |for role in ", line)]
     script = ["bash", "-euo", "pipefail", "-c", "\n".join(documented)]
     await asyncio.to_thread(subprocess.run, script, cwd=tmp_path, check=True, timeout=60)
-    ca = tmp_path / "ca.pem"
-    worker, orchestrator, both = (
-        TlsFiles(ca, tmp_path / f"{name}.pem", tmp_path / f"{name}-key.pem")
-        for name in ("worker", "orchestrator", "both")
-    )
-    for key in tmp_path.glob("*-key.pem"):
+    names = ("worker", "orchestrator", "both")
+    worker, orchestrator, both = (tls_files(TargetSettings(tls_dir=str(tmp_path / name))) for name in names)
+    for key in (tmp_path / "ca-key.pem", worker.key, orchestrator.key, both.key):
         assert key.stat().st_mode & 0o077 == 0
     async with target(model, worker) as served:
         assert await ask(served.address, orchestrator) == str(model)

@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "helm" / "gammaray" / "README.md"]
 
-HERE = r"gammaray (keys|config)\b"
+HERE = r"gammaray keys\b"
 """Run as they stand, in a folder of their own."""
 RENDERED = r"helm (install|upgrade|diff upgrade) "
 """Rendered with the chart and the values that they name, by Helm's own code."""
@@ -28,9 +28,9 @@ WITHOUT_A_CLUSTER: Mapping[str, str] = {
     r"kubectl -n gammaray (get|wait|patch|delete) |CLUSTER=\$\(kubectl": "needs a Kubernetes cluster",
     r"helm (history|rollback|uninstall) ": "needs a Kubernetes cluster",
     r"gammaray (generate|chat) .*--ca-file": "needs TLS in front: tests/unit/gammaray/cli/test_cli_tls.py",
-    r"openssl |for role in ": "tests/integration/test_trust_tls.py runs them and uses the certificates",
+    r"openssl |mkdir |for role in ": "tests/integration/test_trust_tls.py runs them and uses what they make",
     r"docker (build|push|run) ": "needs Docker, a registry, or the network",
-    r"serve run serve\.yaml": "tests/support/cluster/served_chart.py runs it, on a Ray of its own",
+    r"serve run ": "tests/support/cluster/served_chart.py does, on a Ray of its own",
     r"((OTEL|GAMMARAY)_\w+=\S+ )*gammaray up\b": "tests/e2e start clusters by it; each takes a minute",
     r"gammaray qualify ": "takes minutes, see tests/e2e/test_qualify.py",
     r"gammaray audit ": "takes minutes, see tests/integration/test_audit_faults.py",

@@ -68,7 +68,7 @@ class Authority:
 
 
 def role_certificates(authority: Authority, expires_in: timedelta = YEAR) -> Mapping[str, TlsFiles]:
-    """Return certificates of a worker, an orchestrator and a server on this machine, such as Redis."""
+    """Return certificates of a worker, an orchestrator and a server on this machine, each in its folder."""
     names = {
         "worker": (WORKER_NAME,),
         "orchestrator": (ORCHESTRATOR_NAME,),
@@ -77,10 +77,18 @@ def role_certificates(authority: Authority, expires_in: timedelta = YEAR) -> Map
     }
     found = {}
     for role, hosts in names.items():
-        files = authority.issue(role, *hosts, expires_in=expires_in)
-        assert files.cert_file is not None
-        assert files.key_file is not None
-        found[role] = TlsFiles(authority.file, files.cert_file, files.key_file)
+        made = authority.issue(role, *hosts, expires_in=expires_in)
+        assert made.cert_file is not None
+        assert made.key_file is not None
+        folder = authority.file.parent / f"{authority.file.stem}-{role}"
+        folder.mkdir(exist_ok=True)
+        found[role] = files = TlsFiles(folder / "ca.crt", folder / "tls.crt", folder / "tls.key")
+        for source, path in (
+            (authority.file, files.ca),
+            (made.cert_file, files.cert),
+            (made.key_file, files.key),
+        ):
+            path.write_bytes(source.read_bytes())
     return found
 
 

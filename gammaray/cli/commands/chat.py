@@ -9,11 +9,11 @@ from typing import Any
 import click
 
 from gammaray.cli.options import Connection, connection_options, form_options
-from gammaray.cli.render import OriginPainter, is_colored, painted
-from gammaray.client.chat import Chat, ChatPiece
+from gammaray.cli.render import printable
+from gammaray.client.chat import Chat
 from gammaray.client.structured import OutputOptions
-from gammaray.errors import GammarayError, TlsError, UnavailableError
-from gammaray.types import Chunk, DrafterKind, FinishReason, VerificationMethod
+from gammaray.errors import GammarayError, UnavailableError
+from gammaray.types import DrafterKind, VerificationMethod
 
 _HELP = "/reset starts a new chat, /exit quits, Ctrl-C stops a response."
 
@@ -30,12 +30,7 @@ _HELP = "/reset starts a new chat, /exit quits, Ctrl-C stops a response."
 @click.option("--verification", type=click.Choice([m.value for m in VerificationMethod]))
 @click.option("--drafter", type=click.Choice([d.value for d in DrafterKind]), help="Drafter to use.")
 @click.option("--gamma", type=int, help="Draft tokens per cycle.  [default: adaptive]")
-@click.option(
-    "--color/--no-color", default=None, help="Colour tokens by drafter and origin.  [default: on a terminal]"
-)
-def chat(
-    connection: Connection, system: str, color: bool | None, form: OutputOptions, **options: Any
-) -> None:
+def chat(connection: Connection, system: str, form: OutputOptions, **options: Any) -> None:
     """Chat with the model; /reset starts a new chat, /exit quits, Ctrl-C stops a response.
 
     Responses go to standard output, everything else to standard error.
@@ -44,7 +39,6 @@ def chat(
     own = {name: given.pop(name) for name in ("verification", "drafter", "gamma") if name in given}
     how = asdict(connection)
     conversation = Chat(how.pop("address"), system=system, options={**given, "gammaray": own}, **how)
-    colored = is_colored(color)
     if sys.stdin.isatty():
         click.echo(_HELP, err=True)
     while (text := _read()) is not None:
@@ -55,7 +49,7 @@ def chat(
         elif text.startswith("/"):
             click.echo(_HELP, err=True)
         elif text:
-            _answer(conversation, text, form, colored)
+            _answer(conversation, text, form)
 
 
 def _read() -> str | None:
@@ -71,29 +65,21 @@ def _read() -> str | None:
         return None
 
 
-def _answer(conversation: Chat, text: str, form: OutputOptions, colored: bool) -> None:
+def _answer(conversation: Chat, text: str, form: OutputOptions) -> None:
     """Print the answer to a message. All other errors are printed, and the conversation continues."""
-    painter = OriginPainter() if colored else None
     pieces = conversation.ask(text, **form)
     try:
         for piece in pieces:
-            click.echo(_painted(piece, painter), nl=piece.finish_reason is not None, color=True)
+            click.echo(printable(piece.text), nl=piece.finish_reason is not None, color=True)
             if piece.finish_reason is not None:
                 _summary(piece.speculation)
     except KeyboardInterrupt:
         pieces.close()  # type: ignore[attr-defined]
         click.echo()
-    except (TlsError, UnavailableError):
+    except UnavailableError:
         raise
     except GammarayError as error:
         click.echo(f"gammaray: {error}", err=True)
-
-
-def _painted(piece: ChatPiece, painter: OriginPainter | None) -> str:
-    if painter is None:
-        return piece.text
-    reason = None if piece.finish_reason is None else FinishReason(piece.finish_reason)
-    return painted(Chunk("", piece.text, piece.tokens, finish_reason=reason), painter)
 
 
 def _summary(speculation: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""`gammaray generate`: stream one completion, coloured by origin and drafter."""
+"""`gammaray generate`: stream one completion."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.console import Console
 
 from gammaray.checks import FieldRule, Integer, Number
 from gammaray.cli.options import Connection, connection_options, form_options
-from gammaray.cli.render import OriginPainter, is_colored, painted, print_legend, print_summary
+from gammaray.cli.render import print_summary, printable
 from gammaray.client.async_client import AsyncClient
 from gammaray.client.completion import Completion, speculation_object
 from gammaray.errors import InvalidArgumentError
@@ -68,14 +68,10 @@ _OPTIONS: tuple[tuple[str, Any, str], ...] = (
 )
 @click.option("--ignore-eos", is_flag=True, help="Continue after end-of-sequence tokens.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end.")
-@click.option(
-    "--color/--no-color", default=None, help="Colour tokens by drafter and origin.  [default: on a terminal]"
-)
 def generate(
     prompt: str,
     connection: Connection,
     as_json: bool,
-    color: bool | None,
     prediction: Path | None,
     receipt_file: Path | None,
     form: dict[str, Any],
@@ -83,7 +79,7 @@ def generate(
 ) -> None:
     """Stream a completion of PROMPT; - reads it from standard input.
 
-    The text goes to standard output, legend and summary to standard error.
+    The text goes to standard output, the summary to standard error.
     """
     given = {name: value for name, value in options.items() if value is not None} | form
     text = _decoded("prompt", sys.stdin.buffer.read()) if prompt == "-" else prompt
@@ -92,26 +88,19 @@ def generate(
     if receipt_file is not None:
         given["receipt"] = True
     timeout_s = connection.timeout_s
-    notes = Console(
-        stderr=True, no_color=None if color is None else not color, force_terminal=color, highlight=False
-    )
-    client, colored = connection.client(), is_colored(color)
-    if colored and not as_json:
-        print_legend(notes)
-    painter = OriginPainter() if colored else None
 
     def show(chunk: Chunk) -> None:
-        # Without `color`, echo strips the escape sequences when the output is not a terminal.
-        click.echo(painted(chunk, painter), nl=chunk.finish_reason is not None, color=True)
+        # Without `color`, echo strips the text's escape sequences when the output is not a terminal.
+        click.echo(printable(chunk.text), nl=chunk.finish_reason is not None, color=True)
 
-    completion = asyncio.run(_run(client, text, timeout_s, given, None if as_json else show))
+    completion = asyncio.run(_run(connection.client(), text, timeout_s, given, None if as_json else show))
     if receipt_file is not None:
         with receipt_file.open("a") as file:
             file.write(f"{completion.receipt}\n")
     if as_json:
         click.echo(json.dumps(_json(completion, "logprobs" in given), ensure_ascii=False))
     else:
-        print_summary(notes, completion)
+        print_summary(Console(stderr=True, highlight=False), completion)
 
 
 async def _run(

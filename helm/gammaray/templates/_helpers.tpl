@@ -55,9 +55,14 @@ gammaray.io/ray: "true"
 {{- end -}}
 {{- end -}}
 
-{{/* Names, ports, environment and the base Serve configuration, generated from the Python package. */}}
+{{/* Names, ports and environment, generated from the Python package. */}}
 {{- define "gammaray.generated" -}}
 {{- .Files.Get "files/gammaray.yaml" -}}
+{{- end -}}
+
+{{/* The Serve configuration before this release's values. */}}
+{{- define "gammaray.serve" -}}
+{{- .Files.Get "files/serve.yaml" -}}
 {{- end -}}
 
 {{/* "true" if any pool autoscales. */}}

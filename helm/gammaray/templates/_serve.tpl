@@ -1,7 +1,7 @@
 {{/* The Serve configuration: the generated one with this release's models, replicas, devices and settings. */}}
 {{- define "gammaray.serveConfig" -}}
 {{- $generated := include "gammaray.generated" . | fromYaml -}}
-{{- $serve := $generated.serve -}}
+{{- $serve := include "gammaray.serve" . | fromYaml -}}
 {{- $applications := list -}}
 {{- range $application := $serve.applications -}}
 {{- $role := get $generated.roles $application.name -}}
@@ -39,12 +39,12 @@
 {{- end -}}
 {{- $_ := set $settings "device" (ternary "cuda" "cpu" (gt (int $values.gpus) 0)) -}}
 {{- $_ := set $deployment.ray_actor_options "num_gpus" (int $values.gpus) -}}
-{{- if hasKey $settings "tensor_parallel" -}}
+{{- if eq $role "target" -}}
 {{- $_ := set $settings "tensor_parallel" (max 1 (int $values.gpus)) -}}
 {{- end -}}
 {{- end -}}
 {{- if $.Values.workerTls.enabled -}}
-{{- $settings = mergeOverwrite $settings (dict "tls_ca" "/etc/gammaray/tls/ca.crt" "tls_cert" "/etc/gammaray/tls/tls.crt" "tls_key" "/etc/gammaray/tls/tls.key") -}}
+{{- $settings = mergeOverwrite $settings (dict "tls_dir" "/etc/gammaray/tls") -}}
 {{- end -}}
 {{- $_ := set $args "settings" (mergeOverwrite $settings $values.settings) -}}
 {{- if ne (toString $values.workers) "0" -}}

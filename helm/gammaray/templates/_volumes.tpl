@@ -14,11 +14,6 @@
 - name: shm
   emptyDir: {medium: Memory, sizeLimit: {{ . | quote }}}
 {{- end }}
-{{- if eq .component "head" }}
-- name: serve
-  configMap:
-    name: {{ include "gammaray.fullname" .root | printf "%s-serve" | quote }}
-{{- end }}
 {{- if and (eq .component "orchestrator") $values.apiKeysSecret.name }}
 - name: api-keys
   secret:
@@ -46,9 +41,6 @@
 - {name: models, mountPath: /models}
 {{- if .values.shmSize }}
 - {name: shm, mountPath: /dev/shm}
-{{- end }}
-{{- if eq .component "head" }}
-- {name: serve, mountPath: /etc/gammaray, readOnly: true}
 {{- end }}
 {{- if and (eq .component "orchestrator") .root.Values.apiKeysSecret.name }}
 - {name: api-keys, mountPath: /etc/gammaray/keys, readOnly: true}

@@ -80,7 +80,7 @@ def test_variables_of_kubernetes_services_are_left_alone():
         check_environment(known_variables, {**links, "GAMMARAY_HEAD_PROT": "1"})
 
 
-@pytest.mark.parametrize("arguments", [["status"], ["up"], ["config"]], ids=" ".join)
+@pytest.mark.parametrize("arguments", [["status"], ["up"], ["keys", "list"]], ids=" ".join)
 def test_command_line_refuses_it_with_exit_code_2(arguments):
     result = invoke(*arguments, env={"GAMMARAY_DEVCIE": "cpu"})
     assert result.exit_code == 2

