@@ -1,4 +1,4 @@
-"""Processes that generate without a cluster: `transformers` with its speculation, and vLLM."""
+"""A process that generates without a cluster: `transformers` with its speculation."""
 
 from __future__ import annotations
 
@@ -65,8 +65,7 @@ class Baselines:
         """Return one completion.
 
         Args:
-            system: `generate`; of transformers also `assisted-N` (N draft tokens per cycle) or `lookup-N`
-                (prompt lookup).
+            system: `generate`, `assisted-N` (N draft tokens per cycle) or `lookup-N` (prompt lookup).
             ask: What to complete; its prediction is ignored.
             with_gaps: Return the gaps between logits, too.
 
@@ -118,15 +117,14 @@ class Peer:
 
 @asynccontextmanager
 async def running_baselines(
-    target: str, draft: str | None = None, threads: int = 1, program: str = "transformers"
+    target: str, draft: str | None = None, threads: int = 1
 ) -> AsyncIterator[Baselines]:
-    """Start a program with `threads` arithmetic threads; the process ends with the block.
+    """Start `transformers` with `threads` arithmetic threads; the process ends with the block.
 
     Args:
         target: Directory or hub name, or "demo".
         draft: Likewise; without one there is no assisted generation.
         threads: Arithmetic threads.
-        program: transformers, or vllm, which generates greedily.
     """
     models = (resolve_model(target, "target"), resolve_model(draft, "draft") if draft else "")
     environment = {
@@ -136,7 +134,7 @@ async def running_baselines(
         "TOKENIZERS_PARALLELISM": "false",
     }
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", f"benchmarks.{program}_worker", *models, str(threads)),
+        *(sys.executable, "-m", "benchmarks.transformers_worker", *models, str(threads)),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         limit=_LINE_LIMIT,

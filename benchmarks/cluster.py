@@ -86,7 +86,6 @@ async def connected(
     draft: str | None = DEMO_PAIR,
     head: str | None = None,
     weights: str = "auto",
-    timeout_s: float = START_TIMEOUT_S,
     source: Path | None = None,
 ) -> AsyncIterator[AsyncClient]:
     """Run `gammaray up` until the block ends, without draft workers if `draft` is None; yield its client.
@@ -96,7 +95,6 @@ async def connected(
         draft: Likewise.
         head: A head in the target worker.
         weights: Of the draft or head: auto, int8 or int4.
-        timeout_s: Longest wait for the workers' models.
         source: As of `running_cluster`.
 
     Raises:
@@ -108,7 +106,7 @@ async def connected(
         pair = (*pair, "--head", head)
     roles = ("target", "draft") if draft else ("target",)
     async with (
-        running_cluster("--target", target, *pair, source=source, timeout_s=timeout_s) as cluster,
+        running_cluster("--target", target, *pair, source=source) as cluster,
         AsyncClient(cluster.grpc_address) as client,
     ):
         await client.wait_ready(_WORKERS_TIMEOUT_S, roles=roles)
