@@ -39,8 +39,8 @@ class TrainTask(BaseModel):
     batch: int = Field(64, ge=1, description="Answers generated at once.")
     train_tokens: int = Field(512, ge=1, description="Least answer tokens per step.")
     learning_rate: float = Field(0.0, ge=0, le=1, description="Peak; 0: 0.001, for plain 0.002.")
-    loss: Literal["kl", "tv", "coupled"] = Field(
-        "kl", description="Divergence, total variation, or what coupled verification rejects."
+    loss: Literal["kl", "coupled"] = Field(
+        "kl", description="Divergence, or what coupled verification rejects."
     )
     minutes: float = Field(
         60.0, gt=0, description="Limit of all runs together; half of it at most is generation."

@@ -42,10 +42,8 @@ def loss_of(kind: str, wanted: Tensor, found: Tensor) -> Tensor:
     """Return the loss of each prediction, [predictions].
 
     Args:
-        kind: "kl" (up to the target's entropy), "tv", total variation, or "coupled", the probability that
-            coupled verification rejects and a tenth of "kl".
+        kind: "kl" (up to the target's entropy), or "coupled", the probability that coupled verification
+            rejects and a tenth of "kl".
     """
-    if kind == "tv":
-        return 1 - overlap(wanted, found)
     divergence = -(wanted * found).sum(-1)
     return divergence if kind == "kl" else 1 - coupled(wanted, found) + _KL_SHARE * divergence
