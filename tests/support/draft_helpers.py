@@ -18,6 +18,7 @@ from services.engine.sampling.noise import Noise
 from services.scheduling.planning import Limits
 from services.scheduling.tasks import ProposeTask, Reply
 from services.speculation.predictions import draw_temperature
+from tests.support.engine_helpers import path_tokens
 from tests.support.vllm_helpers import Session, answer, draft_task
 
 VOCAB = 40
@@ -91,7 +92,9 @@ class TableEngine:
                 cache.tree_tokens.append(token_id)
                 cache.tree_parents.append(feed.parents[index - num_chain])
                 slot = cache.num_slots - 1
-                path = self.path(cache, len(cache.tree_tokens) - 1)
+                path = path_tokens(
+                    cache.tokens, cache.tree_tokens, cache.tree_parents, len(cache.tree_tokens) - 1
+                )
             # What attention would see: the marks of all the slots on the path must be in place.
             before, expected = self._slots(cache, slot)[:-1], marks(path)
             assert cache.data[0, 0, :, 0][before].tolist() == expected[:-1]
@@ -102,13 +105,6 @@ class TableEngine:
 
     def row(self, path: Sequence[int]) -> Tensor:
         return self.table[path[-2] if len(path) > 1 else 0, path[-1]]
-
-    def path(self, cache: SessionCache, node: int) -> list[int]:
-        tokens: list[int] = []
-        while node >= 0:
-            tokens.append(cache.tree_tokens[node])
-            node = cache.tree_parents[node]
-        return cache.tokens[: len(cache.tokens) + node + 1] + tokens[::-1]
 
     def _slots(self, cache: SessionCache, slot: int) -> list[int]:
         node, slots = slot - len(cache.tokens), []

@@ -129,16 +129,11 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 UNSUPPORTED = {
-    "gptj",
-    "falcon",
-    "falcon-alibi",
-    "bloom",
-    "mpt",
-    "mamba",
-    "recurrent_gemma",
-    "qwen3_next",
-    "llama4",
+    **dict.fromkeys(("gptj", "falcon", "falcon-alibi", "bloom", "mpt"), "0 of 3 layers attend through"),
+    **dict.fromkeys(("mamba", "recurrent_gemma", "qwen3_next"), "linear_attention"),
+    "llama4": "chunked_attention",
 }
+"""With the reason why it is refused."""
 SUPPORTED = tuple(arch for arch in CONFIGS if arch not in UNSUPPORTED)
 # Those that have a path with fast kernels as well.
 LEAN = ("llama", "llama-bias", "llama-yarn", "mistral", "mistral-full", "qwen2", "qwen2-sliding", "qwen3")

@@ -7,12 +7,9 @@ from __future__ import annotations
 import random
 
 import pytest
-import torch
 
-from gammaray.types import Proposal, SamplingParams, VerificationMethod
-from services.engine.sampling.noise import Noise
+from gammaray.types import SamplingParams, VerificationMethod
 from services.scheduling.tasks import Release
-from services.speculation.predictions import predictions
 from services.speculation.proposals import RUN
 from tests.support.draft_helpers import VOCAB, ChainingEngine, Drafter, ParallelEngine, TableEngine, outcome
 
@@ -90,45 +87,6 @@ def test_tree_level_wider_than_a_forward_comes_in_several():
     assert ours.timing.num_forwards > theirs.timing.num_forwards == 4
 
 
-def test_ahead_own_continuation_is_ready_without_a_forward():
-    ahead = Drafter(TableEngine(), ahead_rows=4)
-    first = ahead.ask(PROMPT, 4).outcome
-    # One more than was proposed is the draft's own guess of the bonus.
-    longer = Drafter(TableEngine()).ask(PROMPT, 5).outcome
-    assert longer.token_ids[:4] == first.token_ids
-    ahead.idle()
-    steps = ahead.engine.num_steps
-    reply = ahead.ask([*PROMPT, *longer.token_ids], 4)
-    assert reply.timing.num_forwards == 0
-    assert ahead.engine.num_steps == steps
-    stats = ahead.scheduler.lookahead.stats
-    assert (stats.lookups, stats.hits) == (1, 1)
-
-
-def test_ahead_likely_runner_ups_at_every_position_are_ready():
-    noise, positions = Noise(5, 0, VOCAB), set()
-    for seed in range(12):
-        engine = TableEngine(seed)
-        proposal = Drafter(engine).ask(PROMPT, 3).outcome.token_ids
-        reached = 1.0
-        for accepted in range(3):
-            tokens = [*PROMPT, *proposal[:accepted]]
-            logits = engine.table[tokens[-2], tokens[-1]]
-            (prediction,) = predictions(
-                COUPLED, logits[None], noise, [len(tokens)], temperature=1.0, top_k=8, bits=10
-            )
-            (best, weight), (second, chance) = prediction.guesses(None)[:2]
-            assert best == proposal[accepted]
-            if reached * chance > 0.15:
-                ahead = Drafter(TableEngine(seed), ahead_rows=8)
-                ahead.ask(PROMPT, 3)
-                ahead.idle()
-                assert ahead.ask([*tokens, second], 3).timing.num_forwards == 0
-                positions.add(accepted)
-            reached *= weight
-    assert positions == {0, 1, 2}
-
-
 def test_ahead_ends_by_itself_and_a_new_request_preempts_it():
     ahead = Drafter(TableEngine(), ahead_rows=1)
     ahead.ask(PROMPT, 6)
@@ -200,46 +158,6 @@ def test_ahead_failing_forward_costs_only_what_was_prepared():
     assert ahead.ask([*PROMPT, 9], 4).outcome == Drafter(TableEngine()).ask([*PROMPT, 9], 4).outcome
 
 
-def test_ahead_nothing_follows_the_end_of_sequence_or_of_the_context(monkeypatch):
-    monkeypatch.setattr("services.speculation.outcomes.MIN_OUTCOME", 0.01)  # so that something is left to do
-    engine = TableEngine()
-    fresh = Drafter(engine).ask(PROMPT, 1).outcome
-    ahead = Drafter(TableEngine(), ahead_rows=4)
-    assert ahead.ask(PROMPT, 4, eos=fresh.token_ids).outcome == fresh
-    stats = ahead.scheduler.lookahead.stats
-    ahead.idle()
-    chosen = {
-        node.token_id for node in ahead.scheduler.speculations["s"].tree.root.below() if node.prediction
-    }
-    assert fresh.token_ids[0] not in chosen
-    engine = TableEngine()
-    end = Drafter(engine, ahead_rows=4)
-    tokens = [1 + i % 9 for i in range(engine.max_context - 2)]
-    assert len(end.ask(tokens, 4).outcome) == 2
-    end.idle()
-    assert end.ask([*tokens, 3, 4], 4).outcome == Proposal()
-    assert stats.rows > 0
-
-
-def test_rejection_predictions_follow_the_distribution():
-    noise, distribution_row = (
-        Noise(5, 0, VOCAB),
-        torch.randn(VOCAB, generator=torch.Generator().manual_seed(1)),
-    )
-    (prediction,) = predictions(
-        REJECTION, distribution_row.log_softmax(-1)[None], noise, [9], temperature=1.0, top_k=8, bits=10
-    )
-    bonus = dict(prediction.guesses(None))
-    assert sum(bonus.values()) <= 1
-    assert list(bonus.values()) == sorted(bonus.values(), reverse=True)
-    for base in range(4, 9):
-        tested = dict(prediction.guesses(base))
-        chosen = prediction.choose(base)
-        assert tested[chosen] == prediction.confidence(base)
-        assert sum(tested.values()) <= 1 + 1e-9
-        assert all(tested[token] < bonus[token] for token in tested if token != chosen)
-
-
 def lengths_of_runs(drafter, monkeypatch):
     """Return a list that gets the length of each run from now on."""
     chain, lengths = drafter.engine.chain, []
@@ -265,53 +183,6 @@ def test_a_session_alone_is_drafted_in_runs(temperature, monkeypatch):
     assert first.timing.batch_tokens == len(PROMPT) + RUN + 2
 
 
-def test_a_run_cut_by_a_filter_gives_the_tokens_of_single_steps():
-    """The largest score is often one that top-k drops: the choices are those of single steps all the same."""
-    params, wasted = SamplingParams(temperature=1.5, top_k=2, seed=5), 0
-    for seed in range(8):
-        ours, theirs = Drafter(ChainingEngine(seed)), Drafter(TableEngine(seed))
-        reply = ours.ask(PROMPT, 6, params=params)
-        assert reply.outcome == theirs.ask(PROMPT, 6, params=params).outcome
-        assert list(ours.engine.tokens("s")) == [*PROMPT, *reply.outcome.token_ids[:5]]
-        wasted += reply.timing.num_forwards - 6
-    assert wasted > 0
-
-
-@pytest.mark.parametrize(("name", "method"), [("penalties", COUPLED), ("plain", REJECTION), ("plain", NAIVE)])
-def test_penalties_and_sampling_are_drafted_step_by_step(name, method, monkeypatch):
-    """Penalties depend on the tokens before; other methods draw what they propose."""
-    ours = Drafter(ChainingEngine(), ahead_rows=3)
-    counts = lengths_of_runs(ours, monkeypatch)
-    ours.ask(PROMPT, 4, params=PARAMS[name], method=method)
-    ours.idle()
-    assert counts == []
-
-
-def test_a_run_ahead_ends_when_a_block_arrives(monkeypatch):
-    ahead = Drafter(ChainingEngine(spread=12.0), ahead_rows=3)
-    counts = lengths_of_runs(ahead, monkeypatch)
-    ahead.ask(PROMPT, 4)
-    feed = ahead.engine.feed_one
-
-    def hurried(fed):
-        ahead.scheduler.preempt([ahead.task(PROMPT, 1, session_id="t")])
-        return feed(fed)
-
-    monkeypatch.setattr(ahead.engine, "feed_one", hurried)
-    counts.clear()
-    ahead.idle(1)
-    assert counts == [1]
-    monkeypatch.setattr(ahead.engine, "feed_one", feed)
-    ahead.idle(1)
-    assert counts == [1, 1], "it is not there yet"
-    ahead.ask(PROMPT, 1, session_id="t")
-    ahead.scheduler.release([Release("t", 0)])
-    ahead.ask([*PROMPT, 9], 4)
-    counts.clear()
-    ahead.idle(1)
-    assert counts == [RUN]
-
-
 def test_a_run_on_demand_ends_when_another_block_arrives(monkeypatch):
     ours = Drafter(ChainingEngine())
     counts = lengths_of_runs(ours, monkeypatch)
@@ -325,24 +196,6 @@ def test_a_run_on_demand_ends_when_another_block_arrives(monkeypatch):
     reply = ours.ask(PROMPT, 4)
     assert set(counts) == {1}
     assert reply.outcome == Drafter(TableEngine()).ask(PROMPT, 4).outcome
-
-
-def test_concurrent_sessions_are_drafted_step_by_step(monkeypatch):
-    ours = Drafter(ChainingEngine())
-    counts = lengths_of_runs(ours, monkeypatch)
-    ours.scheduler.submit([ours.task(PROMPT, 4, session_id=name) for name in "ab"])
-    while ours.scheduler.has_work:
-        ours.scheduler.step()
-    assert counts == []
-
-
-def test_session_is_drafted_step_by_step_if_filters_cut_its_runs(monkeypatch):
-    ours = Drafter(ChainingEngine())
-    counts = lengths_of_runs(ours, monkeypatch)
-    params, tokens = SamplingParams(temperature=1.5, top_k=1, seed=5), list(PROMPT)
-    for _ in range(12):
-        tokens += ours.ask(tokens, 6, params=params).outcome.token_ids
-    assert 1 < len(counts) < 8
 
 
 def test_runs_leave_room_in_the_context():

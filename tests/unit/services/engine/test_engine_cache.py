@@ -55,23 +55,6 @@ def test_feed_past_the_cache_raises_gap_with_length(engine: Engine) -> None:
     assert engine.length("a") == 5
 
 
-def test_feed_before_the_end_drops_what_it_replaces(engine: Engine) -> None:
-    tokens = fill(engine, "a", 9)
-    engine.step([SequenceInput("a", 4, [7, 8], 1)])
-    assert engine.tokens("a") == [*tokens[:4], 7, 8]
-
-
-def test_truncate_shortens_and_ignores_what_is_longer(engine: Engine) -> None:
-    tokens = fill(engine, "a", 9)
-    engine.truncate("a", 20)
-    assert engine.length("a") == 9
-    engine.truncate("a", 3)
-    engine.truncate("unknown", 3)
-    assert engine.tokens("a") == tokens[:3]
-    with pytest.raises(ValueError, match="length"):
-        engine.truncate("a", -1)
-
-
 def test_tree_nodes_join_the_chain_only_when_kept(engine: Engine) -> None:
     tokens = fill(engine, "a", 4)
     engine.step([SequenceInput("a", 4, [10, 11, 12, 13], 3, [-1, -1, 1])])
@@ -89,16 +72,6 @@ def test_keep_path_wrong_base_or_path_raises(engine: Engine, base: int, path: li
     with pytest.raises(ValueError, match=r"base|path"):
         engine.keep_path("a", base, path)
     engine.keep_path("a", 5, [1, 2])
-
-
-def test_keep_path_after_a_chain_cuts_it(engine: Engine) -> None:
-    tokens = fill(engine, "a", 8)
-    engine.keep_path("a", 5, [0])
-    assert engine.tokens("a") == tokens[:6]
-    with pytest.raises(ValueError, match="path"):
-        engine.keep_path("a", 5, [1])
-    with pytest.raises(CacheGapError):
-        engine.keep_path("unknown", 0, [])
 
 
 def test_fork_copies_and_is_independent(engine: Engine, directory: Path) -> None:

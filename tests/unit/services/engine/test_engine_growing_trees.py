@@ -11,7 +11,7 @@ import torch
 from services.engine.core.batch import SequenceInput
 from services.engine.engine import Engine
 from services.engine.loader import load_engine
-from tests.support.engine_helpers import plain_logits, plain_model, random_tokens, tiny_model
+from tests.support.engine_helpers import path_tokens, plain_logits, plain_model, random_tokens, tiny_model
 
 ARCHS = ["llama", "mistral", "qwen3", "gemma3", "gpt2", "gpt_oss", "deepseek_v3"]
 CONTEXT = random_tokens(70, 1)
@@ -27,11 +27,8 @@ class Growing:
         engine.step([SequenceInput("s", 0, self.chain, 1)])
 
     def path(self, node: int) -> list[int]:
-        tokens = []
-        while node >= 0:
-            tokens.append(self.nodes[node][0])
-            node = self.nodes[node][1]
-        return self.chain[: len(self.chain) + node + 1] + tokens[::-1]
+        tokens, parents = zip(*self.nodes, strict=True)
+        return path_tokens(self.chain, tokens, parents, node)
 
     def grow(self, count: int, other: SequenceInput | None = None) -> list[tuple[list[int], torch.Tensor]]:
         """Feed some nodes below any others; return their paths and logits."""

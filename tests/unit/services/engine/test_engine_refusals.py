@@ -17,20 +17,7 @@ from services.engine.hf import probe
 from services.engine.hf.attention import LayerInput
 from services.engine.loader import load_engine
 from services.engine.native.weights import NativeModel
-from tests.support.engine_helpers import tiny_model
-
-NOT_THROUGH_INTERFACE = "0 of 3 layers attend through"
-UNSUPPORTED = {
-    "gptj": NOT_THROUGH_INTERFACE,
-    "falcon": NOT_THROUGH_INTERFACE,
-    "falcon-alibi": NOT_THROUGH_INTERFACE,
-    "bloom": NOT_THROUGH_INTERFACE,
-    "mpt": NOT_THROUGH_INTERFACE,
-    "mamba": "linear_attention",
-    "recurrent_gemma": "linear_attention",
-    "qwen3_next": "linear_attention",
-    "llama4": "chunked_attention",
-}
+from tests.support.engine_helpers import UNSUPPORTED, tiny_model
 
 
 @pytest.mark.parametrize("arch", UNSUPPORTED)

@@ -117,18 +117,6 @@ def test_retained_caches_are_evicted_before_sessions(directory: Path) -> None:
     assert stats.cache_bytes == stats.cache_budget_bytes
 
 
-def test_use_of_a_retained_cache_delays_its_eviction(directory: Path) -> None:
-    engine = small(directory, 3)
-    texts = [random_tokens(20, seed) for seed in (1, 2)]
-    for text in texts:
-        leave(engine, text)
-    source, _ = engine.longest_prefix(texts[0], "us")
-    engine.fork(source, "new", 20)
-    engine.step([SequenceInput("other", 0, random_tokens(20, 3), 0)])
-    engine.release("new")
-    assert [engine.longest_prefix(text, "us")[1] for text in texts] == [20, 0]
-
-
 def test_slots_are_moved_if_two_copies_do_not_fit(directory: Path) -> None:
     engine = small(directory, 2)
     run = CheckedEngine(engine, plain_model(directory))
@@ -145,20 +133,6 @@ def test_slots_are_moved_if_two_copies_do_not_fit(directory: Path) -> None:
     assert run.worst <= 1e-4
     with pytest.raises(CacheGapError):
         engine.fork(source, "late", 40)
-
-
-def test_a_large_retained_buffer_is_replaced_by_the_needed_slots(directory: Path) -> None:
-    engine = small(directory, 4)
-    run = CheckedEngine(engine, plain_model(directory))
-    tokens = random_tokens(150, 1)
-    leave(engine, tokens)
-    engine.step([SequenceInput("live", 0, random_tokens(9, 2), 0)])
-    source, _ = engine.longest_prefix(tokens, "us")
-    engine.fork(source, "new", 40)
-    stats = engine.stats()
-    assert (stats.num_sessions, stats.cache_bytes, stats.retained_bytes) == (2, 2 * BLOCK_BYTES, 0)
-    run.step(SequenceInput("new", 40, random_tokens(5, 3), 5))
-    assert run.worst <= 1e-4
 
 
 def test_failed_allocation_evicts_retained_caches(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,17 +47,6 @@ def test_process_starts_once_there_are_descriptors_again(tmp_path, monkeypatch, 
     process.close()
 
 
-def test_training_gives_memory_back_unless_the_environment_says_otherwise(tmp_path, monkeypatch):
-    monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_", raising=False)
-    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "7")
-    names = "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"
-    note = f"import os, sys; open(sys.argv[1], 'w').write(' '.join(os.environ[n] for n in {names}))"
-    noted = tmp_path / "found"
-    process = TrainingProcess([sys.executable, "-c", note, str(noted)])
-    wait_until(lambda: noted.exists() and noted.read_text() == f"{1 << 20} 7")
-    process.close()
-
-
 def test_what_cannot_be_trained_is_not_started_again(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr("services.learning.process.FIRST_WAIT_S", 0.05)
     note = "import sys; open(sys.argv[1], 'a').write('x'); sys.exit(int(sys.argv[2]))"

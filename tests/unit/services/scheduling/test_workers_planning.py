@@ -45,11 +45,6 @@ def planned(blocks, cached=None, budget=100, chunk=32):
     return plan(blocks, lambda name: (cached or {}).get(name, 0), Limits(budget, chunk))
 
 
-def test_plan_cached_block_feeds_last_token_and_nodes():
-    ((_, feed),) = planned([block("a", 50, num_nodes=3)], {"a": 49})
-    assert (feed.start, feed.token_ids, feed.num_logits) == (49, [49, 1000, 1001, 1002], 4)
-
-
 def scored(name, num_committed, num_nodes=0):
     running = block(name, num_committed, num_nodes)
     running.is_scored = True
@@ -82,20 +77,6 @@ def test_plan_scored_block_ends_whatever_its_proposal(num_nodes):
         ((_, feed),) = plan([running], cached.__getitem__, Limits(100, 32, max_scored_rows=8))
         assert feed.num_logits == len(feed.token_ids) <= max(8, num_nodes + 1)
         cached["a"] = feed.start + len(feed.token_ids)
-
-
-def test_plan_long_prompt_is_fed_in_chunks_that_leave_the_logits_to_the_last():
-    cached, seen = {}, []
-    prompt = block("a", 70, num_nodes=4)
-    for _ in range(3):
-        ((_, feed),) = planned([prompt], cached)
-        cached["a"] = feed.start + len(feed.token_ids)
-        seen.append((feed.start, len(feed.token_ids), feed.num_logits))
-    assert seen == [(0, 32, 0), (32, 32, 0), (64, 10, 5)]
-
-
-def test_plan_chunk_never_splits_the_tokens_whose_logits_are_wanted():
-    assert shape(planned([block("a", 30, num_nodes=8)], {"a": 4})) == [("a", 4, 25, 0)]
 
 
 def test_plan_runs_the_oldest_block_first_then_short_blocks_before_long_prompts():
@@ -224,31 +205,6 @@ def budget_of(num_tokens, token_s=0.0, limits=None):
     made = StepBudget(limits or Limits(1024, 256, max_step_s=0.05))
     made.num_tokens, made.token_s = num_tokens, token_s
     return made
-
-
-def test_budget_falls_in_proportion_to_a_long_step_and_rises_after_short_full_ones():
-    budget = budget_of(512)
-    budget.observe(400, 0.06)
-    assert (budget.num_tokens, budget.token_s) == (333, 0.06 / 400)
-    budget.observe(60, 0.01)  # cheap, but it did not use the budget: more tokens may cost more
-    assert budget.num_tokens == 333
-    budget.observe(300, 0.04)
-    assert budget.num_tokens == 375
-    for _ in range(9):
-        budget.observe(budget.num_tokens, 0.001)
-    assert budget.num_tokens == 1024
-
-
-def test_budget_leaves_slow_models_some_tokens():
-    budget = budget_of(1024)
-    for _ in range(9):
-        budget.observe(256, 60.0)
-    assert budget.num_tokens == MIN_STEP_TOKENS
-    budget.observe(MIN_STEP_TOKENS, 1.0)  # a small step is as long: then the budget may take twice as long
-    assert budget.num_tokens == 2 * MIN_STEP_TOKENS
-    small = budget_of(16, limits=Limits(16, 16, max_step_s=0.05))
-    small.observe(16, 60.0)
-    assert small.num_tokens == 16
 
 
 @pytest.mark.parametrize("fixed_s", [0.002, 0.2])

@@ -10,8 +10,7 @@ from test_draft_tree import EOS, Fixed, opened
 
 from gammaray.blocks import Shape
 from gammaray.types import SamplingParams, VerificationMethod
-from services.speculation.calibration import LEAST, MOST, Calibration, scales
-from services.speculation.outcomes import OutcomeSet
+from services.speculation.calibration import Calibration
 from services.speculation.proposals import ProposalBuilder
 from services.speculation.tree import Node
 from tests.support.draft_helpers import VOCAB, Drafter, TableEngine
@@ -37,44 +36,6 @@ def test_learned_power_calibrates_confidences(power: float):
     calibration = Calibration()
     taught(calibration, power, 3000)
     assert calibration.power == pytest.approx(power, rel=0.17)
-
-
-def test_power_is_one_at_first_and_bounded():
-    trusting, doubting = Calibration(), Calibration()
-    assert trusting.power == 1.0
-    for _ in range(3000):
-        trusting.observe([0.2], is_rejected=False)
-        doubting.observe([0.999], is_rejected=True)
-    assert trusting.power == pytest.approx(LEAST)
-    assert doubting.power == pytest.approx(MOST)
-
-
-def test_sessions_begin_with_the_workers_power_and_learn_their_own():
-    common = Calibration()
-    taught(common, 0.4, 500)
-    session = Calibration(common)
-    assert session.power == pytest.approx(common.power)
-    taught(session, 1.5, 60)
-    assert session.power > 2 * 0.4
-    assert common.power > 0.4  # it learned from this session, too
-    assert Calibration(common).power < session.power
-
-
-def test_rejection_of_a_certain_token_lowers_its_confidence():
-    calibration = Calibration()
-    calibration.observe([0.0], is_rejected=True)
-    calibration.observe([1.0], is_rejected=True)
-    assert 1.0 < calibration.power <= MOST
-
-
-@pytest.mark.parametrize("power", [0.1, 0.5, 1.0, 3.0])
-def test_scaling_keeps_the_sum(power: float, subtests):
-    for confidence in [0.01, 0.5, 0.9, 1 - 1e-9, 1.0]:
-        with subtests.test(str(confidence)[:80]):
-            sure, unsure = scales(confidence, power)
-            assert sure * confidence == pytest.approx(confidence**power)
-            assert sure * confidence + unsure * (1 - confidence) == pytest.approx(1.0)
-            assert unsure >= 0
 
 
 @pytest.mark.parametrize("power", [0.5, 1.0, 2.0])
@@ -140,38 +101,3 @@ def test_session_whose_tokens_are_rejected_gets_less_confident():
 )
 def test_sampled_draft_tokens_do_not_change_the_calibration(method: VerificationMethod):
     assert compared(lambda tokens, chain: [*tokens, *chain, (chain[-1] + 1) % VOCAB], method) == 1.0
-
-
-def test_power_leaves_its_bound_quickly():
-    calibration = Calibration(Calibration())
-    for _ in range(400):
-        calibration.observe([0.5] * 6, is_rejected=False)
-    assert calibration.power == pytest.approx(LEAST)
-    for _ in range(12):
-        calibration.observe([0.5], is_rejected=True)
-    assert calibration.power > 1.5 * LEAST
-
-
-@pytest.mark.parametrize("power", [0.4, 1.0, 2.5])
-def test_outcomes_are_the_same_whether_the_last_node_was_opened_before_or_after(power: float):
-    def branches(is_open: bool) -> list[tuple[int, float]]:
-        root = Node(8, 5, None)
-        opened(root, 2 + is_open, random.Random(4))
-        sent = ProposalBuilder(root, Shape(2), EOS, power)
-        sent.advance()
-        ahead = OutcomeSet(sent, lambda node: ProposalBuilder(node, Shape(1), EOS, power))
-        if not is_open:
-            opened(root, 3, random.Random(4))
-            ahead.wanted()
-        return sorted((b.reading.root.token_id, round(b.probability, 9)) for b in ahead.branches)
-
-    assert branches(is_open=True) == branches(is_open=False)
-
-
-def test_tree_of_a_low_confidence_draft_keeps_alternatives():
-    root = Node(8, 5, None)
-    root.prediction = Fixed((1, 0.4), (2, 0.35), (3, 0.25))
-    reading = ProposalBuilder(root, Shape(1, 3), EOS, 2.0)
-    assert reading.advance() == []
-    assert reading.proposal().token_ids == (1, 2, 3)
-    assert reading.weights == sorted(reading.weights, reverse=True)

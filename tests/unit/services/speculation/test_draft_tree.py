@@ -50,31 +50,6 @@ def opened(root: Node, levels: int, rng: random.Random) -> None:
         nodes = [node.child(token_id) for node in nodes for token_id, _ in node.prediction.guesses(None)]
 
 
-def test_chain_reads_on_as_nodes_open():
-    root = Node(9, 5, None)
-    reading = ProposalBuilder(root, Shape(3), EOS)
-    node = root
-    for depth in range(3):
-        assert reading.advance() == [node]
-        assert reading.advance() == [node]
-        node.prediction = Fixed((10 + depth, 0.5))
-        node = node.child(10 + depth)
-    assert reading.advance() == []
-    assert reading.proposal() == Proposal((10, 11, 12))
-    assert reading.depth == 3
-    assert [n.position for n in reading.nodes] == [6, 7, 8]
-
-
-def test_chain_of_another_base_may_differ():
-    root = Node(9, 5, None)
-    root.prediction = Fixed((10, 0.6), (11, 0.4))
-    root.child(10).prediction = Fixed((12, 0.6), (13, 0.4))
-    assert ProposalBuilder(root, Shape(1), EOS).advance() == []
-    reading = ProposalBuilder(root.child(10), Shape(1), EOS)
-    reading.advance()
-    assert reading.proposal().token_ids == (13,)
-
-
 def test_chain_and_tree_end_with_the_end_of_sequence():
     root = Node(9, 5, None)
     root.prediction = Fixed((0, 0.7), (3, 0.3))
@@ -143,21 +118,6 @@ def test_tree_takes_one_forward_per_level_and_ends_at_the_same_nodes(seed: int):
             node.prediction = twins[node].prediction
     assert levels <= 4
     assert reading.proposal() == wanted.proposal()
-
-
-def test_outcomes_cover_all_results_of_verification():
-    root = Node(9, 5, None)
-    opened(root, 3, random.Random(2))
-    for shape in (Shape(3), Shape(3, 9)):
-        reading = ProposalBuilder(root, shape, EOS)
-        reading.advance()
-        ends, leaves = reading.outcomes()
-        # The ends and the outcomes after the open leaves: nothing is lost, nothing counted twice.
-        total = sum(p for p, _, _ in ends) + sum(p for p, _ in leaves)
-        assert total == pytest.approx(1.0)
-        assert {node for _, node in leaves} == {n for n in reading.nodes if n.prediction is None}
-        proposed = {(node.parent, node.token_id) for node in reading.nodes}
-        assert not any((node, token_id) in proposed for _, node, token_id in ends)
 
 
 class Cache:

@@ -12,7 +12,6 @@ from gammaray.types import SamplingParams, VerificationMethod
 from services.engine.engine import Engine
 from services.engine.loader import load_engine
 from services.scheduling.planning import Limits
-from services.scheduling.tasks import Release
 from services.speculation.head_drafter import MAX_FEATURES
 from services.speculation.local_drafter import LocalDrafter
 from services.target_worker import loading
@@ -92,17 +91,6 @@ def test_proposals_and_tokens_are_those_without_draft_ahead(pair, shape, tempera
     assert plain.meter.totals.ahead_lookups == 0
 
 
-def test_proposal_that_needs_a_forward_is_not_marked_as_prepared(pair):
-    (ahead, _), params = scheduler_of(pair), SamplingParams(seed=4)
-    run = Run(ahead, PROMPT, params)
-    run.cycle(Shape(1))
-    run.cycle(Shape(1))  # without a pause: nothing could be prepared
-    run.idle()
-    run.cycle(Shape(1))
-    assert run.prepared == [False, False, len(run.proposals[2]) > 0]
-    assert ahead.meter.totals.ahead_lookups == 2
-
-
 @pytest.mark.parametrize("method", ["rejection", "block", "naive"])
 def test_other_methods_emit_the_same(pair, method):
     params = SamplingParams(temperature=1.0, seed=8)
@@ -144,18 +132,6 @@ def test_arriving_block_ends_draft_ahead(pair, monkeypatch):
     assert forwards.count == 0
     run.cycle(Shape(3))
     assert forwards.count > 0
-
-
-def test_nothing_is_drafted_ahead_after_the_end(pair):
-    scheduler, _ = scheduler_of(pair)
-    run = Run(scheduler, PROMPT, SamplingParams(temperature=0.0, seed=1), eos_token_ids=tuple(range(97)))
-    run.cycle(Shape(3))
-    assert not scheduler.has_work
-    other = Run(scheduler, PROMPT, SamplingParams(temperature=0.0, seed=1))
-    other.cycle(Shape(3))
-    assert scheduler.has_work
-    scheduler.release([Release(other.name)])
-    assert not scheduler.has_work
 
 
 LONG_PROMPT = random_tokens(200, seed=3)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import threading
 
 import pytest
-from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerFast
 
 from gammaray.blocks import Shape
 from gammaray.config import TargetSettings
@@ -20,7 +18,7 @@ from services.target_worker.scheduler import TargetScheduler
 from tests.support.engine_helpers import random_tokens, tiny_model
 from tests.support.head_helpers import DATA
 from tests.support.late_masks import EOS, LateMasks, blocked, masked, steps_until
-from tests.support.processing_helpers import GRAMMAR, TOKENS, small_tokenizer
+from tests.support.processing_helpers import GRAMMAR, save_small_tokenizer
 from tests.support.target_helpers import Run
 
 PROMPT = random_tokens(40, seed=3)
@@ -29,9 +27,7 @@ PROMPT = random_tokens(40, seed=3)
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     directory = tiny_model("llama", tmp_path_factory.mktemp("target"), seed=3)
-    tokenizer = Tokenizer.from_str(small_tokenizer(TOKENS, EOS))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=TOKENS[0]).save_pretrained(directory)
-    return str(directory)
+    return str(save_small_tokenizer(directory))
 
 
 @pytest.fixture

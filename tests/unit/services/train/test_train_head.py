@@ -96,18 +96,3 @@ def test_head_serves_what_was_trained(trained, tmp_path):
             (served(anchor, depth, features.roll(shift, 0)) - rows).abs().max() > 0.2
             for (_, anchor, depth), rows in chosen
         )
-
-
-def test_states_are_computed_once(trained):
-    folder, _, _ = trained
-    meta = json.loads((folder / "work" / "answers" / "meta.json").read_text())
-    identity = {key: meta[key] for key in ("target", "tokenizer")}
-    store = AnswerStore(folder / "work" / "answers", identity, 32, 2048)
-    sequences = list(store.sequences())[:3]
-    target = load_model(str(TARGET_DIR), device="cpu", dtype="bfloat16").module
-    states = StateStore(folder / "states", identity, target, TAPS)
-    found = states.of(sequences)
-    assert [one.shape for one in found] == [(len(one.token_ids), 4, 256) for one in sequences]
-    target.model.layers[0].self_attn.q_proj.weight.data.zero_()
-    again = StateStore(folder / "states", identity, target, TAPS).of(sequences)
-    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))

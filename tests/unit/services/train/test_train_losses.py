@@ -24,12 +24,6 @@ def exact(p, q):
     return sum(1 / sum(max(a / p[token], b / q[token]) for a, b in pairs) for token in tokens)
 
 
-def test_agreement_is_a_lower_bound_where_the_rest_is_shared():
-    whole, part = exact(P, Q), coupled(*stored(P, Q, [1, 2])).item()
-    assert 0 < part < whole
-    assert overlap(*stored(P, Q, [1, 2])).item() < sum(map(min, P, Q))
-
-
 @pytest.mark.parametrize("share", [coupled, overlap])
 def test_id_without_a_row_counts_as_never_drafted(share):
     wanted, found = stored(P, Q, TOP)
@@ -40,25 +34,11 @@ def test_id_without_a_row_counts_as_never_drafted(share):
     assert share(wanted, found).item() == pytest.approx(expected, abs=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["kl", "coupled"])
-def test_loss_is_least_where_the_drafter_equals_the_target(kind):
-    logits = torch.zeros(1, 4, requires_grad=True)
-    target = torch.tensor([[0.5, 0.3, 0.15, 0.05]])
-    optimizer = torch.optim.Adam([logits], lr=0.02)
-    for _ in range(600):
-        optimizer.zero_grad()
-        loss_of(kind, target, logits.log_softmax(-1)).sum().backward()
-        optimizer.step()
-    assert torch.allclose(logits.softmax(-1), target, atol=0.02)
-    entropy = -(target * target.log()).sum().item() * {"kl": 1.0, "coupled": 0.1}[kind]
-    assert loss_of(kind, target, logits.log_softmax(-1)).item() == pytest.approx(entropy, abs=0.03)
-
-
 def test_loss_is_the_share_that_is_rejected():
     divergence = loss_of("kl", *stored(P, Q, TOP)).item()
     expected = 1 - exact(P, Q) + 0.1 * divergence
     assert loss_of("coupled", *stored(P, Q, TOP)).item() == pytest.approx(expected, abs=1e-6)
-    assert overlap(*stored(P, Q, TOP)).item() == pytest.approx(sum(map(min, P, Q)), abs=1e-6)
+    assert loss_of("tv", *stored(P, Q, TOP)).item() == pytest.approx(1 - sum(map(min, P, Q)), abs=1e-6)
 
 
 def test_impossible_tokens_leave_gradients_finite():

@@ -7,10 +7,9 @@ import dataclasses
 from collections import Counter
 
 import pytest
-import torch
 
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
-from services.engine.sampling.noise import Noise, exponential
+from services.engine.sampling.noise import Noise
 from tests.support.maths_loop_helpers import Speculator, TableModel, chain_of, exact_joint, g_test
 
 pytestmark = pytest.mark.statistical
@@ -112,16 +111,3 @@ def test_noise_used_twice_is_caught(method, mutant, drafter):
     distribution = exact_joint(speculation)
     speculation.noise = mutant(13, 0, VOCAB)
     assert g_test(counts_of(speculation, drafter, 2000), distribution) < BIASED
-
-
-def test_shared_noise_with_rejection_has_the_published_bias():
-    """p = (.5, .2, .1, .2), q = (.4, .3, .2, .1) with one noise: (.477, .200, .100, .223)."""
-    target = torch.tensor([0.5, 0.2, 0.1, 0.2], dtype=torch.float64)
-    draft = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
-    noise = exponential(42, 0, 200_000, 4)
-    drawn = (noise / draft).argmin(-1)
-    uniform = 1 - (-exponential(43, 0, 200_000, 1)[:, 0]).exp()
-    correction = (noise / (target - draft).clamp(min=0)).argmin(-1)
-    emitted = torch.where(uniform * draft[drawn] < target[drawn], drawn, correction)
-    distribution = emitted.bincount(minlength=4).double() / 200_000
-    assert distribution.tolist() == pytest.approx([0.477, 0.200, 0.100, 0.223], abs=0.004)
