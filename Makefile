@@ -78,10 +78,9 @@ $(VLLM_ENV)/.installed: pyproject.toml constraints.txt constraints-vllm.txt serv
 test-vllm: $(VLLM_ENV)/.installed  ## vLLM behind target workers, on CPUs
 	$(VLLM_BIN)/pytest $(BY_FILE) --durations 10 tests/vllm
 
-vllm-next:  ## install the newest vLLM into .venv-vllm-next, look for the names that the engine uses, and test-vllm
+vllm-next:  ## install the newest vLLM into .venv-vllm-next, and test-vllm
 	$(PYTHON) -m venv --clear .venv-vllm-next
 	.venv-vllm-next/bin/python .ci/newest_vllm.py
-	.venv-vllm-next/bin/python -m tests.support.vllm_names
 	touch .venv-vllm-next/.installed
 	$(MAKE) --no-print-directory test-vllm VLLM_ENV=.venv-vllm-next
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 from gammaray.grammar.matcher import GrammarCompiler
 from gammaray.types import Proposal, SamplingParams
@@ -85,3 +87,10 @@ def path_of(proposal: Proposal, row: int) -> list[int]:
         parent = node - 1 if proposal.parents is None else proposal.parents[node]
         row = parent + 1
     return tokens
+
+
+def save_small_tokenizer(directory: Path) -> Path:
+    """Give a model the tokenizer of `TOKENS`."""
+    tokenizer = Tokenizer.from_str(small_tokenizer(TOKENS, (0, 3)))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=TOKENS[0]).save_pretrained(directory)
+    return directory

@@ -8,21 +8,19 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
 
 from tests.support.engine_helpers import tiny_model
 from tests.support.head_helpers import DATA, as_official, bigram_target, changed
 from tests.support.medusa_helpers import random_heads, write_vllm
-from tests.support.processing_helpers import TOKENS, small_tokenizer
+from tests.support.processing_helpers import save_small_tokenizer
 
 HEAD_DIM, MAX_POSITIONS = 32, 384
 _ROWS = {"q_proj": 4 * HEAD_DIM, "k_proj": 2 * HEAD_DIM, "v_proj": 2 * HEAD_DIM}
 
 
 def random_target(folder: Path) -> Path:
-    return _with_tokenizer(
+    return save_small_tokenizer(
         tiny_model("llama", folder, gain=2.0, head_dim=HEAD_DIM, max_position_embeddings=MAX_POSITIONS)
     )
 
@@ -73,7 +71,7 @@ def itself(folder: Path, target: Path) -> Path:
 
 def wide_bigram(folder: Path) -> Path:
     """Write a target whose next token depends on its last one only."""
-    return _with_tokenizer(bigram_target(folder, head_dim=HEAD_DIM, max_positions=MAX_POSITIONS))
+    return save_small_tokenizer(bigram_target(folder, head_dim=HEAD_DIM, max_positions=MAX_POSITIONS))
 
 
 def constant_target(folder: Path) -> Path:
@@ -203,12 +201,6 @@ def bigram_eagle(folder: Path, target: Path) -> Path:
         "layers.0.mlp.down_proj.weight": torch.zeros(size, inner),
     }
     save_file(weights, folder / "model.safetensors")
-    return folder
-
-
-def _with_tokenizer(folder: Path) -> Path:
-    tokenizer = Tokenizer.from_str(small_tokenizer(TOKENS, (0, 3)))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=TOKENS[0]).save_pretrained(folder)
     return folder
 
 

@@ -7,15 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerFast
 
 from services.engine.loader import load_engine
 from services.scheduling.grammars import Grammars
 from services.scheduling.planning import Limits
 from services.target_worker.scheduler import TargetScheduler
 from tests.support.engine_helpers import tiny_model
-from tests.support.processing_helpers import TOKENS, small_tokenizer
+from tests.support.processing_helpers import save_small_tokenizer
 
 if importlib.util.find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]
@@ -41,9 +39,7 @@ SIZES = {
 def make_model(architecture: str, path: Path) -> Path:
     settings = {"max_position_embeddings": MAX_POSITIONS, **SIZES[architecture]}
     directory = tiny_model(architecture, path, gain=2.0, **settings)
-    tokenizer = Tokenizer.from_str(small_tokenizer(TOKENS, (0, 3)))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=TOKENS[0]).save_pretrained(directory)
-    return directory
+    return save_small_tokenizer(directory)
 
 
 def start_vllm(directory: Path, **options):

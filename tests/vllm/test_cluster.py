@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,12 +24,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 SMOLLM2 = Path(__file__).parents[2] / "build/models/smollm2"
 MODEL = str(SMOLLM2) if SMOLLM2.is_dir() else "demo"
 PROMPT = "def mean(values):\n    return sum(values) / len(values)\n\ndef variance(values):\n    return"
-SCHEMA = {
-    "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 8}, "size": {"enum": [1, 2, 3]}},
-    "required": ["name", "size"],
-    "additionalProperties": False,
-}
 
 
 ADAPTER = "tuned"
@@ -54,26 +47,6 @@ def test_adaptive_gamma_gives_the_tokens_of_plain_decoding(cluster, temperature)
     assert [token.token_id for token in adaptive.tokens] == [token.token_id for token in plain.tokens]
     assert plain.summary.drafted_tokens == 0
     assert adaptive.summary.accepted_tokens > 0
-
-
-@pytest.mark.parametrize("temperature", [0, 1])
-def test_json_schema_over_http_is_followed_with_the_text_of_plain_decoding(cluster, temperature):
-    form = {"type": "json_schema", "json_schema": {"name": "thing", "strict": True, "schema": SCHEMA}}
-    messages = [{"role": "user", "content": "Describe a thing."}]
-    options = {"model": "", "messages": messages, "seed": 3, "max_tokens": 60, "temperature": temperature}
-    with cluster.openai() as client:
-        free = client.chat.completions.create(**options)
-        forced, plain = (
-            client.chat.completions.create(
-                **options, response_format=form, extra_body={"gammaray": {"gamma": gamma}}
-            )
-            for gamma in ("adaptive", 0)
-        )
-    assert free.choices[0].message.content != forced.choices[0].message.content
-    assert forced.choices[0].message.content == plain.choices[0].message.content
-    thing = json.loads(forced.choices[0].message.content)
-    assert sorted(thing) == ["name", "size"]
-    assert thing["size"] in SCHEMA["properties"]["size"]["enum"]
 
 
 @pytest.mark.parametrize("temperature", [0, 1])

@@ -338,19 +338,6 @@ def test_a_proposal_that_was_drafted_ahead_is_answered_at_once(ahead, drafts, re
     assert (ahead.load().lookups, ahead.load().hits) == (3, 3)
 
 
-def test_nothing_is_drafted_ahead_of_a_draw_or_an_end(ahead):
-    (session,) = sessions_with(DRAWN, VerificationMethod.REJECTION, count=1)
-    draft(ahead, [session], 2)
-    assert not ahead.has_work
-    (whole,) = draft(ahead, sessions_with(DRAWN, count=1), 3)
-    ahead.fail_all(InternalError("broken"))
-    ahead.step()
-    (ending,) = sessions_with(DRAWN, count=1, eos_token_ids=(whole.token_ids[-1],))
-    draft(ahead, [ending], 3)
-    assert not ahead.has_work
-    assert ahead.stats().num_sessions == 0
-
-
 def test_draft_ahead_gives_its_memory_to_blocks(ahead):
     for session in filling(ahead.engine, 2):
         (proposal,) = draft(ahead, [session], 6)

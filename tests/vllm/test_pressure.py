@@ -40,29 +40,6 @@ def references(reference, sessions, count):
     return outputs
 
 
-def test_idle_sessions_are_evicted_by_least_recent_use(scheduler, reference):
-    sessions = [session(100, seed) for seed in range(5)]
-    evictions = scheduler.engine.stats().num_evictions
-    with free_blocks(scheduler, 5):
-        for each in sessions:
-            ask(scheduler, each)
-        ask(scheduler, sessions[0])
-        newest = session(100, 9)
-        ask(scheduler, newest)
-        assert scheduler.engine.stats().num_evictions == evictions + 1
-        # The one that was evicted is read again, in a step of its own before the proposal's.
-        forwards = []
-        for each in (sessions[0], sessions[2], sessions[1]):
-            task = each.block([5])
-            (reply,) = answers(scheduler, [task])
-            each.take(task, reply)
-            forwards.append(reply.timing.num_forwards)
-        assert forwards == [1, 1, 3]  # 99 tokens in chunks of 64, then the proposal
-    outputs = references(reference, sessions, 3)
-    for each, output in zip(sessions, outputs, strict=True):
-        assert each.output == output[: len(each.output)]
-
-
 def test_more_sessions_than_slots_are_served_in_one_batch_and_again(scheduler, reference):
     sessions = [session(3, seed) for seed in range(MAX_REQUESTS + 40)]
     outputs = generate(scheduler, sessions, 3)

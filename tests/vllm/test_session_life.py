@@ -133,18 +133,6 @@ def test_a_block_that_is_refused_after_a_takeover_leaves_no_stale_request(schedu
     assert session.tokens[before:] == own
 
 
-def test_an_owner_rolls_tokens_back(scheduler, reference):
-    session = Session(prompt(20), SAMPLED)
-    generate(scheduler, [session], 9)
-    for keep in (6, 5, 1):
-        del session.tokens[20 + keep :]
-        session.held = min(session.held, len(session.tokens))
-        own, before = plain(reference, session.tokens, 6), len(session.tokens)
-        ask(scheduler, session, own[:2])
-        ask(scheduler, session, own[3:5])
-        assert session.tokens[before:] == own
-
-
 def test_new_parameters_take_effect_with_the_tokens_kept(scheduler, reference):
     session = Session(prompt(140), SAMPLED)
     generate(scheduler, [session], 3)

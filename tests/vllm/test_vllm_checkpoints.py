@@ -10,15 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
 
 from gammaray.config import TargetSettings
 from gammaray.errors import InvalidArgumentError
 from services.vllm.loading import load_target
 from tests.support.engine_helpers import plain_logits, plain_model, tiny_model
-from tests.support.processing_helpers import TOKENS, small_tokenizer
+from tests.support.processing_helpers import save_small_tokenizer
 from tests.support.vllm_helpers import Session, answers, generate
 from tests.vllm.conftest import LIMITS, start_vllm
 
@@ -129,8 +127,7 @@ def base(tmp_path_factory) -> Path:
     """A Llama whose weights are those of bfloat16."""
     sizes = {"head_dim": 32, "hidden_size": 128, "intermediate_size": 256, "max_position_embeddings": 512}
     directory = tiny_model("llama", tmp_path_factory.mktemp("base"), **sizes)
-    tokenizer = Tokenizer.from_str(small_tokenizer(TOKENS, (0, 3)))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=TOKENS[0]).save_pretrained(directory)
+    save_small_tokenizer(directory)
     file = directory / "model.safetensors"
     save_file({k: w.bfloat16() for k, w in load_file(file).items()}, file, {"format": "pt"})
     config = json.loads((directory / "config.json").read_text())
