@@ -10,7 +10,6 @@ from tests.support.chart.chart_helpers import (
     RELEASE,
     VARIANTS,
     container,
-    groups,
     merged,
     passing_pods,
     pods,
@@ -159,11 +158,6 @@ def references(node):
             yield from references(value)
 
 
-def test_references_helper_finds_missing_resources():
-    manifests = [{"spec": {"volumes": [{"configMap": {"name": "gone"}}], "serviceAccountName": "missing"}}]
-    assert set(references(manifests)) == {("ConfigMap", "gone"), ("ServiceAccount", "missing")}
-
-
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
@@ -223,45 +217,3 @@ def test_unknown_field_is_found_in_every_kind():
         manifest.get("spec", manifest)["planted"] = {}
         with pytest.raises(InvalidManifestError, match="planted"):
             check(manifest)
-
-
-@pytest.mark.parametrize(
-    ("file", "spoil"),
-    [
-        ("service-http.yaml", lambda m: m["spec"]["ports"][0].update(port="http")),
-        ("service-http.yaml", lambda m: m.update(kind="Servise")),
-        ("statefulset-redis.yaml", lambda m: m["spec"].pop("serviceName") and m["spec"].pop("selector")),
-        ("rayservice.yaml", lambda m: m["spec"]["upgradeStrategy"].update(type="Sometimes")),
-        ("rayservice.yaml", lambda m: m["metadata"]["labels"].update(number=1)),
-        ("rayservice.yaml", lambda m: m.update(kind="RayServise")),
-        ("certificate-public.yaml", lambda m: m["spec"].update(dnsNames=[])),
-        ("grpcroute.yaml", lambda m: m["spec"].update(parentRefs=[])),
-        ("grpcroute.yaml", lambda m: m.update(apiVersion=None, kind=None)),
-    ],
-)
-def test_wrong_value_or_kind_is_found(file, spoil):
-    manifest = everything()[file]
-    spoil(manifest)
-    with pytest.raises(InvalidManifestError):
-        check(manifest)
-
-
-def test_wrong_pod_is_found():
-    for spoil in (
-        lambda spec: spec["containers"][0]["readinessProbe"].update(grcp={}),
-        lambda spec: spec.update(terminationGracePeriodSeconds="60"),
-    ):
-        template = groups()["draft"]["template"]
-        check_pod(template)
-        spoil(template["spec"])
-        with pytest.raises(InvalidManifestError):
-            check_pod(template)
-
-
-@needs_kuberay
-def test_kuberays_schema_finds_a_planted_error():
-    manifest = everything()["rayservice.yaml"]
-    check_by_kuberay(manifest)
-    manifest["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]["containerz"] = []
-    with pytest.raises(InvalidManifestError):
-        check_by_kuberay(manifest)

@@ -30,17 +30,6 @@ def test_generated_readme_documents_every_value():
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["a: 1\n", "# -- Meaning.\na: 1\nb: 2\n", "# -- Of nothing.\n", "# -- A.\na: 1\nb:\n  c: 1\n"],
-)
-def test_value_without_a_comment_is_refused(tmp_path, text):
-    path = tmp_path / "values.yaml"
-    path.write_text(text)
-    with pytest.raises((ValueError, AttributeError)):
-        assert read(path) is None
-
-
-@pytest.mark.parametrize(
     ("values", "reason"),
     [
         ({"modles": {}}, "modles"),

@@ -9,7 +9,6 @@ import sys
 import pytest
 
 from tests.simulation.mutants import MUTANTS, edited
-from tests.simulation.redis_link import START_US, real_redis
 
 TIMEOUT_S = 900.0
 """On two busy cores; twenty-five seconds on idle ones."""
@@ -43,18 +42,6 @@ def test_a_seed_gives_one_schedule():
     digests = [re.findall("digest ([0-9a-f]+)", simulate("--seeds", "20:24").stdout) for _ in range(2)]
     assert len(digests[0]) == 1
     assert digests[0] == digests[1]
-
-
-@pytest.mark.integration
-def test_redis_keeps_the_simulations_time():
-    with real_redis() as real:
-        real.set_clock(START_US)
-        real.admin.set("key", "value", px=1000)
-        real.set_clock(START_US + 999_000)
-        assert real.admin.pttl("key") == 1
-        assert real.admin.eval("return redis.call('TIME')[1]", 0) == str(START_US // 1_000_000).encode()
-        real.set_clock(START_US + 1_001_000)
-        assert real.admin.get("key") is None
 
 
 @pytest.mark.parametrize("name", MUTANTS)

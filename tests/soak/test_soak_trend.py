@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import threading
-import time
-from pathlib import Path
 
 import pytest
 
-from gammaray import ProcessStatus
 from tests.fuzz.campaign import Campaign
-from tests.fuzz.census import POOL_THREAD, census
-from tests.soak.samples import LENGTHS, samples
 from tests.soak.soak_census import Census
 from tests.soak.soak_report import figures, table
 from tests.soak.soak_run import Options, Outcome
@@ -50,18 +43,6 @@ def test_trend_detects_growth(value, grows):
     assert found.grows is grows, found
 
 
-def test_noise_around_a_flat_line_is_hardly_ever_growth():
-    num_wrong = sum(
-        trend(AT_S[:18], [noise(100 * run + n, 60.0) for n in range(18)], BOUND).grows for run in range(200)
-    )
-    assert num_wrong <= 2
-
-
-@pytest.mark.parametrize(("value", "grows"), [(lambda n: 2.0, False), (lambda n: float(n // 20), True)])
-def test_counts_at_rest_may_not_grow_at_all(value, grows):
-    assert trend(AT_S, [value(number) for number in range(60)], BOUNDS["sessions"]).grows is grows
-
-
 POOL = BOUNDS["pool_threads"]
 # As counted in two processes of Ray, every half minute; a test suite ran during the middle of the run.
 GCS_SERVER = [27] * 19 + [28] * 16 + [29, 29, 31, 32, 33, 33] + [35] * 10
@@ -73,53 +54,6 @@ def test_one_step_of_a_pool_is_no_leak_but_one_of_other_threads_is(values):
     at_s = [30.0 * number for number in range(len(values))]
     assert not trend(at_s, values, POOL).grows
     assert trend(at_s, values, BOUNDS["threads"]).grows
-
-
-@pytest.mark.parametrize(
-    ("value", "grows"),
-    [
-        pytest.param(lambda n: 5, False, id="flat"),
-        pytest.param(lambda n: 5 + n // 4, True, id="one-in-two-minutes"),
-        pytest.param(lambda n: 5 + n // 4 + (n % 3 == 0), True, id="one-in-two-minutes-and-restless"),
-        pytest.param(lambda n: 5 if n < 30 else 5 + (n - 30) // 2, True, id="from-the-middle-on"),
-        pytest.param(lambda n: min(5 + n, 40), False, id="full-before-the-second-half"),
-        pytest.param(lambda n: 5 + 9 * (n > 44), False, id="one-high-step"),
-        pytest.param(lambda n: 5 + 4 * (n > 25) + 4 * (n > 45), False, id="two-steps"),
-    ],
-)
-def test_pool_that_keeps_growing_is_a_leak(value, grows):
-    assert trend(AT_S, [value(number) for number in range(60)], POOL).grows is grows
-
-
-def test_census_tells_threads_of_the_pool_from_others():
-    stop = threading.Event()
-    others = [threading.Thread(target=stop.wait) for _ in range(3)]
-    pooled = [threading.Thread(target=_named_like_the_pool, args=(stop,)) for _ in range(2)]
-    me = ProcessStatus("launcher", os.getpid(), "", "", True, 0)
-    before = census([me])["launcher", os.getpid()]
-    for thread in (*others, *pooled):
-        thread.start()
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        after = census([me])["launcher", os.getpid()]
-        if after.pool_threads == before.pool_threads + 2:
-            break
-        time.sleep(0.01)
-    stop.set()
-    for thread in (*others, *pooled):
-        thread.join()
-    assert after.pool_threads == before.pool_threads + 2
-    assert after.threads >= before.threads + 3
-
-
-def _named_like_the_pool(stop: threading.Event) -> None:
-    Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(POOL_THREAD)
-    stop.wait()
-
-
-def test_trend_refuses_too_few_values():
-    with pytest.raises(ValueError, match="at least 6"):
-        trend(AT_S[:5], AT_S[:5], BOUND)
 
 
 def outcome(growth_mb: float, last_pid: int = 7) -> Outcome:
@@ -146,9 +80,3 @@ def test_report_names_growth_and_dead_processes(found, words):
     result = json.loads(json.dumps(figures(found, Options())))
     assert len(result["censuses"]) == len(AT_S)
     assert [row["measure"] for row in result["trends"]] == ["rss_mb", "sessions"]
-
-
-def test_samples_are_all_different_and_of_every_length_at_both_temperatures():
-    found = samples()
-    assert len(set(found)) == len(found)
-    assert {(a.max_tokens, a.temperature) for a in found} == {(n, t) for n in LENGTHS for t in (0.0, 1.0)}
