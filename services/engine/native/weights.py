@@ -67,8 +67,6 @@ def native_obstacle(loaded: LoadedModel) -> str:
     config = loaded.config
     if loaded.device.type != "cpu":
         return f"the model is on {loaded.device.type}"
-    if loaded.stored is not None and not loaded.has_plain_weights:
-        return f"{loaded.stored.method} weights are not covered"
     if loaded.dtype != torch.float32:
         return f"{str(loaded.dtype).removeprefix('torch.')} is not covered"
     if config.model_type not in LLAMA_TYPES:
