@@ -95,7 +95,7 @@ async def connected(
         target: Directory or hub name, or "demo".
         draft: Likewise.
         head: A head in the target worker.
-        weights: Of the draft or head: auto, int8 or int4.
+        weights: Of the draft or head: auto or int8.
         timeout_s: Longest wait for the workers' models.
         source: As of `running_cluster`.
 

@@ -58,8 +58,8 @@ def load_engine(
             compared at load.
         engine: "native" is the compiled CPU kernel, "transformers" the model's own layers, "auto" the kernel
             where it covers the model.
-        weights: "auto" (as `dtype`), "int8" or "int4": a draft's setting `draft_weights`. The engine then
-            serves the quantised model exactly; never quantise a target.
+        weights: "auto" (as `dtype`) or "int8": a draft's setting `draft_weights`. The engine then serves the
+            quantised model exactly; never quantise a target.
         draft_for: The target of a drafter, "" if it is not known; None: the model is no drafter. See
             `services.engine.core.drafter`.
 
@@ -74,7 +74,7 @@ def load_engine(
     obstacle = _native_obstacle(loaded, engine)
     if deterministic:
         _check_covered(loaded, obstacle)
-    quantised = None if weights == "auto" else _quantised(loaded, weights, obstacle)
+    quantised = _quantised(loaded, weights, obstacle)
     layout = _layout(loaded, draft)
     runner, shape, kernel = _choose_runner(loaded, layout, obstacle, quantised)
     if runner.has_kernel:
@@ -175,9 +175,7 @@ class DraftVersions:
         module.load_state_dict(weights, strict=False)
         loaded = replace(first, name=directory, module=module)
         obstacle = _native_obstacle(loaded, settings.engine)
-        quantised = None
-        if settings.draft_weights != "auto":
-            quantised = _quantised(loaded, settings.draft_weights, obstacle)
+        quantised = _quantised(loaded, settings.draft_weights, obstacle)
         places = zip(first.module.modules(), module.modules(), strict=True)
         layer_of = self._layout.layer_of
         layer_of = {id(new): layer_of[id(old)] for old, new in places if id(old) in layer_of}
@@ -221,19 +219,21 @@ def _check_covered(loaded: LoadedModel, obstacle: str) -> None:
 
 
 def _quantised(loaded: LoadedModel, weights: str, obstacle: str) -> Mapping[int, QuantisedMatrix]:
-    """Quantise a draft; returns its matrices for the compiled kernel."""
+    """Quantise a draft if its setting says so; returns its matrices for the compiled kernel."""
+    if weights == "auto":
+        return {}
     if obstacle:
         raise InvalidArgumentError(
             "draft_weights", weights, f"auto: {weights} needs the compiled CPU kernel ({obstacle})"
         )
-    return quantise_model(loaded, weights)
+    return quantise_model(loaded.module)
 
 
 def _choose_runner(
     loaded: LoadedModel,
     layout: ModelLayout,
     obstacle: str,
-    quantised: Mapping[int, QuantisedMatrix] | None,
+    quantised: Mapping[int, QuantisedMatrix],
 ) -> tuple[Runner, CacheShape, str]:
     """Return the fastest runner that covers a model, its cache's shape, and its kernel for `Engine`."""
     joined = CacheShape(layout.num_layers, layout.kv_heads, layout.kv_dim, loaded.dtype, loaded.device)

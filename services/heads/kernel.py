@@ -59,11 +59,11 @@ class HeadKernelRunner(NativeRunner):
     """Runs steps of a head, for which `kernel_obstacle` is empty, with the compiled kernel.
 
     Args:
-        weights: "auto" (as stored), "int8" or "int4".
+        weights: "auto" (as stored) or "int8".
     """
 
     def __init__(self, name: str, head: EagleHead, max_context: int, weights: str = "auto") -> None:
-        quantised = _quantised(head, weights)
+        quantised = {} if weights == "auto" else quantised_matrices(head)
         super().__init__(_packed(name, head, max_context, quantised))
         config = head.config
         self.head, self.target_taps = head, config.taps
@@ -153,11 +153,3 @@ def _packed(
     made.residual_is_normed, made.state_is_normed = config.norm_before_residual, config.norm_output
     check_layout(name, model)
     return model
-
-
-def _quantised(head: EagleHead, weights: str) -> Mapping[int, QuantisedMatrix]:
-    """Return the quantised matrices by the address of their weights; none for "auto"."""
-    if weights == "auto":
-        return {}
-    found = quantised_matrices(head, (head.embed_tokens, head.lm_head), weights)
-    return {weight.data_ptr(): matrix for weight, matrix in found}
