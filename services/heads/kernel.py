@@ -15,11 +15,9 @@ from services.engine.core.quantised import QuantisedMatrix, quantised_matrices
 from services.engine.native.bindings import BatchArguments, LayerWeights, ModelWeights
 from services.engine.native.library import kernel_threads, load_kernel
 from services.engine.native.runner import NativeRunner
-from services.engine.native.weights import NativeModel, Packer, check_layout
+from services.engine.native.weights import MAX_HEAD_DIM, NativeModel, Packer, check_layout
 from services.heads.eagle import EagleHead, EagleLayer
 from services.heads.states import HeadStates
-
-_MAX_HEAD_DIM = 256
 
 
 def kernel_obstacle(head: EagleHead) -> str:
@@ -27,7 +25,7 @@ def kernel_obstacle(head: EagleHead) -> str:
     config, weight = head.config, head.fc.weight
     if weight.device.type != "cpu" or weight.dtype != torch.float32:
         return f"the head is on {weight.device.type} in {str(weight.dtype).removeprefix('torch.')}"
-    if config.head_dim % 2 or config.head_dim > _MAX_HEAD_DIM:
+    if config.head_dim % 2 or config.head_dim > MAX_HEAD_DIM:
         return f"a head of {config.head_dim} is not covered"
     return load_kernel().reason
 

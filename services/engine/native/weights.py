@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
-# Largest head dimension that the kernel keeps in registers and on its stack.
-_MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 256
+"""Largest head dimension that the kernel keeps in registers and on its stack."""
 
 
 @dataclass
@@ -74,7 +74,7 @@ def native_obstacle(loaded: LoadedModel) -> str:
     if config.hidden_act != "silu":
         return f"the activation {config.hidden_act} is not covered"
     head_dim = _layers(loaded)[0].self_attn.head_dim
-    if head_dim % 2 or head_dim > _MAX_HEAD_DIM:
+    if head_dim % 2 or head_dim > MAX_HEAD_DIM:
         return f"a head of {head_dim} is not covered"
     return load_kernel().reason
 
