@@ -6,7 +6,7 @@ STAMP := .venv/.installed
 NO_RESTART := --max-worker-restart 0
 BY_FILE := -n 2 --dist loadfile $(NO_RESTART)
 
-.PHONY: install help demo smollm2 llama-server test-programs test test-all quantised-checks test-vllm vllm vllm-next lint chart protos bench clients chaos simulate fuzz soak dist clean
+.PHONY: install help demo smollm2 llama-server test-programs test test-all test-vllm vllm vllm-next lint chart protos bench clients chaos simulate fuzz soak dist clean
 install: $(STAMP)  ## (default) install everything into .venv, with the versions of constraints.txt
 
 help:  ## list these targets
@@ -48,16 +48,6 @@ test-all: install  ## make test, then all other tests: slow ones, and those of w
 	$(BIN)/pytest --durations 25 -m kills tests/chaos tests/e2e || failed=1; \
 	exit $$failed
 
-# The packages lie beside the environment, as torchao prints a warning whenever it is imported.
-QUANTISED := build/quantised
-$(QUANTISED)/.installed: constraints.txt $(STAMP)
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt --no-deps --upgrade --target $(QUANTISED) \
-	  bitsandbytes compressed-tensors loguru torchao
-	touch $@
-
-quantised-checks: $(QUANTISED)/.installed  ## quantised checkpoints with the packages that they need
-	PYTHONPATH=$(QUANTISED) $(BIN)/pytest tests/unit/services/engine/core/test_checkpoint.py
-
 # vLLM's CPU build and all of gammaray, in an environment of their own: vLLM needs other versions. pip cannot leave
 # out what a package requires, so constraints-vllm.txt lists what vLLM gets, and its versions replace others.
 VLLM_ENV := .venv-vllm
@@ -70,7 +60,7 @@ $(VLLM_ENV)/.installed: pyproject.toml constraints.txt constraints-vllm.txt serv
 	awk -F== 'FNR == NR { print; pinned[tolower($$1)]; next } !(tolower($$1) in pinned)' \
 	  constraints-vllm.txt constraints.txt > $(VLLM_ENV)/constraints.txt
 	$(VLLM_PIP) pip setuptools torch==2.13.0
-	$(VLLM_PIP) -e services/demo_pair -e '.[all]' loguru openai pillow \
+	$(VLLM_PIP) -e services/demo_pair -e '.[all]' openai pillow \
 	  httpx hypothesis jsonschema pytest pytest-asyncio pytest-timeout pytest-xdist scipy
 	$(VLLM_PIP) --no-deps -r constraints-vllm.txt
 	touch $@

@@ -94,7 +94,7 @@ async def connected(
         target: Directory or hub name, or "demo".
         draft: Likewise.
         head: A head in the target worker.
-        weights: Of the draft or head: auto, int8 or int4.
+        weights: Of the draft or head: auto or int8.
         source: As of `running_cluster`.
 
     Raises:

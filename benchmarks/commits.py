@@ -184,7 +184,7 @@ def main() -> None:
     parser.add_argument("--gammas", type=_gammas, default="0,4,8,adaptive", help="default 0,4,8,adaptive")
     parser.add_argument("--target", help="model directory; default: the demo pair")
     parser.add_argument("--head", help="with --target: directory of a head or draft model in its worker")
-    parser.add_argument("--weights", default="auto", help="of the head: auto (default), int8 or int4")
+    parser.add_argument("--weights", default="auto", help="of the head: auto (default) or int8")
     options = parser.parse_args()
     if not (options.before / "gammaray").is_dir():
         parser.error(

@@ -160,7 +160,7 @@ REPEATABLE: dict[str, JsonValue] = {"repeatable": True}
 Lora = Annotated[str, AfterValidator(_checked_adapters)]
 
 Engine = Literal["auto", "vllm", "native", "transformers"]
-Weights = Literal["auto", "int8", "int4"]
+Weights = Literal["auto", "int8"]
 
 _ENGINE = (
     "What computes the models: vllm; native, the compiled CPU kernel; transformers, the model's own layers. "
@@ -172,8 +172,8 @@ _DETERMINISM = (
     "kernel covers; with vLLM on GPUs its batch-invariant mode."
 )
 _DRAFT_WEIGHTS = (
-    "Weights of the draft model or EAGLE head: int8 and int4 are quantised at load, which changes acceptance "
-    "and speed, not the text; they need the compiled CPU kernel. auto: as dtype."
+    "Weights of the draft model or EAGLE head: int8 is quantised at load, which changes acceptance and "
+    "speed, not the text; it needs the compiled CPU kernel. auto: as dtype."
 )
 _HEAD = (
     "What drafts in the target workers, instead of draft workers: directory or hub name of an EAGLE-3 head, "

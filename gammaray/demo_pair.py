@@ -27,7 +27,7 @@ def resolve_model(name: str, role: str = "target", field: str = "model") -> str:
         InvalidArgumentError: The `field` names another role, a GGUF file, or "demo" if the demo pair is not
             installed.
     """
-    if is_gguf(name):
+    if name.lower().endswith(".gguf") and not Path(name).is_dir():
         how = "`python -m services.engine.convert FILE.gguf DIRECTORY` makes the directory"
         raise InvalidArgumentError(field, name, f"a directory or hub name; {how}")
     if name != DEMO_PAIR:
@@ -40,11 +40,6 @@ def resolve_model(name: str, role: str = "target", field: str = "model") -> str:
             return str(Path(folder) / role)
     allowed = "another model, or the demo pair installed with pip install 'gammaray[demo]'"
     raise InvalidArgumentError(field, DEMO_PAIR, allowed)
-
-
-def is_gguf(model: str) -> bool:
-    """Whether the name of a model is that of a GGUF file, which ends in `.gguf`."""
-    return model.lower().endswith(".gguf") and not Path(model).is_dir()
 
 
 _EARLY_EXIT = "early-exit:"

@@ -36,7 +36,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--target", default=DEMO_PAIR, help="model directory, or demo (default)")
     add("--draft", help="directory of a draft model, or demo")
     add("--head", help="directory of a head or draft model in the target worker")
-    add("--weights", default="auto", help="of that: auto (default), int8 or int4")
+    add("--weights", default="auto", help="of that: auto (default) or int8")
     add("--categories", type=_list, default=CATEGORIES, help="comma-separated; default: all")
     add("--prompts", dest="num_prompts", type=int, default=3, help="per category, up to 10; default 3")
     add("--tokens", dest="max_tokens", type=int, default=96, help="tokens per completion; default 96")

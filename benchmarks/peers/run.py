@@ -82,8 +82,8 @@ class Settings:
         for name, value in (*least.items(), *(("streams", number) for number in self.streams)):
             if value < 1:
                 raise ValueError(f"{name}: too small")
-        if self.weights not in ("auto", "int8", "int4"):
-            raise ValueError("weights: none of auto, int8, int4")
+        if self.weights not in ("auto", "int8"):
+            raise ValueError("weights: neither auto nor int8")
         if any(temperature < 0 for temperature in self.temperatures):
             raise ValueError("temperature: a negative one")
         if self.llama_server and self.gguf is None:

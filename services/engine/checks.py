@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from services.engine.core.batch import SequenceInput
-from services.engine.core.device import on_device
 from services.engine.core.errors import UnsupportedModelError
 from services.engine.core.model import LoadedModel
 from services.engine.engine import Engine
@@ -113,7 +112,6 @@ def _in_trees(engine: Engine, text: list[int]) -> Tensor:
 def _plain_logits(loaded: LoadedModel, text: list[int]) -> Tensor:
     loaded.module.set_attn_implementation("eager")
     token_ids = torch.tensor([text], device=loaded.device)
-    with on_device(loaded.device):
-        logits: Tensor = loaded.module(token_ids, use_cache=False).logits[0].float()
+    logits: Tensor = loaded.module(token_ids, use_cache=False).logits[0].float()
     loaded.module.set_attn_implementation(ATTENTION_NAME)
     return logits

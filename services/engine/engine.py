@@ -16,7 +16,6 @@ from torch import Tensor
 
 from gammaray.errors import InvalidArgumentError
 from services.engine.core.batch import Batch, Runner, SequenceInput, Taps, plan_batch
-from services.engine.core.device import on_device
 from services.engine.core.drafter import DraftFormat
 from services.engine.core.kv_cache import CacheShape, CacheStore
 
@@ -231,7 +230,7 @@ class Engine(CacheStore):
         return Taps(self._tapped, torch.empty(shape, dtype=self.dtype, device=self.device))
 
     def _run(self, batch: Batch) -> Tensor:
-        with torch.inference_mode(), on_device(self.device):
+        with torch.inference_mode():
             logits = self._spread(self.runner.forward(batch))
         # Tensors created in inference mode cannot be modified outside of it, which callers may need.
         return logits.clone() if logits.is_inference() else logits

@@ -15,7 +15,7 @@ from gammaray.errors import GammarayError, InvalidArgumentError
 from services.engine.cache_budget import DEFAULT_CACHE_BUDGET_BYTES, cache_budget
 from services.engine.checks import check_deterministic, check_model
 from services.engine.core.batch import Runner
-from services.engine.core.device import on_device, raise_if_lost
+from services.engine.core.device import raise_if_lost
 from services.engine.core.drafter import DraftFormat, load_drafter
 from services.engine.core.errors import UnsupportedModelError
 from services.engine.core.kv_cache import CacheShape
@@ -58,8 +58,8 @@ def load_engine(
             compared at load.
         engine: "native" is the compiled CPU kernel, "transformers" the model's own layers, "auto" the kernel
             where it covers the model.
-        weights: "auto" (as `dtype`), "int8" or "int4": a draft's setting `draft_weights`. The engine then
-            serves the quantised model exactly; never quantise a target.
+        weights: "auto" (as `dtype`) or "int8": a draft's setting `draft_weights`. The engine then serves the
+            quantised model exactly; never quantise a target.
         draft_for: The target of a drafter, "" if it is not known; None: the model is no drafter. See
             `services.engine.core.drafter`.
 
@@ -74,12 +74,13 @@ def load_engine(
     obstacle = _native_obstacle(loaded, engine)
     if deterministic:
         _check_covered(loaded, obstacle)
-    quantised = None if weights == "auto" else _quantised(loaded, weights, obstacle)
+    quantised = _quantised(loaded, weights, obstacle)
     layout = _layout(loaded, draft)
     runner, shape, kernel = _choose_runner(loaded, layout, obstacle, quantised)
     if runner.has_kernel:
         use_threads(threads)
-    kernel = ", ".join([kernel, *_weights_note(loaded, weights)])
+    if weights != "auto":
+        kernel = f"{kernel}, {weights} weights"
     sizes = {"vocab_size": layout.vocab_size, "max_context": loaded.max_context}
     built = Engine(runner, shape, cache_budget_bytes, model_name=model, kernel=kernel, **sizes)
     _log_kernel(built)
@@ -93,7 +94,7 @@ def load_engine(
 
 
 def _layout(loaded: LoadedModel, draft: DraftFormat | None) -> ModelLayout:
-    with _first_forwards(loaded), on_device(loaded.device):
+    with _first_forwards(loaded):
         layout = probe_model(loaded)
     if draft is None:
         return layout
@@ -147,8 +148,7 @@ class DraftVersions:
     def __init__(self, path: str, settings: DraftSettings, target: str) -> None:
         self._settings = settings
         self._loaded, self._draft = load_drafter(path, target, device=settings.device, dtype=settings.dtype)
-        with on_device(self._loaded.device):
-            layout = probe_model(self._loaded)
+        layout = probe_model(self._loaded)
         self._layout = replace(layout, vocab_size=min(layout.vocab_size, self._draft.vocab_size))
 
     @torch.no_grad()
@@ -175,9 +175,7 @@ class DraftVersions:
         module.load_state_dict(weights, strict=False)
         loaded = replace(first, name=directory, module=module)
         obstacle = _native_obstacle(loaded, settings.engine)
-        quantised = None
-        if settings.draft_weights != "auto":
-            quantised = _quantised(loaded, settings.draft_weights, obstacle)
+        quantised = _quantised(loaded, settings.draft_weights, obstacle)
         places = zip(first.module.modules(), module.modules(), strict=True)
         layer_of = self._layout.layer_of
         layer_of = {id(new): layer_of[id(old)] for old, new in places if id(old) in layer_of}
@@ -186,19 +184,15 @@ class DraftVersions:
 
 @contextmanager
 def _first_forwards(loaded: LoadedModel) -> Iterator[None]:
-    """Run forwards of a model that never ran.
-
-    One fails where sizes of its configuration contradict each other, or where a package for quantised weights
-    misses a kernel or a device.
-    """
+    """Run forwards of a model that never ran; one fails where sizes of its configuration contradict."""
     try:
         yield
     except (GammarayError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         raise_if_lost(error)
-        what = "its weights" if loaded.stored is None else loaded.stored.described(loaded.dtype)
-        raise UnsupportedModelError(loaded.name, f"{what} do not run on {loaded.device}: {error}") from error
+        reason = f"its weights do not run on {loaded.device}: {error}"
+        raise UnsupportedModelError(loaded.name, reason) from error
 
 
 def _native_obstacle(loaded: LoadedModel, engine: str) -> str:
@@ -224,31 +218,22 @@ def _check_covered(loaded: LoadedModel, obstacle: str) -> None:
     raise UnsupportedModelError(loaded.name, reason)
 
 
-def _weights_note(loaded: LoadedModel, weights: str) -> list[str]:
-    """How the weights are stored, where that is not the checkpoint's own floating-point type."""
-    if weights != "auto":
-        return [f"{weights} weights"]
-    return [] if loaded.stored is None else [loaded.stored.described(loaded.dtype)]
-
-
 def _quantised(loaded: LoadedModel, weights: str, obstacle: str) -> Mapping[int, QuantisedMatrix]:
-    """Quantise a draft; returns its matrices for the compiled kernel."""
-    if loaded.stored is not None and not loaded.has_plain_weights:
-        raise InvalidArgumentError(
-            "draft_weights", weights, f"auto: the checkpoint has {loaded.stored.method} weights already"
-        )
+    """Quantise a draft if its setting says so; returns its matrices for the compiled kernel."""
+    if weights == "auto":
+        return {}
     if obstacle:
         raise InvalidArgumentError(
             "draft_weights", weights, f"auto: {weights} needs the compiled CPU kernel ({obstacle})"
         )
-    return quantise_model(loaded, weights)
+    return quantise_model(loaded.module)
 
 
 def _choose_runner(
     loaded: LoadedModel,
     layout: ModelLayout,
     obstacle: str,
-    quantised: Mapping[int, QuantisedMatrix] | None,
+    quantised: Mapping[int, QuantisedMatrix],
 ) -> tuple[Runner, CacheShape, str]:
     """Return the fastest runner that covers a model, its cache's shape, and its kernel for `Engine`."""
     joined = CacheShape(layout.num_layers, layout.kv_heads, layout.kv_dim, loaded.dtype, loaded.device)

@@ -15,11 +15,9 @@ from services.engine.core.quantised import QuantisedMatrix, quantised_matrices
 from services.engine.native.bindings import BatchArguments, LayerWeights, ModelWeights
 from services.engine.native.library import kernel_threads, load_kernel
 from services.engine.native.runner import NativeRunner
-from services.engine.native.weights import NativeModel, Packer, check_layout
+from services.engine.native.weights import MAX_HEAD_DIM, NativeModel, Packer, check_layout
 from services.heads.eagle import EagleHead, EagleLayer
 from services.heads.states import HeadStates
-
-_MAX_HEAD_DIM = 256
 
 
 def kernel_obstacle(head: EagleHead) -> str:
@@ -27,7 +25,7 @@ def kernel_obstacle(head: EagleHead) -> str:
     config, weight = head.config, head.fc.weight
     if weight.device.type != "cpu" or weight.dtype != torch.float32:
         return f"the head is on {weight.device.type} in {str(weight.dtype).removeprefix('torch.')}"
-    if config.head_dim % 2 or config.head_dim > _MAX_HEAD_DIM:
+    if config.head_dim % 2 or config.head_dim > MAX_HEAD_DIM:
         return f"a head of {config.head_dim} is not covered"
     return load_kernel().reason
 
@@ -59,11 +57,11 @@ class HeadKernelRunner(NativeRunner):
     """Runs steps of a head, for which `kernel_obstacle` is empty, with the compiled kernel.
 
     Args:
-        weights: "auto" (as stored), "int8" or "int4".
+        weights: "auto" (as stored) or "int8".
     """
 
     def __init__(self, name: str, head: EagleHead, max_context: int, weights: str = "auto") -> None:
-        quantised = _quantised(head, weights)
+        quantised = {} if weights == "auto" else quantised_matrices(head)
         super().__init__(_packed(name, head, max_context, quantised))
         config = head.config
         self.head, self.target_taps = head, config.taps
@@ -153,11 +151,3 @@ def _packed(
     made.residual_is_normed, made.state_is_normed = config.norm_before_residual, config.norm_output
     check_layout(name, model)
     return model
-
-
-def _quantised(head: EagleHead, weights: str) -> Mapping[int, QuantisedMatrix]:
-    """Return the quantised matrices by the address of their weights; none for "auto"."""
-    if weights == "auto":
-        return {}
-    found = quantised_matrices(head, (head.embed_tokens, head.lm_head), weights)
-    return {weight.data_ptr(): matrix for weight, matrix in found}

@@ -76,7 +76,7 @@ def head_engine(
     Args:
         target_ids: The target's token of each row of its output; None: row i is token i.
         budget_bytes: Upper bound of the caches of all sessions.
-        weights: "auto", "int8" or "int4"; the last two need the compiled kernel.
+        weights: "auto" or "int8", which needs the compiled kernel.
         uses_kernel: Use the compiled kernel where it covers the head.
     """
     obstacle = kernel_obstacle(head) if uses_kernel else "the engine is transformers"

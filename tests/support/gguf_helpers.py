@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,36 +54,17 @@ def tiny_gguf(
     settings = {"vocab_size": VOCAB_SIZE, "intermediate_size": 64, **SETTINGS[arch], **overrides}
     model = plain_model(tiny_model(arch, folder, seed=seed, **settings))
     path = folder / f"{arch}-{quantised}.gguf"
-    write_gguf(model, path, quantised=quantised, change=change)
+    _write(model, path, quantised, change)
     return path, model
 
 
-def write_gguf(
-    model: PreTrainedModel,
-    path: Path,
-    *,
-    quantised: str = "F32",
-    change: Any = None,
-    tokenizer: Path | None = None,
-) -> None:
-    """Write a model as llama.cpp's converter would, with the tokenizer of a tokenizer.json or a tiny one."""
+def _write(model: PreTrainedModel, path: Path, quantised: str, change: Any) -> None:
+    """Write a model as llama.cpp's converter would, with a tiny tokenizer."""
     config, name = model.config, model.config.model_type.removesuffix("_text")
     arch = next(arch for arch, known in gguf.MODEL_ARCH_NAMES.items() if known == name)
     writer = gguf.GGUFWriter(path, name)
     _write_metadata(writer, config)
-    if tokenizer is None:
-        _write_tokenizer(writer, TOKENS, MERGES, VOCAB_SIZE)
-        writer.add_bos_token_id(START)
-        writer.add_eos_token_id(END)
-        writer.add_pad_token_id(END)
-        writer.add_chat_template(TEMPLATE)
-    else:
-        stored = json.loads(tokenizer.read_text())
-        control = {entry["id"] for entry in stored["added_tokens"] if entry["special"]}
-        vocabulary = sorted(stored["model"]["vocab"].items(), key=lambda entry: int(entry[1]))
-        merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in stored["model"]["merges"]]
-        _write_tokenizer(writer, [token for token, _ in vocabulary], merges, config.vocab_size, control)
-        writer.add_eos_token_id(config.eos_token_id)
+    _write_tokenizer(writer)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     tensors = {}
     for key, weight in model.state_dict().items():
@@ -139,22 +118,18 @@ def _write_metadata(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_sliding_window(config.sliding_window)
 
 
-def _write_tokenizer(
-    writer: gguf.GGUFWriter,
-    tokens: Sequence[str],
-    merges: Sequence[str],
-    vocab_size: int,
-    control: Collection[int] = (START, END),
-) -> None:
+def _write_tokenizer(writer: gguf.GGUFWriter) -> None:
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
-    unused = [f"[unused{number}]" for number in range(vocab_size - len(tokens))]
-    kinds = [
-        gguf.TokenType.CONTROL if id_ in control else gguf.TokenType.NORMAL for id_ in range(len(tokens))
-    ]
-    writer.add_token_list([*tokens, *unused])
+    unused = [f"[unused{number}]" for number in range(VOCAB_SIZE - len(TOKENS))]
+    kinds = [gguf.TokenType.NORMAL] * START + [gguf.TokenType.CONTROL] * 2
+    writer.add_token_list([*TOKENS, *unused])
     writer.add_token_types([*kinds, *[gguf.TokenType.UNUSED] * len(unused)])
-    writer.add_token_merges(list(merges))
+    writer.add_token_merges(MERGES)
+    writer.add_bos_token_id(START)
+    writer.add_eos_token_id(END)
+    writer.add_pad_token_id(END)
+    writer.add_chat_template(TEMPLATE)
 
 
 def _permuted(weight: np.ndarray, heads: int) -> np.ndarray:

@@ -7,8 +7,6 @@ leave and be replaced.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-
 import torch
 
 from services.engine.core.errors import EngineLostError
@@ -29,11 +27,6 @@ _ORDINARY = ("out of memory", "invalid argument", "invalid configuration argumen
 def device_capability(device: torch.device) -> tuple[int, int] | None:
     """Return the compute capability of a CUDA device, such as (9, 0); None for other devices."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-
-
-def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Make a CUDA device the current one, on which Triton launches its kernels."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def wait_for_device(device: torch.device) -> None:

@@ -22,7 +22,6 @@ from transformers.initialization import no_init_weights
 
 from gammaray.demo_pair import early_exit_layers
 from gammaray.errors import InvalidArgumentError
-from services.engine.core.checkpoint import quant_method
 from services.engine.core.errors import UnsupportedModelError
 from services.engine.core.model import (
     LoadedModel,
@@ -103,10 +102,6 @@ def load_drafter(
             vocab_size = min(vocab_size, int(load_config(target).get_text_config().vocab_size))
         return loaded, DraftFormat(vocab_size, mask_token)
     check_config(name, config)
-    if method := quant_method(name, config):
-        raise UnsupportedModelError(
-            name, f"its weights are quantised ({method}), which such drafters cannot be"
-        )
     where = torch_device(device)
     module, draft = _assembled(name, folder, config, target, torch_dtype(dtype, where))
     return loaded_model(name, module, config, where), draft

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -20,14 +19,7 @@ from transformers import (
 )
 
 from gammaray.errors import InvalidArgumentError, NotFoundError
-from services.engine.core.checkpoint import (
-    StoredWeights,
-    check_loading,
-    check_scales,
-    choose_expansion,
-    is_expanded,
-    quant_method,
-)
+from services.engine.core.checkpoint import check_loading, check_unquantised
 from services.engine.core.device import device_capability, raise_if_lost
 from services.engine.core.errors import InvalidModelError, UnsupportedModelError
 from services.engine.core.shapes import (
@@ -44,12 +36,7 @@ from services.engine.core.tensor_files import tensor_types
 if TYPE_CHECKING:
     from transformers.models.llama.modeling_llama import LlamaAttention, LlamaForCausalLM, LlamaModel
 
-_log = logging.getLogger(__name__)
-
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_MOST_PACKED = 8
-"""Upper bound of the quantised weights in a byte."""
-
 _LEAST_CONTEXT = 2
 
 _TRANSIENT = (MemoryError, torch.OutOfMemoryError)
@@ -84,14 +71,12 @@ class LoadedModel:
     Attributes:
         config: Configuration of its text part.
         max_context: Largest number of tokens in a sequence.
-        stored: How its quantised checkpoint is served; None: the checkpoint is not quantised.
     """
 
     name: str
     module: PreTrainedModel
     config: PretrainedConfig
     max_context: int
-    stored: StoredWeights | None = None
 
     @property
     def device(self) -> torch.device:
@@ -100,15 +85,8 @@ class LoadedModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of the weights; of quantised ones that of the arithmetic."""
-        if self.has_plain_weights:
-            return self.module.dtype
-        return embeddings(self.module)[0].weight.dtype
-
-    @property
-    def has_plain_weights(self) -> bool:
-        """Whether all weights are floating-point tensors, which the engine's own kernels can read."""
-        return self.stored is None or self.stored.is_expanded
+        """Type of the weights."""
+        return self.module.dtype
 
     @property
     def llama(self) -> LlamaModel:
@@ -130,8 +108,8 @@ def load_model(
 
     Raises:
         NotFoundError: There is no such model.
-        UnsupportedModelError: Its configuration rules it out; its weights are damaged, incomplete, or stored
-            in a way that is not read; or a package for them is missing.
+        UnsupportedModelError: Its configuration rules it out, or its weights are damaged, incomplete or
+            quantised.
         InvalidArgumentError: Unknown device or dtype.
     """
     where = torch_device(device)
@@ -141,59 +119,27 @@ def load_model(
     if num_layers is not None:
         _keep_layers(config.get_text_config(), num_layers)
     max_context_of(name, config.get_text_config())  # refused before the weights are read
-    method = quant_method(name, config)
-    _check_weights(name, config, is_packed=method is not None)
-    if method is not None:
-        return _load_quantised(name, config, method, where, kind)
+    described = skeleton(config)
+    check_size(name, described, size_of(name))
+    if Path(name).is_dir():
+        check_types(name, described, tensor_types(Path(name)))
     module = _load_pretrained(name, None if num_layers is None else config, kind)
     return loaded_model(name, module, config, where)
 
 
-def _check_weights(name: str, config: PretrainedConfig, *, is_packed: bool) -> None:
-    """Check a model's files before its weights are read; `is_packed`: a byte may hold several weights."""
-    described = skeleton(config)
-    check_size(name, described, size_of(name), _MOST_PACKED if is_packed else 1)
-    if not is_packed and Path(name).is_dir():
-        check_types(name, described, tensor_types(Path(name)))
-
-
-def _load_quantised(
-    name: str, config: PretrainedConfig, method: str, device: torch.device, dtype: torch.dtype
-) -> LoadedModel:
-    choose_expansion(config, method, device)
-    if method == "bitsandbytes":  # it logs each product on a CPU
-        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    # Packages for quantised weights lay them out for the device where they are read.
-    module = _load_pretrained(name, config, dtype, device)
-    check_scales(name)
-    stored = StoredWeights(method, is_expanded(module))
-    if stored.is_expanded:
-        nn.Module.to(module, dtype=dtype)  # dequantised weights have a type of their own
-    loaded = loaded_model(name, module, config, device if stored.is_expanded else None, stored)
-    size = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
-    _log.warning("%s: %s (%d MiB)", name, stored.described(loaded.dtype), size >> 20)
-    return loaded
-
-
 def loaded_model(
-    name: str,
-    module: PreTrainedModel,
-    config: PretrainedConfig,
-    device: torch.device | None,
-    stored: StoredWeights | None = None,
+    name: str, module: PreTrainedModel, config: PretrainedConfig, device: torch.device
 ) -> LoadedModel:
-    """Return a module in evaluation mode, moved to a device if one is given.
+    """Return a module in evaluation mode, moved to a device.
 
     Raises:
         InvalidModelError: A weight is not finite.
     """
     typed: nn.Module = module  # transformers overrides `to` and `eval` without types
-    if device is not None:  # else its packed weights were read onto their device
-        typed.to(device)
-    typed.eval().requires_grad_(False)
+    typed.to(device).eval().requires_grad_(False)
     text = config.get_text_config()
     check_finite(name, module.state_dict())
-    return LoadedModel(name, module, text, max_context_of(name, text), stored)
+    return LoadedModel(name, module, text, max_context_of(name, text))
 
 
 def _keep_layers(config: PretrainedConfig, num_layers: int) -> None:
@@ -202,18 +148,10 @@ def _keep_layers(config: PretrainedConfig, num_layers: int) -> None:
         config.layer_types = layer_types[:num_layers]
 
 
-def _load_pretrained(
-    name: str,
-    config: PretrainedConfig | None,
-    dtype: torch.dtype,
-    placed: torch.device | None = None,
-) -> PreTrainedModel:
-    """Load a module; `placed`: the device on which its weights are quantised."""
+def _load_pretrained(name: str, config: PretrainedConfig | None, dtype: torch.dtype) -> PreTrainedModel:
     how: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager"}
     if config is not None:
         how["config"] = config
-    if placed is not None:
-        how["device_map"] = {"": placed}
     try:
         result: Any = AutoModelForCausalLM.from_pretrained(
             name, **how, output_loading_info=True, ignore_mismatched_sizes=True
@@ -316,7 +254,7 @@ def check_config(name: str, config: PretrainedConfig) -> None:
     text = config.get_text_config()
     if config.is_encoder_decoder:
         raise UnsupportedModelError(name, "it is an encoder-decoder model, not a causal one")
-    quant_method(name, config)
+    check_unquantised(name, config)
     odd = set(getattr(text, "layer_types", None) or ()) - LAYER_TYPES
     if odd:
         raise UnsupportedModelError(

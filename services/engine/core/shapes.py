@@ -213,12 +213,11 @@ def _names_of(module: nn.Module, part: nn.Module | None) -> list[str]:
     return [f"{name}.weight" for name, one in module.named_modules() if one is part]
 
 
-def check_size(name: str, module: PreTrainedModel | None, num_bytes: int, weights_per_byte: int) -> None:
+def check_size(name: str, module: PreTrainedModel | None, num_bytes: int) -> None:
     """Check that the files could hold the weights that a configuration describes, before they are allocated.
 
     Args:
         num_bytes: Size of its files of weights; 0 if that is not known.
-        weights_per_byte: Upper bound of the weights in a byte.
 
     Raises:
         InvalidModelError: They are too small.
@@ -229,8 +228,8 @@ def check_size(name: str, module: PreTrainedModel | None, num_bytes: int, weight
     output = _output(module)
     if module.config.tie_word_embeddings and isinstance(output, nn.Linear):
         described -= output.weight.numel()
-    if described > num_bytes * weights_per_byte:
-        allowed = f"at most {num_bytes * weights_per_byte:,}, as its files have {num_bytes:,} bytes"
+    if described > num_bytes:
+        allowed = f"at most {num_bytes:,}, as its files have {num_bytes:,} bytes"
         raise InvalidModelError(name, CONFIG, "weights that it describes", f"{described:,}", allowed)
 
 
@@ -278,7 +277,7 @@ def check_weights(name: str, expected: Mapping[str, Tensor], weights: Mapping[st
 
 
 def check_types(name: str, module: PreTrainedModel | None, types: Mapping[str, str]) -> None:
-    """Check that the weights of a checkpoint that is not quantised are stored as floating-point numbers.
+    """Check that the weights of a checkpoint are stored as floating-point numbers.
 
     Args:
         types: The type of each stored tensor, by safetensors' names.
@@ -299,13 +298,13 @@ def _is_float(kind: str) -> bool:
 
 
 def check_finite(name: str, weights: Mapping[str, Tensor], file: str = "") -> None:
-    """Check that all plain floating-point tensors have finite numbers, also in float32.
+    """Check that all floating-point tensors have finite numbers, also in float32.
 
     Raises:
         InvalidModelError: One has others.
     """
     for key, tensor in weights.items():
-        if type(tensor.detach()) is not Tensor or tensor.is_meta or not tensor.numel():
+        if not tensor.numel():
             continue
         if tensor.dtype in _NARROW | {torch.float64}:
             tensor = tensor.float()

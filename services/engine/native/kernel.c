@@ -7,11 +7,9 @@
  * its first position to its last.
  *
  * Weights lie in panels of PANEL outputs: for each input the PANEL weights side by side, float32, bfloat16 or
- * int8 (the sum is multiplied by its output's scale), or four bits: each group of inputs has a row of bfloat16
- * scales, one of offsets, and vectors of 32-bit lanes of eight numbers. A number times its scale is exact in
- * float32, so that a weight is the same whatever multiplies and adds. A vector of bfloat16 holds two vectors'
- * worth: the low halves of its 32-bit lanes are the first, the high halves the second, so that a shift or a mask
- * makes float32 numbers of them, without rounding.
+ * int8 (the sum is multiplied by its output's scale). A vector of bfloat16 holds two vectors' worth: the low halves
+ * of its 32-bit lanes are the first, the high halves the second, so that a shift or a mask makes float32 numbers of
+ * them, without rounding.
  *
  * Plain GCC/Clang vector extensions, but for conversions of integers and tiles.h; the same file is compiled once per
  * instruction set, see build.py.
@@ -30,7 +28,7 @@
 #define LANES 16
 #define PANEL_VECTORS 4
 #define MAX_ROWS 6
-#define BLOCK 96 /* inputs, some groups: two blocks of a panel fit into the first cache */
+#define BLOCK 96 /* inputs: two blocks of a panel fit into the first cache */
 #elif defined(__AVX2__)
 #define LANES 8
 #define PANEL_VECTORS 2
@@ -43,9 +41,7 @@
 #define BLOCK 96
 #endif
 #define PANEL (PANEL_VECTORS * LANES)
-#define GROUP 32 /* inputs that share a scale in int4 */
 #define GROUP_ROWS (4 * MAX_ROWS) /* rows whose sums are kept between blocks */
-_Static_assert(BLOCK % GROUP == 0, "a block of inputs begins with a group");
 #define MAX_HEAD_VECTORS (256 / LANES)
 #define EXPORT __attribute__((visibility("default")))
 #define INLINE static inline __attribute__((always_inline))
@@ -56,7 +52,7 @@ typedef int16_t vh __attribute__((vector_size(4 * LANES), may_alias));
 typedef int32_t vi __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint32_t vu __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
-enum { FLOAT32, BFLOAT16, INT8, INT4 };
+enum { FLOAT32, BFLOAT16, INT8 };
 
 typedef struct {
     const void *panels; /* [ceil(outputs / PANEL), inputs, PANEL] */
@@ -164,19 +160,13 @@ INLINE vf vector_exp(vf x) {
 
 /* ---- products ---- */
 
-/* Bytes of `inputs` inputs of a panel, without the scales and offsets of int4. */
+/* Bytes of `inputs` inputs of a panel. */
 INLINE int64_t panel_bytes(const int kind, int64_t inputs) {
-    return kind == INT4 ? inputs * PANEL / 2 : inputs * PANEL * (kind == FLOAT32 ? 4 : kind == BFLOAT16 ? 2 : 1);
+    return inputs * PANEL * (kind == FLOAT32 ? 4 : kind == BFLOAT16 ? 2 : 1);
 }
 
-/* Bytes of `inputs` inputs of a panel, which begin with a group. */
-INLINE int64_t panel_size(const int kind, int64_t inputs) {
-    int64_t groups = (inputs + GROUP - 1) / GROUP;
-    return kind == INT4 ? groups * (panel_bytes(kind, GROUP) + 4 * PANEL) : panel_bytes(kind, inputs);
-}
-
-/* A row of bfloat16 numbers in float32: of weights, or of a group's scales. */
-INLINE void halves_at(const void *row, vf w[PANEL_VECTORS]) {
+/* A row of bfloat16 weights in float32. */
+INLINE void halves_at(const char *row, vf w[PANEL_VECTORS]) {
 #pragma GCC unroll 8
     for (int j = 0; j < PANEL_VECTORS / 2; j++) {
         vu pair = *(const vu *)((const uint16_t *)row + 2 * LANES * j);
@@ -199,44 +189,26 @@ INLINE vf bytes_at(const char *from) {
 #endif
 }
 
-/* The `n`-th four bits of each lane as numbers. */
-INLINE vf nibble_at(vu lanes, int n) {
-#if LANES == 16
-    const vf number = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    return (vf)_mm512_permutexvar_ps((__m512i)(lanes >> (4 * n)), (__m512)number); /* it reads no other bits */
-#else
-    return __builtin_convertvector((vi)(lanes >> (4 * n) & 15), vf);
-#endif
-}
-
-/* The weights of an input from its row; of int4 the `u`-th input of a vector. */
-INLINE void weights_at(const int kind, const char *row, int u, const vf scale[PANEL_VECTORS],
-                       const vf offset[PANEL_VECTORS], vf w[PANEL_VECTORS]) {
+/* The weights of an input from its row. */
+INLINE void weights_at(const int kind, const char *row, vf w[PANEL_VECTORS]) {
     if (kind == BFLOAT16) halves_at(row, w);
 #pragma GCC unroll 8
     for (int j = 0; j < PANEL_VECTORS; j++) {
         if (kind == FLOAT32) w[j] = load((const float *)row + LANES * j);
         if (kind == INT8) w[j] = bytes_at(row + LANES * j);
-        if (kind == INT4) w[j] = nibble_at(*(const vu *)row, u * PANEL_VECTORS + j) * scale[j] + offset[j];
     }
 }
 
-/* Inputs of a row of a panel: a vector of int4 has those of several, of which a matrix has whole rows. */
-INLINE int row_inputs(const int kind) { return kind == INT4 ? 8 / PANEL_VECTORS : 1; }
-
-/* Adds the products of a row of a panel to the sums of `rows` rows. */
+/* Adds the products of an input, a row of a panel, to the sums of `rows` rows. */
 INLINE void add_row(const int rows, const int kind, const char *row, const float *x, int64_t x_stride,
-                    const vf scale[PANEL_VECTORS], const vf offset[PANEL_VECTORS], vf sum[][PANEL_VECTORS]) {
+                    vf sum[][PANEL_VECTORS]) {
     vf w[PANEL_VECTORS];
+    weights_at(kind, row, w);
 #pragma GCC unroll 8
-    for (int u = 0; u < row_inputs(kind); u++) {
-        weights_at(kind, row, u, scale, offset, w);
+    for (int r = 0; r < rows; r++) {
+        vf value = splat(x[r * x_stride]);
 #pragma GCC unroll 8
-        for (int r = 0; r < rows; r++) {
-            vf value = splat(x[r * x_stride + u]);
-#pragma GCC unroll 8
-            for (int j = 0; j < PANEL_VECTORS; j++) sum[r][j] += value * w[j];
-        }
+        for (int j = 0; j < PANEL_VECTORS; j++) sum[r][j] += value * w[j];
     }
 }
 
@@ -244,33 +216,24 @@ INLINE void add_row(const int rows, const int kind, const char *row, const float
  * bytes with each row of the panel; `rows` and `kind` are constants where this is inlined. */
 INLINE void add_inputs(const int rows, const int kind, const char *panel, int64_t inputs, const float *x,
                        int64_t x_stride, const char *ahead, int64_t step, vf total[][PANEL_VECTORS]) {
-    const int row_bytes = panel_bytes(kind, row_inputs(kind));
+    const int row_bytes = panel_bytes(kind, 1);
     /* Rows of the panel in a step, a cache line: else the loop bounds small tiles, not their arithmetic. Large ones
      * have no registers for more. */
     const int step_rows = rows > MAX_ROWS - 2 || row_bytes > 64 ? 1 : 64 / row_bytes;
-    const int64_t group = kind == INT4 ? GROUP : inputs;
-    vf sum[MAX_ROWS][PANEL_VECTORS], scale[PANEL_VECTORS], offset[PANEL_VECTORS];
+    vf sum[MAX_ROWS][PANEL_VECTORS];
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
         for (int j = 0; j < PANEL_VECTORS; j++) sum[r][j] = total[r][j];
-    for (int64_t start = 0; start < inputs; start += group) {
-        int64_t k = start, end = start + group < inputs ? start + group : inputs;
-        if (kind == INT4) {
-            halves_at(panel, scale), halves_at(panel + 2 * PANEL, offset);
-            panel += 4 * PANEL, ahead += 4 * PANEL / row_bytes * step;
-        }
-        for (; k + step_rows * row_inputs(kind) <= end; ahead += step_rows * step) {
-            /* Arithmetic would wait for memory: what the hardware fetches by itself comes too late. */
-            __builtin_prefetch(ahead);
-            if (row_bytes > 64) __builtin_prefetch(ahead + 64);
+    int64_t k = 0;
+    for (; k + step_rows <= inputs; ahead += step_rows * step) {
+        /* Arithmetic would wait for memory: what the hardware fetches by itself comes too late. */
+        __builtin_prefetch(ahead);
+        if (row_bytes > 64) __builtin_prefetch(ahead + 64);
 #pragma GCC unroll 8
-            for (int i = 0; i < step_rows; i++, k += row_inputs(kind), panel += row_bytes)
-                add_row(rows, kind, panel, x + k, x_stride, scale, offset, sum);
-        }
-        for (; step_rows > 1 && k < end; k += row_inputs(kind), panel += row_bytes)
-            add_row(rows, kind, panel, x + k, x_stride, scale, offset, sum);
+        for (int i = 0; i < step_rows; i++, k++, panel += row_bytes) add_row(rows, kind, panel, x + k, x_stride, sum);
     }
+    for (; step_rows > 1 && k < inputs; k++, panel += row_bytes) add_row(rows, kind, panel, x + k, x_stride, sum);
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
@@ -298,7 +261,6 @@ INLINE void add_inputs(const int rows, const int kind, const char *panel, int64_
 PRODUCT(tile_float32, FLOAT32)
 PRODUCT(tile_bfloat16, BFLOAT16)
 PRODUCT(tile_int8, INT8)
-PRODUCT(tile_int4, INT4)
 
 /* The outputs from `first` on of one row, from the sums of a panel. */
 static void put(const gr_matrix *m, const vf total[PANEL_VECTORS], float *y, int first, int add) {
@@ -336,14 +298,14 @@ static int64_t parts_size(int64_t rows, int64_t inputs) { return (void)rows, (vo
  * weights are read from memory once, and while all rows compute. A single tile takes all inputs at once. */
 static void product_chunk(const void *argument, int chunk, int thread) {
     static void (*const tiles[])(int, const char *, int64_t, const float *, int64_t, const char *, int64_t,
-                                 vf[][PANEL_VECTORS]) = {tile_float32, tile_bfloat16, tile_int8, tile_int4};
+                                 vf[][PANEL_VECTORS]) = {tile_float32, tile_bfloat16, tile_int8};
     const product_task *t = argument;
     const gr_matrix *m = t->m;
     const int kind = m->kind, rows = t->rows;
-    const int64_t row_bytes = panel_bytes(kind, row_inputs(kind)), x_stride = t->x_stride;
+    const int64_t row_bytes = panel_bytes(kind, 1), x_stride = t->x_stride;
     const int begin = chunk * t->chunk_panels * PANEL, left = m->outputs - begin;
     const int end = begin + (left < t->chunk_panels * PANEL ? left : t->chunk_panels * PANEL);
-    const char *panel = (const char *)m->panels + begin / PANEL * panel_size(kind, m->inputs);
+    const char *panel = (const char *)m->panels + begin / PANEL * panel_bytes(kind, m->inputs);
     (void)thread;
 #if TILE_INPUTS
     if (kind == BFLOAT16) {
@@ -351,7 +313,7 @@ static void product_chunk(const void *argument, int chunk, int thread) {
         return;
     }
 #endif
-    for (int first = begin; first < end; first += PANEL, panel += panel_size(kind, m->inputs))
+    for (int first = begin; first < end; first += PANEL, panel += panel_bytes(kind, m->inputs))
         for (int row = 0, size; row < rows; row += size) {
             size = rows - row < GROUP_ROWS ? rows - row : GROUP_ROWS;
             vf sum[GROUP_ROWS][PANEL_VECTORS];
@@ -360,7 +322,7 @@ static void product_chunk(const void *argument, int chunk, int thread) {
             int64_t block = count == 1 ? m->inputs : BLOCK;
             const char *from = panel;
             for (int64_t k = 0; k < m->inputs; k += block) {
-                int64_t inputs = m->inputs - k < block ? m->inputs - k : block, bytes = panel_size(kind, inputs);
+                int64_t inputs = m->inputs - k < block ? m->inputs - k : block, bytes = panel_bytes(kind, inputs);
                 for (int tile = 0, at = 0, height; tile < count; tile++, at += height) {
                     height = (size - at + count - tile - 1) / (count - tile); /* 7 rows are 4 + 3, not 6 + 1 */
                     int64_t ahead = count == 1 ? PANEL * (kind == FLOAT32 ? 192 : 96) : bytes + bytes * tile / count;

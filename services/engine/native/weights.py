@@ -1,7 +1,7 @@
 """Weights of Llama-like models, laid out for `kernel.c`.
 
 Query, key and value rows are one matrix, gate and up another. Weights that bfloat16 represents without loss,
-as nearly all published ones, are stored as bfloat16, those of a quantised draft as integers, others as
+as nearly all published ones, are stored as bfloat16, those of a quantised draft as int8, others as
 float32. The arithmetic is always float32.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from services.engine.core.errors import InvalidModelError
 from services.engine.core.model import LLAMA_TYPES, LoadedModel, embeddings, head_norms
-from services.engine.core.quantised import GROUP, QuantisedMatrix, concatenate
+from services.engine.core.quantised import QuantisedMatrix, concatenate
 from services.engine.core.shapes import check_fields, check_head_dim, check_rotary, weights_file
 from services.engine.native.bindings import LayerWeights, MatrixWeights, ModelWeights
 from services.engine.native.library import load_kernel
@@ -25,10 +25,10 @@ from services.engine.native.library import load_kernel
 if TYPE_CHECKING:
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.uint8: 3}
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
-# Largest head dimension that the kernel keeps in registers and on its stack.
-_MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 256
+"""Largest head dimension that the kernel keeps in registers and on its stack."""
 
 
 @dataclass
@@ -67,8 +67,6 @@ def native_obstacle(loaded: LoadedModel) -> str:
     config = loaded.config
     if loaded.device.type != "cpu":
         return f"the model is on {loaded.device.type}"
-    if loaded.stored is not None and not loaded.has_plain_weights:
-        return f"{loaded.stored.method} weights are not covered"
     if loaded.dtype != torch.float32:
         return f"{str(loaded.dtype).removeprefix('torch.')} is not covered"
     if config.model_type not in LLAMA_TYPES:
@@ -76,7 +74,7 @@ def native_obstacle(loaded: LoadedModel) -> str:
     if config.hidden_act != "silu":
         return f"the activation {config.hidden_act} is not covered"
     head_dim = _layers(loaded)[0].self_attn.head_dim
-    if head_dim % 2 or head_dim > _MAX_HEAD_DIM:
+    if head_dim % 2 or head_dim > MAX_HEAD_DIM:
         return f"a head of {head_dim} is not covered"
     return load_kernel().reason
 
@@ -93,7 +91,7 @@ def build_native(
     Args:
         windows: Sliding window of each layer, None for full attention.
         vocab_size: Number of logits to compute.
-        quantised: What `quantise_model` returned for the model; None if it is not quantised.
+        quantised: What `quantise_model` returned for the model, or nothing.
     """
     library = load_kernel().library
     assert library is not None
@@ -169,9 +167,8 @@ def pack_panels(weight: Tensor, panel: int, lanes: int, tile_inputs: int = 0) ->
     Returns:
         bfloat16 if that is lossless, else float32.
     """
-    outputs, inputs = weight.shape
-    missing = -outputs % panel
-    panels = nn.functional.pad(weight, (0, 0, 0, missing)).view(-1, panel, inputs).transpose(1, 2)
+    inputs = weight.shape[1]
+    panels = _panels(weight, panel)
     half = panels.bfloat16()
     if not torch.equal(half.float(), panels):
         return panels.contiguous()
@@ -182,29 +179,10 @@ def pack_panels(weight: Tensor, panel: int, lanes: int, tile_inputs: int = 0) ->
     return torch.unflatten(half, 2, (-1, 2, lanes)).transpose(3, 4).flatten(2).contiguous()
 
 
-def pack_quantised(matrix: QuantisedMatrix, panel: int, lanes: int) -> Tensor:
-    """Lay out integers as panels, for `kernel.c`.
-
-    Args:
-        matrix: The integers; scales and offsets of int4 are laid out with them.
-        panel: Outputs per panel.
-        lanes: Lanes of a vector.
-
-    Returns:
-        int8 [ceil(outputs / panel), inputs, panel], or uint8 [panels, groups, bytes of a group] of int4.
-    """
-    outputs, inputs = matrix.values.shape
-    missing = (0, 0, 0, -outputs % panel)
-    if matrix.offsets is None:
-        return nn.functional.pad(matrix.values, missing).view(-1, panel, inputs).transpose(1, 2).contiguous()
-    # Two rows of bfloat16, then vectors of 32-bit lanes: their lowest bits are the first vector of weights.
-    head = [pack_panels(nn.functional.pad(x, missing), panel, lanes) for x in (matrix.scales, matrix.offsets)]
-    assert all(rows.dtype == torch.bfloat16 for rows in head)
-    padded = nn.functional.pad(matrix.values, (0, -inputs % GROUP, *missing[2:]))
-    panels = padded.view(-1, panel, padded.shape[1]).transpose(1, 2)
-    nibbles = panels.reshape(*head[0].shape[:2], -1, 8, lanes).long()
-    packed = (nibbles << torch.arange(0, 32, 4)[:, None]).sum(3).to(torch.uint32)
-    return torch.cat([*(rows.view(torch.uint8) for rows in head), packed.view(torch.uint8).flatten(2)], 2)
+def _panels(weight: Tensor, panel: int) -> Tensor:
+    """Return a matrix [outputs, inputs] as [panels, inputs, panel], with zeros for missing outputs."""
+    outputs, inputs = weight.shape
+    return nn.functional.pad(weight, (0, 0, 0, -outputs % panel)).view(-1, panel, inputs).transpose(1, 2)
 
 
 @dataclass
@@ -214,7 +192,7 @@ class Packer:
     Attributes:
         library: The kernel's.
         kept: Receives the owners of the memory.
-        quantised: Quantised matrices by the address of the weight, see `quantise_model`; empty: none.
+        quantised: The quantised matrices, if any: all of the model, see `quantised_matrices`.
     """
 
     library: ctypes.CDLL
@@ -247,8 +225,7 @@ class Packer:
         scale, layout = None, (self.library.gr_panel(), self.library.gr_lanes())
         if self.quantised:
             joined = concatenate([self.quantised[weight.data_ptr()][: len(weight)] for weight, _ in parts])
-            panels = pack_quantised(joined, *layout)
-            scale = self.vector(joined.scales) if joined.offsets is None else None
+            panels, scale = _panels(joined.values, layout[0]).contiguous(), self.vector(joined.scales)
         else:
             joined_parts = torch.cat([part.float() for part, _ in parts])
             panels = pack_panels(joined_parts, *layout, self.library.gr_tile_inputs())

@@ -48,7 +48,7 @@ def test_settings_of_the_environment(subtests):
         ),
         (["up", "--device", "cuda", "--deterministic"], "device: got cuda, allowed: auto or cpu with"),
         (["up", "--dtype", "int8"], "'int8' is not one of 'auto', 'float32', 'bfloat16', 'float16'"),
-        (["up", "--draft-weights", "int2"], "'int2' is not one of 'auto', 'int8', 'int4'"),
+        (["up", "--draft-weights", "int4"], "'int4' is not one of 'auto', 'int8'"),
         (["up", "--draft-workers", "x"], "draft_workers: got 'x', allowed: N or MIN:MAX"),
         (["up", "--target-workers", "0"], "target_workers: got 0, allowed: at least 1"),
         (["up", "--http-port", "x"], "'x' is not a valid integer."),

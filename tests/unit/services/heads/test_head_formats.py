@@ -93,19 +93,18 @@ def test_chain_from_features_equals_single_steps(noisy, target):
     assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("weights", ["int8", "int4"])
-def test_quantised_heads_are_near_the_stored_ones(weights, target):
+def test_quantised_head_is_near_the_stored_one(target):
     states, token_ids, _ = expected_of(DATA / "llama")
     rows = []
-    for kind in ("auto", weights):
-        engine, head, _ = engine_of(DATA / "llama", target, weights=kind)
+    for weights in ("auto", "int8"):
+        engine, head, _ = engine_of(DATA / "llama", target, weights=weights)
         engine.skip("s", [0])
         rows += engine.step([feed(engine, "s", 1, token_ids, head.fuse(states))])
     drafted = rows[0][0] != NOT_DRAFTED
     difference = (rows[0] - rows[1])[:, drafted].abs()
-    assert 0 < difference.mean() < {"int8": 0.1, "int4": 1.0}[weights]
+    assert 0 < difference.mean() < 0.1
     with pytest.raises(InvalidArgumentError, match="draft_weights"):
-        engine_of(DATA / "llama", target, weights=weights, uses_kernel=False)
+        engine_of(DATA / "llama", target, weights="int8", uses_kernel=False)
 
 
 @pytest.mark.parametrize("fault", ["feature", "state", "position"])

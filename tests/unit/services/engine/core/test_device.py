@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-
 import pytest
 import torch
 
 from gammaray.errors import InvalidArgumentError
-from services.engine import engine as engine_module
-from services.engine import loader
 from services.engine.core import model
-from services.engine.core.batch import SequenceInput
 from services.engine.core.device import raise_if_lost
 from services.engine.core.errors import EngineLostError
 from services.engine.core.model import torch_dtype
-from services.engine.loader import load_engine
-from tests.support.engine_helpers import tiny_model
 
 
 @pytest.mark.parametrize(
@@ -61,28 +52,3 @@ def test_torch_dtype_by_card(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model, "device_capability", lambda _: (7, 5))
     with pytest.raises(InvalidArgumentError, match=r"float16 .*compute capability 7\.5 lacks bfloat16"):
         torch_dtype("bfloat16", card)
-
-
-def test_engine_runs_forwards_and_the_probe_on_its_device(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With a model on cuda:1 Triton would else launch on cuda:0."""
-    current: list[torch.device] = []
-    seen: list[list[torch.device]] = []
-
-    @contextmanager
-    def guard(where: torch.device) -> Iterator[None]:
-        current.append(where)
-        yield
-        current.pop()
-
-    monkeypatch.setattr(engine_module, "on_device", guard)
-    monkeypatch.setattr(loader, "on_device", guard)
-    right = loader.probe_model
-    monkeypatch.setattr(loader, "probe_model", lambda given: (seen.append([*current]), right(given))[1])
-    engine = load_engine(str(tiny_model("llama", tmp_path)), device="cpu", engine="transformers")
-    assert seen == [[torch.device("cpu")]]
-    forward = engine.runner.forward
-    monkeypatch.setattr(engine.runner, "forward", lambda batch: (seen.append([*current]), forward(batch))[1])
-    engine.step([SequenceInput("a", 0, [1, 2], 1)])
-    assert seen == [[torch.device("cpu")]] * 2
