@@ -208,7 +208,7 @@ def test_generate_checks_a_form_before_it_is_sent(tmp_path):
     file = tmp_path / "schema.json"
     file.write_text('{"enum": [1e300]}')
     for options, words in (
-        (["--json-schema", file], "json_schema.enum: got the constant 1e+300"),
+        (["--json-schema", file], "json_schema: got the number 1e+300"),
         (["--regex", ""], "regex: got "),
         (["--choice", ""], "choice: got "),
     ):
