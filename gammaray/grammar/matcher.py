@@ -45,7 +45,7 @@ class GrammarCompiler:
     """Checks and compiles grammars for one tokenizer. Thread-safe.
 
     Each completion has a compiled grammar of its own: copies of one share a lexer, whose limits they spend
-    together, and whose error is everybody's (`LLMatcher.deep_copy` of llguidance 1.9.1).
+    together, and whose error is everybody's (`LLMatcher.deep_copy` of llguidance).
 
     Args:
         tokenizer_json: The tokenizer in the format of `tokenizers`, as `to_str` of its backend gives it.
@@ -112,7 +112,7 @@ class GrammarState:
     was asked before. Errors of `masks` are therefore a function of the completion's tokens: if the matcher
     fails, a new one reads the tokens as gamma 0 does, a mask before each of them, and only if that one fails
     the state does. Proposals are followed in copies, which leave the matcher as it is: a matcher that was
-    rolled back may return the mask of the text before (llguidance 1.9.1 keeps the last mask, and finds it by
+    rolled back may return the mask of the text before (llguidance keeps the last mask, and finds it by
     the number of rows and the state of the lexer alone).
 
     Args:

@@ -6,9 +6,10 @@ Keywords that restrict nothing are dropped, and objects that list their properti
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import combinations
+from collections.abc import Iterable, Iterator, Sequence
+from types import NoneType
 from typing import Any
+from urllib.parse import unquote
 
 from gammaray.errors import InvalidArgumentError
 
@@ -17,6 +18,9 @@ MAX_DEPTH = 100
 
 MAX_EXACT = 2**53
 """llguidance reads larger numbers as floats. Looser bounds are tightened to this, other numbers refused."""
+
+MAX_DISCRIMINATORS = 8
+"""Required properties of an alternative of `oneOf` that may tell it from the others."""
 
 _FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 
@@ -36,6 +40,8 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
 _BOUNDS = {"minimum": -1, "exclusiveMinimum": -1, "maximum": 1, "exclusiveMaximum": 1}
 """Keywords with the sign of their looser direction."""
 
+_KINDS: dict[type, str] = {str: "string", bool: "boolean", NoneType: "null"}
+
 # Keywords that describe an object here, and keywords whose schemas describe it elsewhere.
 _OWN = frozenset(["properties", "patternProperties", "additionalProperties", "required"])
 _ELSEWHERE = ("$ref", "anyOf", "oneOf")
@@ -48,27 +54,53 @@ def prepare(root: dict[str, Any], field: str) -> None:
     """Change a schema to one that llguidance follows, which may have fewer texts.
 
     Raises:
-        InvalidArgumentError: `field` is nested too deeply, has a number that is too large, or a `oneOf` whose
-            alternatives may match the same value.
+        InvalidArgumentError: `field` is nested too deeply, has a number that is too large, a `minProperties`
+            that repeated keys would count for, or a `oneOf` whose alternatives may match the same value.
     """
     schemas = list(_schemas(root, field))
     is_scattered = any(map(_is_scattered, schemas))
     for schema in schemas:
         _simplify(schema, field)
-        if "oneOf" in schema:
-            _rename_exclusive(schema, root, field)
-        if not is_scattered and _lists_all_properties(schema):
-            schema.setdefault("additionalProperties", False)
+    if options := [schema for schema in schemas if "oneOf" in schema]:
+        # A schema with an id resolves references in it from there.
+        definitions = {} if any("$id" in schema for schema in schemas[1:]) else _definitions(root)
+        for schema in options:
+            _rename_exclusive(schema, definitions, field)
+    if not is_scattered:
+        for schema in schemas:
+            if _lists_all_properties(schema):
+                schema.setdefault("additionalProperties", False)
 
 
 def _schemas(root: dict[str, Any], field: str) -> Iterator[dict[str, Any]]:
-    """Yield a schema and those in it."""
-    level = [root]
-    for _ in range(MAX_DEPTH + 1):
-        yield from level
-        level = [inner for schema in level for inner in _inner(schema)]
-    if level:
-        raise InvalidArgumentError(field, "a schema that is nested too deeply", f"{MAX_DEPTH} levels")
+    """Yield a schema, those in it, and those that they refer to."""
+    starts, seen = [root], set[int]()
+    while starts:
+        level = [starts.pop()]
+        for _ in range(MAX_DEPTH + 1):
+            level = [schema for schema in level if id(schema) not in seen]
+            seen.update(map(id, level))
+            yield from level
+            targets = [_target(schema, root) for schema in level]
+            starts += [target for target in targets if isinstance(target, dict)]
+            level = [inner for schema in level for inner in _inner(schema)]
+        if level:
+            raise InvalidArgumentError(field, "a schema that is nested too deeply", f"{MAX_DEPTH} levels")
+
+
+def _target(schema: dict[str, Any], root: dict[str, Any]) -> Any:
+    """Return what the reference of a schema leads to; None if it has none to a place in the root."""
+    reference = schema.get("$ref")
+    place: Any = root
+    if not isinstance(reference, str) or not reference.startswith("#/"):
+        return None
+    for step in unquote(reference[2:]).split("/"):
+        name = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(place, list) and name.isdecimal() and int(name) < len(place):
+            place = place[int(name)]
+        else:
+            place = place.get(name) if isinstance(place, dict) else None
+    return place
 
 
 def _inner(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -95,6 +127,10 @@ def _simplify(schema: dict[str, Any], field: str) -> None:
     pattern = schema.get("pattern")
     if isinstance(pattern, str):
         schema["pattern"] = _PATTERNS.get(pattern, pattern)
+    low = schema.get("minProperties", 0)
+    if isinstance(low, int) and low > len(_required(schema)) + 1:
+        allowed = "at most 1 more than required has, as a key may come twice"
+        raise InvalidArgumentError(field, f"minProperties {low}", allowed)
     for keyword, sign in _BOUNDS.items():
         bound = schema.get(keyword)
         if isinstance(bound, (int, float)) and sign * bound > MAX_EXACT:
@@ -125,44 +161,55 @@ def _lists_all_properties(schema: dict[str, Any]) -> bool:
     return all(isinstance(name, str) and name in known for name in required)
 
 
-def _rename_exclusive(schema: dict[str, Any], root: dict[str, Any], field: str) -> None:
+def _rename_exclusive(schema: dict[str, Any], definitions: dict[str, Any], field: str) -> None:
     options = schema["oneOf"]
-    known = [_resolved(one, root) for one in options] if isinstance(options, list) else []
-    if "anyOf" in schema or not all(_exclude(*pair) for pair in combinations(known, 2)):
-        got = "oneOf with alternatives that may match the same value"
-        raise InvalidArgumentError(field, got, "anyOf, or alternatives with different types or constants")
-    schema["anyOf"] = schema.pop("oneOf")
+    if isinstance(options, list) and "anyOf" not in schema:
+        known = [definitions.get(one["$ref"], {}) if _is_reference(one) else one for one in options]
+        if _are_exclusive([one if isinstance(one, dict) else {} for one in known]):
+            schema["anyOf"] = schema.pop("oneOf")
+            return
+    got = "oneOf with alternatives that may match the same value"
+    raise InvalidArgumentError(field, got, "anyOf, or alternatives with different types or constants")
 
 
-def _resolved(schema: Any, root: dict[str, Any]) -> dict[str, Any]:
-    """Return an alternative, or what its reference leads to; empty if that is not known."""
-    reference = schema.get("$ref") if isinstance(schema, dict) else None
-    if isinstance(reference, str):
-        _, _, name = reference.rpartition("#/$defs/")
-        definitions = root.get("$defs")
-        schema = definitions.get(name) if isinstance(definitions, dict) else None
-    return schema if isinstance(schema, dict) else {}
+def _is_reference(schema: Any) -> bool:
+    return isinstance(schema, dict) and isinstance(schema.get("$ref"), str)
 
 
-def _exclude(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Return whether it is sure that no value matches both."""
-    types, others = _types(one), _types(other)
-    if types and others and not types & others:
+def _definitions(root: dict[str, Any]) -> dict[str, Any]:
+    """Return the definitions of a schema by the references that lead to them."""
+    return {
+        f"#/{place}/{name}": one
+        for place in ("$defs", "definitions")
+        for name, one in (root[place].items() if isinstance(root.get(place), dict) else ())
+        if not {"~", "%", "/"} & set(name)
+    }
+
+
+def _are_exclusive(options: Sequence[dict[str, Any]]) -> bool:
+    """Return whether it is sure that no value matches two alternatives, in a time linear in their size."""
+    if _are_apart(map(_constants, options)):
         return True
-    if {"object"} not in (types, others):
+    objects = [one for one in options if _types(one) == {"object"}]
+    others = [_types(one) for one in options if _types(one) != {"object"}]
+    if not _are_apart([*others, {"object"}] if objects else others):
         return False
-    return any(
-        not values & other_values
-        for name in (*_required(one), *_required(other))
-        if (values := _texts(one, name)) and (other_values := _texts(other, name))
-    )
+    names = _required(objects[0])[:MAX_DISCRIMINATORS] if objects else []
+    return len(objects) < 2 or any(_are_apart(_given(one, name) for one in objects) for name in names)
+
+
+def _are_apart(sets: Iterable[set[Any]]) -> bool:
+    """Return whether no set is empty, and no two have a common element."""
+    listed = list(sets)
+    return all(listed) and sum(map(len, listed)) == len(set[Any]().union(*listed))
 
 
 def _types(schema: dict[str, Any]) -> set[str]:
-    """Return the types of a schema with integers as numbers; empty if it names none."""
+    """Return the types of a schema's values with integers as numbers; empty if they are not known."""
     types = schema.get("type", [])
     names = [types] if isinstance(types, str) else types if isinstance(types, list) else []
-    return {"number" if name == "integer" else name for name in names if isinstance(name, str)}
+    found = {"number" if name == "integer" else name for name in names if isinstance(name, str)}
+    return found or {kind for kind, _ in _constants(schema)}
 
 
 def _required(schema: dict[str, Any]) -> list[str]:
@@ -170,12 +217,16 @@ def _required(schema: dict[str, Any]) -> list[str]:
     return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
 
-def _texts(schema: dict[str, Any], name: str) -> set[str]:
-    """Return the texts that a property has to be; empty if it may be another value."""
+def _given(schema: dict[str, Any], name: str) -> set[tuple[str, Any]]:
+    """Return the values of which a property has to have one; empty if it may have others, or be absent."""
     properties = schema.get("properties")
-    given = properties.get(name) if isinstance(properties, dict) else None
-    if not isinstance(given, dict):
+    value = properties.get(name) if isinstance(properties, dict) and name in _required(schema) else None
+    return _constants(value) if isinstance(value, dict) else set()
+
+
+def _constants(schema: dict[str, Any]) -> set[tuple[str, Any]]:
+    """Return the values that a schema lists, with their types; empty if others match, or numbers do."""
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if not isinstance(values, list) or not all(type(one) in _KINDS for one in values):
         return set()
-    values = [given["const"]] if "const" in given else given.get("enum")
-    is_texts = isinstance(values, list) and all(isinstance(value, str) for value in values)
-    return set(values) if is_texts else set()  # type: ignore[arg-type]
+    return {(_KINDS[type(one)], one) for one in values}

@@ -133,6 +133,15 @@ async def test_store_stale_owner_is_refused(store):
         await store.take_over("unknown")
 
 
+async def test_store_replay_of_the_last_commit_changes_nothing(store):
+    session = make_session()
+    await store.create(session, b"")
+    await commit(store, session, [1])
+    await commit(store, session, [2, 3], [ACCEPTED, BONUS])
+    await store.append(session, [2, 3], [ACCEPTED, BONUS])  # the answer got lost, the client tried again
+    assert (await store.read("s")).token_ids == (1, 2, 3)
+
+
 @pytest.mark.parametrize(
     ("emitted", "token_ids", "origins"),
     [

@@ -1,6 +1,7 @@
 """The `gammaray` command against a scripted server: what it prints, and how it ends."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,7 +17,7 @@ from gammaray import (
     UnauthenticatedError,
     UnavailableError,
 )
-from gammaray.cli.render import printable
+from gammaray.cli import render
 from gammaray.grammar.texts import choice_grammar, json_schema_grammar, regex_grammar
 from tests.support.cli_helpers import invoke
 from tests.support.sdk_helpers import (
@@ -238,8 +239,11 @@ def test_generate_writes_the_exact_text_where_there_is_no_terminal():
 
 
 def test_control_characters_never_reach_a_terminal(monkeypatch):
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    assert printable("a\x1b[2Jb\tc\n") == "a\u241b[2Jb\tc\n"
+    monkeypatch.setattr(render, "sys", SimpleNamespace(stdout=SimpleNamespace(isatty=lambda: True)))
+    evil = last("a\x1b[2Jb\tc", token("a\x1b[2Jb\tc"))
+    with serve_in_thread(ScriptedService(answer(evil))) as address:
+        result = invoke("generate", "Hi", "-a", address)
+    assert result.stdout == "a\u241b[2Jb\tc\n"
 
 
 def test_status_json_has_the_documented_shape(story):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import re
+import time
 from enum import Enum
 from functools import cache
 from pathlib import Path
@@ -96,7 +97,6 @@ RESTRICTIONS = {
     "unevaluatedProperties": False,
     "$dynamicRef": "#a",
     "type": "text",
-    "minProperties": 2,
     "maxProperties": 2,
 }
 
@@ -105,20 +105,43 @@ INTEGER_A = {"type": "object", "properties": {"a": {"type": "integer"}}, "requir
 A_AND_B = {"type": "object", "properties": {"a": {}, "b": {}}, "required": ["a", "b"]}
 
 
+INNER = {"$id": "http://e/x", "oneOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}]}
+OVERLAPPING = [
+    {"oneOf": [INTEGER_A, A_AND_B]},
+    {"oneOf": [{"type": "object", "properties": {"x": one}} for one in (INTEGER_A, A_AND_B)]},
+    {"oneOf": [{"properties": {"kind": {"const": kind}}, "required": ["kind"]} for kind in "xy"]},  # any type
+    {"oneOf": [{"type": "number"}, {"type": "integer"}]},
+    {"oneOf": [{"const": 1}, {"const": 1.0}]},
+    {"oneOf": [{}, {}]},
+    {
+        "oneOf": [{"$ref": "#/$defs/A~1B"}, {"$ref": "#/$defs/B"}],
+        "$defs": {"A~1B": A_AND_B, "B": {"type": "null"}},
+    },
+    {
+        "oneOf": [{"$ref": "http://e/x#/$defs/A"}, {"$ref": "#/$defs/B"}],
+        "$defs": {"A": A_AND_B, "B": {"type": "null"}},
+    },
+    {"properties": {"p": INNER}, "$defs": {"A": {"type": "string"}, "B": {"type": "null"}}},
+]
+
+
 def test_alternatives_that_may_overlap_are_refused(subtests):
-    nested_ones = [{"type": "object", "properties": {"x": one}} for one in (INTEGER_A, A_AND_B)]
-    kinds = [
-        {"properties": {"kind": {"const": kind}}, "required": ["kind"]} for kind in "xy"
-    ]  # not only objects
-    for options in (
-        [INTEGER_A, A_AND_B],
-        nested_ones,
-        kinds,
-        [{"type": "number"}, {"type": "integer"}],
-        [{}, {}],
-    ):
-        with subtests.test(str(options)), pytest.raises(InvalidArgumentError, match="oneOf"):
-            json_schema_grammar({"oneOf": options})
+    for schema in OVERLAPPING:
+        with subtests.test(str(schema)), pytest.raises(InvalidArgumentError, match="oneOf"):
+            json_schema_grammar(schema)
+
+
+def test_many_alternatives_take_a_time_linear_in_their_number():
+    def seconds(count):
+        kinds = [
+            {"type": "object", "properties": {"k": {"const": str(n)}}, "required": ["k"]}
+            for n in range(count)
+        ]
+        began = time.process_time()
+        json_schema_grammar({"oneOf": kinds})
+        return time.process_time() - began
+
+    assert seconds(4000) < 40 * min(seconds(400) for _ in range(3))
 
 
 def test_restriction_that_cannot_be_followed_is_refused_by_name(subtests):
@@ -144,6 +167,16 @@ FOLLOWED = {
         {"type": "null", "$defs": {"A": {"not": {}}}},
         ["null"],
         [],
+    ),
+    "alternatives of different constants": (
+        {"oneOf": [{"const": "a"}, {"const": True}]},
+        ['"a"', "true"],
+        ['"b"'],
+    ),
+    "alternatives in definitions": (
+        *({"oneOf": [{"$ref": "#/definitions/A"}, {"type": "null"}], "definitions": {"A": KINDS[0]}},),
+        ['{"kind": "x"}', "null"],
+        ['{"kind": "y"}'],
     ),
     "alternatives with a discriminator are closed": (
         *({"oneOf": KINDS}, ['{"kind": "x", "a": 1}', '{"kind": "y", "b": 1}']),
@@ -240,6 +273,8 @@ def test_value_that_is_no_schema_is_named(subtests):
             {"enum": [1, [{"a": -(2**53) - 1}]]},
             {"const": 1e300},
             {"minimum": 2**53 + 1},
+            {"$ref": "#/components/a", "components": {"a": {"const": 2**53 + 1}}},
+            {"type": "object", "minProperties": 2},
         ),
     ]
     for number, schema in enumerate(cases):

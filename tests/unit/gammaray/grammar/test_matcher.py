@@ -149,7 +149,7 @@ def test_state_after_rollbacks_is_that_of_its_tokens(grammar, subtests):
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_masks_after_texts_with_the_same_lexemes_are_their_own(order):
-    """llguidance 1.9.1 finds its last mask by the number of lexemes and the possible next ones alone."""
+    """llguidance finds its last mask by the number of lexemes and the possible next ones alone."""
     tokens = ("<eos>", "a", "b", "y", "z", "y1", "z1", "y2", "z2", "1", "2")
     compiler = small_compiler(tokens, len(tokens), (0,))
     state = compiler.begin('start: "a" ("y" | "z") "1" | "b" ("y" | "z") "2"')
@@ -287,3 +287,9 @@ def test_tokens_that_end_a_completion_are_as_those_of_a_compiler_that_has_them(e
                 assert one.count_possible([token_id]) == other.count_possible([token_id])
                 one.extend([token_id])
                 other.extend([token_id])
+
+
+def test_end_token_outside_of_the_vocabulary_is_ignored():
+    compiler = small_compiler(TOKENS, len(TOKENS) + 3, EOS)
+    masks = [compiler.begin("start: /a?/", ends).masks([()]) for ends in ((0, 10**6), (0,))]
+    assert masks[0] == masks[1]

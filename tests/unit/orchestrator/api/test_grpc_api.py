@@ -81,3 +81,11 @@ async def test_generate_failing_midway_keeps_earlier_chunks(error, code):
     assert [chunk.text for chunk in chunks] == ["caf"]
     assert context.code is code
     assert "secret" not in context.details
+
+
+async def test_closed_call_ends_the_generation():
+    backend = ScriptedBackend()
+    responses = GenerationServicer(backend).generate(pb.GenerateRequest(text="x"), Context())
+    await anext(responses)
+    await responses.aclose()
+    assert backend.num_open == 0

@@ -4,12 +4,13 @@ import json
 import socket
 import threading
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
 from pydantic import BaseModel
 
-from gammaray.cli import main
+from gammaray.cli import main, render
 from gammaray.client.chat import Chat
 from gammaray.errors import (
     GammarayError,
@@ -62,6 +63,13 @@ def test_chat_keeps_the_conversation_until_it_is_reset(serve):
     ]
     assert {request.sampling.seed for request in backend.requests} == {7}
     assert result.stderr.count("1.50 per cycle, alpha 0.50, seed 7") == 3
+
+
+def test_control_characters_never_reach_a_terminal(serve, monkeypatch):
+    monkeypatch.setattr(render, "sys", SimpleNamespace(stdout=SimpleNamespace(isatty=lambda: True)))
+    result = chat(serve(ScriptedBackend(pieces=[b"a\x1b[2J", b"b"])), "hi\n")
+    assert "a\u241b[2Jb" in result.stdout
+    assert "\x1b[2J" not in result.stdout
 
 
 PERSON = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
