@@ -53,13 +53,11 @@ def test_head_serves_what_was_trained(trained, tmp_path):
     """Its logits in the engine, on the target's tapped states, are those of the unrolled training."""
     folder, _, _ = trained
     head, target_ids = load_head(str(folder / "drafter"), str(TARGET_DIR))
-    identity = json.loads((folder / "work" / "answers" / "meta.json").read_text())
-    identity = {key: identity[key] for key in ("target", "tokenizer")}
-    store = AnswerStore(folder / "work" / "answers", identity, 32, 2048)
+    store = AnswerStore(folder / "work" / "answers")
     sequence = next(one for one in store.sequences() if len(one.token_ids) - one.num_prompt > 12)
     target = load_model(str(TARGET_DIR), device="cpu", dtype="float32").module
-    states = StateStore(tmp_path, identity, target, TAPS)  # training computes them in bfloat16
-    drafter = TrainableHead(target, TAPS, target_ids, 3, states.of)
+    states = StateStore(tmp_path, target, TAPS)  # training computes them in bfloat16
+    drafter = TrainableHead(target, TAPS, target_ids, states.of)
     drafter.module.load_state_dict(
         {key: value for key, value in head.state_dict().items() if "embed_tokens" not in key}
     )
@@ -100,14 +98,11 @@ def test_head_serves_what_was_trained(trained, tmp_path):
 
 def test_states_are_computed_once(trained):
     folder, _, _ = trained
-    meta = json.loads((folder / "work" / "answers" / "meta.json").read_text())
-    identity = {key: meta[key] for key in ("target", "tokenizer")}
-    store = AnswerStore(folder / "work" / "answers", identity, 32, 2048)
-    sequences = list(store.sequences())[:3]
+    sequences = list(AnswerStore(folder / "work" / "answers").sequences())[:3]
     target = load_model(str(TARGET_DIR), device="cpu", dtype="bfloat16").module
-    states = StateStore(folder / "states", identity, target, TAPS)
+    states = StateStore(folder / "states", target, TAPS)
     found = states.of(sequences)
     assert [one.shape for one in found] == [(len(one.token_ids), 4, 256) for one in sequences]
     target.model.layers[0].self_attn.q_proj.weight.data.zero_()
-    again = StateStore(folder / "states", identity, target, TAPS).of(sequences)
+    again = StateStore(folder / "states", target, TAPS).of(sequences)
     assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
