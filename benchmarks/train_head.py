@@ -459,7 +459,7 @@ def main() -> None:
     if options.device != "cpu":
         for layer in whole.get_decoder().layers:
             layer.compile()
-    head = TrainableHead(model, taps, ids, 5, lambda _: [])
+    head = TrainableHead(model, taps, ids, lambda _: [])
     if options.init:
         head.start_from(options.init, options.target)
     head.to(options.device)

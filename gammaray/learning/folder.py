@@ -248,7 +248,6 @@ class DrafterStore:
                 found = found.with_status(number, "retired", f"data of tenant {tenant} were deleted")
             if found.stable in retired:
                 found = found.with_stable(found.ancestor(found.stable))
-                found = found.with_status(retired[-1], "retired", found.version(retired[-1]).reason)
             return found
 
         self._change(retire)

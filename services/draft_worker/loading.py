@@ -6,7 +6,7 @@ from gammaray.config import DraftSettings
 from gammaray.errors import InvalidArgumentError
 from services.engine.engine import Engine
 from services.engine.loader import DraftVersions
-from services.learning.draft_model import LearningDraftModel
+from services.learning.learner import LearningDraftModel
 from services.learning.versions import SPAN, is_own, learn
 
 

@@ -21,7 +21,7 @@ from services.draft_worker.lookahead import Lookahead
 from services.engine.core.batch import SequenceInput
 from services.engine.core.errors import CacheFullError
 from services.engine.engine import Engine
-from services.learning.draft_model import LearningDraftModel
+from services.learning.learner import LearningDraftModel
 from services.scheduling.grammars import Grammars
 from services.scheduling.load import LoadCounters
 from services.scheduling.planning import Limits, Running
@@ -236,7 +236,4 @@ class DraftScheduler(Scheduler[ProposeTask]):
         if self.lookahead is not None:
             self.lookahead.add(pending.speculation, block.task, is_hit=not pending.is_fed)
         proposal = pending.reading.proposal()
-        if self._learning is None:
-            return proposal
-        self._learning.expect(block.session, proposal)
-        return self._learning.named(block.session.session_id, proposal)
+        return proposal if self._learning is None else self._learning.expect(block.session, proposal)

@@ -74,7 +74,7 @@ class HeadKernelRunner(NativeRunner):
         return self._states.cache_shape(torch.float32, torch.device("cpu"))
 
     def fuse(self, states: Tensor) -> Tensor:
-        return self.head.fuse(states, self._fc)
+        return self.head.fuse(states.float(), self._fc)
 
     def forward(self, batch: Batch) -> Tensor:
         """Return the logits [wanted rows, outputs] in float32; writes the new keys, values and states."""

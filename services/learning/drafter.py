@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from ctypes import c_int32
-from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from gammaray.blocks import Shape
 from gammaray.types import Proposal
-from services.learning.learner import HeadLearner
+from services.learning.learner import Learner
 from services.learning.versions import Versions
 from services.scheduling.sessions import SessionCopy
 from services.speculation.head_drafter import HeadDrafter
@@ -22,17 +20,15 @@ from services.speculation.head_drafter import HeadDrafter
 Request = tuple[SessionCopy, Shape, int]
 
 
-class LearningDrafter(HeadLearner[HeadDrafter]):
+class LearningDrafter(Learner[HeadDrafter]):
     """Has the methods of `LocalDrafter`, over several versions of a head."""
 
     def __init__(self, taps: Sequence[int], versions: Versions[HeadDrafter]) -> None:
         super().__init__(versions)
         self.taps = taps
-        self._dtype = torch.float32  # of the target's states; buffers keep fewer bits
 
     def take(self, session_id: str, start: int, states: Tensor) -> None:
         super().take(session_id, start, states)
-        self._dtype = states.dtype
         self._sessions[session_id].version.take(session_id, start, states)
 
     def end(self, session: SessionCopy) -> None:
@@ -46,12 +42,7 @@ class LearningDrafter(HeadLearner[HeadDrafter]):
         for drafter, places in self._by_drafter(requests):
             proposals = drafter.draft([requests[place] for place in places])
             found |= dict(zip(places, proposals, strict=True))
-        for place, (copy, _, _) in enumerate(requests):
-            session = self._sessions[copy.session_id]
-            session.expect(copy, found[place])
-            if session.number:
-                found[place] = replace(found[place], version=session.number)
-        return [found[place] for place in range(len(requests))]
+        return [self.expect(copy, found[place]) for place, (copy, _, _) in enumerate(requests)]
 
     def prepare(self, requests: Sequence[Request], stop: c_int32) -> None:
         """Draft ahead, see `LocalDrafter.prepare`."""
@@ -67,6 +58,6 @@ class LearningDrafter(HeadLearner[HeadDrafter]):
                 before.drop(copy.session_id)
                 if session.buffer is not None and session.buffer.parts:
                     start, states = session.buffer.states()
-                    session.version.take(copy.session_id, start, states.to(self._dtype))
+                    session.version.take(copy.session_id, start, states)
             places.setdefault(session.version, []).append(place)
         return list(places.items())

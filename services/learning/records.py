@@ -77,10 +77,9 @@ class Buffer:
 
 
 class Recorder:
-    """Writes finished streams to files, at most `max_bytes` of one drafter, in a thread of its own."""
+    """Writes finished streams to files, at most `MAX_BYTES` of one drafter, in a thread of its own."""
 
-    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
-        self._max_bytes = max_bytes
+    def __init__(self) -> None:
         self._waiting: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._thread = threading.Thread(target=self._run, name="records", daemon=True)
         self._thread.start()
@@ -156,7 +155,7 @@ class Recorder:
         sizes = [path.stat().st_size for path in files]
         total = sum(sizes)
         for path, size in zip(files, sizes, strict=True):
-            if total <= self._max_bytes:
+            if total <= MAX_BYTES:
                 return
             path.unlink(missing_ok=True)
             total -= size

@@ -17,7 +17,7 @@ from gammaray.learning.folder import OPEN
 from services.engine.core.errors import EngineLostError
 from services.engine.core.shapes import check_token_map, check_weights
 from services.engine.core.tensor_files import read_tensor, tensor_names
-from services.learning.learner import HeadLearner, check_head
+from services.learning.learner import Learner, check_head
 from services.learning.versions import SPAN, Versions, learn
 
 SPAN_S = 20.0
@@ -26,7 +26,7 @@ SPAN_S = 20.0
 _log = logging.getLogger(__name__)
 
 
-class SwappedHead(HeadLearner[str]):
+class SwappedHead(Learner[str]):
     """Follows the sessions of an engine, and says which version drafts: that of `number`.
 
     It serves clusters without API keys: with them, sessions of one tenant would draft with what was trained

@@ -21,7 +21,6 @@ from typing import Any, Generic, TypeVar
 from gammaray.demo_pair import DRAFTER_FILE
 from gammaray.errors import GammarayError
 from gammaray.learning.folder import DrafterStore, LearningFolder
-from gammaray.types import Proposal
 from services.engine.core.errors import UnsupportedModelError
 from services.learning.canary import Canary, Decision
 from services.learning.process import TrainingProcess, trainer_command
@@ -49,11 +48,11 @@ T = TypeVar("T")
 
 @dataclass
 class _Arms(Generic[T]):
-    """The loaded versions of one drafter: the stable one and the candidate, if any, with their numbers."""
+    """The loaded versions of one drafter, by number: the stable one and the candidate, if any."""
 
-    numbers: tuple[int, int | None]
-    stable: T
-    candidate: T | None = None
+    stable: int
+    candidate: int | None
+    versions: dict[int, T]
     canary: Canary = field(default_factory=Canary)
 
 
@@ -62,23 +61,19 @@ class Drafting(Generic[T]):
     """A session that drafts here.
 
     Attributes:
-        name: Its tenant's drafter; None: the drafter of the start, and nothing is kept.
+        name: Its tenant's drafter; None: the drafter of the start.
         number: Number of the version that drafts for it.
-        tested: Length of the tokens before the last proposal, and its first token; None without one.
+        is_kept: Whether its stream is recorded when it ends.
         buffer: The target's states that its head reads; None: a draft model reads none.
-        is_kept: Whether they are buffered.
+        tested: Length of the tokens before the last proposal, and its first token; None without one.
     """
 
     name: str | None
     number: int
     version: T
+    is_kept: bool
+    buffer: Buffer | None
     tested: tuple[int, int] | None = None
-    buffer: Buffer | None = None
-    is_kept: bool = False
-
-    def expect(self, session: SessionCopy, proposal: Proposal) -> None:
-        """Note a proposal, whose first token the next committed one accepts or not."""
-        self.tested = (len(session.tokens), proposal.token_ids[0]) if proposal else None
 
 
 class Versions(Generic[T]):
@@ -132,16 +127,19 @@ class Versions(Generic[T]):
         arms = None if name is None else self._arms.get(name)
         if arms is None:
             return 0, self._base
-        stable, candidate = arms.numbers
-        if candidate is not None and arms.candidate is not None:
-            drawn = zlib.crc32(f"{candidate}/{session_id}/{num_tokens // self._span}".encode()) / 2**32
-            if drawn < CANARY_SHARE:
-                return candidate, arms.candidate
-        return stable, arms.stable
+        number = arms.stable
+        if arms.candidate is not None:
+            place = f"{arms.candidate}/{session_id}/{num_tokens // self._span}"
+            if zlib.crc32(place.encode()) / 2**32 < CANARY_SHARE:
+                number = arms.candidate
+        return number, arms.versions[number]
 
     def follow(self, drafting: Drafting[T], session: SessionCopy) -> bool:
         """Count the outcome of a session's last proposal; return whether another version drafts from here."""
-        self._note_outcome(drafting, session)
+        tested, drafting.tested = drafting.tested, None
+        if tested is not None and len(session.tokens) > tested[0]:
+            is_accepted = session.tokens[tested[0]] == tested[1]
+            self.count(drafting.name, drafting.number, session.session_id, tested[0], is_accepted)
         number, version = self.choose(drafting.name, session.session_id, len(session.tokens))
         is_other = version is not drafting.version
         drafting.number, drafting.version = number, version
@@ -162,18 +160,12 @@ class Versions(Generic[T]):
         if (name := self.name_of(session_id)) is not None:
             self._recorder.forget(self._folder.store(name).path / "records", session_id)
 
-    def _note_outcome(self, drafting: Drafting[T], session: SessionCopy) -> None:
-        tested, drafting.tested = drafting.tested, None
-        if tested is not None and len(session.tokens) > tested[0]:
-            is_accepted = session.tokens[tested[0]] == tested[1]
-            self.count(drafting.name, drafting.number, session.session_id, tested[0], is_accepted)
-
     def count(self, name: str | None, number: int, session_id: str, position: int, is_accepted: bool) -> None:
         """Count a version's proposal of a session's token at a position, and whether it was accepted."""
         arms = None if name is None else self._arms.get(name)
-        is_candidate = arms is not None and number == arms.numbers[1]
+        is_candidate = arms is not None and number == arms.candidate
         self.first_tokens[ARMS[is_candidate], OUTCOMES[not is_accepted]] += 1
-        if arms is not None and arms.candidate is not None and number in arms.numbers:
+        if arms is not None and arms.candidate is not None and number in arms.versions:
             part = session_id, position // self._span
             arms.canary.add(part, is_accepted, is_candidate=is_candidate)
 
@@ -200,7 +192,7 @@ class Versions(Generic[T]):
     def _follow(self, store: DrafterStore) -> None:
         found = store.read()
         arms = self._arms.get(store.path.name)
-        if arms is not None and found.candidate is not None and found.candidate == arms.numbers[1]:
+        if arms is not None and found.candidate is not None and found.candidate == arms.candidate:
             decision, evidence = arms.canary.decide(), str(arms.canary)
             if decision is Decision.PROMOTE:
                 _log.info("version %s of %s is promoted; %s", found.candidate, store.path.name, evidence)
@@ -211,30 +203,20 @@ class Versions(Generic[T]):
                 )
                 store.roll_back(found.candidate, evidence)
             found = store.read()
-        numbers = found.stable, found.candidate
-        if arms is not None and arms.numbers == numbers:
+        if arms is not None and (arms.stable, arms.candidate) == (found.stable, found.candidate):
             return
-        loaded = {0: self._base}
-        if arms is not None:
-            loaded[arms.numbers[0]] = arms.stable
-            if arms.numbers[1] is not None and arms.candidate is not None:
-                loaded[arms.numbers[1]] = arms.candidate
+        loaded = {0: self._base} if arms is None else {0: self._base, **arms.versions}
+        numbers = [number for number in (found.stable, found.candidate) if number is not None]
         for number in numbers:
-            if number is not None and number not in loaded:
-                version = self._loaded(store, number)
-                if version is None:
-                    return  # the next look finds it rolled back
-                loaded[number] = version
-        candidate = None if numbers[1] is None else loaded[numbers[1]]
-        self._arms = {**self._arms, store.path.name: _Arms(numbers, loaded[numbers[0]], candidate)}
-
-    def _loaded(self, store: DrafterStore, number: int) -> T | None:
-        """Load a version, beside those that serve; one that cannot be loaded is rolled back."""
-        try:
-            return self._load(str(store.directory(number)))
-        except (GammarayError, OSError, ValueError, KeyError, RuntimeError) as error:
-            self.reject(store.path.name, number, error)
-            return None
+            if number in loaded:
+                continue
+            try:
+                loaded[number] = self._load(str(store.directory(number)))
+            except (GammarayError, OSError, ValueError, KeyError, RuntimeError) as error:
+                self.reject(store.path.name, number, error)
+                return  # the next look finds it rolled back
+        versions = {number: loaded[number] for number in numbers}
+        self._arms = {**self._arms, store.path.name: _Arms(found.stable, found.candidate, versions)}
 
 
 def is_own(drafter: str) -> bool:

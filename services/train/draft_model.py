@@ -43,7 +43,7 @@ class TrainableDraft(Trainable):
                 "model.layers and model.norm, as Llama and Qwen have them"
             )
         embedding = parts.model.embed_tokens.weight.detach().float()
-        super().__init__(len(embedding), target_ids, 1)
+        super().__init__(len(embedding), target_ids)
         config = copy.deepcopy(target.config)
         config.num_hidden_layers = len(layers)
         if getattr(config, "layer_types", None):

@@ -10,14 +10,14 @@ import torch
 
 from services.train.answers.store import Sequence
 from services.train.losses import coupled, overlap
-from services.train.trainable import Trainable
+from services.train.trainable import DEPTH, Trainable, mixed_precision
 
 _SHARES = {"overlap": overlap, "coupled": coupled}
 """Measures of agreement at temperature 1."""
 
 
 @torch.no_grad()
-def evaluate(drafter: Trainable, held: Items[Sequence], gamma: int) -> dict[str, Any]:
+def evaluate(drafter: Trainable, held: Items[Sequence]) -> dict[str, Any]:
     """Return what the drafter reaches.
 
     Args:
@@ -30,7 +30,7 @@ def evaluate(drafter: Trainable, held: Items[Sequence], gamma: int) -> dict[str,
         model has an `overlap` and a `coupled` of depth 1 only.
     """
     drafter.eval()
-    tested, matched = [0] * gamma, [0] * gamma
+    tested, matched = [0] * DEPTH, [0] * DEPTH
     shares, seen = {name: [0.0] * drafter.depth for name in _SHARES}, [0] * drafter.depth
     cycles = tokens = 0
     for sequence in held:
@@ -44,11 +44,11 @@ def evaluate(drafter: Trainable, held: Items[Sequence], gamma: int) -> dict[str,
             continue
         text, start = sequence.token_ids, sequence.num_prompt - 1
         drafted = [
-            _drafted(hits, anchor, min(gamma, len(text) - 1 - anchor), is_head=drafter.depth > 1)
+            _drafted(hits, anchor, min(DEPTH, len(text) - 1 - anchor), is_head=drafter.depth > 1)
             for anchor in range(len(text) - 1)
         ]
         for anchor in range(start, len(text) - 1):
-            for depth in range(min(gamma, len(text) - 1 - anchor, drafted[anchor] + 1)):
+            for depth in range(min(DEPTH, len(text) - 1 - anchor, drafted[anchor] + 1)):
                 tested[depth] += 1
                 matched[depth] += depth < drafted[anchor]
         tokens += len(text) - sequence.num_prompt
@@ -63,15 +63,17 @@ def evaluate(drafter: Trainable, held: Items[Sequence], gamma: int) -> dict[str,
             for name, totals in shares.items()
         },
         "tokens_per_cycle": round(tokens / max(1, cycles), 3),
-        "gamma": gamma,
+        "gamma": DEPTH,
         "positions": tokens,
     }
 
 
 def _predictions(drafter: Trainable, sequence: Sequence) -> Iterator[tuple[int, int, list[float], bool]]:
     """Yield anchor, depth, `_SHARES`, and whether the likeliest token is that of the text."""
-    batch = drafter.batch([sequence], drafter.depth).to(drafter.head.device)
-    logs = drafter(batch)
+    device = drafter.head.device
+    batch = drafter.batch([sequence], drafter.depth).to(device)
+    with mixed_precision(device):
+        logs = drafter(batch)
     wanted, found = drafter.common(batch, logs)
     shares = torch.stack([share(wanted, found) for share in _SHARES.values()], -1)
     hits = drafter.target_ids[logs.argmax(-1)] == batch.labels

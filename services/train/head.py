@@ -23,7 +23,7 @@ from services.heads.eagle import Attend, EagleConfig, EagleHead
 from services.heads.loading import load_head
 from services.train.answers.store import Sequence
 from services.train.batches import Batch, build_batch
-from services.train.trainable import Trainable, write_drafter
+from services.train.trainable import DEPTH, UNROLL, Trainable, write_drafter
 
 _SMALL = 0.1
 """Factor on what the layer adds at first: the head then begins near the target's own last state."""
@@ -55,19 +55,18 @@ class TrainableHead(Trainable):
         target: A causal model with layers as Llama's, else refused.
         taps: The states that it reads, the last one after all layers, see `StateStore`.
         target_ids: Ascending ids of the output's rows.
-        depth: Depths that are evaluated.
     """
 
-    def __init__(
-        self, target: PreTrainedModel, taps: Items[int], target_ids: Tensor, depth: int, states: States
-    ) -> None:
+    depth, num_depths = DEPTH, UNROLL
+
+    def __init__(self, target: PreTrainedModel, taps: Items[int], target_ids: Tensor, states: States) -> None:
         config: Any = target.config
         if config.model_type not in _LAYER_TYPES:
             allowed = ", ".join(_LAYER_TYPES)
             raise FailedPreconditionError(
                 f"model_type {config.model_type}: a head is trained for targets of types {allowed}"
             )
-        super().__init__(config.vocab_size, target_ids, depth)
+        super().__init__(config.vocab_size, target_ids)
         self._states = states
         stored = {key: getattr(config, key) for key in _CONFIG_KEYS if getattr(config, key, None) is not None}
         layer = LlamaConfig(**stored, num_hidden_layers=1, tie_word_embeddings=False)

@@ -19,24 +19,15 @@ from gammaray.errors import FailedPreconditionError, InvalidArgumentError
 from gammaray.qualify.training import TrainTask
 from services.engine.core.model import eos_token_ids, load_model
 from services.engine.loader import load_engine
-from services.train.answers.prompts import Passages, Turns, chat_jobs, file_jobs, own_jobs
+from services.train.answers.prompts import Passages, Turns, file_jobs, own_jobs
 from services.train.answers.states import StateStore
-from services.train.answers.store import AnswerStore, Sequence, disk, write_json
+from services.train.answers.store import AnswerStore, Sequence, check_meta, disk, write_json
 from services.train.answers.writing import Writer
-from services.train.batches import Batch
 from services.train.draft_model import TrainableDraft, choose_vocabulary
 from services.train.evaluate import evaluate
 from services.train.head import TrainableHead
-from services.train.trainable import (
-    Trainable,
-    drawn,
-    fingerprints_of,
-    mixed_precision,
-    optimizer_of,
-    take_step,
-)
+from services.train.trainable import DEPTH, UNROLL, Trainable, fingerprints_of, optimizer_of, train_on
 
-_TOP_K = 32
 _HELD_EVERY, _HELD_MOST = 16, 48
 _MAX_LENGTH = 640
 _WARM_UP_STEPS = 40
@@ -47,12 +38,6 @@ UNROLL_FROM = 0.5
 
 _RATE, _HEAD_RATE = 2e-3, 1e-3
 """Peaks of the learning rate; a head begins near what it should be."""
-
-_DEPTH = 5
-"""Tokens of the proposals that are measured."""
-
-_UNROLL = 3
-"""Steps in which a head is trained in the second half of the time, or from `init` on."""
 
 _TEMPERATURES = (0.0, 1.0)
 """Of the answers, in turn."""
@@ -112,9 +97,9 @@ class _Run:
         count = self.target.config.num_hidden_layers
         self.is_head = task.kind == "eagle3"
         self.layers = _layers(task, count)
-        top_k = min(_TOP_K, self.vocab_size)
-        self.store = AnswerStore(work / "answers", self.identity, top_k, self.vocab_size)
-        self.mixed = mixed_precision(task.device)
+        with disk(work):
+            check_meta(work / "meta.json", self.identity)
+        self.store = AnswerStore(work / "answers")
         self.clock = work / "elapsed.json"
         try:
             before = float(json.loads(self.clock.read_text())) if self.clock.exists() else 0.0
@@ -144,27 +129,15 @@ class _Run:
         if texts is None:
             jobs = own_jobs(Turns(tokenizer), passages, _TEMPERATURES, task.seed)
         elif task.chat:
-            chats = [[{"role": "user", "content": text}] for text in texts]
-            jobs = chat_jobs(Turns(tokenizer), chats, _TEMPERATURES)
+            jobs = file_jobs(list(map(Turns(tokenizer).prompt, texts)), _TEMPERATURES)
         else:
-            jobs = file_jobs(tokenizer, texts, _TEMPERATURES)
+            jobs = file_jobs([tokenizer(text)["input_ids"] for text in texts], _TEMPERATURES)
         engine = load_engine(
             self.path, device=task.device, threads=task.threads, cache_budget_bytes=_CACHE_BYTES
         )
-        writer = Writer(
-            engine,
-            self.store,
-            jobs,
-            eos_token_ids=eos_token_ids(self.path),
-            max_tokens=task.max_tokens,
-            batch=task.batch,
-            top_k=min(_TOP_K, self.vocab_size),
-            seed=task.seed,
-            decode=tokenizer.decode,
-            passages=passages,
-        )
+        writer = Writer(engine, self.store, jobs, task, eos_token_ids(self.path), tokenizer, passages)
         last = time.monotonic()
-        for count in writer.write(task.tokens, self.began + limit, self.stopped):
+        for count in writer.write(self.began + limit, self.stopped):
             if time.monotonic() - last > _REPORT_S:
                 last = time.monotonic()
                 self.report(f"{self.elapsed():.0f} s: {count} of {task.tokens} answer tokens generated")
@@ -209,11 +182,10 @@ class _Run:
             optimizer.param_groups[0]["lr"] = peak * rate
             if self.is_head:
                 is_late = progress >= UNROLL_FROM or task.init != ""
-                drafter.num_depths = _UNROLL if is_late else 1
-            with self.mixed:
-                loss = drafter.loss(self._batch(drafter, taught, made.step), task.loss)
-            take_step(drafter, optimizer, loss)
-            made.step, made.loss = made.step + 1, made.loss + loss.item()
+                drafter.num_depths = UNROLL if is_late else 1
+            seed = task.seed * 1_000_003 + made.step
+            made.loss += train_on(drafter, optimizer, taught, task.train_tokens, seed, task.loss)
+            made.step += 1
 
     def _drafter(self, taught: list[Sequence]) -> Trainable:
         task = self.task
@@ -225,7 +197,7 @@ class _Run:
         module = self.target.module
         drafter: Trainable
         if self.is_head:
-            drafter = TrainableHead(module, self.layers, rows, _DEPTH, self._state_store().of)
+            drafter = TrainableHead(module, self.layers, rows, self._state_store().of)
         else:
             drafter = TrainableDraft(module, self.layers, rows)
         if task.init and not state.exists():
@@ -234,18 +206,12 @@ class _Run:
 
     def _state_store(self) -> StateStore:
         module = load_model(self.path, device=self.task.device, dtype="bfloat16").module
-        return StateStore(self.work / "states", self.identity, module, self.layers)
-
-    def _batch(self, drafter: Trainable, taught: list[Sequence], step: int) -> Batch:
-        generator = torch.Generator().manual_seed(self.task.seed * 1_000_003 + step)
-        chosen = drawn(taught, self.task.train_tokens, generator)
-        return drafter.batch(chosen, drafter.num_depths, generator).to(self.task.device)
+        return StateStore(self.work / "states", module, self.layers)
 
     def _measure(self, drafter: Trainable, held: list[Sequence], made: _Progress, is_first: bool) -> None:
-        with self.mixed:
-            found = evaluate(drafter, held, _DEPTH)
+        found = evaluate(drafter, held)
         cost = drafter.num_weights / sum(p.numel() for p in self.target.module.parameters())
-        found["predicted_speedup"] = round(found["tokens_per_cycle"] / (1 + _DEPTH * cost), 3)
+        found["predicted_speedup"] = round(found["tokens_per_cycle"] / (1 + DEPTH * cost), 3)
         found |= {
             "steps": made.step,
             "seconds": round(self.elapsed()),
@@ -262,12 +228,12 @@ class _Run:
         size = drafter.save(Path(self.task.out), self.identity, Path(self.path).name, found)
         self.report(f"saved {self.task.out}, {size / 1e6:.1f} MB")
 
-    def _state(self) -> dict[str, Any]:
-        shape = {key: getattr(self.task, key) for key in _SHAPE} | {"layers": self.layers}
-        return {"shape": shape, "identity": self.identity}
+    @property
+    def _shape(self) -> dict[str, Any]:
+        return {key: getattr(self.task, key) for key in _SHAPE} | {"layers": self.layers}
 
     def _save(self, drafter: Trainable, optimizer: torch.optim.Optimizer, made: _Progress) -> None:
-        state = self._state() | {"step": made.step, "best": made.best, "worse": made.worse}
+        state = {"shape": self._shape, "step": made.step, "best": made.best, "worse": made.worse}
         state |= {"drafter": drafter.state_dict(), "optimizer": optimizer.state_dict()}
         temporary = self.work / ".state.pt.new"
         with disk(self.work):
@@ -284,11 +250,10 @@ class _Run:
         if not path.exists():
             return _Progress()
         state = torch.load(path, weights_only=True, map_location=self.task.device)
-        for key, expected in self._state().items():
-            if state[key] != expected:
-                raise FailedPreconditionError(
-                    f"{path} has {key} {state[key]}, not {expected}: use another --work, or delete it"
-                )
+        if state["shape"] != self._shape:
+            raise FailedPreconditionError(
+                f"{path} has shape {state['shape']}, not {self._shape}: use another --work, or delete it"
+            )
         drafter.load_state_dict(state["drafter"])
         optimizer.load_state_dict(state["optimizer"])
         self.report(f"continues at step {state['step']}, after {self.elapsed():.0f} s")

@@ -7,7 +7,7 @@ import os
 from abc import abstractmethod
 from collections.abc import Sequence as Items
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -19,7 +19,11 @@ from services.train.answers.store import Sequence, disk, write_json
 from services.train.batches import Batch
 from services.train.losses import loss_of
 
-SequenceT = TypeVar("SequenceT", bound=Sequence)
+DEPTH = 5
+"""Tokens of the proposals that are measured."""
+
+UNROLL = 3
+"""Steps in which a head is trained on its own states, but for the first half of the time of a new one."""
 
 _DEPTH_WEIGHT = 0.8
 """Weight of a depth's loss relative to the one before, as a depth counts only if those before were right."""
@@ -31,15 +35,16 @@ class Trainable(nn.Module):
     Args:
         vocab_size: Number of the target's token ids.
         target_ids: Ascending ids of the output's rows.
-        depth: Depths that are evaluated.
 
     Attributes:
+        depth: Depths that are evaluated.
         num_depths: Depths that are trained.
     """
 
-    def __init__(self, vocab_size: int, target_ids: Tensor, depth: int) -> None:
+    depth = num_depths = 1
+
+    def __init__(self, vocab_size: int, target_ids: Tensor) -> None:
         super().__init__()
-        self.depth, self.num_depths = depth, 1
         self.target_ids: Tensor
         self.row_of: Tensor
         self.register_buffer("target_ids", target_ids.clone())
@@ -113,12 +118,28 @@ def take_step(drafter: Trainable, optimizer: torch.optim.Optimizer, loss: Tensor
     optimizer.step()
 
 
-def drawn(sequences: Items[SequenceT], num_tokens: int, generator: torch.Generator) -> list[SequenceT]:
-    """Return sequences by chance, with at least so many answer tokens."""
-    chosen: list[SequenceT] = []
+def train_on(
+    drafter: Trainable,
+    optimizer: torch.optim.Optimizer,
+    sequences: Items[Sequence],
+    num_tokens: int,
+    seed: int,
+    kind: str,
+) -> float:
+    """Take a step on sequences by chance, with at least so many answer tokens; return its loss.
+
+    Args:
+        kind: Of the loss, as in `losses.loss_of`.
+    """
+    generator, device = torch.Generator().manual_seed(seed), drafter.head.device
+    chosen: list[Sequence] = []
     while sum(one.num_answer for one in chosen) < num_tokens:
         chosen.append(sequences[int(torch.randint(len(sequences), (), generator=generator))])
-    return chosen
+    batch = drafter.batch(chosen, drafter.num_depths, generator).to(device)
+    with mixed_precision(device):
+        loss = drafter.loss(batch, kind)
+    take_step(drafter, optimizer, loss)
+    return loss.item()
 
 
 def fingerprints_of(target: str) -> dict[str, str]:
@@ -130,12 +151,12 @@ def fingerprints_of(target: str) -> dict[str, str]:
     return found
 
 
-def mixed_precision(device: str) -> torch.autocast:
+def mixed_precision(device: torch.device) -> torch.autocast:
     """Return a context that computes products in bfloat16 where that is faster than in float32."""
     # A CPU without these instructions converts; steps take 0.4 of the time with them.
     capabilities: Any = getattr(torch.cpu, "get_capabilities", dict)()
-    is_faster = device != "cpu" or capabilities.get("avx512_bf16") or capabilities.get("amx_bf16")
-    return torch.autocast(torch.device(device).type, torch.bfloat16, enabled=bool(is_faster))
+    is_faster = device.type != "cpu" or capabilities.get("avx512_bf16") or capabilities.get("amx_bf16")
+    return torch.autocast(device.type, torch.bfloat16, enabled=bool(is_faster))
 
 
 def write_drafter(

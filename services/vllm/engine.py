@@ -68,7 +68,6 @@ class EngineOptions:
         head: Drafts in the target: see `services.vllm.heads.drafter_config`; empty: nothing does.
         adapters: Directories or hub names of LoRA adapters, by the name that sessions give.
         is_batch_invariant: Whether vLLM computes a row with the same bits in every batch; on GPUs.
-        learns: Whether the head is one of `gammaray train` whose weights are replaced while it serves.
         is_draft: Whether the model drafts: its requests run freely, and their prompts are short ones after
             what the prefix cache has.
     """
@@ -86,7 +85,6 @@ class EngineOptions:
     head: str = ""
     adapters: Mapping[str, str] = field(default_factory=dict)
     is_batch_invariant: bool = False
-    learns: bool = False
     is_draft: bool = False
 
 
@@ -401,7 +399,7 @@ def _configuration(options: EngineOptions) -> Any:
             arguments["block_size"] = CPU_DRAFT_BLOCK
     else:
         arguments["scheduler_cls"] = "services.vllm.held_scheduler.HeldScheduler"
-        arguments["worker_cls"] = f"services.vllm.worker.{'Learning' if options.learns else 'Sampling'}Worker"
+        arguments["worker_cls"] = "services.vllm.worker.SamplingWorker"
         arguments["speculative_config"] = {
             "method": "custom_class",
             "model": "services.vllm.held_scheduler.NoProposer",

@@ -20,7 +20,6 @@ from torch import Tensor
 from gammaray.errors import InvalidArgumentError
 from services.engine.core.tensor_files import checkpoint_folder, read_tensor, tensor_names
 from services.heads.formats import kind_of_config
-from services.vllm.messages import States
 from services.vllm.sampler import BlockSampler
 
 MAX_DRAFTS = 8
@@ -98,6 +97,7 @@ class CoupledDrafts:
 
     def _draft(self, *args: Any, **kwargs: Any) -> Any:
         self._depth = 0
+        self._sampler.note_states(kwargs)
         if hasattr(self._drafter, "_greedy_sample"):
             return self._propose(*args, **kwargs)
         return self._draft_medusa(kwargs["target_hidden_states"])
@@ -115,19 +115,6 @@ class CoupledDrafts:
         tokens = self._sampler.draft(logits, self._depth, per_request)
         self._depth += per_request
         return tokens
-
-
-class LearningDrafts(CoupledDrafts):
-    """The same of a head that learns; hands out the states that it reads of requests that are learnt from."""
-
-    def __init__(self, drafter: Any, sampler: BlockSampler) -> None:
-        super().__init__(drafter, sampler)
-        self.states: States = {}
-
-    def _draft(self, *args: Any, **kwargs: Any) -> Any:
-        starts = kwargs["common_attn_metadata"].query_start_loc_cpu.tolist()
-        self.states = self._sampler.committed_states(kwargs["target_hidden_states"], starts)
-        return super()._draft(*args, **kwargs)
 
 
 def replace_weights(model: Any, directory: str, config: Any) -> None:

@@ -31,7 +31,7 @@ class HeldScheduler(Scheduler):  # type: ignore[misc]  # vLLM's classes are not 
             them, or None without any; None: no request has a grammar.
         num_scheduled: Tokens that the last step fed, by request.
         ended: Sessions that have ended since the last step.
-        states: Of the last step, see `services.vllm.heads.LearningDrafts`.
+        states: Of the last step, see `services.vllm.sampler.StepSampler`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -48,7 +48,6 @@ def load_target(path: str, settings: TargetSettings, limits: Limits) -> tuple[Vl
             is_batch_invariant=settings.deterministic,
             adapters=parse_adapters(settings.lora),
             head=head,
-            learns=bool(settings.learn),
         )
     )
     learner = None

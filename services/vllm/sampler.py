@@ -6,7 +6,7 @@ parameters and without edits of their logits share one call.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -88,10 +88,15 @@ class RequestState:
 
 
 class StepSampler:
-    """What both samplers keep between steps; the batch of vLLM's runner says which rows are whose."""
+    """What both samplers keep between steps; the batch of vLLM's runner says which rows are whose.
+
+    Attributes:
+        states: What a head that learns read in the step of the requests that are learnt from.
+    """
 
     def __init__(self, runner: Any, vocab_size: int) -> None:
         self._runner, self._vocab_size = runner, vocab_size
+        self.states: States = {}
         self._states: dict[str, RequestState] = {}
         self._noise = NoiseSource(vocab_size, runner.device)
         self._posted: dict[str, Any] = {}
@@ -110,7 +115,7 @@ class StepSampler:
 
     def begin(self, posted: dict[str, Any], ended: Iterable[str] = ()) -> None:
         """Take the blocks of the step that begins; forget sessions that ended, and requests as vLLM does."""
-        self._posted, self._verdicts = posted, {}
+        self._posted, self._verdicts, self.states = posted, {}, {}
         for request_id in self._states.keys() - self._runner.requests.keys():
             del self._states[request_id]
         for session_id in ended:
@@ -194,23 +199,25 @@ class BlockSampler(StepSampler):
             self._emitted[row] = request_ids[row], block.base_position + len(tokens)
         return emitted
 
-    def committed_states(self, states: Tensor, starts: Sequence[int]) -> States:
-        """Return the states of committed tokens of the requests that are learnt from.
+    def note_states(self, drafting: Mapping[str, Any]) -> None:
+        """Keep the states of committed tokens of the requests that are learnt from.
 
         Args:
-            states: [rows, taps * hidden_size], of the step that was sampled.
-            starts: First row of each request, and the end of the last one.
+            drafting: What vLLM gives its drafter of the step that was sampled: among others the states
+                [rows, taps * hidden_size], and the first row of each request.
         """
-        batch, found = self._runner.input_batch, States()
-        states = states.view(len(states), -1, self._runner.model_config.get_hidden_size())
+        batch = self._runner.input_batch
         for at, emitted in enumerate(self._emitted):
             request_id, start = batch.req_ids[at], int(batch.num_computed_tokens_cpu[at])
-            count = starts[at + 1] - starts[at]
+            if not self._runner.requests[request_id].sampling_params.extra_args[IS_KEPT]:
+                continue
+            first, end = drafting["common_attn_metadata"].query_start_loc_cpu[at : at + 2].tolist()
             if emitted is not None:
-                count = min(count, emitted[1] - 1 - start)  # rejected tokens follow
-            if count > 0 and self._runner.requests[request_id].sampling_params.extra_args[IS_KEPT]:
-                found[request_id] = start, states[starts[at] :][:count].to("cpu", torch.bfloat16)
-        return found
+                end = min(end, first + emitted[1] - 1 - start)  # rejected tokens follow
+            if end > first:
+                states = drafting["target_hidden_states"][first:end].to("cpu", torch.bfloat16)
+                shaped = states.view(end - first, -1, self._runner.model_config.get_hidden_size())
+                self.states[request_id] = start, shaped
 
     def draft(self, logits: Tensor, depth: int, per_request: int) -> Tensor:
         """Return the tokens that a drafter proposes for the requests of the step that was sampled.

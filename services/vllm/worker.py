@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.platforms import current_platform
 
 from services.vllm.draft_sampler import DraftSampler
-from services.vllm.heads import CoupledDrafts, LearningDrafts, replace_weights
+from services.vllm.heads import CoupledDrafts, replace_weights
 from services.vllm.held_scheduler import NoProposer
 from services.vllm.messages import Masks
 from services.vllm.sampler import BlockSampler, gather_logprobs
@@ -61,29 +61,12 @@ class SamplingWorker(PlatformWorker):  # type: ignore[misc]  # vLLM's classes ar
         """Sample after the forward; `grammar_output` are the masks of the scheduler."""
         self.sampler.take_masks(grammar_output)
         output = super().sample_tokens(None)
-        output.verdicts = self.sampler.take_verdicts()
+        output.verdicts, output.states = self.sampler.take_verdicts(), self.sampler.states
         return output
-
-
-class LearningWorker(SamplingWorker):
-    """Verifies with a head that learns."""
-
-    def _make_sampler(self, runner: Any, vocab_size: int) -> BlockSampler:
-        sampler = BlockSampler(runner, vocab_size)
-        self.drafts = LearningDrafts(runner.drafter, sampler)
-        self.drafts.install()
-        return sampler
 
     def load_head(self, directory: str) -> None:
-        """Let another version of the head draft, between two steps."""
+        """Let another version of a head that learns draft, between two steps."""
         replace_weights(self.model_runner.get_draft_model(), directory, self.vllm_config)
-
-    def sample_tokens(self, grammar_output: Masks | None) -> Any:
-        """Hand out the states of the step, too."""
-        self.drafts.states = {}
-        output = super().sample_tokens(grammar_output)
-        output.states = self.drafts.states
-        return output
 
 
 class DraftingWorker(SamplingWorker):

@@ -89,7 +89,7 @@ def new_head(folder: Path, target: Path, num_outputs: int = 97) -> Path:
     """Write a head before its first step of training, which knows so many tokens."""
     module = load_model(str(target), device="cpu", dtype="float32").module
     torch.manual_seed(5)
-    head = TrainableHead(module, TAPS, torch.arange(num_outputs), 5, lambda sequences: [])
+    head = TrainableHead(module, TAPS, torch.arange(num_outputs), lambda sequences: [])
     head.save(folder, _described(target), "bigram", {})
     return folder
 

@@ -76,9 +76,9 @@ class Turns:
             )
         self._tokenizer = tokenizer
 
-    def prompt(self, messages: list[dict[str, str]]) -> list[int]:
-        """Return the token ids before the answer to the messages."""
-        return self.encode(self._render(messages))
+    def prompt(self, text: str) -> list[int]:
+        """Return the token ids before the answer to a user's text."""
+        return self.encode(self._render([{"role": "user", "content": text}]))
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text that the template made."""
@@ -129,19 +129,8 @@ def own_jobs(turns: Turns, passages: Passages, temperatures: tuple[float, ...], 
         number += 1
 
 
-def chat_jobs(
-    turns: Turns, prompts: list[list[dict[str, str]]], temperatures: tuple[float, ...]
-) -> Iterator[Job]:
-    """Yield each conversation once per temperature."""
-    yield from _cross([turns.prompt(messages) for messages in prompts], temperatures)
-
-
-def file_jobs(tokenizer: Any, prompts: list[str], temperatures: tuple[float, ...]) -> Iterator[Job]:
-    """Yield each text, which the target continues, once per temperature."""
-    yield from _cross([tokenizer(text)["input_ids"] for text in prompts], temperatures)
-
-
-def _cross(prompts: list[list[int]], temperatures: tuple[float, ...]) -> Iterator[Job]:
+def file_jobs(prompts: list[list[int]], temperatures: tuple[float, ...]) -> Iterator[Job]:
+    """Yield each prompt once per temperature."""
     for round_ in range(len(temperatures)):
         for place, prompt in enumerate(prompts):
             # All temperatures occur from the beginning, in case not all jobs are done.

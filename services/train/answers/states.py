@@ -12,32 +12,28 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from services.train.answers.store import Sequence, check_meta, disk
+from services.train.answers.store import Sequence, disk
 
 
 class StateStore:
     """The states that enter some layers of a target, in a folder beside the answers.
 
-    It holds `states.json`, and JOB.npy for each answer: bfloat16 [tokens, taps, hidden_size], as int16.
+    It has a folder for these layers, with JOB.npy for each answer: bfloat16 [tokens, taps, hidden_size], as
+    int16.
 
     Args:
-        identity: What the states depend on, such as the target's fingerprint; a folder of another one is
-            refused.
         target: The model that computes them, with its layers in `layers` and its last norm in `norm`.
         taps: j for the state that enters layer j, the number of layers for the one that enters the last norm.
     """
 
-    def __init__(
-        self, folder: Path, identity: dict[str, str], target: PreTrainedModel, taps: Items[int]
-    ) -> None:
+    def __init__(self, folder: Path, target: PreTrainedModel, taps: Items[int]) -> None:
         model: Any = target
         decoder = model.get_decoder()
-        self._decoder, self._folder = decoder, folder
+        self._decoder, self._folder = decoder, folder / "-".join(map(str, taps))
         modules: list[nn.Module] = [*decoder.layers, decoder.norm]
         self._tapped = [(tap, modules[tap]) for tap in taps]
         with disk(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            check_meta(folder / "states.json", {"taps": list(taps), **identity})
+            self._folder.mkdir(parents=True, exist_ok=True)
 
     def of(self, sequences: Items[Sequence]) -> list[Tensor]:
         """Return the states of sequences, bfloat16 [tokens, taps, hidden_size]."""

@@ -1,7 +1,7 @@
 """Answers of the target with its most likely tokens, on disk: one file per answer.
 
-A folder holds `meta.json`, and files JOB-TOKENS-PROMPT-TEMPERATURE.npz: the number of the job, of all tokens
-and of the prompt's tokens, and the temperature times 1000. A file is written under another name and renamed,
+A folder holds files JOB-TOKENS-PROMPT-TEMPERATURE.npz: the number of the job, of all tokens and of the
+prompt's tokens, and the temperature times 1000. A file is written under another name and renamed,
 so that a process that is killed while writing loses the answer that it was writing and nothing else.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,10 @@ from numpy.typing import NDArray
 
 from gammaray.errors import FailedPreconditionError, ResourceExhaustedError
 
-_FORMAT = 2
 _Array = NDArray[Any]
+
+TOP_K = 32
+"""The target's most likely ids that a drafter learns from, at most."""
 
 
 @dataclass(frozen=True)
@@ -48,21 +51,12 @@ class Sequence:
 
 
 class AnswerStore:
-    """The sequences in a folder, and the numbers of their jobs.
+    """The sequences in a folder, and the numbers of their jobs."""
 
-    Args:
-        identity: What the sequences depend on, such as the target's fingerprint; a folder of another one is
-            refused.
-        top_k: Ids stored per answer token.
-        vocab_size: Ids lie below it.
-    """
-
-    def __init__(self, folder: Path, identity: dict[str, str], top_k: int, vocab_size: int) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._id_type = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.int32)
         with disk(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            check_meta(folder / "meta.json", {"format": _FORMAT, "top_k": top_k, **identity})
         names = [_parsed(path) for path in folder.glob("[0-9]*.npz")]
         self.jobs = {number for number, _, _, _ in names}
         self.num_answer_tokens = sum(length - num_prompt for _, length, num_prompt, _ in names)
@@ -77,7 +71,7 @@ class AnswerStore:
                 np.savez(
                     file,
                     token_ids=sequence.token_ids.astype(np.int32),
-                    top_ids=sequence.top_ids.astype(self._id_type),
+                    top_ids=sequence.top_ids.astype(np.int32),
                     top_logs=sequence.top_logs.astype(np.float16),
                 )
             temporary.replace(self.folder / name)
@@ -105,24 +99,19 @@ def write_json(path: Path, value: object) -> None:
     temporary.replace(path)
 
 
-class disk:
-    """Turns an OSError, such as a full disk, into an error that names the folder and says what is kept."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, OSError):
-            raise ResourceExhaustedError(
-                f"cannot write to {self._folder}: {error.strerror or error}; what was stored is kept, and "
-                "the same command continues from there"
-            ) from error
+@contextmanager
+def disk(folder: Path) -> Iterator[None]:
+    """Turn an OSError, such as a full disk, into an error that names the folder and says what is kept."""
+    try:
+        yield
+    except OSError as error:
+        raise ResourceExhaustedError(
+            f"cannot write to {folder}: {error.strerror or error}; what was stored is kept, and the same "
+            "command continues from there"
+        ) from error
 
 
-def check_meta(path: Path, meta: dict[str, Any]) -> None:
+def check_meta(path: Path, meta: dict[str, str]) -> None:
     """Write what the files of a folder depend on, or check that it is what was written."""
     if not path.exists():
         write_json(path, meta)

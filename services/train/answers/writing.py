@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from gammaray.errors import FailedPreconditionError
+from gammaray.qualify.training import TrainTask
 from services.engine.core.batch import SequenceInput
 from services.engine.engine import Engine
 from services.train.answers.prompts import Job, Passages
-from services.train.answers.store import AnswerStore, Sequence
+from services.train.answers.store import TOP_K, AnswerStore, Sequence
 
 _MAX_TURN_TOKENS = 96
 _MIN_TURN_TOKENS = 3
@@ -54,8 +55,6 @@ class Writer:
 
     Args:
         eos_token_ids: Tokens that end an answer or a user's turn.
-        batch: Answers in progress at once.
-        top_k: Ids stored per answer token.
         passages: Where the texts of finished answers go.
     """
 
@@ -64,28 +63,24 @@ class Writer:
         engine: Engine,
         store: AnswerStore,
         jobs: Iterator[Job],
-        *,
+        task: TrainTask,
         eos_token_ids: tuple[int, ...],
-        max_tokens: int,
-        batch: int,
-        top_k: int,
-        seed: int,
-        decode: Callable[[list[int]], str],
+        tokenizer: Any,
         passages: Passages,
     ) -> None:
-        self._engine, self._store, self._jobs = engine, store, jobs
-        self._eos, self._max_tokens, self._batch, self._top_k = eos_token_ids, max_tokens, batch, top_k
-        self._random = torch.Generator().manual_seed(seed + len(store.jobs))
-        self._decode, self._passages = decode, passages
+        self._engine, self._store, self._jobs, self._task = engine, store, jobs, task
+        self._eos, self._tokenizer, self._passages = eos_token_ids, tokenizer, passages
+        self._random = torch.Generator().manual_seed(task.seed + len(store.jobs))
         self._running: list[_Running] = []
         self._waiting: Job | None = None
 
-    def write(self, num_tokens: int, until: float, stopped: Callable[[], bool]) -> Iterator[int]:
-        """Generate until the store has `num_tokens` answer tokens, `until` is reached, or no job is left.
+    def write(self, until: float, stopped: Callable[[], bool]) -> Iterator[int]:
+        """Generate until the store has the task's answer tokens, `until` is reached, or no job is left.
 
         Yields the number of stored answer tokens after every step; `until` is a time of `time.monotonic`.
         """
         try:
+            num_tokens = self._task.tokens
             while self._store.num_answer_tokens < num_tokens and time.monotonic() < until and not stopped():
                 self._admit()
                 if not self._running:
@@ -99,18 +94,18 @@ class Writer:
 
     def _admit(self) -> None:
         added, done = 0, self._store.jobs
-        while len(self._running) < self._batch and added < _PREFILL_TOKENS:
+        while len(self._running) < self._task.batch and added < _PREFILL_TOKENS:
             job = self._waiting or next((job for job in self._jobs if job.number not in done), None)
             self._waiting = None
             if job is None:
                 return
-            longest = len(job.prompt) + self._max_tokens
+            longest = len(job.prompt) + self._task.max_tokens
             if job.turn_end is not None:
                 longest += _MAX_TURN_TOKENS + len(job.turn_end)
             if longest > self._engine.max_context:
                 raise FailedPreconditionError(
-                    f"prompt {job.number} has {len(job.prompt)} tokens; with an answer of {self._max_tokens} "
-                    f"it exceeds the target's context of {self._engine.max_context}"
+                    f"prompt {job.number} has {len(job.prompt)} tokens; with an answer of "
+                    f"{self._task.max_tokens} it exceeds the target's context of {self._engine.max_context}"
                 )
             if not self._engine.has_room(str(job.number), longest) and self._running:
                 self._waiting = job
@@ -124,7 +119,7 @@ class Writer:
             self._engine.step([SequenceInput(r.name, r.fed, r.token_ids[r.fed :], 1) for r in self._running])
         )
         total = rows.logsumexp(-1)
-        top = rows.topk(self._top_k, -1)
+        top = rows.topk(min(TOP_K, rows.shape[-1]), -1)
         drawn = top.indices[:, 0].clone()
         heat = torch.tensor([1.0 if r.in_turn else r.job.temperature for r in self._running])
         hot = heat.nonzero()[:, 0]
@@ -166,11 +161,11 @@ class Writer:
         one.top_ids.append(ids)
         one.top_logs.append(logs)
         length = len(one.top_ids)
-        if token not in self._eos and length < self._max_tokens:
+        if token not in self._eos and length < self._task.max_tokens:
             return False
         if length >= _MIN_ANSWER_TOKENS:
             self._store.append(_sequence(one))
-            self._passages.add(self._decode(one.token_ids[one.num_prompt : -1]))
+            self._passages.add(self._tokenizer.decode(one.token_ids[one.num_prompt : -1]))
         return True
 
 

@@ -32,9 +32,8 @@ _log = logging.getLogger(__name__)
 @click.option("--folder", type=click.Path(path_type=Path), required=True)
 @click.option("--target", required=True)
 @click.option("--drafter", required=True)
-@click.option("--threads", type=int, required=True)
 @click.option("--parent", type=int, required=True, help="Process id of the worker.")
-def _learn(folder: Path, target: str, drafter: str, threads: int, parent: int) -> None:
+def _learn(folder: Path, target: str, drafter: str, parent: int) -> None:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s learning: %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # as SIGTERM: it may end at any moment, also in a long step
     if sys.platform == "linux":
@@ -43,7 +42,7 @@ def _learn(folder: Path, target: str, drafter: str, threads: int, parent: int) -
     os.nice(19)
     if os.getppid() != parent:
         return
-    train_until(lambda: os.getppid() != parent, time.sleep, folder, target, drafter, threads)
+    train_until(lambda: os.getppid() != parent, time.sleep, folder, target, drafter)
 
 
 def train_until(
@@ -52,7 +51,6 @@ def train_until(
     folder: Path,
     target: str,
     drafter: str,
-    threads: int = 1,
 ) -> None:
     """Train the drafters of a folder, unless another process does."""
     # Imported late: at idle priority it may take minutes, in which the worker may end.
@@ -61,7 +59,7 @@ def train_until(
     from gammaray.learning.folder import LearningFolder
     from services.train.live.trainer import Trainer
 
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "trainer.lock").open("w") as lock:
         try:

@@ -31,17 +31,17 @@ from torch import Tensor
 from gammaray.learning.folder import DrafterStore, LearningFolder, RecordName, Version
 from services.engine.core.model import load_config, load_model
 from services.heads.loading import load_head, names_head
-from services.train.answers.store import Sequence
+from services.train.answers.store import TOP_K, Sequence
 from services.train.draft_model import TrainableDraft
 from services.train.evaluate import evaluate
 from services.train.head import TrainableHead
 from services.train.trainable import (
+    DEPTH,
     Trainable,
-    drawn,
     fingerprints_of,
     mixed_precision,
     optimizer_of,
-    take_step,
+    train_on,
 )
 
 MIN_TOKENS = 2000
@@ -58,8 +58,6 @@ RATE = 3e-4
 
 MIN_GAIN = 1.01
 """Least ratio of expected tokens per proposal, which publishes a version."""
-
-DEPTH, UNROLLED, TOP_K = 5, 3, 32
 
 _log = logging.getLogger(__name__)
 
@@ -87,7 +85,7 @@ class Trainer:
         self, folder: LearningFolder, target: str, drafter: str, stopped: Callable[[], bool]
     ) -> None:
         self._folder, self._target, self._base, self._stopped = folder, target, drafter, stopped
-        self._is_head, self._mixed = names_head(drafter), mixed_precision("cpu")
+        self._is_head = names_head(drafter)
         self._num_layers = 1 if self._is_head else int(load_config(drafter).num_hidden_layers)
         # Of the layers only the shape is used, which the drafter has.
         num_layers = self._num_layers
@@ -132,13 +130,17 @@ class Trainer:
         )
         if len(held) < MIN_HELD or not taught:
             return None
-        before = self._expected(self._drafter(store, stable), held)
+        before = _expected(self._drafter(store, stable), held)
         began = time.perf_counter()
         for _ in range(STEPS):
             if self._stopped():
                 return None
-            self._step(training, taught)
-        after = self._expected(training.drafter, held)
+            training.num_steps += 1
+            seed = training.parent * 1_000_003 + training.num_steps
+            # Of a token alone, the share that is rejected would favour the likeliest one.
+            kind = "coupled" if self._is_head else "kl"
+            train_on(training.drafter, training.optimizer, taught, STEP_TOKENS, seed, kind)
+        after = _expected(training.drafter, held)
         training.tenants |= {RecordName.parse(path).tenant for path in files}
         took = time.perf_counter() - began
         _log.info(
@@ -162,24 +164,13 @@ class Trainer:
         if self._is_head:
             head = load_head(directory, self._target)[0].config
             ids = torch.arange(head.num_outputs)
-            drafter = TrainableHead(self._module, head.taps, ids, DEPTH, _states)
-            drafter.num_depths = UNROLLED
+            drafter = TrainableHead(self._module, head.taps, ids, _states)
         else:
             config: Any = load_config(directory)
             ids = torch.arange(getattr(config, "draft_vocab_size", config.vocab_size))
             drafter = TrainableDraft(self._module, range(self._num_layers), ids)
         drafter.start_from(directory, self._target)
         return drafter
-
-    def _step(self, training: _Training, taught: Items[Record]) -> None:
-        training.num_steps += 1
-        generator = torch.Generator().manual_seed(training.parent * 1_000_003 + training.num_steps)
-        chosen, drafter = drawn(taught, STEP_TOKENS, generator), training.drafter
-        # Of a token alone, the share that is rejected would favour the likeliest one.
-        kind = "coupled" if self._is_head else "kl"
-        with self._mixed:
-            loss = drafter.loss(drafter.batch(chosen, drafter.num_depths, generator), kind)
-        take_step(drafter, training.optimizer, loss)
 
     def _publish(
         self, store: DrafterStore, training: _Training, before: float, after: float, tokens: int
@@ -225,20 +216,10 @@ class Trainer:
                 continue
             self._records[path] = Record(tokens, num_prompt, temperature, ids, logs, path=path)
 
-    def _expected(self, drafter: Trainable, held: Items[Record]) -> float:
-        """Return the tokens per proposal that coupled verification is expected to accept, at temperature 1.
-
-        Of a draft model it is a lower bound: a token counts with the probability that the drafter gives it.
-        """
-        with self._mixed:
-            rates = evaluate(drafter, held, DEPTH)["coupled"]
-        # After accepted tokens a draft model has read the true text: all depths have the rate of the first.
-        return math.fsum(accumulate(rates * (DEPTH // len(rates)), mul))
-
     @torch.no_grad()
     def _likeliest(self, last: Tensor) -> tuple[Any, Any]:
         """Return the target's most likely tokens after its last states, and their log-probabilities."""
-        with self._mixed:
+        with mixed_precision(last.device):
             logits = self._module.get_output_embeddings()(self._module.get_decoder().norm(last))
         top = logits.float().log_softmax(-1).topk(min(TOP_K, logits.shape[-1]))
         return top.indices.numpy(), top.values.numpy()
@@ -253,6 +234,16 @@ class Record(Sequence):
     """
 
     path: Path = field(kw_only=True)
+
+
+def _expected(drafter: Trainable, held: Items[Record]) -> float:
+    """Return the tokens per proposal that coupled verification is expected to accept, at temperature 1.
+
+    Of a draft model it is a lower bound: a token counts with the probability that the drafter gives it.
+    """
+    rates = evaluate(drafter, held)["coupled"]
+    # After accepted tokens a draft model has read the true text: all depths have the rate of the first.
+    return math.fsum(accumulate(rates * (DEPTH // len(rates)), mul))
 
 
 def _states(sequences: Items[Sequence]) -> list[Tensor]:

@@ -92,7 +92,7 @@ def test_batches_are_those_of_stored_answers(target, tmp_path, temperature):
     sequence = Sequence(
         token_ids[0].int().numpy(), first, 0.0, top.indices.numpy(), top.values.half().numpy()
     )
-    states = StateStore(tmp_path, {}, target, TAPS).of([sequence])
+    states = StateStore(tmp_path, target, TAPS).of([sequence])
     expected = build_batch([sequence], 3, states)
     found = Teacher(target, TAPS).batch(one, torch.arange(2048), 3, torch.zeros(1, dtype=torch.long))
     for name in ("token_ids", "starts", "place", "labels", "top_ids"):
@@ -119,7 +119,7 @@ def test_training_raises_what_is_measured(target):
     _, talks = written(target)
     teacher = Teacher(target, TAPS)
     torch.manual_seed(0)
-    head = TrainableHead(target, TAPS, torch.arange(2048), 3, lambda _: [])
+    head = TrainableHead(target, TAPS, torch.arange(2048), lambda _: [])
     before = measure(head, teacher, talks)
     steps = train(head, teacher, talks, seconds=600, rows=2, peak=3e-3, kl_until=0.5)
     losses = [loss.item() for _, loss in islice(steps, 30)]

@@ -217,7 +217,7 @@ def test_streams_deleted_during_a_round_are_not_trained_on(tmp_path, target, mon
         monkeypatch.undo()
         take_step(*given)
 
-    monkeypatch.setattr("services.train.live.trainer.take_step", step)
+    monkeypatch.setattr("services.train.trainable.take_step", step)
     assert trainer.run_round() is None, "it would read their states"
     monkeypatch.setattr("services.train.live.trainer.MIN_TOKENS", 1000)
     monkeypatch.setattr("services.train.live.trainer.MIN_GAIN", 0.0)

@@ -57,8 +57,9 @@ def copy_of(tokens, num_prompt, name="session"):
 
 
 @pytest.fixture
-def recorder():
-    recorder = Recorder(max_bytes=20_000)
+def recorder(monkeypatch):
+    monkeypatch.setattr("services.learning.records.MAX_BYTES", 20_000)
+    recorder = Recorder()
     yield recorder
     recorder.close()
 

@@ -87,7 +87,7 @@ def train(*_):
 trainer.Trainer = train
 runpy.run_module("services.train.live", run_name="__main__")
 """
-    given = f"--folder {tmp_path} --target - --drafter - --threads 1 --parent {os.getpid()}"
+    given = f"--folder {tmp_path} --target - --drafter - --parent {os.getpid()}"
     command = [sys.executable, "-c", code, *given.split()]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "in a step\n"

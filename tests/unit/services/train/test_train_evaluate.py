@@ -51,13 +51,14 @@ def sequence(temperature=0.0):
     ("right", "expected"), [((), 4 / 4), ((8, 9), 4 / 3), ((6, 7, 8), 4 / 1), ((6, 8), 4 / 2)]
 )
 def test_tokens_per_cycle(right, expected):
-    found = evaluate(Scripted(*right), [sequence()], 5)
+    found = evaluate(Scripted(*right), [sequence()])
     assert found["tokens_per_cycle"] == round(expected, 3)
     assert found["positions"] == 4
 
 
 def test_acceptance_by_depth_counts_what_was_tested():
     # Anchors 6 to 9, depth 1: three of four. Depth 2 after 6, 7, 8: two of three. Depth 3 after 6, 7: one.
-    found = evaluate(Scripted(6, 7, 8), [sequence()], 3)
-    assert found["greedy"] == [0.75, 0.667, 0.5]
+    # Depth 4 after 6: the text ends there.
+    found = evaluate(Scripted(6, 7, 8), [sequence()])
+    assert found["greedy"] == [0.75, 0.667, 0.5, 0.0, 0.0]
     assert found["overlap"] == found["coupled"] == [0.6]

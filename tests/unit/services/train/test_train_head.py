@@ -53,13 +53,11 @@ def test_head_serves_what_was_trained(trained, tmp_path):
     """Its logits in the engine, on the target's tapped states, are those of the unrolled training."""
     folder, _, _ = trained
     head, target_ids = load_head(str(folder / "drafter"), str(TARGET_DIR))
-    identity = json.loads((folder / "work" / "answers" / "meta.json").read_text())
-    identity = {key: identity[key] for key in ("target", "tokenizer")}
-    store = AnswerStore(folder / "work" / "answers", identity, 32, 2048)
+    store = AnswerStore(folder / "work" / "answers")
     sequence = next(one for one in store.sequences() if len(one.token_ids) - one.num_prompt > 12)
     target = load_model(str(TARGET_DIR), device="cpu", dtype="float32").module
-    states = StateStore(tmp_path, identity, target, TAPS)  # training computes them in bfloat16
-    drafter = TrainableHead(target, TAPS, target_ids, 3, states.of)
+    states = StateStore(tmp_path, target, TAPS)  # training computes them in bfloat16
+    drafter = TrainableHead(target, TAPS, target_ids, states.of)
     drafter.module.load_state_dict(
         {key: value for key, value in head.state_dict().items() if "embed_tokens" not in key}
     )

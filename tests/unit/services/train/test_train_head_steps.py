@@ -37,11 +37,11 @@ def folder(tmp_path_factory):
     return tiny_model("llama", tmp_path_factory.mktemp("target"))
 
 
-def make_drafter(folder, depth=3, taps=(1, 2), target_ids=range(0, 64, 2)):
+def make_drafter(folder, taps=(1, 2)):
     target = load_model(str(folder), device="cpu", dtype="float32").module
     torch.manual_seed(0)
     states = States(len(taps), target.config.hidden_size)
-    drafter = TrainableHead(target, taps, torch.tensor(target_ids), depth, states.of)
+    drafter = TrainableHead(target, taps, torch.arange(0, 64, 2), states.of)
     for name in ("o_proj", "down_proj"):  # nearly silent at first
         part = drafter.module.layers[0]
         (part.self_attn if name == "o_proj" else part.mlp).get_submodule(name).weight.data.mul_(10)

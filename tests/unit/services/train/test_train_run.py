@@ -24,9 +24,9 @@ def trained(tmp_path_factory):
     task = make_task(folder, kind="plain")
     first, done = run_until(task, "steps 15 ")
     assert not done
-    tokens = AnswerStore(folder / "work" / "answers", {}, 32, 8192).num_answer_tokens
+    tokens = AnswerStore(folder / "work" / "answers").num_answer_tokens
     second, _ = run_until(task, "steps 45 ")
-    assert AnswerStore(folder / "work" / "answers", {}, 32, 8192).num_answer_tokens == tokens
+    assert AnswerStore(folder / "work" / "answers").num_answer_tokens == tokens
     return folder, first, second
 
 
@@ -78,10 +78,10 @@ def sequence(count=6, prompt=2, number=0):
 
 
 def test_killed_write_loses_only_its_own_sequence(tmp_path):
-    store = AnswerStore(tmp_path, {"target": "x"}, 1, 100)
+    store = AnswerStore(tmp_path)
     store.append(sequence())
     (tmp_path / ".1-9-2-0.npz.new").write_bytes(b"half")
-    again = AnswerStore(tmp_path, {"target": "x"}, 1, 100)
+    again = AnswerStore(tmp_path)
     assert (again.jobs, again.num_answer_tokens) == ({0}, 4)
     again.append(sequence(9, number=1))
     assert [len(found.token_ids) for found in again.sequences()] == [6, 9]
