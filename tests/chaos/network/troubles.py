@@ -1,77 +1,30 @@
-"""What the network, Redis, disks, clocks and memory do to a cluster in a `--network` run."""
+"""What the network, Redis, disks and memory do to a cluster in a `--network` run."""
 
 from __future__ import annotations
 
 import contextlib
 import resource
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from functools import partial
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
+import redis
 
-from tests.chaos.network.links import FAULTS, Fault, Link, Network
-from tests.chaos.network.network_redis import (
-    CLIENTS,
-    REPLICAS,
-    SENTINEL,
-    NetworkRedis,
-    full,
-)
-from tests.chaos.victims import find
+from tests.chaos.network.links import FAULTS, Fault, Link
+from tests.chaos.stage import Stage, Trouble
+from tests.chaos.strikes import REPLICATED, Blow, strike
 
 PARTITION = Fault("partition", stalls=True)
-STALE_S = 4.0
-"""How long the old primary still takes writes after its replica was promoted."""
-
 KILL_S = 20.0
 """Until Ray Serve has replaced a process, mostly."""
 
-REPLICATED = ("orchestrator", "target", "draft")
 MEMORY_LEFT = 8 * 2**20
 
 
-@dataclass(frozen=True)
-class Stage:
-    """What troubles befall.
-
-    Attributes:
-        network: The links.
-        redis: Behind its links; None: it is not to fail.
-        apis: Links to the gRPC and to the HTTP API.
-        launcher_pid: Of the cluster.
-        disk: Small file system of the cluster's own files; None: the machine does not let us mount one.
-    """
-
-    network: Network
-    redis: NetworkRedis | None
-    apis: dict[str, Link]
-    launcher_pid: int
-    disk: Path | None
-
-
-@dataclass(frozen=True)
-class Trouble:
-    """One of them.
-
-    Args:
-        name: In the report.
-        seconds: How long it lasts.
-        during: Context in which it lasts.
-    """
-
-    name: str
-    seconds: float
-    during: Callable[[Stage], AbstractContextManager[object]]
-
-
-def _of_links(name: str, fault: Fault, links: Callable[[Stage], list[Link]], *sources: str) -> Trouble:
+def _of_links(name: str, fault: Fault, links: Callable[[Stage], list[Link]]) -> Trouble:
     seconds = 3.0 if fault.is_cut else 5.0
-    return Trouble(
-        f"{name}: {fault.name}", seconds, lambda stage: stage.network.faulty(links(stage), fault, *sources)
-    )
+    return Trouble(f"{name}: {fault.name}", seconds, lambda stage: stage.network.faulty(links(stage), fault))
 
 
 def troubles(stage: Stage) -> list[Trouble]:
@@ -83,71 +36,49 @@ def troubles(stage: Stage) -> list[Trouble]:
             _of_links("client to HTTP", fault, lambda stage: [stage.apis["http"]]),
             _of_links("to one target", fault, lambda stage: stage.network.serving("target")[:1]),
             _of_links("to one draft", fault, lambda stage: stage.network.serving("draft")[:1]),
+            _of_links("to Redis", fault, lambda stage: [stage.redis]),
         ]
     found += [
         _of_links("to all targets", PARTITION, lambda stage: stage.network.serving("target")),
         _of_links("to all drafts", PARTITION, lambda stage: stage.network.serving("draft")),
+        Trouble("Redis: maxmemory, noeviction", 4.0, _redis_is_full),
         Trouble("target: out of memory", 4.0, lambda stage: _little_memory(stage, "target")),
         Trouble("draft: out of memory", 4.0, lambda stage: _little_memory(stage, "draft")),
     ]
-    found += [
-        Trouble(f"{role}: one of two killed", KILL_S, partial(_killed, role=role)) for role in REPLICATED
-    ]
+    found += [strike(Blow(role), seconds=KILL_S, name=f"{role}: one of two killed") for role in REPLICATED]
     if (disk := stage.disk) is not None:
         found.append(Trouble("cluster's files: disk full", 6.0, lambda _: full(disk)))
-    return found if stage.redis is None else found + _of_redis(stage.redis)
-
-
-def _of_redis(redis: NetworkRedis) -> list[Trouble]:
-    found = [_of_links("to Redis", fault, lambda _: redis.all_links, CLIENTS) for fault in FAULTS]
-    found += [
-        _of_links("to Sentinel", PARTITION, lambda _: [redis.sentinel_link]),
-        Trouble("Redis: failover that loses writes", STALE_S, lambda stage: _failover(stage, redis)),
-        Trouble(
-            "Redis: failover, min-replicas-to-write 1", STALE_S, lambda stage: _guarded_failover(stage, redis)
-        ),
-        Trouble("Redis: primary killed", 8.0, lambda _: redis.killed()),
-        Trouble("Redis: maxmemory, noeviction", 4.0, lambda _: redis.out_of_memory()),
-        Trouble("Redis: clock + 2 min", 4.0, lambda _: redis.other_clock(120)),
-        Trouble("Redis: clock - 2 min", 4.0, lambda _: redis.other_clock(-120)),
-        Trouble("Redis: clock + 2 h", 4.0, lambda _: redis.other_clock(7200)),
-    ]
-    if redis.disk is not None:
-        found.append(Trouble("Redis: disk full", 4.0, lambda _: redis.out_of_disk()))
     return found
 
 
 @contextmanager
-def _failover(stage: Stage, redis: NetworkRedis) -> Iterator[None]:
-    """Part the primary and its clients from its replica and Sentinel, which promotes the replica."""
-    redis.wait_until_replicated()
-    primary = redis.primary()
-    with stage.network.faulty([redis.primary_link()], PARTITION, SENTINEL, REPLICAS):
-        redis.wait_for_failover(primary)
-        yield
-    redis.wait_until_replicated()  # the old primary follows the new one: its writes are gone
-
-
-@contextmanager
-def _guarded_failover(stage: Stage, redis: NetworkRedis) -> Iterator[None]:
-    redis.set_min_replicas(1, max_lag_s=1)
+def full(disk: Path) -> Iterator[None]:
+    """Fill a file system to the last block, and free it at the end."""
+    filler = disk / "filler"
     try:
-        with _failover(stage, redis):
-            yield
+        with contextlib.suppress(OSError), open(filler, "wb", buffering=0) as file:
+            while file.write(b"\0" * 4096):
+                pass
+        yield
     finally:
-        redis.set_min_replicas(0, max_lag_s=10)
+        filler.unlink(missing_ok=True)
 
 
 @contextmanager
-def _killed(stage: Stage, role: str) -> Iterator[None]:
-    find(role, stage.launcher_pid)[0].kill()
-    yield
+def _redis_is_full(stage: Stage) -> Iterator[None]:
+    """Limit the memory to what is used: writes are refused, nothing is evicted."""
+    with redis.Redis.from_url(stage.server.url) as client:
+        client.config_set("maxmemory", client.info("memory")["used_memory"])
+        try:
+            yield
+        finally:
+            client.config_set("maxmemory", 0)
 
 
 @contextmanager
 def _little_memory(stage: Stage, role: str) -> Iterator[None]:
     """Limit the address space of one worker to what it has, and a little more (`ulimit -v`)."""
-    victim = find(role, stage.launcher_pid)[0]
+    victim = stage.find(role)[0]
     before = victim.rlimit(resource.RLIMIT_AS)
     victim.rlimit(resource.RLIMIT_AS, (victim.memory_info().vms + MEMORY_LEFT, before[1]))
     try:
