@@ -1,8 +1,9 @@
 """Chaos on clusters of its own: `python -m tests.chaos --minutes 5 --seed 0 --drafters all`, or `make chaos`.
 
 Starts two orchestrators, two target workers, what drafts for them, and a Redis; keeps streams over gRPC and
-HTTP running, kills and stops processes in an order that the seed decides, and compares each stream with what
-plain decoding said while nothing was disturbed. What drafts is one of these, each with a cluster of its own:
+HTTP running, kills and stops processes and has Redis refuse in an order that the seed decides, and compares
+each stream with what plain decoding said while nothing was disturbed. What drafts is one of these, each with
+a cluster of its own:
 
 - model: two draft workers. Streams are drafted by the model in chains and trees, by suffix
   trees over the session and over past outputs, by predictions, and by mixtures.
@@ -13,7 +14,7 @@ plain decoding said while nothing was disturbed. What drafts is one of these, ea
 
 Exits with 1 when a stream was lost, a token was lost, repeated or changed, or a drafter was never used.
 
-With `--network` connections, Redis, disks and memory fail instead of processes, one after the other
+With `--network` connections, Redis, disks, clocks and memory fail instead of processes, one after the other
 (`tests.chaos.network`); there typed errors may end requests. With `--upgrade` a cluster of version 0.2.0 is
 upgraded and rolled back in steps. Both exit with 1 when the tokens of a client differ from plain decoding's,
 or a request does not end by its deadline.
@@ -62,7 +63,7 @@ def main() -> int:
         "--other-target", help="Target of `vocabulary`. Default: the demo target with fewer merges."
     )
     parser.add_argument("--out", type=Path, help="New file for the result.")
-    parser.add_argument("--network", action="store_true", help="Troubles of networks, Redis, disks, memory.")
+    parser.add_argument("--network", action="store_true", help="Troubles of networks, Redis, disks, clocks.")
     parser.add_argument("--troubles", default="", help="Beginnings of names of `--network`. Default: all.")
     parser.add_argument("--upgrade", action="store_true", help="Rolling upgrades from 0.2.0 to this tree.")
     given = parser.parse_args()
@@ -91,7 +92,7 @@ def main() -> int:
             complaints() as stderr,
             stage_of(
                 name,
-                has_small_disk=given.network,
+                has_network_faults=given.network,
                 engine=given.engine,
                 other_target=given.other_target,
                 stderr=stderr,

@@ -17,7 +17,7 @@ from tempfile import TemporaryFile
 from tests.chaos.clients import Clients
 from tests.chaos.load import asks, reference, streams
 from tests.chaos.spans import Measured, Span, line, longest_pause, measured, progress, result_of
-from tests.chaos.stage import Stage, Trouble
+from tests.chaos.stage import Done, Stage, Trouble
 from tests.chaos.upgrade import Versions
 
 CALM_S = (0.1, 1.0)
@@ -92,8 +92,8 @@ async def _carry_out(stage: Stage | Versions, trouble: Trouble, clients: Clients
         with trouble.during(stage) as done:
             time.sleep(trouble.seconds)
             ended = time.monotonic()
-        more, killed = (done.more, done.killed) if done is not None else ("", ())
-        return Span(trouble.name + more, began, ended, killed=killed)
+        done = done or Done()
+        return Span(trouble.name + done.more, began, ended, killed=done.killed, wrong=done.wrong)
 
     span = await asyncio.to_thread(last)
     span.back = await progress(clients, span.ended)

@@ -52,20 +52,21 @@ class Measured:
     finished: int
     tokens: int
     errors: dict[str, int]
-    cycles: dict[str, Counter[str]]
+    cycles: dict[str, dict[str, int]]
     seconds: float
     usual_pause_s: float
 
 
 @dataclass
 class Span:
-    """When an event began and ended, when all streams had tokens again, and whose processes it killed."""
+    """When an event began and ended, when all streams had tokens again, what it killed and what was wrong."""
 
     name: str
     began: float
     ended: float
     back: float = 0.0
     killed: tuple[str, ...] = ()
+    wrong: tuple[str, ...] = ()
 
 
 def progress_s(clients: Clients) -> float:
@@ -180,13 +181,14 @@ def measured(spans: Sequence[Span], clients: Clients, seconds: float, usual_paus
     return Measured(
         results=[result_of(span, clients) for span in spans],
         violations=clients.violations()
+        + [f"{span.name}: {one}" for span in spans for one in span.wrong]
         + [f"{span.name}: no progress within {allowed_s:g} s after it" for span in unmoved]
         + unused({stream.way: None for stream in clients.streams}, clients.cycles),
         requests=len(clients.histories),
         finished=sum(not one.error and not one.wrong for one in clients.histories),
         tokens=sum(one.num_tokens for one in clients.histories),
         errors=dict(errors_of(clients.histories)),
-        cycles=clients.cycles,
+        cycles={name: dict(cycles) for name, cycles in clients.cycles.items()},
         seconds=seconds,
         usual_pause_s=usual_pause_s,
     )

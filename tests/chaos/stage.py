@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import shutil
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -21,6 +20,7 @@ from gammaray.demo_pair import resolve_model
 from orchestrator.launcher.redis_server import RedisServer
 from tests.chaos.chaos_drafters import DRAFTER, HEAD, PAIR, VOCABULARY, Way
 from tests.chaos.network.links import Link, Network
+from tests.chaos.network.network_redis import NetworkRedis, network_redis, small_disk
 from tests.chaos.other_vocabulary import with_fewer_merges
 from tests.support.cluster.cluster_helpers import Cluster, running_cluster
 from tests.support.drafter_helpers import make_drafter
@@ -36,9 +36,6 @@ KINDS: dict[str, tuple[Way, ...]] = {
 }
 ROLES = ("draft", "target", "orchestrator", "proxy", "redis")
 CLUSTER_MB = 256
-TOOL_S = 60.0
-"""Until mount or umount must have ended."""
-
 REVIVE_EVERY_S = 0.05
 
 _TITLES = {
@@ -58,8 +55,7 @@ class Stage:
         ways: To draft for its streams.
         network: The links to the workers; also those below.
         apis: Links to the gRPC and to the HTTP API.
-        redis: Link to the server.
-        server: The Redis, which is restarted when it dies.
+        redis: Restarted when it dies; or two servers behind links, with Sentinel.
         disk: Small file system of the cluster's own files; None: there is none.
     """
 
@@ -67,8 +63,7 @@ class Stage:
     ways: tuple[Way, ...]
     network: Network
     apis: dict[str, Link]
-    redis: Link
-    server: RedisServer
+    redis: RedisServer | NetworkRedis
     disk: Path | None = None
 
     @property
@@ -82,8 +77,9 @@ class Stage:
     def find(self, role: str) -> list[psutil.Process]:
         """Return the serving processes of a role, oldest first."""
         if role == "redis":
+            assert isinstance(self.redis, RedisServer)
             with contextlib.suppress(psutil.NoSuchProcess):
-                return [psutil.Process(self.server.pid)]
+                return [psutil.Process(self.redis.pid)]
             return []
         found = []
         for process in self.cluster.processes():
@@ -100,10 +96,12 @@ class Done:
     Attributes:
         killed: Roles of the processes that it killed.
         more: To add to its name.
+        wrong: What went wrong with requests of its own.
     """
 
     killed: tuple[str, ...] = ()
     more: str = ""
+    wrong: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -125,7 +123,7 @@ class Trouble:
 def stage_of(
     kind: str = "model",
     *,
-    has_small_disk: bool = False,
+    has_network_faults: bool = False,
     engine: str = "auto",
     other_target: str | None = None,
     stderr: int | None = None,
@@ -134,7 +132,8 @@ def stage_of(
 
     Args:
         kind: One of `KINDS`.
-        has_small_disk: Give the cluster's own files a small disk, if the machine lets us mount one.
+        has_network_faults: Give it a Redis with a replica and Sentinel, and the cluster's own files a small
+            disk, if the machine lets us mount one.
         engine: Of the workers. vLLM computes the same bits in every batch on GPUs only: elsewhere its tokens
             are the same up to ties.
         other_target: Target of the kind "vocabulary"; None: the demo target with other tokens.
@@ -145,18 +144,22 @@ def stage_of(
         options = ["--orchestrators", "2", "--target-workers", "2", "--engine", engine]
         options += [] if engine == "vllm" else ["--deterministic"]
         options += _of_kind(kind, other_target, Path(stack.enter_context(TemporaryDirectory())))
-        server = stack.enter_context(_revived_redis())
-        redis = network.link(port_of(server.url), announces=True)
-        url = server.url.replace(f":{redis.target}/", f":{redis.port}/")
+        redis: RedisServer | NetworkRedis
         temporary, disk = {}, None
-        if has_small_disk:
+        if has_network_faults:
+            redis = stack.enter_context(network_redis(network))
+            url = redis.url
             stack.callback(shutil.rmtree, folder := _short_directory(), ignore_errors=True)
-            disk, temporary = stack.enter_context(_small_disk(folder)), {"TMPDIR": str(folder)}
+            disk, temporary = stack.enter_context(small_disk(folder, CLUSTER_MB)), {"TMPDIR": str(folder)}
+        else:
+            redis = stack.enter_context(revived_redis())
+            link = network.link(port_of(redis.url), announces=True)
+            url = redis.url.replace(f":{link.target}/", f":{link.port}/")
         with patch.dict("os.environ", temporary):
             cluster = stack.enter_context(running_cluster(*options, "--redis-url", url, stderr=stderr))
         addresses = {"grpc": cluster.grpc, "http": cluster.http}
         apis = {name: network.link(int(one.rpartition(":")[2])) for name, one in addresses.items()}
-        yield Stage(cluster, KINDS[kind], network, apis, redis, server, disk)
+        yield Stage(cluster, KINDS[kind], network, apis, redis, disk)
 
 
 def _of_kind(kind: str, other_target: str | None, folder: Path) -> list[str]:
@@ -183,7 +186,7 @@ def _of_kind(kind: str, other_target: str | None, folder: Path) -> list[str]:
 
 
 @contextmanager
-def _revived_redis() -> Iterator[RedisServer]:
+def revived_redis() -> Iterator[RedisServer]:
     """Run a server that is restarted when it dies; it ends with the thread that started it."""
     started, ending = threading.Event(), threading.Event()
     found: list[RedisServer] = []
@@ -204,19 +207,6 @@ def _revived_redis() -> Iterator[RedisServer]:
     finally:
         ending.set()
         keeper.join(60)
-
-
-@contextmanager
-def _small_disk(folder: Path) -> Iterator[Path | None]:
-    """Mount a small file system at a folder; None if the machine does not let us."""
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={CLUSTER_MB}m", "tmpfs", str(folder)]
-    if subprocess.run(mount, capture_output=True, check=False, timeout=TOOL_S).returncode:
-        yield None
-        return
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True, timeout=TOOL_S)
 
 
 def _short_directory() -> Path:

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 from transformers import AutoTokenizer
 
 from gammaray.demo_pair import resolve_model
+from gammaray.deploy.redis_connection import reply_code
 from tests.chaos.clients import Clients, History, kind_of_difference
 from tests.chaos.load import Said, difference
 from tests.chaos.network.troubles import troubles
 from tests.chaos.other_vocabulary import with_fewer_merges
+from tests.chaos.redis_replies import REPLIES, replying
 from tests.chaos.run import Options, complaints, run
-from tests.chaos.spans import Measured
-from tests.chaos.stage import KINDS, ROLES, Stage, Trouble, stage_of
-from tests.chaos.strikes import Blow, strike, strikes
+from tests.chaos.spans import Measured, figures
+from tests.chaos.stage import KINDS, ROLES, Stage, Trouble, revived_redis, stage_of
+from tests.chaos.strikes import Blow, refusal, strike, strikes, suspension
+from tests.support.workers.redis_helpers import wait_until
 
 DEADLINE_S = 240.0
 """On a busy machine a replacement takes its time."""
@@ -32,6 +39,7 @@ def chaos(stage: Stage, plan: Iterable[Trouble], streams: int) -> Measured:
     assert outcome.violations == []
     assert outcome.finished >= streams
     assert all(one.streams >= streams for one in outcome.results)
+    assert json.loads(json.dumps(figures(outcome)))["violations"] == []
     return outcome
 
 
@@ -41,7 +49,8 @@ def chaos(stage: Stage, plan: Iterable[Trouble], streams: int) -> Measured:
 def test_chaos_loses_repeats_and_changes_no_token():
     several = strike(*map(Blow, ("draft", "target", "orchestrator")))
     stopped = strike(Blow("orchestrator", kills=False), seconds=2.0)
-    plan = [*(strike(Blow(role)) for role in ROLES), stopped, several]
+    refusals = [refusal(code, 2.0) for code in REPLIES]
+    plan = [*(strike(Blow(role)) for role in ROLES), stopped, several, *refusals, suspension(0.0)]
     with complaints() as stderr, stage_of(stderr=stderr) as stage:
         outcome = chaos(stage, plan, 2 * len(KINDS["model"]))
         assert {role for one in outcome.results for role in one.killed} == set(ROLES)
@@ -78,7 +87,28 @@ def test_strikes_depend_on_the_seed_only_and_befall_all_roles():
     )
     assert first == again != other
     alone = {f"{role}, {action}" for role in ROLES for action in ("kill -9", "SIGSTOP")}
-    assert {name for name, _ in first[:21]} == {*alone, "several at once", "redis, SIGSTOP past a lease"}
+    others = {"several at once", "redis, SIGSTOP past a lease", suspension(0.0).name}
+    assert {name for name, _ in first[:26]} == {*alone, *others, *(f"redis, {code}" for code in REPLIES)}
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("code", REPLIES)
+def test_redis_gives_each_error_reply_and_recovers(code):
+    def reply() -> str | None:
+        try:
+            return client.set("tried", 1) and ""
+        except redis.RedisError as error:
+            return reply_code(error)
+
+    with (
+        revived_redis() as server,
+        redis.Redis.from_url(server.url, socket_timeout=5, retry=Retry(NoBackoff(), 0)) as client,
+    ):
+        client.set("kept", 1)
+        with replying(server, code):
+            wait_until(lambda: reply() == code)
+        wait_until(lambda: reply() == "")
+        assert client.get("kept") == b"1"
 
 
 @pytest.mark.parametrize(

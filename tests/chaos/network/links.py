@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from gammaray.aio import end_tasks
 
+CLIENTS = "127.0.0.1"
 UP, DOWN = "up", "down"
 """Directions: to the server, and back."""
 
@@ -79,46 +80,51 @@ FAULTS = (
 class Link:
     """A proxy in front of one server of this machine; made by `Network.link`.
 
+    Connections from other addresses than `CLIENTS` have the system's buffers: a replica transfers much.
+
     Attributes:
         port: Where it listens.
         target: Port of the server.
+        sources: Addresses of the clients that a fault concerns; empty: all.
         seen_at: When its server was announced last, on the monotonic clock.
     """
 
     def __init__(self, target: int, rewrite: Callable[[bytes], bytes] | None = None) -> None:
-        self.target, self.seen_at = target, time.monotonic()
+        self.target, self.sources, self.seen_at = target, frozenset[str](), time.monotonic()
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.port = int(self.listener.getsockname()[1])
         self._rewrite, self._rng = rewrite, random.Random(target)
         self._fault, self._healed = NONE, asyncio.Event()
         self._connections: dict[
-            asyncio.StreamWriter, tuple[asyncio.StreamWriter, list[asyncio.Task[None]]]
+            asyncio.StreamWriter, tuple[str, asyncio.StreamWriter, list[asyncio.Task[None]]]
         ] = {}
         self._holed: set[asyncio.StreamWriter] = set()
 
-    def set(self, fault: Fault) -> None:
+    def set(self, fault: Fault, sources: frozenset[str]) -> None:
         """Begin a fault, or end it with `NONE`; called in the loop of the proxies."""
         self._healed.set()
         self._healed = asyncio.Event()
         for client in tuple(self._holed):
             self._reset(client)
-        self._fault = fault
+        self._fault, self.sources = fault, sources
         if fault.is_cut:
-            for client in list(self._connections):
-                self._reset(client)
+            for client, (source, *_) in list(self._connections.items()):
+                if self._concerns(source):
+                    self._reset(client)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Carry one connection."""
+        source = writer.get_extra_info("peername")[0]
         try:
             answers, server = await asyncio.open_connection("127.0.0.1", self.target, limit=BUFFER_BYTES)
         except OSError:
             return _abort(writer)
-        for end in (writer, server):
+        for end in (writer, server) if source == CLIENTS else ():
             end.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
         ways = ((reader, server, UP), (answers, writer, DOWN))
-        tasks = [asyncio.create_task(self._carry(*way, writer)) for way in ways]
-        self._connections[writer] = (server, tasks)
-        if self._fault.is_cut:
+        tasks = [asyncio.create_task(self._carry(*way, writer, source)) for way in ways]
+        self._connections[writer] = (source, server, tasks)
+        if self._fault.is_cut and self._concerns(source):
             self._reset(writer)
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -135,15 +141,16 @@ class Link:
         writer: asyncio.StreamWriter,
         way: str,
         client: asyncio.StreamWriter,
+        source: str,
     ) -> None:
         """Carry one direction until its end, in order; reading pauses while much waits."""
         held: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(MAX_HELD)
-        sending = asyncio.create_task(self._send(held, writer, way, client))
+        sending = asyncio.create_task(self._send(held, writer, way, client, source))
         try:
             due = 0.0
             with contextlib.suppress(OSError):
-                while data := await reader.read(self._chunk_bytes(way)):
-                    fault = self._fault_of(way)
+                while data := await reader.read(self._chunk_bytes(way, source)):
+                    fault = self._fault_of(way, source)
                     if fault.bytes_per_s is not None:
                         await self._until_healed(len(data) / fault.bytes_per_s)
                     wait_s = fault.delay_s * (1 + self._rng.random())
@@ -161,13 +168,14 @@ class Link:
         writer: asyncio.StreamWriter,
         way: str,
         client: asyncio.StreamWriter,
+        source: str,
     ) -> None:
         while True:
             due, data = await held.get()
             await asyncio.sleep(due - time.monotonic())
-            while self._fault_of(way).stalls:
+            while self._fault_of(way, source).stalls:
                 await self._healed.wait()
-            fault = self._fault_of(way)
+            fault = self._fault_of(way, source)
             if fault.swallows or client in self._holed:  # bytes behind a hole are never delivered
                 self._holed.add(client)
                 continue
@@ -179,18 +187,21 @@ class Link:
                 writer.write(data)
                 await writer.drain()
 
-    def _chunk_bytes(self, way: str) -> int:
-        return CHUNK_BYTES if self._fault_of(way).bytes_per_s is None else SLOW_BYTES
+    def _chunk_bytes(self, way: str, source: str) -> int:
+        return CHUNK_BYTES if self._fault_of(way, source).bytes_per_s is None else SLOW_BYTES
 
     async def _until_healed(self, timeout_s: float) -> None:
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._healed.wait(), timeout_s)
 
-    def _fault_of(self, way: str) -> Fault:
-        return self._fault if way in self._fault.ways else NONE
+    def _fault_of(self, way: str, source: str) -> Fault:
+        return self._fault if way in self._fault.ways and self._concerns(source) else NONE
+
+    def _concerns(self, source: str) -> bool:
+        return not self.sources or source in self.sources
 
     def _reset(self, client: asyncio.StreamWriter) -> None:
-        server, tasks = self._connections[client]
+        _, server, tasks = self._connections[client]
         for end in (client, server):
             _abort(end)
         for task in tasks:
@@ -237,22 +248,22 @@ class Network:
         return link
 
     @contextmanager
-    def faulty(self, links: list[Link], fault: Fault) -> Iterator[None]:
-        """Have links be faulty within the context."""
-        self._set(links, fault)
+    def faulty(self, links: list[Link], fault: Fault, *sources: str) -> Iterator[None]:
+        """Have links be faulty within the context, for clients of these addresses or all."""
+        self._set(links, fault, frozenset(sources))
         try:
             yield
         finally:
-            self._set(links, NONE)
+            self._set(links, NONE, frozenset())
 
     def serving(self, role: str) -> list[Link]:
         """Return the links to the workers of a role that announce themselves."""
         since = time.monotonic() - FRESH_S
         return [link for link in list(self.workers[role].values()) if link.seen_at > since]
 
-    def _set(self, links: list[Link], fault: Fault) -> None:
+    def _set(self, links: list[Link], fault: Fault, sources: frozenset[str]) -> None:
         for link in links:
-            self._loop.call_soon_threadsafe(link.set, fault)
+            self._loop.call_soon_threadsafe(link.set, fault, sources)
 
     def _serve(self, link: Link) -> None:
         def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -58,6 +58,14 @@ async def test_link_loses_or_holds_bytes(name, during, after):
         assert await heard(reader, 1, 10.0) == after
 
 
+async def test_fault_concerns_clients_of_its_sources_only():
+    async with echo() as (network, link, reader, writer):
+        with network.faulty([link], BY_NAME["stalled"], "127.0.0.2"):
+            await asyncio.sleep(0.05)
+            writer.write(b"b")
+            assert await heard(reader, 1, 10.0) == b"b"
+
+
 @pytest.mark.integration
 async def test_worker_whose_link_stalls_is_left_before_its_deadlines():
     """gRPC's pings find it in 2.5 s; the worker's info is asked for twice, with 5 s each."""
