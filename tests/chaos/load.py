@@ -132,7 +132,9 @@ class Heard:
         headers = {"Last-Event-ID": self._last_id} if self._last_id else {}
         async with http.stream("POST", PATH, json={**body, "stream": True}, headers=headers) as answer:
             if answer.status_code != 200:
-                may_pass = answer.status_code >= 500 or answer.status_code == 429
+                # Serve's new proxy knows no route at first: its 404 is plain text.
+                is_of_api = "json" in answer.headers.get("content-type", "")
+                may_pass = answer.status_code >= 500 or answer.status_code == 429 or not is_of_api
                 content = (await answer.aread())[:300]
                 raise AnswerError(f"HTTP {answer.status_code}", repr(content), may_pass=may_pass)
             event_id = ""

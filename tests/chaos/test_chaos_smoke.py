@@ -47,10 +47,9 @@ def chaos(stage: Stage, plan: Iterable[Trouble], streams: int) -> Measured:
 @pytest.mark.kills
 @pytest.mark.timeout(1200)
 def test_chaos_loses_repeats_and_changes_no_token():
-    several = strike(*map(Blow, ("draft", "target", "orchestrator")))
-    stopped = strike(Blow("orchestrator", kills=False), seconds=2.0)
-    refusals = [refusal(code, 2.0) for code in REPLIES]
-    plan = [*(strike(Blow(role)) for role in ROLES), stopped, several, *refusals, suspension(0.0)]
+    several = [("redis",), ("redis", "target"), ("proxy", "orchestrator", "draft")]
+    kills = [strike(*map(Blow, roles)) for roles in several]
+    plan = [*(refusal(code, 2.0) for code in REPLIES), suspension(0.0), *kills]
     with complaints() as stderr, stage_of(stderr=stderr) as stage:
         outcome = chaos(stage, plan, 2 * len(KINDS["model"]))
         assert {role for one in outcome.results for role in one.killed} == set(ROLES)
