@@ -1,17 +1,19 @@
-"""Endless streams, each drafted in its own way, with its expected completion."""
+"""What streams ask for, each drafted in its own way, and what plain decoding says to it."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gammaray import AsyncClient, RetryPolicy
-from gammaray.errors import GammarayError, ResourceExhaustedError
+import httpx
+
+from gammaray import AsyncClient
 from gammaray.grammar.texts import json_schema_grammar
 from tests.chaos.chaos_drafters import Way, cycles_by_drafter
 
@@ -25,7 +27,7 @@ PROMPTS = (
     "def add(a, b):\n    return a + b\n\ndef sub(a, b):\n",
     "with open(name) as file:\n",
 )
-
+PATH = "/v1/completions"
 
 _ROW = {
     "type": "object",
@@ -50,14 +52,19 @@ class Ask:
     max_tokens: int
     grammar: str = ""
 
+    def options(self) -> dict[str, Any]:
+        """Return the options of a request, which are those of both APIs."""
+        options: dict[str, Any] = {"temperature": self.temperature, "seed": self.seed}
+        options |= {"max_tokens": self.max_tokens, "ignore_eos": not self.grammar}
+        return options | ({"grammar": self.grammar} if self.grammar else {})
+
 
 @dataclass(frozen=True)
 class Said:
-    """One completion: token ids and text, and how many cycles each drafter proposed in."""
+    """One completion: token ids and text."""
 
     token_ids: tuple[int, ...]
     text: str
-    cycles: Counter[str] = field(default_factory=Counter, compare=False)
 
 
 @dataclass(frozen=True)
@@ -86,106 +93,95 @@ def streams(wanted: Sequence[Ask], ways: Sequence[Way]) -> list[Stream]:
 
 
 @dataclass
-class Tally:
-    """Outcomes of the streams."""
+class Heard:
+    """What a client has got of a completion.
 
-    finished: int = 0
-    wrong: list[str] = field(default_factory=list)
-    lost: list[str] = field(default_factory=list)
-    num_tokens: int = 0
-    refused: int = 0
-    cycles: dict[str, Counter[str]] = field(default_factory=dict)
-
-
-async def generate(
-    client: AsyncClient, ask: Ask, arrivals: list[float], tally: Tally | None = None, **how: Any
-) -> Said:
-    """Return one whole completion; add the arrival times of tokens to `arrivals`.
-
-    The options in `how` (gamma, drafter, prediction) change no token. Unless they name a salt, the completion
-    has one of its own, which keeps it from finding its tokens in an earlier one's output.
+    Attributes:
+        token_ids: Over HTTP they come with the last event.
+        arrivals: Gets the times of tokens.
+        cycles: In how many of them each drafter proposed; over gRPC, at the end.
     """
-    token_ids: list[int] = []
-    text: list[str] = []
-    cycles: Counter[str] = Counter()
-    options: dict[str, Any] = {"temperature": ask.temperature, "seed": ask.seed, "max_tokens": ask.max_tokens}
-    options |= {"grammar": ask.grammar, "ignore_eos": not ask.grammar, "cache_salt": secrets.token_hex(8)}
-    arrivals.append(time.monotonic())
-    async for chunk in client.generate(ask.prompt, **{**options, **how}):
-        if chunk.tokens:
-            arrivals.append(time.monotonic())
-        token_ids += (token.token_id for token in chunk.tokens)
-        text.append(chunk.text)
-        if tally is not None:
-            tally.num_tokens += len(chunk.tokens)
-        if chunk.summary is not None:
-            cycles = cycles_by_drafter(chunk.summary)
-    return Said(tuple(token_ids), "".join(text), cycles)
+
+    token_ids: tuple[int, ...] = ()
+    text: str = ""
+    arrivals: list[float] = field(default_factory=list)
+    cycles: Counter[str] = field(default_factory=Counter)
+    _last_id: str = ""
+
+    @property
+    def said(self) -> Said:
+        return Said(self.token_ids, self.text)
+
+    async def over_grpc(self, client: AsyncClient, ask: Ask, **how: Any) -> Said:
+        """Hear a completion to its end; the options in `how` change no token."""
+        async for chunk in client.generate(ask.prompt, **ask.options(), **how):
+            if chunk.tokens:
+                self.arrivals.append(time.monotonic())
+            self.token_ids += tuple(token.token_id for token in chunk.tokens)
+            self.text += chunk.text
+            if chunk.summary is not None:
+                self.cycles = cycles_by_drafter(chunk.summary)
+        return self.said
+
+    async def over_http(self, http: httpx.AsyncClient, body: dict[str, Any]) -> AsyncGenerator[None, None]:
+        """Yield after each event, of those after the last one that was heard, until the end.
+
+        Raises:
+            AnswerError: The answer or an event is an error, or the events have no end.
+        """
+        headers = {"Last-Event-ID": self._last_id} if self._last_id else {}
+        async with http.stream("POST", PATH, json={**body, "stream": True}, headers=headers) as answer:
+            if answer.status_code != 200:
+                # Serve's new proxy knows no route at first: its 404 is plain text.
+                is_of_api = "json" in answer.headers.get("content-type", "")
+                may_pass = answer.status_code >= 500 or answer.status_code == 429 or not is_of_api
+                content = (await answer.aread())[:300]
+                raise AnswerError(f"HTTP {answer.status_code}", repr(content), may_pass=may_pass)
+            event_id = ""
+            async for line in answer.aiter_lines():
+                if line.startswith("id: "):
+                    event_id = line[4:]
+                elif line == "data: [DONE]":
+                    return
+                elif line.startswith("data: "):
+                    self._take(json.loads(line[6:]))
+                    self._last_id = event_id or self._last_id
+                    yield
+        raise AnswerError("events without an end", may_pass=True)
+
+    def _take(self, event: dict[str, Any]) -> None:
+        if "error" in event:
+            kind = event["error"]["type"]
+            may_pass = kind in ("server_error", "rate_limit_error")
+            raise AnswerError(f"event: {kind}", str(event["error"]), may_pass=may_pass)
+        self.text += event["choices"][0]["text"]
+        self.token_ids = tuple(event.get("gammaray", {}).get("token_ids", self.token_ids))
+        self.arrivals.append(time.monotonic())
+
+
+class AnswerError(Exception):
+    """A typed error over HTTP.
+
+    Attributes:
+        kind: Status, or type of the event.
+        may_pass: Whether another attempt may succeed.
+    """
+
+    def __init__(self, kind: str, details: str = "", *, may_pass: bool) -> None:
+        super().__init__(f"{kind} {details}")
+        self.kind, self.may_pass = kind, may_pass
+
+
+async def generate(client: AsyncClient, ask: Ask, **how: Any) -> Said:
+    """Return one whole completion, which has a salt of its own: it finds no tokens of earlier ones."""
+    return await Heard().over_grpc(client, ask, cache_salt=secrets.token_hex(8), **how)
 
 
 async def reference(address: str, wanted: Sequence[Ask]) -> dict[Ask, Said]:
     """Return the completions of an undisturbed cluster by plain decoding."""
     async with AsyncClient(address) as client:
-        said = await asyncio.gather(*(generate(client, ask, [], gamma=0, drafter="none") for ask in wanted))
+        said = await asyncio.gather(*(generate(client, ask, gamma=0, drafter="none") for ask in wanted))
     return dict(zip(wanted, said, strict=True))
-
-
-class Load:
-    """Streams that are restarted when they end; each completion is compared with the reference."""
-
-    def __init__(
-        self,
-        address: str,
-        wanted: Sequence[Stream],
-        expected: dict[Ask, Said],
-        retry: RetryPolicy | None = None,
-    ) -> None:
-        self._address, self._wanted, self._expected, self._retry = address, wanted, expected, retry
-        self.tally = Tally(cycles={stream.way.name: Counter() for stream in wanted})
-        self.arrivals: list[list[float]] = [[] for _ in wanted]
-        self._is_ending = False
-        self._tasks: list[asyncio.Task[None]] = []
-
-    def start(self) -> None:
-        pairs = zip(self._wanted, self.arrivals, strict=True)
-        self._tasks = [asyncio.create_task(self._repeat(*pair)) for pair in pairs]
-
-    async def end(self, timeout_s: float) -> None:
-        """Wait until the streams end; those that do not within `timeout_s` are lost."""
-        self._is_ending = True
-        _, late = await asyncio.wait(self._tasks, timeout=timeout_s)
-        for task in late:
-            task.cancel()
-            self.tally.lost.append(f"no end within {timeout_s:g} s after the last strike")
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def all_moved_since(self, moment: float) -> bool:
-        return all(times and times[-1] > moment for times in self.arrivals)
-
-    def all_moved_between(self, first: float, last: float) -> bool:
-        return all(any(first < time <= last for time in reversed(times)) for times in self.arrivals)
-
-    async def _repeat(self, stream: Stream, arrivals: list[float]) -> None:
-        ask, way, tally = stream.ask, stream.way, self.tally
-        expected = self._expected[ask]
-        async with AsyncClient(self._address, retry=self._retry) as client:
-            while not self._is_ending:
-                begun = len(arrivals)
-                try:
-                    said = await generate(client, ask, arrivals, tally, **way.request(expected.token_ids))
-                except GammarayError as error:
-                    if isinstance(error, ResourceExhaustedError) and len(arrivals) == begun + 1:
-                        tally.refused += 1
-                        await asyncio.sleep(error.retry_after_s)
-                        continue
-                    tally.lost.append(f"{way.name}: {type(error).__name__}: {error}")
-                    await asyncio.sleep(0.5)  # it would fail again at once
-                    continue
-                tally.cycles[way.name] += said.cycles
-                if said == expected:
-                    tally.finished += 1
-                else:
-                    tally.wrong.append(f"{way.name}: {difference(expected, said)}")
 
 
 def difference(expected: Said, said: Said) -> str:

@@ -13,7 +13,6 @@ import psutil
 
 from gammaray import AsyncClient, Chunk, RetryPolicy
 from gammaray.errors import FailedPreconditionError, GammarayError
-from tests.support.cluster.cluster_helpers import Cluster
 
 T = TypeVar("T")
 
@@ -34,14 +33,18 @@ class Probe:
     got: list[int] = field(default_factory=list)
 
 
-async def suspend_owner(cluster: Cluster, suspend: Callable[[], psutil.Process | None]) -> list[str]:
-    """Suspend an orchestrator, replace its sessions at another one under the same names, and resume it."""
-    async with AsyncClient(cluster.grpc) as client:
+async def suspend_owner(address: str, victim: psutil.Process) -> list[str]:
+    """Suspend an orchestrator, replace its sessions at another one under the same names, and resume it.
+
+    Returns what went wrong.
+    """
+    async with AsyncClient(address) as client:
         first, second = [await _tokens(client.generate(p, **OPTIONS)) for p in (PROMPT, NEXT_PROMPT)]
     probes = [Probe() for _ in range(NUM_PROBES)]
-    tasks = [asyncio.create_task(_stream(cluster, probe)) for probe in probes]
+    tasks = [asyncio.create_task(_stream(address, probe)) for probe in probes]
     await asyncio.sleep(BEGIN_S)
-    victim = suspend()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        victim.suspend()
     wrong: list[str] = []
     try:
         before = [len(probe.got) for probe in probes]
@@ -51,11 +54,10 @@ async def suspend_owner(cluster: Cluster, suspend: Callable[[], psutil.Process |
             for probe, count, task in zip(probes, before, tasks, strict=True)
             if probe.got and len(probe.got) == count and not task.done()
         ]
-        wrong += [line for probe in stalled for line in await _replace(cluster, probe, first, second)]
+        wrong += [line for probe in stalled for line in await _replace(address, probe, first, second)]
     finally:
-        if victim is not None:
-            with contextlib.suppress(psutil.NoSuchProcess):  # Serve may have given it up
-                victim.resume()
+        with contextlib.suppress(psutil.NoSuchProcess):  # Serve may have given it up
+            victim.resume()
         await asyncio.wait(tasks, timeout=WAKE_S)
         for task in tasks:
             task.cancel()
@@ -64,19 +66,19 @@ async def suspend_owner(cluster: Cluster, suspend: Callable[[], psutil.Process |
         if probe.got != first[: len(probe.got)]:
             wrong.append(f"{probe.name}: its first client got other tokens")
     for probe in stalled:
-        stored = await _try(cluster, lambda client, name=probe.name: _stored(client, name))
+        stored = await _try(address, lambda client, name=probe.name: _stored(client, name))
         if stored != second:
             wrong.append(f"{probe.name}: the woken owner changed the new session of its name")
     return wrong
 
 
-async def _replace(cluster: Cluster, probe: Probe, first: list[int], second: list[int]) -> list[str]:
+async def _replace(address: str, probe: Probe, first: list[int], second: list[int]) -> list[str]:
     """End a session at another orchestrator, and begin one with its name there."""
     offset, wrong = len(probe.got), []
-    rest = await _try(cluster, lambda client: _tokens(client.resume(probe.name, offset=offset)))
+    rest = await _try(address, lambda client: _tokens(client.resume(probe.name, offset=offset)))
     if probe.got[:offset] + rest != first:
         wrong.append(f"{probe.name}: resumed elsewhere, it went on with other tokens")
-    await _try(cluster, lambda client: client.delete_session(probe.name))
+    await _try(address, lambda client: client.delete_session(probe.name))
 
     async def begin(client: AsyncClient) -> list[int]:
         try:
@@ -84,14 +86,14 @@ async def _replace(cluster: Cluster, probe: Probe, first: list[int], second: lis
         except FailedPreconditionError:  # an attempt that was given up began it
             return await _tokens(client.resume(probe.name))
 
-    if await _try(cluster, begin) != second:
+    if await _try(address, begin) != second:
         wrong.append(f"{probe.name}: a new session of its name got other tokens")
     return wrong
 
 
-async def _stream(cluster: Cluster, probe: Probe) -> None:
+async def _stream(address: str, probe: Probe) -> None:
     with contextlib.suppress(GammarayError):  # its session ends under it
-        async with AsyncClient(cluster.grpc, retry=NO_RETRY) as client:
+        async with AsyncClient(address, retry=NO_RETRY) as client:
             async for chunk in client.generate(PROMPT, session_id=probe.name, **OPTIONS):
                 probe.got += (token.token_id for token in chunk.tokens)
 
@@ -105,12 +107,12 @@ async def _stored(client: AsyncClient, name: str) -> list[int]:
     return [token.token_id for token in tokens]
 
 
-async def _try(cluster: Cluster, work: Callable[[AsyncClient], Awaitable[T]]) -> T:
+async def _try(address: str, work: Callable[[AsyncClient], Awaitable[T]]) -> T:
     """Return the result of the work; each attempt uses a new connection, which may reach another replica."""
     last: BaseException | None = None
     for _ in range(TRIES):
         try:
-            async with AsyncClient(cluster.grpc, retry=NO_RETRY) as client:
+            async with AsyncClient(address, retry=NO_RETRY) as client:
                 return await asyncio.wait_for(work(client), TRY_S)
         except (GammarayError, asyncio.TimeoutError) as error:
             last = error

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import select
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -18,19 +17,17 @@ import psutil
 
 from gammaray import Client
 from orchestrator.launcher.redis_server import RedisServer
-from tests.chaos.chaos_drafters import PAIR
-from tests.chaos.load import asks, reference, streams
-from tests.chaos.network.histories import Clients
-from tests.chaos.network.spans import Measured, Span, line, longest_pause, measured, progress, result_of
+from tests.chaos.chaos_drafters import PAIR, Way
+from tests.chaos.stage import Trouble
 from tests.support.cluster.cluster_helpers import info_of
-from tests.support.cluster.served_versions import START_TIMEOUT_S
+from tests.support.cluster.ray_start import START_TIMEOUT_S
 
 ROOT = Path(__file__).parents[2]
 BEFORE = "892ee593"
 """Commit of version 0.2.0."""
 
 WORKERS = ("target", "draft")
-STEPS: tuple[tuple[str, dict[str, str]], ...] = (
+MIXTURES: tuple[tuple[str, dict[str, str]], ...] = (
     ("workers upgraded, orchestrators old", dict.fromkeys(WORKERS, "new")),
     ("orchestrators upgraded", {"orchestrator": "new"}),
     ("workers rolled back, orchestrators new", dict.fromkeys(WORKERS, "old")),
@@ -51,6 +48,7 @@ class Versions:
         http: Base URL of the HTTP API.
         grpc: Address of the gRPC API.
         now: Version of each role.
+        ways: To draft for its streams.
     """
 
     http: str
@@ -58,6 +56,7 @@ class Versions:
     now: dict[str, str]
     _trees: dict[str, str]
     _process: subprocess.Popen[str]
+    ways: tuple[Way, ...] = PAIR
 
     def deploy(self, changes: dict[str, str]) -> None:
         """Replace roles by another version; returns when all of it runs.
@@ -122,24 +121,10 @@ def versions(commit: str, stderr: int | None) -> Iterator[Versions]:
             process.wait(60)
 
 
-async def run(
-    cluster: Versions, num_streams: int, num_http: int, max_tokens: int, say: Callable[[str], None]
-) -> Measured:
-    wanted = asks(num_streams, max_tokens)
-    expected = await reference(cluster.grpc, wanted)
-    clients = Clients(cluster.grpc, cluster.http, streams(wanted, PAIR), expected, 120.0, num_http)
-    clients.start()
-    await progress(clients, time.monotonic())
-    start, spans = time.monotonic(), list[Span]()
-    await asyncio.sleep(3.0)
-    usual_pause_s = longest_pause(clients, start, time.monotonic())
-    for name, changes in STEPS:
-        began = time.monotonic()
-        await asyncio.to_thread(cluster.deploy, changes)
-        await asyncio.sleep(STAY_S)
-        ended = time.monotonic()
-        spans.append(Span(name, began, ended, await progress(clients, ended)))
-        say(f"{began - start:6.1f} s, {ended - began:.1f} s  {line(result_of(spans[-1], clients))}")
-    seconds = time.monotonic() - start
-    await clients.end()
-    return measured(spans, clients, seconds, usual_pause_s)
+@contextmanager
+def _deployed(cluster: Versions, changes: dict[str, str]) -> Iterator[None]:
+    cluster.deploy(changes)
+    yield
+
+
+STEPS = [Trouble(name, STAY_S, partial(_deployed, changes=changes)) for name, changes in MIXTURES]

@@ -38,7 +38,7 @@ def check(expected: Expected, ask: Ask, said: Said) -> None:
 async def complete(client: AsyncClient, expected: Expected, rng: random.Random) -> None:
     """A sample, whose tokens depend on neither gamma nor drafter."""
     ask = draw(rng, expected)
-    said = await generate(client, ask, [], gamma=rng.choice(GAMMAS), drafter=rng.choice(DRAFTERS))
+    said = await generate(client, ask, gamma=rng.choice(GAMMAS), drafter=rng.choice(DRAFTERS))
     check(expected, ask, said)
 
 
@@ -129,14 +129,7 @@ async def look_up(client: AsyncClient, expected: Expected, rng: random.Random) -
 
 
 def _open(client: AsyncClient, ask: Ask, name: str) -> AsyncGenerator[Chunk, None]:
-    return client.generate(
-        ask.prompt,
-        temperature=ask.temperature,
-        seed=ask.seed,
-        max_tokens=ask.max_tokens,
-        ignore_eos=True,
-        session_id=name,
-    )
+    return client.generate(ask.prompt, **ask.options(), session_id=name)
 
 
 async def _begin(client: AsyncClient, ask: Ask, name: str, num_pieces: int) -> Said:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
 import httpx
 
-from tests.chaos.load import Ask, Said
+from tests.chaos.load import PATH, Ask, Heard, Said
 from tests.soak.grpc_mix import GAMMAS, check, draw
 from tests.soak.samples import LENGTHS, Expected, SampleError, chat
-
-PATH = "/v1/completions"
 
 
 async def complete(http: httpx.AsyncClient, expected: Expected, rng: random.Random) -> None:
@@ -28,18 +24,18 @@ async def complete(http: httpx.AsyncClient, expected: Expected, rng: random.Rand
 
 
 async def stream(http: httpx.AsyncClient, expected: Expected, rng: random.Random) -> None:
-    ask, heard = draw(rng, expected), _Heard()
-    async for _ in heard.events(http, _body(ask, rng)):
+    ask, heard = draw(rng, expected), Heard()
+    async for _ in heard.over_http(http, _body(ask, rng)):
         pass
     check(expected, ask, heard.said)
 
 
 async def resume(http: httpx.AsyncClient, expected: Expected, rng: random.Random) -> None:
     """A client that loses its connection and sends the request again with its last event id."""
-    ask, heard = draw(rng, expected, LENGTHS[2]), _Heard()
+    ask, heard = draw(rng, expected, LENGTHS[2]), Heard()
     body = _body(ask, rng)
-    await heard.some(http, body, rng.randrange(1, 6))
-    async for _ in heard.events(http, body):
+    await _some(heard, http, body, rng.randrange(1, 6))
+    async for _ in heard.over_http(http, body):
         pass
     check(expected, ask, heard.said)
 
@@ -48,7 +44,7 @@ async def leave(http: httpx.AsyncClient, expected: Expected, rng: random.Random)
     """A client that disconnects after some events, or before a response that is not streamed."""
     body = _body(draw(rng, expected, LENGTHS[2]), rng)
     if rng.random() < 0.5:
-        await _Heard().some(http, body, rng.randrange(1, 6))
+        await _some(Heard(), http, body, rng.randrange(1, 6))
         return
     try:
         await http.post(PATH, json=body, timeout=httpx.Timeout(5.0, read=0.2))
@@ -107,56 +103,15 @@ def _value(metrics: str, beginning: str) -> float:
 
 
 def _body(ask: Ask, rng: random.Random) -> dict[str, Any]:
-    return {
-        "prompt": ask.prompt,
-        "temperature": ask.temperature,
-        "seed": ask.seed,
-        "max_tokens": ask.max_tokens,
-        "ignore_eos": True,
-        "gammaray": {"gamma": rng.choice(GAMMAS)},
-    }
+    return {"prompt": ask.prompt, **ask.options(), "gammaray": {"gamma": rng.choice(GAMMAS)}}
 
 
-class _Heard:
-    def __init__(self) -> None:
-        self._text, self._last_id = "", ""
-        self._token_ids: tuple[int, ...] = ()
-
-    @property
-    def said(self) -> Said:
-        """The completion; its token ids are in the last event."""
-        return Said(self._token_ids, self._text)
-
-    async def some(self, http: httpx.AsyncClient, body: dict[str, Any], count: int) -> None:
-        async with aclosing(self.events(http, body)) as events:
-            async for _ in events:
-                count -= 1
-                if count <= 0:
-                    return
-
-    async def events(self, http: httpx.AsyncClient, body: dict[str, Any]) -> AsyncGenerator[None, None]:
-        """Read the events after the last one until the end."""
-        headers = {"Last-Event-ID": self._last_id} if self._last_id else {}
-        async with http.stream("POST", PATH, json={**body, "stream": True}, headers=headers) as answer:
-            if answer.status_code != 200:
-                raise SampleError(f"{answer.status_code} {(await answer.aread())[:300]!r}")
-            event_id = ""
-            async for line in answer.aiter_lines():
-                if line.startswith("id: "):
-                    event_id = line[4:]
-                elif line == "data: [DONE]":
-                    return
-                elif line.startswith("data: "):
-                    self._take(json.loads(line[6:]))
-                    self._last_id = event_id or self._last_id
-                    yield
-        raise SampleError("a stream of events without an end")
-
-    def _take(self, event: dict[str, Any]) -> None:
-        if "error" in event:
-            raise SampleError(f"{event['error']}")
-        self._text += event["choices"][0]["text"]
-        self._token_ids = tuple(event.get("gammaray", {}).get("token_ids", self._token_ids))
+async def _some(heard: Heard, http: httpx.AsyncClient, body: dict[str, Any], count: int) -> None:
+    async with aclosing(heard.over_http(http, body)) as events:
+        async for _ in events:
+            count -= 1
+            if count <= 0:
+                return
 
 
 HTTP_MIX = {complete: 3, stream: 5, resume: 2, leave: 2, talk: 3, refused: 1, look_up: 2}

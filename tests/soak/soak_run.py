@@ -172,7 +172,7 @@ async def _again(grpc: str, expected: Expected, campaign: Campaign) -> int:
     async with AsyncClient(grpc) as client:
         for ask in expected.completions:
             try:
-                check(expected, ask, await generate(client, ask, []))
+                check(expected, ask, await generate(client, ask))
             except SampleError as error:
                 campaign.count("at the end", "differs", wrong=str(error))
             else:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from gammaray.aio import end_tasks
 
+CLIENTS = "127.0.0.1"
 UP, DOWN = "up", "down"
 """Directions: to the server, and back."""
 
@@ -79,16 +80,16 @@ FAULTS = (
 class Link:
     """A proxy in front of one server of this machine; made by `Network.link`.
 
+    Connections from other addresses than `CLIENTS` have the system's buffers: a replica transfers much.
+
     Attributes:
         port: Where it listens.
         target: Port of the server.
-        bulk: Address of clients whose connections have the system's buffers, as they transfer much.
         sources: Addresses of the clients that a fault concerns; empty: all.
         seen_at: When its server was announced last, on the monotonic clock.
     """
 
-    def __init__(self, target: int, rewrite: Callable[[bytes], bytes] | None = None, bulk: str = "") -> None:
-        self.bulk = bulk
+    def __init__(self, target: int, rewrite: Callable[[bytes], bytes] | None = None) -> None:
         self.target, self.sources, self.seen_at = target, frozenset[str](), time.monotonic()
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.port = int(self.listener.getsockname()[1])
@@ -118,7 +119,7 @@ class Link:
             answers, server = await asyncio.open_connection("127.0.0.1", self.target, limit=BUFFER_BYTES)
         except OSError:
             return _abort(writer)
-        for end in () if source == self.bulk else (writer, server):
+        for end in (writer, server) if source == CLIENTS else ():
             end.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
         ways = ((reader, server, UP), (answers, writer, DOWN))
         tasks = [asyncio.create_task(self._carry(*way, writer, source)) for way in ways]
@@ -240,9 +241,9 @@ class Network:
     async def _close() -> None:
         await end_tasks(*asyncio.all_tasks() - {asyncio.current_task()})
 
-    def link(self, target: int, *, announces: bool = False, bulk: str = "") -> Link:
+    def link(self, target: int, *, announces: bool = False) -> Link:
         """Begin to lead to a port of this machine; `announces`: workers announce themselves there."""
-        link = Link(target, self._lead_to_workers if announces else None, bulk)
+        link = Link(target, self._lead_to_workers if announces else None)
         self._loop.call_soon_threadsafe(self._serve, link)
         return link
 

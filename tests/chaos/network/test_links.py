@@ -8,9 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from gammaray.client import transport
-from orchestrator.workers import connection
-from tests.chaos.network.links import FAULTS, Fault, Network
+from tests.chaos.network.links import FAULTS, Network
 from tests.support.workers.fleet_helpers import clients, fleet_of
 from tests.support.workers.scripted_workers import finish, make_session, scripted, until
 
@@ -49,14 +47,7 @@ async def heard(reader, count, timeout_s):
 
 @pytest.mark.parametrize(
     ("name", "during", "after"),
-    [
-        pytest.param("cut", None, None, id="cut"),
-        pytest.param("half-open", b"", None, id="half-open"),
-        pytest.param("half-open, requests lost", b"", None, id="requests-lost"),
-        pytest.param("half-open, answers lost", b"", None, id="answers-lost"),
-        pytest.param("stalled", b"", b"b", id="stalled"),
-        pytest.param("stalled, answers only", b"", b"b", id="answers-stalled"),
-    ],
+    [("cut", None, None), ("half-open, answers lost", b"", None), ("stalled, answers only", b"", b"b")],
 )
 async def test_link_loses_or_holds_bytes(name, during, after):
     async with echo() as (network, link, reader, writer):
@@ -65,24 +56,6 @@ async def test_link_loses_or_holds_bytes(name, during, after):
             writer.write(b"b")
             assert await heard(reader, 1, 0.3) == during
         assert await heard(reader, 1, 10.0) == after
-
-
-@pytest.mark.parametrize(
-    ("fault", "least_s"),
-    [
-        pytest.param(Fault("delayed", delay_s=0.2), 0.4, id="delayed-both-ways"),
-        pytest.param(Fault("lost", loss=1.0), 0.4, id="retransmitted-both-ways"),
-        pytest.param(Fault("slow", ("down",), bytes_per_s=1000), 0.5, id="500-bytes-at-1000-a-second"),
-    ],
-)
-async def test_link_delays_bytes_and_keeps_their_order(fault, least_s):
-    async with echo() as (network, link, reader, writer):
-        with network.faulty([link], fault):
-            await asyncio.sleep(0.05)
-            sent, since = bytes(range(250)) * 2, time.monotonic()
-            writer.write(sent)
-            assert await heard(reader, len(sent), 30.0) == sent
-            assert time.monotonic() - since >= least_s
 
 
 async def test_fault_concerns_clients_of_its_sources_only():
@@ -108,9 +81,3 @@ async def test_worker_whose_link_stalls_is_left_before_its_deadlines():
                     await until(lambda: fleet.targets.num_up == 0)
                     assert time.monotonic() - since < 5.0
             worker.address = address
-
-
-@pytest.mark.parametrize("options", [connection.CHANNEL_OPTIONS, transport.CHANNEL_OPTIONS])
-def test_pings_wait_for_answers_as_long_as_keepalive_says(options):
-    by_name = dict(options)
-    assert by_name["grpc.http2.ping_timeout_ms"] == by_name["grpc.keepalive_timeout_ms"]

@@ -5,22 +5,14 @@ from __future__ import annotations
 import contextlib
 import resource
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
+from contextlib import contextmanager
 
 import psutil
 
-from tests.chaos.network.links import FAULTS, Fault, Link, Network
-from tests.chaos.network.network_redis import (
-    CLIENTS,
-    REPLICAS,
-    SENTINEL,
-    NetworkRedis,
-    full,
-)
-from tests.chaos.victims import find
+from tests.chaos.network.links import CLIENTS, FAULTS, Fault, Link
+from tests.chaos.network.network_redis import REPLICAS, SENTINEL, NetworkRedis, full
+from tests.chaos.stage import Stage, Trouble
+from tests.chaos.strikes import REPLICATED, Blow, strike
 
 PARTITION = Fault("partition", stalls=True)
 STALE_S = 4.0
@@ -29,42 +21,7 @@ STALE_S = 4.0
 KILL_S = 20.0
 """Until Ray Serve has replaced a process, mostly."""
 
-REPLICATED = ("orchestrator", "target", "draft")
 MEMORY_LEFT = 8 * 2**20
-
-
-@dataclass(frozen=True)
-class Stage:
-    """What troubles befall.
-
-    Attributes:
-        network: The links.
-        redis: Behind its links; None: it is not to fail.
-        apis: Links to the gRPC and to the HTTP API.
-        launcher_pid: Of the cluster.
-        disk: Small file system of the cluster's own files; None: the machine does not let us mount one.
-    """
-
-    network: Network
-    redis: NetworkRedis | None
-    apis: dict[str, Link]
-    launcher_pid: int
-    disk: Path | None
-
-
-@dataclass(frozen=True)
-class Trouble:
-    """One of them.
-
-    Args:
-        name: In the report.
-        seconds: How long it lasts.
-        during: Context in which it lasts.
-    """
-
-    name: str
-    seconds: float
-    during: Callable[[Stage], AbstractContextManager[object]]
 
 
 def _of_links(name: str, fault: Fault, links: Callable[[Stage], list[Link]], *sources: str) -> Trouble:
@@ -90,18 +47,16 @@ def troubles(stage: Stage) -> list[Trouble]:
         Trouble("target: out of memory", 4.0, lambda stage: _little_memory(stage, "target")),
         Trouble("draft: out of memory", 4.0, lambda stage: _little_memory(stage, "draft")),
     ]
-    found += [
-        Trouble(f"{role}: one of two killed", KILL_S, partial(_killed, role=role)) for role in REPLICATED
-    ]
+    found += [strike(Blow(role), seconds=KILL_S, name=f"{role}: one of two killed") for role in REPLICATED]
     if (disk := stage.disk) is not None:
         found.append(Trouble("cluster's files: disk full", 6.0, lambda _: full(disk)))
-    return found if stage.redis is None else found + _of_redis(stage.redis)
+    return found + _of_redis(stage.redis) if isinstance(stage.redis, NetworkRedis) else found
 
 
 def _of_redis(redis: NetworkRedis) -> list[Trouble]:
-    found = [_of_links("to Redis", fault, lambda _: redis.all_links, CLIENTS) for fault in FAULTS]
+    found = [_of_links("to Redis", fault, lambda _: redis.links, CLIENTS) for fault in FAULTS]
     found += [
-        _of_links("to Sentinel", PARTITION, lambda _: [redis.sentinel_link]),
+        _of_links("to Sentinel", PARTITION, lambda _: [redis.sentinel]),
         Trouble("Redis: failover that loses writes", STALE_S, lambda stage: _failover(stage, redis)),
         Trouble(
             "Redis: failover, min-replicas-to-write 1", STALE_S, lambda stage: _guarded_failover(stage, redis)
@@ -112,8 +67,8 @@ def _of_redis(redis: NetworkRedis) -> list[Trouble]:
         Trouble("Redis: clock - 2 min", 4.0, lambda _: redis.other_clock(-120)),
         Trouble("Redis: clock + 2 h", 4.0, lambda _: redis.other_clock(7200)),
     ]
-    if redis.disk is not None:
-        found.append(Trouble("Redis: disk full", 4.0, lambda _: redis.out_of_disk()))
+    if (disk := redis.disk) is not None:
+        found.append(Trouble("Redis: disk full", 4.0, lambda _: redis.out_of_disk(disk)))
     return found
 
 
@@ -122,7 +77,7 @@ def _failover(stage: Stage, redis: NetworkRedis) -> Iterator[None]:
     """Part the primary and its clients from its replica and Sentinel, which promotes the replica."""
     redis.wait_until_replicated()
     primary = redis.primary()
-    with stage.network.faulty([redis.primary_link()], PARTITION, SENTINEL, REPLICAS):
+    with stage.network.faulty([primary], PARTITION, SENTINEL, REPLICAS):
         redis.wait_for_failover(primary)
         yield
     redis.wait_until_replicated()  # the old primary follows the new one: its writes are gone
@@ -139,15 +94,9 @@ def _guarded_failover(stage: Stage, redis: NetworkRedis) -> Iterator[None]:
 
 
 @contextmanager
-def _killed(stage: Stage, role: str) -> Iterator[None]:
-    find(role, stage.launcher_pid)[0].kill()
-    yield
-
-
-@contextmanager
 def _little_memory(stage: Stage, role: str) -> Iterator[None]:
     """Limit the address space of one worker to what it has, and a little more (`ulimit -v`)."""
-    victim = find(role, stage.launcher_pid)[0]
+    victim = stage.find(role)[0]
     before = victim.rlimit(resource.RLIMIT_AS)
     victim.rlimit(resource.RLIMIT_AS, (victim.memory_info().vms + MEMORY_LEFT, before[1]))
     try:

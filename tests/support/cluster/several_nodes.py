@@ -21,13 +21,10 @@ from typing import Any
 from unittest.mock import patch
 
 from gammaray.config import OrchestratorSettings
-from orchestrator.launcher.cluster import private_directory, serve_environment
 from orchestrator.launcher.preflight import free_ports
-from orchestrator.launcher.reaper import MARK, Guardian, die_with_parent
 from orchestrator.launcher.redis_server import RedisServer
-from tests.support.cluster.ray_start import patiently
+from tests.support.cluster.ray_start import HOST, patiently, private_place
 
-HOST = "127.0.0.1"
 MEMORY = 80 * 2**20
 NODE_START_TIMEOUT_S = 180
 NODES = {
@@ -45,17 +42,7 @@ WORKER_WAIT_S = 240.0
 
 
 def main() -> None:
-    die_with_parent()
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-
-    def answer(value: object) -> None:
-        print(value, file=answers, flush=True)
-
-    with ExitStack() as started:
-        directory = private_directory()
-        started.callback(Guardian(directory.name, directory).dismiss)
-        os.environ.update({MARK: directory.name, **serve_environment(directory, HOST)})
+    with private_place() as (directory, answer, started):
         # With HAProxy replicas have ports of their own, handed out node by node: on one machine they collide.
         os.environ["RAY_SERVE_ENABLE_HA_PROXY"] = "0"
         # cluster_utils writes the head's address to Ray's default directory and does not create it.

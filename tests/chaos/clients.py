@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -11,9 +10,9 @@ from dataclasses import dataclass, field
 
 import httpx
 
-from gammaray import AsyncClient
+from gammaray import AsyncClient, RetryPolicy
 from gammaray.errors import GammarayError, ResourceExhaustedError
-from tests.chaos.load import Ask, Said, Stream, difference
+from tests.chaos.load import AnswerError, Ask, Heard, Said, Stream, difference
 
 PAUSE_S = 0.2
 READ_TIMEOUT_S = 8.0
@@ -25,8 +24,6 @@ LATE_S = 5.0
 SAME = 3
 """So many tokens that are found elsewhere in the expected ones were skipped or repeated."""
 
-PATH = "/v1/completions"
-
 
 @dataclass
 class History:
@@ -36,6 +33,7 @@ class History:
         client: Which client made it.
         begun_at: On the monotonic clock.
         ended_at: When the client had its end.
+        num_tokens: That the client got.
         error: Type of the error that ended it; empty: none.
         kind: "lost", "repeated" or "changed" if its tokens differ from plain decoding's, else "".
         wrong: How they differ.
@@ -44,13 +42,10 @@ class History:
     client: str
     begun_at: float
     ended_at: float = 0.0
+    num_tokens: int = 0
     error: str = ""
     kind: str = ""
     wrong: str = ""
-
-
-class RequestFailedError(Exception):
-    """A typed error over HTTP."""
 
 
 @dataclass
@@ -65,6 +60,11 @@ class Clients:
         expected: Of plain decoding.
         deadline_s: Of each request.
         num_http: Number of clients over HTTP.
+        may_fail: Whether a typed error may end a request; else only one that is refused before its first
+            token, as by a full queue.
+
+    Attributes:
+        cycles: In how many of them each drafter proposed, by way to draft.
     """
 
     grpc: str
@@ -73,14 +73,17 @@ class Clients:
     expected: dict[Ask, Said]
     deadline_s: float
     num_http: int
+    may_fail: bool = True
     histories: list[History] = field(default_factory=list)
     arrivals: list[list[float]] = field(default_factory=list)
+    cycles: dict[str, Counter[str]] = field(default_factory=dict)
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
     _is_ending: bool = False
 
     def start(self) -> None:
         plain = [stream.ask for stream in self.streams if not stream.ask.grammar][: self.num_http]
         self.arrivals = [[] for _ in range(len(self.streams) + len(plain))]
+        self.cycles = {stream.way.name: Counter() for stream in self.streams}
         works = [self._over_grpc(*pair) for pair in zip(self.streams, self.arrivals, strict=False)]
         works += [self._over_http(*pair) for pair in zip(plain, self.arrivals[len(works) :], strict=True)]
         self._tasks = [asyncio.create_task(work) for work in works]
@@ -99,52 +102,53 @@ class Clients:
 
     def violations(self) -> list[str]:
         late = self.deadline_s + LATE_S
-        return [f"{one.client}: {one.wrong}" for one in self.histories if one.wrong] + [
+        found = [f"{one.client}: {one.wrong}" for one in self.histories if one.wrong]
+        found += [
             f"{one.client}: no end within {late:g} s"
             for one in self.histories
             if one.ended_at - one.begun_at > late
         ]
+        if not self.may_fail:
+            refused = ResourceExhaustedError.__name__
+            found += [
+                f"{one.client}: lost after {one.num_tokens} tokens: {one.error}"
+                for one in self.histories
+                if one.error and (one.num_tokens or one.error != refused)
+            ]
+        return found
 
     def all_moved_since(self, moment: float) -> bool:
         return all(times and times[-1] > moment for times in self.arrivals)
 
     async def _over_grpc(self, stream: Stream, arrivals: list[float]) -> None:
         expected = self.expected[stream.ask]
-        async with AsyncClient(self.grpc) as client:
+        retry = RetryPolicy(resume_s=self.deadline_s)
+        async with AsyncClient(self.grpc, retry=retry) as client:
             while not self._is_ending:
-                history = self._begun(f"gRPC, {stream.way.name}")
-                got, text = list[int](), ""
+                history, heard = self._begun(f"gRPC, {stream.way.name}"), Heard(arrivals=arrivals)
+                how = stream.way.request(expected.token_ids)
                 try:
-                    async for chunk in client.generate(
-                        stream.ask.prompt,
-                        timeout_s=self.deadline_s,
-                        **_options(stream.ask),
-                        **stream.way.request(expected.token_ids),
-                    ):
-                        got += (token.token_id for token in chunk.tokens)
-                        text += chunk.text
-                        if chunk.tokens:
-                            arrivals.append(time.monotonic())
+                    await heard.over_grpc(client, stream.ask, timeout_s=self.deadline_s, **how)
                 except GammarayError as error:
                     history.error = type(error).__name__
                     wait_s = error.retry_after_s if isinstance(error, ResourceExhaustedError) else PAUSE_S
                     await asyncio.sleep(wait_s)
-                _close(history, expected, Said(tuple(got), text))
+                self.cycles[stream.way.name] += heard.cycles
+                _close(history, expected, heard.said)
 
     async def _over_http(self, ask: Ask, arrivals: list[float]) -> None:
-        expected = self.expected[ask]
+        expected, body = self.expected[ask], {"prompt": ask.prompt, **ask.options()}
         async with httpx.AsyncClient(base_url=self.http, timeout=READ_TIMEOUT_S) as http:
             while not self._is_ending:
-                history, heard = self._begun("HTTP"), Heard(arrivals)
+                history, heard = self._begun("HTTP"), Heard(arrivals=arrivals)
                 try:
-                    await asyncio.wait_for(heard.all(http, ask), self.deadline_s)
-                except RequestFailedError as error:
-                    history.error = str(error)
+                    await asyncio.wait_for(_hear_all(http, body, heard), self.deadline_s)
+                except AnswerError as error:
+                    history.error = error.kind
                     await asyncio.sleep(PAUSE_S)
                 except asyncio.TimeoutError:
                     history.error = "the client's deadline"
-                said = Said(heard.token_ids, heard.text)
-                _close(history, expected, said, has_ids=not history.error)
+                _close(history, expected, heard.said, has_ids=not history.error)
 
     def _begun(self, client: str) -> History:
         history = History(client, time.monotonic())
@@ -152,72 +156,28 @@ class Clients:
         return history
 
 
-class Heard:
-    """A stream over HTTP that is resumed after its last event until it ends."""
-
-    def __init__(self, arrivals: list[float]) -> None:
-        self.text, self.token_ids = "", tuple[int, ...]()
-        self._last_id, self._arrivals = "", arrivals
-
-    async def all(self, http: httpx.AsyncClient, ask: Ask) -> None:
-        """Hear the stream to its end.
-
-        Raises:
-            RequestFailedError: It ended with an error that no retry mends.
-        """
-        while True:
-            try:
-                if await self._some(http, ask):
-                    return
-            except httpx.TransportError:
-                pass
-            await asyncio.sleep(PAUSE_S)
-
-    async def _some(self, http: httpx.AsyncClient, ask: Ask) -> bool:
-        body = {"prompt": ask.prompt, **_options(ask), "stream": True}
-        headers = {"Last-Event-ID": self._last_id} if self._last_id else {}
-        async with http.stream("POST", PATH, json=body, headers=headers) as answer:
-            if answer.status_code != 200:
-                if answer.status_code >= 500 or answer.status_code == 429:
-                    return False
-                raise RequestFailedError(f"HTTP {answer.status_code}")
-            event_id = ""
-            async for line in answer.aiter_lines():
-                if line.startswith("id: "):
-                    event_id = line[4:]
-                elif line == "data: [DONE]":
-                    return True
-                elif line.startswith("data: "):
-                    event = json.loads(line[6:])
-                    if "error" in event:
-                        return _passes(event["error"])
-                    self.text += event["choices"][0]["text"]
-                    self.token_ids = tuple(event.get("gammaray", {}).get("token_ids", self.token_ids))
-                    self._arrivals.append(time.monotonic())
-                    self._last_id = event_id or self._last_id
-        return False
-
-
-def _passes(error: dict[str, object]) -> bool:
-    """Return False if a request that ended with an error event may be resumed.
+async def _hear_all(http: httpx.AsyncClient, body: dict[str, object], heard: Heard) -> None:
+    """Hear a stream to its end: after each break it is resumed after its last event.
 
     Raises:
-        RequestFailedError: It may not.
+        AnswerError: It ended with an error that no retry mends.
     """
-    if error["type"] in ("server_error", "rate_limit_error"):
-        return False
-    raise RequestFailedError(f"event: {error['type']}")
-
-
-def _options(ask: Ask) -> dict[str, object]:
-    options: dict[str, object] = {"temperature": ask.temperature, "seed": ask.seed}
-    options |= {"max_tokens": ask.max_tokens, "ignore_eos": not ask.grammar}
-    return options | ({"grammar": ask.grammar} if ask.grammar else {})
+    while True:
+        try:
+            async for _ in heard.over_http(http, body):
+                pass
+            return
+        except AnswerError as error:
+            if not error.may_pass:
+                raise
+        except httpx.TransportError:
+            pass
+        await asyncio.sleep(PAUSE_S)
 
 
 def _close(history: History, expected: Said, said: Said, *, has_ids: bool = True) -> None:
     """Check what a request got: all of plain decoding, or a part of its beginning and an error."""
-    history.ended_at = time.monotonic()
+    history.ended_at, history.num_tokens = time.monotonic(), len(said.token_ids)
     if not history.error:
         history.kind = kind_of_difference(expected, said)
     else:

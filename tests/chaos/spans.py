@@ -1,19 +1,21 @@
-"""What clients got during an event of a run, such as a fault or an upgrade, and the report."""
+"""What clients got during an event of a run, such as a strike, a fault or an upgrade, and the report."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import statistics
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from tests.chaos.network.histories import Clients, errors_of
-from tests.chaos.pauses import WINDOW_S
+from tests.chaos.chaos_drafters import unused
+from tests.chaos.clients import Clients, errors_of
 
-PROGRESS_S = 30.0
-"""After an event every stream gets a token again within this, or it counts as a violation."""
+WINDOW_S = 0.5
+"""A pause that begins this long after an event is still its doing."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,7 @@ class Result:
     """What clients got during an event; seconds.
 
     Attributes:
+        killed: Roles of the processes that it killed.
         streams: Requests that it met.
         lost, repeated, changed: Those whose tokens were.
         errors: Typed errors that ended requests, by type.
@@ -29,6 +32,7 @@ class Result:
     """
 
     name: str
+    killed: tuple[str, ...]
     streams: int
     lost: int
     repeated: int
@@ -46,24 +50,34 @@ class Measured:
     violations: list[str]
     requests: int
     finished: int
+    tokens: int
     errors: dict[str, int]
+    cycles: dict[str, dict[str, int]]
     seconds: float
     usual_pause_s: float
 
 
-@dataclass(frozen=True)
+@dataclass
 class Span:
-    """When an event began and ended, and when all streams had tokens again."""
+    """When an event began and ended, when all streams had tokens again, what it killed and what was wrong."""
 
     name: str
     began: float
     ended: float
-    back: float
+    back: float = 0.0
+    killed: tuple[str, ...] = ()
+    wrong: tuple[str, ...] = ()
+
+
+def progress_s(clients: Clients) -> float:
+    """Return within what time every stream gets a token again after an event, or it is a violation."""
+    return clients.deadline_s / 2
 
 
 async def progress(clients: Clients, moment: float) -> float:
     """Return when every stream had a token since a time; gives up after a while."""
-    while not clients.all_moved_since(moment) and time.monotonic() < moment + PROGRESS_S + 5:  # noqa: ASYNC110
+    latest = moment + progress_s(clients) + 5
+    while not clients.all_moved_since(moment) and time.monotonic() < latest:  # noqa: ASYNC110
         await asyncio.sleep(0.02)
     first = (next((time for time in times if time > moment), time.monotonic()) for times in clients.arrivals)
     return max(first)
@@ -87,6 +101,7 @@ def result_of(span: Span, clients: Clients) -> Result:
     kinds = Counter(one.kind for one in met)
     return Result(
         name=span.name,
+        killed=span.killed,
         streams=len(met),
         lost=kinds["lost"],
         repeated=kinds["repeated"],
@@ -98,10 +113,9 @@ def result_of(span: Span, clients: Clients) -> Result:
 
 
 def line(result: Result) -> str:
-    errors = ", ".join(f"{count} {name}" for name, count in result.errors.items()) or "none"
     return (
         f"{result.name}: {result.streams} streams, {result.lost} lost, {result.repeated} repeated, "
-        f"{result.changed} changed, typed errors: {errors}; pause {result.pause_s:.2f} s, "
+        f"{result.changed} changed, typed errors: {_counts(result.errors)}; pause {result.pause_s:.2f} s, "
         f"all had tokens {result.back_s:.2f} s after it"
     )
 
@@ -117,29 +131,64 @@ def table(outcome: Measured) -> str:
         rows.append((name, *map(str, sums), str(errors), f"{pause:.2f} s", f"{back:.2f} s"))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    errors = ", ".join(f"{count} {name}" for name, count in outcome.errors.items()) or "none"
     return "\n".join(
         [
             *lines,
             "",
             f"{len(outcome.results)} events in {outcome.seconds:.0f} s: {outcome.requests} requests, "
-            f"{outcome.finished} with all tokens of plain decoding; typed errors: {errors}; "
+            f"{outcome.finished} with all tokens of plain decoding; "
+            f"typed errors: {_counts(outcome.errors)}; "
             f"longest pause before the first {outcome.usual_pause_s:.2f} s",
+            "cycles of the finished requests by drafter (fallback: the drafter was absent, failed or late):",
+            *(f"{name}: {_counts(cycles)}" for name, cycles in outcome.cycles.items()),
             *(f"violation: {one}" for one in outcome.violations),
         ]
     )
 
 
+def _counts(counted: dict[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in counted.items() if count) or "none"
+
+
+def figures(outcome: Measured) -> dict[str, Any]:
+    """Return the outcome as JSON, with what each kind of event cost."""
+    by_name = itertools.groupby(sorted(outcome.results, key=lambda one: one.name), lambda one: one.name)
+    recovery = [_recovery(name, list(same)) for name, same in by_name]
+    streams = {"finished": outcome.finished, "tokens": outcome.tokens}
+    for kind, is_lost in (("lost", True), ("wrong", False)):
+        streams[kind] = [one for one in outcome.violations if (": lost after" in one) is is_lost]
+    counts = {key: sum(row[key] for row in recovery) for key in ("strikes", "kills")}
+    return {**asdict(outcome), **counts, "streams": streams, "recovery": recovery}
+
+
+def _recovery(label: str, same: Sequence[Result]) -> dict[str, Any]:
+    pauses, back = [one.pause_s for one in same], [one.back_s for one in same]
+    return {
+        "label": label,
+        "strikes": len(same),
+        "kills": sum(len(one.killed) for one in same),
+        "pause_median_s": statistics.median(pauses),
+        "pause_max_s": max(pauses),
+        "back_median_s": statistics.median(back),
+        "back_max_s": max(back),
+    }
+
+
 def measured(spans: Sequence[Span], clients: Clients, seconds: float, usual_pause_s: float) -> Measured:
     """Return what a run measured, once its clients have ended."""
-    unmoved = [span for span in spans if span.back - span.ended > PROGRESS_S]
+    allowed_s = progress_s(clients)
+    unmoved = [span for span in spans if span.back - span.ended > allowed_s]
     return Measured(
         results=[result_of(span, clients) for span in spans],
         violations=clients.violations()
-        + [f"{span.name}: no progress within {PROGRESS_S:g} s after it" for span in unmoved],
+        + [f"{span.name}: {one}" for span in spans for one in span.wrong]
+        + [f"{span.name}: no progress within {allowed_s:g} s after it" for span in unmoved]
+        + unused({stream.way: None for stream in clients.streams}, clients.cycles),
         requests=len(clients.histories),
         finished=sum(not one.error and not one.wrong for one in clients.histories),
+        tokens=sum(one.num_tokens for one in clients.histories),
         errors=dict(errors_of(clients.histories)),
+        cycles={name: dict(cycles) for name, cycles in clients.cycles.items()},
         seconds=seconds,
         usual_pause_s=usual_pause_s,
     )
