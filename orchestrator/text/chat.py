@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from transformers.utils.chat_parsing.response_templates import load_response_template
+
 from gammaray.errors import InvalidArgumentError
 
 _PROBE = {
@@ -104,12 +106,15 @@ class ChatFormat:
         has_tools: Whether tools change what the template renders.
         added_tokens: Tokens that the tokenizer has in addition to those of its algorithm, by text; the value
             says whether it is a special token, which decoded text omits.
+        response_template: Description of the model's messages and their tool calls, which transformers
+            reads; None without.
         roles: Which sequences of roles the template renders.
     """
 
     template: str = ""
     has_tools: bool = False
     added_tokens: Mapping[str, bool] = field(default_factory=dict)
+    response_template: Mapping[str, Any] | None = None
     roles: Roles = Roles()
 
 
@@ -128,7 +133,7 @@ def chat_format(tokenizer: Any) -> ChatFormat:
         template = str(tokenizer.get_chat_template(tools=[_PROBE]))
     except (InvalidArgumentError, ValueError):  # it refuses tools, or even a single message
         has_tools, template = False, str(tokenizer.chat_template)
-    return ChatFormat(template, has_tools, added, _roles(tokenizer))
+    return ChatFormat(template, has_tools, added, _response_template(tokenizer), _roles(tokenizer))
 
 
 def _roles(tokenizer: Any) -> Roles:
@@ -167,6 +172,16 @@ def _probed(tokenizer: Any, *roles: str) -> str | None:
 
 def _probe_text(number: int) -> str:
     return f"probe-text-{number}"
+
+
+def _response_template(tokenizer: Any) -> Mapping[str, Any] | None:
+    """Return the response template of a tokenizer if it is valid and describes tool calls."""
+    found = getattr(tokenizer, "response_template", None)
+    try:
+        is_useful = isinstance(found, dict) and "tool_calls" in load_response_template(found).fields
+    except Exception:  # a third party's data, checked by transformers as far as it goes
+        return None
+    return found if is_useful else None
 
 
 def render(

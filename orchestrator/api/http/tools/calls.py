@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from gammaray.errors import InvalidArgumentError
-from orchestrator.api.http.tools.formats import CallFormat, as_texts
+from orchestrator.api.http.tools.formats import CallFamily, CallFormat, as_texts
 from orchestrator.api.http.tools.grammar import call_grammar
 from orchestrator.api.http.tools.parser import CallParser
+from orchestrator.api.http.tools.template_parser import TemplateParser
 from orchestrator.text.tokenizer import Tokenizer
 
 
@@ -92,7 +93,7 @@ class CallPlan:
         """
         if not self.is_forced and not answer:
             return ""
-        if not self.is_forced and self.form.marker_in_prompt:
+        if not self.is_forced and (self.form.marker_in_prompt or self.form.family is CallFamily.TEMPLATE):
             allowed = "tool_choice required or none: no grammar can express this model's form of calls"
             raise InvalidArgumentError("response_format", "a grammar with tools", allowed)
         tools = [tool for tool in self.tools if self.choice.name in ("", tool.name)]
@@ -104,14 +105,19 @@ class CallPlan:
             is_thinking=prompt.rstrip().endswith("<think>"),
         )
 
-    def parser(self, new_id: Callable[[int], str]) -> CallParser:
-        """Return the parser of one completion."""
+    def parser(self, new_id: Callable[[int], str], prompt: str = "") -> CallParser | TemplateParser:
+        """Return the parser of one completion; response templates may need the rendered prompt."""
+        max_calls = None if self.is_parallel else 1
+        described = self.form.chat.response_template
+        if self.form.family is CallFamily.TEMPLATE and described is not None:
+            tools = [tool.to_template() for tool in self.tools]
+            return TemplateParser(described, tools, new_id, prompt=prompt, max_calls=max_calls)
         allowed = [tool.name for tool in self.tools if self.choice.name in ("", tool.name)]
         return CallParser(
             self.form.family,
             frozenset(tool.name for tool in self.tools),
             new_id,
-            max_calls=None if self.is_parallel else 1,
+            max_calls=max_calls,
             is_after_marker=self.is_forced and bool(self.form.marker_in_prompt),
             sole_name=allowed[0] if self.is_forced and len(allowed) == 1 else "",
         )
@@ -134,7 +140,7 @@ def plan_calls(
     choice = choice or ToolChoice("auto")
     if not tools or choice.mode == "none":
         return None
-    form = CallFormat.of(tokenizer.chat_format)
+    form = CallFormat.of(tokenizer.chat_format, is_forced=choice.mode == "required")
     return CallPlan(tuple(tools), choice, is_parallel and not choice.name, form)
 
 

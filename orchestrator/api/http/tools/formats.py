@@ -4,8 +4,9 @@
     Llama 3         {"name": "f", "parameters": {...}}, as the whole message, perhaps after <|python_tag|>
     Mistral         [TOOL_CALLS][{"name": "f", "arguments": {...}}, ...]
 
-The form is recognised by the chat template. A model whose template has no tools, or has them in another
-form, is told of them by a system message, which asks for Hermes' form.
+The form is recognised by the chat template. For further forms the tokenizer may have a response template. A
+model whose template has no tools, or has them in an unknown form, is told of them by a system message, which
+asks for Hermes' form.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ class CallFamily(Enum):
     HERMES = "hermes"
     LLAMA = "llama"
     MISTRAL = "mistral"
+    TEMPLATE = "template"
+    """As a response template describes; no grammar expresses it."""
 
 
 OPEN = {
@@ -71,9 +74,11 @@ class CallFormat:
     chat: ChatFormat
 
     @classmethod
-    def of(cls, chat: ChatFormat) -> CallFormat:
-        """Return the form of a chat template's calls."""
+    def of(cls, chat: ChatFormat, *, is_forced: bool = False) -> CallFormat:
+        """Return the form of a chat template's calls; if they are forced, one that a grammar can express."""
         family = _family(chat)
+        if family is None and chat.has_tools and chat.response_template is not None and not is_forced:
+            family = CallFamily.TEMPLATE
         return cls(family or CallFamily.HERMES, family is not None, chat)
 
     @property
@@ -91,7 +96,12 @@ class CallFormat:
     @property
     def markers(self) -> list[str]:
         """Markers of calls that are special tokens, which decoded text omits."""
-        return [text for text in (OPEN[self.family], CLOSE) if self.chat.added_tokens.get(text, False)]
+        special = [text for text, is_special in self.chat.added_tokens.items() if is_special]
+        if self.family is not CallFamily.TEMPLATE:
+            return [text for text in special if text in (OPEN[self.family], CLOSE)]
+        # Its patterns have backslashes.
+        described = json.dumps(self.chat.response_template, ensure_ascii=False).replace("\\", "")
+        return [text for text in special if text in described]
 
     def messages(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]

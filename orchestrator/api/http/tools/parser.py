@@ -22,7 +22,7 @@ _SPACE = " \t\r\n"
 _MAX_HELD_SPACE = 64
 """Whitespace that is held back, as it is dropped before a call."""
 
-_MIN_BEGUN = 2
+MIN_BEGUN = 2
 """Characters of a marker that are no text at the end of a completion; text may end with a single one."""
 
 _MAX_DEPTH = 200
@@ -164,7 +164,7 @@ class CallParser:
             if num_held and self._sole_name:
                 self._begin(self._sole_name)
                 self._emit(CallEnded(self._num_seen - 1, is_whole=False))
-            elif num_held < _MIN_BEGUN:
+            elif num_held < MIN_BEGUN:
                 self._emit(PlainText(self._pending))
         self._pending, self._raw, self._in_arguments = "", [], False
         return self._taken()

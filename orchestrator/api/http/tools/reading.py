@@ -18,10 +18,11 @@ class CallReader:
         plan: CallPlan,
         is_special: Callable[[int], bool],
         stop: Sequence[str] = (),
+        prompt: str = "",
     ) -> None:
         self._is_special, self._markers, self._stop = is_special, plan.markers, tuple(stop)
         self._seed = ""
-        self._parser = plan.parser(lambda index: call_id(self._seed, index))
+        self._parser = plan.parser(lambda index: call_id(self._seed, index), prompt)
         self._hidden: list[tuple[int, str]] = []  # markers to come, with the characters before each
         self._num_chars = 0  # of the tokens so far
         self._num_read = 0  # of these, in text so far

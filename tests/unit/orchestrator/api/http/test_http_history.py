@@ -12,7 +12,7 @@ from orchestrator.text.chat import Roles
 from tests.support.http_helpers import complete, events_with_ids
 from tests.support.response_helpers import PATH as RESPONSES
 from tests.support.surface_helpers import ScriptedBackend
-from tests.support.tool_helpers import BODY_TOOLS, LLAMA, MISTRAL, QWEN, STRICT, TemplateModel
+from tests.support.tool_helpers import BODY_TOOLS, LLAMA, MISTRAL, QWEN, STRICT, XML_RESPONSE, TemplateModel
 
 CHATS = "/v1/chat/completions"
 GENERIC = (
@@ -30,6 +30,7 @@ SILENT = QWEN.replace(
     "call.function.arguments | tojson",
     "''}}{% for key in call.function.arguments %}{{ key[:1] }}{% endfor %}{{''",
 )
+XML = QWEN + "{# <function=name> #}"
 TEMPLATES = {
     "qwen": TemplateModel(QWEN),
     "llama": TemplateModel(LLAMA),
@@ -40,6 +41,7 @@ TEMPLATES = {
     "items": TemplateModel(ITEMS),
     "texts": TemplateModel(TEXTS),
     "silent": TemplateModel(SILENT),
+    "template": TemplateModel(XML, XML_RESPONSE),
 }
 
 
