@@ -42,7 +42,8 @@ NETWORK_DEADLINE_S, VLLM_DEADLINE_S = 60.0, 480.0
 """On a busy machine a worker on vLLM starts for a minute and more."""
 
 
-def main() -> int:
+def _given() -> argparse.Namespace:
+    """Return the options, with `drafters` and `roles` as lists."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.chaos",
         description=__doc__,
@@ -69,12 +70,16 @@ def main() -> int:
     given = parser.parse_args()
     if given.out is not None and given.out.exists():
         parser.error(f"--out: {given.out} exists")
-    names = list(KINDS) if given.drafters == "all" else given.drafters.split(",")
-    roles = given.roles.split(",")
-    for option, wrong in (("drafters", set(names) - set(KINDS)), ("roles", set(roles) - set(ROLES))):
-        if wrong:
-            allowed = ", ".join(KINDS if option == "drafters" else ROLES)
-            parser.error(f"--{option}: got {', '.join(sorted(wrong))}, allowed: {allowed}")
+    given.drafters = list(KINDS) if given.drafters == "all" else given.drafters.split(",")
+    given.roles = given.roles.split(",")
+    for option, allowed in (("drafters", KINDS), ("roles", ROLES)):
+        if wrong := set(getattr(given, option)) - set(allowed):
+            parser.error(f"--{option}: got {', '.join(sorted(wrong))}, allowed: {', '.join(allowed)}")
+    return given
+
+
+def main() -> int:
+    given = _given()
     if given.upgrade:
         with complaints() as stderr, upgrade.versions(upgrade.BEFORE, stderr) as cluster:
             options = Options(3600, given.seed, 10, may_fail=True)
@@ -86,7 +91,7 @@ def main() -> int:
     elif given.engine == "vllm":
         options = replace(options, deadline_s=VLLM_DEADLINE_S)
     outcomes = {}
-    for name in names:
+    for name in given.drafters:
         print(f"drafters: {name}", flush=True)
         with (
             complaints() as stderr,
@@ -98,7 +103,7 @@ def main() -> int:
                 stderr=stderr,
             ) as stage,
         ):
-            struck = [role for role in roles if role != "draft" or name != "head"]
+            struck = [role for role in given.roles if role != "draft" or name != "head"]
             plan: Iterable[Trouble] = strikes(given.seed, struck)
             if given.network:
                 plan = _faults(stage, given.seed, tuple(filter(None, given.troubles.split(","))))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import re
@@ -11,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -202,17 +201,6 @@ def undisturbed(ask: Callable[[], T], is_disturbed: Callable[[T], object]) -> T:
     while is_disturbed(answer := ask()):
         assert time.monotonic() < deadline, f"the drafter was late for {DRAFT_PATIENCE_S:g} s"
         time.sleep(0.2)
-    return answer
-
-
-async def undisturbed_completion(
-    ask: Callable[[], Awaitable[Completion]], is_disturbed: Callable[[Completion], object]
-) -> Completion:
-    """Return the first completion whose cycles used the drafter that a test needs; see `undisturbed`."""
-    deadline = time.monotonic() + DRAFT_PATIENCE_S
-    while is_disturbed(answer := await ask()):
-        assert time.monotonic() < deadline, f"the drafter was late for {DRAFT_PATIENCE_S:g} s"
-        await asyncio.sleep(0.2)
     return answer
 
 
