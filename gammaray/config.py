@@ -181,8 +181,8 @@ _HEAD = (
     "head, or mtp: the target's own layers for this; empty: nothing."
 )
 _LEARN = (
-    "Folder in which workers train new versions of their head or draft model while they serve; with API keys "
-    "only from streams of tenants that `gammaray drafters allow` names; empty: nothing is kept or learnt."
+    "Folder in which target workers train new versions of their head while they serve; with API keys only "
+    "from streams of tenants that `gammaray drafters allow` names; empty: nothing is kept or learnt."
 )
 _LORA = (
     "NAME=DIR of a LoRA adapter of the target, in PEFT's format; several are separated by commas, or the "
@@ -257,28 +257,7 @@ class _ModelSettings(_Settings):
         return self
 
 
-class _LearningSettings(_ModelSettings):
-    """The same of a process that may learn."""
-
-    learn: str = Field("", description=_LEARN)
-
-    @property
-    def _has_drafter(self) -> bool:
-        """Whether anything drafts that could learn."""
-        return True
-
-    @model_validator(mode="after")
-    def _check_what_learns(self) -> Self:
-        if self.learn and not self._has_drafter:
-            raise InvalidArgumentError("learn", self.learn, "empty without a head or draft workers")
-        if self.learn and self.engine == "vllm" and not getattr(self, "head", ""):
-            raise InvalidArgumentError("learn", self.learn, "empty with the engine vllm and a draft model")
-        if self.learn and self.engine == "vllm" and getattr(self, "key_file", None):
-            raise InvalidArgumentError("learn", self.learn, "empty with the engine vllm and API keys")
-        return self
-
-
-class _TargetModelSettings(_LearningSettings):
+class _TargetModelSettings(_ModelSettings):
     """The same of a target."""
 
     tensor_parallel: int = Field(
@@ -289,8 +268,17 @@ class _TargetModelSettings(_LearningSettings):
         "with vLLM as the engine.",
     )
     head: str = Field("", description=_HEAD)
+    learn: str = Field("", description=_LEARN)
     draft_weights: Weights = Field("auto", description=_DRAFT_WEIGHTS)
     lora: Lora = Field("", description=_LORA, json_schema_extra=REPEATABLE)
+
+    @model_validator(mode="after")
+    def _check_what_learns(self) -> Self:
+        if self.learn and not self.head:
+            raise InvalidArgumentError("learn", self.learn, "empty without a head, which alone learns")
+        if self.learn and self.engine == "vllm" and getattr(self, "key_file", None):
+            raise InvalidArgumentError("learn", self.learn, "empty with the engine vllm and API keys")
+        return self
 
     @model_validator(mode="after")
     def _check_needs_of_vllm(self) -> Self:
@@ -412,16 +400,12 @@ class WorkerSettings(ServingSettings, _ModelSettings):
 class TargetSettings(WorkerSettings, _TargetModelSettings):
     """A target worker."""
 
-    @property
-    def _has_drafter(self) -> bool:
-        return self.head != ""
-
     draft_ahead: bool = Field(
         True, description="Let that head draft the next proposals while no block waits."
     )
 
 
-class DraftSettings(WorkerSettings, _LearningSettings):
+class DraftSettings(WorkerSettings, _ModelSettings):
     """A draft worker."""
 
     draft_weights: Weights = Field("auto", description=_DRAFT_WEIGHTS)
@@ -525,10 +509,6 @@ class ClusterSettings(_TargetModelSettings, _AccessSettings):
         min_length=1,
         description="Address of both APIs; if other machines can reach it, set api_keys_file.",
     )
-
-    @property
-    def _has_drafter(self) -> bool:
-        return self.head != "" or self.draft_workers.maximum > 0
 
     @model_validator(mode="before")
     @classmethod

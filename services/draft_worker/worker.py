@@ -16,7 +16,6 @@ from gammaray.types import Proposal
 from gammaray.v1 import draft_service_pb2, draft_service_pb2_grpc
 from gammaray.v1 import draft_service_pb2 as pb
 from gammaray.wire.blocks import proposal_to_proto, shape_from_proto
-from services.draft_worker.loading import load_learning
 from services.draft_worker.scheduler import DraftScheduler
 from services.engine.choice import uses_vllm
 from services.engine.engine import Engine
@@ -110,8 +109,6 @@ def drafts_on_vllm(path: str, target: str, settings: DraftSettings) -> bool:
     if not uses_vllm(settings.engine, settings.device):
         return False
     if settings.engine == "auto":
-        if settings.learn:
-            return False
         from services.vllm.loading import check_draft  # vLLM is an extra
 
         try:
@@ -139,18 +136,12 @@ class DraftWorker(Worker[DraftSettings]):
 
             return load_draft(path, target, self.settings, limits)
         engine = load_worker_engine(path, self.settings, draft_for=target)
-        learning = load_learning(path, target, self.settings, engine) if self.settings.learn else None
         vocab_size, digest, translation = self._vocabulary(path, engine)
         model = Model(name, vocab_size, engine.max_context, digest, kernel=engine.kernel)
         grammars = Grammars(target or path, vocab_size)
         ahead_rows = AHEAD_ROWS if self.settings.draft_ahead else 0
         return model, DraftScheduler(
-            engine,
-            limits,
-            ahead_rows=ahead_rows,
-            translation=translation,
-            grammars=grammars,
-            learning=learning,
+            engine, limits, ahead_rows=ahead_rows, translation=translation, grammars=grammars
         )
 
     @property
