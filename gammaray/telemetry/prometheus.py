@@ -24,6 +24,16 @@ _ALLOWED = "host:port or host:first-last, or nothing"
 _WILDCARDS = ("0.0.0.0", "::", "[::]")
 
 
+def metrics_address(listen: str) -> tuple[str, range]:
+    """Return the host of the setting `metrics_listen` and its ports, of which the first free one is used."""
+    match = _FORM.fullmatch(listen)
+    first = int(match["first"]) if match else 0
+    last = int(match["last"] or first) if match else 0
+    if match is None or not 0 <= first <= last <= 65535:
+        raise InvalidArgumentError("metrics_listen", listen, _ALLOWED)
+    return match["host"], range(first, last + 1)
+
+
 class MetricsServer:
     """Serves a meter's values, and those of the process itself (memory, CPU time, open files).
 
@@ -37,21 +47,17 @@ class MetricsServer:
     def __init__(self, meter: Meter, listen: str) -> None:
         from prometheus_client import start_http_server
 
-        match = _FORM.fullmatch(listen)
-        first = int(match["first"]) if match else 0
-        last = int(match["last"] or first) if match else 0
-        if match is None or not 0 <= first <= last <= 65535:
-            raise InvalidArgumentError("metrics_listen", listen, _ALLOWED)
+        host, ports = metrics_address(listen)
         self._server: WSGIServer
         self._thread: threading.Thread
-        for port in range(first, last + 1):
+        for port in ports:
             try:
-                self._server, self._thread = start_http_server(port, match["host"], registry(meter))
+                self._server, self._thread = start_http_server(port, host, registry(meter))
                 break
             except OSError as error:
-                if port == last:
+                if port == ports[-1]:
                     raise InvalidArgumentError("metrics_listen", listen, f"a free port ({error})") from error
-        self.address = f"{_reachable(match['host'])}:{self._server.server_port}"
+        self.address = f"{_reachable(host)}:{self._server.server_port}"
 
     def stop(self) -> None:
         """Stop serving; waits for at most one second."""

@@ -152,7 +152,7 @@ def serve_cluster(
         raise InvalidArgumentError("grpc_port", settings.grpc_port, "another port than http_port")
     draft = settings.draft if settings.draft_workers.maximum else settings.target
     check_drafting_head(settings.head)
-    for note in [*check_models(settings.target, draft), *drafting_notes(settings)]:
+    for note in [*check_models(settings.target, draft, settings.engine), *drafting_notes(settings)]:
         print(f"gammaray: {note}", file=sys.stderr, flush=True)
     # These imports are slow, so they come after the cheap checks.
     if settings.redis_url:

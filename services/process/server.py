@@ -12,8 +12,11 @@ from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
 from gammaray.blocks import MAX_ANSWER_BYTES
+from gammaray.config import WorkerSettings
+from gammaray.deploy.redis_connection import connect
 from gammaray.errors import GammarayError, InvalidArgumentError
-from gammaray.security.tls import TlsFiles, check_peer, server_credentials
+from gammaray.security.tls import TlsFiles, check_peer, server_credentials, tls_files
+from gammaray.telemetry.prometheus import metrics_address
 
 DRAIN_TIMEOUT_S = 10.0
 """Seconds for running blocks to finish after SIGTERM; then orchestrators repeat them on other workers. Well
@@ -87,6 +90,23 @@ async def guarded(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
         yield
     except GammarayError as error:
         await context.abort(error.status, str(error))
+
+
+def check_serving(settings: WorkerSettings, host: str = "") -> None:
+    """Refuse settings of addresses, TLS and Redis that a worker cannot serve with, before it loads a model.
+
+    Args:
+        host: Host that orchestrators connect to if the server listens on every interface.
+    """
+    listening, _ = split_address("listen", settings.listen)
+    if settings.metrics_listen:
+        metrics_address(settings.metrics_listen)
+    tls_files(settings)
+    if settings.redis_url:
+        connect(settings.redis_login_url, timeout_s=1, num_retries=0)  # connects on first use
+        if is_wildcard(listening) and not host:
+            allowed = "an address of this machine that orchestrators can dial"
+            raise InvalidArgumentError("listen", settings.listen, allowed)
 
 
 def split_address(field: str, address: str) -> tuple[str, int]:
