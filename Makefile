@@ -82,6 +82,7 @@ lint: install  ## ruff, mypy strict, buf, hadolint, generated files are fresh
 	$(BIN)/python protos/generate.py --check
 	$(BIN)/python helm/generate.py --check
 	$(BIN)/python helm/dashboard.py --check
+	$(BIN)/python docs/make_engines.py --check
 	$(BIN)/python docs/make_metrics.py --check
 	$(BIN)/python docs/make_telemetry.py --check
 	$(BIN)/python docs/make_benchmarks.py --check

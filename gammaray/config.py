@@ -18,6 +18,7 @@ from pydantic_core import core_schema
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from gammaray.demo_pair import DEMO_PAIR, early_exit_layers
+from gammaray.engines import refuse
 from gammaray.environment import OTHER_VARIABLES, PREFIX, check_environment
 from gammaray.errors import InvalidArgumentError
 
@@ -140,13 +141,6 @@ _ALLOWED = {
     "string_type": "a text",
 }
 
-# Allowed settings in deterministic mode without vLLM.
-_DETERMINISTIC: dict[str, tuple[Any, ...]] = {
-    "device": ("auto", "cpu"),
-    "dtype": ("auto", "float32"),
-    "threads": (1,),
-}
-
 METRICS_PORT = 9464
 """Metrics port (OpenTelemetry's default) where each process has its own network address, as in a pod."""
 
@@ -237,23 +231,15 @@ class _ModelSettings(_Settings):
     )
     deterministic: bool = Field(False, description=_DETERMINISM)
 
-    @model_validator(mode="after")
-    def _check_deterministic(self) -> Self:
-        if self.deterministic:
-            # vLLM's batch-invariant mode is for GPUs.
-            rules = {"device": ("auto", "cuda")} if self.engine == "vllm" else _DETERMINISTIC
-            for field, allowed in rules.items():
-                if (got := getattr(self, field, allowed[0])) not in allowed:
-                    choices = " or ".join(map(str, allowed))
-                    raise InvalidArgumentError(field, got, f"{choices} with deterministic")
-        return self
+    @property
+    def asked(self) -> dict[str, Any]:
+        """What is asked of the engine, see `gammaray.engines`."""
+        return dict(self)
 
     @model_validator(mode="after")
     def _check_engine(self) -> Self:
-        if self.engine == "vllm":
-            weights = getattr(self, "draft_weights", "auto")
-            if weights != "auto" and getattr(self, "head", True):  # a target without a head has no draft
-                raise InvalidArgumentError("draft_weights", weights, "auto with the engine vllm")
+        if (error := refuse(self.asked)) is not None:
+            raise error
         return self
 
 
@@ -276,18 +262,6 @@ class _TargetModelSettings(_ModelSettings):
     def _check_what_learns(self) -> Self:
         if self.learn and not self.head:
             raise InvalidArgumentError("learn", self.learn, "empty without a head, which alone learns")
-        if self.learn and self.engine == "vllm" and getattr(self, "key_file", None):
-            raise InvalidArgumentError("learn", self.learn, "empty with the engine vllm and API keys")
-        return self
-
-    @model_validator(mode="after")
-    def _check_needs_of_vllm(self) -> Self:
-        if self.engine not in ("auto", "vllm"):
-            if self.tensor_parallel > 1:
-                allowed = f"1 with the engine {self.engine}"
-                raise InvalidArgumentError("tensor_parallel", self.tensor_parallel, allowed)
-            if self.lora:
-                raise InvalidArgumentError("lora", self.lora, f"empty with the engine {self.engine}")
         return self
 
 
@@ -518,6 +492,11 @@ class ClusterSettings(_TargetModelSettings, _AccessSettings):
         if is_foreign or given.get("head"):
             return {"draft_workers": "0", **given}
         return given
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """What is asked of the engines of its workers."""
+        return {**super().asked, "has_keys": self.key_file is not None}
 
     @model_validator(mode="after")
     def _check_draft_workers(self) -> Self:

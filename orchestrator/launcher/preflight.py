@@ -23,8 +23,8 @@ from gammaray.config import (
     settings_error,
 )
 from gammaray.demo_pair import early_exit_layers, is_missing, resolve_model
-from gammaray.deploy.engines import check_engine
 from gammaray.deploy.serve_config import APPLICATIONS, role_settings
+from gammaray.engines import check_installed, takes_gpu
 from gammaray.errors import InvalidArgumentError
 
 
@@ -118,7 +118,7 @@ def check_workers(settings: ClusterSettings) -> None:
     for role, given in role_settings(settings).items():
         made = _settings_of(role, given)
         if isinstance(made, WorkerSettings) and most[role]:
-            check_engine(made.engine, settings.device)
+            check_installed(made.engine, settings.device)
         if isinstance(made, TargetSettings) and made.lora:
             import_module("services.process.adapters").max_rank(parse_adapters(made.lora))
 
@@ -195,7 +195,7 @@ def worker_gpus(settings: ClusterSettings, num_gpus: int) -> dict[str, float]:
     Targets that are spread over several get whole GPUs, and the draft workers share the rest. Without a GPU
     all workers run on the CPU.
     """
-    if settings.device == "cpu" or settings.engine == "native":
+    if settings.device == "cpu" or not takes_gpu(settings.engine):
         num_gpus = 0
     elif settings.device == "cuda" and not num_gpus:
         raise InvalidArgumentError("device", "cuda", "auto or cpu: Ray finds no GPU on this machine")

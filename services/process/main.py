@@ -14,7 +14,7 @@ from typing import Any
 from gammaray.cli.settings import parse_settings
 from gammaray.config import WorkerSettings, parse_adapters
 from gammaray.demo_pair import resolve_model
-from gammaray.deploy.engines import check_engine
+from gammaray.engines import check_installed
 from gammaray.errors import GammarayError, InvalidArgumentError
 from services.process.adapters import max_rank
 from services.process.server import check_serving
@@ -46,7 +46,7 @@ def run(
         settings, _ = parse_settings(
             settings_class, f"python -m {prog}", sys.argv[1:] if argv is None else argv
         )
-        check_engine(settings.engine, settings.device)
+        check_installed(settings.engine, settings.device)
         check_serving(settings)
         for field in _MODELS:
             resolve_model(getattr(settings, field, ""), field=field)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from gammaray.deploy.engines import SUPPORTED_VLLM, check_engine, vllm_build
+from gammaray.engines import SUPPORTED_VLLM, check_installed, vllm_build
 from gammaray.errors import InvalidArgumentError
 from services.engine.cache_budget import cache_budget
 from services.engine.core.errors import EngineLostError
@@ -129,7 +129,7 @@ class VllmEngine:
     """
 
     def __init__(self, options: EngineOptions) -> None:
-        check_engine("vllm", options.device)
+        check_installed("vllm", options.device)
         if options.is_batch_invariant:
             if vllm_build()[1] == "cpu":
                 raise InvalidArgumentError(

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 import gammaray
-from gammaray.deploy.engines import SUPPORTED_VLLM
+from gammaray.engines import SUPPORTED_VLLM
 from tests.support.chart.chart_helpers import CHART, ROOT, container, groups
 
 DOCKERFILE = ROOT / "docker" / "Dockerfile"

@@ -36,7 +36,7 @@ _PIPELINE, _SCRIPTS = "orchestrator/cycle/pipeline.py", "orchestrator/storage/se
 _LIFECYCLE, _CONNECTION = "orchestrator/sessions/lifecycle.py", "orchestrator/workers/connection.py"
 _CLIENT, _SESSIONS = "orchestrator/workers/session_client.py", "services/scheduling/sessions.py"
 _STREAMS, _STORE = "services/streaming/streams.py", "orchestrator/storage/session_store.py"
-_VERIFIER, _TARGET = "orchestrator/workers/verifier.py", "services/target_worker/scheduler.py"
+_VERIFIER, _TARGET = "orchestrator/workers/verifier.py", "services/own/target_scheduler.py"
 
 MUTANTS = {
     "delivered before it is stored": Mutant(

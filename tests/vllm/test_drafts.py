@@ -15,8 +15,8 @@ from gammaray.errors import (
     InvalidArgumentError,
 )
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
-from services.draft_worker.scheduler import DraftScheduler
 from services.engine.loader import load_engine
+from services.own.draft_scheduler import DraftScheduler
 from services.scheduling.grammars import Grammars
 from services.scheduling.tasks import Release
 from services.vllm.engine import CPU_DRAFT_BLOCK

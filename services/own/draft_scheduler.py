@@ -2,7 +2,7 @@
 
 Each forward feeds every drafting session the nodes that its proposal lacks: one token for a chain, a level
 for a tree; a chain that is the only block takes several forwards in one call. When no block is left,
-forwards go to `services.draft_worker.lookahead`. An arriving block waits for at most one small forward: it
+forwards go to `services.own.lookahead`. An arriving block waits for at most one small forward: it
 stops a call of several.
 """
 
@@ -17,10 +17,10 @@ from typing import ClassVar, cast
 from torch import Tensor
 
 from gammaray.types import Proposal
-from services.draft_worker.lookahead import Lookahead
 from services.engine.core.batch import SequenceInput
 from services.engine.core.errors import CacheFullError
 from services.engine.engine import Engine
+from services.own.lookahead import Lookahead
 from services.scheduling.grammars import Grammars
 from services.scheduling.load import LoadCounters
 from services.scheduling.planning import Limits, Running
