@@ -32,10 +32,12 @@ ROWS: dict[str, Callable[[EngineFacts], str]] = {
 
 def _limits(facts: EngineFacts, setting: str) -> str:
     allowed = facts.serves.get(setting)
-    return "any" if allowed is None else "no" if allowed in (("",), (1,)) else _values({setting: allowed})
+    return "any" if allowed is None else "no" if allowed in (("",), (1,)) else " or ".join(map(str, allowed))
 
 
 def _values(values: Values) -> str:
+    if "engine" in values:
+        return "no"
     return "; ".join(f"{setting} {' or '.join(map(str, allowed))}" for setting, allowed in values.items())
 
 

@@ -94,7 +94,7 @@ VLLM = EngineFacts(
 
 NATIVE = EngineFacts(
     "native",
-    where="CPUs",
+    where="CPUs, in float32",
     models="Llama, Mistral, Qwen2, Qwen3 and models of their form",
     heads="EAGLE-3, draft models",
     serves={"device": ("auto", "cpu"), **_OWN},
@@ -106,8 +106,8 @@ TRANSFORMERS = EngineFacts(
     where="CPUs, one GPU",
     models="every other supported architecture",
     heads="EAGLE-3, draft models",
-    serves=_OWN,
-    deterministic=NATIVE.deterministic,
+    serves={"draft_weights": ("auto",), **_OWN},
+    deterministic={"engine": (AUTO, NATIVE.name)},
 )
 
 ENGINES = {facts.name: facts for facts in (VLLM, NATIVE, TRANSFORMERS)}
