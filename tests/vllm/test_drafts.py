@@ -299,8 +299,8 @@ def filling(engine, extra: int) -> list[Session]:
 def test_sessions_that_exceed_the_cache_together_are_all_served(drafts, cpu_drafts, monkeypatch):
     sessions, step, preempted = filling(drafts.engine, 0), drafts.engine.step, set()
 
-    def noted_step():
-        result = step()
+    def noted_step(begin_masks):
+        result = step(begin_masks)
         preempted.update(result.preempted)
         return result
 
