@@ -97,8 +97,8 @@ class HeldScheduler(Scheduler):  # type: ignore[misc]  # vLLM's classes are not 
             for request_id in output.num_scheduled_tokens
             if request_id in self._posted and not self.requests[request_id].is_prefill_chunk
         )
+        self._masks = self.begin_masks(posted)  # where it fails, the next step names the ended sessions
         output.posted, output.ended, self.ended = posted, self.ended, []
-        self._masks = self.begin_masks(posted)
         config = self.vllm_config.speculative_config
         if config is not None and config.method not in ("medusa", "custom_class"):
             # Medusa's heads are all computed at once; others read new tokens even if they draft none.
