@@ -167,6 +167,22 @@ async def test_start_accepts_newer_and_unknown_versions(redis_server, version):
         await wait_for_redis(url, 60.0)
 
 
+@pytest.mark.parametrize("error", [RecursionError("too deep"), NotImplementedError(), RuntimeError("other")])
+async def test_errors_of_our_own_code_are_neither_renamed_nor_retried(redis_server, error):
+    calls = []
+
+    async def fail():
+        calls.append(1)
+        raise error
+
+    redis = connect(redis_server.url)
+    with pytest.raises(type(error)) as raised:
+        await redis.repeated(fail)
+    assert raised.value is error
+    assert len(calls) == 1
+    await redis.aclose()
+
+
 async def test_start_does_not_wait_for_a_password_to_become_right(redis_server):
     wrong = redis_server.url.replace("redis://:", "redis://:not-")
     with pytest.raises(UnavailableError, match="password"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -98,6 +99,25 @@ async def test_store_finds_no_session_of_an_earlier_version(store, redis):
     assert await store.recent("", 10) == []
     assert not await store.delete("s")
     await store.create(make_session(), b"")
+
+
+async def test_errors_name_a_session_as_its_owner_does(store):
+    """Names in the store begin with the tenant."""
+    session, gone, other = (make_session(session_id=f"acme:{name}") for name in ("mine", "gone", "other"))
+    for stored in (session, other):
+        await store.create(stored, b"")
+    calls = [store.create(session, b""), store.read("acme:gone"), store.summary("acme:gone")]
+    calls += [commit(store, gone, [1]), store.take_over("acme:gone"), store.cancel("acme:gone")]
+    errors = [error for error in await asyncio.gather(*calls, return_exceptions=True) if error is not None]
+    await store.take_over("acme:mine")
+    await store.cancel("acme:other")
+    calls = [commit(store, session, [1]), commit(store, other, [1])]
+    errors += await asyncio.gather(*calls, return_exceptions=True)
+    assert {type(error) for error in errors} == {FailedPreconditionError, NotFoundError, CancelledError}
+    assert len(errors) == 8
+    assert [
+        str(error) for error in errors if re.search(r"session (mine|gone|other)\b", str(error)) is None
+    ] == []
 
 
 async def test_store_names_are_unique_until_deleted(store):

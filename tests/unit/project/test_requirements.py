@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
+import tomllib
 
 ROOT = Path(__file__).resolve().parents[3]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -19,7 +19,7 @@ CLUSTER = ("worker", "orchestrator", "embedded", "gguf")
 
 WAIT_S = 200.0
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("requirements")]
+pytestmark = pytest.mark.slow
 
 
 def resolved(python: str, platform: str, *arguments: str, given: str | None = None) -> str:
