@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[3]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PYTHONS = ("3.11", "3.12", "3.13")
 PLATFORMS = ("x86_64-manylinux_2_31", "aarch64-manylinux_2_31")
+VLLM_PLATFORMS = ("x86_64-manylinux_2_31", "aarch64-manylinux_2_39")  # its tilelang needs a newer glibc there
 CLUSTER = ("worker", "orchestrator", "embedded", "gguf")
 """With `demo`, whose distribution is in this repository, these are `all`."""
 
@@ -64,9 +65,10 @@ def test_constraints_allow_the_extras(python):
     resolved(python, PLATFORMS[0], "--constraints", "constraints.txt", *extras(*CLUSTER))
 
 
+@pytest.mark.parametrize("platform", VLLM_PLATFORMS)
 @pytest.mark.parametrize("python", PYTHONS)
-def test_vllm_resolves_with_the_workers(python):
-    resolved(python, PLATFORMS[0], *extras("worker", "orchestrator", "vllm"))
+def test_vllm_resolves_with_the_workers(python, platform):
+    resolved(python, platform, *extras("worker", "orchestrator", "vllm"))
 
 
 def test_a_requirement_without_wheels_is_found():
