@@ -252,9 +252,11 @@ def _stop_ray() -> None:
 
 def _start_redis(directory: Path, started: ExitStack) -> RedisServer:
     from orchestrator.launcher.redis_server import RedisServer, default_maxmemory
+    from orchestrator.storage.client import check_redis
 
     server = RedisServer.start(directory / "redis", default_maxmemory())
     started.callback(server.stop)
+    check_redis(server.url)  # the machine's own may be too old
     return server
 
 

@@ -28,6 +28,7 @@ from gammaray.types import PromptLogprobs
 from gammaray.v1 import target_service_pb2 as target_pb
 from gammaray.v1 import types_pb2 as pb
 from gammaray.wire.blocks import prompt_logprobs_from_proto, proposal_to_proto, verdict_from_proto
+from orchestrator.access.caller import name_of
 from orchestrator.cycle.protocols import Verifier
 from orchestrator.cycle.session import Session
 from orchestrator.cycle.types import EMPTY, PLAIN, Draft, DraftHere
@@ -81,7 +82,8 @@ class FencedVerifier:
                 dropped = error
             await self._renew(session)
         raise UnavailableError(
-            f"session {session.session_id}: workers dropped it {TRIES} times in one cycle, last: {dropped}"
+            f"session {name_of(session.session_id)}: workers dropped it {TRIES} times in one cycle, "
+            f"last: {dropped}"
         )
 
 

@@ -56,6 +56,14 @@ def test_image_runs_as_the_user_of_the_chart(name):
     assert history(name).index(users[0]) > install  # what is installed cannot be changed by who runs it
 
 
+@pytest.mark.parametrize("name", IMAGES)
+def test_images_use_a_redis_of_their_cluster_and_contain_none(name):
+    text = "\n".join(history(name) + stages(DOCKERFILE.read_text()).get(f"wheels-{name}", []))
+    installed = set(",".join(re.findall(r"\[([a-z,]+)\](?:==|\")", text)).split(","))
+    assert installed >= {"orchestrator", "demo"}
+    assert not installed & {"all", "embedded", "dev"}
+
+
 def test_gpu_image_is_vllms_of_the_supported_version_and_keeps_its_packages():
     lines = stages(DOCKERFILE.read_text())["worker-gpu"]
     version = re.fullmatch(r"FROM vllm/vllm-openai:v(\d+\.\d+)\.\d+ AS worker-gpu", lines[0])[1]

