@@ -12,6 +12,7 @@ from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
 from gammaray.blocks import MAX_ANSWER_BYTES
+from gammaray.checks import join_address, split_address
 from gammaray.errors import GammarayError, InvalidArgumentError
 from gammaray.security.tls import TlsFiles, check_peer, server_credentials
 
@@ -65,7 +66,7 @@ class GrpcServer:
             raise InvalidArgumentError("listen", listen, "an address that can be bound") from error
         await self.server.start()
         await self.set_serving(True)
-        return f"{host}:{port}"
+        return join_address(host, port)
 
     async def set_serving(self, is_serving: bool) -> None:
         """Set the status that the health service reports."""
@@ -87,16 +88,3 @@ async def guarded(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
         yield
     except GammarayError as error:
         await context.abort(error.status, str(error))
-
-
-def split_address(field: str, address: str) -> tuple[str, int]:
-    """Split `host:port`; an IPv6 host is in brackets."""
-    host, separator, port = address.rpartition(":")
-    if not separator or not host or not port.isdecimal() or int(port) > 65535:
-        raise InvalidArgumentError(field, address, "host:port")
-    return host, int(port)
-
-
-def is_wildcard(host: str) -> bool:
-    """Return whether `host` means all interfaces, and so is not an address that clients can dial."""
-    return host in ("0.0.0.0", "[::]")

@@ -193,6 +193,7 @@ async def test_wait_ready_refused_key_raises_at_once():
         ({"address": "localhost"}, "address"),
         ({"address": "http://localhost:9000"}, "address"),
         ({"address": ""}, "address"),
+        ({"address": "fd00::4:9000"}, "address"),
         ({"api_key": ""}, "api_key"),
         ({"api_key": "a\nb"}, "api_key"),
         ({"timeout_s": 0}, "timeout_s"),
