@@ -10,21 +10,23 @@
 #   PYTHON_PREFIX    an interpreter of the Dockerfile's minor version, such as pyenv's; found by itself there
 #   TORCH_CPU_WHEEL  a CPU build of torch for that minor version; asked for by worker-cpu. One for another
 #                    version builds worker-cpu with that version, and says so.
-#   REDIS_SERVER     a Redis or Valkey server program of the host; the first of the known names otherwise
+#   REDIS_SERVER     a Redis or Valkey server program of the host; found by itself, or the embedded one of .venv
 #   WORK             directory of images and caches, 12 GB; removed in the end if it was not given
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "${BASH_SOURCE[0]%/*}/.."
 DEBIAN=bookworm
 LIBRARIES=ca-certificates,gcc,libc6-dev,libssl3,libffi8,zlib1g,libbz2-1.0,liblzma5,libreadline8,libsqlite3-0,libncursesw6,libexpat1,libuuid1,libgomp1,libstdc++6
 START_TIMEOUT_S=240
 
 skip() { echo "skipped: $*"; exit 0; }
 say() { echo "== $* ($(date +%T))"; }
-[ "$(id -u)" = 0 ] || skip "building needs root, this is user $(id -u)"
-for program in buildah debootstrap unshare setpriv; do
-  command -v $program > /dev/null || skip "no $program: apt-get install buildah debootstrap"
+[ "$EUID" = 0 ] || skip "building needs root, this is user $EUID"
+PATH=$PATH:/usr/sbin:/sbin
+for program in buildah debootstrap unshare ip curl; do
+  command -v $program > /dev/null || skip "no $program: apt-get install buildah debootstrap iproute2 curl"
 done
-REDIS_SERVER=${REDIS_SERVER:-$(command -v redis-server valkey-server | head -1 || true)}
+EMBEDDED='from orchestrator.launcher.redis_server import redis_binary; print(redis_binary())'
+REDIS_SERVER=${REDIS_SERVER:-$(command -v redis-server || command -v valkey-server || .venv/bin/python -c "$EMBEDDED" 2> /dev/null || true)}
 
 KEEP=${WORK:+yes}
 WORK=${WORK:-$(mktemp -d)}
@@ -168,7 +170,7 @@ ray = [line.strip() for line in open("/src/constraints.txt") if line.startswith(
 print(*(f"{name}=={version}" for name, version in found), *ray, sep="\n", file=open("/out/vllm.txt", "w"))
 print(len(found), "packages of vLLM")'
   $run bash -c 'cp -r /src/gammaray /src/orchestrator /src/services /src/docs /src/pyproject.toml /src/LICENSE /tmp/ \
-    && python -m pip install -q --dry-run --ignore-installed --constraint=/out/vllm.txt --report /out/gpu.json /tmp/services/demo_pair "/tmp[all,vllm]"'
+    && python -m pip install -q --dry-run --ignore-installed --constraint=/out/vllm.txt --report /out/gpu.json /tmp/services/demo_pair "/tmp[worker,orchestrator,demo,gguf,vllm]"'
   $run python -c '
 import json
 print(len(json.load(open("/out/gpu.json"))["install"]), "packages in all; those of vLLM keep their versions")'
