@@ -153,28 +153,31 @@ mounted() {  # IMAGE: its files, and what its configuration says
   buildah inspect --type image --format '{{range .OCIv1.Config.Env}}{{.}} {{end}}' "localhost/gammaray-$1" > "$WORK/$1.env"
 }
 
-# vLLM's image cannot be had without a registry. Its packages are what vLLM's wheel brings: the install step of the
-# Dockerfile must find versions of the rest that change none of them.
+# vLLM's image cannot be had without a registry. Its packages are those that vLLM's wheel brings: the install step of
+# the Dockerfile must find versions of the rest beside them. Only metadata is read, by uv, and nothing is installed.
 check_gpu() {
-  local minor=$1 version container run
+  local version wanted
   version=$(sed -nE 's|^FROM vllm/vllm-openai:v([0-9.]+) .*|\1|p' docker/Dockerfile)
-  say "worker-gpu: its packages by the requirements of vllm $version, with Python $minor; no base image, so none is built"
-  make_base "$minor"
-  container=$(buildah from "localhost/python:$minor-$DEBIAN")
-  run="buildah run --isolation chroot --network host -v $PWD:/src:ro -v $WORK/tmp:/out $container"
-  $run python -m pip install -q --dry-run --ignore-installed --report /out/vllm.json "vllm==$version"
-  $run python -c '
-import json
-found = [(one["metadata"]["name"], one["metadata"]["version"]) for one in json.load(open("/out/vllm.json"))["install"]]
-ray = [line.strip() for line in open("/src/constraints.txt") if line.startswith("ray==")]
-print(*(f"{name}=={version}" for name, version in found), *ray, sep="\n", file=open("/out/vllm.txt", "w"))
-print(len(found), "packages of vLLM")'
-  $run bash -c 'cp -r /src/gammaray /src/orchestrator /src/services /src/docs /src/pyproject.toml /src/LICENSE /tmp/ \
-    && python -m pip install -q --dry-run --ignore-installed --constraint=/out/vllm.txt --report /out/gpu.json /tmp/services/demo_pair "/tmp[worker,orchestrator,demo,gguf,vllm]"'
-  $run python -c '
-import json
-print(len(json.load(open("/out/gpu.json"))["install"]), "packages in all; those of vLLM keep their versions")'
-  buildah rm "$container" > /dev/null
+  wanted=$(sed -nE 's|.*"/src(\[.*\])".*|\1|p' docker/Dockerfile)
+  say "worker-gpu: no base image here, so none is built; packages of vllm $version, then gammaray$wanted beside them"
+  prefix_of "$1" > /dev/null || skip "no Python $1 here, which the Dockerfile takes: set PYTHON_PREFIX"
+  "$(prefix_of "$1")/bin/python$1" -m venv "$WORK/uv"
+  "$WORK/uv/bin/pip" install -q uv
+  resolve "$1" "$WORK/vllm.txt" <<< "vllm==$version"
+  { cat "$WORK/vllm.txt"; grep '^ray==' constraints.txt; } > "$WORK/base.txt"
+  resolve "$1" "$WORK/gpu.txt" --constraint "$WORK/base.txt" \
+    <<< "gammaray-demo-pair @ file://$PWD/services/demo_pair"$'\n'"gammaray$wanted @ file://$PWD"
+  ! grep -vxFf "$WORK/gpu.txt" "$WORK/vllm.txt" || { echo "failed: these packages of vLLM would change"; exit 1; }
+  say "$(wc -l < "$WORK/vllm.txt") packages of vLLM keep their versions, and these join them:"
+  grep -vxFf "$WORK/vllm.txt" "$WORK/gpu.txt" | tr '\n' ' '
+  echo
+}
+
+resolve() {  # MINOR OUTPUT OPTIONS...: versions of the requirements on standard input
+  local minor=$1 output=$2
+  shift 2
+  SSL_CERT_FILE=/etc/ssl/certs/ca-certificates.crt "$WORK/uv/bin/uv" pip compile -q --python-version "$minor" \
+    --python-platform x86_64-manylinux_2_28 --no-header --no-annotate "$@" -o "$output" - > /dev/null
 }
 
 main() {
