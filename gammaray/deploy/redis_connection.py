@@ -52,6 +52,7 @@ from redis.exceptions import (
     TryAgainError,
 )
 
+from gammaray.checks import join_address
 from gammaray.errors import InvalidArgumentError, UnavailableError
 
 T = TypeVar("T")
@@ -239,9 +240,11 @@ def address_of(redis: Redis) -> str:
     pool = redis.connection_pool
     if isinstance(pool, _SentinelPool):
         host, port = pool.master_address or (f"sentinel {pool.service_name}", "")
-        return f"{host}:{port}" if port else str(host)
+        return join_address(host, port) if port else str(host)
     where = pool.connection_kwargs
-    return str(where["path"]) if "path" in where else f"{where.get('host', '')}:{where.get('port', 6379)}"
+    if "path" in where:
+        return str(where["path"])
+    return join_address(where.get("host", ""), where.get("port", 6379))
 
 
 def _sentinel_pool(parts: SplitResult, options: dict[str, Any]) -> _SentinelPool:

@@ -12,6 +12,7 @@ from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
 from gammaray.blocks import MAX_ANSWER_BYTES
+from gammaray.checks import is_wildcard, join_address, split_address
 from gammaray.config import WorkerSettings
 from gammaray.deploy.redis_connection import connect
 from gammaray.errors import GammarayError, InvalidArgumentError
@@ -68,7 +69,7 @@ class GrpcServer:
             raise InvalidArgumentError("listen", listen, "an address that can be bound") from error
         await self.server.start()
         await self.set_serving(True)
-        return f"{host}:{port}"
+        return join_address(host, port)
 
     async def set_serving(self, is_serving: bool) -> None:
         """Set the status that the health service reports."""
@@ -107,16 +108,3 @@ def check_serving(settings: WorkerSettings, host: str = "") -> None:
         if is_wildcard(listening) and not host:
             allowed = "an address of this machine that orchestrators can dial"
             raise InvalidArgumentError("listen", settings.listen, allowed)
-
-
-def split_address(field: str, address: str) -> tuple[str, int]:
-    """Split `host:port`; an IPv6 host is in brackets."""
-    host, separator, port = address.rpartition(":")
-    if not separator or not host or not port.isdecimal() or int(port) > 65535:
-        raise InvalidArgumentError(field, address, "host:port")
-    return host, int(port)
-
-
-def is_wildcard(host: str) -> bool:
-    """Return whether `host` means all interfaces, and so is not an address that clients can dial."""
-    return host in ("0.0.0.0", "[::]")

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from transformers.utils.logging import disable_progress_bar
 
+from gammaray.checks import is_wildcard, join_address, split_address
 from gammaray.config import WorkerSettings
 from gammaray.demo_pair import resolve_model
 from gammaray.errors import UnavailableError
@@ -19,7 +20,7 @@ from gammaray.security.tls import tls_files
 from gammaray.telemetry.otel import Telemetry
 from gammaray.telemetry.prometheus import MetricsExport
 from services.process.registry import Announcer
-from services.process.server import DRAIN_TIMEOUT_S, GrpcServer, check_serving, is_wildcard, split_address
+from services.process.server import DRAIN_TIMEOUT_S, GrpcServer, check_serving
 from services.scheduling.block_queue import BlockQueue
 from services.scheduling.load import LoadReport, LoadReporter
 from services.scheduling.planning import Limits
@@ -178,4 +179,4 @@ class Worker(ABC, Generic[SettingsT]):
 
     def _advertised(self) -> str:
         host, port = split_address("listen", self.address)
-        return f"{self._host}:{port}" if is_wildcard(host) else self.address
+        return join_address(self._host, port) if is_wildcard(host) else self.address

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 import ray.util
 from ray import serve
 
+from gammaray.checks import split_address
 from gammaray.config import PoolSize, ScalingSettings, WorkerSettings
 from gammaray.deploy.serve_config import APPLICATIONS, WorkerArguments, autoscaling_config
 from gammaray.engines import health_timeout_s
 from gammaray.errors import InvalidArgumentError
-from services.process.server import DRAIN_TIMEOUT_S, split_address
+from services.process.server import DRAIN_TIMEOUT_S
 
 if TYPE_CHECKING:
     from services.process.worker import Worker

@@ -11,6 +11,7 @@ import pytest
 from tests.support.chart.chart_helpers import CHART, EVERYTHING, ROOT, VARIANTS, chart, render
 
 SCRIPTS = ROOT / "helm"
+DIGEST = f"sha256:{'0123456789abcdef' * 4}"
 
 
 def read(path):
@@ -45,6 +46,12 @@ def test_generated_readme_documents_every_value():
         ({"redis": {"password": "hunter2"}}, "password"),
         ({"apiKeysSecret": {"value": "hunter2"}}, "value"),
         ({"image": {"workerCpu": {"digest": "sha256:12"}}}, "digest"),
+        ({"image": {"tag": DIGEST}}, "/image/tag.*does not match"),
+        ({"image": {"workerGpu": {"tag": f"1@{DIGEST}"}}}, "/workerGpu/tag.*does not match"),
+        ({"image": {"orchestrator": {"repository": f"r/g@{DIGEST}"}}}, "repository.*does not match"),
+        ({"image": {"orchestrator": {"repository": "r:5000/g:1"}}}, "repository.*does not match"),
+        ({"image": {"registry": "https://r.example.com"}}, "registry.*does not match"),
+        ({"redis": {"image": "redis:sha256:12"}}, "/redis/image.*does not match"),
         ({"redis": {"size": "8gb"}}, "size"),
         ({"head": {"resources": {"limits": {"memory": "4 GiB"}}}}, "memory"),
     ],
@@ -52,6 +59,19 @@ def test_generated_readme_documents_every_value():
 def test_schema_rejects_values_and_names_them(values, reason):
     with pytest.raises(helm_python.HelmValuesError, match=reason):
         chart().validate_schema(values)
+
+
+@pytest.mark.parametrize(
+    "image",
+    [
+        "redis:7.4.2-alpine",
+        "r.example.com:5000/team/redis",
+        f"redis@{DIGEST}",
+        f"localhost:5000/redis:7@{DIGEST}",
+    ],
+)
+def test_schema_accepts_every_form_of_a_reference(image):
+    chart().validate_schema({"redis": {"image": image}})
 
 
 def test_no_value_holds_a_secret():

