@@ -14,7 +14,12 @@ from ray import serve
 from ray.serve import Application
 
 from gammaray.config import OrchestratorSettings, PoolSize, ScalingSettings
-from gammaray.deploy.serve_config import APPLICATIONS, OrchestratorArguments, autoscaling_config
+from gammaray.deploy.serve_config import (
+    APPLICATIONS,
+    OrchestratorArguments,
+    autoscaling_config,
+    log_with_serve,
+)
 from orchestrator.access.caller import make_authenticator
 from orchestrator.api.grpc_servicer import GenerationServicer
 from orchestrator.api.http.server.app import create_app
@@ -33,6 +38,7 @@ class OrchestratorDeployment:
     def __init__(
         self, settings: Mapping[str, Any], probe_key_sha256: str = "", local_only: bool = False
     ) -> None:
+        log_with_serve()
         self._settings = OrchestratorSettings(**settings)
         self._authenticator = make_authenticator(self._settings, probe_key_sha256, local_only)
 

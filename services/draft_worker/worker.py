@@ -16,7 +16,7 @@ from gammaray.types import Proposal
 from gammaray.v1 import draft_service_pb2, draft_service_pb2_grpc
 from gammaray.v1 import draft_service_pb2 as pb
 from gammaray.wire.blocks import proposal_to_proto, shape_from_proto
-from services.draft_worker.loading import load_learning
+from services.draft_worker.loading import check_learning, load_learning
 from services.draft_worker.scheduler import DraftScheduler
 from services.engine.choice import uses_vllm
 from services.engine.engine import Engine
@@ -138,6 +138,8 @@ class DraftWorker(Worker[DraftSettings]):
             from services.vllm.loading import load_draft  # vLLM is an extra
 
             return load_draft(path, target, self.settings, limits)
+        if self.settings.learn:
+            check_learning(path, target, self.settings)
         engine = load_worker_engine(path, self.settings, draft_for=target)
         learning = load_learning(path, target, self.settings, engine) if self.settings.learn else None
         vocab_size, digest, translation = self._vocabulary(path, engine)

@@ -13,7 +13,7 @@ from ray import serve
 
 from gammaray.config import PoolSize, ScalingSettings, WorkerSettings
 from gammaray.deploy.engines import vllm_build
-from gammaray.deploy.serve_config import APPLICATIONS, WorkerArguments, autoscaling_config
+from gammaray.deploy.serve_config import APPLICATIONS, WorkerArguments, autoscaling_config, log_with_serve
 from gammaray.errors import InvalidArgumentError
 from services.process.server import DRAIN_TIMEOUT_S, split_address
 
@@ -42,6 +42,7 @@ class WorkerReplica:
     async def __init__(  # type: ignore[misc]
         self, role: str, settings: WorkerSettings, cores: Collection[int] = ()
     ) -> None:
+        log_with_serve()
         if cores:
             bind_cores(cores)
         here = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]  # ray has no types here

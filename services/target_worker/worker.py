@@ -30,7 +30,7 @@ from services.scheduling.tasks import Reply, VerifyTask
 from services.speculation.local_drafter import LocalDrafter
 from services.streaming.messages import Model, describe, fill_result, task_fields
 from services.streaming.streams import Deliver, Streams
-from services.target_worker.loading import load_learning_drafter, load_local_drafter
+from services.target_worker.loading import check_local_drafter, load_learning_drafter, load_local_drafter
 from services.target_worker.scheduler import TargetScheduler
 
 DEFAULT_TIMEOUT_MS = 60_000
@@ -162,6 +162,8 @@ class TargetWorker(Worker[TargetSettings]):
 
     def _load_own(self, path: str) -> tuple[Any, BlockQueue[Any, Any]]:
         settings = self.settings
+        if settings.head:
+            check_local_drafter(settings)
         engine = load_worker_engine(path, settings)
         head: LocalDrafter | LearningDrafter | None = None
         if settings.head:

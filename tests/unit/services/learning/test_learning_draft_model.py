@@ -8,7 +8,7 @@ from gammaray.config import DraftSettings
 from gammaray.errors import InvalidArgumentError
 from gammaray.learning.folder import LearningFolder
 from gammaray.types import Proposal, SamplingParams
-from services.draft_worker.loading import load_learning
+from services.draft_worker.loading import check_learning
 from services.engine.core.batch import SequenceInput
 from services.engine.loader import DraftVersions, load_engine
 from tests.support.engine_helpers import random_tokens
@@ -144,4 +144,4 @@ def test_a_version_computes_what_it_computes_if_loaded_alone(target, models, opt
 def test_draft_models_of_others_do_not_learn(tmp_path, target):
     settings = DraftSettings(model=str(target), target=str(target), learn=str(tmp_path))
     with pytest.raises(InvalidArgumentError, match=r"learn: .* no draft model of gammaray train"):
-        load_learning(str(target), str(target), settings, load_engine(str(target)))
+        check_learning(str(target), str(target), settings)
