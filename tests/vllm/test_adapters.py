@@ -25,7 +25,7 @@ NUM_TOKENS = 24
 
 @pytest.fixture(scope="module")
 def adapters(llama, tmp_path_factory) -> dict[str, Path]:
-    """Three adapters, one of them also of embedding and output, and beside each the model it is merged into."""
+    """Three adapters, one of embedding and output, too, and beside each the model that it is merged into."""
     folder = tmp_path_factory.mktemp("adapters")
     found = {}
     for seed, name in enumerate(KINDS[1:]):
@@ -119,7 +119,7 @@ def test_an_adapter_of_other_ranks_than_it_says_is_refused(llama, tmp_path, end)
     assert max_rank({"a": str(folder)}) == 8
     weights = next(folder.glob("adapter_model.*"))
     weights.write_bytes(weights.read_bytes()[:100])
-    with pytest.raises(InvalidArgumentError, match="adapter_model.* cannot be read"):
+    with pytest.raises(InvalidArgumentError, match=r"adapter_model.* cannot be read"):
         max_rank({"a": str(folder)})
 
 
@@ -150,9 +150,7 @@ def test_a_session_without_a_salt_leaves_nothing_of_its_adapter_in_the_cache(ser
 
 
 def test_a_directory_that_is_no_adapter_of_the_target_ends_the_start_with_its_reason(llama, tmp_path):
-    with pytest.raises(
-        InvalidArgumentError, match=r"lora: got sql=.*none, allowed: a LoRA adapter .*directory does not exist"
-    ):
+    with pytest.raises(InvalidArgumentError, match=r"lora: got sql=.*none, .*: the directory does not exist"):
         max_rank({"sql": str(tmp_path / "none")})
     (tmp_path / "empty").mkdir()
     with pytest.raises(InvalidArgumentError, match=r"lora: got sql=.*empty, .*cannot be read"):

@@ -1,4 +1,4 @@
-"""Eight requests at once with a head and adapters loaded: each has the tokens that it has alone with gamma 0.
+"""Eight requests at once with a head and adapters: each has the tokens that it has alone with gamma 0.
 
 A request's adapter, grammar, choice of several and sampling parameters are drawn; what proposes is the head, a
 draft, or either from block to block.
@@ -6,6 +6,7 @@ draft, or either from block to block.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -68,16 +69,20 @@ def requests(seed: int) -> list[Session]:
 
 def complete(scheduler: Any, sessions: Sequence[Session], block: Block) -> list[list[int]]:
     """Run cycles of all sessions in one batch until each has its tokens, or its end; return the outputs."""
-    while active := [one for one in sessions if len(one.output) < NUM_TOKENS and not set(one.output) & {*EOS}]:
+    while active := [one for one in sessions if len(up_to_end(one)) == len(one.output) < NUM_TOKENS]:
         tasks = [one.block(**block(one)) for one in active]
         for one, task in zip(active, tasks, strict=True):
             if task.spec is not None and one.params.grammar:
                 task.grammar = scheduler.grammars.begin(one.params.grammar, EOS)
         for one, task, reply in zip(active, tasks, answers(scheduler, tasks), strict=True):
             one.take(task, reply)
-    outputs = [one.output[:NUM_TOKENS] for one in sessions]
     end(scheduler, *sessions)
-    return [out[: next((at for at, token in enumerate(out) if token in EOS), NUM_TOKENS) + 1] for out in outputs]
+    return [up_to_end(one)[:NUM_TOKENS] for one in sessions]
+
+
+def up_to_end(session: Session) -> list[int]:
+    """Return the output before its first end token."""
+    return list(itertools.takewhile(lambda token: token not in EOS, session.output))
 
 
 def blocks(way: str, expected: Mapping[str, Sequence[int]], rng: random.Random) -> Block:

@@ -13,7 +13,6 @@ from gammaray.errors import InvalidArgumentError, NotFoundError
 from services.engine.core.batch import SequenceInput
 from services.engine.core.drafter import NOT_DRAFTED
 from services.engine.core.errors import UnsupportedModelError
-from services.engine.loader import load_engine
 from services.engine.sampling.noise import Noise
 from services.heads.loading import load_head
 from services.heads.runner import head_engine

@@ -14,7 +14,6 @@ from gammaray.config import TargetSettings
 from gammaray.errors import InvalidArgumentError
 from gammaray.learning.folder import LearningFolder, RecordName
 from services.engine.core.model import load_model
-from services.engine.loader import load_engine
 from services.target_worker.loading import check_local_drafter
 from services.train.draft_model import TrainableDraft
 from services.train.live.__main__ import train_until
