@@ -1,7 +1,7 @@
 """Eight requests at once with a head and adapters: each has the tokens that it has alone with gamma 0.
 
-A request's adapter, grammar, choice of several and sampling parameters are drawn; what proposes is the head, a
-draft, or either from block to block.
+A request's adapter, grammar, choice of several and parameters are drawn. The head proposes, or a draft, or
+either from block to block.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ Block = Callable[[Session], dict[str, Any]]
 
 
 @pytest.fixture(scope="module", params=[heads.eagle3, heads.eagle, heads.itself])
-def served(request, tmp_path_factory) -> Iterator[Any]:
-    """vLLM's scheduler with a head that has the target's embedding, or with a draft model of its own."""
+def served(request, tmp_path_factory) -> Iterator[tuple[Any, dict[int, list[list[int]]]]]:
+    """vLLM's scheduler with a head or a draft model, and what each request of the batches has alone."""
     folder = tmp_path_factory.mktemp("mixed")
     target = heads.random_target(folder / "target")
     for seed, name in enumerate(ADAPTERS[1:]):
@@ -47,7 +47,10 @@ def served(request, tmp_path_factory) -> Iterator[Any]:
     adapters = {name: str(folder / name) for name in ADAPTERS[1:]}
     head = str(request.param(folder / "head", target))
     scheduler = start_vllm(target, head=head, adapters=adapters, cache_budget_bytes=16 << 20, max_proposal=16)
-    yield scheduler
+    plain = {
+        seed: [complete(scheduler, [one], lambda _: {})[0] for one in requests(seed)] for seed in BATCHES
+    }
+    yield scheduler, plain
     scheduler.close()
 
 
@@ -99,10 +102,10 @@ def blocks(way: str, expected: Mapping[str, Sequence[int]], rng: random.Random) 
 
 @pytest.mark.parametrize("way", ["head", "draft", "either"])
 def test_requests_at_once_have_the_tokens_that_each_has_alone(served: Any, way: str) -> None:
+    scheduler, plain = served
     for seed in BATCHES:
-        plain = [complete(served, [one], lambda _: {})[0] for one in requests(seed)]
         sessions = requests(seed)
-        expected = {one.name: tokens for one, tokens in zip(sessions, plain, strict=True)}
-        found = complete(served, sessions, blocks(way, expected, random.Random(seed)))
-        for one, tokens, wanted in zip(sessions, found, plain, strict=True):
+        expected = {one.name: tokens for one, tokens in zip(sessions, plain[seed], strict=True)}
+        found = complete(scheduler, sessions, blocks(way, expected, random.Random(seed)))
+        for one, tokens, wanted in zip(sessions, found, plain[seed], strict=True):
             assert tokens == wanted, (seed, one.adapter, one.params)
