@@ -23,8 +23,8 @@ from tests.vllm.conftest import start_vllm
 
 EOS = (0, 3)
 ADAPTERS = ("", "sql", "legal", "words")
-NUM_REQUESTS, NUM_TOKENS = 8, 20
-BATCHES = (1, 2, 3)
+NUM_REQUESTS, NUM_TOKENS = 8, 16
+BATCHES = (1, 2)
 FIELDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0},
     {"temperature": 0, "presence_penalty": 0.9, "repetition_penalty": 1.1},
