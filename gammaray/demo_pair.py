@@ -21,7 +21,7 @@ _PACKAGE = "gammaray_demo_pair"
 
 
 def is_missing(name: str) -> bool:
-    """Whether a name is that of a directory, and there is none; names on the hub begin with other characters."""
+    """Whether a name is that of a directory that does not exist; names on the hub begin otherwise."""
     return name.startswith((".", "/", "~")) and not Path(name).exists()
 
 

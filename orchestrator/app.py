@@ -15,7 +15,12 @@ from ray import serve
 from ray.serve import Application
 
 from gammaray.config import OrchestratorSettings, PoolSize, ScalingSettings
-from gammaray.deploy.serve_config import APPLICATIONS, OrchestratorArguments, autoscaling_config
+from gammaray.deploy.serve_config import (
+    APPLICATIONS,
+    OrchestratorArguments,
+    autoscaling_config,
+    log_with_serve,
+)
 from gammaray.wire.metadata import APPLICATION
 from orchestrator.access.caller import make_authenticator
 from orchestrator.api.grpc_servicer import GenerationServicer
@@ -35,6 +40,7 @@ class OrchestratorDeployment:
     def __init__(
         self, settings: Mapping[str, Any], probe_key_sha256: str = "", local_only: bool = False
     ) -> None:
+        log_with_serve()
         self._settings = OrchestratorSettings(**settings)
         self._authenticator = make_authenticator(self._settings, probe_key_sha256, local_only)
         logging.getLogger("ray.serve").addFilter(is_true)

@@ -4,6 +4,7 @@ The launcher and the Helm chart both use it, so that they deploy the same applic
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,6 +91,15 @@ SERVE_ENVIRONMENT: Final[Mapping[str, str]] = {
     "GRPC_EXPERIMENTS": "-event_engine_client,-event_engine_listener",
 }
 """Variables that every process of every Ray node must have before Ray and gRPC are imported."""
+
+
+def log_with_serve() -> None:
+    """Let all loggers of a replica write to the replica's log, each record with its level.
+
+    Without a handler they write to stderr, without a level.
+    """
+    for handler in logging.getLogger("ray.serve").handlers:
+        logging.getLogger().addHandler(handler)
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,8 @@ def serve_environment(directory: Path, host: str) -> dict[str, str]:
         "RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT": str(first + 5_500),
         # Long enough for HAProxy to be updated; the default of 30 s makes every shutdown time out.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0.5",
-        "RAY_SERVE_LOG_TO_STDERR": "0",
+        # Without it Serve replaces `print`, with which Python formats tracebacks, by one that writes tuples.
+        "RAY_SERVE_LOG_TO_STDERR": "1",
         # setproctitle must not overwrite the environment, in which the guardian looks for `MARK`.
         "SPT_NOENV": "1",
         # Otherwise Ray replaces a loopback address by one at which other machines reach its ports.

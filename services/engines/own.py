@@ -11,7 +11,7 @@ from services.engine.loader import load_worker_engine
 from services.engines.interface import Served, target_model
 from services.learning.drafter import LearningDrafter
 from services.own.draft_scheduler import DraftScheduler
-from services.own.head_loading import load_learning_drafter, load_local_drafter
+from services.own.head_loading import check_local_drafter, load_learning_drafter, load_local_drafter
 from services.own.target_scheduler import TargetScheduler
 from services.process.fingerprints import vocab_sha256
 from services.scheduling.grammars import Grammars
@@ -33,6 +33,8 @@ class OwnEngine:
         return None
 
     def load_target(self, path: str, settings: TargetSettings, limits: Limits) -> Served:
+        if settings.head:
+            check_local_drafter(settings)
         engine = load_worker_engine(path, settings)
         head: LocalDrafter | LearningDrafter | None = None
         if settings.head:

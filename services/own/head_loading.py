@@ -6,11 +6,15 @@ import torch
 from torch import Tensor
 
 from gammaray.config import TargetSettings
-from gammaray.demo_pair import resolve_model
+from gammaray.demo_pair import early_exit_layers, resolve_model
 from gammaray.errors import InvalidArgumentError
+from services.engine.core.drafter import is_parallel
+from services.engine.core.model import load_config
+from services.engine.core.tensor_files import checkpoint_folder, tensor_names
 from services.engine.engine import Engine
 from services.engine.loader import load_engine
 from services.heads.eagle import EagleHead
+from services.heads.formats import read_config
 from services.heads.loading import load_head, names_head
 from services.heads.runner import HEAD_CACHE_BYTES, head_engine
 from services.learning.drafter import LearningDrafter
@@ -19,21 +23,43 @@ from services.learning.versions import HEAD_SPAN, is_own, learn
 from services.process.fingerprints import check_drafter, vocab_sha256
 from services.speculation.head_drafter import MAX_FEATURES, HeadDrafter
 from services.speculation.local_drafter import LocalDrafter
+from services.vocabulary.translation import target_size
 
 TRAINED_WINDOW = 64
 """Positions that a head of `gammaray train` reads of a prompt: with the newest 32, 1 - TV is 0.374 instead of
 0.376, and a prompt of 500 tokens takes the head 25 ms."""
 
 
-def load_local_drafter(settings: TargetSettings, engine: Engine) -> LocalDrafter:
-    """Load the head or draft model that the settings of a target worker name.
+def check_local_drafter(settings: TargetSettings) -> None:
+    """Check the head or draft model that the settings of a target worker name, by its configuration.
 
     Raises:
-        InvalidArgumentError: It is for another target, or no drafter of a kind that can draft here.
-        UnsupportedModelError: Its format, a flag, a size or a tensor is not supported.
+        InvalidArgumentError: It is for another target, cannot learn, or is no drafter of a kind that can
+            draft here.
+        UnsupportedModelError: Its format, a flag or a size is not supported.
     """
     target, name = _names(settings)
+    if settings.learn:
+        check_head(settings.learn, name)
     check_drafter(name, target)
+    folder = checkpoint_folder(name)
+    if folder is not None and names_head(name):
+        read_config(name, folder, tensor_names(folder), load_config(target).get_text_config())
+    elif early_exit_layers(name, field="head") is None:
+        own, theirs = vocab_sha256(name), vocab_sha256(target)
+        has_other_tokens = target_size(name) != target_size(target) or (own and theirs and own != theirs)
+        if has_other_tokens or is_parallel(name):
+            allowed = f"an EAGLE-3 head, or an ordinary draft model with the vocabulary of {target}"
+            raise InvalidArgumentError("head", name, allowed)
+
+
+def load_local_drafter(settings: TargetSettings, engine: Engine) -> LocalDrafter:
+    """Load the head or draft model, which has been checked, that the settings of a target worker name.
+
+    Raises:
+        UnsupportedModelError: A flag, a size or a tensor is not supported.
+    """
+    target, name = _names(settings)
     if not names_head(name):
         return _load_draft_model(settings, name, target, engine)
     return _drafter(settings, engine, name, *load_head(name, target))
@@ -42,8 +68,6 @@ def load_local_drafter(settings: TargetSettings, engine: Engine) -> LocalDrafter
 def load_learning_drafter(settings: TargetSettings, engine: Engine) -> LearningDrafter:
     """Load the head of `gammaray train` that the settings of a target worker name, and start to learn."""
     target, name = _names(settings)
-    check_head(settings.learn, name)
-    check_drafter(name, target)
     head, target_ids = load_head(name, target)
     base = _drafter(settings, engine, name, head, target_ids)
 
@@ -85,10 +109,4 @@ def _load_draft_model(settings: TargetSettings, name: str, target: str, engine: 
     )
     if not engine.runner.has_kernel:
         torch.set_num_threads(settings.threads)  # a draft model on the kernel leaves torch one
-    allowed = f"an EAGLE-3 head, or an ordinary draft model with the vocabulary of {target}"
-    if drafting.mask_token is not None or drafting.vocab_size != engine.vocab_size:
-        raise InvalidArgumentError("head", name, allowed)
-    own, theirs = vocab_sha256(name), vocab_sha256(target)
-    if own and theirs and own != theirs:
-        raise InvalidArgumentError("head", name, allowed)
     return LocalDrafter(drafting)

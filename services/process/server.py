@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -15,8 +14,8 @@ from gammaray.blocks import MAX_ANSWER_BYTES
 from gammaray.checks import is_wildcard, join_address, split_address
 from gammaray.config import WorkerSettings
 from gammaray.deploy.redis_connection import connect
-from gammaray.errors import GammarayError, InvalidArgumentError
-from gammaray.security.tls import TlsFiles, check_peer, server_credentials, tls_files
+from gammaray.errors import InvalidArgumentError
+from gammaray.security.tls import TlsFiles, server_credentials, tls_files
 from gammaray.telemetry.prometheus import metrics_address
 
 DRAIN_TIMEOUT_S = 10.0
@@ -81,16 +80,6 @@ class GrpcServer:
     async def stop(self, grace_s: float) -> None:
         """Close the port; calls that are still open after `grace_s` seconds are cancelled."""
         await self.server.stop(grace_s)
-
-
-@asynccontextmanager
-async def guarded(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
-    """Guard a call: unauthorised peers are refused, and a GammarayError ends the call with its status."""
-    try:
-        check_peer(context)
-        yield
-    except GammarayError as error:
-        await context.abort(error.status, str(error))
 
 
 def check_serving(settings: WorkerSettings, host: str = "") -> None:

@@ -13,7 +13,7 @@ from ray import serve
 
 from gammaray.checks import split_address
 from gammaray.config import PoolSize, ScalingSettings, WorkerSettings
-from gammaray.deploy.serve_config import APPLICATIONS, WorkerArguments, autoscaling_config
+from gammaray.deploy.serve_config import APPLICATIONS, WorkerArguments, autoscaling_config, log_with_serve
 from gammaray.engines import health_timeout_s
 from gammaray.errors import InvalidArgumentError
 from services.process.server import DRAIN_TIMEOUT_S
@@ -38,6 +38,7 @@ class WorkerReplica:
     async def __init__(  # type: ignore[misc]
         self, role: str, settings: WorkerSettings, cores: Collection[int] = ()
     ) -> None:
+        log_with_serve()
         if cores:
             bind_cores(cores)
         here = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]  # ray has no types here

@@ -7,6 +7,8 @@ import multiprocessing
 import os
 import signal
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.platforms import current_platform
@@ -43,12 +45,40 @@ class SamplingWorker(PlatformWorker):  # type: ignore[misc]  # vLLM's classes ar
         self.sampler = self._make_sampler(runner, runner.model_config.get_vocab_size())
         runner._sample = lambda logits, metadata: self.sampler.sample(logits, metadata)
         runner.sampler.gather_logprobs = gather_logprobs
+        if runner.lora_config:
+            runner._get_prompt_logprobs_dict = partial(self._score_prompts, runner._get_prompt_logprobs_dict)
 
     def _make_sampler(self, runner: Any, vocab_size: int) -> BlockSampler | DraftSampler:
         sampler = BlockSampler(runner, vocab_size)
         if not isinstance(runner.drafter, NoProposer):
             CoupledDrafts(runner.drafter, sampler).install()
         return sampler
+
+    def _score_prompts(self, score: Callable[..., dict[str, Any]], *step: Any) -> dict[str, Any]:
+        """Score the prompts of a step, each with its request's adapter.
+
+        vLLM's output matrix has one adapter per row that is sampled from; a prompt has other rows.
+        """
+        runner, asked, scores = self.model_runner, self.model_runner.num_prompt_logprobs, dict[str, Any]()
+        batch, compute = runner.input_batch, runner.model.compute_logits
+        for request_id in list(asked):
+
+            def compute_with_adapter(rows: Any, request_id: str = request_id) -> Any:
+                number = int(batch.request_lora_mapping[batch.req_id_to_index[request_id]])
+                mapping = (number,) * len(rows)
+                runner._set_active_loras(mapping, mapping, set(batch.lora_id_to_lora_request.values()))
+                return compute(rows)
+
+            runner.num_prompt_logprobs = {request_id: asked[request_id]}
+            runner.model.compute_logits = compute_with_adapter
+            try:
+                scores |= score(*step)
+            finally:
+                if not runner.num_prompt_logprobs:  # the prompt is complete
+                    del asked[request_id]
+                runner.num_prompt_logprobs = asked
+                del runner.model.compute_logits
+        return scores
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """Run the forward of a step."""

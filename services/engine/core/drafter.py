@@ -115,6 +115,13 @@ def is_ordinary(name: str) -> bool:
     )
 
 
+def is_parallel(name: str) -> bool:
+    """Whether a directory or hub name is that of a parallel draft model."""
+    folder = checkpoint_folder(name)
+    has_mask = getattr(load_config(name), "pard_token", None) is not None
+    return has_mask or (folder is not None and "pard_embedding" in tensor_names(folder))
+
+
 def _early_exit(name: str, target: str, device: str, dtype: str) -> tuple[LoadedModel, DraftFormat]:
     if not target:
         raise InvalidArgumentError("target", target, f"a directory or hub name, with model {name}")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from gammaray.config import ClusterSettings, PoolSize
 from gammaray.demo_pair import resolve_model
 from gammaray.errors import InvalidArgumentError
 from orchestrator.launcher.options import parse_options
-from orchestrator.launcher.preflight import check_drafting_head, check_models, drafting_notes
+from orchestrator.launcher.preflight import check_drafting_head, check_models, check_workers, drafting_notes
 
 
 def test_gguf_file_is_refused_by_its_setting_with_the_command_that_converts_it(tmp_path):
@@ -48,3 +51,32 @@ def test_head_replaces_draft_workers_and_must_exist(tmp_path):
     check_drafting_head("a/name-on-the-hub")
     with pytest.raises(InvalidArgumentError, match=r"head: got .*absent"):
         check_drafting_head(str(tmp_path / "absent"))
+
+
+@pytest.mark.parametrize(
+    ("draft", "words"),
+    [
+        ("early-exit:2", "an ordinary draft model with the engine vllm"),
+        ({"draft_vocab_size": 50}, "an ordinary draft model with the engine vllm"),
+        ({"pard_token": 5}, "an ordinary draft model with the engine vllm"),
+        ({"vocab_size": 96}, "one of demo's vocabulary with the engine vllm"),
+    ],
+    ids=str,
+)
+def test_drafts_that_vllm_does_not_serve_are_refused_before_the_cluster_starts(tmp_path, draft, words):
+    if isinstance(draft, dict):
+        stored = json.loads((Path(resolve_model("demo", "draft")) / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps({**stored, **draft}))
+        draft = str(tmp_path)
+    with pytest.raises(InvalidArgumentError, match=f"draft: got .*{words}"):
+        check_models("demo", draft, "vllm")
+    check_models("demo", draft)
+
+
+def test_directories_that_do_not_exist_are_named_as_such(tmp_path):
+    missing = str(tmp_path / "missing")
+    for field, target, draft in (("target", missing, "demo"), ("draft", "demo", missing)):
+        with pytest.raises(InvalidArgumentError, match=f"{field}: got '{missing}', which does not exist"):
+            check_models(target, draft)
+    with pytest.raises(InvalidArgumentError, match=f"lora: got x={missing}, .*does not exist"):
+        check_workers(ClusterSettings(lora=f"x={missing}"))

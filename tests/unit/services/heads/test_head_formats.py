@@ -13,11 +13,10 @@ from gammaray.errors import InvalidArgumentError, NotFoundError
 from services.engine.core.batch import SequenceInput
 from services.engine.core.drafter import NOT_DRAFTED
 from services.engine.core.errors import UnsupportedModelError
-from services.engine.loader import load_engine
 from services.engine.sampling.noise import Noise
 from services.heads.loading import load_head
 from services.heads.runner import head_engine
-from services.own.head_loading import load_local_drafter
+from services.own.head_loading import check_local_drafter
 from tests.support.engine_helpers import VOCAB_SIZE, tiny_model
 from tests.support.head_helpers import DATA, VARIANTS, as_official, changed
 from tests.support.medusa_helpers import random_heads, write_own
@@ -232,7 +231,7 @@ def test_heads_of_other_kinds_are_refused_and_named_with_the_engine_that_serves_
     folder = changed("llama", tmp_path, config=lambda _: config)
     settings = TargetSettings(model=target, head=str(folder))
     with pytest.raises(UnsupportedModelError, match=f"it is {kind}, served by the engine vllm only"):
-        load_local_drafter(settings, load_engine(target))
+        check_local_drafter(settings)
 
 
 def test_medusa_heads_in_files_of_their_own_are_refused(tmp_path, target):
@@ -240,7 +239,7 @@ def test_medusa_heads_in_files_of_their_own_are_refused(tmp_path, target):
     head = write_own(tmp_path / "medusa", random_heads(Path(target)))
     settings = TargetSettings(model=target, head=str(head))
     with pytest.raises(UnsupportedModelError, match="it is a Medusa head, served by the engine vllm only"):
-        load_local_drafter(settings, load_engine(target))
+        check_local_drafter(settings)
 
 
 def test_model_is_no_head(target):

@@ -14,8 +14,7 @@ from gammaray.config import TargetSettings
 from gammaray.errors import InvalidArgumentError
 from gammaray.learning.folder import LearningFolder, RecordName
 from services.engine.core.model import load_model
-from services.engine.loader import load_engine
-from services.own.head_loading import load_learning_drafter
+from services.own.head_loading import check_local_drafter
 from services.train.draft_model import TrainableDraft
 from services.train.live.__main__ import train_until
 from services.train.live.trainer import Trainer
@@ -275,6 +274,6 @@ def test_heads_of_others_do_not_learn(tmp_path, target):
     head = bigram_head(tmp_path / "head", target)
     settings = TargetSettings(model=str(target), head=str(head), learn=str(tmp_path / "learn"))
     with pytest.raises(InvalidArgumentError, match=r"learn: .* no head of gammaray train"):
-        load_learning_drafter(settings, load_engine(str(target)))
+        check_local_drafter(settings)
     with pytest.raises(InvalidArgumentError, match="empty without a head or draft workers"):
         TargetSettings(model=str(target), learn="x")
