@@ -307,7 +307,7 @@ async def response_events(
                         held += data
                         if chunk.is_opening and num_opened < len(requests):
                             continue
-                        data, held = held or [COMMENT], None
+                        data, held = held or [COMMENT] * chunk.is_opening, None
                     async for piece in yielding(data):
                         yield piece
         except Exception as error:
