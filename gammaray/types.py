@@ -498,3 +498,8 @@ class Chunk:
     prompt_tokens: int = 0
     prompt_logprobs: PromptLogprobs | None = None
     receipt: str = ""
+
+    @property
+    def is_opening(self) -> bool:
+        """Whether the piece only says that the request was admitted: without tokens, and not the last one."""
+        return not self.tokens and self.finish_reason is None

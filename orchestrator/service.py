@@ -175,6 +175,8 @@ class Orchestrator:
     ) -> AsyncGenerator[Chunk, None]:
         """Stream one completion, one chunk per cycle; closing the iterator cancels it and frees the caches.
 
+        Before the first cycle, whose verification reads the prompt, comes a chunk that `is_opening`.
+
         Raises:
             NotFoundError: The request names another model.
             InvalidArgumentError: Names the field that is wrong.
@@ -194,8 +196,9 @@ class Orchestrator:
                 if caller.tenant or not request.store:
                     name = name_of(chunk.session_id) if request.store else ""
                     chunk = replace(chunk, session_id=name)
-                meter.deliver(chunk)
-                span.deliver(chunk)
+                if not chunk.is_opening:
+                    meter.deliver(chunk)
+                    span.deliver(chunk)
                 return chunk
 
             await self._check(request)
@@ -217,6 +220,8 @@ class Orchestrator:
                 await self._check_grammar(session.params.grammar, caller, span)
             grammar = await self._begin_grammar(session, caller)
             turn = stack.enter_context(self._turn(opened, progress, span, prediction, grammar))
+            await turn.reach()
+            yield await deliver(progress.piece((), ""))
             cycles = await stack.enter_async_context(contextlib.aclosing(turn.run_cycles()))
             try:
                 async for cycle in cycles:
@@ -352,6 +357,10 @@ class _RunningTurn:
         handover = opened.handover
         drafter.prefer(opened.session, handover.draft)
         verifier.prefer(opened.session, handover.target)
+
+    async def reach(self) -> None:
+        """Wait for a target worker; raises as `RemoteVerifier.verify` does without one."""
+        await self._verifier.reach(self._session)
 
     def run_cycles(self) -> AsyncGenerator[Cycle, None]:
         return run_cycles(

@@ -64,7 +64,7 @@ def main() -> int:
     programs = [one for one in PROGRAMS if one.client in (arguments.clients or names)]
     try:
         rows = run_or_exit(measure(programs))
-    except subprocess.CalledProcessError as error:
+    except (subprocess.CalledProcessError, OSError) as error:
         print(f"failed: {error}", file=sys.stderr)
         return 1
     print(table(rows))

@@ -204,6 +204,31 @@ def _run_lm_eval(server: Server, folder: Path, task: str) -> tuple[dict[str, Any
     return report, [json.loads(line) for line in samples]
 
 
+def _codex(server: Server, folder: Path) -> Outcome:
+    """Ask Codex CLI, which sends several kinds of tools, with a prompt that fits the model."""
+    answer, instructions = folder / "answer.txt", folder / "instructions.md"
+    instructions.write_text("Answer briefly.")
+    settings = {
+        "model_provider": "gammaray",
+        "model_providers.gammaray.name": "gammaray",
+        "model_providers.gammaray.base_url": f"http://{server.address}/v1",
+        "model_providers.gammaray.wire_api": "responses",
+        "model_providers.gammaray.request_max_retries": 0,
+        "model_instructions_file": str(instructions),
+        "include_permissions_instructions": False,
+        "skills.include_instructions": False,
+        **{f"features.{name}": False for name in ("shell_tool", "goals", "view_image")},
+    }
+    options = [part for name, value in settings.items() for part in ("-c", f"{name}={json.dumps(value)}")]
+    _run(
+        *("codex", folder, "codex", "exec", "--skip-git-repo-check", "--model", server.model),
+        *(*options, "--output-last-message", str(answer), "Say hello."),
+    )
+    if not answer.is_file() or not answer.read_text().strip():
+        raise ClientError("Codex has no answer")
+    return Outcome(1, 1, {"characters": len(answer.read_text())})
+
+
 def _checked(client: str) -> Callable[[Server, Path], Outcome]:
     """Return what runs a library's checks, `checks/CLIENT_checks.py`, in its environment."""
     script = CHECKS / f"{client.replace('-', '_')}_checks.py"
@@ -277,6 +302,7 @@ PROGRAMS = (
     Program("EvalScope perf", "evalscope", _evalscope),
     Program("lm-eval generation", "lm-eval", _lm_eval_generation),
     Program("lm-eval log-likelihood", "lm-eval", _lm_eval_likelihood),
+    Program("Codex CLI", "codex", _codex),
     Program("openai", "openai", _checked("openai")),
     Program("LangChain", "langchain-openai", _checked("langchain-openai")),
     Program("pydantic-ai", "pydantic-ai-slim", _checked("pydantic-ai-slim")),

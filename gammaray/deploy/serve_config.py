@@ -69,7 +69,7 @@ WORKER_PORT: Final = 50051
 """Port of a worker's gRPC server if each worker has its own network address, as in a pod."""
 
 SERVE_ENVIRONMENT: Final[Mapping[str, str]] = {
-    # Serve's own proxy loses client cancellations and costs several times as much per message.
+    # Serve's own proxy costs several times as much per message.
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
     # A proxy that is not ready within three times this is killed, and the start of the cluster fails; the
     # default of 5 s is too short on a busy machine.
@@ -79,6 +79,9 @@ SERVE_ENVIRONMENT: Final[Mapping[str, str]] = {
     # If enabled, the third connection refused by a dead replica marks it as down and waits for one second
     # before it is redirected. If disabled, all are redirected immediately, until Serve removes the replica.
     "RAY_SERVE_HAPROXY_OBSERVE_MARK_DOWN_ENABLED": "0",
+    # HAProxy that splices a body of more than 16 KiB does not notice that the client leaves while it waits
+    # for the response. Serve has no setting for the option; this one is written into the same section.
+    "RAY_SERVE_HAPROXY_BALANCE_ALGORITHM": "leastconn\n    no option splice-request",
     # One event loop per replica: with a second one each cycle takes some 5 to 12 % longer (the GIL).
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",

@@ -26,8 +26,10 @@ class Backend(Protocol):
     def generate(self, request: GenerationRequest, caller: Caller = ANONYMOUS) -> AsyncGenerator[Chunk, None]:
         """Yield the completion piece by piece; closing the iterator cancels it.
 
+        The piece before the prompt is computed `is_opening`.
+
         Raises:
-            GammarayError: The request is refused (on the first iteration), or the generation fails (later).
+            GammarayError: The request is refused (before that piece), or the generation fails (later).
         """
         ...
 

@@ -69,6 +69,8 @@ class GenerationServicer:
             chunks = while_read(self._backend.generate(await read(request, request_from_proto), caller))
             async with aclosing(chunks):
                 async for chunk in chunks:
+                    if chunk.is_opening:
+                        continue
                     prompt = chunk.prompt_logprobs
                     if prompt is None or len(prompt.logprobs) + len(prompt.top_logprobs) <= INLINE_NUMBERS:
                         yield chunk_to_proto(chunk)

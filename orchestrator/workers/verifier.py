@@ -197,6 +197,10 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
         if link is not None and self._suits(session)(link):
             super().prefer(session, address)
 
+    async def reach(self, session: Session) -> None:
+        """Choose the worker of the next verification, for which `verify` then does not wait."""
+        self._attach(session, await self._choose(session, self._wait_s))
+
     async def verify(self, session: Session, draft: Draft) -> Verdict:
         """Return the target's verdict.
 

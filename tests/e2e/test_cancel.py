@@ -6,8 +6,10 @@ import json
 import grpc
 import pytest
 
+from gammaray import AsyncClient
 from gammaray.v1 import generation_service_pb2 as pb
 from gammaray.v1 import generation_service_pb2_grpc as pb_grpc
+from gammaray.wire.sessions import SessionState
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -36,18 +38,24 @@ async def test_cancelled_calls_free_the_workers(cluster):
     await asyncio.to_thread(cluster.wait_until_idle)
 
 
+@pytest.mark.parametrize("size", [0, 40_000], ids=["small", "larger-than-the-proxy's-buffer"])
 @pytest.mark.parametrize("stream", [True, False])
-async def test_closed_http_connections_free_the_workers(cluster, stream):
+async def test_closed_http_connections_free_the_workers(cluster, stream, size):
     host, port = cluster.http.removeprefix("http://").split(":")
-    body = json.dumps({"prompt": "import ", "stream": stream, **LONG}).encode()
-    head = (
-        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {len(body)}\r\n\r\n"
-    ).encode()
 
-    async def vanish():
+    def request(name):
+        options = {"session_id": name, "gamma": 0}
+        fields = {"prompt": "import ", "stream": stream, "gammaray": options, "user": "x" * size, **LONG}
+        body = json.dumps(fields).encode()
+        head = (
+            "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(body)}\r\n\r\n"
+        )
+        return head.encode() + body
+
+    async def vanish(name):
         reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(head + body)
+        writer.write(request(name))
         await writer.drain()
         if stream:
             await reader.readuntil(b"data: ")
@@ -55,8 +63,12 @@ async def test_closed_http_connections_free_the_workers(cluster, stream):
             await asyncio.sleep(0.5)
         writer.close()
 
-    await asyncio.gather(*(vanish() for _ in range(NUM_STREAMS if stream else 8)))
+    names = [f"vanished-{stream}-{size}-{number}" for number in range(NUM_STREAMS if stream else 8)]
+    await asyncio.gather(*map(vanish, names))
     await asyncio.to_thread(cluster.wait_until_idle)
+    async with AsyncClient(cluster.grpc) as client:
+        states = [(await client.get_session(name))[0].state for name in names]
+    assert states == [SessionState.DETACHED] * len(names)  # none has run to its end
 
 
 async def test_deadline_of_a_call_ends_it(cluster):

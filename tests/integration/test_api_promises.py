@@ -23,7 +23,7 @@ from orchestrator.api.grpc_servicer import GenerationServicer
 from orchestrator.api.http.server.app import create_app
 from tests.support.grpc_helpers import Context
 from tests.support.http_helpers import CHAT
-from tests.support.workers.service_helpers import running
+from tests.support.workers.service_helpers import complete, running
 
 pytestmark = pytest.mark.integration
 
@@ -161,7 +161,7 @@ async def test_drawn_seed_is_below_2_to_the_53_and_reproduces_the_tokens(api):
             seeds.append(found["seed"])
         again = (await call(seed=found["seed"]))["gammaray"]
         assert again["token_ids"] == found["token_ids"]
-    chunks = [chunk async for chunk in api.orchestrator.generate(GenerationRequest(PROMPT, max_tokens=1))]
+    chunks = await complete(api.orchestrator, GenerationRequest(PROMPT, max_tokens=1))
     chunks += (await generate(api, text=PROMPT, max_tokens=1))[0]
     seeds += [chunk.seed for chunk in chunks]
     assert all(0 <= seed < 2**53 for seed in seeds)

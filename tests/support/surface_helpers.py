@@ -90,6 +90,7 @@ class ScriptedBackend:
         pieces: Bytes of the tokens.
         healthy: Whether there is a target worker.
         chat_format: Of the model's chat template, which is not that of `render_chat`.
+        opens: Whether a chunk that `is_opening` comes first, as from an orchestrator.
 
     Attributes:
         tokenizer: The backend itself, which has the methods of a tokenizer that the APIs call.
@@ -105,7 +106,9 @@ class ScriptedBackend:
         pieces: Sequence[bytes] = PIECES,
         healthy: bool = True,
         chat_format: ChatFormat = MESSAGES_ONLY,
+        opens: bool = False,
     ) -> None:
+        self._opens = opens
         self.requests: list[GenerationRequest] = []
         self.callers: list[Caller] = []
         self.num_open = 0
@@ -126,6 +129,8 @@ class ScriptedBackend:
         self.num_open += 1
         try:
             pieces = self._pieces[: request.max_tokens]
+            if self._opens:
+                yield Chunk(request.session_id or "s0", "", turn=request.turn, prompt_tokens=5)
             for number, piece in list(enumerate(pieces))[request.resume_from or 0 :]:
                 waiting = self._before(request, number)
                 if waiting is not None:

@@ -297,9 +297,9 @@ def parse_choice(value: Any, named: type[NamedTool] | type[ChosenTool] = NamedTo
 
 
 def checked_tools(
-    functions: Sequence[FunctionDefinition], choice: ToolChoice | None, field: str = "tools.{}"
+    definitions: Sequence[BaseModel], choice: ToolChoice | None, field: str = "tools.{}"
 ) -> list[Tool]:
-    """Return the tools that a body defines; `field` names the field of a function by its index.
+    """Return the functions that a body defines; `field` names the field of a definition by its index.
 
     Raises:
         InvalidArgumentError: A name occurs twice, a tool is required without tools, the chosen one is
@@ -307,12 +307,14 @@ def checked_tools(
     """
     tools = [
         Tool(own.name, own.description, own.parameters, f"{field.format(index)}.parameters")
-        for index, own in enumerate(functions)
+        for index, own in enumerate(definitions)
+        if isinstance(own, FunctionDefinition)
     ]
     names = [tool.name for tool in tools]
-    for index, name in enumerate(names):
+    for index, (name, tool) in enumerate(zip(names, tools, strict=True)):
         if name in names[:index]:
-            raise InvalidArgumentError(f"{field.format(index)}.name", name, "a name that no other tool has")
+            place = tool.field.removesuffix(".parameters")
+            raise InvalidArgumentError(f"{place}.name", name, "a name that no other tool has")
     if choice is not None and choice.mode == "required" and not tools:
         raise InvalidArgumentError("tool_choice", choice.name or choice.mode, "none or auto, without tools")
     if choice is not None and choice.name and choice.name not in names:

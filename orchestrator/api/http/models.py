@@ -67,6 +67,7 @@ MAX_MESSAGES = 2**14
 # Fields whose values cannot change the completion. Bodies may have some of them as fields, here and below.
 _IGNORED = frozenset(
     {
+        "client_metadata",
         "max_tool_calls",  # of hosted tools
         "metadata",
         "parallel_tool_calls",  # no effect without tools

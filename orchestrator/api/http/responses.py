@@ -211,6 +211,7 @@ class ChoiceState:
     session_id: str = ""
     seed: int = 0
     finish_reason: FinishReason | None = None
+    is_opened: bool = False
     usage: Usage | None = None
     summary: SpeculationSummary | None = None
     receipt: str = ""
@@ -349,14 +350,10 @@ class Response(ABC):
     def content(self, state: ChoiceState) -> dict[str, Any]:
         """Return the body of a whole choice."""
 
-    def openings(self) -> list[dict[str, Any]]:
-        """Return the first events of a stream."""
-        bodies = ((state, self.opening(state)) for state in self.states)
-        return [self._event(state, body, None, None) for state, body in bodies if body is not None]
-
     def recall(self, tokens: Sequence[EmittedToken]) -> None:
         """Add tokens of a resumed stream's only choice that the client has already received."""
         (state,) = self.states
+        state.is_opened = True
         state.note(tokens)
         if state.logprobs is not None:
             state.logprobs.render(tokens)
@@ -390,14 +387,25 @@ class Response(ABC):
     def pieces(self, index: int, chunk: Chunk, options: StreamOptions) -> list[dict[str, Any]]:
         """Add a piece of choice `index`; return its events, none if there is nothing to send yet.
 
-        The first has what belongs to the tokens, the last has the finish reason.
+        Those of the first piece begin with the choice's opening.
 
         Raises:
             InvalidArgumentError: The prompts received so far have too many log-probabilities for one
                 response.
         """
         state = self.states[index]
-        chunk = self._add(index, chunk)
+        events = self._piece_events(state, self._add(index, chunk), options)
+        opening = None if state.is_opened else self.opening(state)
+        if opening is not None:
+            events = [self._event(state, opening, None, None), *events]
+        state.is_opened = True
+        if options.include_usage and options.continuous_usage_stats:
+            for event in events:
+                event["usage"] = _token_counts(chunk.prompt_tokens, chunk.offset + len(chunk.tokens))
+        return events
+
+    def _piece_events(self, state: ChoiceState, chunk: Chunk, options: StreamOptions) -> list[dict[str, Any]]:
+        """Return a piece's events: the first has what belongs to its tokens, the last the finish reason."""
         has_prompt = chunk.prompt_logprobs is not None
         has_logprobs = has_prompt or bool(chunk.tokens)
         logprobs = self._logprobs(state, chunk.tokens, with_prompt=has_prompt) if has_logprobs else None
@@ -412,9 +420,6 @@ class Response(ABC):
         first["choices"][0]["logprobs"] = logprobs
         if has_prompt:
             self._add_prompt_logprobs(state, first, first["choices"][0])
-        if options.include_usage and options.continuous_usage_stats:
-            for event in events:
-                event["usage"] = _token_counts(chunk.prompt_tokens, chunk.offset + len(chunk.tokens))
         if chunk.finish_reason is not None:
             events[-1]["gammaray"] = state.gammaray()
             if not options.include_usage:  # else only the last event has it: clients read it once

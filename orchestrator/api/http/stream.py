@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import fastapi
+from fastapi import Request
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic_core import to_json
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from gammaray.aio import end_tasks
@@ -27,6 +29,8 @@ from orchestrator.api.http.responses import Response
 from orchestrator.api.stalls import while_read
 from orchestrator.sessions.lifecycle import REPLAY_TOKENS
 from orchestrator.text.cpu_threads import INLINE_NUMBERS, in_thread
+
+T = TypeVar("T")
 
 HEADER = "last-event-id"
 _END = "end"
@@ -83,6 +87,7 @@ def resumed(plans: Sequence[ChoicePlan], seen: EventId, *, is_stream: bool) -> l
 async def recall(response: Response, backend: Backend, seen: EventId, caller: Caller) -> None:
     """Add the tokens that the client already has, up to an event, to a response of one choice."""
     _, tokens = await backend.sessions.get(seen.session_id, caller)
+    response.recall(())
     for start in range(0, min(seen.offset, len(tokens)), REPLAY_TOKENS):
         response.recall(tokens[start : min(start + REPLAY_TOKENS, seen.offset)])
         await asyncio.sleep(0)
@@ -98,6 +103,9 @@ _MAX_HELD = 32
 """Pieces buffered for a slow client before its generations block."""
 
 _CLOSE_TIMEOUT_S = 5.0
+
+COMMENT, COMMENT_PERIOD_S = b": waiting\n\n", 10.0
+"""An event without fields, which clients ignore; sent after so many seconds in which nothing else was."""
 
 EVENT_BYTES = 256
 """With `include_obfuscation`, event sizes are multiples of this."""
@@ -160,6 +168,28 @@ async def _drain(queue: _Queue, slots: asyncio.Semaphore, num_open: int) -> Piec
             yield index, item
 
 
+async def while_connected(request: Request, answer: Awaitable[T]) -> T:
+    """Return an answer to a request whose body was read; cancel it if the client leaves.
+
+    Raises:
+        ClientDisconnect: The client has left.
+    """
+    answering = asyncio.ensure_future(answer)
+    watching = asyncio.create_task(_left(request), name="answer's client")
+    try:
+        await asyncio.wait((answering, watching), return_when=asyncio.FIRST_COMPLETED)
+        if answering.done():
+            return answering.result()
+    finally:
+        await end_tasks(answering, watching)
+    raise ClientDisconnect
+
+
+async def _left(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
 class JsonPieces(fastapi.Response):
     """A JSON response that is sent in pieces: a large one is never joined, nor sent in one step."""
 
@@ -178,7 +208,7 @@ class JsonPieces(fastapi.Response):
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events of one response.
+    """Server-sent events of one response; comments while there is none, as proxies cut silent connections.
 
     Its creator has waited for the first event, as an earlier failure is an ordinary error response.
     """
@@ -188,6 +218,7 @@ class EventStream(StreamingResponse):
     def __init__(self, first: bytes, events: AsyncGenerator[bytes, None]) -> None:
         super().__init__(events, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         self._first, self._events = first, events
+        self._sent_at, self._is_between_events = 0.0, False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events until they or the client end; then end the generations.
@@ -197,10 +228,11 @@ class EventStream(StreamingResponse):
         """
         sending = asyncio.create_task(self.stream_response(send), name="event stream")
         watching = asyncio.create_task(self.listen_for_disconnect(receive), name="event stream's client")
+        filling = asyncio.create_task(self._send_comments(send), name="event stream's comments")
         try:
             await asyncio.wait((sending, watching), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            await end_tasks(sending, watching)
+            await end_tasks(sending, watching, filling)
         if not sending.cancelled():
             sending.result()
 
@@ -209,10 +241,26 @@ class EventStream(StreamingResponse):
             await send(
                 {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
             )
-            await send({"type": "http.response.body", "body": self._first, "more_body": True})
+            await self._send_piece(send, self._first)
             async for event in self._events:
-                await send({"type": "http.response.body", "body": event, "more_body": True})
+                await self._send_piece(send, event)
+            self._is_between_events = False
             await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_piece(self, send: Send, piece: bytes) -> None:
+        self._is_between_events = False
+        await send({"type": "http.response.body", "body": piece, "more_body": True})
+        self._sent_at = asyncio.get_running_loop().time()
+        self._is_between_events = piece.endswith(b"\n\n")  # a large event is sent in several pieces
+
+    async def _send_comments(self, send: Send) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(max(0.0, self._sent_at + COMMENT_PERIOD_S - loop.time()))
+            if loop.time() >= self._sent_at + COMMENT_PERIOD_S:
+                self._sent_at = loop.time()
+                if self._is_between_events:
+                    await send({"type": "http.response.body", "body": COMMENT, "more_body": True})
 
 
 async def response_events(
@@ -225,7 +273,8 @@ async def response_events(
 ) -> AsyncGenerator[bytes, None]:
     """Run the generations and yield their events; `seen` is the last one that the client already has.
 
-    A first failure before the first event is raised; a later one is the last event.
+    The first is there once all generations were admitted, or one has a token; a comment if there is no event.
+    A failure before it is raised; a later one is the last event.
     """
     is_padded, is_resumable = options.include_obfuscation, len(requests) == 1 and requests[0].store
 
@@ -241,10 +290,9 @@ async def response_events(
             pieces += sse_pieces(data, fields, is_padded=is_padded)
         return list(sliced(pieces))
 
+    held: list[bytes] | None = []
+    num_opened = 0
     async with generate_all(backend, requests, caller) as pieces:
-        openings: Sequence[bytes] | None = (
-            [_sse(event, is_padded=is_padded) for event in response.openings()] if not seen else []
-        )
         try:
             with renaming(grammar=response.states[0].plan.grammar_field):
                 async for index, chunk in pieces:
@@ -254,13 +302,16 @@ async def response_events(
                         data = rendered(index, chunk, is_large=False)
                     else:  # up to a million numbers: do not block other streams
                         data = await in_thread(rendered, index, chunk, is_large=True)
-                    if openings is not None:
-                        data, openings = [b"".join((*openings, *data[:1])), *data[1:]], None
+                    if held is not None:
+                        num_opened += chunk.is_opening
+                        held += data
+                        if chunk.is_opening and num_opened < len(requests):
+                            continue
+                        data, held = held or [COMMENT] * chunk.is_opening, None
                     async for piece in yielding(data):
-                        if piece:
-                            yield piece
+                        yield piece
         except Exception as error:
-            if openings is not None:
+            if held is not None:
                 raise
             yield _sse(error_body(as_gammaray_error(error)))
             return

@@ -30,7 +30,7 @@ async def first_chunks(orchestrator, request, count):
     chunks = []
     async with aclosing(orchestrator.generate(request)) as stream:
         async for chunk in stream:
-            chunks.append(chunk)
+            chunks += [] if chunk.is_opening else [chunk]
             if len(chunks) == count:
                 break
     return chunks

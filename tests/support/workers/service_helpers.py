@@ -64,8 +64,9 @@ async def running(server, target: str, draft: str, **settings):
 async def complete(orchestrator, request: GenerationRequest, after_chunk=lambda count: None):
     chunks = []
     async for chunk in orchestrator.generate(request):
-        chunks.append(chunk)
-        after_chunk(len(chunks))
+        if not chunk.is_opening:
+            chunks.append(chunk)
+            after_chunk(len(chunks))
     return chunks
 
 

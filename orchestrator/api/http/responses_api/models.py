@@ -37,7 +37,16 @@ from orchestrator.api.http.tools.calls import ChoiceMode, ToolChoice
 LOGPROBS = "message.output_text.logprobs"
 """Value of `include` that asks for log-probabilities."""
 
-Includable = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
+Includable = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
 MAX_METADATA = 16
 MAX_METADATA_KEY, MAX_METADATA_VALUE = 64, 512
 
@@ -163,6 +172,30 @@ class TextOptions(StrictModel):
     verbosity: Literal["medium"] = Field("medium", description="Other values are not supported.")
 
 
+class ReasoningOptions(StrictModel):
+    """OpenAI's `reasoning`."""
+
+    effort: Literal["none"] | None = Field(None, description="Other values are not supported.")
+    summary: Literal["auto", "concise", "detailed"] | None = Field(None, description="Ignored.")
+    generate_summary: Literal["auto", "concise", "detailed"] | None = Field(None, description="Ignored.")
+
+
+class OtherTool(BaseModel):
+    """A tool of another kind; the model is not told of it."""
+
+    type: str = Field(json_schema_extra={"not": {"const": "function"}})
+
+
+def _tool_kind(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else None
+    return "other" if isinstance(kind, str) and kind != "function" else "function"
+
+
+ToolOfAnyKind = Annotated[
+    Annotated[ToolInput, Tag("function")] | Annotated[OtherTool, Tag("other")], Discriminator(_tool_kind)
+]
+
+
 class ResponsesRequest(RequestBody):
     """Body of POST /v1/responses."""
 
@@ -182,21 +215,24 @@ class ResponsesRequest(RequestBody):
         None, ge=1, le=2**31, description="Upper bound of emitted tokens; by default the rest of the context."
     )
     text: TextOptions = Field(TextOptions(), description="The form of the text.")
-    tools: Annotated[list[ToolInput], FailFast()] = Field(
-        default=[], max_length=MAX_TOOLS, description="Functions that the model may call."
+    reasoning: ReasoningOptions = Field(ReasoningOptions(), description="Changes nothing.")
+    tools: Annotated[list[ToolOfAnyKind], FailFast()] = Field(
+        default=[],
+        max_length=MAX_TOOLS,
+        description="Functions that the model may call; tools of other kinds are left out.",
     )
     tool_choice: ToolChoice | None = Field(
         None, description="Whether the model calls tools; by default it decides itself."
     )
     parallel_tool_calls: bool = Field(True, description="Whether the model may make several calls.")
     include: Annotated[list[Includable], FailFast()] = Field(
-        default=[], description="Further output: log-probabilities. There is no reasoning to include."
+        default=[], description="Further output: log-probabilities. The other values have no effect."
     )
     top_logprobs: int = Field(
         0,
         ge=0,
         le=MAX_TOP_LOGPROBS,
-        description=f"Alternatives per token. Requires {LOGPROBS} in `include`.",
+        description=f"Alternatives per token, with {LOGPROBS} in `include`.",
     )
     metadata: dict[str, str] = Field(
         default={},

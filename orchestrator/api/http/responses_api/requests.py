@@ -88,10 +88,7 @@ def _check_options(body: ResponsesRequest) -> None:
         raise InvalidArgumentError("turn", options.turn, "0: previous_response_id continues a response")
     if options.stream_tokens:
         raise InvalidArgumentError("gammaray.stream_tokens", True, "false, for responses")
-    if body.top_logprobs and LOGPROBS not in body.include:
-        got = f"{body.top_logprobs} without {LOGPROBS}"
-        raise InvalidArgumentError("top_logprobs", got, f"{LOGPROBS} in include")
-    if LOGPROBS in body.include and body.tools:
+    if LOGPROBS in body.include and any(isinstance(tool, ToolInput) for tool in body.tools):
         raise InvalidArgumentError("include", f"{LOGPROBS} with tools", "log-probabilities without tools")
 
 
@@ -131,7 +128,7 @@ def _head(
         "temperature": request.sampling.temperature,
         "text": {"format": _echoed_format(body.text.format), "verbosity": "medium"},
         "tool_choice": _echoed_choice(body.tool_choice),
-        "tools": [_echoed(tool) for tool in body.tools],
+        "tools": [_echoed(tool) for tool in body.tools if isinstance(tool, ToolInput)],
         "top_logprobs": body.top_logprobs,
         "top_p": request.sampling.top_p,
         "truncation": "disabled",

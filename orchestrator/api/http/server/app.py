@@ -46,6 +46,7 @@ from orchestrator.api.http.stream import (
     recall,
     response_events,
     resumed,
+    while_connected,
 )
 from orchestrator.api.http.tools.calls import plan_calls, render_messages
 from orchestrator.text.cpu_threads import INLINE_BYTES, in_parser_thread, in_thread
@@ -233,7 +234,7 @@ def _add_generation(app: FastAPI, backend: Backend, bodies: BodyReader) -> None:
         async with bodies.read(request) as data:
             body, plans = await _planned(_plan_completions, backend, data)
         response = CompletionResponse(body.model or backend.model_name, plans, backend.tokenizer)
-        return await _generate(backend, plans, response, body, request)
+        return await while_connected(request, _generate(backend, plans, response, body, request))
 
     @app.post("/v1/chat/completions", **generating("ChatCompletion", "ChatRequest"))
     async def chat_completions(request: Request) -> fastapi.Response:
@@ -241,7 +242,7 @@ def _add_generation(app: FastAPI, backend: Backend, bodies: BodyReader) -> None:
             body, plans = await _planned(_plan_chat, backend, data)
         response = ChatResponse(body.model or backend.model_name, plans, backend.tokenizer)
         with renaming(prompt="messages"):
-            return await _generate(backend, plans, response, body, request)
+            return await while_connected(request, _generate(backend, plans, response, body, request))
 
 
 def _add_information(app: FastAPI, backend: Backend) -> None:

@@ -3,12 +3,15 @@
 import asyncio
 import json
 
+import openai
 import pytest
 
-from gammaray.errors import UnavailableError
+from gammaray.errors import ResourceExhaustedError, UnavailableError
+from orchestrator.api.http import stream as stream_module
 from orchestrator.api.http.server.app import create_app
 from orchestrator.api.http.stream import EVENT_BYTES
 from tests.support.http_helpers import CHAT, GAMMARAY, complete, events, events_with_ids, scope_of
+from tests.support.response_helpers import client
 from tests.support.surface_helpers import PIECES, ScriptedBackend
 
 
@@ -132,37 +135,142 @@ async def test_stream_of_samples_ends_with_the_failure_of_the_first():
     assert backend.num_open == 0
 
 
-@pytest.mark.parametrize("stream", [True, False])
-async def test_disconnected_client_ends_the_generation(stream):
-    running = [asyncio.Event(), asyncio.Event()]
+BODIES = {
+    "/v1/completions": {"prompt": "x"},
+    "/v1/chat/completions": {"messages": CHAT},
+    "/v1/responses": {"input": "x"},
+}
 
-    def before(request, number):
-        if number == 1:
-            running[request.sampling.sample_index].set()
-            return asyncio.sleep(30)
 
-    backend = ScriptedBackend(before)
-    body = json.dumps({"prompt": "x", "n": 2, "stream": stream}).encode()
-    gone, started = asyncio.Event(), asyncio.Event()
-    messages = [{"type": "http.request", "body": body, "more_body": False}]
+class Call:
+    """A request whose client reads what is sent, until it leaves."""
 
-    async def receive():
-        if messages:
-            return messages.pop()
-        await gone.wait()
+    def __init__(self, backend, path, **body):
+        self._asked = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+        self._left = asyncio.Event()
+        self.sent, self.has_comments = [], asyncio.Event()
+        self.serving = asyncio.create_task(create_app(backend)(scope_of(path), self._receive, self._send))
+
+    async def _receive(self):
+        if self._asked:
+            return self._asked.pop()
+        await self._left.wait()
         return {"type": "http.disconnect"}
 
-    async def send(message):
-        started.set()
+    async def _send(self, message):
+        self.sent.append(message)
+        if self.text.count(": waiting\n\n") >= 3:
+            self.has_comments.set()
 
-    serving = asyncio.create_task(create_app(backend)(scope_of("/v1/completions"), receive, send))
-    for sample in running:
+    @property
+    def text(self):
+        return b"".join(message.get("body", b"") for message in self.sent).decode()
+
+    async def leave(self):
+        self._left.set()
+        await asyncio.wait_for(self.serving, 10)
+
+
+@pytest.mark.parametrize("moment", ["admission", "prompt", "tokens"])
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("path", BODIES)
+async def test_client_that_leaves_ends_the_generations(path, stream, moment):
+    count = 1 if path == "/v1/responses" else 2
+    reached = [asyncio.Event() for _ in range(count)]
+
+    def before(request, number):
+        if number == (moment == "tokens"):
+            reached[request.sampling.sample_index].set()
+            return asyncio.sleep(30)
+
+    backend = ScriptedBackend(before, opens=moment != "admission")
+    call = Call(backend, path, stream=stream, **BODIES[path], **({"n": count} if count > 1 else {}))
+    for sample in reached:
         await asyncio.wait_for(sample.wait(), 10)
-    if stream:
-        await asyncio.wait_for(started.wait(), 10)
-        gone.set()
-        await asyncio.wait_for(serving, 10)
-    else:  # before the response begins it is the server that watches the connection
-        serving.cancel()
-        await asyncio.wait([serving], timeout=10)
+    await call.leave()
     assert backend.num_open == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "begin"),
+    [
+        ("/v1/completions", ": waiting\n\n"),
+        ("/v1/chat/completions", "id: s0:0:0\ndata: "),
+        ("/v1/responses", "event: response.created\ndata: "),
+    ],
+)
+async def test_stream_begins_at_admission_and_has_comments_while_it_waits(path, begin, monkeypatch):
+    monkeypatch.setattr(stream_module, "COMMENT_PERIOD_S", 0.05)
+    computed = asyncio.Event()
+    backend = ScriptedBackend(lambda request, number: computed.wait(), opens=True)
+    call = Call(backend, path, stream=True, **BODIES[path])
+    await asyncio.wait_for(call.has_comments.wait(), 10)
+    assert call.sent[0]["status"] == 200
+    assert call.text.startswith(begin)
+    computed.set()
+    await asyncio.wait_for(call.serving, 10)
+    data = [json.loads(line[6:]) for line in call.text.split("\n") if line.startswith("data: {")]
+    assert "caf" in json.dumps(data)
+
+
+async def test_comments_never_split_an_event(monkeypatch):
+    monkeypatch.setattr(stream_module, "COMMENT_PERIOD_S", 0.01)
+    sent, halves = [], [b'data: {"a', b'": 1}\n\n', b"data: 2\n\n"]
+
+    async def events():
+        for half in halves:
+            yield half
+            await asyncio.sleep(0.1)
+
+    async def send(message):
+        sent.append(message.get("body", b""))
+
+    async def receive():
+        await asyncio.sleep(30)
+
+    await stream_module.EventStream(b"data: 0\n\n", events())({"type": "http"}, receive, send)
+    text = b"".join(sent)
+    assert text.count(stream_module.COMMENT) >= 3
+    assert text.replace(stream_module.COMMENT, b"") == b"data: 0\n\n" + b"".join(halves)
+
+
+async def test_failure_after_admission_is_an_event_that_openai_raises():
+    def before(request, number):
+        raise UnavailableError("gone")
+
+    async with client(ScriptedBackend(before, opens=True)) as ai:
+        chunks = await ai.chat.completions.create(model="scripted", messages=CHAT, stream=True)
+        with pytest.raises(openai.APIError, match="gone"):
+            [chunk async for chunk in chunks]
+        kinds = [event async for event in await ai.responses.create(input="x", stream=True)]
+        assert [event.type for event in kinds][-1] == "response.failed"
+        assert kinds[-1].response.error.message == "gone"
+    async with client(ScriptedBackend(before)) as ai:  # not admitted
+        with pytest.raises(openai.InternalServerError, match="gone"):
+            await ai.chat.completions.create(model="scripted", messages=CHAT, stream=True)
+
+
+async def test_sample_that_is_not_admitted_is_an_error_response():
+    class Full(ScriptedBackend):
+        async def check(self, request):
+            if request.sampling.sample_index == 1:
+                await asyncio.sleep(0.1)
+                raise ResourceExhaustedError("the queue is full")
+
+    backend = Full(lambda request, number: asyncio.sleep(30), opens=True)
+    answer = await complete(backend, prompt="x", n=2, stream=True)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+    assert backend.num_open == 0
+
+
+async def test_continuous_usage_begins_with_the_prompt():
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    answer = await complete(
+        ScriptedBackend(opens=True),
+        "/v1/chat/completions",
+        messages=CHAT,
+        stream=True,
+        stream_options=options,
+    )
+    first = json.loads(answer.text.split("\n\n")[0].partition("data: ")[2])
+    assert first["usage"] == {"prompt_tokens": 5, "completion_tokens": 0, "total_tokens": 5}

@@ -11,6 +11,7 @@ from gammaray.errors import InvalidArgumentError, UnavailableError
 from gammaray.types import DrafterKind, GammaPolicy
 from orchestrator.api.http.server.app import create_app
 from tests.support.http_helpers import GAMMARAY, scope_of
+from tests.support.openapi_helpers import document, request_schema
 from tests.support.response_helpers import check_response, events, get, http_client, respond
 from tests.support.surface_helpers import ScriptedBackend
 
@@ -117,6 +118,45 @@ async def test_items_become_the_messages_of_a_conversation():
         *["function_call_output", "message"],
     ]
     assert listed[2]["id"] == "msg_1"
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        {"text": {"format": {**FORMAT, "strict": True}}, "metadata": {"k": "v"}, "instructions": "be"},
+        {"tools": [TOOL], "tool_choice": {"type": "function", "name": "f"}, "parallel_tool_calls": False},
+        {"include": ["message.output_text.logprobs"], "top_logprobs": 2, "max_output_tokens": 3},
+        {"store": False, "reasoning": {"summary": "auto"}, "temperature": 0, "top_p": 0.5},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_response_is_taken_back_as_the_next_request(asked, is_streamed):
+    backend = ScriptedBackend(pieces=CALL if "tools" in asked else (b"a", b"b"))
+    if is_streamed:
+        body = (await events(backend, input="x", **asked))[-1]["response"]
+    else:
+        body = check_response(await respond(backend, input="x", **asked))
+    fields = request_schema("/v1/responses")["$ref"].rsplit("/", 1)[-1]
+    known = document()["components"]["schemas"][fields]["properties"]
+    again = {name: value for name, value in body.items() if name in known and name != "gammaray"}
+    assert {"reasoning", "text", "tools", "tool_choice", "metadata", "truncation"} <= set(again)
+    items = [{"role": "user", "content": "x"}, *body["output"], {"role": "user", "content": "y"}]
+    second = check_response(await respond(backend, **again, input=items))
+    own = {"id", "created_at", "completed_at", "output", "usage", "gammaray"}
+    assert {name: value for name, value in second.items() if name not in own} == {
+        name: value for name, value in body.items() if name not in own
+    }
+
+
+async def test_tools_of_other_kinds_are_left_out():
+    others = [{"type": "namespace", "name": "n", "tools": [TOOL]}, {"type": "web_search", "index": 1}]
+    backend, alone = ScriptedBackend(), ScriptedBackend()
+    body = check_response(await respond(backend, input="x", tools=[others[0], TOOL, others[1]]))
+    check_response(await respond(alone, input="x", tools=[TOOL]))
+    assert backend.requests[0].prompt == alone.requests[0].prompt
+    assert [tool["name"] for tool in body["tools"]] == ["f"]
 
 
 @pytest.mark.parametrize(
@@ -341,10 +381,11 @@ async def test_client_that_goes_leaves_a_cancelled_response():
     backend = ScriptedBackend(lambda request, number: wait() if number == 2 else None)
     left = asyncio.Event()
     sent = []
+    asked = [{"type": "http.request", "body": b'{"input": "x", "stream": true}', "more_body": False}]
 
     async def receive():
-        if not sent:
-            return {"type": "http.request", "body": b'{"input": "x", "stream": true}', "more_body": False}
+        if asked:
+            return asked.pop()
         await left.wait()
         return {"type": "http.disconnect"}
 
