@@ -25,6 +25,9 @@ from orchestrator.api.http.models import (
 from orchestrator.api.http.structured import grammar_of
 from orchestrator.api.http.tools.calls import CallPlan
 from orchestrator.sessions.lifecycle import check_prompt_length
+from orchestrator.text.controls import ChatPrompt
+from orchestrator.text.cpu_threads import INLINE_BYTES
+from orchestrator.text.tokenizer import Tokenizer
 
 MAX_RESPONSE_BYTES = 2**28
 """Upper bound of what is kept of one response until it is sent: text, token ids and log-probabilities."""
@@ -47,6 +50,7 @@ class ChoicePlan:
         echo_logprobs: Alternatives per echoed prompt token in `logprobs`; None leaves the prompt out.
         prompt_logprobs: Alternatives in the choice's `prompt_logprobs`; None omits the field.
         is_prompt_only: Whether to omit the completion; at least one token is always generated.
+        prompt_text: The rendered prompt of a chat.
         calls: The tool calls that the completion may have; None if it has none.
         grammar_field: The field that asked for a grammar; empty if none did.
     """
@@ -59,6 +63,7 @@ class ChoicePlan:
     echo_logprobs: int | None = None
     prompt_logprobs: int | None = None
     is_prompt_only: bool = False
+    prompt_text: str = ""
     calls: CallPlan | None = None
     grammar_field: str = ""
 
@@ -66,6 +71,11 @@ class ChoicePlan:
         """Return how many log-probabilities of a prompt of `num_tokens` the choice returns."""
         num_top = _larger(self.echo_logprobs, self.prompt_logprobs)
         return 0 if num_top is None else num_tokens * (num_top + 1)
+
+
+def is_quick(body: bytes, tokenizer: Tokenizer) -> bool:
+    """Return whether a body is planned in milliseconds: it is small, and `with_ids` encodes nothing."""
+    return len(body) <= INLINE_BYTES and not tokenizer.chat_format.controls.may_be_in(body)
 
 
 def expected_bytes(request: GenerationRequest, max_context: int) -> int:
@@ -154,8 +164,23 @@ def check_num_logprobs(plan: ChoicePlan, num_logprobs: int) -> None:
         )
 
 
+def with_ids(
+    requests: Sequence[GenerationRequest], prompt: ChatPrompt, tokenizer: Tokenizer, max_context: int
+) -> list[GenerationRequest]:
+    """Return requests for a chat's prompt; of a marked one, whose text is ambiguous, with its token ids."""
+    if not prompt.mark:
+        return list(requests)
+    check_prompt_length(tokenizer.min_tokens(prompt.text), max_context, is_least=True)
+    token_ids = tokenizer.encode_marked(prompt)
+    return [replace(request, prompt=token_ids) for request in requests]
+
+
 def chat_choices(
-    body: ChatRequest, prompt: str, max_context: int, calls: CallPlan | None = None
+    body: ChatRequest,
+    prompt: ChatPrompt,
+    tokenizer: Tokenizer,
+    max_context: int,
+    calls: CallPlan | None = None,
 ) -> list[ChoicePlan]:
     """Return the choices of a chat request: `n` samples for its rendered messages and tools."""
     if body.top_logprobs is not None and not body.logprobs:
@@ -163,9 +188,9 @@ def chat_choices(
     if body.gammaray.turn:
         raise InvalidArgumentError("turn", body.gammaray.turn, "0: a chat request has the whole conversation")
     num_top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    grammar, field = _grammar(body, prompt, calls)
+    grammar, field = _grammar(body, prompt.text, calls)
     requests = _requests(
-        *(body, prompt, body.n, num_top_logprobs, max_context),
+        *(body, prompt.text, body.n, num_top_logprobs, max_context),
         grammar=grammar,
         grammar_field=field,
         max_tokens=body.asked_max_tokens,
@@ -178,10 +203,11 @@ def chat_choices(
             request,
             stream_tokens=body.gammaray.stream_tokens,
             prompt_logprobs=request.num_prompt_logprobs,
+            prompt_text=prompt.text,
             calls=calls,
             grammar_field=field,
         )
-        for index, request in enumerate(requests)
+        for index, request in enumerate(with_ids(requests, prompt, tokenizer, max_context))
     ]
     _check_whole(body, plans, max_context)
     return plans

@@ -303,8 +303,7 @@ def reader_of(plan: ChoicePlan, tokenizer: Tokenizer) -> CallReader | None:
     """Return what finds the calls of a choice; None if it has none."""
     if plan.calls is None:
         return None
-    prompt = plan.request.prompt if isinstance(plan.request.prompt, str) else ""
-    return CallReader(plan.calls, tokenizer.is_special, plan.request.stop, prompt)
+    return CallReader(plan.calls, tokenizer.is_special, plan.request.stop, plan.prompt_text)
 
 
 class Response(ABC):

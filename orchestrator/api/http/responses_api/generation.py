@@ -52,7 +52,7 @@ class ResponseRun:
         self._backend, self._plan, self._caller = backend, plan, caller
         self._records = ResponseRecords(backend, caller)
         self._builder = ResponseBuilder(plan.response)
-        choice = ChoicePlan(0, 0, plan.request, calls=plan.calls)
+        choice = ChoicePlan(0, 0, plan.request, prompt_text=plan.prompt_text, calls=plan.calls)
         self._state = ChoiceState(choice, None, calls=reader_of(choice, backend.tokenizer))
         self._logprobs = ChatLogprobs() if plan.request.num_top_logprobs is not None else None
         self._has_begun = self._has_ended = False

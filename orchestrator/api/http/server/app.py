@@ -31,7 +31,7 @@ from orchestrator.api.http.document import EVENTS, JSON, LOOKING_UP, TEXT, compo
 from orchestrator.api.http.errors import STATUSES, GuardedRoute, install_handlers
 from orchestrator.api.http.json_text import INLINE_ENTRIES, encode_pieces
 from orchestrator.api.http.models import ChatRequest, CompletionRequest, parse_body
-from orchestrator.api.http.requests import ChoicePlan, chat_choices, completion_choices
+from orchestrator.api.http.requests import ChoicePlan, chat_choices, completion_choices, is_quick
 from orchestrator.api.http.response_types import Health, MetricsTarget, Model, Root
 from orchestrator.api.http.responses import ChatResponse, CompletionResponse, Response
 from orchestrator.api.http.responses_api.routes import add_responses
@@ -48,7 +48,7 @@ from orchestrator.api.http.stream import (
     resumed,
 )
 from orchestrator.api.http.tools.calls import plan_calls, render_messages
-from orchestrator.text.cpu_threads import INLINE_BYTES, in_parser_thread, in_thread
+from orchestrator.text.cpu_threads import in_parser_thread, in_thread
 
 _ENGINE = "0"
 """Value of vLLM's label `engine`: all orchestrators together count as one engine."""
@@ -309,8 +309,8 @@ def _add_information(app: FastAPI, backend: Backend) -> None:
 async def _planned(
     plan: Callable[[Backend, bytes], tuple[_Body, list[ChoicePlan]]], backend: Backend, data: bytes
 ) -> tuple[_Body, list[ChoicePlan]]:
-    """Return the result of `plan` for a body; a large body is parsed off the event loop."""
-    if len(data) <= INLINE_BYTES:
+    """Return the result of `plan` for a body, off the event loop if that may take long."""
+    if is_quick(data, backend.tokenizer):
         return plan(backend, data)
     return await in_parser_thread(plan, backend, data)
 
@@ -325,7 +325,8 @@ def _plan_chat(backend: Backend, data: bytes) -> tuple[ChatRequest, list[ChoiceP
     messages, tools = body.conversation(), body.checked_tools()
     calls = plan_calls(tools, body.tool_choice, body.parallel_tool_calls, backend.tokenizer)
     prompt = render_messages(messages, backend.tokenizer, calls)
-    return body, chat_choices(body, prompt, backend.max_context, calls)
+    with renaming(prompt="messages"):
+        return body, chat_choices(body, prompt, backend.tokenizer, backend.max_context, calls)
 
 
 async def _generate(

@@ -17,6 +17,7 @@ from orchestrator.api.http.tools.formats import CallFamily, CallFormat, as_texts
 from orchestrator.api.http.tools.grammar import call_grammar
 from orchestrator.api.http.tools.parser import CallParser
 from orchestrator.api.http.tools.template_parser import TemplateParser
+from orchestrator.text.controls import ChatPrompt
 from orchestrator.text.tokenizer import Tokenizer
 
 
@@ -146,7 +147,7 @@ def plan_calls(
 
 def render_messages(
     messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, calls: CallPlan | None = None
-) -> str:
+) -> ChatPrompt:
     """Return the prompt of a conversation, whose completion may have calls.
 
     Arguments of earlier calls are objects, or texts that are no JSON object.
@@ -154,10 +155,12 @@ def render_messages(
     Raises:
         InvalidArgumentError: The chat template refuses the messages or the tools.
     """
-    if calls is None:
-        return _prompt(messages, (), CallFormat.of(tokenizer.chat_format), tokenizer)
-    prompt = _prompt(messages, [tool.to_template() for tool in calls.tools], calls.form, tokenizer)
-    return prompt + calls.form.marker_in_prompt if calls.is_forced else prompt
+    tools = [] if calls is None else [tool.to_template() for tool in calls.tools]
+    form = CallFormat.of(tokenizer.chat_format) if calls is None else calls.form
+    messages, marked_tools, mark = tokenizer.chat_format.controls.mark(messages, tools)
+    prompt = _prompt(messages, marked_tools, form, tokenizer)
+    ending = form.marker_in_prompt if calls is not None and calls.is_forced else ""
+    return ChatPrompt(prompt + ending, mark)
 
 
 def _prompt(
