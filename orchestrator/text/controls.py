@@ -147,7 +147,7 @@ def _texts(value: Any) -> Iterator[str]:
 def _marked(value: Any, found: re.Pattern[str], mark: str) -> Any:
     """Return a JSON value with a mark after each character of the texts that are found."""
     if isinstance(value, str):
-        return found.sub(lambda one: "".join(char + mark for char in one[0]), value)
+        return found.sub(lambda one: mark.join(one[0]) + mark, value)
     if isinstance(value, Mapping):
         return {_marked(key, found, mark): _marked(entry, found, mark) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):

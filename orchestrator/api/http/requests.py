@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from gammaray.errors import InvalidArgumentError, renaming
@@ -82,6 +83,18 @@ def expected_bytes(request: GenerationRequest, max_context: int) -> int:
     """Return the bytes that are reckoned for the longest completion of a request."""
     num_logprobs = 0 if request.num_top_logprobs is None else 1 + request.num_top_logprobs
     return min(request.max_tokens, max_context) * (TOKEN_BYTES + num_logprobs * LOGPROB_BYTES)
+
+
+@contextmanager
+def naming_grammar(plan: ChoicePlan) -> Iterator[None]:
+    """Let errors about the grammar of a choice name the field that asked for it, or a tool's schema."""
+    try:
+        yield
+    except InvalidArgumentError as error:
+        if error.field != "grammar" or not plan.grammar_field:
+            raise
+        placed = plan.calls and plan.calls.place_of(error, plan.request.sampling.grammar)
+        raise placed or error.renamed(plan.grammar_field) from error
 
 
 def check_size(plans: Sequence[ChoicePlan], num_bytes: int) -> None:

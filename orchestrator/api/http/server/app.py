@@ -31,7 +31,13 @@ from orchestrator.api.http.document import EVENTS, JSON, LOOKING_UP, TEXT, compo
 from orchestrator.api.http.errors import STATUSES, GuardedRoute, install_handlers
 from orchestrator.api.http.json_text import INLINE_ENTRIES, encode_pieces
 from orchestrator.api.http.models import ChatRequest, CompletionRequest, parse_body
-from orchestrator.api.http.requests import ChoicePlan, chat_choices, completion_choices, is_quick
+from orchestrator.api.http.requests import (
+    ChoicePlan,
+    chat_choices,
+    completion_choices,
+    is_quick,
+    naming_grammar,
+)
 from orchestrator.api.http.response_types import Health, MetricsTarget, Model, Root
 from orchestrator.api.http.responses import ChatResponse, CompletionResponse, Response
 from orchestrator.api.http.responses_api.routes import add_responses
@@ -345,7 +351,7 @@ async def _generate(
     if body.stream:
         events = response_events(backend, requests, response, body.stream_options, caller, seen)
         return EventStream(await anext(events), events)
-    with renaming(grammar=plans[0].grammar_field):
+    with naming_grammar(plans[0]):
         async with generate_all(backend, requests, caller) as pieces:
             async for index, chunk in pieces:
                 response.add(index, chunk)
