@@ -196,7 +196,7 @@ def chat_choices(
     calls: CallPlan | None = None,
 ) -> list[ChoicePlan]:
     """Return the choices of a chat request: `n` samples for its rendered messages and tools."""
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise InvalidArgumentError("top_logprobs", f"{body.top_logprobs} without logprobs", "logprobs true")
     if body.gammaray.turn:
         raise InvalidArgumentError("turn", body.gammaray.turn, "0: a chat request has the whole conversation")
@@ -264,7 +264,8 @@ def _requests(
         )
         for sample_index in range(body.n)
     ]
-    with renaming(grammar=grammar_field):
+    bound = "max_completion_tokens" if body.max_tokens is None is not body.max_completion_tokens else ""
+    with renaming(grammar=grammar_field, max_tokens=bound):
         requests[0].validate()
     return requests
 
@@ -277,10 +278,11 @@ def _decoded(prompt: tuple[int, ...], max_context: int, decode: Callable[[Sequen
 def common_request(body: RequestBody, prompt: str | tuple[int, ...], grammar: str) -> GenerationRequest:
     """Return a request for a prompt with what all bodies have: sampling and the options of speculation."""
     options, sampling = body.gammaray, {name: getattr(body, name) for name in HTTP_SAMPLING}
+    given = {name: value for name, value in sampling.items() if value is not None}
     return GenerationRequest(
         prompt=prompt,
         model=body.model,
-        sampling=SamplingParams.of({**sampling, "grammar": grammar}),
+        sampling=SamplingParams.of({**given, "grammar": grammar}),
         verification=VerificationMethod(options.verification),
         gamma=GammaPolicy(
             None if options.gamma == "adaptive" else options.gamma, options.max_gamma, options.max_nodes

@@ -411,9 +411,10 @@ class Response(ABC):
         first["choices"][0]["logprobs"] = logprobs
         if has_prompt:
             self._add_prompt_logprobs(state, first, first["choices"][0])
-        if options.include_usage and options.continuous_usage_stats:
+        if options.include_usage:  # the whole response's comes in an event of its own
+            usage = _token_counts(chunk.prompt_tokens, chunk.offset + len(chunk.tokens))
             for event in events:
-                event["usage"] = _token_counts(chunk.prompt_tokens, chunk.offset + len(chunk.tokens))
+                event["usage"] = usage if options.continuous_usage_stats else None
         if chunk.finish_reason is not None:
             events[-1]["gammaray"] = state.gammaray()
             if not options.include_usage:  # else only the last event has it: clients read it once

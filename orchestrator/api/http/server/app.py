@@ -25,7 +25,7 @@ from gammaray.receipts.keys import published
 from gammaray.types import ProcessStatus, SpeculationTotals
 from orchestrator.access.caller import Authenticator
 from orchestrator.api.backend import Backend
-from orchestrator.api.http.auth import DOCUMENT_PATH, RECEIPT_KEYS_PATH, AccessControl, caller_of
+from orchestrator.api.http.auth import DOCUMENT_PATH, RECEIPT_KEYS_PATH, AccessControl, caller_of, has_caller
 from orchestrator.api.http.bodies import BodyReader
 from orchestrator.api.http.document import EVENTS, JSON, LOOKING_UP, TEXT, component, event_schema, route
 from orchestrator.api.http.errors import STATUSES, GuardedRoute, install_handlers
@@ -277,7 +277,9 @@ def _add_information(app: FastAPI, backend: Backend) -> None:
     async def root(request: Request) -> fastapi.Response:
         if "text/html" in request.headers.get("accept", ""):
             return playground()
-        body: Root = {"name": "gammaray", "model": backend.model_name, "endpoints": ["/v1", "/health"]}
+        body: Root = {"name": "gammaray", "endpoints": ["/v1", "/health"]}
+        if has_caller(request):
+            body["model"] = backend.model_name
         return JSONResponse(body)
 
     @app.get("/v1/models", **route("listModels", "The served models.", {JSON: "ModelList"}))
