@@ -41,6 +41,15 @@ _PROXY_FAILED = re.compile(r"Received http2 header with status: 5\d\d")
 """What gRPC says of an HTTP error instead of an answer. Ray Serve's HAProxy sends 500 in place of 502, 503
 and 504, when no replica can be reached; gRPC takes those three for UNAVAILABLE, but 500 for UNKNOWN."""
 
+_HINTS = (
+    (
+        re.compile(r"Received http2 header with status: [34]\d\d|http1\.x server"),
+        "is it the gRPC API, on port 9000 by default? an HTTP server answers",
+    ),
+    (re.compile("WRONG_VERSION_NUMBER"), "it does not use TLS"),
+)
+"""What gRPC says of an endpoint of another kind, and what is probably wrong with the address."""
+
 _Detail = TypeVar("_Detail", bound=Message)
 
 
@@ -102,7 +111,9 @@ def error_from_rpc(error: grpc.aio.AioRpcError) -> GammarayError:
     code = error.code()
     if code is grpc.StatusCode.UNKNOWN and _PROXY_FAILED.match(error.details() or ""):
         code = grpc.StatusCode.UNAVAILABLE
-    plain = status_pb2.Status(code=code.value[0], message=error.details() or "")
+    details = error.details() or ""
+    hints = [f" ({hint})" for sign, hint in _HINTS if sign.search(details)]
+    plain = status_pb2.Status(code=code.value[0], message="".join([details, *hints]))
     for key, value in _trailers(error):
         if key == DETAILS_KEY and isinstance(value, bytes):
             try:

@@ -284,7 +284,7 @@ class _Whole(_Body):
 
 
 class _Piece(_Body):
-    usage: NotRequired[Usage | TokenCounts]
+    usage: NotRequired[Usage | TokenCounts | None]
     gammaray: NotRequired[GammarayResult | PieceTokens | LastPieceTokens]
     obfuscation: NotRequired[str]
 

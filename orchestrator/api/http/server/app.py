@@ -18,6 +18,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from starlette.middleware.cors import CORSMiddleware
 
 from gammaray import __version__
 from gammaray.errors import NotFoundError, UnavailableError, renaming
@@ -42,7 +43,7 @@ from orchestrator.api.http.response_types import Health, MetricsTarget, Model, R
 from orchestrator.api.http.responses import ChatResponse, CompletionResponse, Response
 from orchestrator.api.http.responses_api.routes import add_responses
 from orchestrator.api.http.server.openapi import document
-from orchestrator.api.http.sites import Hosts, SiteControl
+from orchestrator.api.http.sites import Hosts, SiteControl, listed
 from orchestrator.api.http.stream import (
     HEADER,
     EventId,
@@ -189,12 +190,14 @@ def create_app(
     authenticator: Authenticator | None = None,
     max_bodies_bytes: int = _MAX_BODIES_BYTES,
     allowed_hosts: str = "",
+    cors_origins: str = "",
 ) -> FastAPI:
     """Return the ASGI application.
 
     Args:
         close: Awaited when the application shuts down.
         allowed_hosts: Names of this server for requests without a key, see `sites.Hosts`.
+        cors_origins: Origins of browser applications that may call it, separated by commas.
     """
 
     @asynccontextmanager
@@ -217,8 +220,18 @@ def create_app(
     install_handlers(app)
     authenticator = authenticator or Authenticator()
     app.add_middleware(AccessControl, authenticator=authenticator)
+    origins = listed(cors_origins)
     if authenticator.is_open:
-        app.add_middleware(SiteControl, hosts=Hosts(allowed_hosts))
+        app.add_middleware(SiteControl, hosts=Hosts(allowed_hosts, origins))
+    if origins:  # outermost, as preflights have no key and errors need the headers as well
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=("DELETE", "GET", "HEAD", "POST"),
+            allow_headers=("*",),
+            allow_private_network=True,
+            expose_headers=("Retry-After",),
+        )
     bodies = BodyReader(max_bodies_bytes)
     _add_generation(app, backend, bodies)
     add_responses(app, backend, bodies)
