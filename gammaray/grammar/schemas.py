@@ -23,7 +23,7 @@ MAX_EXACT = 2**53
 MAX_DISCRIMINATORS = 8
 """Required properties of an alternative of `oneOf` that may tell it from the others."""
 
-_WORD, _AROUND = re.compile(r"[$\w]+"), re.compile(r"\(\?<?[=!]")
+_WORD = re.compile(r"[$\w]+")
 _FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 
 # Keywords with one schema, with a list of schemas, and with schemas by name.
@@ -98,12 +98,14 @@ def _is_meant(reason: str, keyword: str, value: Any) -> bool:
 
 
 def _is_odd(pattern: str) -> bool:
-    """Return whether Python, too, refuses a regular expression, or it has look-around."""
+    """Return whether Rust's regular expressions, which llguidance uses, refuse one or find it too large."""
+    from pydantic_core import SchemaError, SchemaValidator, core_schema  # rarely needed
+
     try:
-        re.compile(pattern)
-    except (re.error, OverflowError, RecursionError):
+        SchemaValidator(core_schema.str_schema(pattern=pattern, regex_engine="rust-regex"))
+    except SchemaError:
         return True
-    return _AROUND.search(pattern) is not None
+    return False
 
 
 def _schemas(root: dict[str, Any], field: str) -> Iterator[tuple[str, dict[str, Any]]]:

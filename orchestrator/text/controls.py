@@ -54,7 +54,7 @@ class Controls:
         written = [text for text in added_tokens if text in template and _SIGN.search(text)]
         self._names = {text: f"<{secrets.randbits(128)}>" for text in {*special, *written}}
         # Templates may change the case.
-        self._of_answer, self._of_others = (_any_of(texts, re.IGNORECASE) for texts in (special, self._names))
+        self._of_answer, self._of_others = (any_of(texts, re.IGNORECASE) for texts in (special, self._names))
 
     def mark(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
@@ -113,12 +113,13 @@ class Encoder:
 
     def named(self, prompt: ChatPrompt) -> str:
         """Return the text that `backend` encodes."""
-        unmarked = _any_of(self._names, end=f"(?!{re.escape(prompt.mark)})")
+        unmarked = any_of(self._names, end=f"(?!{re.escape(prompt.mark)})")
         marked = unmarked.sub(lambda found: self._names[found[0]], prompt.marked)
         return ChatPrompt(marked, prompt.mark).text
 
 
-def _any_of(texts: Collection[str], flags: int = 0, end: str = "") -> re.Pattern[str]:
+def any_of(texts: Collection[str], flags: int = 0, end: str = "") -> re.Pattern[str]:
+    """Return the regular expression of the longest of some texts, followed by that of an end."""
     return re.compile((_trie(texts) or "(?!)") + end, flags)
 
 

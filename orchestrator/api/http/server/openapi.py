@@ -57,7 +57,7 @@ def document(app: FastAPI) -> dict[str, Any]:
 def _without_head(one: BaseRoute) -> BaseRoute:
     found = copy(one)
     if isinstance(found, APIRoute):
-        found.methods = found.methods - {"HEAD"}
+        found.methods = (found.methods or set()) - {"HEAD"}
     return found
 
 

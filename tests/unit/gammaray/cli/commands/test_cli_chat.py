@@ -243,7 +243,7 @@ def test_chat_says_what_is_wrong_with_a_port(serve):
 
 
 def test_generate_says_that_a_port_is_not_grpcs(serve):
-    address = serve(ScriptedBackend()).removeprefix("http://")
+    address = serve(ScriptedBackend()).removeprefix("http://").replace("localhost", "127.0.0.1")
     result = CliRunner().invoke(main, ["generate", "x", "--address", address, "--timeout", "5"])
     assert result.exit_code != 0
     assert "is it the gRPC API, on port 9000 by default?" in result.stderr
