@@ -147,6 +147,8 @@ METRICS_PORT = 9464
 _HOST_NAMES = r"^( *(\*|\.?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*) *(,|$))*$"
 """Comma-separated host names without ports; a leading dot matches all subdomains, an asterisk everything."""
 
+_ORIGINS = r"^( *(\*|[a-z][a-z0-9+.-]*://[^\s,/*]+) *(,|$))*$"
+"""Comma-separated origins, as browsers send them, or an asterisk for all."""
 
 REPEATABLE: dict[str, JsonValue] = {"repeatable": True}
 """Marks a field whose option may be repeated; its values are joined by commas."""
@@ -286,6 +288,19 @@ class _AccessSettings(_Settings):
         description="Without API keys: comma-separated names that requests may have in `Host`, "
         "in addition to localhost and IP addresses; '.example.com' is all names below it, '*' any.",
     )
+
+    cors_origins: str = Field(
+        "",
+        pattern=_ORIGINS,
+        description="Comma-separated origins of browser applications, such as http://localhost:3000, whose "
+        "requests are answered with CORS headers; '*' is all, only with API keys. Empty: none.",
+    )
+
+    @model_validator(mode="after")
+    def _check_origins(self) -> Self:
+        if "*" in self.cors_origins and self.key_file is None:
+            raise InvalidArgumentError("cors_origins", self.cors_origins, "named origins, without API keys")
+        return self
 
     @property
     def key_file(self) -> Path | None:

@@ -244,6 +244,10 @@ class GammaPolicy:
         if self.fixed is not None:
             check_int("gamma", self.fixed, 0, MAX_GAMMA)
         check_int("max_gamma", self.max_gamma, 0, MAX_GAMMA)
+        if self.max_gamma and self.fixed is not None and self.fixed > self.max_gamma:
+            raise InvalidArgumentError(
+                "gamma", f"{self.fixed} with max_gamma {self.max_gamma}", "at most max_gamma"
+            )
         check_int("max_nodes", self.max_nodes, 0, MAX_NODES)
 
 
@@ -324,6 +328,9 @@ class GenerationRequest:
             raise InvalidArgumentError("ignore_eos", True, "false with a grammar, which an end completes")
         self.gamma.validate()
         check_int("max_tokens", self.max_tokens, 1, 2**31)
+        if self.sampling.min_tokens > self.max_tokens:
+            got = f"{self.sampling.min_tokens} with max_tokens {self.max_tokens}"
+            raise InvalidArgumentError("min_tokens", got, "at most max_tokens")
         if self.num_top_logprobs is not None:
             check_int("num_top_logprobs", self.num_top_logprobs, 0, MAX_TOP_LOGPROBS)
         if self.num_prompt_logprobs is not None:

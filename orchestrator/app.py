@@ -59,6 +59,7 @@ class OrchestratorDeployment:
             close=orchestrator.close,
             authenticator=self._authenticator,
             allowed_hosts=self._settings.allowed_hosts,
+            cors_origins=self._settings.cors_origins,
         )
 
     async def record_autoscaling_stats(self) -> dict[str, float]:

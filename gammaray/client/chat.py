@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import re
+import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from http.client import HTTPException
+from http.client import BadStatusLine, HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -56,7 +57,7 @@ class Chat:
     """A conversation.
 
     Args:
-        url: Base URL of the HTTP API, without /v1; host:port is http:// or, with TLS options, https://.
+        url: Base URL of the HTTP API, with or without /v1; host:port is http:// or, with TLS options, https://.
         api_key: API key, for clusters that require one.
         system: The system message; "" for none.
         timeout_s: Longest time without data from the server, in seconds.
@@ -155,7 +156,7 @@ class Chat:
         except (OSError, ValueError, HTTPException) as error:
             failure = error.reason if isinstance(error, urllib.error.URLError) else error
             reason = str(failure) or type(failure).__name__
-            raise UnavailableError(f"{self._url}: {reason}") from None
+            raise UnavailableError(f"{self._url}: {reason}{_hint(failure)}") from None
         raise UnavailableError(f"{self._url}: the response ended early")
 
     def _request(self, body: dict[str, Any]) -> urllib.request.Request:
@@ -181,7 +182,16 @@ def _base_url(url: str, tls: ClientTls | None) -> str:
         raise InvalidArgumentError("url", url, _ALLOWED_URL)
     if tls is not None and parts.scheme != "https":
         raise InvalidArgumentError("url", f"{url} with TLS options", "https://host:port")
-    return full.rstrip("/")
+    return full.rstrip("/").removesuffix("/v1")
+
+
+def _hint(failure: object) -> str:
+    """Return what may be wrong with the URL if the server does not speak HTTP, or no TLS."""
+    if isinstance(failure, ssl.SSLError) and failure.reason == "WRONG_VERSION_NUMBER":
+        return " (it does not use TLS: http:// instead of https://)"
+    if isinstance(failure, (BadStatusLine, ConnectionResetError)):
+        return " (is it the HTTP API, on port 8000 by default? does it use TLS, https://?)"
+    return ""
 
 
 def _piece(event: dict[str, Any]) -> ChatPiece:

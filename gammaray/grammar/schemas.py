@@ -6,7 +6,8 @@ Keywords that restrict nothing are dropped, and objects that list their properti
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import NoneType
 from typing import Any
 from urllib.parse import unquote
@@ -22,6 +23,7 @@ MAX_EXACT = 2**53
 MAX_DISCRIMINATORS = 8
 """Required properties of an alternative of `oneOf` that may tell it from the others."""
 
+_WORD = re.compile(r"[$\w]+")
 _FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 
 # Keywords with one schema, with a list of schemas, and with schemas by name.
@@ -58,61 +60,94 @@ def prepare(root: dict[str, Any], field: str) -> None:
             that repeated keys would count for, or a `oneOf` whose alternatives may match the same value.
     """
     schemas = list(_schemas(root, field))
-    is_scattered = any(map(_is_scattered, schemas))
-    for schema in schemas:
-        _simplify(schema, field)
-    if options := [schema for schema in schemas if "oneOf" in schema]:
+    is_scattered = any(_is_scattered(schema) for _, schema in schemas)
+    for place, schema in schemas:
+        _simplify(schema, place)
+    if options := [(place, schema) for place, schema in schemas if "oneOf" in schema]:
         # A schema with an id resolves references in it from there.
-        definitions = {} if any("$id" in schema for schema in schemas[1:]) else _definitions(root)
-        for schema in options:
-            _rename_exclusive(schema, definitions, field)
+        definitions = {} if any("$id" in schema for _, schema in schemas[1:]) else _definitions(root)
+        for place, schema in options:
+            _rename_exclusive(schema, definitions, place)
     if not is_scattered:
-        for schema in schemas:
+        for _, schema in schemas:
             if _lists_all_properties(schema):
                 schema.setdefault("additionalProperties", False)
 
 
-def _schemas(root: dict[str, Any], field: str) -> Iterator[dict[str, Any]]:
-    """Yield a schema, those in it, and those that they refer to."""
-    starts, seen = [root], set[int]()
+def place_of(root: Mapping[str, Any], field: str, reason: str) -> str | None:
+    """Return the place in a schema that llguidance refuses for a reason; None if it cannot be told."""
+    for place, schema in _schemas(dict(root), field):
+        for keyword, value in schema.items():
+            if _is_meant(reason, keyword, value):
+                return f"{place}.{keyword}"
+    return None
+
+
+def _is_meant(reason: str, keyword: str, value: Any) -> bool:
+    """Return whether a reason is about this value of a keyword.
+
+    Reasons name unknown keywords, or a wrong value, or a keyword and its type, or what an expression has.
+    """
+    if "Unimplemented keys" in reason:
+        return f'"{keyword}"' in reason
+    if reason.startswith(f"{keyword} must be"):
+        return not isinstance(value, (str, list, dict))
+    if keyword == "pattern" and reason.startswith(("look-around", "un", "repetition", "invalid", "empty")):
+        return isinstance(value, str) and _is_odd(value)
+    return (keyword in _WORD.findall(reason) or keyword == "$ref") and str(value).lstrip("#") in reason
+
+
+def _is_odd(pattern: str) -> bool:
+    """Return whether Rust's regular expressions, which llguidance uses, refuse one or find it too large."""
+    from pydantic_core import SchemaError, SchemaValidator, core_schema  # rarely needed
+
+    try:
+        SchemaValidator(core_schema.str_schema(pattern=pattern, regex_engine="rust-regex"))
+    except SchemaError:
+        return True
+    return False
+
+
+def _schemas(root: dict[str, Any], field: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield a schema, those in it, and those that they refer to, each after its place below `field`."""
+    starts, seen = [(field, root)], set[int]()
     while starts:
         level = [starts.pop()]
         for _ in range(MAX_DEPTH + 1):
-            level = [schema for schema in level if id(schema) not in seen]
-            seen.update(map(id, level))
+            level = [entry for entry in level if id(entry[1]) not in seen]
+            seen.update(id(schema) for _, schema in level)
             yield from level
-            targets = [_target(schema, root) for schema in level]
-            starts += [target for target in targets if isinstance(target, dict)]
-            level = [inner for schema in level for inner in _inner(schema)]
+            starts += [target for _, schema in level if (target := _target(schema, root, field)) is not None]
+            level = [inner for entry in level for inner in _inner(*entry)]
         if level:
             raise InvalidArgumentError(field, "a schema that is nested too deeply", f"{MAX_DEPTH} levels")
 
 
-def _target(schema: dict[str, Any], root: dict[str, Any]) -> Any:
-    """Return what the reference of a schema leads to; None if it has none to a place in the root."""
+def _target(schema: dict[str, Any], root: dict[str, Any], field: str) -> tuple[str, dict[str, Any]] | None:
+    """Return the schema that the reference of a schema leads to, after its place; None if there is none."""
     reference = schema.get("$ref")
     place: Any = root
     if not isinstance(reference, str) or not reference.startswith("#/"):
         return None
-    for step in unquote(reference[2:]).split("/"):
-        name = step.replace("~1", "/").replace("~0", "~")
+    steps = [step.replace("~1", "/").replace("~0", "~") for step in unquote(reference[2:]).split("/")]
+    for name in steps:
         if isinstance(place, list) and name.isdecimal() and int(name) < len(place):
             place = place[int(name)]
         else:
             place = place.get(name) if isinstance(place, dict) else None
-    return place
+    return (".".join([field, *steps]), place) if isinstance(place, dict) else None
 
 
-def _inner(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the schemas directly in a schema, without those that are true or false."""
-    values = [schema.get(name) for name in _ONE]
+def _inner(place: str, schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the schemas directly in a schema, after their places, without those that are true or false."""
+    values: list[tuple[str, Any]] = [(f"{place}.{name}", schema.get(name)) for name in _ONE]
     for name in _SEVERAL:
         if isinstance(several := schema.get(name), list):
-            values += several
+            values += ((f"{place}.{name}.{number}", value) for number, value in enumerate(several))
     for name in _NAMED:
         if isinstance(named := schema.get(name), dict):
-            values += named.values()
-    return (value for value in values if isinstance(value, dict))
+            values += ((f"{place}.{name}.{key}", value) for key, value in named.items())
+    return ((place, value) for place, value in values if isinstance(value, dict))
 
 
 def _simplify(schema: dict[str, Any], field: str) -> None:

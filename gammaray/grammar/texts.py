@@ -40,7 +40,7 @@ def json_rule(schema: Mapping[str, Any] | bool, field: str = "json_schema") -> s
         InvalidArgumentError: `field` is no object or boolean, or is no JSON; and what `prepare` raises.
     """
     if not isinstance(schema, (Mapping, bool)):
-        raise InvalidArgumentError(field, type(schema).__name__, "a JSON schema, which is an object")
+        raise InvalidArgumentError(field, schema, "a JSON schema, which is an object")
     schema = dict(schema) if isinstance(schema, Mapping) else ({} if schema else {"enum": []})
     try:
         copied = json.loads(json.dumps(schema, allow_nan=False))

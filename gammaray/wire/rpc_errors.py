@@ -41,6 +41,10 @@ _PROXY_FAILED = re.compile(r"Received http2 header with status: 5\d\d")
 """What gRPC says of an HTTP error instead of an answer. Ray Serve's HAProxy sends 500 in place of 502, 503
 and 504, when no replica can be reached; gRPC takes those three for UNAVAILABLE, but 500 for UNKNOWN."""
 
+_NOT_GRPC = re.compile(r"Received http2 header with status: [34]\d\d|http1\.x server")
+_NO_TLS = "WRONG_VERSION_NUMBER"
+"""What gRPC says of an endpoint that speaks HTTP alone, or no TLS."""
+
 _Detail = TypeVar("_Detail", bound=Message)
 
 
@@ -102,7 +106,12 @@ def error_from_rpc(error: grpc.aio.AioRpcError) -> GammarayError:
     code = error.code()
     if code is grpc.StatusCode.UNKNOWN and _PROXY_FAILED.match(error.details() or ""):
         code = grpc.StatusCode.UNAVAILABLE
-    plain = status_pb2.Status(code=code.value[0], message=error.details() or "")
+    details = error.details() or ""
+    if _NOT_GRPC.search(details):
+        details += " (is it the gRPC API, on port 9000 by default? an HTTP server answers)"
+    elif _NO_TLS in details:
+        details += " (it does not use TLS)"
+    plain = status_pb2.Status(code=code.value[0], message=details)
     for key, value in _trailers(error):
         if key == DETAILS_KEY and isinstance(value, bytes):
             try:

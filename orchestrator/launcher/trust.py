@@ -59,7 +59,7 @@ def check_access(settings: ClusterSettings) -> None:
 
 def arrange_trust(settings: ClusterSettings) -> Trust:
     """Return who may call a cluster, and the launcher's own key."""
-    orchestrator: dict[str, Any] = {}
+    orchestrator: dict[str, Any] = {"cors_origins": settings.cors_origins}
     api_key = None
     if settings.receipt_keys_file:
         orchestrator["receipt_keys_file"] = str(Path(settings.receipt_keys_file).absolute())

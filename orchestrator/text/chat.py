@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from typing import Any
 
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
 from gammaray.errors import InvalidArgumentError
+from orchestrator.text.controls import Controls
 
 _PROBE = {
     "type": "function",
@@ -116,6 +118,11 @@ class ChatFormat:
     added_tokens: Mapping[str, bool] = field(default_factory=dict)
     response_template: Mapping[str, Any] | None = None
     roles: Roles = Roles()
+
+    @cached_property
+    def controls(self) -> Controls:
+        """The control tokens that only the template may write."""
+        return Controls(self.template, self.added_tokens)
 
 
 def chat_format(tokenizer: Any) -> ChatFormat:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -24,7 +25,10 @@ from gammaray.grammar.check_pool import CheckPool
 from gammaray.grammar.matcher import GrammarCompiler, GrammarState
 from gammaray.vocabulary import decoder_kind, spell, vocabulary_sha256
 from orchestrator.text.chat import ChatFormat, chat_format, render
+from orchestrator.text.controls import ChatPrompt, Encoder
 from orchestrator.text.cpu_threads import in_thread
+
+_logger = logging.getLogger(__name__)
 
 LONG_TEXT = 8192
 """Characters or token ids from which on they are processed in a thread, not to block other sessions."""
@@ -88,6 +92,27 @@ class Tokenizer:
 
         Lone surrogates, which are invalid Unicode, raise InvalidArgumentError, here and below.
         """
+        return self._encode(self._backend, text, is_start)
+
+    def encode_marked(self, prompt: ChatPrompt) -> tuple[int, ...]:
+        """Return the token ids of a rendered conversation in which text that is no control token is marked.
+
+        The first call takes some 100 ms for a large vocabulary.
+        """
+        if self._marked_encoder is None:
+            allowed = "texts without them: this model's tokenizer cannot encode them as text"
+            raise InvalidArgumentError("messages", "a text with the name of a control token", allowed)
+        return tuple(self._encode(self._marked_encoder.backend, self._marked_encoder.named(prompt), True))
+
+    @cached_property
+    def _marked_encoder(self) -> Encoder | None:
+        try:
+            return None if self._backend is None else self.chat_format.controls.encoder(self._backend)
+        except Exception:  # the copy of a tokenizer whose algorithm needs its control tokens is invalid
+            _logger.exception("the texts of control tokens in messages will be refused")
+            return None
+
+    def _encode(self, backend: Any, text: str, is_start: bool) -> list[int]:
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -95,10 +120,10 @@ class Tokenizer:
                 "prompt", f"invalid Unicode ({error.reason})", "valid Unicode"
             ) from None
         token_ids: list[int]
-        if self._backend is None:
+        if backend is None:
             token_ids = self._tokenizer(text, add_special_tokens=is_start, verbose=False)["input_ids"]
         else:  # without the offsets and masks of all tokens, which take half as much time and memory again
-            token_ids = self._backend.encode_batch_fast([text], add_special_tokens=is_start)[0].ids
+            token_ids = backend.encode_batch_fast([text], add_special_tokens=is_start)[0].ids
         bos = self._tokenizer.bos_token_id
         if bos is not None and token_ids[:2] == [bos, bos]:
             return token_ids[1:]  # a chat template has already added it

@@ -21,6 +21,13 @@ def request_schema(path):
     return document()["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
 
 
+def resolved(schema):
+    """Return what a reference in the document leads to, or the schema itself."""
+    while "$ref" in schema:
+        schema = document()["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
+    return schema
+
+
 def validator(schema) -> Draft202012Validator:
     return Draft202012Validator({**schema, "components": {"schemas": document()["components"]["schemas"]}})
 

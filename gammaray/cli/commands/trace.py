@@ -138,7 +138,7 @@ def _legend() -> Text:
         ("● accepted ", "green"),
         ("○ not accepted ", "red"),
         ("+c correction ", "yellow"),
-        ("+b bonus", "blue"),
+        ("+b bonus (nothing rejected)", "blue"),
     )
 
 

@@ -25,15 +25,21 @@ class AccessControl:
         self._app, self._authenticator = app, authenticator
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in PUBLIC_PATHS:
-            headers = Headers(scope=scope)
+        if scope["type"] == "http":
             try:
-                caller = self._authenticator.identify(headers)
+                caller = self._authenticator.identify(Headers(scope=scope))
             except GammarayError as error:
-                await error_response(error)(scope, receive, send)
-                return
+                if scope["path"] not in PUBLIC_PATHS:
+                    await error_response(error)(scope, receive, send)
+                    return
+                caller = None
             scope.setdefault("state", {})["caller"] = caller
         await self._app(scope, receive, send)
+
+
+def has_caller(request: Request) -> bool:
+    """Return whether a request to a public path comes from a caller who may use the others."""
+    return getattr(request.state, "caller", None) is not None
 
 
 def caller_of(request: Request) -> Caller:

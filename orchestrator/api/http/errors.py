@@ -55,6 +55,12 @@ _CODES = {
     413: "request_too_large",
     429: "rate_limit_exceeded",
 }
+# Beginnings of pydantic's names of failures, and what is allowed instead.
+_KINDS = {
+    **dict.fromkeys(("model_", "dict_"), "an object"),
+    **{"list_": "a list", "string_t": "a string", "bool_": "true or false", "float_": "a number"},
+    **{"int_": "an integer", "finite_": "a finite number"},
+}
 # Fields whose HTTP name differs from that of the request type.
 _HTTP_NAMES = {
     **{
@@ -85,9 +91,13 @@ def invalid_argument(failures: Sequence[Any], body: Any) -> InvalidArgumentError
         return InvalidArgumentError(field, rendering(got), "no such field; it is unknown or not supported")
     for name, bound in (("max_length", "at most"), ("min_length", "at least")):
         if name in bounds:
-            return InvalidArgumentError(field, f"{len(got)} items or characters", f"{bound} {bounds[name]}")
+            unit = "characters" if isinstance(got, str) else "items"
+            return InvalidArgumentError(field, f"{len(got)} {unit}", f"{bound} {bounds[name]}")
+    if failure["type"] == "string_pattern_mismatch":
+        return InvalidArgumentError(field, rendering(got), f"a string that matches {bounds['pattern']}")
+    own = next((words for kind, words in _KINDS.items() if failure["type"].startswith(kind)), None)
     allowed = failure["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
-    return InvalidArgumentError(field, rendering(got), allowed)
+    return InvalidArgumentError(field, rendering(got), own or allowed)
 
 
 def _path(loc: Sequence[str | int], body: Any) -> Iterator[str | int]:
@@ -129,7 +139,12 @@ def error_body(error: GammarayError) -> Error:
 
 
 class GuardedRoute(APIRoute):
-    """A route that answers every exception, bugs included, with an OpenAI error object."""
+    """A route that answers every exception, bugs included, with an OpenAI error object. GET takes HEAD."""
+
+    def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
+        super().__init__(path, endpoint, **options)
+        if self.methods and "GET" in self.methods:
+            self.methods.add("HEAD")
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()

@@ -45,6 +45,8 @@ def null_is_absent(schema: dict[str, Any]) -> None:
     for name, field in schema["properties"].items():
         if name not in schema.get("required", ()):
             outer = {key: field.pop(key) for key in ("default", "description") if key in field}
+            if outer.get("default") in ("", []) or isinstance(outer.get("default"), dict):
+                outer["default"] = None
             schema["properties"][name] = {"anyOf": [*field.pop("anyOf", [field]), {"type": "null"}], **outer}
 
 
@@ -73,6 +75,19 @@ class StrictModel(BaseModel):
         if not isinstance(value, dict):
             return value
         return with_one_unknown(cls, {name: field for name, field in value.items() if field is not None})
+
+
+class OpenModel(StrictModel):
+    """The same with further fields, which are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _prepared(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {name: field for name, field in value.items() if field is not None}
 
 
 class TextPart(BaseModel):
@@ -172,8 +187,9 @@ def _biases(limit: int) -> BeforeValidator:
 def sampling_type(name: str) -> Any:
     """Return the type of a sampling parameter in JSON; `SamplingParams.validate` checks its range."""
     rule = SAMPLING_RULES[name]
-    if isinstance(rule, TokenIds):
-        return Annotated[list[int], FailFast(), Field(max_length=rule.max_ids), rule]
+    if isinstance(rule, TokenIds):  # an empty list would allow no token, so that it is no way to allow all
+        some = Field(min_length=1, max_length=rule.max_ids, json_schema_extra={"minItems": 1})
+        return Annotated[list[int], FailFast(), some, rule]
     if isinstance(rule, TokenBiases):
         return Annotated[dict[int, float], _biases(rule.max_entries), rule]
     return SAMPLING_TYPES[name]
@@ -266,19 +282,15 @@ class ChosenTool(ChosenName):
         return self.name
 
 
-class CalledFunction(BaseModel):
+class CalledFunction(OpenModel):
     """A function and the text of its arguments; further fields are ignored."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     name: str
     arguments: str = Field(description="JSON of an object; any other text reaches the model as it is.")
 
 
-class MessageCall(BaseModel):
+class MessageCall(OpenModel):
     """A call in a message of the assistant; further fields are ignored."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     id: str
     type: Literal["function"] = "function"

@@ -84,7 +84,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "background": (False,),
     "best_of": (1,),
     "context_management": ([],),
-    "function_call": ("none",),
+    "function_call": ("none", "auto"),
     "functions": ([],),
     "modalities": (["text"],),
     "reasoning": ({}, {"effort": None}, {"effort": "none"}),
@@ -93,6 +93,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "truncation": ("disabled",),
+    "verbosity": ("medium",),
 }
 
 
@@ -186,7 +187,11 @@ else:
     _SamplingFields = create_model(
         "_SamplingFields",
         __base__=StrictModel,
-        **{name: (sampling_type(name), getattr(SamplingParams(), name)) for name in HTTP_SAMPLING},
+        **{
+            name: (sampling_type(name), None if default == () else default)
+            for name in HTTP_SAMPLING
+            for default in (getattr(SamplingParams(), name),)
+        },
     )
 
 
@@ -267,7 +272,10 @@ class OpenAIRequest(RequestBody):
     @field_validator("prediction", mode="plain", json_schema_input_type=Prediction)
     @classmethod
     def _check_prediction(cls, value: Any) -> str:
-        if not isinstance(value, dict) or value.keys() != {"type", "content"} or value["type"] != "content":
+        given = (
+            {name for name, entry in value.items() if entry is not None} if isinstance(value, dict) else ()
+        )
+        if given != {"type", "content"} or value["type"] != "content":
             raise ValueError('an object with type "content" and content alone')
         return joined(value["content"])
 
@@ -422,7 +430,7 @@ def parse_body(model: type[_Request], body: bytes) -> _Request:
     """
     payload = decode(body)
     if not isinstance(payload, dict):
-        raise InvalidArgumentError("body", f"a JSON {type(payload).__name__}", "a JSON object")
+        raise InvalidArgumentError("body", payload, "a JSON object")
     try:
         return model.model_validate(payload)
     except ValidationError as error:

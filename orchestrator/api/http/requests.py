@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from gammaray.errors import InvalidArgumentError, renaming
@@ -25,6 +26,9 @@ from orchestrator.api.http.models import (
 from orchestrator.api.http.structured import grammar_of
 from orchestrator.api.http.tools.calls import CallPlan
 from orchestrator.sessions.lifecycle import check_prompt_length
+from orchestrator.text.controls import ChatPrompt
+from orchestrator.text.cpu_threads import INLINE_BYTES
+from orchestrator.text.tokenizer import Tokenizer
 
 MAX_RESPONSE_BYTES = 2**28
 """Upper bound of what is kept of one response until it is sent: text, token ids and log-probabilities."""
@@ -47,6 +51,7 @@ class ChoicePlan:
         echo_logprobs: Alternatives per echoed prompt token in `logprobs`; None leaves the prompt out.
         prompt_logprobs: Alternatives in the choice's `prompt_logprobs`; None omits the field.
         is_prompt_only: Whether to omit the completion; at least one token is always generated.
+        prompt_text: The rendered prompt of a chat.
         calls: The tool calls that the completion may have; None if it has none.
         grammar_field: The field that asked for a grammar; empty if none did.
     """
@@ -59,6 +64,7 @@ class ChoicePlan:
     echo_logprobs: int | None = None
     prompt_logprobs: int | None = None
     is_prompt_only: bool = False
+    prompt_text: str = ""
     calls: CallPlan | None = None
     grammar_field: str = ""
 
@@ -68,10 +74,27 @@ class ChoicePlan:
         return 0 if num_top is None else num_tokens * (num_top + 1)
 
 
+def is_quick(body: bytes, tokenizer: Tokenizer) -> bool:
+    """Return whether a body is planned in milliseconds: it is small, and `with_ids` encodes nothing."""
+    return len(body) <= INLINE_BYTES and not tokenizer.chat_format.controls.may_be_in(body)
+
+
 def expected_bytes(request: GenerationRequest, max_context: int) -> int:
     """Return the bytes that are reckoned for the longest completion of a request."""
     num_logprobs = 0 if request.num_top_logprobs is None else 1 + request.num_top_logprobs
     return min(request.max_tokens, max_context) * (TOKEN_BYTES + num_logprobs * LOGPROB_BYTES)
+
+
+@contextmanager
+def naming_grammar(plan: ChoicePlan) -> Iterator[None]:
+    """Let errors about the grammar of a choice name the field that asked for it, or a tool's schema."""
+    try:
+        yield
+    except InvalidArgumentError as error:
+        if error.field != "grammar" or not plan.grammar_field:
+            raise
+        placed = plan.calls and plan.calls.place_of(error, plan.request.sampling.grammar)
+        raise placed or error.renamed(plan.grammar_field) from error
 
 
 def check_size(plans: Sequence[ChoicePlan], num_bytes: int) -> None:
@@ -154,18 +177,33 @@ def check_num_logprobs(plan: ChoicePlan, num_logprobs: int) -> None:
         )
 
 
+def with_ids(
+    requests: Sequence[GenerationRequest], prompt: ChatPrompt, tokenizer: Tokenizer, max_context: int
+) -> list[GenerationRequest]:
+    """Return requests for a chat's prompt; of a marked one, whose text is ambiguous, with its token ids."""
+    if not prompt.mark:
+        return list(requests)
+    check_prompt_length(tokenizer.min_tokens(prompt.text), max_context, is_least=True)
+    token_ids = tokenizer.encode_marked(prompt)
+    return [replace(request, prompt=token_ids) for request in requests]
+
+
 def chat_choices(
-    body: ChatRequest, prompt: str, max_context: int, calls: CallPlan | None = None
+    body: ChatRequest,
+    prompt: ChatPrompt,
+    tokenizer: Tokenizer,
+    max_context: int,
+    calls: CallPlan | None = None,
 ) -> list[ChoicePlan]:
     """Return the choices of a chat request: `n` samples for its rendered messages and tools."""
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise InvalidArgumentError("top_logprobs", f"{body.top_logprobs} without logprobs", "logprobs true")
     if body.gammaray.turn:
         raise InvalidArgumentError("turn", body.gammaray.turn, "0: a chat request has the whole conversation")
     num_top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    grammar, field = _grammar(body, prompt, calls)
+    grammar, field = _grammar(body, prompt.text, calls)
     requests = _requests(
-        *(body, prompt, body.n, num_top_logprobs, max_context),
+        *(body, prompt.text, body.n, num_top_logprobs, max_context),
         grammar=grammar,
         grammar_field=field,
         max_tokens=body.asked_max_tokens,
@@ -178,10 +216,11 @@ def chat_choices(
             request,
             stream_tokens=body.gammaray.stream_tokens,
             prompt_logprobs=request.num_prompt_logprobs,
+            prompt_text=prompt.text,
             calls=calls,
             grammar_field=field,
         )
-        for index, request in enumerate(requests)
+        for index, request in enumerate(with_ids(requests, prompt, tokenizer, max_context))
     ]
     _check_whole(body, plans, max_context)
     return plans
@@ -225,7 +264,8 @@ def _requests(
         )
         for sample_index in range(body.n)
     ]
-    with renaming(grammar=grammar_field):
+    bound = "max_completion_tokens" if body.max_tokens is None is not body.max_completion_tokens else ""
+    with renaming(grammar=grammar_field, max_tokens=bound):
         requests[0].validate()
     return requests
 
@@ -238,10 +278,11 @@ def _decoded(prompt: tuple[int, ...], max_context: int, decode: Callable[[Sequen
 def common_request(body: RequestBody, prompt: str | tuple[int, ...], grammar: str) -> GenerationRequest:
     """Return a request for a prompt with what all bodies have: sampling and the options of speculation."""
     options, sampling = body.gammaray, {name: getattr(body, name) for name in HTTP_SAMPLING}
+    given = {name: value for name, value in sampling.items() if value is not None}
     return GenerationRequest(
         prompt=prompt,
         model=body.model,
-        sampling=SamplingParams.of({**sampling, "grammar": grammar}),
+        sampling=SamplingParams.of({**given, "grammar": grammar}),
         verification=VerificationMethod(options.verification),
         gamma=GammaPolicy(
             None if options.gamma == "adaptive" else options.gamma, options.max_gamma, options.max_nodes

@@ -284,7 +284,7 @@ class _Whole(_Body):
 
 
 class _Piece(_Body):
-    usage: NotRequired[Usage | TokenCounts]
+    usage: NotRequired[Usage | TokenCounts | None]
     gammaray: NotRequired[GammarayResult | PieceTokens | LastPieceTokens]
     obfuscation: NotRequired[str]
 
@@ -350,10 +350,10 @@ class Health(TypedDict):
 
 
 class Root(TypedDict):
-    """The server, for clients other than browsers."""
+    """The server, for clients other than browsers; its model for those who may ask for it."""
 
     name: Literal["gammaray"]
-    model: str
+    model: NotRequired[str]
     endpoints: list[str]
 
 

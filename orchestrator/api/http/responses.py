@@ -304,8 +304,7 @@ def reader_of(plan: ChoicePlan, tokenizer: Tokenizer) -> CallReader | None:
     """Return what finds the calls of a choice; None if it has none."""
     if plan.calls is None:
         return None
-    prompt = plan.request.prompt if isinstance(plan.request.prompt, str) else ""
-    return CallReader(plan.calls, tokenizer.is_special, plan.request.stop, prompt)
+    return CallReader(plan.calls, tokenizer.is_special, plan.request.stop, plan.prompt_text)
 
 
 class Response(ABC):
@@ -399,9 +398,10 @@ class Response(ABC):
         if opening is not None:
             events = [self._event(state, opening, None, None), *events]
         state.is_opened = True
-        if options.include_usage and options.continuous_usage_stats:
+        if options.include_usage:  # the whole response's comes in an event of its own
+            usage = _token_counts(chunk.prompt_tokens, chunk.offset + len(chunk.tokens))
             for event in events:
-                event["usage"] = _token_counts(chunk.prompt_tokens, chunk.offset + len(chunk.tokens))
+                event["usage"] = usage if options.continuous_usage_stats else None
         return events
 
     def _piece_events(self, state: ChoiceState, chunk: Chunk, options: StreamOptions) -> list[dict[str, Any]]:

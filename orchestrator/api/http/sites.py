@@ -5,11 +5,13 @@ headers, which pages cannot change, identify such requests: `Host` is the name i
 of a page's name to this server's address, it is the page's name), and `Origin` is the site of the page.
 
 With API keys neither is checked: a page would need a key, which browsers do not add by themselves.
+Applications in browsers, whose origins are named in the settings, get CORS headers.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import ClassVar
 from urllib.parse import urlsplit
 
@@ -23,7 +25,7 @@ from orchestrator.api.http.errors import error_response
 
 _HOST = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[^\[\]:/@\s]+)(:[0-9]{0,5})?", re.IGNORECASE)
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
-_HINT = "GAMMARAY_ALLOWED_HOSTS adds names; with API keys all are allowed"
+_HINT = "GAMMARAY_ALLOWED_HOSTS adds names, GAMMARAY_CORS_ORIGINS origins of browser applications"
 
 
 class ForeignSiteError(InvalidArgumentError):
@@ -33,6 +35,11 @@ class ForeignSiteError(InvalidArgumentError):
     http_status: ClassVar[int] = 403
 
 
+def listed(text: str) -> list[str]:
+    """Return names separated by commas, in lower case."""
+    return [name.strip().lower() for name in text.split(",") if name.strip()]
+
+
 class Hosts:
     """The host names under which a server may be called.
 
@@ -40,10 +47,11 @@ class Hosts:
 
     Args:
         allowed: Further names, separated by commas; ".example.com" is that name and its subdomains, "*" any.
+        origins: Origins of other sites whose pages may call the server.
     """
 
-    def __init__(self, allowed: str = "") -> None:
-        self._names = [name.strip().lower() for name in allowed.split(",") if name.strip()]
+    def __init__(self, allowed: str = "", origins: Sequence[str] = ()) -> None:
+        self._names, self._origins = listed(allowed), origins
 
     @property
     def are_any(self) -> bool:
@@ -57,7 +65,7 @@ class Hosts:
         if host is not None and not self._serves(host):
             allowed = ", ".join(["localhost", "an IP address", *self._names])
             raise ForeignSiteError("Host", host, f"{allowed} ({_HINT})")
-        if origin is not None and not self._is_own(origin, host or ""):
+        if origin is not None and origin not in self._origins and not self._is_own(origin, host or ""):
             raise ForeignSiteError("Origin", origin, f"none, or that of {host or 'this server'} ({_HINT})")
 
     def _serves(self, host: str) -> bool:

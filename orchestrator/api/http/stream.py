@@ -17,14 +17,14 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from gammaray.aio import end_tasks
-from gammaray.errors import InternalError, InvalidArgumentError, renaming
+from gammaray.errors import InternalError, InvalidArgumentError
 from gammaray.types import Chunk, GenerationRequest
 from orchestrator.access.caller import ANONYMOUS, Caller
 from orchestrator.api.backend import Backend
 from orchestrator.api.http.errors import as_gammaray_error, error_body
 from orchestrator.api.http.json_text import encode_pieces, sliced
 from orchestrator.api.http.models import StreamOptions
-from orchestrator.api.http.requests import ChoicePlan
+from orchestrator.api.http.requests import ChoicePlan, naming_grammar
 from orchestrator.api.http.responses import Response
 from orchestrator.api.stalls import while_read
 from orchestrator.sessions.lifecycle import REPLAY_TOKENS
@@ -294,7 +294,7 @@ async def response_events(
     num_opened = 0
     async with generate_all(backend, requests, caller) as pieces:
         try:
-            with renaming(grammar=response.states[0].plan.grammar_field):
+            with naming_grammar(response.states[0].plan):
                 async for index, chunk in pieces:
                     # The last chunk's events have all token ids.
                     num_ids = 0 if chunk.finish_reason is None else chunk.offset + len(chunk.tokens)

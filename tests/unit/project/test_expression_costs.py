@@ -20,6 +20,8 @@ from typing import Any
 
 import pytest
 
+from orchestrator.text.controls import any_of
+
 ROOT = Path(__file__).parents[3]
 OURS = ("gammaray", "orchestrator", "services")
 
@@ -44,6 +46,10 @@ FORMER = (
     (r"x(a|a)*b", "match"),
 )
 """Expressions that the product had, and two that are worse."""
+
+_CONTROLS = ("<|im_start|>", "<|im_end|>", "<|im", "<s>", "</s>", *(f"<|reserved_{n}|>" for n in range(256)))
+MADE = {"orchestrator/text/controls.py": any_of(_CONTROLS, re.IGNORECASE, "(?!x)")}
+"""Examples of the expressions that a module makes of data, by the module."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,9 @@ def uses_of(path: Path) -> Iterator[Use]:
         if owner.id == "re" and method in METHODS:
             made = evaluated(ast.Call(ast.Attribute(owner, "compile", ast.Load()), *compiling(node)), module)
             yield Use(made, method, f"{place}:{node.lineno}")
+        elif owner.id == "re" and method == "compile" and not is_constant(node.args[0]):
+            for used in ("search", "sub"):
+                yield Use(MADE[place], used, f"{place}:{node.lineno}")
         elif owner.id == "re" and method == "compile":
             made = evaluated(node, module)
             names = [name for name, value in vars(module).items() if is_same(value, made)]
@@ -79,6 +88,11 @@ def uses_of(path: Path) -> Iterator[Use]:
             methods = {one.func.attr for one in ast.walk(tree) if is_use(one, names)}
             for used in sorted(methods or METHODS):
                 yield Use(made, used, f"{place}:{node.lineno}")
+
+
+def is_constant(node: ast.expr) -> bool:
+    """Return whether an expression is the same at each run: it has no calls of functions."""
+    return not any(isinstance(one, ast.Call) for one in ast.walk(node))
 
 
 def compiling(node: ast.Call) -> tuple[list[ast.expr], list[ast.keyword]]:

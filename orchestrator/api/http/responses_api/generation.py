@@ -13,7 +13,7 @@ from orchestrator.access.caller import Caller
 from orchestrator.api.backend import Backend
 from orchestrator.api.http.errors import as_gammaray_error
 from orchestrator.api.http.json_text import INLINE_ENTRIES, encode, encode_pieces, sliced
-from orchestrator.api.http.requests import TOKEN_BYTES, ChoicePlan, check_size
+from orchestrator.api.http.requests import TOKEN_BYTES, ChoicePlan, check_size, naming_grammar
 from orchestrator.api.http.responses import ChatLogprobs, ChoiceState, reader_of
 from orchestrator.api.http.responses_api import types
 from orchestrator.api.http.responses_api.events import ResponseBuilder
@@ -52,7 +52,12 @@ class ResponseRun:
         self._backend, self._plan, self._caller = backend, plan, caller
         self._records = ResponseRecords(backend, caller)
         self._builder = ResponseBuilder(plan.response)
-        choice = ChoicePlan(0, 0, plan.request, calls=plan.calls)
+        choice = ChoicePlan(
+            *(0, 0, plan.request),
+            prompt_text=plan.prompt_text,
+            calls=plan.calls,
+            grammar_field=plan.names["grammar"],
+        )
         self._state = ChoiceState(choice, None, calls=reader_of(choice, backend.tokenizer))
         self._logprobs = ChatLogprobs() if plan.request.num_top_logprobs is not None else None
         self._has_begun = self._has_ended = False
@@ -84,7 +89,7 @@ class ResponseRun:
         try:
             generation = self._backend.generate(self._plan.request, self._caller)
             async with aclosing(while_read(generation)) as chunks:
-                with renaming(**self._plan.names):
+                with renaming(**self._plan.names), naming_grammar(self._state.plan):
                     async for chunk in chunks:
                         opening = [] if self._has_begun else await self._begin(chunk)
                         if events := [*opening, *self._read(chunk)]:

@@ -23,6 +23,7 @@ from gammaray.types import MAX_TOP_LOGPROBS
 from orchestrator.api.http.fields import (
     MAX_TOOLS,
     ChosenTool,
+    OpenModel,
     RefusalPart,
     StrictModel,
     ToolInput,
@@ -76,10 +77,8 @@ MessageText = Annotated[
 JoinedText = Annotated[str, BeforeValidator(_joined, json_schema_input_type=str | list[TextInputPart])]
 
 
-class _Item(BaseModel):
+class _Item(OpenModel):
     """An item; further fields (`status`, ...) are ignored."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     id: str | None = None
 
@@ -118,7 +117,7 @@ class ReasoningInput(_Item):
 def _kind(value: Any) -> str | None:
     if not isinstance(value, dict):
         return None
-    kind = value.get("type", "message" if "role" in value else None)
+    kind = value.get("type") or ("message" if "role" in value else None)
     return kind if isinstance(kind, str) else None
 
 

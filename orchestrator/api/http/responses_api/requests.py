@@ -12,7 +12,7 @@ from gammaray.types import GenerationRequest
 from orchestrator.api.backend import Backend
 from orchestrator.api.http.fields import ToolInput, checked_tools
 from orchestrator.api.http.models import MAX_MESSAGES
-from orchestrator.api.http.requests import ChoicePlan, check_size, common_request, expected_bytes
+from orchestrator.api.http.requests import ChoicePlan, check_size, common_request, expected_bytes, with_ids
 from orchestrator.api.http.responses_api import types
 from orchestrator.api.http.responses_api.items import conversation, new_id, stored_items
 from orchestrator.api.http.responses_api.models import LOGPROBS, ResponsesRequest, TextFormatInput
@@ -27,6 +27,7 @@ class ResponsePlan:
     Args:
         response: The response before its output.
         items: The items before the output, those of earlier responses included.
+        prompt_text: The rendered prompt.
         calls: The calls that the model may make; None for none.
         names: Names that errors about fields have for the client.
     """
@@ -34,6 +35,7 @@ class ResponsePlan:
     response: types.ResponseObject
     items: list[types.InputListItem]
     request: GenerationRequest
+    prompt_text: str
     calls: CallPlan | None
     names: Mapping[str, str]
 
@@ -57,9 +59,9 @@ def plan_response(
         if calls is None:
             grammar = f"start: {rule}" if rule else ""
         else:
-            grammar = calls.grammar(prompt, rule)
+            grammar = calls.grammar(prompt.text, rule)
         request = replace(
-            common_request(body, prompt, grammar),
+            common_request(body, prompt.text, grammar),
             max_tokens=body.max_output_tokens or model.max_context,
             num_top_logprobs=body.top_logprobs if LOGPROBS in body.include else None,
             session_id=response_id if body.store else "",
@@ -67,8 +69,9 @@ def plan_response(
         )
         request.validate()
         check_size((ChoicePlan(0, 0, request),), expected_bytes(request, model.max_context))
+        (request,) = with_ids([request], prompt, model.tokenizer, model.max_context)
     head = _head(body, request, response_id, body.model or model.model_name)
-    return ResponsePlan(head, items, request, calls, names)
+    return ResponsePlan(head, items, request, prompt.text, calls, names)
 
 
 _NAMES = {

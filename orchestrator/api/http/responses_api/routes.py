@@ -17,13 +17,14 @@ from orchestrator.api.http.bodies import BodyReader
 from orchestrator.api.http.document import EVENTS, JSON, LOOKING_UP, event_schema, route
 from orchestrator.api.http.errors import STATUSES
 from orchestrator.api.http.models import parse_body
+from orchestrator.api.http.requests import is_quick
 from orchestrator.api.http.responses_api.generation import ResponseRun
 from orchestrator.api.http.responses_api.models import LOGPROBS, Includable, ResponsesRequest
 from orchestrator.api.http.responses_api.records import MAX_LISTED, Order, ResponseRecords
 from orchestrator.api.http.responses_api.requests import plan_response
 from orchestrator.api.http.responses_api.types import DeletedResponse, Event
 from orchestrator.api.http.stream import EventStream, JsonPieces, while_connected
-from orchestrator.text.cpu_threads import INLINE_BYTES, in_parser_thread
+from orchestrator.text.cpu_threads import in_parser_thread
 
 
 class _Reading(BaseModel):
@@ -91,7 +92,7 @@ def add_responses(app: FastAPI, backend: Backend, bodies: BodyReader) -> None:
 async def _create(backend: Backend, bodies: BodyReader, request: Request) -> fastapi.Response:
     caller = caller_of(request)
     async with bodies.read(request) as data:
-        is_small = len(data) <= INLINE_BYTES
+        is_small = is_quick(data, backend.tokenizer)
         parse = partial(parse_body, ResponsesRequest, data)
         body = parse() if is_small else await in_parser_thread(parse)
         earlier = []

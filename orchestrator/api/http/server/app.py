@@ -18,6 +18,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from starlette.middleware.cors import CORSMiddleware
 
 from gammaray import __version__
 from gammaray.errors import NotFoundError, UnavailableError, renaming
@@ -25,18 +26,24 @@ from gammaray.receipts.keys import published
 from gammaray.types import ProcessStatus, SpeculationTotals
 from orchestrator.access.caller import Authenticator
 from orchestrator.api.backend import Backend
-from orchestrator.api.http.auth import DOCUMENT_PATH, RECEIPT_KEYS_PATH, AccessControl, caller_of
+from orchestrator.api.http.auth import DOCUMENT_PATH, RECEIPT_KEYS_PATH, AccessControl, caller_of, has_caller
 from orchestrator.api.http.bodies import BodyReader
 from orchestrator.api.http.document import EVENTS, JSON, LOOKING_UP, TEXT, component, event_schema, route
 from orchestrator.api.http.errors import STATUSES, GuardedRoute, install_handlers
 from orchestrator.api.http.json_text import INLINE_ENTRIES, encode_pieces
 from orchestrator.api.http.models import ChatRequest, CompletionRequest, parse_body
-from orchestrator.api.http.requests import ChoicePlan, chat_choices, completion_choices
+from orchestrator.api.http.requests import (
+    ChoicePlan,
+    chat_choices,
+    completion_choices,
+    is_quick,
+    naming_grammar,
+)
 from orchestrator.api.http.response_types import Health, MetricsTarget, Model, Root
 from orchestrator.api.http.responses import ChatResponse, CompletionResponse, Response
 from orchestrator.api.http.responses_api.routes import add_responses
 from orchestrator.api.http.server.openapi import document
-from orchestrator.api.http.sites import Hosts, SiteControl
+from orchestrator.api.http.sites import Hosts, SiteControl, listed
 from orchestrator.api.http.stream import (
     HEADER,
     EventId,
@@ -49,7 +56,7 @@ from orchestrator.api.http.stream import (
     while_connected,
 )
 from orchestrator.api.http.tools.calls import plan_calls, render_messages
-from orchestrator.text.cpu_threads import INLINE_BYTES, in_parser_thread, in_thread
+from orchestrator.text.cpu_threads import in_parser_thread, in_thread
 
 _ENGINE = "0"
 """Value of vLLM's label `engine`: all orchestrators together count as one engine."""
@@ -184,12 +191,14 @@ def create_app(
     authenticator: Authenticator | None = None,
     max_bodies_bytes: int = _MAX_BODIES_BYTES,
     allowed_hosts: str = "",
+    cors_origins: str = "",
 ) -> FastAPI:
     """Return the ASGI application.
 
     Args:
         close: Awaited when the application shuts down.
         allowed_hosts: Names of this server for requests without a key, see `sites.Hosts`.
+        cors_origins: Origins of browser applications that may call it, separated by commas.
     """
 
     @asynccontextmanager
@@ -212,8 +221,18 @@ def create_app(
     install_handlers(app)
     authenticator = authenticator or Authenticator()
     app.add_middleware(AccessControl, authenticator=authenticator)
+    origins = listed(cors_origins)
     if authenticator.is_open:
-        app.add_middleware(SiteControl, hosts=Hosts(allowed_hosts))
+        app.add_middleware(SiteControl, hosts=Hosts(allowed_hosts, origins))
+    if origins:  # outermost, as preflights have no key and errors need the headers as well
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=("DELETE", "GET", "HEAD", "POST"),
+            allow_headers=("*",),
+            allow_private_network=True,
+            expose_headers=("Retry-After",),
+        )
     bodies = BodyReader(max_bodies_bytes)
     _add_generation(app, backend, bodies)
     add_responses(app, backend, bodies)
@@ -272,7 +291,9 @@ def _add_information(app: FastAPI, backend: Backend) -> None:
     async def root(request: Request) -> fastapi.Response:
         if "text/html" in request.headers.get("accept", ""):
             return playground()
-        body: Root = {"name": "gammaray", "model": backend.model_name, "endpoints": ["/v1", "/health"]}
+        body: Root = {"name": "gammaray", "endpoints": ["/v1", "/health"]}
+        if has_caller(request):
+            body["model"] = backend.model_name
         return JSONResponse(body)
 
     @app.get("/v1/models", **route("listModels", "The served models.", {JSON: "ModelList"}))
@@ -310,8 +331,8 @@ def _add_information(app: FastAPI, backend: Backend) -> None:
 async def _planned(
     plan: Callable[[Backend, bytes], tuple[_Body, list[ChoicePlan]]], backend: Backend, data: bytes
 ) -> tuple[_Body, list[ChoicePlan]]:
-    """Return the result of `plan` for a body; a large body is parsed off the event loop."""
-    if len(data) <= INLINE_BYTES:
+    """Return the result of `plan` for a body, off the event loop if that may take long."""
+    if is_quick(data, backend.tokenizer):
         return plan(backend, data)
     return await in_parser_thread(plan, backend, data)
 
@@ -326,7 +347,8 @@ def _plan_chat(backend: Backend, data: bytes) -> tuple[ChatRequest, list[ChoiceP
     messages, tools = body.conversation(), body.checked_tools()
     calls = plan_calls(tools, body.tool_choice, body.parallel_tool_calls, backend.tokenizer)
     prompt = render_messages(messages, backend.tokenizer, calls)
-    return body, chat_choices(body, prompt, backend.max_context, calls)
+    with renaming(prompt="messages"):
+        return body, chat_choices(body, prompt, backend.tokenizer, backend.max_context, calls)
 
 
 async def _generate(
@@ -345,7 +367,7 @@ async def _generate(
     if body.stream:
         events = response_events(backend, requests, response, body.stream_options, caller, seen)
         return EventStream(await anext(events), events)
-    with renaming(grammar=plans[0].grammar_field):
+    with naming_grammar(plans[0]):
         async with generate_all(backend, requests, caller) as pieces:
             async for index, chunk in pieces:
                 response.add(index, chunk)

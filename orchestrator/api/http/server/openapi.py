@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from copy import copy
 from functools import cache
 from typing import Any, get_args
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
 from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core.core_schema import TypedDictSchema
+from starlette.routing import BaseRoute
 
 from orchestrator.api.http import models, response_types
 from orchestrator.api.http.responses_api import types
@@ -41,7 +44,7 @@ def document(app: FastAPI) -> dict[str, Any]:
         version=app.version,
         description=app.description,
         license_info=app.license_info,
-        routes=app.routes,
+        routes=[_without_head(one) for one in app.routes],
     )
     for operations in found["paths"].values():
         for operation in operations.values():
@@ -49,6 +52,13 @@ def document(app: FastAPI) -> dict[str, Any]:
     scheme = {"key": {"type": "http", "scheme": "bearer"}}
     found["components"] = {"schemas": _schemas(), "securitySchemes": scheme}
     return {**found, "security": [{}, {"key": []}]}
+
+
+def _without_head(one: BaseRoute) -> BaseRoute:
+    found = copy(one)
+    if isinstance(found, APIRoute):
+        found.methods = (found.methods or set()) - {"HEAD"}
+    return found
 
 
 @cache

@@ -8,16 +8,22 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from gammaray.errors import InvalidArgumentError
+from gammaray.grammar.schemas import place_of
 from orchestrator.api.http.tools.formats import CallFamily, CallFormat, as_texts
-from orchestrator.api.http.tools.grammar import call_grammar
+from orchestrator.api.http.tools.grammar import ARGUMENTS_RULE, call_grammar
 from orchestrator.api.http.tools.parser import CallParser
 from orchestrator.api.http.tools.template_parser import TemplateParser
+from orchestrator.text.controls import ChatPrompt
 from orchestrator.text.tokenizer import Tokenizer
+
+_LINE = re.compile(r"at (\d+)\(\d+\): (?:failed to compile JSON schema: )?")
+"""Beginning of llguidance's errors about a line of a grammar."""
 
 
 @dataclass(frozen=True)
@@ -96,14 +102,31 @@ class CallPlan:
         if not self.is_forced and (self.form.marker_in_prompt or self.form.family is CallFamily.TEMPLATE):
             allowed = "tool_choice required or none: no grammar can express this model's form of calls"
             raise InvalidArgumentError("response_format", "a grammar with tools", allowed)
-        tools = [tool for tool in self.tools if self.choice.name in ("", tool.name)]
         return call_grammar(
             self.form,
-            [(tool.name, tool.schema, tool.field) for tool in tools],
+            [(tool.name, tool.schema, tool.field) for tool in self._called],
             is_parallel=self.is_parallel,
             answer="" if self.is_forced else answer,
             is_thinking=prompt.rstrip().endswith("<think>"),
         )
+
+    def place_of(self, error: InvalidArgumentError, grammar: str) -> InvalidArgumentError | None:
+        """Return an error about a grammar as one about the schema of a tool; None if it names none."""
+        found, tools = _LINE.match(error.got), self._called
+        reason = error.got if found is None else error.got[found.end() :]
+        if found is not None:
+            rule = ARGUMENTS_RULE.match(grammar.split("\n")[int(found[1]) - 1])
+            tools = [] if rule is None else [tools[int(rule[1])]]
+        for tool in tools:
+            place = place_of(tool.schema, tool.field, reason) or (tool.field if found else None)
+            if place is not None:
+                return InvalidArgumentError(place, f"{reason} (tool {tool.name})", error.allowed)
+        return None
+
+    @property
+    def _called(self) -> list[Tool]:
+        """The tools that may be called."""
+        return [tool for tool in self.tools if self.choice.name in ("", tool.name)]
 
     def parser(self, new_id: Callable[[int], str], prompt: str = "") -> CallParser | TemplateParser:
         """Return the parser of one completion; response templates may need the rendered prompt."""
@@ -112,7 +135,7 @@ class CallPlan:
         if self.form.family is CallFamily.TEMPLATE and described is not None:
             tools = [tool.to_template() for tool in self.tools]
             return TemplateParser(described, tools, new_id, prompt=prompt, max_calls=max_calls)
-        allowed = [tool.name for tool in self.tools if self.choice.name in ("", tool.name)]
+        allowed = [tool.name for tool in self._called]
         return CallParser(
             self.form.family,
             frozenset(tool.name for tool in self.tools),
@@ -146,7 +169,7 @@ def plan_calls(
 
 def render_messages(
     messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, calls: CallPlan | None = None
-) -> str:
+) -> ChatPrompt:
     """Return the prompt of a conversation, whose completion may have calls.
 
     Arguments of earlier calls are objects, or texts that are no JSON object.
@@ -154,10 +177,12 @@ def render_messages(
     Raises:
         InvalidArgumentError: The chat template refuses the messages or the tools.
     """
-    if calls is None:
-        return _prompt(messages, (), CallFormat.of(tokenizer.chat_format), tokenizer)
-    prompt = _prompt(messages, [tool.to_template() for tool in calls.tools], calls.form, tokenizer)
-    return prompt + calls.form.marker_in_prompt if calls.is_forced else prompt
+    tools = [] if calls is None else [tool.to_template() for tool in calls.tools]
+    form = CallFormat.of(tokenizer.chat_format) if calls is None else calls.form
+    messages, marked_tools, mark = tokenizer.chat_format.controls.mark(messages, tools)
+    prompt = _prompt(messages, marked_tools, form, tokenizer)
+    ending = form.marker_in_prompt if calls is not None and calls.is_forced else ""
+    return ChatPrompt(prompt + ending, mark)
 
 
 def _prompt(

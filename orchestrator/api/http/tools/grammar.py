@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,9 @@ from orchestrator.api.http.tools.formats import CLOSE, OPEN, CallFamily, CallFor
 
 MAX_CALLS = 16
 """Upper bound of the calls in one message whose calls a grammar enforces: small models know no end."""
+
+ARGUMENTS_RULE = re.compile(r"arguments_(\d+): ")
+"""Beginning of the rule for a tool's arguments, with the tool's number."""
 
 
 def call_grammar(

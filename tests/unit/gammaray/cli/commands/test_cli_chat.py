@@ -209,3 +209,41 @@ def test_response_that_fails_midway_raises_and_keeps_its_text(serve):
     with pytest.raises(GammarayError, match="gone"):
         list(conversation.ask("hi"))
     assert conversation.messages[-1] == {"role": "assistant", "content": "caf"}
+
+
+def test_chat_takes_the_url_that_up_prints(serve):
+    for ending in ("/v1", "/v1/"):
+        assert chat(serve(ScriptedBackend()) + ending, "hi\n").stdout == "café\n"
+
+
+def answering(data):
+    """Return the port of a server that answers each connection with these bytes."""
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def run():
+        connection, _ = server.accept()
+        with connection, server:
+            connection.recv(65536)
+            connection.sendall(data)
+
+    threading.Thread(target=run, daemon=True).start()
+    return server.getsockname()[1]
+
+
+def test_chat_says_what_is_wrong_with_a_port(serve):
+    http2 = (
+        b"\x00\x00\x06\x04\x00\x00\x00\x00\x00\x00\x05\x00\x00\x40\x00"  # the first frame of a gRPC server
+    )
+    for greeting in (http2, b"\x15\x03\x01\x00\x02\x02\x16", b""):  # and a TLS server's alert; and none
+        result = chat(f"http://127.0.0.1:{answering(greeting)}", "hi\n")
+        assert result.exit_code == 3
+        assert "is it the HTTP API, on port 8000 by default?" in result.stderr
+    result = chat(serve(ScriptedBackend()).replace("http:", "https:"), "hi\n")
+    assert "it does not use TLS: http:// instead of https://" in result.stderr
+
+
+def test_generate_says_that_a_port_is_not_grpcs(serve):
+    address = serve(ScriptedBackend()).removeprefix("http://").replace("localhost", "127.0.0.1")
+    result = CliRunner().invoke(main, ["generate", "x", "--address", address, "--timeout", "5"])
+    assert result.exit_code != 0
+    assert "is it the gRPC API, on port 9000 by default?" in result.stderr

@@ -138,3 +138,16 @@ async def test_grpc_caller_reaches_the_backend(door):
     assert [r async for r in servicer.generate(pb.GenerateRequest(text="x"), context)]
     assert context.code is None
     assert backend.callers[0].tenant == "acme"
+
+
+async def test_root_names_the_model_only_to_those_who_may_ask_for_it(door):
+    authenticator, (_, beta) = door
+    async with client(create_app(ScriptedBackend(), authenticator=authenticator)) as http:
+        assert "model" not in (await http.get("/")).json()
+        assert "model" not in (await http.get("/", headers=bearer(make_secret()))).json()
+        assert (await http.get("/", headers=bearer(beta))).json()["model"] == "scripted"
+    async with client(create_app(ScriptedBackend())) as http:
+        assert (await http.get("/")).json()["model"] == "scripted"
+        for path in ("/", "/health", "/v1/models", "/v1/models/scripted", "/metrics", "/openapi.json"):
+            answers = [await http.request(method, path) for method in ("GET", "HEAD")]
+            assert [answer.status_code for answer in answers] == [200, 200], path

@@ -203,4 +203,4 @@ async def test_failure_has_its_status(error, status, kind, retry_after, stream):
 async def test_allow_names_all_methods_of_a_path():
     answer = await call(ScriptedBackend(), "OPTIONS", "/v1/responses/x")
     assert answer.status_code == 405
-    assert answer.headers["allow"] == "DELETE, GET"
+    assert answer.headers["allow"] == "DELETE, GET, HEAD"

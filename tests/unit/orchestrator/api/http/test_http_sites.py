@@ -5,6 +5,7 @@ import pytest
 from pydantic import ValidationError
 
 from gammaray.config import ClusterSettings, OrchestratorSettings
+from gammaray.errors import InvalidArgumentError
 from gammaray.security.keys import create_key
 from orchestrator.access.caller import Authenticator
 from orchestrator.api.http.server.app import create_app
@@ -182,3 +183,63 @@ def test_cluster_is_served_under_its_own_names(host, tmp_path):
     assert names.startswith("a.example, .b.example")
     assert ("myhost.example.com" in names) is (host == "myhost.example.com")
     assert OrchestratorSettings(allowed_hosts=names).allowed_hosts == names
+
+
+PREFLIGHT = {
+    "access-control-request-method": "POST",
+    "access-control-request-headers": "authorization,content-type,x-stainless-lang",
+}
+
+
+@pytest.mark.parametrize("with_keys", [False, True])
+async def test_browser_applications_of_named_origins_may_call(with_keys, tmp_path):
+    path, origins = tmp_path / "keys.json", "http://localhost:3000, app://obsidian.md"
+    key = create_key(path, "acme")[1]
+    door = Authenticator(path) if with_keys else None
+    app = create_app(ScriptedBackend(), authenticator=door, cors_origins=origins)
+    transport = httpx.ASGITransport(app)
+    own = {"authorization": f"Bearer {key}"} if with_keys else {}
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost:8000") as http:
+
+        async def ask(origin, method="POST", route="/v1/completions", body="{}", **headers):
+            headers = {name.replace("_", "-"): value for name, value in headers.items()}
+            return await http.request(
+                method, route, content=body, headers={**JSON, "origin": origin, **headers}
+            )
+
+        for origin in ("http://localhost:3000", "app://obsidian.md"):
+            preflight = await ask(origin, "OPTIONS", body="", **PREFLIGHT)
+            assert preflight.status_code == 200
+            assert preflight.headers["access-control-allow-origin"] == origin
+            assert "x-stainless-lang" in preflight.headers["access-control-allow-headers"]
+            right = await ask(origin, body='{"prompt": "x"}', **own)
+            assert (right.status_code, right.headers["access-control-allow-origin"]) == (200, origin)
+            wrong = [
+                (await ask(origin, **own), 400),
+                (await ask(origin, "GET", "/v1/none", **own), 404),
+                (await ask(origin, "PUT", **own), 405),
+                *(
+                    [(await ask(origin), 401)]
+                    if with_keys
+                    else [(await ask(origin, host="evil.example"), 403)]
+                ),
+            ]
+            for answer, status in wrong:
+                assert answer.status_code == status
+                assert answer.headers["access-control-allow-origin"] == origin
+        for origin in ("http://localhost:3001", "https://localhost:3000", "http://evil.example", "null"):
+            for answer in (await ask(origin, "OPTIONS", body="", **PREFLIGHT), await ask(origin, **own)):
+                assert answer.status_code in (400, 403)
+                assert "access-control-allow-origin" not in answer.headers
+
+
+def test_all_origins_need_keys_and_origins_have_their_form():
+    for settings in (OrchestratorSettings, ClusterSettings):
+        with pytest.raises((ValidationError, InvalidArgumentError), match="cors_origins"):
+            settings(cors_origins="*")
+        assert settings(cors_origins="*", api_keys_file="keys.json").cors_origins == "*"
+        for origin in ("localhost", "http://a/", "http://*.example", "http://a b", "HTTP://a"):
+            with pytest.raises(ValidationError, match="cors_origins"):
+                settings(cors_origins=origin)
+    given = ClusterSettings(cors_origins="http://a:3000,https://b")
+    assert arrange_trust(given).orchestrator["cors_origins"] == "http://a:3000,https://b"

@@ -56,7 +56,8 @@ def test_sampling_parameters_have_the_range_and_meaning_of_their_declaration(mod
             properties, rule = SCHEMAS[model.__name__]["properties"], SAMPLING_RULES[name]
             if name == "top_k":  # -1 is off as well, as in vLLM
                 rule = replace(rule, low=-1, meaning="Keep this many most likely tokens; 0 and -1 are off.")
-            assert properties[name]["anyOf"] == [rule.schema, {"type": "null"}]
+            least = {"minItems": 1} if name == "allowed_token_ids" else {}
+            assert properties[name]["anyOf"] == [{**rule.schema, **least}, {"type": "null"}]
             assert properties[name]["description"] == rule.meaning
 
 
@@ -84,7 +85,7 @@ def edges():
 
 def body_with(path, holder, field, value):
     # What else must be there for a field to make sense.
-    extra = {"logprobs": True} if field == "top_logprobs" else {}
+    extra = {"top_logprobs": {"logprobs": True}, "min_tokens": {"max_tokens": 2**31}}.get(field, {})
     options = {"session_id": "s"} if field == "turn" else {}
     if holder is None:
         return {**BODIES[path], **extra, field: value}

@@ -82,11 +82,11 @@ NO_FIELD = "no such field; it is unknown or not supported"
 BODIES = {
     "messages of numbers": (
         lambda: filled(b'{"messages":[', b"0", b"]}"),
-        "messages.0: got 0, allowed: a valid dictionary or instance of ChatMessage",
+        "messages.0: got 0, allowed: an object",
     ),
     "messages": (
         lambda: filled(b'{"messages":[', b'{"role":"user","content":"a"}', b"]}"),
-        "messages: got 39315 items or characters, allowed: at most 16384",
+        "messages: got 39315 items, allowed: at most 16384",
     ),
     "parts": (
         lambda: filled(b'{"messages":[{"role":"user","content":[', b'{"type":"text","text":"a"}', b"]}]}"),
@@ -110,11 +110,11 @@ BODIES = {
     ),
     "stop_token_ids": (
         lambda: filled(PROMPT + b'"stop_token_ids":[', b"1", b"]}"),
-        "stop_token_ids: got 1245152 items or characters, allowed: at most 4096",
+        "stop_token_ids: got 1245152 items, allowed: at most 4096",
     ),
     "allowed_token_ids": (
         lambda: filled(PROMPT + b'"allowed_token_ids":[', b"0", b"]}"),
-        "allowed_token_ids: got 1245152 items or characters, allowed: at most 1048576",
+        "allowed_token_ids: got 1245152 items, allowed: at most 1048576",
     ),
     "logit_bias": (
         lambda: numbered(PROMPT + b'"logit_bias":{', b'"%07d":1', b"}}"),

@@ -59,7 +59,7 @@ def test_chat_format_says_what_the_tokenizer_has():
 def test_chat_format_of_a_template_that_refuses_tools():
     refusing = "{% if tools %}{{ raise_exception('no tools') }}{% endif %}" + PLAIN
     assert not TemplateModel(refusing).chat_format.has_tools
-    assert "<tools>" in render_messages(TALK, TemplateModel(refusing), planned(TemplateModel(refusing)))
+    assert "<tools>" in render_messages(TALK, TemplateModel(refusing), planned(TemplateModel(refusing))).text
 
 
 def test_chat_format_of_a_template_for_tools_of_its_own():
@@ -70,16 +70,16 @@ def test_chat_format_of_a_template_for_tools_of_its_own():
 
 def test_qwen_renders_tools_calls_and_results():
     model = TemplateModel(QWEN)
-    prompt = render_messages(TALK, model, planned(model))
+    prompt = render_messages(TALK, model, planned(model)).text
     assert json.dumps(BODY_TOOLS[0]) in prompt
     assert '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>' in prompt
     assert "<tool_response>\n17\n</tool_response>" in prompt
-    assert prompt == render_messages(TALK, model, planned(model, "required"))
+    assert prompt == render_messages(TALK, model, planned(model, "required")).text
 
 
 def test_llama_renders_tools_calls_and_results():
     model = TemplateModel(LLAMA)
-    prompt = render_messages(TALK, model, planned(model))
+    prompt = render_messages(TALK, model, planned(model)).text
     assert '"name": "now"' in prompt
     assert '{"name": "get_weather", "parameters": {"city": "Paris"}}<|eot_id|>' in prompt
     assert "ipython<|end_header_id|>\n\n17" in prompt
@@ -87,24 +87,25 @@ def test_llama_renders_tools_calls_and_results():
 
 def test_mistral_gets_ids_that_it_takes_and_forced_calls_a_marker():
     model = TemplateModel(MISTRAL)
-    prompt = render_messages(TALK, model, planned(model))
+    prompt = render_messages(TALK, model, planned(model)).text
     call, result = prompt.partition('"id": "')[2][:9], prompt.partition('"call_id": "')[2][:9]
     assert call == result
     assert call.isalnum()
     kept = [{**CALL, "id": "a1b2c3d4e"}]
-    assert '"id": "a1b2c3d4e"' in render_messages(
-        [TALK[0], {**TALK[1], "tool_calls": kept}], model, planned(model)
+    assert (
+        '"id": "a1b2c3d4e"'
+        in render_messages([TALK[0], {**TALK[1], "tool_calls": kept}], model, planned(model)).text
     )
-    asked = render_messages(TALK[:1], model, planned(model))
+    asked = render_messages(TALK[:1], model, planned(model)).text
     assert "[AVAILABLE_TOOLS]" in asked
     assert not asked.endswith("[TOOL_CALLS]")
-    assert render_messages(TALK[:1], model, planned(model, "required")) == asked + "[TOOL_CALLS]"
+    assert render_messages(TALK[:1], model, planned(model, "required")).text == asked + "[TOOL_CALLS]"
 
 
 @pytest.mark.parametrize("template", [PLAIN, OTHER], ids=["no tools", "unknown"])
 def test_model_without_a_known_form_is_told_in_messages(template):
     model = TemplateModel(template)
-    prompt = render_messages(TALK, model, planned(model))
+    prompt = render_messages(TALK, model, planned(model)).text
     system, _, rest = prompt.partition("<user>")
     assert system.startswith("<system># Tools")
     assert json.dumps(BODY_TOOLS[0]) in system
@@ -114,7 +115,7 @@ def test_model_without_a_known_form_is_told_in_messages(template):
         "<user><tool_response>\n17\n</tool_response>"
     )
     own = [{"role": "system", "content": "Be kind."}, *TALK]
-    assert render_messages(own, model, planned(model)).startswith("<system>Be kind.\n\n# Tools")
+    assert render_messages(own, model, planned(model)).text.startswith("<system>Be kind.\n\n# Tools")
 
 
 def test_results_of_several_calls_are_one_message():
@@ -124,13 +125,13 @@ def test_results_of_several_calls_are_one_message():
         {"role": "tool", "content": "now", "tool_call_id": "call_2"},
         {"role": "user", "content": "?"},
     ]
-    prompt = render_messages(talk, model)
+    prompt = render_messages(talk, model).text
     assert prompt.endswith(
         "<user><tool_response>\n17\n</tool_response>\n<tool_response>\nnow\n</tool_response><user>?"
     )
     assert "# Tools" not in prompt
     text = {**TALK[1], "content": "Let me see."}
-    assert "<assistant>Let me see.\n<tool_call>" in render_messages([TALK[0], text], model)
+    assert "<assistant>Let me see.\n<tool_call>" in render_messages([TALK[0], text], model).text
 
 
 def test_messages_without_tools_are_rendered_as_they_are():
@@ -141,7 +142,7 @@ def test_messages_without_tools_are_rendered_as_they_are():
             assert tools == ()
             return str(messages)
 
-    assert render_messages(TALK[:1], Unknown()) == str(TALK[:1])
+    assert render_messages(TALK[:1], Unknown()).text == str(TALK[:1])
 
 
 def test_no_tool_can_be_called_without_tools_or_with_none():

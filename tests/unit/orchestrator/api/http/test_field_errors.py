@@ -1,0 +1,244 @@
+"""Each field of all bodies: a wrong type is an error that names it in JSON's words; its default is taken."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from orchestrator.api.http.server.app import create_app
+from tests.support.http_helpers import call
+from tests.support.openapi_helpers import request_schema, resolved, validator
+from tests.support.surface_helpers import ScriptedBackend
+
+FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": {}}}
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "x"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
+    "/v1/responses": {"input": "x"},
+}
+WRONG = [None, True, -7, "no such value!", [], [None], {"no such key": 1}]
+FREE = ("json_schema", "schema", "parameters", "json")
+"""Fields with a JSON schema, whose insides are the client's."""
+
+CLASSES = re.compile(
+    r"\b([A-Z][a-z]+[A-Z]\w*|dict|dictionary|str|int|bool|NoneType|instance|valid|Python|pydantic|"
+    r"items or characters)\b"
+)
+
+
+def fields(schema: Any, path: tuple[str | int, ...] = (), depth: int = 0) -> Iterator[tuple[str | int, ...]]:
+    """Yield the place of each field in a schema."""
+    schema = resolved(schema)
+    if depth > 6:
+        return
+    for inner in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
+        if "properties" in resolved(inner) or resolved(inner).get("type") == "array":
+            yield from fields(inner, path, depth + 1)
+    for name, own in schema.get("properties", {}).items():
+        yield (*path, name)
+        if name not in FREE:
+            yield from fields(own, (*path, name), depth + 1)
+    if schema.get("type") == "array" and "items" in schema:
+        yield (*path, 0)
+        yield from fields(schema["items"], (*path, 0), depth + 1)
+
+
+def example(schema: Any) -> Any:
+    """Return a value that matches a schema."""
+    schema = resolved(schema)
+    for key in ("anyOf", "oneOf"):
+        if key in schema:
+            return example(schema[key][0])
+    if "const" in schema or "enum" in schema:
+        return schema.get("const", schema.get("enum", [None])[0])
+    match schema.get("type"):
+        case "object":
+            names = {
+                *schema.get("required", ()),
+                *({"role", "content"} & schema.get("properties", {}).keys()),
+            }
+            return {name: example(schema["properties"][name]) for name in names}
+        case "array":
+            return [example(schema["items"])] * schema.get("minItems", 0)
+        case "string":
+            return "f"
+        case "boolean":
+            return False
+        case _:
+            return schema.get("minimum", 0)
+
+
+def with_value(schema: Any, path: tuple[str | int, ...], value: Any) -> Any:
+    """Return the smallest value of a schema that has a value at a path."""
+    if not path:
+        return value
+    step, *rest = path
+    for inner in alternatives(schema):
+        if isinstance(step, int) and inner.get("type") == "array":
+            return [with_value(inner["items"], tuple(rest), value)]
+        if step in inner.get("properties", {}):
+            around = example(inner) if inner.get("type") == "object" else {}
+            return {**around, step: with_value(inner["properties"][step], tuple(rest), value)}
+    raise AssertionError(path)
+
+
+def alternatives(schema: Any) -> Iterator[Any]:
+    schema = resolved(schema)
+    yield schema
+    for inner in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
+        yield from alternatives(inner)
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_wrong_types_are_named_by_field_and_in_the_words_of_json(path):
+    schema, num_refused = request_schema(path), 0
+    is_valid = validator(schema).is_valid
+    transport = httpx.ASGITransport(create_app(ScriptedBackend()))
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        for place in fields(schema):
+            name = ".".join(map(str, place))
+            for wrong in WRONG:
+                body = with_value(schema, place, wrong)
+                body |= {key: value for key, value in BODIES[path].items() if key != place[0]}
+                if is_valid(body):
+                    continue
+                answer = await client.post(path, json=body)
+                assert answer.status_code == 400, (body, answer.text)
+                error = answer.json()["error"]
+                words = error["message"].partition(": got ")[2].replace(str(wrong), "")
+                assert not CLASSES.search(words), error["message"]
+                assert f"{name}.".startswith(f"{error['param']}.") or error["param"].startswith(name), (
+                    body,
+                    error,
+                )
+                num_refused += 1
+    assert num_refused > 100
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_every_default_may_be_given(path):
+    schema = request_schema(path)
+    defaults = {
+        name: own["default"] if "default" in own else own["enum"][0]
+        for name, own in resolved(schema)["properties"].items()
+        if name not in BODIES[path] and ("default" in own or "enum" in own)
+    }
+    assert {"temperature", "n" if path != "/v1/responses" else "top_logprobs", "reasoning"} <= defaults.keys()
+    nulls = {name: None for name in resolved(schema)["properties"] if name not in BODIES[path]}
+    for body in (defaults, nulls, *({name: value} for name, value in defaults.items())):
+        answer = await call(ScriptedBackend(), path=path, json={**BODIES[path], **body})
+        assert answer.status_code == 200, (body, answer.text)
+
+
+OPENAI = {
+    "frequency_penalty": 0,
+    "presence_penalty": 0,
+    "temperature": 1,
+    "top_p": 1,
+    "stream": False,
+    "user": "u",
+}
+COMPLETION = {"n": 1, "logit_bias": {}, "stop": None, "seed": None, "stream_options": None, **OPENAI}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (
+            "/v1/completions",
+            {**COMPLETION, "best_of": 1, "echo": False, "logprobs": None, "max_tokens": 16, "suffix": None},
+        ),
+        (
+            "/v1/chat/completions",
+            {
+                **{
+                    "audio": None,
+                    "function_call": "auto",
+                    "functions": [],
+                    "logprobs": False,
+                    "top_logprobs": 0,
+                },
+                **{"max_completion_tokens": None, "metadata": {}, "modalities": ["text"], "prediction": None},
+                **{"parallel_tool_calls": True, "response_format": {"type": "text"}, "service_tier": "auto"},
+                **{"store": False, "tools": [], "tool_choice": "auto", "verbosity": "medium", **COMPLETION},
+                **{"web_search_options": None, "prompt_cache_key": None, "safety_identifier": None},
+            },
+        ),
+        (
+            "/v1/responses",
+            {
+                **{"background": False, "conversation": None, "include": [], "instructions": None},
+                **{"max_output_tokens": None, "max_tool_calls": None, "metadata": {}, "prompt": None},
+                **{"previous_response_id": None, "service_tier": "auto", "store": True, "stream": False},
+                **{
+                    "temperature": 1,
+                    "text": {"format": {"type": "text"}, "verbosity": "medium"},
+                    "tools": [],
+                },
+                **{"tool_choice": "auto", "top_logprobs": 0, "top_p": 1, "truncation": "disabled"},
+            },
+        ),
+    ],
+    ids=["completions", "chats", "responses"],
+)
+async def test_openais_defaults_may_be_given(path, body):
+    answer = await call(ScriptedBackend(), path=path, json={**BODIES[path], **body})
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize(
+    ("path", "part", "refused"),
+    [
+        ("/v1/completions", {"logit_bias": {}, "stop": [], "stop_token_ids": []}, None),
+        ("/v1/completions", {"stream_options": {}, "gammaray": {}, "metadata": {}}, None),
+        ("/v1/completions", {"prediction": {"type": "content", "content": [], "index": None}}, None),
+        ("/v1/completions", {"allowed_token_ids": []}, "allowed_token_ids"),
+        ("/v1/completions", {"structured_outputs": {}}, "structured_outputs"),
+        ("/v1/completions", {"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+        ("/v1/completions", {"structured_outputs": {"regex": ""}}, "structured_outputs.regex"),
+        ("/v1/completions", {"structured_outputs": {"grammar": ""}}, "structured_outputs.grammar"),
+        ("/v1/completions", {"prompt": []}, "prompt"),
+        ("/v1/completions", {"response_format": {}}, "response_format.type"),
+        ("/v1/completions", {"min_tokens": 17}, "min_tokens"),
+        ("/v1/completions", {"min_tokens": 6, "max_tokens": 5}, "min_tokens"),
+        ("/v1/completions", {"min_tokens": 5, "max_tokens": 5}, None),
+        ("/v1/completions", {"gammaray": {"gamma": 5, "max_gamma": 4}}, "gammaray.gamma"),
+        ("/v1/chat/completions", {"allowed_token_ids": []}, "allowed_token_ids"),
+        ("/v1/chat/completions", {"modalities": []}, "modalities"),
+        ("/v1/chat/completions", {"top_logprobs": 1}, "top_logprobs"),
+        ("/v1/chat/completions", {"min_tokens": 50, "max_completion_tokens": 5}, "min_tokens"),
+        ("/v1/responses", {"allowed_token_ids": []}, "allowed_token_ids"),
+        ("/v1/responses", {"min_tokens": 50, "max_output_tokens": 5}, "min_tokens"),
+        ("/v1/responses", {"text": {}, "include": [], "tools": [], "reasoning": {}}, None),
+        ("/v1/responses", {"input": []}, "input"),
+        (
+            "/v1/responses",
+            {"input": [{"type": None, "id": None, "status": None, "role": "user", "content": "x"}]},
+            None,
+        ),
+        (
+            "/v1/chat/completions",
+            {
+                "messages": [
+                    {"role": "user", "content": [], "name": None, "tool_calls": None},
+                    {
+                        **{"role": "assistant", "content": None, "refusal": None, "tool_call_id": None},
+                        "tool_calls": [
+                            {"id": "c", "type": None, "function": {"name": "f", "arguments": "{}", "x": None}}
+                        ],
+                    },
+                ]
+            },
+            None,
+        ),
+    ],
+    ids=str,
+)
+async def test_empty_null_and_contradictory_values_have_one_meaning(path, part, refused):
+    answer = await call(ScriptedBackend(), path=path, json={**BODIES[path], **part})
+    error = answer.json().get("error") or {"param": None}
+    assert (answer.status_code, error["param"]) == (400 if refused else 200, refused), answer.text
