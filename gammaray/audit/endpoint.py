@@ -70,7 +70,7 @@ class Spent:
 
 @dataclass(frozen=True)
 class Bounds:
-    """What an answer may hold at most, by what was asked for: twice as much, as checks say what is too much."""
+    """What an answer may hold at most: twice what was asked for, as checks say what is a little too much."""
 
     num_choices: int
     num_tokens: int

@@ -126,7 +126,7 @@ def rotate(path: Path) -> tuple[ReceiptKey, ...]:
 
 
 def published(keys: Sequence[ReceiptKey], dtypes: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the JSON Web Key Set of the public parts of keys, with the dtypes of `KeySet` if any are known."""
+    """Return the JSON Web Key Set of the public parts of keys, and dtypes (see `KeySet`) if known."""
     found = {"keys": [key.public.model_dump(exclude_none=True) for key in keys]}
     return {**found, "dtypes": [*dtypes]} if dtypes else found
 

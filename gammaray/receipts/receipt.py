@@ -28,7 +28,7 @@ _ALLOWED = "a receipt, as a server returned it: three parts of base64url with do
 
 def dtype_of(model_identity: str) -> str:
     """Return the dtype that a model's identity names; empty if it names none."""
-    return (model_identity.split("/") + [""])[1]
+    return model_identity.partition("/")[2].partition("/")[0]
 
 
 class Receipt(BaseModel):

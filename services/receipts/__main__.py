@@ -21,8 +21,8 @@ from services.process.program import run_program
 from services.receipts.check import ReceiptChecker, ReceiptVerdict, refusal
 
 LEAST_TIES = {"bfloat16": 0.005}
-"""Share of sampled tokens that follow within the margin only, by dtype: half of the smallest that was measured of
-honest targets (docs/receipts.md)."""
+"""Share of sampled tokens that follow within the margin only, by dtype: half of the smallest one that was
+measured of honest targets (docs/receipts.md)."""
 
 MAX_CHANCE = 1e-3
 """Probability at this share below which receipts without such a token are suspicious."""
@@ -62,7 +62,7 @@ def check_file(
             click.echo(json.dumps({"receipt": number, "signature": signature, **asdict(verdict)}))
         else:
             click.echo(escaped(f"receipt {number}: {_sentence(verdict, signature)}"))
-    for summary in _summaries(verdicts):
+    for summary in summaries(verdicts):
         click.echo(escaped(summary), err=as_json)
     results = {verdict.result for verdict in verdicts}
     return 1 if "invalid" in results else 2 if "refused" in results else 0
@@ -112,7 +112,7 @@ def _sentence(verdict: ReceiptVerdict, signature: str) -> str:
     return f"{verdict.result}{reason}: {', '.join([*parts, f'signature {signature}'])}"
 
 
-def _summaries(verdicts: Sequence[ReceiptVerdict]) -> Iterator[str]:
+def summaries(verdicts: Sequence[ReceiptVerdict]) -> Iterator[str]:
     """Yield a line per dtype and margin of the valid receipts, and whether they have too few ties."""
     valid = [verdict for verdict in verdicts if verdict.result == "valid"]
     for dtype, margin in sorted({(one.dtype, one.margin) for one in valid}):
@@ -124,9 +124,9 @@ def _summaries(verdicts: Sequence[ReceiptVerdict]) -> Iterator[str]:
         chance = (1 - LEAST_TIES.get(dtype, 0.0)) ** sampled
         if not ties and chance <= MAX_CHANCE:
             yield (
-                f"suspicious: none of {sampled} sampled tokens is within the margin only, which has probability "
-                f"{chance:.1g} where {LEAST_TIES[dtype]:.1%} of them are. Was this computed in float32, so that "
-                f"the margin of {dtype} hides changes? (docs/receipts.md)"
+                f"suspicious: none of {sampled} sampled tokens is within the margin only, which has "
+                f"probability {chance:.1g} where {LEAST_TIES[dtype]:.1%} of them are. Was this computed in "
+                f"float32, so that the margin of {dtype} hides changes? (docs/receipts.md)"
             )
 
 
