@@ -9,7 +9,7 @@ from gammaray.audit.findings import Status
 from gammaray.audit.run import CHECKS, overall, run_audit
 from gammaray.audit.subject import Subject, default_prompts
 from orchestrator.api.http.server.app import create_app
-from tests.support.audit_helpers import FAULTS, MATRIX, Proxy, listening
+from tests.support.audit_helpers import FAULTS, Proxy, listening
 from tests.support.workers.service_helpers import running
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
@@ -78,16 +78,3 @@ async def test_wrong_law_is_found_within_its_budget(redis_server, workers, name)
         async with Proxy(url, [FAULTS[name]]).running() as proxied:
             subject = await audited(proxied, ["law"], MAX_TOKENS[name])
     assert statuses(subject) == {"law": Status.FAILED}
-
-
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("check", sorted({fault.check for fault in MATRIX.values()}))
-async def test_fault_of_a_parameter_in_one_way_is_found_by_its_check(redis_server, workers, check):
-    missed = []
-    async with running(redis_server, *workers) as orchestrator, listening(create_app(orchestrator)) as url:
-        for name, fault in MATRIX.items():
-            if fault.check == check:
-                async with Proxy(url, [fault]).running() as proxied:
-                    subject = await audited(proxied, [check], 100_000)
-                missed += [name] * (statuses(subject)[check] is not Status.FAILED)
-    assert missed == []

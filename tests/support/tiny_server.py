@@ -1,42 +1,42 @@
-"""An honest completions server with a tiny random language model in plain Python, quick enough for many audits."""
+"""An honest completions server with a tiny random language model, quick enough for many audits."""
 
 from __future__ import annotations
 
-import math
 import random
 from collections import Counter
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 from fastapi import FastAPI, Request
+from numpy.typing import NDArray
 
 Body = dict[str, Any]
+Logits = NDArray[np.float64]
 
 _SYLLABLES = [a + b for a in "bdfgklmnprstvz" for b in "aeiou"]
 WORDS = ["", *(f" {one}" for one in _SYLLABLES), *(a + b for a in _SYLLABLES for b in _SYLLABLES[:5])][:420]
 """Texts of the tokens; the first is the end of a text."""
 
-_FREQUENT = range(256, 288)
 _END, _OFF_END = 0, -1e9
 
 
 @lru_cache(maxsize=2**14)
-def logits(context: tuple[int, ...]) -> list[float]:
+def logits(context: tuple[int, ...]) -> Logits:
     """Return the logits of all tokens after the last tokens of a text."""
-    draw = random.Random(repr(context))
-    found = [draw.gauss(0, 1.7) + 3.0 * (i in _FREQUENT) for i in range(len(WORDS))]
+    found = np.random.default_rng(context).normal(0, 1.7, len(WORDS))
+    found[256:288] += 3.0
     found[_END] = -4.0
     return found
 
 
-def log_softmax(values: list[float]) -> list[float]:
-    most = max(values)
-    total = most + math.log(math.fsum(math.exp(value - most) for value in values))
-    return [value - total for value in values]
+def log_softmax(values: Logits) -> Logits:
+    most = values.max()
+    return values - most - np.log(np.exp(values - most).sum())
 
 
-def _edited(values: list[float], prompt: list[int], ids: list[int], body: Body) -> list[float]:
-    found, counts = [*values], Counter(ids)
+def _edited(values: Logits, prompt: list[int], ids: list[int], body: Body) -> Logits:
+    found, counts = values.copy(), Counter(ids)
     for i in {*prompt, *ids} if (r := body.get("repetition_penalty") or 1.0) != 1 else ():
         found[i] = found[i] / r if found[i] > 0 else found[i] * r
     for i, count in counts.items():
@@ -44,26 +44,24 @@ def _edited(values: list[float], prompt: list[int], ids: list[int], body: Body) 
     for token_id, bias in body.get("logit_bias", {}).items():
         found[int(token_id)] += bias
     if len(ids) < body.get("min_tokens", 0):
-        for i in (_END, *body.get("stop_token_ids", ())):
-            found[i] = _OFF_END
+        found[[_END, *body.get("stop_token_ids", ())]] = _OFF_END
     return found
 
 
-def _drawn(values: list[float], body: Body, draw: random.Random) -> int:
+def _drawn(values: Logits, body: Body, draw: random.Random) -> int:
     temperature = body.get("temperature", 1)
     if temperature == 0:
-        return max(range(len(values)), key=values.__getitem__)
-    probs = {i: math.exp(lp) for i, lp in enumerate(log_softmax([v / temperature for v in values]))}
-    order = sorted(probs, key=lambda i: -probs[i])
+        return int(values.argmax())
+    probs = np.exp(log_softmax(values / temperature))
+    order = np.argsort(-probs)
     if (top_k := body.get("top_k", -1)) > 0:
         order = order[:top_k]
-    top_p, least, mass, kept = body.get("top_p", 1), body.get("min_p", 0) * probs[order[0]], 0.0, []
-    total = math.fsum(probs[i] for i in order)
-    for i in order:
-        if mass < top_p * total and probs[i] >= least:
-            kept.append(i)
-        mass += probs[i]
-    return draw.choices(kept, [probs[i] for i in kept])[0]
+    sorted_probs = probs[order]
+    before = np.cumsum(sorted_probs) - sorted_probs
+    kept = before < body.get("top_p", 1) * sorted_probs.sum()
+    kept &= sorted_probs >= body.get("min_p", 0) * sorted_probs[0]
+    masses = np.cumsum(sorted_probs * kept)
+    return int(order[np.searchsorted(masses, draw.random() * masses[-1], side="right")])
 
 
 def _animal(schema: Body, draw: random.Random) -> str:
@@ -93,10 +91,10 @@ def _choice(body: Body, index: int) -> Body:
             break
         ids.append(token)
         logprobs = log_softmax(raw)
-        listed = sorted(range(len(raw)), key=lambda i: -raw[i])[:num_top]
+        listed = np.argsort(-raw)[:num_top]
         columns["tokens"].append(WORDS[token])
-        columns["token_logprobs"].append(logprobs[token])
-        columns["top_logprobs"].append({WORDS[i]: logprobs[i] for i in (*listed, token)})
+        columns["token_logprobs"].append(float(logprobs[token]))
+        columns["top_logprobs"].append({WORDS[i]: float(logprobs[i]) for i in (*listed, token)})
         text += WORDS[token]
         if ends := [text.index(stop) for stop in body.get("stop") or () if stop in text]:
             text, reason = text[: min(ends)], "stop"
