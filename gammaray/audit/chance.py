@@ -16,7 +16,7 @@ from typing import Any
 from gammaray.audit.answers import Answer, Choice, Token
 from gammaray.audit.findings import ALPHA, CheckResult, Status, failed, inconclusive, not_possible, passed
 from gammaray.audit.law import IndependenceTest, LawTest, Position
-from gammaray.audit.subject import MODES, WHOLE, Subject
+from gammaray.audit.subject import MODES, STREAMED, WHOLE, Subject
 from gammaray.errors import InvalidArgumentError
 
 DETECTABLE = {"temperature below 1": (1, 0.95), "temperature above 1": (1, 1.05), "top-1 share": (0, 0.02)}
@@ -200,7 +200,9 @@ async def check_choices(subject: Subject) -> CheckResult:
     bound = math.log(36 / (subject.alpha * ALPHA["choices"]))  # six pairs in each of six requests
     for i, prompt in enumerate(subject.prompts[:6]):
         seed = None if i % 2 or not subject.has_seeds else subject.seed + i
-        answer = await subject.server.ask(prompt, temperature=1, max_tokens=48, n=n, seed=seed)
+        is_streamed = i % 4 > 1 and STREAMED not in subject.absent
+        ask = subject.server.stream if is_streamed else subject.server.ask
+        answer = await ask(prompt, temperature=1, max_tokens=48, n=n, seed=seed)
         if (count := len(answer.choices)) != n:
             return failed(f"{count} choices instead of {n}", answer.curl)
         for left, right in combinations(answer.choices, 2):

@@ -183,7 +183,7 @@ class Endpoint:
             return await asyncio.wait_for(work, self.timeout_s)
         except (asyncio.TimeoutError, httpx.TimeoutException):
             raise DeadlineExceededError(f"no answer within {self.timeout_s:g} s") from None
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, httpx.StreamError) as error:
             raise UnavailableError(f"{self.url}: {str(error) or type(error).__name__}") from None
 
     def body(self, prompt: str | Sequence[int], **fields: Any) -> dict[str, Any]:
@@ -317,7 +317,7 @@ async def _pieces(response: httpx.Response, limit: int) -> AsyncIterator[bytes]:
     encoding, total = response.headers.get("content-encoding", "identity"), 0
     if encoding.strip().lower() not in ("", "identity"):
         raise AnswerError("content-encoding", encoding, "identity, as was asked for")
-    async for piece in response.aiter_raw():
+    async for piece in response.aiter_bytes():
         total += len(piece)
         if total > limit:
             raise AnswerError("body", f"over {limit} bytes", f"at most {limit} bytes for this request")

@@ -70,8 +70,9 @@ def _not_cut(choice: Choice, count: int, bound: int) -> str:
 
 def num_tokens(answer: Answer, index: int = 0) -> int:
     """Return a choice's tokens: those listed, else what `usage` says; Undecided if it has neither."""
-    if tokens := answer.choices[index].tokens:
-        return len(tokens)
+    choice = answer.choices[index]
+    if choice.tokens or not choice.text:
+        return len(choice.tokens)
     if answer.usage is None or len(answer.choices) > 1:
         raise not_possible("the server reports neither log-probabilities nor usage")
     return answer.usage[1]

@@ -41,8 +41,8 @@ class Mode:
         return ("streamed" if self.is_streamed else "whole") + (f" with n {self.n}" if self.n > 1 else "")
 
 
-WHOLE = Mode()
-MODES = (WHOLE, Mode(is_streamed=True), Mode(n=3), Mode(is_streamed=True, n=2))
+WHOLE, STREAMED = Mode(), Mode(is_streamed=True)
+MODES = (WHOLE, STREAMED, Mode(n=3), Mode(is_streamed=True, n=2))
 """The ways in which each parameter is checked."""
 
 

@@ -300,7 +300,7 @@ MATRIX = {
     "temperature 0.8 in streams": Fault("law", changed("temperature", lambda t: 0.8 * t), where=streamed),
     "temperature 0.7 for later choices": Fault("law", changed("temperature", lambda t: 0.7 * t), later=True),
     "log-probabilities of temperature 0.9": Fault("law", answer=each_list(_normalised(1 / 0.9))),
-    "log-probabilities among those listed": Fault("probabilities", answer=each_list(_normalised(1.0))),
+    "log-probabilities among those listed": Fault("law", answer=each_list(_normalised(1.0))),
 }
 """Found by its own check; others may fail as well."""
 

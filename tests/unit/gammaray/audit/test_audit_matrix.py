@@ -1,4 +1,4 @@
-"""Faults of one parameter in one way of asking, planted before a tiny honest server, and that server itself."""
+"""Faults of one parameter in one way of asking, planted before a tiny honest server; and that server."""
 
 import pytest
 
