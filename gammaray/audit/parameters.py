@@ -102,7 +102,8 @@ async def check_bias(subject: Subject) -> CheckResult:
     if len(set(texts)) < len(texts):
         summary = "logit_bias of +100 for different tokens gives the same text"
         return failed(summary, answer.curl, texts=texts)
-    small = await _small_bias(subject) if subject.server.num_top >= 2 else []
+    is_greedy = subject.server.num_top >= 2 and not subject.failed("greedy")
+    small = await _small_bias(subject) if is_greedy else []
     if isinstance(small, CheckResult):
         return small
     shown = f", and biases of {', '.join(f'{bias:.2f}' for bias in small)} decide" if small else ""

@@ -69,6 +69,8 @@ async def _found(subject: Subject, name: str, check: Check, modes: Sequence[Mode
         seconds = time.perf_counter() - started
         return Finding(name, result, spent.requests - before[0], spent.tokens - before[1], seconds)
 
+    # Where streams lose text, other checks of streams would say so again.
+    modes = [mode for mode in modes if not (mode.is_streamed and subject.failed("stream"))]
     possible = [mode for mode in modes if mode not in subject.absent] or _ONCE
     views = [subject if mode == WHOLE else replace(subject, mode=mode) for mode in possible]
     try:
