@@ -225,6 +225,8 @@ def _copied(left: Choice, right: Choice) -> int:
     (own, listed), (other, others) = keys
     if left.text != right.text and own and own == other:
         return len(own)
+    if 2 * len({*listed}) < len(listed):  # they follow from no context, or from one that repeats
+        return 0
     at = next((i for i, (a, b) in enumerate(zip(own, other, strict=False)) if a != b), len(own))
     pairs = zip(listed[at + 1 :], others[at + 1 :], strict=False)
     return sum(a == b and max((lp for _, lp in a), default=0) < -0.05 for a, b in pairs)
