@@ -18,6 +18,7 @@ Each class defines its gRPC status code and HTTP status, the only mapping that s
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import ClassVar
@@ -213,6 +214,17 @@ def renaming(**names: str) -> Iterator[None]:
         if not (own := names.get(error.field)):
             raise
         raise error.renamed(own) from error
+
+
+def escaped(text: str) -> str:
+    """Return text of another program for a terminal, a page or a file: one line of printable characters.
+
+    Control characters, line ends, bidirectional marks and lone surrogates become the escapes of JSON, so that
+    JSON keeps its meaning.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text)
 
 
 def rendering(value: object) -> str:

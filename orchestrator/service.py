@@ -129,7 +129,9 @@ class Orchestrator:
         self._board = StatusBoard(self.meter, self.admission, self.fleet, redis, keys, self.model_name)
         self.leases = LeaseManager(self.store, self.fleet.release)
         self.sessions = SessionCalls(self.store, tokenizer, self._release, records)
-        self.receipts = ReceiptIssuer(settings.receipt_keys_file, tokenizer, self.model_name)
+        self.receipts = ReceiptIssuer(
+            settings.receipt_keys_file, tokenizer, self.model_name, lambda: self.fleet.identities
+        )
 
     @classmethod
     async def start(cls, settings: OrchestratorSettings) -> Orchestrator:

@@ -24,8 +24,8 @@ class AnswerError(InternalError):
         curl: Command that asks for the answer; empty if unknown.
     """
 
-    def __init__(self, field: str, got: object, allowed: str) -> None:
-        self.field, self.curl = field, ""
+    def __init__(self, field: str, got: object, allowed: str, curl: str = "") -> None:
+        self.field, self.curl = field, curl
         super().__init__(f"answer: {field}: got {rendering(got)[:80]}, allowed: {allowed}")
 
 

@@ -9,13 +9,14 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from itertools import combinations, pairwise
 from typing import Any
 
 from gammaray.audit.answers import Answer, Choice, Token
 from gammaray.audit.findings import ALPHA, CheckResult, Status, failed, inconclusive, not_possible, passed
 from gammaray.audit.law import IndependenceTest, LawTest, Position
-from gammaray.audit.subject import Subject
+from gammaray.audit.subject import MODES, STREAMED, WHOLE, Subject
 from gammaray.errors import InvalidArgumentError
 
 DETECTABLE = {"temperature below 1": (1, 0.95), "temperature above 1": (1, 1.05), "top-1 share": (0, 0.02)}
@@ -114,9 +115,9 @@ async def check_law(subject: Subject) -> CheckResult:
     law = _Law(subject)
     async with aclosing(_completions(subject)) as answers:
         async for answer in answers:
-            drafted = await _drafted(subject, answer.choice)
             try:
-                law.observe(answer.choice, drafted)
+                for choice in answer.choices:
+                    law.observe(choice, await _drafted(subject, choice))
             except InvalidArgumentError as error:
                 return failed(f"alternatives are no distribution: {error}", answer.curl)
             subject.so_far = law.result(answer.curl)
@@ -149,18 +150,25 @@ async def _drafted(subject: Subject, choice: Choice) -> list[str | None]:
 
 
 async def _completions(subject: Subject) -> AsyncGenerator[Answer, None]:
-    """Yield completions in the order of their requests, so that no result decides which comes next."""
+    """Yield completions in the order of their requests, so that no result decides which comes next.
+
+    They are asked for in all ways in turn, but for a drafter whole.
+    """
     server, number = subject.server, 0
+    modes = [mode for mode in MODES if mode not in subject.absent] if subject.drafter is None else [WHOLE]
+    views = [replace(subject, mode=mode) for mode in modes or [WHOLE]]
+    most = _TOKENS * max(view.mode.n for view in views)
     running: deque[asyncio.Task[Answer]] = deque()
     try:
         while True:
             # What runs may not have been counted yet.
-            while len(running) < server.concurrency and server.spent.left >= _TOKENS * (1 + len(running)):
+            while len(running) < server.concurrency and server.spent.left >= most * (1 + len(running)):
                 asked: dict[str, Any] = {"temperature": 1, "max_tokens": _TOKENS}
                 asked["seed"] = subject.seed + 10_000 + number
                 if subject.drafter is not None:
                     asked["return_token_ids"] = True
-                running.append(asyncio.ensure_future(server.ask(subject.prompt(number), **asked)))
+                view = views[number % len(views)]
+                running.append(asyncio.ensure_future(view.ask(subject.prompt(number), **asked)))
                 number += 1
             if not running:
                 return
@@ -192,7 +200,9 @@ async def check_choices(subject: Subject) -> CheckResult:
     bound = math.log(36 / (subject.alpha * ALPHA["choices"]))  # six pairs in each of six requests
     for i, prompt in enumerate(subject.prompts[:6]):
         seed = None if i % 2 or not subject.has_seeds else subject.seed + i
-        answer = await subject.server.ask(prompt, temperature=1, max_tokens=48, n=n, seed=seed)
+        is_streamed = i % 4 > 1 and STREAMED not in subject.absent
+        ask = subject.server.stream if is_streamed else subject.server.ask
+        answer = await ask(prompt, temperature=1, max_tokens=48, n=n, seed=seed)
         if (count := len(answer.choices)) != n:
             return failed(f"{count} choices instead of {n}", answer.curl)
         for left, right in combinations(answer.choices, 2):

@@ -9,7 +9,7 @@ import shlex
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
@@ -30,15 +30,22 @@ from gammaray.errors import (
     InvalidArgumentError,
     UnauthenticatedError,
     UnavailableError,
+    escaped,
+    rendering,
 )
 
 MAX_ANSWER = 2**25
 """Upper bound of an answer, in bytes."""
 
+_BYTES_PER_TOKEN = 1024
+_CHARACTERS_PER_TOKEN = 512
+_MAX_NAME = 256
 _ATTEMPTS = 5
 _MAX_WAIT_S = 10.0
 _REFUSALS = {400, 404, 405, 413, 415, 422, 501}
 _COMPLETIONS, _CHATS = "/completions", "/chat/completions"
+_JSON = {"content-type": "application/json"}
+_Found = TypeVar("_Found")
 
 
 class RefusedError(GammarayError):
@@ -47,17 +54,56 @@ class RefusedError(GammarayError):
 
 @dataclass
 class Spent:
-    """Requests and tokens so far, and the bound of the tokens."""
+    """Requests and tokens so far, and the bound of the tokens that are asked for."""
 
     max_tokens: int
     requests: int = 0
     tokens: int = 0
+    charged: int = 0
     reserved: int = 0
 
     @property
     def left(self) -> int:
         """Tokens that may still be asked for."""
-        return self.max_tokens - self.tokens - self.reserved
+        return self.max_tokens - self.charged - self.reserved
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What an answer may hold at most: twice what was asked for, as checks say what is a little too much."""
+
+    num_choices: int
+    num_tokens: int
+    num_top: int
+
+    @classmethod
+    def of(cls, body: Mapping[str, Any], prompt: str | Sequence[int]) -> Bounds:
+        """Return the bounds of a request's answer."""
+        listed = len(prompt) if body.get("echo") or body.get("prompt_logprobs") else 0
+        num_top = int(body.get("top_logprobs") or body.get("logprobs") or 0)
+        num_tokens = 2 * int(body.get("max_tokens") or 0) + 16 + listed
+        return cls(int(body.get("n") or 1), num_tokens, 2 * num_top + 2)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the body."""
+        needed = 2**16 + self.num_choices * self.num_tokens * (self.num_top + 2) * _BYTES_PER_TOKEN
+        return min(needed, MAX_ANSWER)
+
+    def check(self, answer: Answer) -> None:
+        """Raise AnswerError if an answer has more than this."""
+        tokens = [len(choice.tokens) for choice in answer.choices]
+        texts = [len(choice.text) for choice in answer.choices]
+        alternatives = [len(token.listed) for choice in answer.choices for token in choice.tokens]
+        found = {
+            "choices": (len(answer.choices), 2 * self.num_choices),
+            "tokens of a choice": (max(tokens), self.num_tokens),
+            "characters of a text": (max(texts), self.num_tokens * _CHARACTERS_PER_TOKEN),
+            "alternatives of a token": (max(alternatives, default=0), self.num_top),
+        }
+        for name, (got, most) in found.items():
+            if got > most:
+                raise AnswerError(name, got, f"at most {most} for this request")
 
 
 @dataclass
@@ -100,7 +146,9 @@ class Endpoint:
         self.url = f"{parts.scheme}://{parts.netloc}{path if path.endswith('/v1') else f'{path}/v1'}"
         if not re.fullmatch(r"[\x21-\x7e]*", self.api_key):
             raise InvalidArgumentError("api key", "other characters", "visible ASCII characters")
-        headers = {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        # What is compressed may be a thousand times as long as the bytes that are counted.
+        headers = {"accept-encoding": "identity"}
+        headers |= {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         self._http = httpx.AsyncClient(headers=headers, timeout=self.timeout_s, limits=limits)
         self._places = asyncio.Semaphore(self.concurrency)
@@ -118,15 +166,25 @@ class Endpoint:
 
     async def first_model(self) -> str:
         """Return the name of the first model that the server lists; empty if it lists none."""
-        try:
+
+        async def listed() -> Any:
             async with self._http.stream("GET", f"{self.url}/models") as response:
-                found = decoded(await _read(response)) if response.status_code == httpx.codes.OK else {}
-            name = found["data"][0]["id"]
-        except httpx.HTTPError as error:
-            raise UnavailableError(f"{self.url}: {str(error) or type(error).__name__}") from None
+                return decoded(await _read(response)) if response.status_code == httpx.codes.OK else {}
+
+        try:
+            name = (await self._in_time(listed()))["data"][0]["id"]
         except (AnswerError, LookupError, TypeError):
             return ""
-        return name if isinstance(name, str) else ""
+        return name[:_MAX_NAME] if isinstance(name, str) else ""
+
+    async def _in_time(self, work: Awaitable[_Found]) -> _Found:
+        """Return what the work of one request finds, within its deadline; failures of HTTP become errors."""
+        try:
+            return await asyncio.wait_for(work, self.timeout_s)
+        except (asyncio.TimeoutError, httpx.TimeoutException):
+            raise DeadlineExceededError(f"no answer within {self.timeout_s:g} s") from None
+        except (httpx.HTTPError, httpx.StreamError) as error:
+            raise UnavailableError(f"{self.url}: {str(error) or type(error).__name__}") from None
 
     def body(self, prompt: str | Sequence[int], **fields: Any) -> dict[str, Any]:
         """Return a request; `logprobs` is a number of alternatives, None leaves a field out."""
@@ -165,46 +223,47 @@ class Endpoint:
     def curl(self, body: Mapping[str, Any]) -> str:
         """Return the command that sends a request; the key stays in its variable."""
         key = f' -H "authorization: Bearer ${self.key_variable}"' if self.api_key else ""
-        data = shlex.quote(json.dumps(body, ensure_ascii=False))
+        data = shlex.quote(escaped(json.dumps(body, ensure_ascii=False)))
         return f"curl -sS {shlex.quote(self.path)} -H 'content-type: application/json'{key} -d {data}"
 
     async def _within_budget(
         self,
         prompt: str | Sequence[int],
         fields: dict[str, Any],
-        send: Callable[[dict[str, Any]], Awaitable[Answer]],
+        send: Callable[[dict[str, Any], int], Awaitable[Answer]],
     ) -> Answer:
         body = self.body(prompt, **{"logprobs": self.num_top or None, **fields})
-        asked = max(1, int(body.get("max_tokens") or 0)) * int(body.get("n") or 1)
+        bounds = Bounds.of(body, prompt)
+        asked = bounds.num_choices * max(1, int(body.get("max_tokens") or 0))
         if asked > self.spent.left:
             raise inconclusive(f"the budget of {self.spent.max_tokens} tokens is spent (--max-tokens-total)")
         self.spent.reserved += asked
         try:
             async with self._places:
                 self.spent.requests += 1
-                answer = await asyncio.wait_for(send(body), self.timeout_s)
-        except (asyncio.TimeoutError, httpx.TimeoutException):
-            raise DeadlineExceededError(f"no answer within {self.timeout_s:g} s") from None
-        except httpx.HTTPError as error:
-            raise UnavailableError(f"{self.path}: {str(error) or type(error).__name__}") from None
+                answer = await self._in_time(send(body, bounds.num_bytes))
+            bounds.check(answer)
         except AnswerError as error:
             error.curl = self.curl(body)
             raise
         finally:
+            # An answer that lists fewer tokens must not make the budget last longer.
             self.spent.reserved -= asked
+            self.spent.charged += asked
         counted = sum(len(choice.tokens) for choice in answer.choices)
-        self.spent.tokens += max(counted, min(answer.usage[1], asked) if answer.usage else counted or asked)
+        reported = min(max(answer.usage[1], 0), asked) if answer.usage else 0
+        self.spent.tokens += max(counted, reported) or asked
         return replace(answer, curl=self.curl(body))
 
-    async def _whole(self, body: dict[str, Any]) -> Answer:
+    async def _whole(self, body: dict[str, Any], limit: int) -> Answer:
         async with _opened(self._http, self.path, body) as response:
-            return parse_answer(decoded(await _read(response)))
+            return parse_answer(decoded(await _read(response, limit)))
 
-    async def _joined(self, body: dict[str, Any]) -> Answer:
+    async def _joined(self, body: dict[str, Any], limit: int) -> Answer:
         choices: dict[int, list[Choice]] = {}
         usage, is_done = None, False
         async with _opened(self._http, self.path, body) as response:
-            async for event in events(response.aiter_bytes()):
+            async for event in events(_pieces(response, limit)):
                 if event == b"[DONE]":
                     is_done = True
                     break
@@ -212,7 +271,7 @@ class Endpoint:
                 if not isinstance(fields, dict) or not isinstance(fields.get("choices", []), list):
                     raise AnswerError("event", fields, "an object with `choices`")
                 if "error" in fields:
-                    raise UnavailableError(f"the stream ended with {str(fields['error'])[:200]}")
+                    raise UnavailableError(f"the stream ended with {rendering(fields['error'])[:200]}")
                 usage = parse_usage(fields.get("usage")) or usage
                 for i, choice in enumerate(fields.get("choices", [])):
                     if not isinstance(choice, dict) or not isinstance(index := choice.get("index", i), int):
@@ -237,7 +296,8 @@ async def _opened(
 ) -> AsyncIterator[httpx.Response]:
     """Yield an open response with status 200; what is refused for load is tried again."""
     for attempt in range(1, _ATTEMPTS + 1):
-        async with http.stream("POST", url, json=body) as response:
+        content = json.dumps(body).encode()  # ASCII, as a text of the server may have lone surrogates
+        async with http.stream("POST", url, content=content, headers=_JSON) as response:
             if (status := response.status_code) == httpx.codes.OK:
                 yield response
                 return
@@ -252,22 +312,26 @@ async def _opened(
     raise RefusedError(message) if status in _REFUSALS else UnavailableError(f"{url}: {message}")
 
 
-async def _read(response: httpx.Response, limit: int | None = None) -> bytes:
-    data, limit = bytearray(), limit or MAX_ANSWER
+async def _pieces(response: httpx.Response, limit: int) -> AsyncIterator[bytes]:
+    """Yield the bytes of a body that is not compressed, up to a limit."""
+    encoding, total = response.headers.get("content-encoding", "identity"), 0
+    if encoding.strip().lower() not in ("", "identity"):
+        raise AnswerError("content-encoding", encoding, "identity, as was asked for")
     async for piece in response.aiter_bytes():
-        data += piece
-        if len(data) > limit:
-            raise AnswerError("body", f"over {limit} bytes", f"at most {limit} bytes")
-    return bytes(data)
+        total += len(piece)
+        if total > limit:
+            raise AnswerError("body", f"over {limit} bytes", f"at most {limit} bytes for this request")
+        yield piece
+
+
+async def _read(response: httpx.Response, limit: int = 2**20) -> bytes:
+    return b"".join([piece async for piece in _pieces(response, limit)])
 
 
 async def events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     """Yield the data of server-sent events, one line each, in time that is linear in the stream's length."""
-    line, total = bytearray(), 0
+    line = bytearray()
     async for piece in pieces:
-        total += len(piece)
-        if total > MAX_ANSWER:
-            raise AnswerError("stream", f"over {MAX_ANSWER} bytes", f"at most {MAX_ANSWER} bytes")
         first, *others = piece.split(b"\n")
         line += first
         for other in others:
@@ -284,4 +348,4 @@ def _message(text: str) -> str:
         text = str(error["message"] if isinstance(error, dict) and "message" in error else error)
     except (ValueError, RecursionError):
         pass
-    return " ".join("".join(c if c.isprintable() else " " for c in text).split())[:300]
+    return escaped(" ".join(text[:2000].split()))[:300]

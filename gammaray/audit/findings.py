@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from gammaray.errors import escaped
+
 ALPHA = {"law": 1 / 2, "independence": 1 / 4, "choices": 1 / 8, "seed": 1 / 8}
 """Shares of the audit's probability of a false alarm; the other checks draw no conclusion from chance."""
 
@@ -36,6 +38,19 @@ class CheckResult:
     summary: str
     evidence: Mapping[str, Any] = field(default_factory=dict)
     curl: str = ""
+
+    def cleaned(self) -> CheckResult:
+        """Return it with all text escaped, since much of it is the server's."""
+        evidence: Mapping[str, Any] = _cleaned(self.evidence)
+        return CheckResult(self.status, escaped(self.summary), evidence, escaped(self.curl))
+
+
+def _cleaned(value: Any) -> Any:
+    if isinstance(value, str):
+        return escaped(value)
+    if isinstance(value, Mapping):
+        return {_cleaned(key): _cleaned(one) for key, one in value.items()}
+    return [_cleaned(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
 def passed(summary: str, **evidence: Any) -> CheckResult:

@@ -103,7 +103,7 @@ class Position:
         rank = num_listed - 1 - num_listed // 8
         is_short = len(values) < rank
         cut = _SMALLEST if is_short else max(values[rank - 1], _SMALLEST)
-        absolute, relative = _rounding([value for value in values if value > cut])
+        absolute, relative = rounding([value for value in values if value > cut])
         found: dict[Hashable, float] = {}
         errors: dict[Hashable, float] = {}
         for token, value in pairs:
@@ -144,7 +144,11 @@ class Position:
         return math.fsum([error * prob * abs(ratio - rest) for error, prob, ratio in sides])
 
 
-def _rounding(values: Sequence[float]) -> tuple[float, float]:
+EXACT = (_FLOAT32, 0.0)
+"""`rounding` of log-probabilities in float32."""
+
+
+def rounding(values: Sequence[float]) -> tuple[float, float]:
     """Return the absolute and the relative error of log-probabilities, by how all of them look rounded."""
     mantissas = [math.frexp(value)[0] for value in values]
     for scale, relative in _ROUNDED:
@@ -153,7 +157,7 @@ def _rounding(values: Sequence[float]) -> tuple[float, float]:
     for digits in range(1, 5):
         if all(round(value, digits) == value for value in values):
             return _FLOAT32 + 0.5 * 10.0**-digits, 0.0
-    return _FLOAT32, 0.0
+    return EXACT
 
 
 @dataclass(frozen=True)

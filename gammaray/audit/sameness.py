@@ -7,10 +7,12 @@ import math
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from operator import itemgetter
+from typing import Any
 
 from gammaray.audit.answers import Answer, Choice, Token
 from gammaray.audit.findings import ALPHA, CheckResult, Status, failed, inconclusive, not_possible, passed
-from gammaray.audit.subject import Subject
+from gammaray.audit.law import EXACT, rounding
+from gammaray.audit.subject import MODES, WHOLE, Mode, Subject
 
 MAX_ROUNDING = 0.5
 """Largest margin of two tokens that rounding may explain: two steps of bfloat16 at logits of 32 to 64."""
@@ -30,6 +32,7 @@ LIKELY = -4.6
 
 _TOKENS = 48
 _MIN_KNOWN = 0.95
+_MIN_VALUES = 20
 OTHERS = 8
 
 
@@ -95,10 +98,11 @@ class Comparison:
         self.pairs: list[tuple[Choice, Choice, str]] = []
         self._roundings: list[float] = []
 
-    def add(self, left: Choice, right: Answer) -> None:
-        """Add a completion and the answer whose first choice should be equal."""
-        self.pairs.append((left, right.choice, right.curl))
-        self._roundings += roundings(left, right.choice)
+    def add(self, left: Answer, right: Answer) -> None:
+        """Add two answers whose choices should be equal."""
+        for one, other in zip(left.choices, right.choices, strict=True):
+            self.pairs.append((one, other, right.curl))
+            self._roundings += roundings(one, other)
 
     @property
     def rounding(self) -> float:
@@ -148,21 +152,22 @@ async def check_seed(subject: Subject) -> CheckResult:
     if reason := server.refused.get("seed"):
         raise not_possible(f"the server refuses it: {reason}")
     surprise, others, greedy = 0.0, 0, 0
-    for i, prompt in enumerate(subject.prompts[:4]):
+    for i, prompt in enumerate(subject.prompts[: subject.few(4)]):
         asked = {"temperature": 1, "max_tokens": _TOKENS, "seed": subject.seed + i}
-        first = (await server.ask(prompt, **asked)).choice
-        same.add(first, await server.ask(prompt, **asked))
-        other = await server.ask(prompt, **{**asked, "seed": subject.seed + 1000 + i})
-        if other.choice.text != first.text:
+        first = await subject.ask(prompt, **asked)
+        same.add(first, await subject.ask(prompt, **asked))
+        other = await subject.ask(prompt, **{**asked, "seed": subject.seed + 1000 + i})
+        if all(a.text != b.text for a, b in zip(first.choices, other.choices, strict=True)):
             others += 1
             continue
-        surprise -= sum(token.lp or 0.0 for token in first.tokens)
+        equal = [a for a, b in zip(first.choices, other.choices, strict=True) if a.text == b.text]
+        surprise -= max(sum(token.lp or 0.0 for token in choice.tokens) for choice in equal)
         plain = await server.ask(prompt, temperature=0, max_tokens=_TOKENS)
-        greedy += plain.choice.text == first.text
+        greedy += plain.choice.text == first.choice.text
     result = same.result("repetitions with the same seed")
     if result.status is not Status.PASSED or others:
         return result
-    if surprise > -math.log(subject.alpha * ALPHA["seed"]):
+    if surprise > -math.log(subject.alpha * ALPHA["seed"] / (4 * len(MODES))):
         summary = f"all texts of other seeds are equal; by chance with probability e^-{surprise:.0f}"
         return failed(summary, other.curl, **result.evidence)
     also = f", and {greedy} of {len(same.pairs)} are those of temperature 0: does the server sample?"
@@ -183,27 +188,46 @@ async def check_batch(subject: Subject) -> CheckResult:
                 server.ask(subject.prompt(i + j), **{**asked, "seed": subject.seed + 100 * j + i})
                 for j in range(min(OTHERS, server.concurrency - 1) + 1)
             ]
-            pairs.add(alone.choice, (await asyncio.gather(*crowd))[0])
+            pairs.add(alone, (await asyncio.gather(*crowd))[0])
         results.append(pairs.result(f"requests among others at temperature {temperature:g}"))
     return worst(results)
 
 
 async def check_stream(subject: Subject) -> CheckResult:
-    """A streamed completion is the same as a whole one."""
-    server, results = subject.server, []
-    for temperature in (0.0, 1.0) if subject.has_seeds else (0.0,):
+    """A streamed completion is the same as a whole one, each of its choices and log-probabilities."""
+    ways = [(0.0, 1), *([(1.0, 1), (1.0, 2)] if subject.has_seeds else [])]
+    results = []
+    for temperature, n in ways if Mode(n=3) not in subject.absent else ways[:2]:
         pairs = Comparison(temperature)
-        for i, prompt in enumerate(subject.prompts[:4]):
-            asked = {"temperature": temperature, "max_tokens": _TOKENS, "seed": subject.seed + i}
-            whole = (await server.ask(prompt, **asked)).choice
-            streamed = await server.stream(prompt, **asked)
+        for i, prompt in enumerate(subject.prompts[: 4 if n == 1 else 2]):
+            asked: dict[str, Any] = {
+                "temperature": temperature,
+                "max_tokens": _TOKENS,
+                "seed": subject.seed + i,
+            }
+            asked |= {"n": n} if n > 1 else {}
+            whole = await subject.server.ask(prompt, **asked)
+            streamed = await subject.server.stream(prompt, **asked)
+            if len(whole.choices) != len(streamed.choices):
+                counts = len(whole.choices), len(streamed.choices)
+                return failed(f"{counts[0]} choices whole and {counts[1]} streamed", streamed.curl)
             pairs.add(whole, streamed)
-            reasons = whole.finish_reason, streamed.choice.finish_reason
-            if whole.text == streamed.choice.text and reasons[0] != reasons[1]:
-                summary = f"finish_reason is {reasons[0]!r} whole and {reasons[1]!r} streamed"
-                return failed(summary, streamed.curl)
-        results.append(pairs.result(f"streams at temperature {temperature:g}"))
+            for left, right in zip(whole.choices, streamed.choices, strict=True):
+                reasons = left.finish_reason, right.finish_reason
+                if left.text == right.text and reasons[0] != reasons[1]:
+                    summary = f"finish_reason is {reasons[0]!r} whole and {reasons[1]!r} streamed"
+                    return failed(summary, streamed.curl)
+                if is_rounded(right) and left.tokens and not is_rounded(left):
+                    return failed("log-probabilities are rounded in streams only", streamed.curl)
+        of = f" with n {n}" if n > 1 else ""
+        results.append(pairs.result(f"streams at temperature {temperature:g}{of}"))
     return worst(results)
+
+
+def is_rounded(choice: Choice) -> bool:
+    """Whether all log-probabilities of a choice have at most four decimals, or the mantissa of a half."""
+    values = [lp for token in choice.tokens for _, lp in token.listed if lp > -100]
+    return len(values) >= _MIN_VALUES and rounding(values) != EXACT
 
 
 async def check_greedy(subject: Subject) -> CheckResult:
@@ -213,10 +237,10 @@ async def check_greedy(subject: Subject) -> CheckResult:
         raise not_possible(f"needs log-probabilities or --reference: {subject.no_logprobs}")
     pairs, total, count, asked = Comparison(0.0), 0, 0, {"temperature": 0, "max_tokens": 64}
     less_likely: list[tuple[float, Difference, str]] = []
-    for prompt in subject.prompts[:8]:
-        ours = await server.ask(prompt, **asked)
-        total += len(ours.choice.tokens)
-        for i, token in enumerate(ours.choice.tokens):
+    for prompt in subject.prompts[: subject.few(8)]:
+        ours = await subject.ask(prompt, **asked)
+        total += sum(len(choice.tokens) for choice in ours.choices)
+        for i, token in ((i, token) for choice in ours.choices for i, token in enumerate(choice.tokens)):
             if token.lp is None or not token.cells:
                 continue
             count += 1
@@ -224,14 +248,14 @@ async def check_greedy(subject: Subject) -> CheckResult:
             gap = token.cells[best] - token.lp
             if best != token.key and gap > MIN_ROUNDING:
                 less_likely.append((gap, Difference(i, token.text, best, gap), ours.curl))
-        if reference is not None:
+        if reference is not None and subject.mode == WHOLE:
             theirs = await reference.ask(prompt, **asked)
-            pairs.add(ours.choice, replace(theirs, curl=ours.curl))
+            pairs.add(ours, replace(theirs, curl=ours.curl))
     if less_likely:
         gap, found, curl = max(less_likely, key=itemgetter(0))
         summary = f"token {found.index} is {found.left!r}, while {found.right!r} is more likely by {gap:.4f}"
         return failed(summary, curl, **asdict(found))
-    if reference is None:
+    if reference is None or subject.mode != WHOLE:
         if count < _MIN_KNOWN * total:
             raise inconclusive(f"only {count} of {total} tokens have alternatives")
         return passed(f"{count} of {total} tokens are the most likely", tokens=count)

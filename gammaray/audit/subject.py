@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from gammaray.audit.answers import Answer
+from gammaray.audit.answers import Answer, AnswerError
 from gammaray.audit.endpoint import Endpoint, RefusedError
 from gammaray.audit.findings import CheckResult, Finding, Status, Undecided, not_possible
 from gammaray.errors import GammarayError, InvalidArgumentError
@@ -25,7 +26,24 @@ NEUTRAL = {
 """Fields that turn a server's own defaults off, or name tokens uniquely; left out where they are refused."""
 
 _NUM_TOP = (20, 5, 1)
+_PLAIN = {"max_tokens": 1, "temperature": 0, "logprobs": None}
 _MAX_PROMPT = 4096
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A way to ask for completions: whole or streamed, with one or more choices."""
+
+    is_streamed: bool = False
+    n: int = 1
+
+    def __str__(self) -> str:
+        return ("streamed" if self.is_streamed else "whole") + (f" with n {self.n}" if self.n > 1 else "")
+
+
+WHOLE, STREAMED = Mode(), Mode(is_streamed=True)
+MODES = (WHOLE, STREAMED, Mode(n=3), Mode(is_streamed=True, n=2))
+"""The ways in which each parameter is checked."""
 
 
 @dataclass
@@ -39,11 +57,14 @@ class Subject:
         alpha: Probability of a false alarm of the whole audit.
         seed: First seed of requests.
         tell: Called with what is being done, for a progress bar.
+        mode: How `ask` asks.
 
     Attributes:
         no_logprobs: Why there are no log-probabilities; empty if there are.
         findings: Findings so far, by check.
         so_far: What a running check has found, in case it is interrupted.
+        absent: Ways in which the server cannot be asked, and why.
+        shared: What checks find out once for all ways.
     """
 
     server: Endpoint
@@ -55,8 +76,11 @@ class Subject:
     drafter: Endpoint | None = None
     is_own_reference: bool = False
     no_logprobs: str = ""
+    mode: Mode = WHOLE
     findings: dict[str, Finding] = field(default_factory=dict)
     so_far: CheckResult | None = None
+    absent: dict[Mode, str] = field(default_factory=dict)
+    shared: dict[str, asyncio.Future[Any]] = field(default_factory=dict)
 
     async def close(self) -> None:
         for endpoint in (self.server, self.reference, self.drafter):
@@ -66,6 +90,7 @@ class Subject:
     async def probe(self) -> None:
         """Find out what the server and the reference support; raises GammarayError if one does not answer."""
         self.no_logprobs, answer = await probe(self.server)
+        await self._probe_modes()
         if self.reference is not None:
             reason, _ = await probe(self.reference)
             if reason:
@@ -76,6 +101,32 @@ class Subject:
             options = {**self.server.fields.get("gammaray", {}), "gamma": 0}
             self.reference = self.server.beside(self.server.url, gammaray=options)
             self.is_own_reference = True
+
+    async def _probe_modes(self) -> None:
+        options = {**_PLAIN, "stream": True, "stream_options": {"include_usage": True}}
+        if refusal := await _refusal(self.server, options):
+            self.server.refused["stream_options"] = refusal
+        for mode in MODES:
+            try:
+                await replace(self, mode=mode).ask("1, 2, 3,", **_PLAIN)
+            except GammarayError as error:
+                self.absent[mode] = str(error)
+
+    async def ask(self, prompt: str, **fields: Any) -> Answer:
+        """Return a completion, asked for in the way of `mode`; raises what `Endpoint.ask` does."""
+        if self.mode.n > 1:
+            fields["n"] = self.mode.n
+        if self.mode.is_streamed:
+            answer = await self.server.stream(prompt, **fields, stream_options={"include_usage": True})
+        else:
+            answer = await self.server.ask(prompt, **fields)
+        if (count := len(answer.choices)) != self.mode.n:
+            raise AnswerError("choices", f"{count} choices", f"{self.mode.n}", answer.curl)
+        return answer
+
+    def few(self, number: int) -> int:
+        """Return how many of `number` requests a check makes in this way."""
+        return number if self.mode == WHOLE else max(2, number // (2 + self.mode.n))
 
     def need_logprobs(self, minimum: int = 2) -> None:
         """Raise `Undecided` if the server does not list `minimum` alternatives per token."""
@@ -104,20 +155,19 @@ async def probe(server: Endpoint) -> tuple[str, Answer]:
     Returns:
         Why it has no log-probabilities, or an empty text; and its answer to the plainest request.
     """
-    plain = {"max_tokens": 1, "temperature": 0, "logprobs": None}
     try:
-        answer = await server.ask("1, 2, 3,", **plain)
+        answer = await server.ask("1, 2, 3,", **_PLAIN)
     except RefusedError:
         server.is_chat = True
-        answer = await server.ask("1, 2, 3,", **plain)
+        answer = await server.ask("1, 2, 3,", **_PLAIN)
     for name, value in NEUTRAL.items():
-        if await _refusal(server, {**plain, "temperature": 1, name: value}) is None:
+        if await _refusal(server, {**_PLAIN, "temperature": 1, name: value}) is None:
             server.fields[name] = value
-    if refusal := await _refusal(server, {**plain, "seed": 1}):
+    if refusal := await _refusal(server, {**_PLAIN, "seed": 1}):
         server.refused["seed"] = refusal
     reason = ""
     for num_top in _NUM_TOP:
-        refusal = await _refusal(server, {**plain, "logprobs": num_top})
+        refusal = await _refusal(server, {**_PLAIN, "logprobs": num_top})
         if refusal is None:
             server.num_top = num_top
             return "", answer
@@ -127,7 +177,7 @@ async def probe(server: Endpoint) -> tuple[str, Answer]:
 
 async def _refusal(server: Endpoint, fields: dict[str, Any]) -> str | None:
     try:
-        answer = await server.ask("1, 2, 3,", **fields)
+        answer = await (server.stream if fields.pop("stream", False) else server.ask)("1, 2, 3,", **fields)
     except Undecided:
         raise
     except GammarayError as error:  # some servers answer 500 to an unknown field

@@ -68,7 +68,7 @@ class _Gammaray(click.Group):
             if (failure := failure_of(error)) is None:
                 raise
             code, message = failure
-            click.echo(f"gammaray: {message}", err=True)
+            click.echo(f"gammaray: {shown(message)}", err=True)
             context.exit(code)
 
 
@@ -76,6 +76,13 @@ def _known_variables() -> Collection[str]:
     from gammaray.config import known_variables  # imports pydantic, which most commands do not need
 
     return known_variables()
+
+
+def shown(message: str) -> str:
+    """Return an error's message, which may quote another program, without control characters."""
+    from gammaray.errors import escaped
+
+    return "\n".join(map(escaped, message.split("\n")))
 
 
 def failure_of(error: Exception) -> tuple[int, str] | None:

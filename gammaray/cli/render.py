@@ -11,12 +11,13 @@ from gammaray.types import SpeculationSummary
 
 _BAR_WIDTH = 30
 _VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
+_VISIBLE |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
 
 def printable(text: str) -> str:
     """Return what to print of a model's text, which may contain control characters.
 
-    On a terminal they are replaced by their Unicode symbols.
+    On a terminal they are replaced by their Unicode symbols, those from U+0080 on by U+FFFD.
     """
     return text.translate(_VISIBLE) if sys.stdout.isatty() else text
 

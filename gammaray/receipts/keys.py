@@ -61,20 +61,28 @@ class ReceiptKey(BaseModel):
         return True
 
 
-class _KeySet(BaseModel):
+class KeySet(BaseModel):
+    """A JSON Web Key Set.
+
+    Args:
+        keys: Former ones first.
+        dtypes: Those of the arithmetic of the targets of the server that publishes it; empty: not known.
+    """
+
     model_config = ConfigDict(frozen=True)
 
     keys: tuple[ReceiptKey, ...]
+    dtypes: tuple[str, ...] = ()
 
 
-def parse_keys(text: bytes, where: str, field: str = "key") -> tuple[ReceiptKey, ...]:
-    """Return the keys of a JSON Web Key Set.
+def parse_keys(text: bytes, where: str, field: str = "key") -> KeySet:
+    """Return a JSON Web Key Set.
 
     Raises:
         InvalidArgumentError: It is none; names the field and the place, but never the content.
     """
     try:
-        return _KeySet.model_validate_json(text).keys
+        return KeySet.model_validate_json(text)
     except ValidationError as error:
         place = ".".join(map(str, error.errors(include_input=False)[0]["loc"])) or "the top level"
         allowed = "a set of Ed25519 keys as of `gammaray keys receipts` or GET /v1/receipts/key"
@@ -88,7 +96,7 @@ def read_receipt_keys(path: Path) -> tuple[ReceiptKey, ...]:
         InvalidArgumentError: It cannot be read, or the last key has no private part.
     """
     allowed = "a file made by `gammaray keys receipts`"
-    keys = parse_keys(read_bounded(path, _FIELD, allowed), str(path), _FIELD)
+    keys = parse_keys(read_bounded(path, _FIELD, allowed), str(path), _FIELD).keys
     if not keys or keys[-1].d is None:
         raise InvalidArgumentError(_FIELD, f"{path} without a private key at its end", allowed)
     return keys
@@ -117,9 +125,10 @@ def rotate(path: Path) -> tuple[ReceiptKey, ...]:
     return *former, key.public
 
 
-def published(keys: Sequence[ReceiptKey]) -> dict[str, Any]:
-    """Return the JSON Web Key Set of the public parts of keys."""
-    return {"keys": [key.public.model_dump(exclude_none=True) for key in keys]}
+def published(keys: Sequence[ReceiptKey], dtypes: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the JSON Web Key Set of the public parts of keys, and dtypes (see `KeySet`) if known."""
+    found = {"keys": [key.public.model_dump(exclude_none=True) for key in keys]}
+    return {**found, "dtypes": [*dtypes]} if dtypes else found
 
 
 def b64(data: bytes) -> str:

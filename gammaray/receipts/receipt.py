@@ -11,6 +11,7 @@ to write JSON as the server does.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,6 +24,11 @@ from gammaray.types import FinishReason, SamplingParams, VerificationMethod
 VERSION = 1
 _TYPE = "gammaray-receipt"
 _ALLOWED = "a receipt, as a server returned it: three parts of base64url with dots between"
+
+
+def dtype_of(model_identity: str) -> str:
+    """Return the dtype that a model's identity names; empty if it names none."""
+    return model_identity.partition("/")[2].partition("/")[0]
 
 
 class Receipt(BaseModel):
@@ -64,6 +70,11 @@ class Receipt(BaseModel):
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
 
+    @property
+    def dtype(self) -> str:
+        """The dtype of the target's arithmetic, as the signer names it; empty if it names none."""
+        return dtype_of(self.model_identity)
+
     def signed(self, key: ReceiptKey) -> str:
         """Return the receipt's text, signed with the private part of a key."""
         header = json.dumps({"alg": "EdDSA", "kid": key.kid, "typ": _TYPE}, separators=(",", ":"))
@@ -93,7 +104,7 @@ class SignedReceipt:
             header, payload, signed = json.loads(unb64(head)), unb64(body), unb64(signature)
             is_ours = header["alg"] == "EdDSA" and header["typ"] == _TYPE
             kid, version = str(header["kid"]), json.loads(payload)["version"]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise InvalidArgumentError("receipt", f"{text[:40]!r}, cut or changed", _ALLOWED) from None
         if not is_ours or len(signed) != 64:
             raise InvalidArgumentError("receipt", "a signature of another form, or cut", _ALLOWED)
@@ -109,7 +120,7 @@ class SignedReceipt:
             raise InvalidArgumentError("receipt", "a payload that a server does not write", _ALLOWED)
         return cls(receipt, kid, f"{head}.{body}".encode(), signed)
 
-    def check(self, keys: tuple[ReceiptKey, ...]) -> None:
+    def check(self, keys: Sequence[ReceiptKey]) -> None:
         """Raise InvalidArgumentError unless the key with the receipt's id made the signature."""
         key = next((key for key in keys if key.kid == self.kid), None)
         if key is None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+from typing import Any
 
 from gammaray.errors import InvalidArgumentError
 from gammaray.grammar.matcher import grammar_identity
-from gammaray.receipts.keys import ReceiptKey, read_receipt_keys
-from gammaray.receipts.receipt import Receipt
+from gammaray.receipts.keys import ReceiptKey, published, read_receipt_keys
+from gammaray.receipts.receipt import Receipt, dtype_of
 from gammaray.types import Chunk
 from orchestrator.access.reloaded import ReloadedKeys
 from orchestrator.sessions.lifecycle import OpenSession
@@ -23,21 +24,32 @@ class ReceiptIssuer:
     Args:
         keys_file: The file; empty: no receipts are issued.
         model_name: Name under which the target is served.
+        identities: Returns the model identities of the targets.
 
     Raises:
         InvalidArgumentError: The file cannot be read, or has no private key.
     """
 
-    def __init__(self, keys_file: str, tokenizer: Tokenizer, model_name: str) -> None:
+    def __init__(
+        self,
+        keys_file: str,
+        tokenizer: Tokenizer,
+        model_name: str,
+        identities: Callable[[], Collection[str]] = tuple,
+    ) -> None:
         self._keys = (
             ReloadedKeys(Path(keys_file), read_receipt_keys, "keys of receipts") if keys_file else None
         )
-        self._tokenizer, self._model_name = tokenizer, model_name
+        self._tokenizer, self._model_name, self._identities = tokenizer, model_name, identities
 
     @property
     def keys(self) -> Sequence[ReceiptKey]:
         """The keys, former ones first."""
         return () if self._keys is None else self._keys.current()
+
+    def published(self) -> dict[str, Any]:
+        """Return the JSON Web Key Set of the public keys, with the dtypes of the targets' arithmetic."""
+        return published(self.keys, sorted({dtype_of(identity) for identity in self._identities()} - {""}))
 
     def check(self) -> None:
         """Check that there is a key.

@@ -74,6 +74,11 @@ class Fleet:
         return min(lengths, default=None)
 
     @property
+    def identities(self) -> set[str]:
+        """Model identities of the targets, also of those that are away for a moment."""
+        return {info_of(link).model_identity for link in self.targets.links.values()}
+
+    @property
     def adapters(self) -> list[str]:
         """Names of the LoRA adapters that targets serve, also of those that are away for a moment."""
         return sorted({name for link in self.targets.links.values() for name in info_of(link).adapters})

@@ -8,7 +8,7 @@ import click
 import torch
 from transformers.utils import logging as transformers_logging
 
-from gammaray.cli import failure_of
+from gammaray.cli import failure_of, shown
 
 
 def run_program(work: Callable[[], int]) -> int:
@@ -29,5 +29,5 @@ def run_program(work: Callable[[], int]) -> int:
         if (failure := failure_of(error)) is None:
             raise
         status, message = failure
-    click.echo(f"gammaray: {message}", err=True)
+    click.echo(f"gammaray: {shown(message)}", err=True)
     return status

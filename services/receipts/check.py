@@ -51,6 +51,7 @@ _JUDGED = 2**18
 """Logits processed at once, which fit into a core's cache, in at most 64 rows."""
 
 _SESSION = "receipt"
+_MAX_REASON = 500
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,9 @@ class ReceiptVerdict:
     Attributes:
         result: valid: every token follows from checkpoint, prompt, parameters and seed; invalid: one does
             not; refused: this cannot be checked here.
+        dtype: Of the target's arithmetic, as the receipt names it; empty if it cannot be read.
         reason: Why it is invalid or refused; else empty.
+        temperature: Of the request; 0 where the receipt was refused.
         num_tokens: Emitted tokens that were checked.
         num_ties: Of these, how many are the argmax only after a change of logits within the margin.
         largest_gap: The largest `gap` of these, at most the margin.
@@ -73,6 +76,8 @@ class ReceiptVerdict:
 
     result: Literal["valid", "invalid", "refused"]
     reason: str = ""
+    dtype: str = ""
+    temperature: float = 0.0
     num_tokens: int = 0
     num_ties: int = 0
     largest_gap: float = 0.0
@@ -81,6 +86,12 @@ class ReceiptVerdict:
     token: int | None = None
     expected: int | None = None
     gap: float | None = None
+
+
+def refusal(error: Exception, dtype: str = "") -> ReceiptVerdict:
+    """Return the verdict on a receipt that cannot be checked because of an error."""
+    kind = "" if isinstance(error, GammarayError) else f"{type(error).__name__}: "
+    return ReceiptVerdict("refused", f"{kind}{error}"[:_MAX_REASON], dtype)
 
 
 def _loaded(name: str, path: str) -> Engine:
@@ -115,19 +126,19 @@ class ReceiptChecker:
         self._grammars = Grammars(self._path, self.engine.vocab_size)
 
     def verdict(self, receipt: Receipt) -> ReceiptVerdict:
-        """Return what the check of a receipt finds."""
+        """Return what the check of a receipt finds; any error is the reason of a refusal."""
         try:
             margin = self._checked_margin(receipt)
             if reason := self._wrong_end(receipt):
-                return ReceiptVerdict(result="invalid", reason=reason, margin=margin)
+                return ReceiptVerdict("invalid", reason, receipt.dtype, margin=margin)
             return _Pass(self.engine, receipt, margin, self._grammars).run()
-        except GammarayError as error:
-            return ReceiptVerdict(result="refused", reason=str(error))
+        except Exception as error:  # a receipt is of another program, and the others are to be checked
+            return refusal(error, receipt.dtype)
 
     def _checked_margin(self, receipt: Receipt) -> float:
         """Check that the receipt is for this checkpoint; return the margin."""
-        weights, _, rest = receipt.model_identity.partition("/")
-        dtype, *more = rest.split("/")
+        weights, *_ = receipt.model_identity.split("/")
+        dtype = receipt.dtype
         given = {
             "verification": (receipt.verification, VerificationMethod.COUPLED),
             "model_identity": (weights or "none", self._weights),
@@ -138,7 +149,7 @@ class ReceiptChecker:
         for field, (got, own) in given.items():
             if got != own:
                 raise InvalidArgumentError(field, got, f"{own}, that of the target here")
-        if "lora" in more:
+        if "lora" in receipt.model_identity.split("/")[2:]:
             raise InvalidArgumentError("model_identity", "a LoRA adapter", "a model without one")
         if self._margin is None and dtype not in MARGINS:
             raise InvalidArgumentError(
@@ -218,7 +229,9 @@ class _Pass:
         if LogitEdits.needed(params):
             state = grammars.begin(params.grammar, ends) if params.grammar else None
             self._edits = LogitEdits(params, ends, len(prompt), size, device, state)
-        self._verdict = ReceiptVerdict(result="valid", margin=margin)
+        self._verdict = ReceiptVerdict(
+            "valid", dtype=receipt.dtype, temperature=params.temperature, margin=margin
+        )
 
     def run(self) -> ReceiptVerdict:
         """Return the verdict; it ends with the first wrong token."""

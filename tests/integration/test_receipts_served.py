@@ -270,7 +270,7 @@ async def test_http_answers_have_receipts(orchestrator, checker, keys_file, path
         )
         stored = (await client.get(f"/v1/responses/{whole['id']}")).json() if path == "responses" else {}
     keys = read_receipt_keys(keys_file)
-    assert listed == published(keys)
+    assert listed == published(keys, ["float32"])
     assert "d" not in listed["keys"][0]
     events = [json.loads(line.removeprefix("data: ")) for line in lines]
     streamed = [e.get("response", e).get("gammaray", {}).get("receipt") for e in events]
@@ -305,5 +305,8 @@ def test_check_command_judges_a_file(honest, keys_file, tmp_path):
     assert (found[0]["signature"], result.returncode) == ("valid", 1)
     file.write_text(f"{valid}\n")
     result = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
-    assert result.stdout == "receipt 1: valid: 48 tokens follow, signature not checked\n"
+    assert result.stdout.splitlines() == [
+        "receipt 1: valid: 48 tokens follow, float32, margin 0.001, signature not checked",
+        "valid in float32, margin 0.001: 1 receipts, 48 tokens, 0 of them within the margin only",
+    ]
     assert result.returncode == 0

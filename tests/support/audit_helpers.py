@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import math
 import random
@@ -19,6 +20,18 @@ from fastapi import FastAPI, Request, Response
 Body = dict[str, Any]
 
 
+def always(body: Body) -> bool:
+    return True
+
+
+def streamed(body: Body) -> bool:
+    return bool(body.get("stream"))
+
+
+def several(body: Body) -> bool:
+    return (body.get("n") or 1) > 1
+
+
 @dataclass
 class Fault:
     """A planted fault.
@@ -30,6 +43,8 @@ class Fault:
         stream: Changes the texts of a stream's pieces.
         share: Share of sampled tokens that are replaced by the most likely one; the rest of the text follows
             from the replaced token.
+        where: The requests that have it.
+        later: Whether only the choices after the first one come from the changed request.
     """
 
     check: str
@@ -37,19 +52,56 @@ class Fault:
     answer: Callable[[Body, Body], None] = lambda body, answer: None
     stream: Callable[[list[str]], None] = lambda pieces: None
     share: float = 0.0
+    where: Callable[[Body], bool] = always
+    later: bool = False
 
 
-def without(name: str) -> Callable[[Body], None]:
-    return lambda body: body.pop(name, None)
+def without(*names: str) -> Callable[[Body], None]:
+    return lambda body: [body.pop(name, None) for name in names] and None
+
+
+def changed(name: str, change: Callable[[Any], Any]) -> Callable[[Body], None]:
+    def request(body: Body) -> None:
+        if body.get(name) is not None:
+            body[name] = change(body[name])
+
+    return request
 
 
 def _colder(body: Body) -> None:
     body["temperature"] = body.get("temperature", 1) * 0.95
 
 
-def _equal_choices(body: Body, answer: Body) -> None:
-    for choice in answer["choices"]:
-        choice |= {**answer["choices"][0], "index": choice["index"]}
+def each_choice(change: Callable[[Body, Body], None]) -> Callable[[Body, Body], None]:
+    """Return what changes an answer by a function of each choice and the first one."""
+
+    def answer(body: Body, answer: Body) -> None:
+        first = answer["choices"][0]
+        for choice in answer["choices"]:
+            change(choice, first)
+
+    return answer
+
+
+def each_list(change: Callable[[dict[str, float]], dict[str, float]]) -> Callable[[Body, Body], None]:
+    """Return what changes an answer by a function of each token's alternatives."""
+
+    def answer(body: Body, answer: Body) -> None:
+        for choice in answer["choices"]:
+            if found := choice["logprobs"]:
+                found["top_logprobs"] = [change(top) for top in found["top_logprobs"]]
+                pairs = zip(found["tokens"], found["top_logprobs"], found["token_logprobs"], strict=True)
+                found["token_logprobs"] = [top.get(token, lp) for token, top, lp in pairs]
+
+    return answer
+
+
+def _normalised(power: float) -> Callable[[dict[str, float]], dict[str, float]]:
+    def change(top: dict[str, float]) -> dict[str, float]:
+        total = math.log(sum(math.exp(power * lp) for lp in top.values()))
+        return {key: min(0.0, power * lp - total) for key, lp in top.items()}
+
+    return change
 
 
 def _zeros(body: Body, answer: Body) -> None:
@@ -58,17 +110,72 @@ def _zeros(body: Body, answer: Body) -> None:
         found["token_logprobs"] = [lp if i % 3 else 0.0 for i, lp in enumerate(found["token_logprobs"])]
 
 
-def _one_more(body: Body) -> None:
-    body["max_tokens"] += 1
+def counted(name: str, more: int) -> Callable[[Body, Body], None]:
+    def answer(body: Body, answer: Body) -> None:
+        answer["usage"][name] += more
+        answer["usage"]["total_tokens"] += more
 
-
-def _one_counted_more(body: Body, answer: Body) -> None:
-    answer["usage"]["completion_tokens"] += 1
-    answer["usage"]["total_tokens"] += 1
+    return answer
 
 
 def _without_a_piece(pieces: list[str]) -> None:
     pieces[len(pieces) // 2] = ""
+
+
+def leaking(body: Body, answer: Body) -> None:
+    """The text goes on with the stop string that ended it."""
+    for choice in answer["choices"]:
+        if body.get("stop") and choice["finish_reason"] == "stop":
+            choice["text"] += body["stop"][0]
+
+
+def _echoed(body: Body, answer: Body) -> None:
+    for choice in answer["choices"]:
+        choice["text"] = body["prompt"][-4:] + choice["text"]
+
+
+def _reason(got: str, said: str) -> Callable[[Body, Body], None]:
+    return each_choice(
+        lambda choice, _: choice.update(finish_reason=said) if choice["finish_reason"] == got else None
+    )
+
+
+def _small_bias(body: Body) -> None:
+    if all(abs(value) < 10 for value in body.get("logit_bias", {"": 99}).values()):
+        del body["logit_bias"]
+
+
+def _second_stop(body: Body) -> None:
+    if body.get("stop"):
+        body["stop"] = body["stop"][:1]
+
+
+def _truncated_json(body: Body, answer: Body) -> None:
+    if body.get("response_format") and body.get("seed", 0) % 6 == 5:
+        for choice in answer["choices"]:
+            choice["text"] = choice["text"][:-2]
+
+
+def _looser_schema(body: Body) -> None:
+    if body.get("response_format"):
+        del body["response_format"]["json_schema"]["schema"]["properties"]["age"]["maximum"]
+
+
+def _frequency_once(body: Body) -> None:
+    if frequency := body.pop("frequency_penalty", 0):
+        body["presence_penalty"] = body.get("presence_penalty", 0) + frequency
+
+
+def scaled(factor: float) -> Callable[[Body], None]:
+    def request(body: Body) -> None:
+        for name in ("presence_penalty", "frequency_penalty"):
+            changed(name, lambda value: value * factor)(body)
+
+    return request
+
+
+def _other_seed(body: Body) -> None:
+    changed("seed", lambda seed: random.getrandbits(31))(body)
 
 
 FAULTS = {
@@ -78,25 +185,128 @@ FAULTS = {
     "top_k ignored": Fault("top-k", without("top_k")),
     "min_p ignored": Fault("min-p", without("min_p")),
     "seed ignored": Fault("seed", without("seed")),
-    "choices equal": Fault("choices", answer=_equal_choices),
+    "choices equal": Fault("choices", answer=each_choice(lambda c, f: c.update({**f, "index": c["index"]}))),
     "logprob 0.0": Fault("logprob-zero", answer=_zeros),
-    "one token too many": Fault("max-tokens", _one_more),
+    "one token too many": Fault("max-tokens", changed("max_tokens", lambda bound: bound + 1)),
     "min_tokens ignored": Fault("min-tokens", without("min_tokens")),
     "streams lose a piece": Fault("stream", stream=_without_a_piece),
-    "usage counts one more": Fault("usage", answer=_one_counted_more),
+    "usage counts one more": Fault("usage", answer=counted("completion_tokens", 1)),
     "stop ignored": Fault("stop", without("stop")),
-    "penalties ignored": Fault(
-        "penalties",
-        lambda body: [
-            body.pop(name, None) for name in list(body) if "presence" in name or "frequency" in name
-        ],
-    ),
+    "penalties ignored": Fault("penalties", without("presence_penalty", "frequency_penalty")),
     "bias ignored": Fault("bias", without("logit_bias")),
     "schema ignored": Fault("json-schema", without("response_format")),
     "greedy at temperature 0.3": Fault(
         "greedy", lambda body: body.update(temperature=body["temperature"] or 0.3)
     ),
 }
+"""Found by its own check, while no other check fails."""
+
+MATRIX = {
+    # parameter, way: what one check in that way has to find
+    "top_p + 0.15": Fault("top-p", changed("top_p", lambda p: min(1, p + 0.15))),
+    "top_p ignored in streams": Fault("top-p", without("top_p"), where=streamed),
+    "top_p ignored with n": Fault("top-p", without("top_p"), where=several),
+    "top_p ignored for later choices": Fault("top-p", without("top_p"), later=True),
+    "top_k + 1": Fault("top-k", changed("top_k", lambda k: k + 1 if k > 0 else k)),
+    "top_k ignored in streams": Fault("top-k", without("top_k"), where=streamed),
+    "top_k ignored for later choices": Fault("top-k", without("top_k"), later=True),
+    "min_p / 3": Fault("min-p", changed("min_p", lambda p: p / 3)),
+    "min_p ignored in streams": Fault("min-p", without("min_p"), where=streamed),
+    "min_p ignored for later choices": Fault("min-p", without("min_p"), later=True),
+    "seed ignored with n": Fault("seed", without("seed"), where=several),
+    "seed ignored in streams": Fault("seed", _other_seed, where=streamed),
+    "seed ignored for later choices": Fault("seed", without("seed"), later=True),
+    "seed other in streams": Fault("stream", changed("seed", lambda seed: seed + 1), where=streamed),
+    "later choices equal in streams": Fault(
+        "choices", answer=each_choice(lambda c, f: c.update({**f, "index": c["index"]})), where=streamed
+    ),
+    "second stop string leaks": Fault("stop", _second_stop),
+    "stop string leaks": Fault("stop", answer=leaking),
+    "stop string leaks in streams": Fault("stop", answer=leaking, where=streamed),
+    "stop string leaks with n": Fault("stop", answer=leaking, where=several),
+    "stop ignored for later choices": Fault("stop", without("stop"), later=True),
+    "stop_token_ids ignored": Fault("stop", without("stop_token_ids")),
+    "stop_token_ids ignored in streams": Fault("stop", without("stop_token_ids"), where=streamed),
+    "stop says length": Fault("stop", answer=_reason("stop", "length")),
+    "prompt_tokens one too many": Fault("usage", answer=counted("prompt_tokens", 1)),
+    "prompt_tokens one too many in streams": Fault(
+        "usage", answer=counted("prompt_tokens", 1), where=streamed
+    ),
+    "completion_tokens one too few in streams": Fault(
+        "usage", answer=counted("completion_tokens", -1), where=streamed
+    ),
+    "completion_tokens of n are one too many": Fault(
+        "usage", answer=counted("completion_tokens", 1), where=several
+    ),
+    "log-probabilities of later choices are the first's": Fault(
+        "logprob-zero", answer=each_choice(lambda c, f: c.update(logprobs=f["logprobs"]))
+    ),
+    "alternatives of later choices are the first's": Fault(
+        "logprob-zero",
+        answer=each_choice(
+            lambda c, f: (c["logprobs"] or {}).update({} if c is f else _columns(f["logprobs"]))
+        ),
+    ),
+    "19 alternatives": Fault("logprob-zero", answer=each_list(lambda top: dict([*top.items()][:19]))),
+    "19 alternatives in streams": Fault(
+        "logprob-zero", answer=each_list(lambda top: dict([*top.items()][:19])), where=streamed
+    ),
+    "log-probabilities rounded in streams": Fault(
+        "stream", answer=each_list(lambda top: {k: round(v, 3) for k, v in top.items()}), where=streamed
+    ),
+    "repetition_penalty ignored": Fault("penalties", without("repetition_penalty")),
+    "repetition_penalty ignored in streams": Fault(
+        "penalties", without("repetition_penalty"), where=streamed
+    ),
+    "frequency_penalty once only": Fault("penalties", _frequency_once),
+    "penalties x 0.6": Fault("penalties", scaled(0.6)),
+    "presence_penalty ignored with n": Fault("penalties", without("presence_penalty"), where=several),
+    "frequency_penalty ignored in streams": Fault("penalties", without("frequency_penalty"), where=streamed),
+    "small logit_bias ignored": Fault("bias", _small_bias),
+    "logit_bias halved": Fault(
+        "bias", changed("logit_bias", lambda held: {k: v / 2 for k, v in held.items()})
+    ),
+    "logit_bias ignored in streams": Fault("bias", without("logit_bias"), where=streamed),
+    "logit_bias ignored for later choices": Fault("bias", without("logit_bias"), later=True),
+    "finish_reason stop for length": Fault("max-tokens", answer=_reason("length", "stop")),
+    "finish_reason stop for length in streams": Fault(
+        "max-tokens", answer=_reason("length", "stop"), where=streamed
+    ),
+    "max_tokens one more with n": Fault("max-tokens", changed("max_tokens", lambda m: m + 1), where=several),
+    "max_tokens one less": Fault("max-tokens", changed("max_tokens", lambda m: max(1, m - 1))),
+    "max_tokens one more in streams": Fault(
+        "max-tokens", changed("max_tokens", lambda m: m + 1), where=streamed
+    ),
+    "min_tokens one less": Fault("min-tokens", changed("min_tokens", lambda m: m - 1)),
+    "min_tokens one less in streams": Fault(
+        "min-tokens", changed("min_tokens", lambda m: m - 1), where=streamed
+    ),
+    "min_tokens ignored for later choices": Fault("min-tokens", without("min_tokens"), later=True),
+    "greedy at temperature 0.3 in streams": Fault(
+        "greedy", lambda body: body.update(temperature=body["temperature"] or 0.3), where=streamed
+    ),
+    "greedy at temperature 0.3 for later choices": Fault(
+        "greedy", lambda body: body.update(temperature=body["temperature"] or 0.3), later=True
+    ),
+    "schema ignored in streams": Fault("json-schema", without("response_format"), where=streamed),
+    "schema ignored for later choices": Fault("json-schema", without("response_format"), later=True),
+    "schema's maximum ignored": Fault("json-schema", _looser_schema),
+    "every sixth JSON cut": Fault("json-schema", answer=_truncated_json),
+    "end of the prompt before the text in streams": Fault("stream", answer=_echoed, where=streamed),
+    "temperature 0.9 of prompts over 40 characters": Fault(
+        "law",
+        lambda body: body.update(temperature=body["temperature"] * (1 - 0.1 * (len(body["prompt"]) > 40))),
+    ),
+    "temperature 0.8 in streams": Fault("law", changed("temperature", lambda t: 0.8 * t), where=streamed),
+    "temperature 0.7 for later choices": Fault("law", changed("temperature", lambda t: 0.7 * t), later=True),
+    "log-probabilities of temperature 0.9": Fault("law", answer=each_list(_normalised(1 / 0.9))),
+    "log-probabilities among those listed": Fault("law", answer=each_list(_normalised(1.0))),
+}
+"""Found by its own check; others may fail as well."""
+
+
+def _columns(logprobs: Body | None) -> Body:
+    return {name: (logprobs or {}).get(name) for name in ("token_logprobs", "top_logprobs")}
 
 
 @dataclass
@@ -121,14 +331,14 @@ class Proxy:
     async def _complete(self, request: Request) -> Response:
         self.requests += 1
         body = await request.json()
-        streamed = body.pop("stream", False)
-        asked = dict(body)
-        if streamed:
-            asked.pop("stream_options", None)
-        for fault in self.faults:
+        faults = [fault for fault in self.faults if fault.where(body)]
+        is_streamed = body.pop("stream", False)
+        plain = {name: value for name, value in body.items() if name != "stream_options"}
+        asked = copy.deepcopy(plain)
+        for fault in faults:
             fault.request(asked)
         is_sampled = asked.get("temperature", 1) > 0 and not {"response_format", "logit_bias"} & asked.keys()
-        if any(fault.share for fault in self.faults) and is_sampled:
+        if any(fault.share for fault in faults) and is_sampled:
             probe = await self._http.post("/v1/completions", json={**asked, "max_tokens": 1})
             if probe.status_code != 200:
                 return Response(probe.content, probe.status_code, media_type="application/json")
@@ -138,12 +348,16 @@ class Proxy:
             if answered.status_code != 200:
                 return Response(answered.content, answered.status_code, media_type="application/json")
             answer = answered.json()
+        if any(fault.later for fault in faults):
+            honest = (await self._http.post("/v1/completions", json=plain)).json()
+            answer["choices"][0] = honest["choices"][0]
+            answer["usage"] = honest["usage"]
         # Not this project's extension, so that the audit has no other way to ask.
-        for fault in self.faults:
+        for fault in faults:
             fault.answer(body, answer)
-        if not streamed:
+        if not is_streamed:
             return Response(json.dumps(answer), media_type="application/json")
-        return Response(self._events(answer), media_type="text/event-stream")
+        return Response(self._events(answer, faults), media_type="text/event-stream")
 
     async def _replaced(self, body: Body) -> Body:
         """Complete choice by choice; a replaced token is the context of what follows."""
@@ -181,12 +395,12 @@ class Proxy:
         usage["total_tokens"] = usage["prompt_tokens"] + usage["completion_tokens"]
         return {"choices": choices, "usage": usage}
 
-    def _events(self, answer: Body) -> bytes:
+    def _events(self, answer: Body, faults: Sequence[Fault]) -> bytes:
         events: list[Body] = []
         for choice in answer["choices"]:
             text, index = choice["text"], choice["index"]
             pieces = [text[i : i + 5] for i in range(0, len(text), 5)] or [""]
-            for fault in self.faults:
+            for fault in faults:
                 fault.stream(pieces)
             events += [{"choices": [{"index": index, "text": piece}]} for piece in pieces]
             last = {"index": index, "text": "", "logprobs": choice["logprobs"]}

@@ -9,7 +9,8 @@ import asyncio
 import json
 import os
 import re
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from datetime import datetime, timezone
 from pathlib import Path
@@ -28,9 +29,10 @@ from gammaray.cli.local_cluster import local_cluster
 from gammaray.cli.output import output_console
 from gammaray.cli.program import CLUSTER_PACKAGES, check_packages
 from gammaray.cli.values import FloatRange, IntRange, list_of
-from gammaray.errors import GammarayError
+from gammaray.errors import GammarayError, escaped
 
 EXIT_CODES = {Status.PASSED: 0, Status.FAILED: 1, Status.INCONCLUSIVE: 3}
+_PERIOD_S = 10.0
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
 
@@ -94,7 +96,7 @@ def _fields(context: click.Context, parameter: click.Parameter, value: str) -> d
     type=IntRange(1),
     default=200_000,
     show_default=True,
-    help="Bound of generated tokens, over all checks.",
+    help="Bound of the tokens that are asked for, over all checks.",
 )
 @click.option(
     "--alpha",
@@ -148,7 +150,7 @@ def audit(url: str, **options: Any) -> None:
         raise interrupted
     findings = list(subject.findings.values())
     show(output_console(), findings)
-    about = {"url": server.url, "model": server.model, "alpha": options["alpha"]}
+    about = {"url": server.url, "model": escaped(server.model), "alpha": options["alpha"]}
     date = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M")
     found = audit_result(findings, **about, date_utc=date, is_complete=interrupted is None)
     if options["json_file"] is not None:
@@ -158,6 +160,19 @@ def audit(url: str, **options: Any) -> None:
     if interrupted is not None:
         raise interrupted
     click.get_current_context().exit(EXIT_CODES[overall(findings)])
+
+
+class _Teller:
+    """Shows what is being done: at once on a terminal, elsewhere a line every ten seconds."""
+
+    def __init__(self, show: Callable[[str], None], is_terminal: bool) -> None:
+        self._show, self._is_terminal, self._told = show, is_terminal, time.monotonic()
+
+    def __call__(self, text: str) -> None:
+        self._show(text)
+        if not self._is_terminal and time.monotonic() - self._told >= _PERIOD_S:
+            self._told = time.monotonic()
+            click.echo(text, err=True)
 
 
 async def _run(subject: Subject, checks: Sequence[str], others: Sequence[tuple[str, bool]]) -> None:
@@ -173,7 +188,7 @@ async def _run(subject: Subject, checks: Sequence[str], others: Sequence[tuple[s
         stack.enter_context(bar)
         stack.push_async_callback(subject.close)
         task = bar.add_task("probing the server")
-        subject.tell = lambda text: bar.update(task, description=text)
+        subject.tell = _Teller(lambda text: bar.update(task, description=text), errors.is_terminal)
         subject.server.model = subject.server.model or await subject.server.first_model()
         found: list[Endpoint | None] = []
         for place, is_directory in others:

@@ -35,6 +35,11 @@ PARAMS: tuple[click.Parameter, ...] = (
         help="How far two logits may move towards each other to make a token the argmax, in nats.  [default: "
         "by the dtype of the server's target, see docs/receipts.md]",
     ),
+    click.Option(
+        ["--dtype"],
+        type=click.Choice(["float32", "bfloat16", "float16"]),
+        help="Refuse receipts of another dtype.  [default: the dtypes that the key set names, else any]",
+    ),
     click.Option(["--json", "as_json"], is_flag=True, help="Print a JSON object per receipt."),
 )
 

@@ -370,6 +370,9 @@ class ReceiptKeys(TypedDict):
     """Public keys of receipts, former ones first: a JSON Web Key Set."""
 
     keys: list[ReceiptKeyObject]
+    dtypes: NotRequired[
+        Annotated[list[str], Field(description="Of the arithmetic of the targets, such as `float32`.")]
+    ]
 
 
 class MetricsTarget(TypedDict):

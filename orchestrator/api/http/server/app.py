@@ -22,7 +22,6 @@ from starlette.middleware.cors import CORSMiddleware
 
 from gammaray import __version__
 from gammaray.errors import NotFoundError, UnavailableError, renaming
-from gammaray.receipts.keys import published
 from gammaray.types import ProcessStatus, SpeculationTotals
 from orchestrator.access.caller import Authenticator
 from orchestrator.api.backend import Backend
@@ -317,11 +316,11 @@ def _add_information(app: FastAPI, backend: Backend) -> None:
         well: Health = {"status": "ok"}
         return JSONResponse(well)
 
-    meaning = "Public keys of receipts, former ones first: a JSON Web Key Set."
+    meaning = "Public keys of receipts, former ones first, and dtypes of the targets: a JSON Web Key Set."
 
     @app.get(RECEIPT_KEYS_PATH, **route("listReceiptKeys", meaning, {JSON: "ReceiptKeys"}, (403, 405)))
     async def receipt_keys() -> JSONResponse:
-        return JSONResponse(published(backend.receipts.keys))
+        return JSONResponse(backend.receipts.published())
 
     @app.get(DOCUMENT_PATH, **route("describe", "This document.", {JSON: {"type": "object"}}, (403, 405)))
     async def openapi() -> JSONResponse:

@@ -1,6 +1,7 @@
 """The audit's HTTP client: retries, refusals, bounds, streams, and keys that are not printed."""
 
 import asyncio
+import contextlib
 import json
 import shlex
 
@@ -78,9 +79,8 @@ async def test_failures_have_a_type_and_the_servers_reason(status, answer, error
             await ask(url)
 
 
-async def test_answers_are_bounded_in_size_time_and_tokens(monkeypatch):
-    monkeypatch.setattr(module, "MAX_ANSWER", 1000)
-    with scripted(lambda path, body: (200, b" " * 2000)) as (url, _):
+async def test_answers_are_bounded_in_size_and_tokens():
+    with scripted(lambda path, body: (200, b" " * 2**19)) as (url, _):
         one = server(url)
         for call in (one.ask, one.stream):
             with pytest.raises(AnswerError, match="at most"):
@@ -90,18 +90,92 @@ async def test_answers_are_bounded_in_size_time_and_tokens(monkeypatch):
         assert caught.value.status is Status.INCONCLUSIVE
         await one.close()
 
-    async def silent(reader, writer):
-        await reader.read()
-        writer.close()
 
-    listener = await asyncio.start_server(silent, "127.0.0.1", 0)
-    port = listener.sockets[0].getsockname()[1]
-    with pytest.raises(DeadlineExceededError):
-        await ask(f"http://127.0.0.1:{port}", timeout_s=0.2)
+async def test_answers_are_bounded_in_time():
+    async def dripping(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+        with contextlib.suppress(ConnectionError):
+            while not writer.is_closing():
+                writer.write(b" ")
+                await writer.drain()
+                await asyncio.sleep(0.05)
+
+    listener = await asyncio.start_server(dripping, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+    one = server(url, timeout_s=0.3)
+    for work in (one.first_model(), one.ask("hi", max_tokens=5)):
+        with pytest.raises(DeadlineExceededError):
+            await asyncio.wait_for(work, 60)
+    await one.close()
     listener.close()
-    await listener.wait_closed()
     with pytest.raises(UnavailableError):
-        await ask(f"http://127.0.0.1:{port}")
+        await ask(url)
+
+
+def lists(num_tokens=1, num_top=1, text="a", n=1):
+    top = {f"t{i}": -5.0 - i for i in range(num_top)}
+    logprobs = {
+        "tokens": ["t0"] * num_tokens,
+        "token_logprobs": [-5.0] * num_tokens,
+        "top_logprobs": [top] * num_tokens,
+    }
+    return {"choices": [{"index": i, "text": text, "logprobs": logprobs} for i in range(n)]}
+
+
+@pytest.mark.parametrize(
+    ("answer", "field"),
+    [
+        (lists(num_tokens=30), "tokens of a choice"),
+        (lists(num_top=14), "alternatives of a token"),
+        (lists(text="a" * 14_000), "characters of a text"),
+        (lists(n=3), "choices"),
+    ],
+)
+async def test_more_than_asked_for_is_refused(answer, field):
+    with scripted(lambda path, body: (200, answer)) as (url, _):
+        one = server(url, num_top=5)
+        with pytest.raises(AnswerError, match=f"answer: {field}"):
+            await one.ask("hi", max_tokens=5)
+        await one.close()
+    with scripted(lambda path, body: (200, lists(num_tokens=6, num_top=6))) as (url, _):
+        assert len((await ask(url, num_top=5))[0].choice.tokens) == 6  # a little more is a check's finding
+
+
+async def test_compressed_answer_is_refused_without_decoding():
+    reply = (200, b"\x1f\x8b", {"content-encoding": "gzip, gzip"})
+    with scripted(lambda path, body: reply) as (url, headers):
+        with pytest.raises(AnswerError, match="content-encoding"):
+            await ask(url)
+        assert await server(url).first_model() == ""
+    assert {one["accept-encoding"] for one in headers} == {"identity"}
+
+
+@pytest.mark.parametrize("completion_tokens", [0, -(10**9), 10**9])
+async def test_budget_is_charged_what_was_asked_whatever_the_server_counts(completion_tokens):
+    usage = {"prompt_tokens": 1, "completion_tokens": completion_tokens, "total_tokens": 1}
+    answer = {"choices": [{"text": "", "logprobs": {"tokens": []}}], "usage": usage}
+    with scripted(lambda path, body: (200, answer)) as (url, _):
+        one = server(url, max_tokens=20)
+        await asyncio.gather(*(one.ask("hi", max_tokens=5) for _ in range(4)))
+        assert one.spent.left == 0
+        assert one.spent.tokens == 20
+        with pytest.raises(Undecided, match="budget"):
+            await one.ask("hi", max_tokens=5)
+        await one.close()
+
+
+async def test_lone_surrogates_of_a_server_are_sent_and_shown_as_escapes():
+    answer = {**DONE, "choices": [{"text": "\ud800\x1b[2J\u202e"}]}
+    asked = []
+    with scripted(lambda path, body: (200, asked.append(body) or answer)) as (url, _):
+        one = server(url)
+        text = (await one.ask("hi", max_tokens=5)).choice.text
+        again = await one.ask("hi", max_tokens=5, stop=[text])
+        await one.close()
+    assert asked[1]["stop"] == [text]
+    assert again.curl.isprintable()
+    assert json.loads(shlex.split(again.curl)[-1])["stop"] == [text]
 
 
 def events(*found):

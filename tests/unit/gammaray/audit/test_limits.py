@@ -18,8 +18,8 @@ def completion(text, reason):
 
 
 def cut(text, body):
-    stop = (body.get("stop") or ["\0"])[0]
-    return completion(text.split(stop)[0], "stop" if stop in text else "length")
+    ends = [text.index(stop) for stop in body.get("stop") or [] if stop in text]
+    return completion(text[: min(ends)] if ends else text, "stop" if ends else "length")
 
 
 async def stop_result(handler):

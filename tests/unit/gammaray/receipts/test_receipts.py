@@ -168,8 +168,8 @@ def test_keys_command_prints_public_keys(path):
         result = invoke("keys", "receipts", "--file", path)
         assert result.exit_code == 0
         listed = parse_keys(result.stdout.encode(), "stdout")
-        assert [key.d for key in listed] == [None] * number
-        assert listed[-1].kid in result.stderr
+        assert [key.d for key in listed.keys] == [None] * number
+        assert listed.keys[-1].kid in result.stderr
 
 
 @pytest.mark.parametrize("method", ["rejection", "block", "naive"])

@@ -26,9 +26,9 @@ def without_logprobs(path, body):
     if wrong := {"logprobs", "n", "seed"} & body.keys():
         return 400, {"error": {"message": f"unknown: {sorted(wrong)[0]}"}}
     text = "word " * body["max_tokens"]
-    if body.get("stop"):
-        text = text[: text.index(body["stop"][0])]
-    reason = "stop" if body.get("stop") else "length"
+    ends = [text.index(stop) for stop in body.get("stop") or [] if stop in text]
+    text = text[: min(ends)] if ends else text
+    reason = "stop" if ends else "length"
     usage = {
         "prompt_tokens": 5,
         "completion_tokens": body["max_tokens"],
