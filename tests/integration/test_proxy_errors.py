@@ -1,7 +1,5 @@
 """HTTP errors that HAProxy, which Ray Serve puts before its replicas, sends in place of gRPC's answers."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Traces of real processes, as a real OTLP receiver gets them, also over a takeover and of a failure."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import time
@@ -46,10 +44,7 @@ TIMEOUT_S = 60.0
 @pytest.fixture(scope="module")
 def collector():
     with receiving() as (endpoint, receiver):
-        environment = {
-            "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint,
-            "OTEL_BSP_SCHEDULE_DELAY": "100",
-        }
+        environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": endpoint, "OTEL_BSP_SCHEDULE_DELAY": "100"}
         yield environment, receiver
 
 
@@ -213,10 +208,7 @@ def _check_takeover(spans, addresses, offset):
 
 
 def _environment(endpoint):
-    return {
-        "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint,
-        "OTEL_BSP_SCHEDULE_DELAY": "100",
-    }
+    return {"OTEL_EXPORTER_OTLP_ENDPOINT": endpoint, "OTEL_BSP_SCHEDULE_DELAY": "100"}
 
 
 async def _survive_a_target_and_resume(redis, survivor, draft):

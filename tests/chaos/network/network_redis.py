@@ -4,8 +4,6 @@ Clients, replica and Sentinel have addresses of their own, so that a link tells 
 127.0.0.2 Sentinel, 127.0.0.3 servers that replicate.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets

@@ -1,7 +1,5 @@
 """Renders the chart with Helm; the variants of values that tests use."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import json
@@ -182,7 +180,7 @@ def every_pod(values: dict[str, Any] | None = None) -> dict[str, dict[str, Any]]
 
 
 def release(values: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return manifests by file stem and, by component, Ray groups, pods, containers, variables and arguments."""
+    """Return manifests by file stem and, by component, groups, pods, containers, variables and arguments."""
     manifests, found = render(values), every_pod(values)
     roles = {"gammaray": "orchestrator", "gammaray-draft": "draft", "gammaray-target": "target"}
     collector = manifests.get("configmap-collector.yaml", {"data": {"collector.yaml": ""}})

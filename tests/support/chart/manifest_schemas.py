@@ -5,8 +5,6 @@ small schemas in schemas/, which allow what the chart uses, and RayService also 
 if there is one (../shared/kuberay next to this repository, or the file that KUBERAY_CRD_FILE names).
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import re

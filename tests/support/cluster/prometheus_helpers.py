@@ -1,7 +1,5 @@
 """A real Prometheus, configured as documented."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

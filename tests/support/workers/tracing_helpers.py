@@ -1,7 +1,5 @@
 """Workers of the demo pair that export their spans, and what to ask of a trace."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 from collections import defaultdict

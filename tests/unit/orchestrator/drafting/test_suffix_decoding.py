@@ -1,7 +1,5 @@
 """Suffix decoding of one session: what it finds, and that every verification method stays exact."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
